@@ -1,0 +1,28 @@
+"""Who holds which prefix: the radix tree that engine and router share."""
+
+from sglang_ext.keys import decode_tokens, encode_tokens
+from sglang_ext.radix_global.eviction import POLICIES, EvictionPolicy, policy_by_name
+from sglang_ext.radix_global.placement import Holder
+from sglang_ext.radix_global.tree import (
+    Evicted,
+    InsertResult,
+    Match,
+    Node,
+    RadixTree,
+    TreeInvariantError,
+)
+
+__all__ = [
+    "POLICIES",
+    "Evicted",
+    "EvictionPolicy",
+    "Holder",
+    "InsertResult",
+    "Match",
+    "Node",
+    "RadixTree",
+    "TreeInvariantError",
+    "decode_tokens",
+    "encode_tokens",
+    "policy_by_name",
+]
