@@ -1,0 +1,367 @@
+"""Tiny models with random weights, built on the spot: the same bytes every time, in seconds, no download.
+
+`python -m sglang_ext.testing.models NAME [--dtype float32|bfloat16] --out DIR`, or `--list`.
+
+The weights are noise, and still every output token depends on every token of the context: deviation 0.08
+instead of the usual 0.02, and tied embeddings. With the usual one a random model repeats one token whatever
+it has read, and a damaged KV cache would go unseen.
+
+The embeddings of entries that are not whole words (bytes, fragments, Chinese characters, special tokens)
+are drawn with half the deviation, as trained models have smaller ones for rare tokens. Greedy answers are
+then made of whole words, which re-tokenise to the ids that were generated: over the chat API a turn finds
+the KV of the answer before it again, as it does with a trained model. The cost is that such a model never
+ends an answer by itself; set `max_tokens`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.testing.tokenizer import (
+    BOS_TOKEN_ID,
+    EOS_TOKEN_ID,
+    VOCAB_SIZE,
+    emitted_ids,
+    write_tokenizer,
+)
+
+DType = Literal["float32", "bfloat16"]
+DTYPES: tuple[DType, ...] = ("float32", "bfloat16")
+
+SEED = 20_240_613
+DEVIATION = 0.08
+RARE_TOKEN_FACTOR = 0.5
+CONTEXT_LENGTH = 32_768
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One model: `config` is its config.json without the dtype."""
+
+    name: str
+    summary: str
+    config: dict[str, Any]
+    has_weights: bool = True
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        """Numbers of the KV pool that one token takes, all layers together."""
+        layers: int = self.config["num_hidden_layers"]
+        if "kv_lora_rank" in self.config:
+            latent: int = self.config["kv_lora_rank"] + self.config["qk_rope_head_dim"]
+            return layers * latent
+        per_head: int = self.config["num_key_value_heads"] * self.config["head_dim"]
+        return layers * 2 * per_head
+
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "tie_word_embeddings": True,
+    "initializer_range": DEVIATION,
+    "max_position_embeddings": CONTEXT_LENGTH,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": BOS_TOKEN_ID,
+    "eos_token_id": EOS_TOKEN_ID,
+    "pad_token_id": BOS_TOKEN_ID,
+    "use_cache": True,
+}
+
+_LLAMA: dict[str, Any] = {
+    **_COMMON,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "mlp_bias": False,
+    "rope_theta": 500_000.0,
+    "rope_scaling": None,
+}
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe(
+            "tiny",
+            "Llama, grouped-query attention: for tests",
+            {
+                **_LLAMA,
+                "hidden_size": 256,
+                "intermediate_size": 2048,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "head_dim": 32,
+            },
+        ),
+        Recipe(
+            "small",
+            "Llama, few KV heads: for benchmarks, prefill costs far more than moving its KV",
+            {
+                **_LLAMA,
+                "hidden_size": 512,
+                "intermediate_size": 1536,
+                "num_hidden_layers": 8,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 2,
+                "head_dim": 64,
+            },
+        ),
+        Recipe(
+            "tiny-mla",
+            "DeepSeek-V2, all layers dense: latent attention (MLA), for tests",
+            {
+                **_COMMON,
+                "architectures": ["DeepseekV2ForCausalLM"],
+                "model_type": "deepseek_v2",
+                "hidden_size": 256,
+                "intermediate_size": 1024,
+                "moe_intermediate_size": 1024,
+                "num_hidden_layers": 4,
+                "first_k_dense_replace": 4,
+                "moe_layer_freq": 1,
+                # transformers insists on experts; no layer has them, see first_k_dense_replace.
+                "n_routed_experts": 4,
+                "n_shared_experts": 1,
+                "num_experts_per_tok": 2,
+                "topk_method": "greedy",
+                "norm_topk_prob": False,
+                "routed_scaling_factor": 1.0,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 8,
+                "q_lora_rank": None,
+                "kv_lora_rank": 64,
+                "qk_nope_head_dim": 32,
+                "qk_rope_head_dim": 32,
+                "v_head_dim": 32,
+                "rope_theta": 10_000.0,
+                "rope_scaling": None,
+            },
+        ),
+        Recipe(
+            "tiny-swa",
+            "gpt-oss-like layers with a sliding window, config and tokenizer only: for tests of refusals",
+            {
+                **_COMMON,
+                "architectures": ["GptOssForCausalLM"],
+                "model_type": "gpt_oss",
+                "hidden_size": 256,
+                "intermediate_size": 256,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "head_dim": 32,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "sliding_window": 128,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "rope_theta": 10_000.0,
+                "rope_scaling": None,
+            },
+            has_weights=False,
+        ),
+    )
+}
+
+
+def _llama_attention(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, head = config["hidden_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    yield prefix + "q_proj.weight", (queries, hidden)
+    yield prefix + "k_proj.weight", (keys, hidden)
+    yield prefix + "v_proj.weight", (keys, hidden)
+    yield prefix + "o_proj.weight", (hidden, queries)
+
+
+def _mla_attention(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    latent, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
+    yield prefix + "q_proj.weight", (heads * (nope + rope), hidden)
+    yield prefix + "kv_a_proj_with_mqa.weight", (latent + rope, hidden)
+    yield prefix + "kv_a_layernorm.weight", (latent,)
+    yield prefix + "kv_b_proj.weight", (heads * (nope + value), latent)
+    yield prefix + "o_proj.weight", (hidden, heads * value)
+
+
+def weight_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every weight, in the order of the layers. Empty for a recipe without weights."""
+    if not recipe.has_weights:
+        return {}
+    config = recipe.config
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    attention = _mla_attention if "kv_lora_rank" in config else _llama_attention
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB_SIZE, hidden)}
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        shapes[prefix + "input_layernorm.weight"] = (hidden,)
+        shapes.update(attention(config, prefix + "self_attn."))
+        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+        shapes[prefix + "mlp.gate_proj.weight"] = (inner, hidden)
+        shapes[prefix + "mlp.up_proj.weight"] = (inner, hidden)
+        shapes[prefix + "mlp.down_proj.weight"] = (hidden, inner)
+    shapes["model.norm.weight"] = (hidden,)
+    return shapes
+
+
+def parameter_count(recipe: Recipe) -> int:
+    """Number of parameters; the tied embedding counts once."""
+    return sum(math.prod(shape) for shape in weight_shapes(recipe).values())
+
+
+def _weight(name: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    if len(shape) == 1:
+        return np.ones(shape, np.float32)
+    # A generator per weight: adding or reordering weights leaves the others as they are.
+    generator = np.random.Generator(np.random.PCG64([SEED, zlib.crc32(name.encode())]))
+    values = generator.standard_normal(shape, np.float32) * np.float32(DEVIATION)
+    if name == "model.embed_tokens.weight":
+        rare = np.ones(VOCAB_SIZE, bool)
+        rare[list(emitted_ids())] = False
+        values[rare] *= np.float32(RARE_TOKEN_FACTOR)
+    return values
+
+
+def _to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """The upper half of each float32, rounded to nearest even. The weights hold no NaN."""
+    bits = values.view(np.uint32)
+    return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def _save_weights(recipe: Recipe, dtype: DType, path: Path) -> None:
+    """The safetensors format: length of the header (8 bytes), JSON header, then the tensors without gaps.
+
+    Written here and not by the library so that the bytes do not depend on its version.
+    """
+    tag, width = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}[dtype]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    shapes = weight_shapes(recipe)
+    for name, shape in shapes.items():
+        end = offset + math.prod(shape) * width
+        header[name] = {"dtype": tag, "shape": shape, "data_offsets": (offset, end)}
+        offset = end
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name, shape in shapes.items():
+            values = _weight(name, shape)
+            file.write((values if dtype == "float32" else _to_bfloat16(values)).tobytes())
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+
+
+def _recipe(name: str, dtype: str) -> Recipe:
+    if name not in RECIPES:
+        raise ValueError(f"no model is called {name!r}; choose one of {', '.join(RECIPES)}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not built; choose one of {', '.join(DTYPES)}")
+    return RECIPES[name]
+
+
+def build_model(name: str, dtype: DType, out_dir: Path | str) -> Path:
+    """Write the model's config, tokenizer and weights into `out_dir` (made if missing); return it.
+
+    Raises:
+        ValueError: `name` or `dtype` is not among RECIPES, DTYPES.
+    """
+    recipe = _recipe(name, dtype)
+    out_dir = Path(out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    _write_json(out_dir / "config.json", {**recipe.config, "dtype": dtype, "torch_dtype": dtype})
+    _write_json(
+        out_dir / "generation_config.json",
+        {key: recipe.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    )
+    write_tokenizer(out_dir, CONTEXT_LENGTH)
+    if recipe.has_weights:
+        _save_weights(recipe, dtype, out_dir / "model.safetensors")
+    return out_dir
+
+
+def recipe_hash(name: str, dtype: DType) -> str:
+    """12 hex digits that change when anything changes that the built files depend on."""
+    _recipe(name, dtype)
+    digest = hashlib.sha256(f"{name} {dtype}".encode())
+    here = Path(__file__).parent
+    sources = [here / "models.py", here / "tokenizer.py", *sorted((here / "static").iterdir())]
+    for source in sources:
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def cache_dir() -> Path:
+    """Where `model_path` keeps models: $XDG_CACHE_HOME/sglang_ext/models, or the same below ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang_ext" / "models"
+
+
+def model_path(name: str, dtype: DType = "float32") -> Path:
+    """The folder of the built model, built now if it is not in the cache.
+
+    Builders that run at the same time each build their own copy; the first rename wins and the others' copies
+    are dropped, so a folder of this name is always whole.
+    """
+    final = cache_dir() / f"{name}-{dtype}-{recipe_hash(name, dtype)}"
+    if final.is_dir():
+        return final
+    final.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix=f".building-{name}-", dir=final.parent))
+    try:
+        build_model(name, dtype, building)
+        building.chmod(0o755)
+        try:
+            building.rename(final)
+        except OSError:
+            if not final.is_dir():
+                raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return final
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line: build one model, or list them."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_ext.testing.models",
+        description="Build a tiny model with random weights: the same bytes every time, no download.",
+    )
+    parser.add_argument("name", nargs="?", choices=list(RECIPES), metavar="NAME", help=", ".join(RECIPES))
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write; default: the user's cache")
+    parser.add_argument("--list", action="store_true", help="list the models and stop")
+    options = parser.parse_args(arguments)
+    if options.list:
+        for recipe in RECIPES.values():
+            millions = f"{parameter_count(recipe) / 1e6:.1f}M" if recipe.has_weights else "none"
+            print(f"{recipe.name:10} {millions:>6} parameters  {recipe.summary}")  # noqa: T201
+        return 0
+    if options.name is None:
+        parser.error("NAME is missing: " + ", ".join(RECIPES))
+    path = (
+        build_model(options.name, options.dtype, options.out)
+        if options.out
+        else model_path(options.name, options.dtype)
+    )
+    print(path)  # noqa: T201
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
