@@ -319,7 +319,12 @@ class RadixTree:
         return dropped
 
     def evict(
-        self, holder: Holder, blocks: int, *, prefer: Callable[[Node], bool] | None = None
+        self,
+        holder: Holder,
+        blocks: int,
+        *,
+        only: Callable[[Node], bool] | None = None,
+        look_past: int = 64,
     ) -> list[Evicted]:
         """Take up to ``blocks`` blocks from ``holder``, by policy, ends of prefixes first, never locked ones.
 
@@ -328,37 +333,30 @@ class RadixTree:
         Args:
             holder: whose blocks.
             blocks: how many.
-            prefer: nodes for which it is true go first (those with another copy, for example), each
-                group in the policy's order.
+            only: take nodes for which it is true (those with another copy, for example) and no others.
+            look_past: give up after passing over so many nodes for which ``only`` is false, which bounds
+                the time of a call.
         """
         evicted: list[Evicted] = []
         usage = self._usage.get(holder)
         if usage is None:
             return evicted
         missing = blocks
-        deferred: list[Node] = []
-        while missing > 0 and (node := self._pop_candidate(usage, holder)) is not None:
-            if prefer is not None and not prefer(node):
-                deferred.append(node)
+        passed: list[Node] = []
+        while missing > 0 and len(passed) <= look_past:
+            node = self._pop_candidate(usage, holder)
+            if node is None:
+                break
+            if only is not None and not only(node):
+                passed.append(node)
                 continue
-            missing -= self._evict_tail(node, holder, missing, evicted)
-        for node in deferred:
-            # Deferred nodes were leaves of this holder when they came up, in the policy's order.
-            current: Node | None = node
-            while missing > 0 and current is not None and self._is_candidate(current, holder):
-                above = current.parent
-                missing -= self._evict_tail(current, holder, missing, evicted)
-                current = above
-            if holder in node.placements:
-                self._enqueue(node, holder)
+            if node.blocks > missing:
+                self._enqueue(self._split(node, node.blocks - missing), holder)
+            missing -= node.blocks
+            evicted.append(Evicted(node, node.blocks, self._displace(node, holder)))
+        for node in passed:
+            self._enqueue(node, holder)
         return evicted
-
-    def _evict_tail(self, node: Node, holder: Holder, blocks: int, evicted: list[Evicted]) -> int:
-        if node.blocks > blocks:
-            self._enqueue(self._split(node, node.blocks - blocks), holder)
-        count = node.blocks
-        evicted.append(Evicted(node, count, self._displace(node, holder)))
-        return count
 
     # -- locks ----------------------------------------------------------------------------------
 
