@@ -1,0 +1,62 @@
+"""``python -m sglang_ext.launch_server``: SGLang's server with the plugin and, without a GPU, the CPU runtime.
+
+Takes every flag of ``python -m sglang.launch_server``. On a host without an accelerator the flags that a CPU
+needs become the defaults, and what stock SGLang lacks there is patched (:mod:`sglang_ext.patches`). On a GPU
+host it is SGLang's server with the plugin, which ``python -m sglang.launch_server`` is too.
+
+SGLang starts its scheduler and detokenizer as spawned processes, and a spawned process imports its parent's
+main module first: this one. The import therefore prepares the process, before anything of SGLang.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import entry_points
+
+from sglang_ext.patches import runtime
+
+PLUGIN = "sglang_ext"
+
+if runtime.active(os.environ):
+    # A child of a CPU server (or the server itself, imported again).
+    runtime.prepare_process(os.environ)
+
+
+def _require_plugin() -> None:
+    """Make sure that SGLang will load the plugin, here and in every scheduler process."""
+    if not any(ep.name == PLUGIN for ep in entry_points(group="sglang.srt.plugins")):
+        raise SystemExit(
+            "sglang_ext.launch_server: the package is not installed, so SGLang cannot find its plugin; "
+            "run `pip install -e .` in the source folder."
+        )
+    allowed = os.environ.get("SGLANG_PLUGINS", "")
+    names = [name.strip() for name in allowed.split(",") if name.strip()]
+    if names and PLUGIN not in names:
+        os.environ["SGLANG_PLUGINS"] = ",".join([*names, PLUGIN])
+
+
+def main(argv: list[str]) -> None:
+    """Start the server and serve until it is stopped."""
+    _require_plugin()
+    if runtime.wanted(argv, os.environ):
+        runtime.prepare_process(os.environ)
+
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    from sglang_ext import plugin
+
+    load_plugins()
+    plugin.require_ready()
+    server_args = prepare_server_args(argv)
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,62 @@
+"""All patches, in the order of application, and what is done with them together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sglang_ext.patches import paged_allocator, sgl_kernel_stand_in, torchvision_operators
+from sglang_ext.patches.base import (
+    Patch,
+    PatchMismatchError,
+    Scope,
+    TargetReport,
+    TargetState,
+    check_patch,
+    mismatch_message,
+)
+
+PATCHES: tuple[Patch, ...] = (
+    torchvision_operators.PATCH,
+    sgl_kernel_stand_in.PATCH,
+    paged_allocator.PATCH,
+)
+
+
+def select(*scopes: Scope) -> tuple[Patch, ...]:
+    """The patches of these scopes, in order."""
+    return tuple(patch for patch in PATCHES if patch.scope in scopes)
+
+
+def reports(patches: Iterable[Patch]) -> list[tuple[Patch, TargetReport]]:
+    """Every target of every patch, compared with the installed SGLang."""
+    return [(patch, report) for patch in patches for report in check_patch(patch)]
+
+
+def check_all(patches: Iterable[Patch]) -> None:
+    """Check that the installed SGLang looks as the patches expect.
+
+    Raises:
+        PatchMismatchError: naming every patch and target that differs, and the way out.
+    """
+    wrong = [
+        mismatch_message(patch, report)
+        for patch, report in reports(patches)
+        if report.state is not TargetState.OK
+    ]
+    if wrong:
+        raise PatchMismatchError("\n".join(wrong))
+
+
+def apply_all(patches: Iterable[Patch]) -> None:
+    """Apply patches in this process and verify that each one is in place.
+
+    Raises:
+        PatchMismatchError: when a patch was applied and is not in place.
+    """
+    for patch in patches:
+        patch.apply()
+        if not patch.applied():
+            raise PatchMismatchError(
+                f"patch {patch.name!r} was applied and is not in place; another plugin may have undone it. "
+                f"Set SGLANG_PLUGINS=sglang_ext to start without other plugins."
+            )
