@@ -1,0 +1,217 @@
+"""Runs: what is to be moved, as rows of numbers, and the arithmetic on them.
+
+A run is one contiguous range on both sides. A batch of runs is an int64 array of shape (n, 5):
+
+    column 0  remote region     1  byte offset in it     2  local region     3  byte offset in it     4  bytes
+
+Regions are indices into the registered memory of each side, so that the same run serves every transport: a
+transport adds the base address that it knows for a region (the owner's own, or where the reader has mapped
+it).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.disagg._jit import kernel
+
+Runs = npt.NDArray[np.int64]
+"""Shape (n, 5), C order."""
+Ids = npt.NDArray[np.int64]
+
+REMOTE, REMOTE_AT, LOCAL, LOCAL_AT, BYTES = 0, 1, 2, 3, 4
+RUN_COLUMNS: Final = 5
+
+# Columns of a template row beyond those of a run: byte strides per block and per unit inside a block, each
+# side, and the layer (index in the plan's sorted layers) for by-layer transfers.
+TEMPLATE_COLUMNS: Final = 10
+
+
+def no_runs() -> Runs:
+    """An empty batch."""
+    return np.empty((0, RUN_COLUMNS), np.int64)
+
+
+def total_bytes(runs: Runs) -> int:
+    """Bytes that a batch moves."""
+    return int(runs[:, BYTES].sum())
+
+
+@kernel
+def _expand(template, remote, local, split_remote, split_local, out):  # type: ignore[no-untyped-def]
+    """Rows for every template row and unit, merging a row into the one before where both sides continue
+    it.
+    """
+    n = 0
+    for t in range(template.shape[0]):
+        size = template[t, 4]
+        for i in range(remote.shape[0]):
+            at = template[t, 1]
+            at += (remote[i] // split_remote) * template[t, 5] + (remote[i] % split_remote) * template[t, 6]
+            to = template[t, 3]
+            to += (local[i] // split_local) * template[t, 7] + (local[i] % split_local) * template[t, 8]
+            if (
+                n
+                and out[n - 1, 0] == template[t, 0]
+                and out[n - 1, 2] == template[t, 2]
+                and out[n - 1, 1] + out[n - 1, 4] == at
+                and out[n - 1, 3] + out[n - 1, 4] == to
+            ):
+                out[n - 1, 4] += size
+            else:
+                out[n, 0] = template[t, 0]
+                out[n, 1] = at
+                out[n, 2] = template[t, 2]
+                out[n, 3] = to
+                out[n, 4] = size
+                n += 1
+    return n
+
+
+def expand(template: Runs, remote: Ids, local: Ids, split_remote: int = 1, split_local: int = 1) -> Runs:
+    """The runs of the units `remote[i] -> local[i]`, for every row of a plan's template.
+
+    split_remote, split_local: units per block of each side; a unit's id is block * split + index in the
+        block.
+    """
+    out = np.empty((template.shape[0] * remote.shape[0], RUN_COLUMNS), np.int64)
+    n = _expand(template, remote, local, split_remote, split_local, out)
+    return out[:n]
+
+
+@kernel
+def _slot(remote, at, local, to):  # type: ignore[no-untyped-def]
+    """Hash of a start. Offsets stay below 2**48, so nothing here leaves 63 bits."""
+    h = at * 31 + to * 17 + remote * 7 + local
+    h = h ^ (h >> 31)
+    return ((h & 0x7FFFFFFF) * 0x9E3779B1) >> 20
+
+
+@kernel
+def _coalesce(runs, out, group, slots, following, taken):  # type: ignore[no-untyped-def]
+    """Chains of runs that continue each other on both sides; each chain becomes one row of `out`.
+
+    Open addressing over the starts of runs: the successor of a run is the one that starts where it ends.
+    `slots` must be filled with -1 and be a power of two, at least twice the rows.
+    """
+    n = runs.shape[0]
+    mask = slots.shape[0] - 1
+    for i in range(n):
+        h = _slot(runs[i, 0], runs[i, 1], runs[i, 2], runs[i, 3]) & mask
+        while slots[h] != -1:
+            h = (h + 1) & mask
+        slots[h] = i
+        following[i] = -1
+        taken[i] = 0
+    for i in range(n):
+        at = runs[i, 1] + runs[i, 4]
+        to = runs[i, 3] + runs[i, 4]
+        h = _slot(runs[i, 0], at, runs[i, 2], to) & mask
+        while slots[h] != -1:
+            j = slots[h]
+            if (
+                taken[j] == 0
+                and j != i
+                and runs[j, 1] == at
+                and runs[j, 3] == to
+                and runs[j, 0] == runs[i, 0]
+                and runs[j, 2] == runs[i, 2]
+            ):
+                following[i] = j
+                taken[j] = 1
+                break
+            h = (h + 1) & mask
+    m = 0
+    for i in range(n):
+        if taken[i]:
+            continue
+        for c in range(5):
+            out[m, c] = runs[i, c]
+        group[i] = m
+        j = following[i]
+        while j != -1:
+            out[m, 4] += runs[j, 4]
+            group[j] = m
+            j = following[j]
+        m += 1
+    return m
+
+
+def coalesce(runs: Runs) -> tuple[Runs, npt.NDArray[np.int64]]:
+    """Merge every group of runs that is contiguous on both the remote and the local side (KVDirect, 4.2).
+
+    The order of the input does not matter: a run finds its continuation wherever it stands, so no merge that
+    could be made is missed. Merged runs come in the order of their first members.
+
+    Returns the merged runs and, for each input row, the merged row that holds it. Empty runs must not occur.
+    """
+    n = runs.shape[0]
+    size = 16
+    while size < 2 * n:
+        size *= 2
+    out = np.empty((n, RUN_COLUMNS), np.int64)
+    group = np.empty(n, np.int64)
+    m = _coalesce(runs, out, group, np.full(size, -1, np.int64), np.empty(n, np.int64), np.empty(n, np.int8))
+    return out[:m], group
+
+
+@kernel
+def _cut(runs, limit, out, piece):  # type: ignore[no-untyped-def]
+    """Split runs so that pieces of at most `limit` bytes can be formed; returns (rows, pieces)."""
+    n = 0
+    number = 0
+    filled = 0
+    for i in range(runs.shape[0]):
+        done = 0
+        while done < runs[i, 4]:
+            rest = runs[i, 4] - done
+            if filled and filled + rest > limit:
+                number += 1
+                filled = 0
+            take = min(rest, limit)
+            out[n, 0] = runs[i, 0]
+            out[n, 1] = runs[i, 1] + done
+            out[n, 2] = runs[i, 2]
+            out[n, 3] = runs[i, 3] + done
+            out[n, 4] = take
+            piece[n, 0] = number
+            piece[n, 1] = i
+            n += 1
+            filled += take
+            done += take
+    return n, number + 1 if n else 0
+
+
+def cut(runs: Runs, limit: int) -> tuple[Runs, npt.NDArray[np.int64]]:
+    """Cut a batch into pieces of at most `limit` bytes; only a run longer than that is itself cut.
+
+    Returns the rows, and for each the number of its piece and the row of `runs` that it came from, shape
+    (n, 2).
+    """
+    most = runs.shape[0] + total_bytes(runs) // limit + 1
+    out = np.empty((most, RUN_COLUMNS), np.int64)
+    piece = np.empty((most, 2), np.int64)
+    n, _ = _cut(runs, limit, out, piece)
+    return out[:n], piece[:n]
+
+
+@kernel
+def _outside(runs, side, sizes):  # type: ignore[no-untyped-def]
+    for i in range(runs.shape[0]):
+        r = runs[i, side]
+        at = runs[i, side + 1]
+        n = runs[i, 4]
+        if r < 0 or r >= sizes.shape[0] or n <= 0 or at < 0 or at > sizes[r] or n > sizes[r] - at:
+            return i
+    return -1
+
+
+def outside(runs: Runs, side: int, sizes: npt.NDArray[np.int64]) -> int:
+    """The first row whose `side` (REMOTE or LOCAL) leaves its region, -1 when all lie inside.
+
+    sizes: bytes of each region, 0 where an index is not in use.
+    """
+    return int(_outside(runs, side, sizes))
