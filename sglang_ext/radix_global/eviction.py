@@ -1,13 +1,18 @@
-"""Eviction policies: which block a tier gives up first.
+"""Eviction: which block a tier gives up first, and the queue that finds it.
 
-A policy maps a node to a sort key; the smallest goes first. The tree keeps candidates in a heap and
-re-reads a key only when its node comes up, so a node's key may grow over time but never shrink.
+A policy maps a node to a sort key; the smallest goes first. The queue re-reads a key only when its node
+comes up, so a node's key may grow over time but never shrink.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Protocol
+
+from sglang_ext.radix_global.node import Node
+from sglang_ext.radix_global.placement import Holder
 
 
 class Candidate(Protocol):
@@ -18,18 +23,19 @@ class Candidate(Protocol):
     priority: int
 
 
-EvictionPolicy = Callable[[Candidate], tuple[float, ...]]
+SortKey = tuple[float, ...]
+EvictionPolicy = Callable[[Candidate], SortKey]
 
 PROTECTED_HITS = 2
 """Uses after which a node belongs to the protected segment of SLRU."""
 
 
-def lru(node: Candidate) -> tuple[float, ...]:
+def lru(node: Candidate) -> SortKey:
     """Least recently used first."""
     return (node.last_access,)
 
 
-def slru(node: Candidate) -> tuple[float, ...]:
+def slru(node: Candidate) -> SortKey:
     """Segmented LRU: what was used only once goes before what was used again.
 
     A scan of prompts that never come back then cannot push out what is shared.
@@ -37,7 +43,7 @@ def slru(node: Candidate) -> tuple[float, ...]:
     return (float(node.hits >= PROTECTED_HITS), node.last_access)
 
 
-def priority(node: Candidate) -> tuple[float, ...]:
+def priority(node: Candidate) -> SortKey:
     """Lowest request priority first, then least recently used."""
     return (float(node.priority), node.last_access)
 
@@ -55,3 +61,78 @@ def policy_by_name(name: str) -> EvictionPolicy:
         return POLICIES[name]
     except KeyError:
         raise ValueError(f"unknown eviction policy {name!r}; choose one of {', '.join(POLICIES)}") from None
+
+
+class EvictionQueue:
+    """The nodes of one holder in the order in which a policy gives them up.
+
+    Lazy: any node may be offered at any time, and whether it can go, and how late, is looked at when it
+    comes up. A node that cannot go then is dropped; whoever makes it able to go offers it again.
+    """
+
+    __slots__ = ("_heap", "_holder", "_policy", "_sequence")
+
+    SLACK = 64
+    """Entries of nodes gone from the holder are swept out once they outnumber its nodes by so many."""
+
+    def __init__(self, holder: Holder, policy: EvictionPolicy) -> None:
+        self._holder = holder
+        self._policy = policy
+        self._sequence = itertools.count()
+        self._heap: list[tuple[SortKey, int, Node]] = []
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def entries(self) -> Iterator[tuple[SortKey, Node]]:
+        """Every entry, in no order: the node and its sort key when it was last looked at."""
+        return ((key, node) for key, _, node in self._heap)
+
+    def offer(self, node: Node, held: int) -> None:
+        """Put ``node`` into the queue, unless it is in there.
+
+        Args:
+            node: any node that the holder has.
+            held: nodes that the holder has; the queue stays below twice that, plus ``SLACK``.
+        """
+        if self._holder in node.queued:
+            return
+        node.queued.add(self._holder)
+        heapq.heappush(self._heap, (self._policy(node), next(self._sequence), node))
+        if len(self._heap) > 2 * held + self.SLACK:
+            self._sweep()
+
+    def take(self) -> Node | None:
+        """The next node that can go, out of the queue; ``None`` when there is none."""
+        heap = self._heap
+        while heap:
+            key, _, node = heap[0]
+            if node.can_go(self._holder):
+                now = self._policy(node)
+                if now != key:
+                    heapq.heapreplace(heap, (now, next(self._sequence), node))
+                    continue
+                heapq.heappop(heap)
+                node.queued.discard(self._holder)
+                return node
+            heapq.heappop(heap)
+            node.queued.discard(self._holder)
+        return None
+
+    def clear(self) -> None:
+        """Forget every entry."""
+        for _, _, node in self._heap:
+            node.queued.discard(self._holder)
+        self._heap.clear()
+
+    def _sweep(self) -> None:
+        """Drop the entries of nodes that the holder no longer has."""
+        kept = []
+        for entry in self._heap:
+            node = entry[2]
+            if self._holder in node.placements:
+                kept.append(entry)
+            else:
+                node.queued.discard(self._holder)
+        heapq.heapify(kept)
+        self._heap = kept

@@ -33,97 +33,6 @@ from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.radix_global.eviction import EvictionPolicy, lru
 from sglang_ext.radix_global.placement import Holder
 
-Address = Any
-"""Where a holder keeps the blocks of a node: ``None`` (unknown), or a sequence with the same number of
-entries for every block, sliced when the node is split (numpy array, tensor, list, bytes)."""
-
-
-class TreeInvariantError(AssertionError):
-    """``check()`` found the tree in a state that must not occur."""
-
-
-class Node:
-    """A run of blocks with the same holders' coverage. Created by the tree only."""
-
-    __slots__ = (
-        "blocks",
-        "children",
-        "hits",
-        "key",
-        "last_access",
-        "locks",
-        "namespace",
-        "parent",
-        "placements",
-        "priority",
-        "queued",
-    )
-
-    def __init__(self, parent: Node | None, key: bytes, blocks: int, namespace: Hashable = None) -> None:
-        self.parent = parent
-        self.namespace = namespace
-        self.key = key
-        self.blocks = blocks
-        self.children: dict[bytes, Node] = {}
-        self.placements: dict[Holder, Address] = {}
-        self.locks: dict[Holder, int] = {}
-        self.queued: set[Holder] = set()
-        self.last_access = 0.0
-        self.hits = 0
-        self.priority = 0
-
-    @property
-    def is_root(self) -> bool:
-        return self.parent is None
-
-    def __repr__(self) -> str:
-        held = ", ".join(f"{holder!r}" for holder in self.placements)
-        return f"Node(blocks={self.blocks}, children={len(self.children)}, held=[{held}], locks={self.locks})"
-
-
-class Match(NamedTuple):
-    """The longest known prefix of a prompt."""
-
-    node: Node
-    """Last node of the path; a root when nothing matched."""
-    path: list[Node]
-    """Matched nodes from the top, roots left out."""
-    blocks: int
-
-
-class InsertResult(NamedTuple):
-    node: Node
-    """The node at which the inserted prompt ends; a root when it is shorter than a block."""
-    blocks: int
-    """Whole blocks of the prompt."""
-    held_blocks: int
-    """Leading blocks that the holder had before."""
-    added: list[Node]
-    """Nodes that this holder has gained, from the top."""
-
-    @property
-    def new_blocks(self) -> int:
-        return self.blocks - self.held_blocks
-
-
-class Evicted(NamedTuple):
-    """A placement that was taken out of the tree; its bytes may now be freed."""
-
-    node: Node
-    blocks: int
-    address: Address
-
-
-@dataclass
-class _Usage:
-    """Counters and eviction candidates of one holder."""
-
-    nodes: int = 0
-    blocks: int = 0
-    locked: int = 0
-    heap: list[tuple[tuple[float, ...], int, Node]] = field(default_factory=list)
-
-
 class RadixTree:
     """See the module's docstring.
 
@@ -292,6 +201,18 @@ class RadixTree:
             self._unit(address, node.blocks)
         self._place(node, holder, address)
 
+    def split(self, node: Node, blocks: int) -> Node:
+        """Cut ``node`` after its first ``blocks`` blocks; returns the new node that holds those.
+
+        ``node`` stays the tail, so that who holds or has locked it still stands for the whole path.
+
+        Raises:
+            ValueError: the cut is not inside the node.
+        """
+        if not 0 < blocks < node.blocks:
+            raise ValueError(f"cannot cut {node!r} after {blocks} blocks")
+        return self._split(node, blocks)
+
     def remove(self, node: Node, holder: Holder) -> list[Evicted]:
         """``holder`` no longer has ``node``, nor anything that continues it. Locks do not prevent it."""
         removed: list[Evicted] = []
@@ -413,6 +334,11 @@ class RadixTree:
     def known_holders(self) -> list[Holder]:
         """Every holder that has at least one block."""
         return [holder for holder, usage in self._usage.items() if usage.blocks]
+
+    @property
+    def roots(self) -> dict[Hashable, Node]:
+        """The root of each namespace that holds anything. Not to be changed."""
+        return self._roots
 
     def nodes(self) -> Iterator[Node]:
         """Every node below the roots, parents before children."""

@@ -1,0 +1,111 @@
+"""Puts the cache of one rank together, from what SGLang's scheduler knows when it starts."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_ext.config import KvConfig, check_block_size, with_instance_id
+from sglang_ext.engine.dram_tier import DramTier
+from sglang_ext.engine.hbm import pool_geometry, pool_planes
+from sglang_ext.engine.layer_gate import LayerGate
+from sglang_ext.engine.mover import Mover, ThreadMover
+from sglang_ext.engine.radix_cache import GlobalRadixCache
+from sglang_ext.engine.support import require_supported
+from sglang_ext.errors import ConfigError
+from sglang_ext.geometry import Geometry
+from sglang_ext.keys import Tier
+from sglang_ext.radix_global import Holder, RadixTree, policy_by_name
+from sglang_ext.tiered_store.copy import PoolCopier, warmup
+from sglang_ext.tiered_store.dram import DramArena
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+logger = logging.getLogger(__name__)
+
+
+def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> GlobalRadixCache:
+    """The factory behind ``--radix-cache-backend global``.
+
+    Raises:
+        ConfigError: model or flags are not supported; names the flag and what to use instead.
+    """
+    require_supported(ctx)
+    check_block_size(config, ctx.params.page_size)
+    params = ctx.params
+    instance = str(with_instance_id(config, ctx.server_args, socket.gethostname()).instance_id)
+    epoch = secrets.randbits(63)
+    tree = RadixTree(config.block_size, policy=policy_by_name(config.eviction_policy))
+    hbm = Holder.of(instance, epoch, Tier.HBM)
+    kvcache = params.token_to_kv_pool_allocator.get_kvcache()
+    planes = pool_planes(kvcache)
+    dram = None
+    if config.dram_size:
+        geometry = _geometry_of(ctx, config, kvcache, planes)
+        arena = DramArena(geometry.layout, config.dram_size, name=f"dram {instance} tp{ctx.tp_rank}")
+        mover = _mover_for(torch.device(kvcache.device), geometry, arena)
+        agree = _consensus(params.tp_cache_group)
+        dram = DramTier(tree, hbm, Holder.of(instance, epoch, Tier.DRAM), arena, mover, agree)
+        gate = LayerGate(mover)
+        kvcache.register_layer_transfer_counter(gate)
+        ctx.tp_worker.register_hicache_layer_transfer_counter(gate)
+    cache = GlobalRadixCache(
+        params, tree, hbm, dram, load_min_tokens=config.load_min_tokens, check=config.check
+    )
+    logger.info(
+        "Global KV cache of instance %s, epoch %x: blocks of %d tokens, %s, eviction %s",
+        instance,
+        epoch,
+        config.block_size,
+        f"DRAM for {arena.n_blocks * config.block_size} tokens" if dram else "no DRAM tier (--kv-dram-size)",
+        config.eviction_policy,
+    )
+    return cache
+
+
+def _geometry_of(
+    ctx: TreeCacheBuildContext, config: KvConfig, kvcache: Any, planes: list[list[torch.Tensor]]
+) -> Geometry:
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return pool_geometry(
+        planes,
+        block_tokens=config.block_size,
+        page_tokens=ctx.params.page_size,
+        first_layer=kvcache.start_layer,
+        model_layers=ctx.model_config.num_hidden_layers,
+        tp_rank=parallel.attn_tp_rank,
+        tp_size=parallel.attn_tp_size,
+        model_kv_heads=ctx.model_config.get_total_num_kv_heads(),
+    )
+
+
+def _mover_for(device: torch.device, geometry: Geometry, arena: DramArena) -> Mover:
+    if device.type == "cpu":
+        warmup()
+        return ThreadMover(PoolCopier(geometry, arena), geometry.n_layers)
+    raise ConfigError(
+        f"the DRAM tier does not support KV pools on {device.type}",
+        field="--kv-dram-size",
+        hint="Set it to 0",
+    )
+
+
+def _consensus(group: Any) -> Callable[[int], int]:
+    """How the ranks of ``group`` agree on how much is complete: the smallest number of any."""
+    if group is None or torch.distributed.get_world_size(group) == 1:
+        return int
+
+    def agree(number: int) -> int:
+        least = torch.tensor([number], dtype=torch.int64)
+        torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group)
+        return int(least)
+
+    return agree

@@ -1,0 +1,225 @@
+"""The DRAM tier of one rank: written through in the background, loaded back in front of the forward pass.
+
+A block gets its DRAM placement when its copy is submitted, and the tree's DRAM lock holds it until the copy
+is complete. Nothing reads it before: the block is in HBM meanwhile, which is where every match prefers it,
+and HBM gives up a block whose copy is under way only after waiting for it. So a placement in the tree is
+always readable when it is needed, and losing the HBM copy later costs nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from sglang_ext.engine.mover import BlockIds, Mover
+from sglang_ext.radix_global import Holder, Node, RadixTree
+
+logger = logging.getLogger(__name__)
+
+Agree = Callable[[int], int]
+"""The smallest of the ranks' numbers. Ranks of one instance must change their trees in step."""
+
+
+class Arena(Protocol):
+    """The part of the DRAM arena that the tier needs."""
+
+    n_blocks: int
+
+    @property
+    def free_blocks(self) -> int: ...
+
+    def alloc(self, n: int) -> BlockIds | None: ...
+
+    def free(self, ids: BlockIds) -> None: ...
+
+    def check(self) -> None: ...
+
+
+@dataclass
+class DramCounters:
+    """Blocks, since the start."""
+
+    written: int = 0
+    loaded: int = 0
+    evicted: int = 0
+    skipped: int = 0
+    """Not written: everything in the arena was locked."""
+
+
+@dataclass
+class _Queue:
+    """A queue of submitted operations, completed in order."""
+
+    pending: deque[tuple[Node, int]] = field(default_factory=deque)
+    """The last node of each, and its blocks when it was submitted."""
+    completed: int = 0
+
+
+class DramTier:
+    """See the module's docstring. Called by the scheduler thread only.
+
+    Args:
+        tree: the rank's tree; this tier adds and removes placements of ``dram``.
+        hbm, dram: the holders that stand for this rank's two tiers.
+        arena: hands out blocks.
+        mover: copies; completes operations of each direction in the order of submission.
+        agree: the ranks' consensus on how many operations are complete.
+    """
+
+    def __init__(
+        self, tree: RadixTree, hbm: Holder, dram: Holder, arena: Arena, mover: Mover, agree: Agree = int
+    ) -> None:
+        self._tree = tree
+        self._hbm = hbm
+        self._dram = dram
+        self._arena = arena
+        self._mover = mover
+        self._agree = agree
+        self._writes = _Queue()
+        self._loads = _Queue()
+        self.counters = DramCounters()
+
+    # -- HBM to DRAM ----------------------------------------------------------------------------
+
+    def write_through(self, node: Node) -> None:
+        """Start copying what of the prefix ending at ``node`` is not in DRAM, its beginning first.
+
+        Evicts older blocks for it. Where nothing more can go, the rest is skipped and counted.
+        """
+        missing: list[Node] = []
+        while node.parent is not None and self._dram not in node.placements:
+            missing.append(node)
+            node = node.parent
+        # What the copy continues must not be evicted to make room for it.
+        self._tree.lock(node, self._dram)
+        try:
+            while missing and self._write(missing[-1]):
+                missing.pop()
+        finally:
+            self._tree.unlock(node, self._dram)
+        self.counters.skipped += sum(left.blocks for left in missing)
+
+    def _write(self, node: Node) -> bool:
+        """Submit one node, or as much of its beginning as fits. True when all of it was."""
+        self._make_room(node.blocks)
+        fits = min(node.blocks, self._arena.free_blocks)
+        if fits == 0:
+            return False
+        part = node if fits == node.blocks else self._tree.split(node, fits)
+        blocks = self._arena.alloc(fits)
+        assert blocks is not None
+        self._tree.place(part, self._dram, blocks)
+        self._tree.lock(part, self._dram)
+        self._mover.write(part.placements[self._hbm], blocks)
+        self._writes.pending.append((part, fits))
+        return part is node
+
+    def _make_room(self, blocks: int) -> None:
+        shortage = blocks - self._arena.free_blocks
+        if shortage > 0:
+            for gone in self._tree.evict(self._dram, shortage):
+                self._arena.free(gone.address)
+                self.counters.evicted += gone.blocks
+
+    def has_copy(self, node: Node) -> bool:
+        """Whether a complete copy of ``node`` is in DRAM, so that HBM may give it up for free.
+
+        Asked of the last HBM node of a prefix only: its DRAM lock then means its own copy or load.
+        """
+        return self._dram in node.placements and not node.locks.get(self._dram)
+
+    # -- DRAM to HBM ----------------------------------------------------------------------------
+
+    def load(self, nodes: list[Node], slots: Any) -> None:
+        """Start copying ``nodes`` (a path, from the top, all in DRAM) to ``slots``, which become their HBM.
+
+        Both copies stay locked until the load is complete.
+        """
+        last = nodes[-1]
+        blocks = np.concatenate([node.placements[self._dram] for node in nodes])
+        unit = len(slots) // len(blocks)
+        start = 0
+        for node in nodes:
+            end = start + node.blocks * unit
+            self._tree.place(node, self._hbm, slots[start:end])
+            start = end
+        self._tree.lock(last, self._dram)
+        self._tree.lock(last, self._hbm)
+        self._mover.load(slots, blocks)
+        self._loads.pending.append((last, len(blocks)))
+
+    def loads_submitted(self) -> int:
+        """How many loads there have been; the ticket of the newest is one less."""
+        return self._loads.completed + len(self._loads.pending)
+
+    @property
+    def loading(self) -> bool:
+        return bool(self._loads.pending)
+
+    @property
+    def writing(self) -> bool:
+        return bool(self._writes.pending)
+
+    # -- completion -----------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Take note of operations that have completed on every rank. Does not wait."""
+        if self._writes.pending:
+            self._complete_writes(self._agree(self._mover.writes_done()))
+        if self._loads.pending:
+            self._complete_loads(self._agree(self._mover.loads_done()))
+
+    def settle(self) -> None:
+        """Wait for every operation under way."""
+        if self._writes.pending or self._loads.pending:
+            self._mover.settle()
+            self._complete_writes(self._writes.completed + len(self._writes.pending))
+            self._complete_loads(self.loads_submitted())
+
+    def _complete_writes(self, upto: int) -> None:
+        while self._writes.completed < upto:
+            node, blocks = self._writes.pending.popleft()
+            self._writes.completed += 1
+            self._tree.unlock(node, self._dram)
+            self.counters.written += blocks
+
+    def _complete_loads(self, upto: int) -> None:
+        while self._loads.completed < upto:
+            node, blocks = self._loads.pending.popleft()
+            self._loads.completed += 1
+            self._tree.unlock(node, self._dram)
+            self._tree.unlock(node, self._hbm)
+            self.counters.loaded += blocks
+
+    # -- whole ----------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Forget every block; the tree has been emptied or is about to be."""
+        self.settle()
+        for node in self._tree.nodes():
+            if self._dram in node.placements:
+                self._arena.free(node.placements[self._dram])
+        self._tree.drop_holder(self._dram)
+
+    def close(self) -> None:
+        self._mover.close()
+
+    def check(self) -> None:
+        """Verify that tree and arena agree. Raises AssertionError naming what is wrong."""
+        self._arena.check()
+        in_tree = self._tree.blocks_of(self._dram)
+        in_arena = self._arena.n_blocks - self._arena.free_blocks
+        if in_tree != in_arena:
+            raise AssertionError(f"the tree knows {in_tree} DRAM blocks, the arena has handed out {in_arena}")
+
+    def __repr__(self) -> str:
+        used = self._arena.n_blocks - self._arena.free_blocks
+        return (
+            f"DramTier({used}/{self._arena.n_blocks} blocks, writing={len(self._writes.pending)}, "
+            f"loading={len(self._loads.pending)}, {self.counters})"
+        )

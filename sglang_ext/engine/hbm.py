@@ -1,0 +1,93 @@
+"""SGLang's KV pool as planes: what tiers and transfers may know of the engine's memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang_ext.errors import ConfigError
+from sglang_ext.geometry import Geometry, mha_geometry, mla_geometry
+
+
+def pool_planes(kvcache: Any) -> list[list[torch.Tensor]]:
+    """The pool's tensors by local layer: [[k, v], ...] for MHA and GQA, [[latent], ...] for MLA.
+
+    Each tensor has shape (slots, heads, head size) or (slots, 1, latent size) in the dtype it is stored in.
+
+    Raises:
+        ConfigError: the pool is of a kind whose rows do not hold the whole KV of a token.
+    """
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+    # Subclasses add planes (scales, indexer keys) or another layout, so the exact type is asked for.
+    if type(kvcache) is MHATokenToKVPool and kvcache.kv_cache_layout == "nhd":
+        if getattr(kvcache, "is_quantized_kv_cache", False):
+            raise _unsupported(kvcache, "a quantized KV cache; set --kv-cache-dtype auto")
+        return [[k, v] for k, v in zip(kvcache.k_buffer, kvcache.v_buffer, strict=True)]
+    if type(kvcache) is MLATokenToKVPool:
+        return [[latent] for latent in kvcache.kv_buffer]
+    raise _unsupported(kvcache, f"pool {type(kvcache).__name__}")
+
+
+def _unsupported(kvcache: Any, what: str) -> ConfigError:
+    return ConfigError(
+        f"the global cache does not support {what}",
+        field="--radix-cache-backend global",
+        hint="Leave the flag out to serve this model with SGLang's own cache",
+    )
+
+
+def pool_geometry(
+    planes: list[list[torch.Tensor]],
+    *,
+    block_tokens: int,
+    page_tokens: int,
+    first_layer: int,
+    model_layers: int,
+    tp_rank: int,
+    tp_size: int,
+    model_kv_heads: int,
+) -> Geometry:
+    """The geometry of one rank's pool (KVDirect, figure 5).
+
+    Args:
+        planes: as ``pool_planes`` returns them.
+        block_tokens: tokens of a block.
+        page_tokens: the engine's page size.
+        first_layer: index, in the whole model, of this pipeline stage's first layer.
+        model_layers: layers of the whole model.
+        tp_rank: place of this rank among those that share the heads.
+        tp_size: how many those are.
+        model_kv_heads: KV heads of the whole model; fewer than ``tp_size`` means they are replicated.
+    """
+    first = planes[0][0]
+    dtype = str(first.dtype).removeprefix("torch.")
+    slots = first.shape[0]
+    if len(planes[0]) == 1:
+        return mla_geometry(
+            addresses=tuple(layer[0].data_ptr() for layer in planes),
+            slots=slots,
+            latent_dim=first.shape[-1],
+            dtype=dtype,
+            first_layer=first_layer,
+            model_layers=model_layers,
+            block_tokens=block_tokens,
+            page_tokens=page_tokens,
+        )
+    heads = first.shape[1]
+    return mha_geometry(
+        k_addresses=tuple(layer[0].data_ptr() for layer in planes),
+        v_addresses=tuple(layer[1].data_ptr() for layer in planes),
+        slots=slots,
+        heads=heads,
+        head_dim=first.shape[2],
+        v_head_dim=planes[0][1].shape[2],
+        dtype=dtype,
+        first_layer=first_layer,
+        model_layers=model_layers,
+        first_head=tp_rank * model_kv_heads // tp_size,
+        model_heads=max(model_kv_heads, heads),
+        block_tokens=block_tokens,
+        page_tokens=page_tokens,
+    )

@@ -1,0 +1,360 @@
+"""SGLang's prefix cache over our tree: HBM and DRAM of one rank, in whole blocks.
+
+What SGLang calls the device is HBM here, the host is DRAM. A request owns the slots from
+``kv.cache_protected_len`` on; the tree owns those before. Only whole blocks enter the tree, so up to
+``block_size - 1`` tokens at the end of a prompt stay with their request and go when it ends, as SGLang's own
+caches do with a partial page.
+
+All methods run in the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
+    BasePrefixCache,
+    DecLockRefParams,
+    DecLockRefResult,
+    EvictParams,
+    EvictResult,
+    IncLockRefResult,
+    InitLoadBackParams,
+    InsertParams,
+    InsertResult,
+    MatchPrefixParams,
+    MatchResult,
+)
+
+from sglang_ext.engine.dram_tier import DramTier
+from sglang_ext.engine.layer_gate import NOTHING_TO_WAIT_FOR
+from sglang_ext.engine.slots import slot_ops
+from sglang_ext.keys import encode_tokens
+from sglang_ext.radix_global import Evicted, EvictionPolicy, Holder, Node, RadixTree
+from sglang_ext.radix_global.eviction import lru
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+logger = logging.getLogger(__name__)
+
+_NAMESPACE = "sglang_ext_namespace"
+"""Attribute of a request: the namespace it was matched in, which is where its KV belongs."""
+
+
+class _RootView:
+    """All namespaces under one root, for SGLang's walk over the tree (``dfs_weight_order``)."""
+
+    def __init__(self, tree: RadixTree) -> None:
+        self._tree = tree
+
+    @property
+    def children(self) -> dict[Hashable, Node]:
+        return self._tree.roots
+
+
+class GlobalRadixCache(BasePrefixCache):  # type: ignore[misc]
+    """See the module's docstring.
+
+    Args:
+        params: SGLang's; pools, page size and whether to collect metrics.
+        tree: an empty tree whose block size is a multiple of the page size.
+        hbm: the holder that stands for this rank's pool.
+        dram: the DRAM tier, over the same tree; ``None`` for HBM only.
+        load_min_tokens: DRAM hits shorter than this are computed instead of loaded.
+        check: verify every invariant when the server is idle (slow; for debugging and tests).
+    """
+
+    def __init__(
+        self,
+        params: CacheInitParams,
+        tree: RadixTree,
+        hbm: Holder,
+        dram: DramTier | None = None,
+        *,
+        load_min_tokens: int = 0,
+        check: bool = False,
+    ) -> None:
+        self.disable = False
+        self.req_to_token_pool = params.req_to_token_pool
+        self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
+        self.page_size = params.page_size
+        self.block_size = tree.block_size
+        self.tree = tree
+        self.dram = dram
+        self._hbm = hbm
+        self._load_min_tokens = load_min_tokens
+        self._check_when_idle = check
+        self._weights = 0
+        allocator = self.token_to_kv_pool_allocator
+        self.device = torch.device(allocator.device if allocator is not None else "cpu")
+        self._slots = slot_ops(self.device)
+        self._nothing = self._slots.join([])
+        self.root_node = _RootView(tree)
+        if params.enable_metrics:
+            self.init_metrics_collector()
+
+    @classmethod
+    def create_simulated(
+        cls, *, page_size: int = 1, block_size: int = 16, policy: EvictionPolicy = lru, allocator: Any = None
+    ) -> GlobalRadixCache:
+        """A cache without pools, to drive the index alone."""
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+        from sglang_ext.keys import Tier
+
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=None,
+            token_to_kv_pool_allocator=allocator,
+            page_size=page_size,
+        )
+        return cls(params, RadixTree(block_size, policy=policy), Holder.of("simulated", 0, Tier.HBM))
+
+    # -- looking up -----------------------------------------------------------------------------
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """The longest cached prefix: its slots in HBM, and how many tokens more are in DRAM."""
+        namespace = self._namespace_of_key(params.key)
+        if params.req is not None:
+            setattr(params.req, _NAMESPACE, namespace)
+        _, path, _ = self.tree.match(namespace, _encode(params.key))
+        hbm = self._hbm
+        parts: list[Any] = []
+        device_node = self.tree.root
+        for node in path:
+            slots = node.placements.get(hbm)
+            if slots is None:
+                break
+            parts.append(slots)
+            device_node = node
+        best = path[-1] if path else device_node
+        dram_tokens = sum(node.blocks for node in path[len(parts) :]) * self.block_size
+        if dram_tokens and dram_tokens < self._load_min_tokens:
+            best, dram_tokens = device_node, 0
+        return MatchResult(
+            device_indices=self._slots.join(parts) if parts else self._nothing,
+            last_device_node=device_node,
+            last_host_node=best,
+            best_match_node=best,
+            host_hit_length=dram_tokens,
+        )
+
+    def _namespace_of_key(self, key: RadixKey) -> Hashable:
+        return (self._weights, key.extra_key, key.cache_salt)
+
+    def _namespace_of(self, req: Req) -> Hashable:
+        """Where the request's KV belongs: weights may have changed since it started."""
+        return getattr(req, _NAMESPACE, None) or (self._weights, req.extra_key, req.cache_salt)
+
+    def resolve_node_handle(self, node_handle: Node) -> Any:
+        return self.root_node if node_handle.is_root else node_handle
+
+    def root_node_handle(self, extra_key: str | None = None) -> Node:
+        return self.tree.root
+
+    def is_root(self, node: Node) -> bool:
+        return node.is_root
+
+    # -- inserting ------------------------------------------------------------------------------
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        """Insert ``key`` with the slots ``value``. What of it was there before stays the caller's to free."""
+        key, value = params.key, params.value
+        if key is None:
+            raise ValueError("insert needs a key")
+        encoded = _encode(key)
+        tokens = len(key) // self.block_size * self.block_size
+        kept = self._slots.keep(value[:tokens] if value is not None else torch.arange(tokens))
+        result = self.tree.insert(
+            self._namespace_of_key(key), encoded, self._hbm, kept, priority=params.priority or 0
+        )
+        if self.dram is not None:
+            self.dram.write_through(result.node)
+        return InsertResult(prefix_len=result.held_blocks * self.block_size, last_device_node=result.node)
+
+    def insert_req(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
+        """A request has ended: the tree takes over its whole blocks before position ``up_to``."""
+        tokens = (req.origin_input_ids + req.output_ids)[:up_to]
+        self._insert_row(req, tokens)
+
+    def cache_unfinished_req(self, req: Req, chunked: bool = False, **kwargs: Any) -> None:
+        """A prefill or a part of it is done: others may use its whole blocks from now on."""
+        tokens = req.get_fill_ids()
+        before = req.kv.cache_protected_len
+        node, held = self._insert_row(req, tokens)
+        if held > before:
+            # Somebody else inserted the same tokens first. The request goes on with those slots; its own
+            # were freed.
+            theirs = self._slots.join(self._slots_up_to(node, req.kv.cache_protected_len))
+            self.req_to_token_pool.write((req.kv.req_pool_idx, slice(before, held)), theirs[before:held])
+        self.dec_lock_ref(req.last_node)
+        self.inc_lock_ref(node)
+        req.last_node = node
+        # The tail that is shorter than a block stays the request's, at the end of its prefix.
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(tokens)]
+        req.prefix_indices = row.to(dtype=torch.int64, copy=True)
+
+    def _insert_row(self, req: Req, tokens: Any) -> tuple[Node, int]:
+        """Insert the whole blocks of a request's row; frees the slots of what the tree had already.
+
+        Returns the node at which they end, and how many leading tokens the tree had before.
+        """
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(tokens)]
+        whole = len(tokens) // self.block_size * self.block_size
+        result = self.tree.insert(
+            self._namespace_of(req),
+            encode_tokens(tokens),
+            self._hbm,
+            self._slots.keep(row[:whole]),
+            priority=req.priority or 0,
+        )
+        held = result.held_blocks * self.block_size
+        protected = req.kv.cache_protected_len
+        if held > protected:
+            # A copy: the row is about to be rewritten.
+            duplicates = row[protected:held].to(dtype=torch.int64, copy=True)
+            self.token_to_kv_pool_allocator.free_segment(duplicates, start_pos=protected)
+        req.kv.cache_protected_len = whole
+        if self.dram is not None:
+            self.dram.write_through(result.node)
+        return result.node, held
+
+    def _slots_up_to(self, node: Node, tokens: int) -> list[Any]:
+        parts: list[Any] = []
+        while node.parent is not None:
+            parts.append(node.placements[self._hbm])
+            node = node.parent
+        parts.reverse()
+        assert sum(map(len, parts)) == tokens, "the path and the request disagree about its length"
+        return parts
+
+    # -- eviction and locks ---------------------------------------------------------------------
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """Give back slots: first those whose blocks are in DRAM as well, which loses nothing."""
+        started = time.perf_counter()
+        missing = -(-params.num_tokens // self.block_size)
+        gone: list[Evicted] = []
+        if self.dram is not None:
+            self.dram.drain()
+            gone = self.tree.evict(self._hbm, missing, only=self.dram.has_copy)
+            missing -= sum(evicted.blocks for evicted in gone)
+            if missing > 0 and self.dram.writing:
+                self.dram.settle()
+                more = self.tree.evict(self._hbm, missing, only=self.dram.has_copy)
+                missing -= sum(evicted.blocks for evicted in more)
+                gone += more
+        if missing > 0:
+            gone += self.tree.evict(self._hbm, missing)
+        tokens = sum(evicted.blocks for evicted in gone) * self.block_size
+        if gone and self.token_to_kv_pool_allocator is not None:
+            slots = self._slots.join([evicted.address for evicted in gone])
+            self.token_to_kv_pool_allocator.free_segment(slots, start_pos=0)
+        self.update_eviction_metrics(tokens, started)
+        return EvictResult(num_tokens_evicted=tokens)
+
+    def inc_lock_ref(self, node: Node) -> IncLockRefResult:
+        return IncLockRefResult(delta=-self.tree.lock(node, self._hbm) * self.block_size)
+
+    def dec_lock_ref(self, node: Node, params: DecLockRefParams | None = None) -> DecLockRefResult:
+        return DecLockRefResult(delta=self.tree.unlock(node, self._hbm) * self.block_size)
+
+    def evictable_size(self) -> int:
+        return self.total_size() - self.protected_size()
+
+    def protected_size(self) -> int:
+        return self.tree.locked_blocks_of(self._hbm) * self.block_size
+
+    def total_size(self) -> int:
+        return self.tree.blocks_of(self._hbm) * self.block_size
+
+    # -- DRAM -----------------------------------------------------------------------------------
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, Node]:
+        """Start loading what ``match_prefix`` found in DRAM. All of it, or nothing: then it is computed."""
+        best: Node = params.best_match_node
+        nodes: list[Node] = []
+        node = best
+        while node.parent is not None and self._hbm not in node.placements:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        tokens = sum(loaded.blocks for loaded in nodes) * self.block_size
+        slots = None
+        if self.dram is not None and tokens == params.host_hit_length:
+            slots = self._allocate(tokens)
+        if slots is None:
+            return self._nothing, node
+        assert self.dram is not None
+        self.dram.load(nodes, self._slots.keep(slots))
+        return slots, best
+
+    def _allocate(self, tokens: int) -> torch.Tensor | None:
+        allocator = self.token_to_kv_pool_allocator
+        shortage = tokens - allocator.available_size()
+        if shortage > 0:
+            self.evict(EvictParams(num_tokens=shortage))
+        slots: torch.Tensor | None = allocator.alloc(tokens)
+        return slots
+
+    def ready_to_load_host_cache(self) -> int:
+        """What the next batch has to wait for, for ``LayerGate.set_consumer``."""
+        if self.dram is None or not self.dram.loading:
+            return NOTHING_TO_WAIT_FOR
+        return self.dram.loads_submitted() - 1
+
+    def check_hicache_events(self) -> None:
+        """Called once per scheduler iteration: take note of copies that have completed."""
+        if self.dram is not None:
+            self.dram.drain()
+
+    # -- whole ----------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget everything in every tier (``/flush_cache``). SGLang empties the pools itself."""
+        if self.dram is not None:
+            self.dram.clear()
+        self.tree.drop_holder(self._hbm)
+
+    def weights_changed(self) -> None:
+        """New weights are a new namespace: what older ones computed never matches again."""
+        self._weights += 1
+
+    def settle(self) -> None:
+        """Wait until no copy reads or writes the pool, which is about to be unmapped."""
+        if self.dram is not None:
+            self.dram.settle()
+
+    def sanity_check(self) -> None:
+        """Called by SGLang when idle."""
+        if self._check_when_idle:
+            self.check()
+
+    def check(self) -> None:
+        """Verify the invariants of tree and tiers. Raises AssertionError naming what is wrong."""
+        self.tree.check()
+        if self.dram is not None:
+            self.dram.check()
+
+    def release_host_resources(self) -> None:
+        if self.dram is not None:
+            self.dram.close()
+
+    def pretty_print(self) -> None:
+        logger.info("%r", self)
+        for node in self.tree.nodes():
+            logger.info("  %r", node)
+
+    def __repr__(self) -> str:
+        return f"GlobalRadixCache(tree={self.tree!r}, dram={self.dram!r})"
+
+
+def _encode(key: RadixKey) -> bytes:
+    return encode_tokens(key.raw_token_ids())
