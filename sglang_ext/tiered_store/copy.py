@@ -1,0 +1,171 @@
+"""Copies between the engine's pool planes and arena blocks, layer by layer, without the GIL.
+
+A *plan* is made once per request: it checks every slot and block id, and merges the tokens of a block whose
+slots lie side by side (usually all of them) into one run. Each layer is then one call that only copies, and
+may run in any thread while the interpreter goes on.
+
+These are copies by address inside one address space: the pool of a CPU host. A pool in GPU memory is copied
+by the engine.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.geometry import Geometry
+
+if TYPE_CHECKING:
+    from sglang_ext.tiered_store.arena_memory import Bytes
+    from sglang_ext.tiered_store.dram import DramArena
+
+Int64s = npt.NDArray[np.int64]
+
+
+@functools.cache
+def _kernels() -> Any:
+    from sglang_ext.tiered_store import _kernels
+
+    return _kernels
+
+
+def warmup() -> None:
+    """Load the copy loops now, so that no request waits for it: 0.5 s, or 2 s if they must be compiled."""
+    _kernels()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyPlan:
+    """Which slots go with which blocks: checked, and merged into runs. Make one with `PoolCopier.plan`.
+
+    runs: int64, shape (runs, 3): slot, block * block_tokens + token in the block, tokens.
+    """
+
+    runs: Int64s
+    blocks: int
+
+    @property
+    def tokens(self) -> int:
+        return int(self.runs[:, 2].sum())
+
+    def split(self, parts: int) -> list[CopyPlan]:
+        """The plan in at most `parts` plans of about equally many runs, for as many threads."""
+        pieces = np.array_split(self.runs, parts)
+        return [CopyPlan(np.ascontiguousarray(piece), self.blocks) for piece in pieces if len(piece)]
+
+
+class PoolCopier:
+    """Copies between the pool that `geometry` describes and the blocks of `arena`.
+
+    The caller keeps both mapped, and keeps slots and blocks from being given to others, until a copy returns.
+
+    Raises:
+        ValueError: pool and arena do not have the same block layout.
+    """
+
+    def __init__(self, geometry: Geometry, arena: DramArena) -> None:
+        if geometry.layout != arena.layout:
+            raise ValueError(
+                f"the pool's blocks ({geometry.layout.facts()}) are not the arena's ({arena.layout.facts()})"
+            )
+        if not all(plane.address for plane in geometry.planes):
+            raise ValueError("a plane has no address: this geometry describes a layout, not a pool")
+        self.geometry = geometry
+        self.arena = arena
+        self._layout = geometry.layout
+        self._planes: Int64s = np.array(
+            [
+                (plane.address, plane.slot_stride, plane.row_bytes, offset)
+                for plane, offset in zip(geometry.planes, self._layout.plane_offsets, strict=False)
+            ],
+            dtype=np.int64,
+        )
+
+    def plan(self, slots: Int64s | Sequence[int], blocks: Int64s | Sequence[int]) -> CopyPlan:
+        """Check slots and blocks and merge them into runs.
+
+        Args:
+            slots: token slots in the pool, `block_tokens` for each block, shape (blocks * block_tokens,).
+            blocks: ids of arena blocks, shape (blocks,).
+
+        Raises:
+            ValueError: the lengths do not fit, or a slot or block is out of range.
+        """
+        slot_array = np.ascontiguousarray(slots, dtype=np.int64)
+        block_array = np.ascontiguousarray(blocks, dtype=np.int64)
+        tokens = self._layout.block_tokens
+        if slot_array.ndim != 1 or block_array.ndim != 1 or slot_array.size != block_array.size * tokens:
+            raise ValueError(
+                f"{slot_array.shape} slots do not fill {block_array.shape} blocks of {tokens} tokens"
+            )
+        _check_range("slot", slot_array, self.geometry.slots)
+        _check_range("block", block_array, self.arena.n_blocks)
+        runs = np.empty((slot_array.size, 3), dtype=np.int64)
+        count = _kernels().find_runs(slot_array, block_array, tokens, runs)
+        return CopyPlan(runs[:count].copy(), block_array.size)
+
+    def gather(self, plan: CopyPlan, layer: int, stop: int | None = None) -> int:
+        """Copy local layers [layer, stop) from the pool into the arena; `stop` is layer + 1 unless given.
+
+        Returns the bytes copied.
+        """
+        return self._move(plan, layer, layer + 1 if stop is None else stop, to_arena=True)
+
+    def scatter(self, plan: CopyPlan, layer: int, stop: int | None = None) -> int:
+        """Copy local layers [layer, stop) from the arena into the pool; `stop` is layer + 1 unless given.
+
+        Slots of one plan must differ from each other. Returns the bytes copied.
+        """
+        return self._move(plan, layer, layer + 1 if stop is None else stop, to_arena=False)
+
+    def _move(self, plan: CopyPlan, layer: int, stop: int, *, to_arena: bool) -> int:
+        layout = self._layout
+        if not 0 <= layer <= stop <= layout.n_layers:
+            raise ValueError(f"layers [{layer}, {stop}) are outside of [0, {layout.n_layers})")
+        if not self.arena.blocks.size:
+            raise ValueError("the arena is closed")
+        first, last = layout.first_plane[layer], layout.first_plane[stop]
+        _kernels().move_planes(
+            self._planes,
+            first,
+            last,
+            self.arena.address,
+            layout.block_bytes,
+            plan.runs,
+            layout.block_tokens,
+            to_arena,
+        )
+        return plan.tokens * sum(layout.row_bytes[first:last])
+
+
+def copy_ranges(target: Bytes, source: Bytes, ranges: Int64s) -> None:
+    """Copy byte ranges from one array into another, without the GIL.
+
+    Args:
+        target, source: contiguous uint8 arrays.
+        ranges: int64, shape (n, 3): offset in target, offset in source, bytes.
+
+    Raises:
+        ValueError: a range lies outside of its array, or an array is not contiguous or not writable.
+    """
+    ranges = np.ascontiguousarray(ranges, dtype=np.int64)
+    if not (target.flags.c_contiguous and source.flags.c_contiguous and target.flags.writeable):
+        raise ValueError("copy_ranges needs contiguous arrays and a writable target")
+    if not ranges.size:
+        return
+    if ranges.min() < 0:
+        raise ValueError("a range has a negative offset or length")
+    for column, array, name in ((0, target, "target"), (1, source, "source")):
+        if (ranges[:, 2] > array.nbytes).any() or (ranges[:, column] > array.nbytes - ranges[:, 2]).any():
+            raise ValueError(f"a range ends outside of the {name}")
+    _kernels().move_ranges(target.ctypes.data, source.ctypes.data, ranges)
+
+
+def _check_range(name: str, values: Int64s, size: int) -> None:
+    if values.size and (int(values.min()) < 0 or int(values.max()) >= size):
+        raise ValueError(f"{name}s {values.min()}..{values.max()} are outside of [0, {size})")

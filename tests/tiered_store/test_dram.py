@@ -1,0 +1,300 @@
+"""The DRAM arena: allocation, generations, shared memory, and what happens to it when its owner is killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from sglang_ext.errors import ConfigError, MediumError
+from sglang_ext.geometry import BlockLayout
+from sglang_ext.tiered_store import arena_memory
+from sglang_ext.tiered_store.arena_memory import ArenaMemory, ArenaMemoryError, SharedRegion, map_region
+from sglang_ext.tiered_store.dram import ArenaView, DramArena
+
+LAYOUT = BlockLayout.uniform(n_layers=2, planes_per_layer=2, row_bytes=32, block_tokens=4)
+
+
+def make(blocks: int, layout: BlockLayout = LAYOUT, **options: bool) -> DramArena:
+    return DramArena(layout, blocks * (layout.block_bytes + 8) + 8, **options)  # type: ignore[arg-type]
+
+
+def test_size_is_fixed_and_usage_exact() -> None:
+    with make(10) as arena:
+        assert arena.n_blocks == 10
+        assert arena.blocks.shape == (10, LAYOUT.block_bytes)
+        assert not arena.blocks.any()
+        first = arena.alloc(3)
+        assert first is not None
+        assert first.tolist() == [0, 1, 2]
+        assert (arena.used_blocks, arena.free_blocks, arena.used_bytes) == (3, 7, 3 * LAYOUT.block_bytes)
+        assert arena.alloc(8) is None
+        assert arena.used_blocks == 3
+        rest = arena.alloc(7)
+        assert rest is not None
+        assert sorted([*first, *rest]) == list(range(10))
+        assert arena.alloc(0) is not None
+        arena.free(rest)
+        arena.free(first)
+        assert arena.free_blocks == 10
+        assert repr(arena) == "<DramArena 0/10 blocks of 512 bytes>"
+        arena.check()
+
+
+def test_too_small_and_too_large_arenas_are_refused_with_the_flag() -> None:
+    with pytest.raises(ConfigError, match="--kv-dram-size"):
+        DramArena(LAYOUT, LAYOUT.block_bytes)
+    with pytest.raises(ArenaMemoryError, match=r"--kv-dram-size: .*GiB are available.*Make it smaller"):
+        DramArena(LAYOUT, 1 << 50)
+    assert issubclass(ArenaMemoryError, MediumError)
+
+
+def test_memory_that_cannot_be_mapped_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_memory, "available_bytes", lambda: 1 << 62)
+    for shared in (True, False):
+        with pytest.raises(ArenaMemoryError, match="--kv-dram-size"):
+            DramArena(LAYOUT, 1 << 60, shared=shared)
+
+
+@pytest.mark.parametrize("bad", [[0, 0], [5, -1], [10], [7]])
+def test_a_wrong_free_takes_nothing_back(bad: list[int]) -> None:
+    with make(10) as arena:
+        assert arena.alloc(7) is not None
+        with pytest.raises(ValueError, match=r"double free|outside|twice"):
+            arena.free([1, *bad])
+        assert arena.used_blocks == 7
+        assert not arena.generations.any()
+        arena.check()
+
+
+def test_generation_grows_when_a_block_is_taken_back() -> None:
+    with make(4) as arena:
+        ids = arena.alloc(2)
+        assert ids is not None
+        arena.free(ids[:1])
+        assert arena.generations.tolist() == [1, 0, 0, 0]
+        again = arena.alloc(1)
+        assert again is not None
+        assert again.tolist() == [0]
+        assert arena.generations.tolist() == [1, 0, 0, 0]
+        with pytest.raises(ValueError, match="read-only"):
+            arena.generations[0] = 7
+
+
+def test_plane_and_layer_views_are_the_bytes_of_the_block() -> None:
+    layout = BlockLayout(4, ((8, 2), (6,)))
+    with make(3, layout) as arena:
+        arena.blocks[1] = np.arange(layout.block_bytes, dtype=np.uint8)
+        assert arena.plane(1).shape == (3, 4, 2)
+        assert arena.plane(1)[1].ravel().tolist() == list(range(32, 40))
+        assert arena.layer(1)[1].tolist() == list(range(40, 64))
+        arena.plane(2)[2, 3, :] = 9
+        assert arena.blocks[2].tolist() == [0] * 58 + [9] * 6
+        assert arena.generations.ctypes.data % 8 == 0
+
+
+def test_views_survive_close_and_calls_do_not() -> None:
+    arena = make(4)
+    ids = arena.alloc(1)
+    assert ids is not None
+    view = arena.blocks
+    view[0] = 5
+    arena.close()
+    arena.close()
+    assert view[0].tolist() == [5] * LAYOUT.block_bytes
+    with pytest.raises(ValueError, match="closed"):
+        arena.alloc(1)
+    with pytest.raises(ValueError, match="closed"):
+        arena.free(ids)
+
+
+def test_private_memory_lies_on_huge_pages_where_the_kernel_allows() -> None:
+    with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
+        allowed = "[never]" not in file.read()
+    memory = ArenaMemory(64 << 20, shared=False)
+    memory.touch(threads=2)
+    assert memory.address % arena_memory.HUGE_PAGE == 0
+    assert memory.huge_bytes() == (64 << 20 if allowed else 0)
+    with pytest.raises(ValueError, match="private memory"):
+        _ = memory.region
+    memory.close()
+
+
+def test_touching_is_reported() -> None:
+    calls: list[tuple[int, int]] = []
+    memory = ArenaMemory(600 << 20, shared=True)
+    memory.touch(progress=lambda done, total: calls.append((done, total)))
+    assert calls[-1] == (600 << 20, 600 << 20)
+    memory.close()
+
+
+def test_touching_works_on_kernels_without_the_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_memory, "_MADV_POPULATE_WRITE", 9999)
+    memory = ArenaMemory(4 << 20, shared=True)
+    memory.touch()
+    assert not memory.bytes.any()
+    memory.close()
+
+
+def test_without_a_gpu_nothing_is_pinned() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this host has a GPU")
+    with make(4, pin=True) as arena:
+        assert not arena.pinned
+
+
+OWNER = """
+import sys
+from sglang_ext.geometry import BlockLayout
+from sglang_ext.tiered_store.dram import DramArena
+import msgspec
+arena = DramArena(BlockLayout.uniform(n_layers=2, planes_per_layer=2, row_bytes=32, block_tokens=4), 1 << 20)
+arena.blocks[arena.alloc(2)[1]] = 42
+print(msgspec.json.encode(arena.descriptor).decode(), flush=True)
+for line in sys.stdin:
+    arena.free([1])
+    print("freed", flush=True)
+"""
+
+
+def shared_files() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def test_another_process_maps_the_arena_and_nothing_is_left_after_a_kill() -> None:
+    import msgspec
+
+    from sglang_ext.tiered_store.dram import ArenaDescriptor
+
+    before = shared_files()
+    child = subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        descriptor = msgspec.json.decode(child.stdout.readline(), type=ArenaDescriptor)
+        view = ArenaView(descriptor)
+        assert view.blocks[1].tolist() == [42] * LAYOUT.block_bytes
+        assert view.generations[1] == 0
+        with pytest.raises(ValueError, match="read-only"):
+            view.blocks[1] = 0
+        child.stdin.write(b"free\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == b"freed\n"
+        assert view.generations[1] == 1
+        other = SharedRegion(os.getpid(), 0, 4096, descriptor.region.device, descriptor.region.inode)
+        with pytest.raises(ProcessLookupError, match="restarted"):
+            map_region(other)
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait(timeout=30)
+        child.stdin.close()
+        child.stdout.close()
+    with pytest.raises(ProcessLookupError, match="gone"):
+        map_region(descriptor.region)
+    assert view.blocks[1, 0] == 42  # a reader that has it mapped is not hurt by the owner's death
+    assert shared_files() <= before
+
+
+@pytest.mark.parametrize("steps", [20_000, pytest.param(1_000_000, marks=pytest.mark.long)])
+def test_no_fragmentation_after_random_use(steps: int) -> None:
+    with make(500) as arena:
+        random_ = random.Random(0)
+        held: list[np.ndarray] = []
+        for _ in range(steps):
+            if random_.random() < 0.52 or not held:
+                ids = arena.alloc(random_.randrange(1, 9))
+                if ids is not None:
+                    held.append(ids)
+                else:  # refused only when that many are really not there
+                    assert arena.free_blocks < 8
+                    arena.free(held.pop(random_.randrange(len(held))))
+            else:
+                arena.free(held.pop(random_.randrange(len(held))))
+        assert arena.used_blocks == sum(map(len, held))
+        for ids in held:
+            arena.free(ids)
+        arena.check()
+        whole = arena.alloc(500)
+        assert whole is not None
+        assert np.array_equal(np.sort(whole), np.arange(500))
+
+
+def test_threads_never_share_a_block() -> None:
+    with make(64) as arena:
+        clashes: list[int] = []
+
+        def work(me: int) -> None:
+            for _ in range(400):
+                ids = arena.alloc(3)
+                if ids is None:
+                    continue
+                arena.blocks[ids] = me
+                if not (arena.blocks[ids] == me).all():
+                    clashes.append(me)
+                arena.free(ids)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(1, 5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+        assert clashes == []
+        assert arena.used_blocks == 0
+        arena.check()
+
+
+class ArenaModel(RuleBasedStateMachine):
+    """The arena against a plain set and a dict of generations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arena = make(12, touch=False, pin=False)
+        self.used: set[int] = set()
+        self.generation = dict.fromkeys(range(12), 0)
+
+    @rule(n=st.integers(0, 14))
+    def alloc(self, n: int) -> None:
+        ids = self.arena.alloc(n)
+        if n > 12 - len(self.used):
+            assert ids is None
+            return
+        assert ids is not None
+        assert len(set(ids.tolist())) == n
+        assert not self.used & set(ids.tolist())
+        self.used |= set(ids.tolist())
+
+    @rule(ids=st.lists(st.integers(-1, 12), max_size=6))
+    def free(self, ids: list[int]) -> None:
+        if len(set(ids)) == len(ids) and set(ids) <= self.used:
+            self.arena.free(ids)
+            self.used -= set(ids)
+            for block in ids:
+                self.generation[block] += 1
+        else:
+            with pytest.raises(ValueError, match=r"."):
+                self.arena.free(ids)
+
+    @invariant()
+    def agrees(self) -> None:
+        self.arena.check()
+        assert self.arena.used_blocks == len(self.used)
+        assert {i for i in range(12) if self.arena.is_used(i)} == self.used
+        assert self.arena.generations.tolist() == list(self.generation.values())
+
+    def teardown(self) -> None:
+        self.arena.close()
+
+
+TestArenaModel = ArenaModel.TestCase
+TestArenaModel.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
