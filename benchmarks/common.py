@@ -1,0 +1,262 @@
+"""What all benchmarks share: the command line, paired measuring, the environment, the report.
+
+A benchmark is a module with `main()`, run as `python -m benchmarks.NAME [--quick] [--json FILE]`:
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        options = parse(argv, NAME, __doc__)
+        report = Report(NAME)
+        legs = {"ours": lambda: ..., "plain copy": lambda: ...}
+        times = paired(legs, rounds=options.rounds(9, quick=5))
+        report.add("copy", ours_s=times.median("ours"), ratio=times.ratio("plain copy", "ours"))
+        report.summary["copy_vs_plain"] = times.ratio("plain copy", "ours")
+        return report.finish(options)
+
+Every comparison is a ratio of two things measured in the same run: the legs take turns, in an order that
+changes each round, and the ratio is the median of the rounds' ratios, so that a neighbour who slows the
+machine slows both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SEED = 20240625
+"""Seed of every random choice in a benchmark, so that two runs do the same work."""
+
+Value = float | int | str | bool | None
+Row = dict[str, Value]
+
+_PACKAGES = ("sglang", "torch", "numpy", "numba", "lmdb", "pyzmq", "aiohttp", "uvloop", "xxhash")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line of a benchmark. `extra` holds what its own flags gave."""
+
+    quick: bool
+    json_path: Path | None
+    extra: argparse.Namespace
+
+    def rounds(self, full: int, *, quick: int) -> int:
+        """Rounds to run: `quick` with --quick, else `full`."""
+        return quick if self.quick else full
+
+
+def parse(
+    argv: Sequence[str] | None,
+    name: str,
+    description: str | None,
+    add_flags: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> Options:
+    """Read the command line: --quick, --json FILE, and what `add_flags` adds."""
+    summary = (description or "").strip().split("\n\n")[0]
+    parser = argparse.ArgumentParser(f"python -m benchmarks.{name}", description=summary)
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer and smaller measurements; ends within a minute"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the report to FILE as one JSON object"
+    )
+    if add_flags:
+        add_flags(parser)
+    extra = parser.parse_args(argv)
+    return Options(extra.quick, extra.json, extra)
+
+
+# --- measuring ---
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Seconds per leg, one sample per round, in the order of the rounds."""
+
+    seconds: Mapping[str, Sequence[float]]
+
+    def median(self, leg: str) -> float:
+        """Median seconds of a leg."""
+        return statistics.median(self.seconds[leg])
+
+    def p(self, leg: str, percent: float) -> float:
+        """Seconds that `percent` of a leg's rounds did not exceed."""
+        return percentile(self.seconds[leg], percent)
+
+    def ratio(self, over: str, under: str) -> float:
+        """Median over the rounds of seconds(over) / seconds(under): how many times faster `under` is."""
+        pairs = zip(self.seconds[over], self.seconds[under], strict=True)
+        return statistics.median(a / b for a, b in pairs)
+
+
+def paired(
+    legs: Mapping[str, Callable[[], Any]],
+    *,
+    rounds: int,
+    warmup: int = 1,
+    before: Mapping[str, Callable[[], Any]] | None = None,
+    deadline: float | None = None,
+) -> Samples:
+    """Run every leg once per round, in an order shuffled anew each round, and time each.
+
+    Args:
+        warmup: rounds at the start that are run and not counted.
+        before: per leg, what to do untimed before each of its runs (drop a cache, touch a buffer).
+        deadline: stop after this many seconds, with at least three rounds.
+    """
+    seconds: dict[str, list[float]] = {leg: [] for leg in legs}
+    order = list(legs)
+    shuffle = random.Random(SEED)
+    start = time.perf_counter()
+    for number in range(rounds + warmup):
+        shuffle.shuffle(order)
+        for leg in order:
+            if before and leg in before:
+                before[leg]()
+            begin = time.perf_counter()
+            legs[leg]()
+            elapsed = time.perf_counter() - begin
+            if number >= warmup:
+                seconds[leg].append(elapsed)
+        if deadline and number - warmup >= 2 and time.perf_counter() - start > deadline:
+            break
+    return Samples(seconds)
+
+
+def percentile(values: Iterable[float], percent: float) -> float:
+    """The smallest of `values` that `percent` of them do not exceed."""
+    ordered = sorted(values)
+    if not ordered:
+        raise ValueError("percentile of no values")
+    rank = -(-len(ordered) * percent // 100)
+    return ordered[min(len(ordered), max(1, int(rank))) - 1]
+
+
+# --- reporting ---
+
+
+@dataclass
+class Report:
+    """Rows in named groups, and a summary of ratios; printed as tables and written as one JSON object."""
+
+    name: str
+    rows: list[Row] = field(default_factory=list)
+    summary: dict[str, Value] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, case: str, **values: Value) -> None:
+        """Add a row. Rows with the same columns are printed as one table."""
+        self.rows.append({"case": case, **values})
+
+    def note(self, text: str) -> None:
+        """Add a remark for the reader, such as a peer that is not installed and was left out."""
+        self.notes.append(text)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "environment": environment(),
+            "rows": self.rows,
+            "summary": self.summary,
+            **({"notes": self.notes} if self.notes else {}),
+        }
+
+    def print(self) -> None:
+        """Print tables of all rows, then the summary."""
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        # A file or a pipe has no width of its own; a narrow guess would cut numbers.
+        console = Console(width=None if sys.stdout.isatty() else 160)
+        for columns, rows in _same_columns(self.rows):
+            table = Table(title=self.name, title_justify="left")
+            for column in columns:
+                left = any(isinstance(row[column], str) for row in rows)
+                table.add_column(column, justify="left" if left else "right", overflow="fold")
+            for row in rows:
+                table.add_row(*(Text(_text(row[column])) for column in columns))
+            console.print(table)
+        for text in self.notes:
+            console.print(f"note: {text}", markup=False)
+        for key, value in self.summary.items():
+            console.print(f"{key}: {_text(value)}", markup=False)
+
+    def finish(self, options: Options) -> int:
+        """Print, write the JSON file if asked for, and return the exit status of the benchmark (0)."""
+        self.print()
+        if options.json_path:
+            options.json_path.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
+        return 0
+
+
+def environment() -> dict[str, Any]:
+    """The machine and the versions that the numbers belong to."""
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "seed": SEED,
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpu": _gpu_name(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "huge_pages": _chosen("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "shared_huge_pages": _chosen("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
+        "glibc_tunables": os.environ.get("GLIBC_TUNABLES", ""),
+        "load_1m": round(os.getloadavg()[0], 2),
+    }
+
+
+def _same_columns(rows: Iterable[Row]) -> list[tuple[tuple[str, ...], list[Row]]]:
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row), []).append(row)
+    return list(groups.items())
+
+
+def _text(value: Value) -> str:
+    if isinstance(value, bool) or not isinstance(value, float):
+        return "-" if value is None else str(value)
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.machine()
+
+
+def _gpu_name() -> str | None:
+    torch = sys.modules.get("torch")  # a benchmark that does not use torch should not pay for its import
+    if torch is None or not torch.cuda.is_available():
+        return None
+    return str(torch.cuda.get_device_name(0))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _chosen(path: str) -> str | None:
+    try:
+        text = Path(path).read_text()
+    except OSError:
+        return None
+    return text[text.find("[") + 1 : text.find("]")]

@@ -1,0 +1,63 @@
+"""Paired measuring and the report of a benchmark."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.common import Report, Samples, paired, parse, percentile
+
+
+def test_legs_take_turns_and_warmup_is_not_counted() -> None:
+    calls: list[str] = []
+    legs = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
+    samples = paired(legs, rounds=5, warmup=2, before={"a": lambda: calls.append("before a")})
+    assert {leg: len(times) for leg, times in samples.seconds.items()} == {"a": 5, "b": 5}
+    assert calls.count("a") == calls.count("b") == calls.count("before a") == 7
+    rounds = [tuple(c for c in calls[i : i + 3] if c != "before a") for i in range(0, 21, 3)]
+    assert {("a", "b"), ("b", "a")} == set(rounds)
+    assert all(calls[i + 1] == "a" for i, call in enumerate(calls) if call == "before a")
+
+
+def test_ratio_is_the_median_of_pairs() -> None:
+    samples = Samples({"slow": [2.0, 30.0, 4.0], "fast": [1.0, 10.0, 1.0]})
+    assert samples.ratio("slow", "fast") == 3.0
+    assert samples.median("slow") == 4.0
+    assert samples.p("slow", 50) == 4.0
+
+
+def test_a_deadline_ends_measuring_after_three_rounds() -> None:
+    samples = paired({"a": lambda: None}, rounds=10_000, deadline=1e-9)
+    assert len(samples.seconds["a"]) == 3
+
+
+@pytest.mark.parametrize(("percent", "value"), [(0, 1), (50, 5), (99, 10), (100, 10)])
+def test_percentile(percent: float, value: float) -> None:
+    assert percentile(range(10, 0, -1), percent) == value
+
+
+def test_percentile_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="no values"):
+        percentile([], 50)
+
+
+def test_report_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = parse(["--quick", "--json", str(tmp_path / "out.json")], "demo", __doc__)
+    assert options.rounds(9, quick=2) == 2
+    report = Report("demo")
+    report.add("copy [bold]", gb_s=12.3456, ok=True)
+    report.add("read", gb_s=None, ok=False)
+    report.add("other", microseconds=12345.6)
+    report.note("fio is not installed")
+    report.summary["ratio"] = 0.8512
+    assert report.finish(options) == 0
+    printed = capsys.readouterr().out
+    for text in ("copy [bold]", "12.3", "12,346", "note: fio", "ratio: 0.851"):
+        assert text in printed
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert list(written) == ["name", "environment", "rows", "summary", "notes"]
+    assert written["rows"][0] == {"case": "copy [bold]", "gb_s": 12.3456, "ok": True}
+    assert written["environment"]["cores"] >= 1
+    assert written["environment"]["packages"]["numpy"]
