@@ -1,4 +1,4 @@
-"""``python -m sglang_ext.launch_server``: SGLang's server with the plugin and, without a GPU, the CPU runtime.
+"""``python -m sglang_ext.launch_server``: SGLang's server with the plugin and, without a GPU, a CPU runtime.
 
 Takes every flag of ``python -m sglang.launch_server``. On a host without an accelerator the flags that a CPU
 needs become the defaults, and what stock SGLang lacks there is patched (:mod:`sglang_ext.patches`). On a GPU
@@ -47,11 +47,15 @@ def main(argv: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    from sglang_ext import plugin
+    from sglang_ext.errors import UserError
+    from sglang_ext.patches import readiness
 
     load_plugins()
-    plugin.require_ready()
-    server_args = prepare_server_args(argv)
+    readiness.require()
+    try:
+        server_args = prepare_server_args(argv)
+    except UserError as error:
+        raise SystemExit(f"sglang_ext.launch_server: error: {error}") from None
     try:
         run_server(server_args)
     finally:

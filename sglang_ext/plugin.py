@@ -1,30 +1,77 @@
-"""The plugin that SGLang loads from the entry-point group ``sglang.srt.plugins``."""
+"""The plugin that SGLang loads, in the server's process and in every scheduler process.
+
+It registers the cache backend ``global`` and the hooks of :mod:`sglang_ext.patches`. SGLang logs and swallows
+what a plugin or a hook raises and starts without it; so the proof that everything took comes later, from
+those who need it: the launcher, the hook that reads the command line, and the factory, which SGLang calls in
+every scheduler process in which the backend is chosen. Without ``--radix-cache-backend global`` and without
+our launcher nothing changes but the flags in ``--help``.
+"""
 
 from __future__ import annotations
 
-import argparse
+import logging
 import os
+from typing import Any
 
-from sglang_ext.patches import runtime
+from sglang_ext.engine.support import BACKEND
+from sglang_ext.patches import flags, readiness, runtime, scheduler_calls, vocabulary
+from sglang_ext.patches.base import Patch, PatchMismatchError, Scope
+from sglang_ext.patches.registry import apply_all, check_all, require_applied, select
 
-
-def _add_cli_args(_result: object, parser: argparse.ArgumentParser) -> None:
-    if runtime.active(os.environ):
-        parser.set_defaults(**runtime.FLAG_DEFAULTS)
+logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Called by SGLang in the server's process and in every scheduler process."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    """Register the backend and the hooks. SGLang calls this before it applies the hooks of all plugins.
 
-    from sglang_ext.patches.base import Scope
-    from sglang_ext.patches.registry import apply_all, check_all, select
+    Raises:
+        SystemExit: on a CPU, when a patch of the CPU runtime does not fit; no server could run.
+    """
+    from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-    HookRegistry.register("sglang.srt.server_args.ServerArgs.add_cli_args", _add_cli_args, HookType.AFTER)
+    # First, so that choosing the backend always comes to the factory, which reports what failed below.
+    register_radix_cache_backend(BACKEND, create_cache)
     if runtime.active(os.environ):
-        check_all(select(Scope.PROCESS, Scope.CPU))
-        apply_all(select(Scope.PROCESS, Scope.CPU))
+        _apply_cpu_runtime()
+        vocabulary.enable()
+    for patch in select(Scope.SERVER):
+        _register_hooks(patch)
 
 
-def require_ready() -> None:
-    """Refuse to start when a hook or patch did not take."""
+def _apply_cpu_runtime() -> None:
+    patches = select(Scope.PROCESS, Scope.CPU)
+    try:
+        check_all(patches)
+        apply_all(patches)
+        require_applied(patches)
+    except PatchMismatchError as error:
+        raise SystemExit(f"sglang_ext: {error}") from error
+
+
+def _register_hooks(patch: Patch) -> None:
+    try:
+        check_all([patch])
+        patch.apply()
+    except Exception as error:  # noqa: BLE001 (whatever it is, SGLang would swallow it; require() reports it)
+        readiness.report(f"{patch.name!r}: {error}")
+        logger.warning("sglang_ext: %r is off: %s", patch.name, error)
+    else:
+        readiness.expect(patch)
+
+
+def create_cache(ctx: Any) -> Any:
+    """Build the cache for ``--radix-cache-backend global``; SGLang's factory interface.
+
+    Raises:
+        NotReadyError: when a hook did not take in this process.
+        ConfigError: when a flag's value cannot work or the server cannot be served.
+    """
+    readiness.require()
+    config = flags.carried_config(ctx.server_args, os.environ)
+    vocabulary.enable()
+
+    from sglang_ext.engine.build import create_global_radix_cache
+
+    cache = create_global_radix_cache(ctx, config)
+    scheduler_calls.call(cache)
+    return cache

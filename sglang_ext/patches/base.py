@@ -88,7 +88,9 @@ class Patch:
 def plain_function(obj: Any) -> Any:
     """The Python function below decorators that keep ``__wrapped__`` or ``fn`` (hooks, triton.jit)."""
     while True:
-        if hasattr(obj, "__wrapped__"):
+        if inspect.ismethod(obj):
+            obj = obj.__func__
+        elif hasattr(obj, "__wrapped__"):
             obj = obj.__wrapped__
         elif (
             not inspect.isfunction(obj)
@@ -148,6 +150,6 @@ def mismatch_message(patch: Patch, report: TargetReport) -> str:
         f"patch {patch.name!r} does not fit sglang {installed_sglang_version()}: "
         f"{report.target.path}: {report.state.value}{found}. "
         f"It was written for sglang {SGLANG_VERSION}; install that version "
-        f"(pip install sglang=={SGLANG_VERSION}), or review the patch against the new source and renew its hashes "
-        f"(python -m sglang_ext.patches --hashes {patch.name})."
+        f"(pip install sglang=={SGLANG_VERSION}), or review the patch against the new source "
+        f"and renew its hashes (python -m sglang_ext.patches --hashes {patch.name})."
     )

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sglang_ext.patches import paged_allocator, sgl_kernel_stand_in, torchvision_operators
+from sglang_ext.patches import (
+    flags,
+    paged_allocator,
+    scheduler_calls,
+    sgl_kernel_stand_in,
+    torchvision_operators,
+    vocabulary,
+    weight_updates,
+)
 from sglang_ext.patches.base import (
     Patch,
     PatchMismatchError,
@@ -19,6 +27,10 @@ PATCHES: tuple[Patch, ...] = (
     torchvision_operators.PATCH,
     sgl_kernel_stand_in.PATCH,
     paged_allocator.PATCH,
+    flags.PATCH,
+    scheduler_calls.PATCH,
+    weight_updates.PATCH,
+    vocabulary.PATCH,
 )
 
 
@@ -48,13 +60,18 @@ def check_all(patches: Iterable[Patch]) -> None:
 
 
 def apply_all(patches: Iterable[Patch]) -> None:
-    """Apply patches in this process and verify that each one is in place.
-
-    Raises:
-        PatchMismatchError: when a patch was applied and is not in place.
-    """
+    """Apply patches in this process. Hooks take effect when SGLang applies them."""
     for patch in patches:
         patch.apply()
+
+
+def require_applied(patches: Iterable[Patch]) -> None:
+    """Verify that patches are in place in this process.
+
+    Raises:
+        PatchMismatchError: naming a patch that is not.
+    """
+    for patch in patches:
         if not patch.applied():
             raise PatchMismatchError(
                 f"patch {patch.name!r} was applied and is not in place; another plugin may have undone it. "

@@ -33,7 +33,7 @@ def accelerator_available() -> bool:
     """Whether torch sees a device other than the CPU."""
     import torch
 
-    return torch.accelerator.is_available()
+    return bool(torch.accelerator.is_available())
 
 
 def wanted(argv: Sequence[str], environment: Mapping[str, str]) -> bool:

@@ -1,0 +1,50 @@
+"""Whether everything that the plugin changes in this process is in place.
+
+SGLang swallows what a plugin raises, so problems are kept here until somebody needs the plugin: the launcher,
+the command line that chooses our cache, or the factory that builds it in each scheduler process.
+"""
+
+from __future__ import annotations
+
+from sglang_ext.patches.base import Patch
+
+_expected: list[Patch] = []
+_problems: list[str] = []
+
+
+class NotReadyError(RuntimeError):
+    """The plugin is not in place in this process; the message names every hook and patch that is not."""
+
+
+def expect(patch: Patch) -> None:
+    """Have :func:`require` prove that this patch is in place."""
+    if patch not in _expected:
+        _expected.append(patch)
+
+
+def report(problem: str) -> None:
+    """Keep a problem for :func:`require`."""
+    _problems.append(problem)
+
+
+def problems() -> list[str]:
+    """Everything that is not in place, as sentences."""
+    missing = [
+        f"{patch.name!r} did not take in this process, although SGLang was given it; targets: "
+        f"{', '.join(target.path for target in patch.targets)}. Another plugin may have replaced it; "
+        f"set SGLANG_PLUGINS=sglang_ext to start without other plugins"
+        for patch in _expected
+        if not patch.applied()
+    ]
+    return [*_problems, *missing]
+
+
+def require() -> None:
+    """Refuse to go on unless everything is in place. SGLang must have applied its hooks before.
+
+    Raises:
+        NotReadyError: naming what is not.
+    """
+    found = problems()
+    if found:
+        raise NotReadyError("sglang_ext is not ready: " + "; ".join(found))

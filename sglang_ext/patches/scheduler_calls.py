@@ -1,0 +1,115 @@
+"""Let the scheduler call our cache where it calls HiCache.
+
+What: SGLang's scheduler tells a cache about its loop, about a prefill batch that is about to run, and about
+idleness only when HiCache, LMCache, FlexKV or an external linker is on. Five hooks tell ours:
+
+- each pass of the scheduling loop, before the next batch is chosen: ``check_hicache_events()``;
+- each pass of a PD decode server's queue: the same;
+- a prefill batch was formed (prefixes matched, ``init_load_back`` called, slots allocated and written to the
+  request table, forward not started): ``ready_to_load_host_cache()``, whose result goes to
+  ``batch.hicache_consumer_index`` and from there to the layer counter's ``set_consumer`` just before forward;
+- no prefill batch was formed and nothing runs: ``batch_is_full`` is taken back, as SGLang does for HiCache,
+  because slots that a copy still locks come free without a request finishing;
+- each idle pass, after SGLang's own leak check and before it sleeps: ``sanity_check()``, which SGLang itself
+  calls only for models with sliding windows or Mamba layers.
+
+Why no extension point serves: a registered cache backend is only constructed; the calls are guarded by the
+flags of the built-in tiers.
+
+For: SGLang 0.5.21.
+Can go: when SGLang calls these for every cache that has them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from sglang_ext.patches.base import Target
+from sglang_ext.patches.hooks import Hook, hook_patch
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
+
+class CalledCache(Protocol):
+    """What the hooks call. All calls come from the scheduler's thread and must not block it for long."""
+
+    def check_hicache_events(self) -> None:
+        """Take note of copies that have finished. Once per pass of the scheduling loop."""
+
+    def ready_to_load_host_cache(self) -> int:
+        """Start the loads that ``init_load_back`` queued for the batch; its number, or -1 for none."""
+
+    def sanity_check(self) -> None:
+        """Nothing runs and nothing waits. Every pass: about once a second with --sleep-on-idle, else
+        thousands of times a second."""
+
+    def weights_changed(self) -> None:
+        """The model's weights are about to change: KV from before must not match afterwards."""
+
+    def settle(self) -> None:
+        """The pool's memory is about to go away: wait for every copy that reads or writes it."""
+
+
+_called: CalledCache | None = None
+
+
+def call(cache: CalledCache) -> None:
+    """Have the hooks of this process call ``cache``, as long as it is its scheduler's cache."""
+    global _called
+    _called = cache
+
+
+def called_cache(scheduler: Any) -> CalledCache | None:
+    """The scheduler's cache when it is ours. None for any other, and before the scheduler has one."""
+    return _called if _called is not None and getattr(scheduler, "tree_cache", None) is _called else None
+
+
+def after_events(_result: None, scheduler: Any) -> None:
+    """After ``_process_hicache_events`` and ``process_decode_queue``."""
+    cache = called_cache(scheduler)
+    if cache is not None:
+        cache.check_hicache_events()
+
+
+def before_decode_queue(scheduler: Any) -> None:
+    """Before ``process_decode_queue``, where SGLang calls HiCache too."""
+    after_events(None, scheduler)
+
+
+def after_prefill_batch(result: tuple[Any, Any], scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
+    """After ``_get_new_batch_prefill_raw``: start the batch's loads, or let the next pass try again."""
+    cache = called_cache(scheduler)
+    if cache is None:
+        return
+    batch, running_batch = result
+    if batch is not None:
+        batch.hicache_consumer_index = cache.ready_to_load_host_cache()
+    elif running_batch.is_empty():
+        running_batch.batch_is_full = False
+
+
+def before_sleep(scheduler: Any) -> None:
+    """Before ``maybe_sleep_on_idle``, the end of SGLang's idle work."""
+    cache = called_cache(scheduler)
+    if cache is not None:
+        cache.sanity_check()
+
+
+PATCH = hook_patch(
+    "scheduler_calls",
+    "the scheduler tells our cache about its loop, prefill batches and idleness, as it tells HiCache",
+    Hook(Target(f"{_SCHEDULER}._process_hicache_events", "(self)", "0d245d43ba85"), "after", after_events),
+    Hook(
+        Target(f"{_SCHEDULER}.process_decode_queue", "(self)", "25e6359b0754"), "before", before_decode_queue
+    ),
+    Hook(
+        Target(
+            f"{_SCHEDULER}._get_new_batch_prefill_raw",
+            "(self, prefill_delayer_single_pass, running_batch)",
+            "875f3214adfd",
+        ),
+        "after",
+        after_prefill_batch,
+    ),
+    Hook(Target(f"{_SCHEDULER}.maybe_sleep_on_idle", "(self)", "3c39e1fe8220"), "before", before_sleep),
+)
