@@ -2,15 +2,10 @@
 
 from sglang_ext.keys import decode_tokens, encode_tokens
 from sglang_ext.radix_global.eviction import POLICIES, EvictionPolicy, policy_by_name
+from sglang_ext.radix_global.invariants import TreeInvariantError
+from sglang_ext.radix_global.node import Evicted, InsertResult, Match, Node
 from sglang_ext.radix_global.placement import Holder
-from sglang_ext.radix_global.tree import (
-    Evicted,
-    InsertResult,
-    Match,
-    Node,
-    RadixTree,
-    TreeInvariantError,
-)
+from sglang_ext.radix_global.tree import RadixTree
 
 __all__ = [
     "POLICIES",

@@ -70,14 +70,14 @@ class EvictionQueue:
     comes up. A node that cannot go then is dropped; whoever makes it able to go offers it again.
     """
 
-    __slots__ = ("_heap", "_holder", "_policy", "_sequence")
+    __slots__ = ("_heap", "_holder", "_sequence", "policy")
 
     SLACK = 64
     """Entries of nodes gone from the holder are swept out once they outnumber its nodes by so many."""
 
     def __init__(self, holder: Holder, policy: EvictionPolicy) -> None:
         self._holder = holder
-        self._policy = policy
+        self.policy = policy
         self._sequence = itertools.count()
         self._heap: list[tuple[SortKey, int, Node]] = []
 
@@ -98,7 +98,7 @@ class EvictionQueue:
         if self._holder in node.queued:
             return
         node.queued.add(self._holder)
-        heapq.heappush(self._heap, (self._policy(node), next(self._sequence), node))
+        heapq.heappush(self._heap, (self.policy(node), next(self._sequence), node))
         if len(self._heap) > 2 * held + self.SLACK:
             self._sweep()
 
@@ -108,7 +108,7 @@ class EvictionQueue:
         while heap:
             key, _, node = heap[0]
             if node.can_go(self._holder):
-                now = self._policy(node)
+                now = self.policy(node)
                 if now != key:
                     heapq.heapreplace(heap, (now, next(self._sequence), node))
                     continue

@@ -29,7 +29,7 @@ class Holder:
         holder = cls._interned.get(facts)
         if holder is None:
             holder = cls.__new__(cls)
-            holder.instance, holder.epoch, holder.tier = facts
+            holder.instance, holder.epoch, holder.tier = instance, epoch, Tier(tier)
             cls._interned[facts] = holder
         return holder
 

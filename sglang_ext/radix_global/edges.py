@@ -1,0 +1,70 @@
+"""Edges of the tree: comparing them with a prompt, walking along them, cutting them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.radix_global.node import Node, cut_address
+
+
+def common_blocks(edge: bytes, key: bytes, position: int, block_bytes: int) -> int:
+    """Whole blocks that ``edge`` shares with ``key`` from byte ``position`` on.
+
+    The first block is known to be shared, and not all of ``edge`` is.
+    """
+    count = min(len(edge), (len(key) - position) // block_bytes * block_bytes) // TOKEN_BYTES
+    differs = np.frombuffer(edge, "<i4", count) != np.frombuffer(key, "<i4", count, position)
+    first = int(differs.argmax())
+    if not differs[first]:
+        first = count
+    return first * TOKEN_BYTES // block_bytes
+
+
+def walk(root: Node | None, key: bytes, block_bytes: int) -> Iterator[tuple[int, Node]]:
+    """Yield (blocks of ``key`` matched so far, node), the last node possibly matched in part.
+
+    Changes nothing.
+    """
+    node = root
+    position = 0
+    blocks = 0
+    while node is not None:
+        node = node.children.get(key[position : position + block_bytes])
+        if node is None:
+            return
+        if not key.startswith(node.key, position):
+            yield blocks + common_blocks(node.key, key, position, block_bytes), node
+            return
+        blocks += node.blocks
+        position += len(node.key)
+        yield blocks, node
+
+
+def cut_node(node: Node, blocks: int, block_bytes: int) -> Node:
+    """Put the first ``blocks`` blocks of ``node`` into a new parent, and return that.
+
+    ``node`` itself stays the tail: whoever holds or has locked it still stands for the whole path.
+    """
+    parent = node.parent
+    assert parent is not None
+    assert 0 < blocks < node.blocks
+    cut = blocks * block_bytes
+    upper = Node(parent, node.key[:cut], blocks, node.namespace)
+    upper.last_access, upper.hits, upper.priority = node.last_access, node.hits, node.priority
+    upper.locks = dict(node.locks)
+    for holder, address in node.placements.items():
+        if address is None:
+            upper.placements[holder] = None
+        else:
+            border = len(address) // node.blocks * blocks
+            upper.placements[holder] = cut_address(address, 0, border)
+            node.placements[holder] = cut_address(address, border, len(address))
+    parent.children[upper.key[:block_bytes]] = upper
+    node.key = node.key[cut:]
+    node.blocks -= blocks
+    node.parent = upper
+    upper.children[node.key[:block_bytes]] = node
+    return upper

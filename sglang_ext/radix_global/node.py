@@ -1,0 +1,123 @@
+"""What the tree is made of, and what it answers with."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sglang_ext.radix_global.placement import Holder
+
+Address = Any
+"""Where a holder keeps the blocks of a node: ``None`` (unknown), or a sequence with the same number of
+entries for every block, sliced when the node is split (numpy array, tensor, list, bytes)."""
+
+
+class Node:
+    """A run of blocks with the same holders' coverage. Created by the tree only."""
+
+    __slots__ = (
+        "blocks",
+        "children",
+        "hits",
+        "key",
+        "last_access",
+        "locks",
+        "namespace",
+        "parent",
+        "placements",
+        "priority",
+        "queued",
+    )
+
+    def __init__(self, parent: Node | None, key: bytes, blocks: int, namespace: Hashable = None) -> None:
+        self.parent = parent
+        self.namespace = namespace
+        self.key = key
+        """The encoded tokens of the edge that leads here."""
+        self.blocks = blocks
+        self.children: dict[bytes, Node] = {}
+        """By the encoded tokens of their first block."""
+        self.placements: dict[Holder, Address] = {}
+        self.locks: dict[Holder, int] = {}
+        """Locks that end here or below, per holder; absent when none."""
+        self.queued: set[Holder] = set()
+        """Holders whose eviction queue has this node."""
+        self.last_access = 0.0
+        self.hits = 0
+        self.priority = 0
+
+    @property
+    def is_root(self) -> bool:
+        return self.parent is None
+
+    def can_go(self, holder: Holder) -> bool:
+        """Whether ``holder`` may give up its copy: nothing it has continues it, and it is not locked."""
+        if holder not in self.placements or self.locks.get(holder):
+            return False
+        return not any(holder in child.placements for child in self.children.values())
+
+    def __repr__(self) -> str:
+        held = ", ".join(f"{holder!r}" for holder in self.placements)
+        return f"Node(blocks={self.blocks}, children={len(self.children)}, held=[{held}], locks={self.locks})"
+
+
+class Match(NamedTuple):
+    """The longest known prefix of a prompt."""
+
+    node: Node
+    """Last node of the path; a root when nothing matched."""
+    path: list[Node]
+    """Matched nodes from the top, roots left out."""
+    blocks: int
+
+
+class InsertResult(NamedTuple):
+    """What an insertion changed."""
+
+    node: Node
+    """The node at which the inserted prompt ends; a root when it is shorter than a block."""
+    blocks: int
+    """Whole blocks of the prompt."""
+    held_blocks: int
+    """Leading blocks that the holder had before."""
+    added: list[Node]
+    """Nodes that this holder has gained, from the top."""
+
+    @property
+    def new_blocks(self) -> int:
+        return self.blocks - self.held_blocks
+
+
+class Evicted(NamedTuple):
+    """A placement that was taken out of the tree; its bytes may now be freed."""
+
+    node: Node
+    blocks: int
+    address: Address
+
+
+def address_unit(address: Address, blocks: int) -> int:
+    """Entries of ``address`` per block.
+
+    Raises:
+        ValueError: it has not the same number of entries, at least one, for each of ``blocks``.
+    """
+    unit, rest = divmod(len(address), blocks)
+    if rest or unit == 0:
+        raise ValueError(f"an address of {len(address)} entries does not divide into {blocks} blocks")
+    return unit
+
+
+def cut_address(address: Address, start: int, end: int) -> Address:
+    """Entries ``start`` to ``end`` of an address, in memory of their own.
+
+    A view would keep the whole array alive for as long as one block of it is known, and every turn of a
+    conversation brings an array of its whole prompt.
+    """
+    part = address[start:end]
+    if isinstance(part, np.ndarray):
+        return part.copy()
+    clone = getattr(part, "clone", None)
+    return part if clone is None else clone()
