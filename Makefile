@@ -1,0 +1,51 @@
+# Everything a fresh checkout needs: `make demo`, `make test`. Each does its own set-up.
+
+# The first of these that is a working Python 3.11; name another with `make PYTHON=/path/to/python3.11 ...`.
+PYTHON ?= $(shell for p in python3.11 python3 python; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null && echo "$$p" && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.setup/done
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-long check format lock clean distclean
+
+help:  ## Show the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+setup: $(READY)  ## Prepare .venv (CPU build); does only what is missing
+
+$(READY): pyproject.toml requirements/cpu.txt requirements/test.txt scripts/setup.py
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "make: no Python 3.11 found as python3.11, python3 or python. Install it, or name it:" \
+			"make PYTHON=/path/to/python3.11" >&2; exit 1; fi
+	@"$(PYTHON)" scripts/setup.py --venv $(VENV)
+
+demo: $(READY)  ## Run a cluster of two servers and the router through a multi-turn conversation
+	@$(BIN)/python -m sglang_ext.demo
+
+check: $(READY)  ## Lint, formatting and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(READY)  ## Put the formatting right
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+test: check  ## All tests in their short form (after `make check`)
+	$(BIN)/python -m pytest --durations=15 $(PYTEST_ARGS)
+
+test-long: check  ## All tests in their long form: full matrices and counts, hours
+	$(BIN)/python -m pytest --long --durations=30 $(PYTEST_ARGS)
+
+lock:  ## Resolve the dependencies anew and write requirements/
+	@"$(PYTHON)" scripts/setup.py --lock
+
+clean:  ## Remove build outputs and caches
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .numba_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0r rm -rf
+
+distclean: clean  ## Remove .venv too
+	rm -rf $(VENV)

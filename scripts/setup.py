@@ -1,0 +1,290 @@
+"""Prepare the virtual environment: ``python3 scripts/setup.py [--venv DIR]``, or ``make setup``.
+
+Runs on a bare Python with nothing but the standard library. Every step leaves a mark, so that a run that
+was interrupted goes on where it stopped and a second run does nothing. Nothing here needs a C compiler: all
+packages come as wheels, and numba brings its own LLVM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = ROOT / "requirements" / "cpu.txt"
+TEST = ROOT / "requirements" / "test.txt"
+PYTHON = (3, 11)
+DISK_NEEDED_GB = 5
+"""A finished environment is about 3 GB (torch and triton are half of it), plus the wheels while unpacking."""
+
+FIRST = ("torch",)
+"""Installed with their dependencies: which ones they are depends on the build of torch that pip finds."""
+
+BROUGHT_BY_TORCH = ("triton",)
+"""Left as torch's build brought it; the pin counts only where torch brings none (a CPU build)."""
+
+
+class SetupError(Exception):
+    """A sentence for the user: what is missing and what to do."""
+
+
+def read_pins(path: Path) -> dict[str, str]:
+    """The lines of a requirements file by lower-case package name."""
+    lines = [line.strip() for line in path.read_text().splitlines()]
+    pins = [line for line in lines if line and not line.startswith("#")]
+    return {pin.split("==")[0].lower(): pin for pin in pins}
+
+
+def digest(*parts: str) -> str:
+    """A mark that changes when what a step depends on changes."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+class Progress:
+    """One line per step; on a terminal the line counts along while pip works."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._step = 0
+        self._started = time.monotonic()
+        self._title = ""
+        self._tty = sys.stdout.isatty()
+        self._last = 0.0
+
+    def start(self, title: str) -> None:
+        self._step += 1
+        self._title = title
+        self._started = time.monotonic()
+        self._last = self._started
+        if not self._tty:
+            print(f"[{self._step}/{self._steps}] {title}", flush=True)
+        self.update("")
+
+    def update(self, detail: str) -> None:
+        now = time.monotonic()
+        if self._tty:
+            text = f"[{self._step}/{self._steps}] {self._title} {detail}"
+            text = text[: shutil.get_terminal_size().columns - 8]
+            print(f"\r\x1b[K{text} {now - self._started:.0f} s", end="", flush=True)
+        elif detail and now - self._last >= 10:
+            self._last = now
+            print(f"      {detail} ({now - self._started:.0f} s)", flush=True)
+
+    def done(self, outcome: str) -> None:
+        took = f"{outcome} ({time.monotonic() - self._started:.0f} s)"
+        print(f"\r\x1b[K[{self._step}/{self._steps}] {self._title}: {took}" if self._tty else f"      {took}")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One part of the set-up. ``run`` is called when the mark of the last run differs from ``mark``."""
+
+    name: str
+    title: str
+    mark: str
+    run: Callable[[], None]
+
+
+class Environment:
+    """The virtual environment that is being prepared."""
+
+    def __init__(self, path: Path, progress: Progress) -> None:
+        self.path = path
+        self.python = path / "bin" / "python"
+        self.marks = path / ".setup"
+        self.log = path / "setup.log"
+        self.progress = progress
+
+    def steps(self) -> list[Step]:
+        """The steps in order; a step whose mark changed makes those after it run again."""
+        pins = read_pins(CPU) | read_pins(TEST)
+        first = [pins[name] for name in FIRST]
+        rest = [pin for name, pin in pins.items() if name not in FIRST]
+        version = ".".join(str(part) for part in sys.version_info[:3])
+        project = (ROOT / "pyproject.toml").read_text()
+        return [
+            Step("venv", f"virtual environment {self.path.name}", digest(version), self.make_venv),
+            Step("torch", ", ".join(first), digest(*first), lambda: self.pip("torch", *first)),
+            Step("packages", f"{len(rest)} pinned packages", digest(*rest), lambda: self.install_rest(pins)),
+            Step("project", "this project, editable", digest(project, str(ROOT)), self.install_project),
+        ]
+
+    def make_venv(self) -> None:
+        """Create the environment, or keep one that works."""
+        if self.python.exists():
+            code = f"import sys, pip; sys.exit(sys.version_info[:2] != {PYTHON})"
+            if subprocess.run([self.python, "-c", code], capture_output=True, check=False).returncode == 0:
+                return
+        result = subprocess.run(
+            [sys.executable, "-m", "venv", "--clear", self.path], capture_output=True, text=True, check=False
+        )
+        if result.returncode != 0:
+            raise SetupError(
+                f"`{sys.executable} -m venv {self.path}` failed: {(result.stderr or result.stdout).strip()}"
+            )
+
+    def install_rest(self, pins: dict[str, str]) -> None:
+        """Install every other pin as it stands, without asking the packages what else they would like."""
+        skip = set(FIRST)
+        skip |= {name for name in BROUGHT_BY_TORCH if name in pins and self.has(name)}
+        wanted = self.path / "wanted.txt"
+        wanted.write_text("".join(f"{pin}\n" for name, pin in pins.items() if name not in skip))
+        self.pip("the pinned packages", "--no-deps", "-r", str(wanted), total=len(pins) - len(skip))
+
+    def install_project(self) -> None:
+        """Install the project so that SGLang finds its plugin."""
+        self.pip("this project", "--no-deps", "--no-build-isolation", "-e", str(ROOT))
+
+    def has(self, module: str) -> bool:
+        code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+        return subprocess.run([self.python, "-c", code], check=False).returncode == 0
+
+    def forget_halves(self) -> None:
+        """Let pip install again what it was killed over.
+
+        pip takes a package for installed once its metadata is there, and writes the list of its files
+        (RECORD) last: metadata without RECORD is a package that may lack files.
+        """
+        for info in self.path.glob("lib/python*/site-packages/*.dist-info"):
+            if not (info / "RECORD").exists():
+                shutil.rmtree(info)
+
+    def pip(self, what: str, *arguments: str, total: int = 0) -> None:
+        """``pip install`` with its output in the log and its progress on the line."""
+        self.forget_halves()
+        command = [str(self.python), "-m", "pip", "install", "--disable-pip-version-check", *arguments]
+        seen = 0
+        with self.log.open("a") as log:
+            log.write(f"\n$ {' '.join(command)}\n")
+            log.flush()
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+            )
+            assert process.stdout is not None
+            for line in process.stdout:
+                log.write(line)
+                if line.startswith(("Collecting ", "Requirement already satisfied: ")):
+                    seen += 1
+                    self.progress.update(f"fetching {seen}/{total}" if total else f"fetching {seen}")
+                elif line.startswith("Installing collected"):
+                    self.progress.update("unpacking")
+            status = process.wait()
+        if status != 0:
+            tail = [line for line in self.log.read_text().splitlines() if "WARNING" not in line][-12:]
+            raise SetupError(
+                "\n".join(tail)
+                + f"\n\npip could not install {what} (exit status {status}). The whole output is in "
+                f"{self.log}. If it says that no version was found or that a connection failed, pip cannot "
+                "reach its package index: see `pip config list`. Then run `make setup` again; what is "
+                "installed stays."
+            )
+
+
+def check_host(venv: Path) -> None:
+    """What has to be there before the first step."""
+    if sys.version_info[:2] != PYTHON:
+        raise SetupError(
+            f"Python {PYTHON[0]}.{PYTHON[1]} is needed and this is {sys.version.split()[0]} "
+            f"({sys.executable}). Install it, or name it: make setup PYTHON=/path/to/python3.11"
+        )
+    for module, package in (("venv", "python3.11-venv"), ("ensurepip", "python3.11-venv")):
+        try:
+            __import__(module)
+        except ImportError as exc:
+            raise SetupError(
+                f"{sys.executable} has no module {module!r}, which makes the virtual environment and its "
+                f"pip. On Debian and Ubuntu it is in the package {package}."
+            ) from exc
+    if not venv.exists():
+        free = shutil.disk_usage(ROOT).free / 1e9
+        if free < DISK_NEEDED_GB:
+            raise SetupError(f"{ROOT} has {free:.1f} GB free; the set-up needs {DISK_NEEDED_GB} GB.")
+
+
+def prepare(venv: Path) -> None:
+    """Run what is not done yet."""
+    check_host(venv)
+    environment = Environment(venv, Progress(4))
+    steps = environment.steps()
+    redo = False
+    for step in steps:
+        mark = environment.marks / step.name
+        environment.progress.start(step.title)
+        if not redo and mark.exists() and mark.read_text() == step.mark:
+            environment.progress.done("is there")
+            continue
+        redo = True
+        step.run()
+        environment.marks.mkdir(exist_ok=True)
+        mark.write_text(step.mark)
+        environment.progress.done("done")
+    (environment.marks / "done").write_text("")
+
+
+def lock(scratch: Path) -> None:
+    """Resolve pyproject's extras anew in a throw-away environment and write the pins."""
+    base = (
+        "# What a server on a CPU host needs, exact, with everything it brings in. Written by `make lock`.\n"
+        "# scripts/setup.py installs torch first (its build decides what it brings in), then the rest\n"
+        "# without resolving: SGLang's metadata asks for CUDA packages that a CPU host has no use for.\n"
+    )
+    tools = "# What the checks and the tests need beside cpu.txt, exact. Written by `make lock`.\n"
+    check_host(scratch)
+    environment = Environment(scratch, Progress(4))
+    environment.progress.start("throw-away environment")
+    environment.make_venv()
+    environment.progress.done("done")
+
+    def freeze() -> set[str]:
+        command = [str(environment.python), "-m", "pip", "freeze", "--all", "--exclude", "pip"]
+        command += ["--exclude", "sglang-ext"]
+        output = subprocess.run(command, capture_output=True, text=True, check=True)
+        return {line.split("+")[0] for line in output.stdout.splitlines() if "==" in line}
+
+    environment.progress.start("extra cpu")
+    environment.pip("the extra cpu", f"{ROOT}[cpu]", "setuptools>=77")
+    environment.progress.done("done")
+    environment.progress.start("extra test")
+    cpu = freeze() | {"sglang==0.5.21", "torchvision==0.28.0"}
+    environment.pip("the extra test", f"{ROOT}[cpu,test]")
+    test = freeze() - cpu
+    environment.progress.done("done")
+    environment.progress.start("requirements/")
+    CPU.write_text(base + "".join(f"{pin}\n" for pin in sorted(cpu, key=str.lower)))
+    TEST.write_text(tools + "".join(f"{pin}\n" for pin in sorted(test, key=str.lower)))
+    shutil.rmtree(scratch)
+    environment.progress.done("written")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Prepare the virtual environment of this project.")
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv", metavar="DIR")
+    parser.add_argument("--lock", action="store_true", help="write requirements/*.txt anew instead")
+    options = parser.parse_args()
+    # Two makes at once must not install into one environment at once; the lock ends with the process.
+    with (ROOT / "pyproject.toml").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        try:
+            if options.lock:
+                lock(ROOT / "build" / "lock-venv")
+            else:
+                prepare(options.venv.resolve())
+        except SetupError as error:
+            print(f"\n{error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            print("\nInterrupted. Run `make setup` again: it goes on with the step that was running.")
+            return 130
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
