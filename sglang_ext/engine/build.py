@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_ext.config import KvConfig, check_block_size, with_instance_id
+from sglang_ext.engine.cuda_mover import CudaMover
 from sglang_ext.engine.dram_tier import DramTier
 from sglang_ext.engine.hbm import pool_geometry, pool_planes
 from sglang_ext.engine.layer_gate import LayerGate
@@ -40,7 +41,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     check_block_size(config, ctx.params.page_size)
     params = ctx.params
     instance = str(with_instance_id(config, ctx.server_args, socket.gethostname()).instance_id)
-    epoch = secrets.randbits(63)
+    epoch = _same_on_all_ranks(secrets.randbits(63), params.tp_cache_group)
     tree = RadixTree(config.block_size, policy=policy_by_name(config.eviction_policy))
     hbm = Holder.of(instance, epoch, Tier.HBM)
     kvcache = params.token_to_kv_pool_allocator.get_kvcache()
@@ -49,7 +50,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     if config.dram_size:
         geometry = _geometry_of(ctx, config, kvcache, planes)
         arena = DramArena(geometry.layout, config.dram_size, name=f"dram {instance} tp{ctx.tp_rank}")
-        mover = _mover_for(torch.device(kvcache.device), geometry, arena)
+        mover = _mover_for(ctx, planes, geometry, arena)
         agree = _consensus(params.tp_cache_group)
         dram = DramTier(tree, hbm, Holder.of(instance, epoch, Tier.DRAM), arena, mover, agree)
         gate = LayerGate(mover)
@@ -87,10 +88,15 @@ def _geometry_of(
     )
 
 
-def _mover_for(device: torch.device, geometry: Geometry, arena: DramArena) -> Mover:
+def _mover_for(
+    ctx: TreeCacheBuildContext, planes: list[list[torch.Tensor]], geometry: Geometry, arena: DramArena
+) -> Mover:
+    device = planes[0][0].device
     if device.type == "cpu":
         warmup()
         return ThreadMover(PoolCopier(geometry, arena), geometry.n_layers)
+    if device.type == "cuda":
+        return CudaMover(planes, arena, ctx.tp_worker.model_runner.forward_stream)
     raise ConfigError(
         f"the DRAM tier does not support KV pools on {device.type}",
         field="--kv-dram-size",
@@ -109,3 +115,8 @@ def _consensus(group: Any) -> Callable[[int], int]:
         return int(least)
 
     return agree
+
+
+def _same_on_all_ranks(number: int, group: Any) -> int:
+    """One rank's number for all: an instance has one epoch, however many ranks."""
+    return _consensus(group)(number)

@@ -91,6 +91,7 @@ class GlobalRadixCache(BasePrefixCache):  # type: ignore[misc]
         self._hbm = hbm
         self._load_min_tokens = load_min_tokens
         self._check_when_idle = check
+        self._checked_state = ""
         self._weights = 0
         allocator = self.token_to_kv_pool_allocator
         self.device = torch.device(allocator.device if allocator is not None else "cpu")
@@ -333,9 +334,12 @@ class GlobalRadixCache(BasePrefixCache):  # type: ignore[misc]
             self.dram.settle()
 
     def sanity_check(self) -> None:
-        """Called by SGLang when idle."""
+        """Called in each idle pass of the scheduler; looks again only after something has changed."""
         if self._check_when_idle:
-            self.check()
+            state = repr(self)
+            if state != self._checked_state:
+                self.check()
+                self._checked_state = state
 
     def check(self) -> None:
         """Verify the invariants of tree and tiers. Raises AssertionError naming what is wrong."""

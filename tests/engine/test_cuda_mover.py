@@ -1,0 +1,77 @@
+"""What the CUDA mover does on the device, run on the CPU: the arithmetic of layouts and runs.
+
+Streams and events need a GPU; ``python -m benchmarks.gpu_tiers`` exercises them there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_ext.engine.cuda_mover import byte_rows, gather_blocks, runs_of_blocks, scatter_layer
+from sglang_ext.engine.hbm import pool_geometry
+from sglang_ext.tiered_store.copy import PoolCopier
+from sglang_ext.tiered_store.dram import DramArena
+
+BLOCK_TOKENS = 4
+SLOTS = 64
+
+
+def pool(layers: int, planes_per_layer: int, seed: int) -> list[list[torch.Tensor]]:
+    torch.manual_seed(seed)
+    shape = (SLOTS, 2, 8) if planes_per_layer == 2 else (SLOTS, 1, 24)
+    return [[torch.randn(shape) for _ in range(planes_per_layer)] for _ in range(layers)]
+
+
+@pytest.mark.parametrize("planes_per_layer", [2, 1], ids=["mha", "mla"])
+def test_gather_and_scatter_agree_with_the_host_copier(planes_per_layer: int) -> None:
+    planes = pool(3, planes_per_layer, seed=1)
+    geometry = pool_geometry(
+        planes,
+        block_tokens=BLOCK_TOKENS,
+        page_tokens=1,
+        first_layer=0,
+        model_layers=3,
+        tp_rank=0,
+        tp_size=1,
+        model_kv_heads=2,
+    )
+    layout = geometry.layout
+    slots = torch.from_numpy(np.random.default_rng(2).permutation(SLOTS)[: 5 * BLOCK_TOKENS])
+    with DramArena(layout, 64 * layout.block_bytes, shared=False, pin=False) as arena:
+        blocks = arena.alloc(5)
+        assert blocks is not None
+        copier = PoolCopier(geometry, arena)
+        plan = copier.plan(slots.numpy(), blocks)
+        copier.gather(plan, 0, layout.n_layers)
+        rows = [[byte_rows(plane) for plane in layer] for layer in planes]
+        staging = gather_blocks(rows, layout, slots)
+        assert np.array_equal(staging.numpy(), arena.blocks[blocks])
+
+        restored = [[torch.zeros_like(plane) for plane in layer] for layer in planes]
+        for layer in range(layout.n_layers):
+            start, stop = layout.layer_offsets[layer : layer + 2]
+            scatter_layer(
+                [byte_rows(plane) for plane in restored[layer]], layout, layer, staging[:, start:stop], slots
+            )
+        for before, after in zip(planes, restored, strict=True):
+            for a, b in zip(before, after, strict=True):
+                assert torch.equal(a[slots], b[slots])
+                untouched = torch.ones(SLOTS, dtype=torch.bool)
+                untouched[slots] = False
+                assert not b[untouched].any()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "runs"),
+    [
+        ([], []),
+        ([7], [(0, 7, 1)]),
+        ([3, 4, 5], [(0, 3, 3)]),
+        ([5, 4, 3], [(0, 5, 1), (1, 4, 1), (2, 3, 1)]),
+        ([1, 2, 9, 10, 11, 0], [(0, 1, 2), (2, 9, 3), (5, 0, 1)]),
+    ],
+)
+def test_neighbouring_blocks_are_one_run(blocks: list[int], runs: list[tuple[int, int, int]]) -> None:
+    assert list(runs_of_blocks(np.array(blocks, dtype=np.int64))) == runs
