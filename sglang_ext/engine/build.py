@@ -15,6 +15,7 @@ from sglang_ext.engine.cuda_mover import CudaMover
 from sglang_ext.engine.dram_tier import DramTier
 from sglang_ext.engine.hbm import pool_geometry, pool_planes
 from sglang_ext.engine.layer_gate import LayerGate
+from sglang_ext.engine.metrics import CacheMetrics
 from sglang_ext.engine.mover import Mover, ThreadMover
 from sglang_ext.engine.radix_cache import GlobalRadixCache
 from sglang_ext.engine.support import require_supported
@@ -57,7 +58,13 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         kvcache.register_layer_transfer_counter(gate)
         ctx.tp_worker.register_hicache_layer_transfer_counter(gate)
     cache = GlobalRadixCache(
-        params, tree, hbm, dram, load_min_tokens=config.load_min_tokens, check=config.check
+        params,
+        tree,
+        hbm,
+        dram,
+        metrics=CacheMetrics(ctx.tp_rank) if params.enable_metrics else None,
+        load_min_tokens=config.load_min_tokens,
+        check=config.check,
     )
     logger.info(
         "Global KV cache of instance %s, epoch %x: blocks of %d tokens, %s, eviction %s",

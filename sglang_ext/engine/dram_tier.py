@@ -196,6 +196,15 @@ class DramTier:
             self._tree.unlock(node, self._hbm)
             self.counters.loaded += blocks
 
+    @property
+    def n_blocks(self) -> int:
+        """Blocks that fit."""
+        return self._arena.n_blocks
+
+    @property
+    def used_blocks(self) -> int:
+        return self._arena.n_blocks - self._arena.free_blocks
+
     # -- whole ----------------------------------------------------------------------------------
 
     def clear(self) -> None:
@@ -213,13 +222,12 @@ class DramTier:
         """Verify that tree and arena agree. Raises AssertionError naming what is wrong."""
         self._arena.check()
         in_tree = self._tree.blocks_of(self._dram)
-        in_arena = self._arena.n_blocks - self._arena.free_blocks
+        in_arena = self.used_blocks
         if in_tree != in_arena:
             raise AssertionError(f"the tree knows {in_tree} DRAM blocks, the arena has handed out {in_arena}")
 
     def __repr__(self) -> str:
-        used = self._arena.n_blocks - self._arena.free_blocks
         return (
-            f"DramTier({used}/{self._arena.n_blocks} blocks, writing={len(self._writes.pending)}, "
+            f"DramTier({self.used_blocks}/{self.n_blocks} blocks, writing={len(self._writes.pending)}, "
             f"loading={len(self._loads.pending)}, {self.counters})"
         )

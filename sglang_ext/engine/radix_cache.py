@@ -32,8 +32,9 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 
 from sglang_ext.engine.dram_tier import DramTier
 from sglang_ext.engine.layer_gate import NOTHING_TO_WAIT_FOR
+from sglang_ext.engine.metrics import CacheMetrics
 from sglang_ext.engine.slots import slot_ops
-from sglang_ext.keys import encode_tokens
+from sglang_ext.keys import Tier, encode_tokens
 from sglang_ext.radix_global import Evicted, EvictionPolicy, Holder, Node, RadixTree
 from sglang_ext.radix_global.eviction import lru
 
@@ -67,6 +68,7 @@ class GlobalRadixCache(BasePrefixCache):  # type: ignore[misc]
         tree: an empty tree whose block size is a multiple of the page size.
         hbm: the holder that stands for this rank's pool.
         dram: the DRAM tier, over the same tree; ``None`` for HBM only.
+        metrics: where to publish the cache's state.
         load_min_tokens: DRAM hits shorter than this are computed instead of loaded.
         check: verify every invariant when the server is idle (slow; for debugging and tests).
     """
@@ -78,6 +80,7 @@ class GlobalRadixCache(BasePrefixCache):  # type: ignore[misc]
         hbm: Holder,
         dram: DramTier | None = None,
         *,
+        metrics: CacheMetrics | None = None,
         load_min_tokens: int = 0,
         check: bool = False,
     ) -> None:
@@ -88,6 +91,7 @@ class GlobalRadixCache(BasePrefixCache):  # type: ignore[misc]
         self.block_size = tree.block_size
         self.tree = tree
         self.dram = dram
+        self.metrics = metrics
         self._hbm = hbm
         self._load_min_tokens = load_min_tokens
         self._check_when_idle = check
@@ -107,8 +111,6 @@ class GlobalRadixCache(BasePrefixCache):  # type: ignore[misc]
     ) -> GlobalRadixCache:
         """A cache without pools, to drive the index alone."""
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-
-        from sglang_ext.keys import Tier
 
         params = CacheInitParams(
             disable=False,
@@ -315,6 +317,8 @@ class GlobalRadixCache(BasePrefixCache):  # type: ignore[misc]
         """Called once per scheduler iteration: take note of copies that have completed."""
         if self.dram is not None:
             self.dram.drain()
+        if self.metrics is not None:
+            self.metrics.update(self)
 
     # -- whole ----------------------------------------------------------------------------------
 
@@ -332,6 +336,14 @@ class GlobalRadixCache(BasePrefixCache):  # type: ignore[misc]
         """Wait until no copy reads or writes the pool, which is about to be unmapped."""
         if self.dram is not None:
             self.dram.settle()
+
+    def blocks_by_tier(self) -> dict[Tier, tuple[int, int]]:
+        """Blocks held and blocks that fit, per tier."""
+        slots = self.token_to_kv_pool_allocator.size if self.token_to_kv_pool_allocator is not None else 0
+        held = {Tier.HBM: (self.tree.blocks_of(self._hbm), slots // self.block_size)}
+        if self.dram is not None:
+            held[Tier.DRAM] = (self.dram.used_blocks, self.dram.n_blocks)
+        return held
 
     def sanity_check(self) -> None:
         """Called in each idle pass of the scheduler; looks again only after something has changed."""
