@@ -39,10 +39,10 @@ MAGIC: Final = b"KVXGEN01"
 EPOCH_BYTES: Final = 16
 COUNTER_BYTES: Final = 8
 
-GAP_BYTES: Final = 512
-"""Counters less than this apart are read in one run: moving 512 bytes costs less than another run."""
+GAP_BYTES: Final = 64
+"""Counters less than this apart are read in one run: moving 64 bytes costs less than another run."""
 
-SPAN_BYTES: Final = 16 << 10
+SPAN_BYTES: Final = 64 << 10
 """Counters that all lie within this are read in one run, unsorted."""
 
 

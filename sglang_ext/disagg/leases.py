@@ -29,7 +29,8 @@ budget; a block has at most one grant, and is free only after WRITTEN or FREED.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,15 +75,17 @@ class LeaseTable:
 
     blocks: ids run over [0, blocks). budget: most blocks that may be pinned at a time, by all leases
         together.
+    numbers: where lease numbers come from; shared by the tables of one owner, so that a number names one
+        lease.
     """
 
-    def __init__(self, blocks: int, budget: int) -> None:
+    def __init__(self, blocks: int, budget: int, numbers: Iterator[int] | None = None) -> None:
         if budget < 1 or blocks < 1:
             raise ValueError("a lease table needs blocks, and a budget of at least one block")
         self._pins: npt.NDArray[np.int32] = np.zeros(blocks, np.int32)
         self._budget = budget
         self._leases: dict[int, Lease] = {}
-        self._next = 1
+        self._numbers = itertools.count(1) if numbers is None else numbers
         self._pinned = 0
 
     def __repr__(self) -> str:
@@ -118,8 +121,7 @@ class LeaseTable:
             )
         self._pins[blocks] += 1
         self._pinned += fresh
-        lease = Lease(self._next, request, blocks, deadline, reader)
-        self._next += 1
+        lease = Lease(next(self._numbers), request, blocks, deadline, reader)
         self._leases[lease.number] = lease
         return lease
 
@@ -266,10 +268,16 @@ class GrantTable:
             if g.state is GrantState.GRANTED and (g.deadline <= now or g.writer in gone)
         ]
         for g in late:
-            self._grants[g.number] = Grant(
+            self.quarantine(g.number)
+        return tuple(self._grants[g.number] for g in late)
+
+    def quarantine(self, number: int) -> None:
+        """End a grant before its time: its writer gives up, or its owner wants it to."""
+        g = self._grants.get(number)
+        if g is not None:
+            self._grants[number] = Grant(
                 g.number, g.request, g.pool, g.blocks, g.deadline, g.writer, GrantState.QUARANTINED
             )
-        return tuple(self._grants[g.number] for g in late)
 
     def quarantined(self) -> tuple[Grant, ...]:
         """Grants whose writers have yet to be fenced."""

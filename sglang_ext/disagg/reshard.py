@@ -144,6 +144,57 @@ def plan(
     return Plan(tuple(plans))
 
 
+def push_plan(
+    local: PoolMeta, local_at: Locate, remotes: Sequence[PoolMeta | None], remote_at: Sequence[Locate]
+) -> Plan:
+    """Where each (layer, kind, head) of this rank has to be written: every peer rank that holds it gets it.
+
+    A peer rank must be filled by this rank alone: it inserts blocks when one sender says that they are
+    written.
+
+    Raises:
+        RefusedError: as `plan`; also when a peer rank needs more than this rank holds (pull instead).
+    """
+    mine = {(s.layer, s.kind): s for s in pool_strided(local)}
+    unit = _unit(local, remotes)
+    plans: list[RankPlan] = []
+    for rank, remote in enumerate(remotes):
+        if remote is None:
+            continue
+        theirs = pool_strided(remote)
+        _same_model(local, tuple(mine.values()), remote, theirs)
+        shared = [(s, mine[s.layer, s.kind]) for s in theirs if (s.layer, s.kind) in mine]
+        overlaps = [
+            (s, t, max(_heads(s).start, _heads(t).start), min(_heads(s).stop, _heads(t).stop))
+            for s, t in shared
+        ]
+        overlaps = [(s, t, low, high) for s, t, low, high in overlaps if low < high]
+        if not overlaps:
+            continue
+        if len(overlaps) < len(theirs) or any(
+            (low, high) != (_heads(s).start, _heads(s).stop) for s, _, low, high in overlaps
+        ):
+            raise RefusedError(
+                "shard", f"peer rank {rank} needs more layers or heads than this rank holds; use pull"
+            )
+        rows = [
+            row
+            for s, t, low, high in overlaps
+            for row in _rows(s, remote_at[rank], t, local_at, low, high - low, unit)
+        ]
+        plans.append(
+            RankPlan(
+                rank,
+                np.array(rows, np.int64).reshape(len(rows), TEMPLATE_COLUMNS),
+                remote.block_tokens // unit,
+                local.block_tokens // unit,
+                remote.blocks,
+                local.blocks,
+            )
+        )
+    return Plan(tuple(plans))
+
+
 def _ids(blocks: Ids) -> Ids:
     return np.ascontiguousarray(np.asarray(blocks, np.int64))
 

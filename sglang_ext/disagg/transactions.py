@@ -58,6 +58,8 @@ class Piece:
 
     number: int
     direction: Direction
+    grant: tuple[int, int]
+    """Of a write: slot and number of the grant it is made under."""
     runs: Runs
     requests: frozenset[str]
     """Requests with bytes in this piece."""
@@ -87,6 +89,7 @@ class _Request:
 class _Transfer:
     request: str
     direction: Direction
+    grant: tuple[int, int]
     runs: Runs
 
 
@@ -129,7 +132,13 @@ class TransactionQueue:
         known = self._requests.get(request)
         return known.state if known else None
 
-    def transfer(self, request: str, runs: Runs, direction: Direction = Direction.READ) -> None:
+    def transfer(
+        self,
+        request: str,
+        runs: Runs,
+        direction: Direction = Direction.READ,
+        grant: tuple[int, int] = (0, 0),
+    ) -> None:
         """Queue the runs of a request; it may have many transfers before its COMPLETE.
 
         Raises:
@@ -144,7 +153,7 @@ class TransactionQueue:
             raise RangeError(f"request {request!r} is {known.state.value}: no more transfers")
         if runs.shape[0]:
             known.queued += 1
-            self._queue.append(_Transfer(request, direction, runs))
+            self._queue.append(_Transfer(request, direction, grant, runs))
 
     def complete(self, request: str) -> bool:
         """Queue the request's COMPLETE. True when it is LANDED at once, because nothing is left to move."""
@@ -156,7 +165,8 @@ class TransactionQueue:
         return self._settle(request)
 
     def take(self) -> Batch | None:
-        """Pop all transfers up to the next COMPLETE (or change of direction), coalesced and cut into pieces.
+        """Pop all transfers up to the next COMPLETE (or change of direction or grant), coalesced and cut
+        into pieces.
 
         None when no transfer is queued.
         """
@@ -167,7 +177,9 @@ class TransactionQueue:
         taken: list[_Transfer] = []
         while self._queue:
             head = self._queue[0]
-            if isinstance(head, _Complete) or (taken and head.direction is not taken[0].direction):
+            if isinstance(head, _Complete) or (
+                taken and (head.direction, head.grant) != (taken[0].direction, taken[0].grant)
+            ):
                 break
             taken.append(head)
             self._queue.popleft()
@@ -240,7 +252,7 @@ class TransactionQueue:
         single = len(set(names)) == 1
         owner = None if single else np.repeat(np.arange(len(taken)), [t.runs.shape[0] for t in taken])
         if total_bytes(merged) <= self._piece_bytes:
-            pieces = [self._piece(taken[0].direction, merged, frozenset(names))]
+            pieces = [self._piece(taken[0], merged, frozenset(names))]
         else:
             rows, of = cut(merged, self._piece_bytes)
             bounds = np.flatnonzero(np.diff(of[:, 0], prepend=-1))
@@ -251,13 +263,13 @@ class TransactionQueue:
                     # Merged rows of a piece are consecutive, and so say which transfers are in it.
                     low, high = of[start, 1], of[stop - 1, 1]
                     inside = frozenset(names[i] for i in np.unique(owner[(group >= low) & (group <= high)]))
-                pieces.append(self._piece(taken[0].direction, rows[start:stop], inside))
+                pieces.append(self._piece(taken[0], rows[start:stop], inside))
         for t in taken:
             self._requests[t.request].queued -= 1
         return Batch(tuple(pieces), runs.shape[0], merged.shape[0])
 
-    def _piece(self, direction: Direction, runs: Runs, requests: frozenset[str]) -> Piece:
-        piece = Piece(self._next_piece, direction, runs, requests)
+    def _piece(self, like: _Transfer, runs: Runs, requests: frozenset[str]) -> Piece:
+        piece = Piece(self._next_piece, like.direction, like.grant, runs, requests)
         self._next_piece += 1
         self._pieces[piece.number] = piece
         for request in requests:

@@ -1,0 +1,208 @@
+"""The control messages of CONNECT, COMPLETE, and MemServe's transfer (4.3). See `sglang_ext.wire` for the
+rules.
+
+Each request has one reply, matched by a number that travels beside it. The reader asks, the owner answers,
+save for REVOKE, which the owner sends by itself and the writer answers with REVOKED.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+
+from sglang_ext.disagg.memory import RegionMeta
+from sglang_ext.disagg.tensors import PoolMeta
+from sglang_ext.wire import Blob, Codec, Count, Epoch, Message, Name
+
+VERSION: Final = 1
+
+Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 47)]
+Session = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=3_600_000)]
+Blobs = Annotated[dict[str, Blob], msgspec.Meta(max_length=8)]
+Reasons = Annotated[dict[str, str], msgspec.Meta(max_length=8)]
+
+
+class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who speaks, and all that is needed to reach its memory (KVDirect, 4.1: sent once, at CONNECT)."""
+
+    version: int
+    instance: Name
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=4096)]
+    epoch: Epoch
+    namespace: Name
+    host: Name
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+    control: Name
+    """Address of its control socket, for calls the other way; empty when it serves none."""
+    regions: Annotated[tuple[RegionMeta, ...], msgspec.Meta(max_length=4096)]
+    pools: Annotated[tuple[PoolMeta, ...], msgspec.Meta(max_length=16)]
+
+
+class Connect(Message, frozen=True, tag="connect"):
+    """A reader asks to connect. transports: what each transport of the reader offers."""
+
+    who: Identity
+    transports: Blobs
+
+
+class Connected(Message, frozen=True, tag="connected"):
+    """The owner agrees. transports: the answers of those that both can use; reasons: why not the others."""
+
+    who: Identity
+    session: Session
+    transports: Blobs
+    reasons: Reasons
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """No. reason: one word; text: what differs and what to do."""
+
+    reason: Name
+    text: str
+
+
+class Ping(Message, frozen=True, tag="ping"):
+    """The reader is alive, and reads by `transport`."""
+
+    session: Session
+    transport: Name = ""
+
+
+class Pong(Message, frozen=True, tag="pong"):
+    """The owner is alive."""
+
+    epoch: Epoch
+
+
+class Want(Message, frozen=True, tag="want"):
+    """Which blocks has the request? Answered by an Offer."""
+
+    session: Session
+    request: Name
+    pool: Name
+
+
+class Offer(Message, frozen=True, tag="offer"):
+    """Published blocks: read them until the lease ends, and compare generations afterwards.
+
+    blocks, generations: `wire.pack_ids`. ttl_ms: what was left of the lease when this was made.
+    """
+
+    instance: Name
+    rank: int
+    epoch: Epoch
+    pool: Name
+    request: Name
+    lease: Number
+    blocks: Blob
+    generations: Blob
+    ttl_ms: Milliseconds
+
+
+class Complete(Message, frozen=True, tag="complete"):
+    """The reader is done with a lease (KVDirect, 4.1). discarded: it could not use what it read."""
+
+    session: Session
+    request: Name
+    lease: Number
+    discarded: bool = False
+
+
+class Completed(Message, frozen=True, tag="completed"):
+    """The acknowledgement (KVDirect, 4.2). released: whether this ended the lease; False when it was over."""
+
+    released: bool
+
+
+class Renew(Message, frozen=True, tag="renew"):
+    """Keep a lease for another ttl_ms. Answered by Completed: released is True when it was extended."""
+
+    session: Session
+    lease: Number
+    ttl_ms: Milliseconds
+
+
+class Reserve(Message, frozen=True, tag="reserve"):
+    """Push, step 1: allocate `count` blocks of `pool` at the receiver, or take those named in `blocks`."""
+
+    session: Session
+    request: Name
+    pool: Name
+    count: Count
+    blocks: Blob = b""
+    flags: Count = 0
+    private: Blob = b""
+
+
+class Reserved(Message, frozen=True, tag="reserved"):
+    """Where to write. slot and grant go with every write."""
+
+    grant: Number
+    slot: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+    blocks: Blob
+    ttl_ms: Milliseconds
+
+
+class Written(Message, frozen=True, tag="written"):
+    """Push, step 3: everything is written; insert it under `tokens` where `insert` says so."""
+
+    session: Session
+    request: Name
+    grant: Number
+    insert: bool = False
+    tokens: Blob = b""
+    flags: Count = 0
+    private: Blob = b""
+
+
+class Take(Message, frozen=True, tag="take"):
+    """Pull form of transfer, one round trip: allocate, read what is offered, insert.
+
+    offers: of every rank of the sender, in rank order; control: their control addresses.
+    """
+
+    session: Session
+    request: Name
+    offers: Annotated[tuple[Offer, ...], msgspec.Meta(max_length=4096)]
+    control: Annotated[tuple[Name, ...], msgspec.Meta(max_length=4096)]
+    pool: Name
+    blocks: Blob = b""
+    insert: bool = False
+    tokens: Blob = b""
+    flags: Count = 0
+    private: Blob = b""
+
+
+class Placed(Message, frozen=True, tag="placed"):
+    """The last step's answer: where the blocks are at the receiver, and whether they were inserted."""
+
+    blocks: Blob
+    inserted: bool
+
+
+class Revoke(Message, frozen=True, tag="revoke"):
+    """The grant is over: write no more, and say so."""
+
+    grant: Number
+
+
+class Revoked(Message, frozen=True, tag="revoked"):
+    """Nothing of ours writes under the grant any more. Answered by Completed."""
+
+    session: Session
+    grant: Number
+
+
+class Bye(Message, frozen=True, tag="bye"):
+    """The reader disconnects; its leases end. Answered by Completed."""
+
+    session: Session
+
+
+Request = Connect | Ping | Want | Complete | Renew | Reserve | Written | Take | Revoked | Bye
+Reply = Connected | Refused | Pong | Offer | Completed | Reserved | Placed | Revoke
+
+REQUESTS: Codec[Request] = Codec(Request)
+REPLIES: Codec[Reply] = Codec(Reply)

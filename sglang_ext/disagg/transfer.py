@@ -1,0 +1,481 @@
+"""One-sided KV transfer between ranks: CONNECT, TRANSFER, COMPLETE (KVDirect, section 4).
+
+    owner                                           reader
+    endpoint = await Endpoint.start(config, pools)  endpoint = await Endpoint.start(config, pools)
+    pool.open(blocks); ...write...; pool.seal(blocks)
+    offer = endpoint.publish("hbm", request, blocks, ttl) ──(any way)──> offer
+                                                    peer = await endpoint.connect([address of each rank])
+                                                    peer.transfer(request, [offer], "hbm", my_blocks)
+                                                    await peer.complete(request, seconds)
+    on_ended(pool, ended): the blocks are free
+
+An endpoint is one rank: it serves its pools and reads into them. It belongs to the event loop that started
+it; `publish` and the calls of `OwnedPool` may come from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import secrets
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from zmq.asyncio import Context
+
+from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.disagg.control import ControlClient, ControlServer, CurveKeys, is_loopback
+from sglang_ext.disagg.errors import (
+    PeerGoneError,
+    PeerProtocolError,
+    RangeError,
+    RefusedError,
+    TransferError,
+    TransportUnavailableError,
+)
+from sglang_ext.disagg.generations import HEADER_BYTES, header
+from sglang_ext.disagg.instance import Instance, Link
+from sglang_ext.disagg.leases import Ended
+from sglang_ext.disagg.memory import RegionTable, SharedMemory
+from sglang_ext.disagg.messages import (
+    VERSION,
+    Bye,
+    Connect,
+    Connected,
+    Identity,
+    Offer,
+    Placed,
+    Reply,
+    Take,
+)
+from sglang_ext.disagg.owner import Owner, Receiver
+from sglang_ext.disagg.peer import SCRATCH_BYTES, Peer, header_runs
+from sglang_ext.disagg.pools import OwnedPool, PoolSpec, counters_bytes
+from sglang_ext.disagg.runs import Ids
+from sglang_ext.disagg.tensors import dtypes, pool_strided
+from sglang_ext.disagg.transports import (
+    CancelToken,
+    Channel,
+    PeerInfo,
+    TransportName,
+    host_identity,
+)
+from sglang_ext.disagg.transports.select import make_transports
+from sglang_ext.errors import ConfigError
+from sglang_ext.wire import pack_ids, unpack_ids
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EndpointConfig:
+    """How one rank takes part. Times in seconds.
+
+    namespace: model, weights version, dtype and tenant salt, without the shard: ranks that cut the model
+        another way have the same. Endpoints of other namespaces are refused.
+    bind: host, or host:port, of the control plane; beyond loopback only with `keys`. data_bind: host of the
+        data connections of `tcp`; empty for the host of `bind`.
+    transports: which to use, best first; empty for all, in the order of TransportName.
+    lanes: threads, and connections or queue pairs, per connected rank. piece_bytes: what a lane moves at a
+    time. max_peers: connected ranks at a time; each needs some scratch.
+    dead_after: a peer that is silent for so long is gone: its leases end, reads from it fail.
+    """
+
+    instance: str
+    namespace: str
+    rank: int = 0
+    bind: str = "127.0.0.1"
+    data_bind: str = ""
+    keys: CurveKeys | None = None
+    transports: tuple[TransportName, ...] = ()
+    lanes: int = 1
+    piece_bytes: int = 8 << 20
+    coalescing: bool = True
+    max_peers: int = 64
+    lease_ttl: float = 30.0
+    grant_ttl: float = 30.0
+    connect_timeout: float = 10.0
+    heartbeat: float = 0.5
+    dead_after: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("lanes", "piece_bytes", "max_peers"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1", field=name)
+        for name in ("lease_ttl", "grant_ttl", "connect_timeout", "heartbeat", "dead_after"):
+            if not 0 < getattr(self, name) <= 3600:
+                raise ConfigError(f"{name} must be above 0 and at most an hour", field=name)
+        data = self.data_bind or self.bind.partition(":")[0]
+        if self.keys is None and not is_loopback(data):
+            raise ConfigError(f"will not listen on {data} without a key", field="data_bind")
+        if self.dead_after < 2 * self.heartbeat:
+            raise ConfigError("dead_after must be at least two heartbeats", field="dead_after")
+
+
+class Endpoint:
+    """One rank's end of every transfer. Made by `start`."""
+
+    def __init__(
+        self,
+        config: EndpointConfig,
+        pools: Sequence[PoolSpec],
+        clock: Clock,
+        on_ended: Callable[[str, Ended], None],
+    ) -> None:
+        self.config = config
+        self.epoch = secrets.token_bytes(16)
+        self._clock = clock
+        self._host = host_identity()
+        self.regions = RegionTable()
+        self._lanes = config.lanes
+        tables = HEADER_BYTES + counters_bytes(pools)
+        self._scratch_at = tables + -tables % 64
+        scratch = config.max_peers * config.lanes * SCRATCH_BYTES
+        self._control = SharedMemory(self._scratch_at + scratch, "kv-control")
+        self._control.array[:HEADER_BYTES] = np.frombuffer(header(self.epoch), np.uint8)
+        self.regions.add(self._control.address, self._control.nbytes, fd=self._control.fd, keep=self._control)
+        self._free_scratch = list(range(config.max_peers))
+        self.pools: Mapping[str, OwnedPool] = self._add_pools(pools)
+        self._metas = {name: p.meta for name, p in self.pools.items()}
+        self._context = Context()
+        self.transports = make_transports(config, self.regions)
+        self.instances: list[Instance] = []
+        self._returning: dict[tuple[str, ...], Instance] = {}
+        self._returning_lock = asyncio.Lock()
+        self._owner = Owner(
+            self.identity,
+            self.pools,
+            self.transports,
+            clock,
+            dead_after=config.dead_after,
+            grant_ttl=config.grant_ttl,
+            notify=self._notify,
+            on_ended=on_ended,
+            take=self._take,
+        )
+        self._server: ControlServer | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    @classmethod
+    async def start(
+        cls,
+        config: EndpointConfig,
+        pools: Sequence[PoolSpec],
+        *,
+        clock: Clock | None = None,
+        on_ended: Callable[[str, Ended], None] = lambda pool, ended: None,
+        receiver: Receiver | None = None,
+    ) -> Endpoint:
+        """Register the pools and begin to serve.
+
+        on_ended: told of each lease that ended, with the blocks that are free by it; on the event loop.
+        receiver: takes transfers that peers start (`Instance.push`, `transfer`); None refuses them.
+
+        Raises:
+            ConfigError: it would listen beyond loopback without a key.
+            RangeError: a tensor is not inside the registered memory.
+        """
+        self = cls(config, pools, clock or SystemClock(), on_ended)
+        try:
+            self._server = ControlServer(self._context, config.bind, config.keys, self._owner.handle)
+        except BaseException:
+            await self.close()
+            raise
+        self._owner.receiver = receiver
+        self._spawn(self._tick())
+        return self
+
+    def __repr__(self) -> str:
+        return (
+            f"<Endpoint {self.config.instance}/{self.config.rank} {self.address} {self._owner!r} "
+            f"instances={len(self.instances)}>"
+        )
+
+    @property
+    def address(self) -> str:
+        """host:port of the control plane, for peers' `connect`."""
+        return self._server.address if self._server else ""
+
+    @property
+    def owner(self) -> Owner:
+        """Sessions, leases and grants of connected readers."""
+        return self._owner
+
+    def identity(self) -> Identity:
+        """What CONNECT tells about this rank."""
+        return Identity(
+            VERSION,
+            self.config.instance,
+            self.config.rank,
+            self.epoch,
+            self.config.namespace,
+            self._host,
+            os.getpid(),
+            self.address,
+            self.regions.metas(),
+            tuple(self._metas.values()),
+        )
+
+    def publish(
+        self, pool: str, request: str, blocks: Ids, ttl: float | None = None, reader: bytes | None = None
+    ) -> Offer:
+        """Lease sealed blocks to whoever reads them (or only to the reader of an epoch). Thread-safe.
+
+        Raises:
+            RangeError: a block is open or unknown. RefusedError: the pool's lease budget is spent.
+        """
+        ttl = self.config.lease_ttl if ttl is None else ttl
+        lease, generations = self.pools[pool].lease(request, blocks, ttl, reader)
+        return Offer(
+            self.config.instance,
+            self.config.rank,
+            self.epoch,
+            pool,
+            request,
+            lease,
+            pack_ids(blocks),
+            pack_ids(generations),
+            int(ttl * 1000),
+        )
+
+    async def connect(self, addresses: Sequence[str]) -> Instance:
+        """CONNECT to every rank of an instance, in rank order.
+
+        Raises:
+            RefusedError: another namespace, dtype or version, by name. TransportUnavailableError: with the
+            reason of each transport. PeerGoneError, TransferDeadlineError, PeerProtocolError.
+        """
+        links: list[Link] = []
+        try:
+            for address in addresses:
+                links.append(await self._connect(address))
+            instance = Instance(links, self._metas, self.regions, self.config.rank, self._disconnected)
+            for name in self._metas:
+                if any(name in link.pools for link in links) and len(links) == len(addresses):
+                    with contextlib.suppress(RefusedError):
+                        instance.plan(name, name)
+        except BaseException:
+            await asyncio.gather(*(link.close() for link in links))
+            self._release(links)
+            raise
+        self.instances.append(instance)
+        return instance
+
+    async def close(self) -> None:
+        """Disconnect from everyone, end all leases, release everything."""
+        if self._closed:
+            return
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for instance in list(self.instances):
+            await instance.close()
+        await self._owner.close()
+        if self._server is not None:
+            await self._server.close()
+        for transport in self.transports.values():
+            await asyncio.to_thread(transport.close)
+        self._context.destroy(linger=0)
+        self._control.close()
+
+    def check(self) -> None:
+        """Verify every part's invariants."""
+        self.regions.check()
+        self._owner.check()
+        for instance in self.instances:
+            instance.check()
+        used = sum(len(i.links) for i in self.instances)
+        assert len(self._free_scratch) + used == self.config.max_peers, "scratch was lost"
+
+    def _add_pools(self, specs: Sequence[PoolSpec]) -> dict[str, OwnedPool]:
+        if len({s.name for s in specs}) != len(specs):
+            raise RangeError("two pools have the same name")
+        known: set[tuple[int, int]] = set()
+        for spec in specs:
+            for m in spec.memory:
+                if (m.address, m.nbytes) not in known:
+                    known.add((m.address, m.nbytes))
+                    self.regions.add(
+                        m.address, m.nbytes, kind=m.kind, fd=m.fd, fd_offset=m.fd_offset, keep=m.keep
+                    )
+        pools: dict[str, OwnedPool] = {}
+        at = HEADER_BYTES
+        numbers = itertools.count(1)
+        for spec in specs:
+            meta = spec.meta(at)
+            for s in pool_strided(meta):
+                self.regions.locate(s.address, s.span)
+            counters = self._control.array[at : at + spec.blocks * 8].view(np.int64)
+            pools[spec.name] = OwnedPool(spec, meta, counters, self._clock, numbers)
+            at += spec.blocks * 8
+        return pools
+
+    async def _connect(self, address: str) -> Link:
+        if not self._free_scratch:
+            raise RefusedError("peers", f"{self.config.max_peers} ranks are connected; raise max_peers")
+        slot = self._free_scratch.pop()
+        holder: list[Link] = []
+        client = ControlClient(
+            self._context, address, self.config.keys, lambda m: holder[0].unasked(m) if holder else None
+        )
+        try:
+            link = await self._handshake(
+                address, client, self._scratch_at + slot * self._lanes * SCRATCH_BYTES
+            )
+        except BaseException:
+            self._free_scratch.append(slot)
+            await client.close()
+            raise
+        holder.append(link)
+        return link
+
+    async def _handshake(self, address: str, client: ControlClient, scratch_at: int) -> Link:
+        offers = {n: t.offer() for n, t in self.transports.items() if t.unavailable() is None}
+        try:
+            reply = await client.ask(
+                Connect(self.identity(), {str(n): o for n, o in offers.items()}), self.config.connect_timeout
+            )
+            if not isinstance(reply, Connected):
+                raise PeerProtocolError(f"expected CONNECTED, got {type(reply).__name__}")
+            self._agree(reply.who)
+            who = reply.who
+            info = PeerInfo(
+                who.instance, who.epoch, who.host, address.rpartition(":")[0], who.pid, who.regions
+            )
+            try:
+                channel = await asyncio.to_thread(self._open, info, reply, offers, scratch_at)
+            except BaseException:
+                with contextlib.suppress(TransferError):
+                    await client.ask(Bye(reply.session), self.config.connect_timeout)
+                raise
+        except BaseException:
+            for name, offer in offers.items():
+                self.transports[name].withdraw(offer)
+            raise
+        for name, offer in offers.items():
+            if name != channel.name:
+                self.transports[name].withdraw(offer)
+        peer = Peer(
+            info,
+            channel,
+            self.regions,
+            scratch_at,
+            piece_bytes=self.config.piece_bytes,
+            coalescing=self.config.coalescing,
+        )
+        return Link(who, reply.session, client, peer, self.config.heartbeat, self.config.dead_after)
+
+    def _agree(self, who: Identity) -> None:
+        if who.version != VERSION:
+            raise RefusedError("version", f"protocol {who.version} there, {VERSION} here; run one release")
+        if who.namespace != self.config.namespace:
+            raise RefusedError("namespace", f"{who.namespace!r} there, {self.config.namespace!r} here")
+        for theirs in who.pools:
+            try:
+                found = dtypes(pool_strided(theirs))
+            except ValueError as error:
+                raise PeerProtocolError(f"the peer's pool {theirs.name}: {error}") from None
+            mine = self._metas.get(theirs.name)
+            if mine is not None and dtypes(pool_strided(mine)) != found:
+                raise RefusedError(
+                    "dtype", f"pool {theirs.name} is {found} there; set --kv-cache-dtype alike"
+                )
+
+    def _open(
+        self, info: PeerInfo, reply: Connected, offers: Mapping[TransportName, bytes], scratch_at: int
+    ) -> Channel:
+        """The first transport, in order of preference, by which the owner's header can really be read."""
+        reasons = {n: t.unavailable() or "" for n, t in self.transports.items()}
+        reasons.update({TransportName(n): r for n, r in reply.reasons.items() if n in set(TransportName)})
+        for name, transport in self.transports.items():
+            if name not in offers or name not in reply.transports:
+                continue
+            channel: Channel | None = None
+            try:
+                channel = transport.open(info, reply.session, offers[name], reply.transports[name])
+                channel.read(0, header_runs(scratch_at), CancelToken())
+                found = self._control.array[scratch_at : scratch_at + HEADER_BYTES].tobytes()
+                if found != header(info.epoch):
+                    raise PeerGoneError("what is read there is not the peer's memory")
+                return channel
+            except TransferError as error:
+                reasons[name] = str(error)
+                if channel is not None:
+                    channel.close()
+        text = "; ".join(f"{n}: {r or 'not offered by the owner'}" for n, r in reasons.items())
+        raise TransportUnavailableError(f"no transport reaches {info.instance}: {text}")
+
+    async def _take(self, message: Take, receiver: Receiver) -> Placed:
+        """The pull form of a transfer, at the receiver: allocate, read, insert; the sender waits for one
+        answer.
+        """
+        pool = self.pools.get(message.pool)
+        if pool is None or not message.offers:
+            raise RefusedError("pool", f"no pool {message.pool!r} here, or nothing offered")
+        instance = await self._back(message.control)
+        plan = instance.plan(message.pool, message.offers[0].pool)
+        part = plan.ranks[0]
+        count = len(message.offers[0].blocks) // 8 * part.split_remote // part.split_local
+        if message.blocks:
+            blocks = unpack_ids(message.blocks, pool.blocks)
+        else:
+            blocks = await receiver.allocate(message.pool, count, message.request, message.private)
+        seconds = max(0.001, min(o.ttl_ms for o in message.offers) / 1000)
+        try:
+            instance.transfer(message.request, message.offers, message.pool, blocks)
+            await instance.complete(message.request, seconds)
+            tokens = message.tokens if message.insert else b""
+            inserted = await receiver.insert(
+                message.pool, blocks, tokens, message.flags, message.request, message.private
+            )
+        except BaseException:
+            await receiver.discard(message.pool, blocks, message.request)
+            raise
+        return Placed(pack_ids(blocks), inserted)
+
+    async def _back(self, control: tuple[str, ...]) -> Instance:
+        """The connection to a peer that asked us to read from it; made once, and again when it broke."""
+        async with self._returning_lock:
+            known = self._returning.get(control)
+            if known is not None and not known.gone:
+                return known
+            if known is not None:
+                await known.close()
+            self._returning[control] = fresh = await self.connect(control)
+            return fresh
+
+    def _disconnected(self, instance: Instance) -> None:
+        if instance in self.instances:
+            self.instances.remove(instance)
+            self._release(instance.links)
+        for key in [k for k, v in self._returning.items() if v is instance]:
+            del self._returning[key]
+
+    def _release(self, links: Sequence[Link]) -> None:
+        for link in links:
+            at = link.peer.scratch_at - self._scratch_at
+            self._free_scratch.append(at // (self._lanes * SCRATCH_BYTES))
+
+    def _notify(self, identity: bytes, message: Reply) -> None:
+        if self._server is not None:
+            self._spawn(self._server.notify(identity, message))
+
+    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _tick(self) -> None:
+        while True:
+            try:
+                await self._owner.tick()
+            except Exception:
+                # Leases must go on expiring whatever one of them does.
+                log.exception("a lease or grant could not be ended")
+            await self._clock.sleep(min(0.25, self.config.heartbeat))

@@ -1,0 +1,194 @@
+"""The contract of a transport: one-sided reads and writes of runs between two endpoints.
+
+A `Transport` belongs to an endpoint and serves all of its connections, in both roles. A `Channel` is one
+connection, seen from the side that reads and writes. Connecting takes three steps, so that transports with a
+handshake of their own need no messages besides CONNECT:
+
+    reader   offer()                    -> blob, in CONNECT
+    owner    accept(session, blob)      -> blob, in the answer; starts serving the session
+    reader   open(peer, session, blobs) -> Channel; the engine then probes it by reading the owner's header
+
+What the caller guarantees
+    - Runs lie inside the regions of both sides (the engine checks them against both tables).
+    - A lane of a channel is used by one thread at a time. Lanes may run at the same time.
+    - Local ranges stay registered and allocated until `read` or `write` has returned or raised.
+
+What a channel guarantees
+    - `read` returns only when every byte is in place and was loaded from the owner's memory before the
+    return: a
+      later read of a generation counter, by any lane, sees at least what the owner had stored before any of
+      those loads. This is what generations stand on; each transport says why it holds.
+    - `write` returns only when every byte is visible to the owner's processors.
+    - However `read` or `write` ends, no byte of the local ranges changes after that.
+    - They block without the GIL, and end soon after `token` is cancelled, with CancelledTransferError.
+    (`verbs`
+      ends what it has posted first; that is bounded by the queue pair's retries.)
+    - A peer that is gone is a PeerGoneError, a peer that breaks the protocol a PeerProtocolError. Then the
+      channel may be broken, and says so.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.disagg.memory import RegionMeta, RegionTable
+from sglang_ext.disagg.runs import Runs
+
+
+class TransportName(enum.StrEnum):
+    """All transports, in the order in which they are preferred."""
+
+    SHM = "shm"
+    CMA = "cma"
+    VERBS = "verbs"
+    TCP = "tcp"
+
+
+class CancelToken:
+    """Stops one `read` or `write`. flag: int64, shape (1,), which compiled loops look at."""
+
+    def __init__(self) -> None:
+        self.flag: npt.NDArray[np.int64] = np.zeros(1, np.int64)
+        self._lock = threading.Lock()
+        self._hook: Callable[[], None] | None = None
+
+    @property
+    def cancelled(self) -> bool:
+        return bool(self.flag[0])
+
+    def cancel(self) -> None:
+        """End the operation soon. May be called from any thread, at any time, more than once."""
+        with self._lock:
+            self.flag[0] = 1
+            hook = self._hook
+        if hook is not None:
+            hook()
+
+    def on_cancel(self, hook: Callable[[], None] | None) -> None:
+        """What else wakes the operation (it may be blocked in a system call); called at once if it is too
+        late.
+        """
+        with self._lock:
+            self._hook = hook
+            late = self.cancelled
+        if late and hook is not None:
+            hook()
+
+
+@dataclass(frozen=True)
+class PeerInfo:
+    """What CONNECT told about the other side. host: same text on the same host and pid namespace."""
+
+    instance: str
+    epoch: bytes
+    host: str
+    address: str
+    """The host part of the peer's control address, for transports that connect to it."""
+    pid: int
+    regions: tuple[RegionMeta, ...]
+
+
+class Channel(ABC):
+    """One connection, from the side that reads and writes. See the contract above."""
+
+    name: ClassVar[TransportName]
+    lanes: int
+    """How many reads and writes may run at a time."""
+
+    @abstractmethod
+    def read(self, lane: int, runs: Runs, token: CancelToken) -> None:
+        """Copy the remote ranges of `runs` to their local ranges. Blocks."""
+
+    @abstractmethod
+    def write(self, lane: int, runs: Runs, token: CancelToken, grant: tuple[int, int]) -> None:
+        """Copy the local ranges of `runs` to their remote ranges, under a grant (slot, number). Blocks."""
+
+    @property
+    def broken(self) -> bool:
+        """Whether no further read can succeed on this channel."""
+        return False
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything, once no read or write is running."""
+
+
+class Served(ABC):
+    """One session, from the side whose memory is read."""
+
+    @abstractmethod
+    def fence(self) -> bool:
+        """Make sure that the peer can write no more, without its help. False when this transport cannot."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop serving the session."""
+
+
+class Unserved(Served):
+    """A session whose peer needs no service of ours (shm, cma), and that we therefore cannot fence."""
+
+    def fence(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+class Transport(ABC):
+    """One way of reaching memory, for one endpoint."""
+
+    name: ClassVar[TransportName]
+
+    def __init__(self, regions: RegionTable) -> None:
+        self.regions = regions
+
+    @abstractmethod
+    def unavailable(self) -> str | None:
+        """Why this host cannot use the transport at all; None when it can. Shown by `sglang-ext doctor`."""
+
+    @abstractmethod
+    def offer(self) -> bytes:
+        """What the reader sends with CONNECT. May reserve what `open` or `withdraw` will consume."""
+
+    @abstractmethod
+    def withdraw(self, offer: bytes) -> None:
+        """An offer that was not taken up."""
+
+    @abstractmethod
+    def accept(self, session: bytes, offer: bytes, grants: npt.NDArray[np.int64]) -> tuple[bytes, Served]:
+        """Begin to serve a reader. grants: numbers of the grants it may write under, by slot; 0 is none.
+
+        Raises:
+            TransportUnavailableError: our memory cannot be reached this way, with the reason.
+            PeerProtocolError: the offer makes no sense.
+        """
+
+    @abstractmethod
+    def open(self, peer: PeerInfo, session: bytes, offer: bytes, answer: bytes) -> Channel:
+        """Finish the handshake. Blocks; called off the event loop.
+
+        Raises:
+            TransportUnavailableError, PeerProtocolError, PeerGoneError
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything, after all sessions and channels are closed."""
+
+
+def host_identity() -> str:
+    """The same text for two processes exactly when they share a kernel and a pid namespace."""
+    import os
+
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as f:
+        boot = f.read().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"

@@ -1,0 +1,287 @@
+"""`shm` and `cma`: both ends on one host, no service by the owner, no fence against it.
+
+shm   The owner's pool is shared memory; the reader maps it and copies. Loads and stores of one thread, in
+program
+      order: when `memcpy` has returned, its loads are done, and x86 and the fence at the end order them
+      before the load of a counter.
+cma   The owner's pool is any memory; the reader calls process_vm_readv with many ranges at a time. The
+kernel has
+      copied the bytes when the call returns, and a counter is read by a later call.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.disagg._jit import COMPILED, kernel, libc
+from sglang_ext.disagg.errors import (
+    CancelledTransferError,
+    PeerGoneError,
+    TransferError,
+    TransportUnavailableError,
+)
+from sglang_ext.disagg.generations import _fence
+from sglang_ext.disagg.memory import MAX_REGIONS, MemoryKind, PeerMapping, RegionTable
+from sglang_ext.disagg.runs import Runs
+from sglang_ext.disagg.transports import (
+    CancelToken,
+    Channel,
+    PeerInfo,
+    Served,
+    Transport,
+    TransportName,
+    Unserved,
+    host_identity,
+)
+
+IOVECS = 1024
+"""Ranges per call, the kernel's limit."""
+STEP_BYTES = 4 << 20
+"""Bytes between two looks at the cancel flag: under a millisecond."""
+
+_memcpy = libc("memcpy", "intp", "intp", "intp")
+_readv = libc("process_vm_readv", "int32", "intp", "intp", "intp", "intp", "intp")
+_writev = libc("process_vm_writev", "int32", "intp", "intp", "intp", "intp", "intp")
+_errno = libc("__errno_location", result="int32*")
+
+
+@kernel
+def _copy(runs, to_bases, to, from_bases, source, flag):  # type: ignore[no-untyped-def]
+    """memcpy run by run; `to` and `source` are the columns of the two sides. -1 when cancelled."""
+    step = 4194304
+    for i in range(runs.shape[0]):
+        into = to_bases[runs[i, to]] + runs[i, to + 1]
+        out = from_bases[runs[i, source]] + runs[i, source + 1]
+        left = runs[i, 4]
+        while left > 0:
+            if flag[0]:
+                return -1
+            n = min(left, step)
+            _memcpy(into, out, n)
+            into += n
+            out += n
+            left -= n
+    return 0
+
+
+@kernel
+def _vector(pid, runs, remote_bases, local_bases, iov, flag, write):  # type: ignore[no-untyped-def]
+    """process_vm_readv or writev over all runs. 0, -1 when cancelled, or -(1000 + errno).
+
+    iov: int64, shape (2, IOVECS, 2): local and remote vectors of (address, bytes).
+    """
+    n = runs.shape[0]
+    i = 0
+    done = 0
+    while i < n:
+        if flag[0]:
+            return -1
+        count = 0
+        total = 0
+        j = i
+        skip = done
+        while j < n and count < iov.shape[1] and total < 4194304:
+            take = min(runs[j, 4] - skip, 4194304 - total)
+            iov[0, count, 0] = local_bases[runs[j, 2]] + runs[j, 3] + skip
+            iov[1, count, 0] = remote_bases[runs[j, 0]] + runs[j, 1] + skip
+            iov[0, count, 1] = take
+            iov[1, count, 1] = take
+            total += take
+            count += 1
+            j += 1
+            skip = 0
+        local = iov[0].ctypes.data
+        remote = iov[1].ctypes.data
+        if write:
+            moved = _writev(pid, local, count, remote, count, 0)
+        else:
+            moved = _readv(pid, local, count, remote, count, 0)
+        if moved <= 0:
+            return -(1000 + (_errno()[0] if moved < 0 else 5))
+        while moved > 0:
+            rest = runs[i, 4] - done
+            if moved >= rest:
+                moved -= rest
+                i += 1
+                done = 0
+            else:
+                done += moved
+                moved = 0
+    return 0
+
+
+def _reachable(regions: RegionTable) -> str | None:
+    kinds = {r.kind for r in regions} - {MemoryKind.HOST}
+    return f"a pool is in {', '.join(sorted(kinds))} memory" if kinds else None
+
+
+class ShmChannel(Channel):
+    """Copies between here and the peer's mapped memory."""
+
+    name = TransportName.SHM
+
+    def __init__(self, regions: RegionTable, peer: PeerInfo, lanes: int) -> None:
+        self.lanes = lanes
+        self._local = regions
+        self._maps: list[PeerMapping] = []
+        self._bases: npt.NDArray[np.int64] = np.zeros(MAX_REGIONS, np.int64)
+        # Regions that share a memfd are mapped one by one: mappings are cheap, and each is exactly what was
+        # offered.
+        try:
+            for i, meta in enumerate(peer.regions):
+                if meta.nbytes:
+                    mapped = PeerMapping(peer.pid, meta)
+                    self._maps.append(mapped)
+                    self._bases[i] = mapped.address
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, lane: int, runs: Runs, token: CancelToken) -> None:
+        if _copy(runs, self._local.bases, 2, self._bases, 0, token.flag):
+            raise CancelledTransferError("shm: the copy was cancelled")
+        _fence()
+
+    def write(self, lane: int, runs: Runs, token: CancelToken, grant: tuple[int, int]) -> None:
+        if _copy(runs, self._bases, 0, self._local.bases, 2, token.flag):
+            raise CancelledTransferError("shm: the copy was cancelled")
+        _fence()
+
+    def close(self) -> None:
+        for mapped in self._maps:
+            mapped.close()
+        self._maps.clear()
+
+
+class CmaChannel(Channel):
+    """Reads and writes the peer's address space through the kernel."""
+
+    name = TransportName.CMA
+
+    def __init__(self, regions: RegionTable, peer: PeerInfo, lanes: int) -> None:
+        self.lanes = lanes
+        self._local = regions
+        self._pid = peer.pid
+        self._bases = np.zeros(MAX_REGIONS, np.int64)
+        self._bases[: len(peer.regions)] = [m.address for m in peer.regions]
+        self._iov = [np.zeros((2, IOVECS, 2), np.int64) for _ in range(lanes)]
+
+    def read(self, lane: int, runs: Runs, token: CancelToken) -> None:
+        self._move(lane, runs, token, False)
+
+    def write(self, lane: int, runs: Runs, token: CancelToken, grant: tuple[int, int]) -> None:
+        self._move(lane, runs, token, True)
+
+    def _move(self, lane: int, runs: Runs, token: CancelToken, write: bool) -> None:
+        code = _vector(self._pid, runs, self._bases, self._local.bases, self._iov[lane], token.flag, write)
+        if code == -1:
+            raise CancelledTransferError("cma: the call was cancelled")
+        if code:
+            raise _cma_error(-code - 1000)
+        _fence()
+
+    def close(self) -> None:
+        self._iov.clear()
+
+
+def _cma_error(number: int) -> TransferError:
+    if number in (errno.EPERM, errno.EACCES):
+        return TransportUnavailableError(
+            "cma: the kernel does not let this process read the peer's memory",
+            hint="Run both as the same user; where kernel.yama.ptrace_scope is above 0, set it to 0 or grant "
+            "CAP_SYS_PTRACE",
+        )
+    # ESRCH: no such process. EFAULT: the process is there but the pool is not: it restarted with the same
+    # pid.
+    return PeerGoneError(f"cma: the peer's memory cannot be read: {os.strerror(number)}")
+
+
+class ShmTransport(Transport):
+    """See the top of this file. lanes: copies that may run at a time on one channel."""
+
+    name = TransportName.SHM
+
+    def __init__(self, regions: RegionTable, lanes: int = 1) -> None:
+        super().__init__(regions)
+        self._lanes = lanes
+
+    def unavailable(self) -> str | None:
+        return None if COMPILED else "numba is missing: pip install numba"
+
+    def offer(self) -> bytes:
+        return host_identity().encode()
+
+    def accept(self, session: bytes, offer: bytes, grants: npt.NDArray[np.int64]) -> tuple[bytes, Served]:
+        _same_host(self.name, offer)
+        reason = _reachable(self.regions)
+        if reason is None and any(r.fd < 0 for r in self.regions):
+            reason = "a pool is not in shared memory"
+        if reason:
+            raise TransportUnavailableError(f"{self.name}: {reason}")
+        return b"", Unserved()
+
+    def open(self, peer: PeerInfo, session: bytes, offer: bytes, answer: bytes) -> Channel:
+        return ShmChannel(self.regions, peer, self._lanes)
+
+    def withdraw(self, offer: bytes) -> None:
+        """Nothing was reserved."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class CmaTransport(Transport):
+    """See the top of this file. lanes: calls that may run at a time on one channel."""
+
+    name = TransportName.CMA
+
+    def __init__(self, regions: RegionTable, lanes: int = 1) -> None:
+        super().__init__(regions)
+        self._lanes = lanes
+
+    def unavailable(self) -> str | None:
+        if not COMPILED:
+            return "numba is missing: pip install numba"
+        try:
+            with open("/proc/sys/kernel/yama/ptrace_scope", encoding="ascii") as f:
+                scope = int(f.read())
+        except (OSError, ValueError):
+            return None
+        if scope == 0 or (scope < 3 and _has_ptrace_capability()):
+            return None
+        return f"kernel.yama.ptrace_scope is {scope}: set it to 0 or grant CAP_SYS_PTRACE"
+
+    def offer(self) -> bytes:
+        return host_identity().encode()
+
+    def accept(self, session: bytes, offer: bytes, grants: npt.NDArray[np.int64]) -> tuple[bytes, Served]:
+        _same_host(self.name, offer)
+        reason = _reachable(self.regions)
+        if reason:
+            raise TransportUnavailableError(f"{self.name}: {reason}")
+        return b"", Unserved()
+
+    def open(self, peer: PeerInfo, session: bytes, offer: bytes, answer: bytes) -> Channel:
+        return CmaChannel(self.regions, peer, self._lanes)
+
+    def withdraw(self, offer: bytes) -> None:
+        """Nothing was reserved."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _same_host(name: TransportName, offer: bytes) -> None:
+    if offer != host_identity().encode():
+        raise TransportUnavailableError(f"{name}: the peer is on another host, or in another pid namespace")
+
+
+def _has_ptrace_capability() -> bool:
+    cap_sys_ptrace = 19
+    with open("/proc/self/status", encoding="ascii") as f:
+        effective = next((line.split()[1] for line in f if line.startswith("CapEff")), "0")
+    return bool(int(effective, 16) >> cap_sys_ptrace & 1)

@@ -1,0 +1,42 @@
+"""Which transports an endpoint has, and why it lacks the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from sglang_ext.disagg.memory import RegionTable
+from sglang_ext.disagg.transports import Transport, TransportName
+from sglang_ext.disagg.transports.local import CmaTransport, ShmTransport
+from sglang_ext.disagg.transports.tcp import TcpTransport
+
+
+class TransportConfig(Protocol):
+    """What a transport may ask of the configuration."""
+
+    @property
+    def bind(self) -> str: ...
+    @property
+    def data_bind(self) -> str: ...
+    @property
+    def transports(self) -> Sequence[TransportName]: ...
+    @property
+    def lanes(self) -> int: ...
+
+
+def make_transports(config: TransportConfig, regions: RegionTable) -> dict[TransportName, Transport]:
+    """The transports of an endpoint in order of preference, also those that this host cannot use.
+
+    Those say why in `unavailable`, are not offered, and cost nothing.
+    """
+    made: dict[TransportName, Transport] = {}
+    for name in config.transports or tuple(TransportName):
+        match name:
+            case TransportName.SHM:
+                made[name] = ShmTransport(regions, config.lanes)
+            case TransportName.CMA:
+                made[name] = CmaTransport(regions, config.lanes)
+            case TransportName.TCP:
+                host = config.data_bind or config.bind.partition(":")[0]
+                made[name] = TcpTransport(regions, host, config.lanes)
+    return made
