@@ -49,6 +49,13 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     planes = pool_planes(kvcache)
     dram = None
     if config.dram_size:
+        if params.pp_size > 1:
+            # Each stage has a tree of its own; nothing keeps completed copies of the stages in step.
+            raise ConfigError(
+                "the DRAM tier does not support pipeline parallelism",
+                field="--kv-dram-size",
+                hint="Set it to 0, or use --tp-size instead of --pp-size",
+            )
         geometry = _geometry_of(ctx, config, kvcache, planes)
         arena = DramArena(geometry.layout, config.dram_size, name=f"dram {instance} tp{ctx.tp_rank}")
         mover = _mover_for(ctx, planes, geometry, arena)
