@@ -12,7 +12,7 @@ import enum
 import hashlib
 from array import array
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,12 @@ import numpy.typing as npt
 TOKEN_BYTES = 4
 """Bytes of one token in an encoded prompt (little-endian int32)."""
 
+MAX_TOKEN = 2**31 - 1
+
 BLOCK_KEY_BYTES = 16
+
+_ENCODED = np.dtype("<i4")
+_UNSIGNED = np.dtype(np.uint64)
 
 TokenIds: TypeAlias = "Sequence[int] | array[int] | npt.NDArray[np.integer]"
 
@@ -62,23 +67,41 @@ class Namespace:
 def encode_tokens(tokens: TokenIds | bytes) -> bytes:
     """Encode token ids as little-endian int32, the form in which prompts are compared.
 
+    Args:
+        tokens: of any integer type; bytes are taken to be encoded already and returned as they are.
+
     Raises:
-        ValueError: a token id does not fit into 31 bits.
+        ValueError: a token id does not fit into 31 bits, or is not an integer.
     """
     if isinstance(tokens, bytes):
         return tokens
-    if isinstance(tokens, array):
-        wide: npt.NDArray[np.integer] = np.frombuffer(tokens, dtype=tokens.typecode)
+    if len(tokens) == 0:
+        return b""
+    if isinstance(tokens, array) and tokens.typecode == "q":
+        wide = np.frombuffer(tokens, _UNSIGNED)
     else:
-        wide = np.asarray(tokens, dtype=np.int64) if not isinstance(tokens, np.ndarray) else tokens
-    if wide.size and (int(wide.min()) < 0 or int(wide.max()) > 0x7FFFFFFF):
-        raise ValueError("token ids must lie in [0, 2**31)")
-    return wide.astype("<i4").tobytes()
+        wide = _as_integers(tokens).astype(np.int64, copy=False).view(_UNSIGNED)
+    # Read as unsigned, a negative id is a huge one, so that one pass finds both ends of the range.
+    if np.maximum.reduce(wide) > MAX_TOKEN:
+        raise ValueError(f"token ids must lie in [0, {MAX_TOKEN}]")
+    return wide.astype(_ENCODED).tobytes()
+
+
+def _as_integers(tokens: TokenIds) -> npt.NDArray[np.integer]:
+    """Shape (tokens,); ids beyond 64 bits, which cannot be valid, become negative."""
+    given: npt.NDArray[np.generic]
+    if isinstance(tokens, array):
+        given = np.frombuffer(tokens, dtype=tokens.typecode)
+    else:
+        given = np.asarray(tokens)
+    if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer):
+        raise ValueError(f"token ids must be one row of integers, not {given.dtype} of shape {given.shape}")
+    return cast("npt.NDArray[np.integer]", given)
 
 
 def decode_tokens(key: bytes) -> npt.NDArray[np.int32]:
     """The token ids of an encoded prompt, shape (tokens,), without a copy."""
-    return np.frombuffer(key, dtype="<i4")
+    return np.frombuffer(key, dtype=_ENCODED)
 
 
 def block_keys(namespace: bytes, key: bytes, block_tokens: int, parent: bytes = b"") -> list[bytes]:

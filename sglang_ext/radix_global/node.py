@@ -11,7 +11,8 @@ from sglang_ext.radix_global.placement import Holder
 
 Address = Any
 """Where a holder keeps the blocks of a node: ``None`` (unknown), or a sequence with the same number of
-entries for every block, sliced when the node is split (numpy array, tensor, list, bytes)."""
+entries for every block, sliced when the node is split (numpy array, tensor, list, bytes). The tree keeps
+a copy of what it is given."""
 
 
 class Node:
