@@ -78,6 +78,7 @@ class GenerationTable:
             raise ValueError("generation counters must be a contiguous int64 vector")
         self._counters = counters
         self._counters[:] = 1
+        _bump(self._counters, np.empty(0, np.int64), 0)  # loads the compiled loop before it is needed
 
     def __len__(self) -> int:
         return int(self._counters.shape[0])

@@ -13,6 +13,7 @@ import enum
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -36,6 +37,7 @@ from sglang_ext.disagg.messages import (
     Ping,
     Placed,
     Pong,
+    Refused,
     Renew,
     Reply,
     Request,
@@ -53,6 +55,8 @@ from sglang_ext.disagg.transactions import Direction
 from sglang_ext.wire import WireError, pack_ids, unpack_ids
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Outcome(enum.Enum):
@@ -79,7 +83,7 @@ class Link:
         self.pools: dict[str, PoolMeta] = {p.name: p for p in who.pools}
         self.regions = [(i, m.address, m.nbytes) for i, m in enumerate(who.regions)]
         self._dead_after = dead
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._beat = asyncio.create_task(self._heartbeat(heartbeat), name="kv-heartbeat")
 
     def __repr__(self) -> str:
@@ -103,15 +107,22 @@ class Link:
             raise
 
     def unasked(self, message: Reply) -> None:
-        """The owner revokes a grant: stop, then say so."""
+        """The owner revokes a grant: stop, then say so. Or it closes."""
+        if isinstance(message, Refused):
+            self.peer.fail(PeerGoneError(f"{self.who.instance}: {message.text}"))
         if isinstance(message, Revoke):
             self.spawn(self._stop(message.grant))
 
-    def spawn(self, work: Coroutine[object, object, None]) -> None:
-        """Run something that nobody waits for; its errors are expected and dropped."""
-        task = asyncio.ensure_future(self._quietly(work))
+    def start(self, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
+        """Run something as part of this link; it is cancelled when the link closes."""
+        task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
+
+    def spawn(self, work: Coroutine[object, object, object]) -> None:
+        """Run something that nobody waits for; its errors are expected and dropped."""
+        self.start(self._quietly(work))
 
     async def complete(self, request: str, lease: int, discarded: bool, seconds: float) -> Outcome:
         """Send COMPLETE and wait for its acknowledgement."""
@@ -143,7 +154,7 @@ class Link:
         await self.peer.stop_writes(grant)
         await self.give_up(grant)
 
-    async def _quietly(self, work: Coroutine[object, object, None]) -> None:
+    async def _quietly(self, work: Coroutine[object, object, object]) -> None:
         try:
             await work
         except TransferError as error:
@@ -307,13 +318,26 @@ class Instance:
         except BaseException:
             self._release(request, reading)
             raise
-        outcomes = await asyncio.gather(
-            *(self.links[r].complete(request, lease, False, seconds) for r, lease in sorted(reading.leases))
-        )
+        acknowledgements = [
+            self.links[r].start(self.links[r].complete(request, lease, False, seconds))
+            for r, lease in sorted(reading.leases)
+        ]
+        # Shielded: whoever stops waiting for the acknowledgement has the bytes, and the owner gets its
+        # COMPLETE.
+        outcomes = await asyncio.gather(*(asyncio.shield(a) for a in acknowledgements))
         for worse in (Outcome.UNACKNOWLEDGED, Outcome.LEASE_OVER):
             if worse in outcomes:
                 return worse
         return Outcome.RELEASED
+
+    async def drop(self, request: str) -> None:
+        """Give up a request that will have no COMPLETE; returns when nothing writes to its blocks any
+        more.
+        """
+        reading = self._readings.pop(request, None)
+        if reading is not None:
+            await asyncio.gather(*(self.links[rank].peer.drop(request) for rank in reading.links))
+            self._release(request, reading)
 
     async def renew(self, offer: Offer, seconds: float) -> bool:
         """Keep an offer's lease for another `seconds`; False when it is over."""
@@ -441,11 +465,7 @@ class Instance:
         for rank, lease in sorted(reading.leases):
             link = self.links[rank]
             if link.peer.gone is None:
-                link.spawn(_drop(link.complete(request, lease, True, 5.0)))
-
-
-async def _drop(work: Coroutine[object, object, Outcome]) -> None:
-    await work
+                link.spawn(link.complete(request, lease, True, 5.0))
 
 
 async def _settle(waits: Sequence[asyncio.Future[None]]) -> None:

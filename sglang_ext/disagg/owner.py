@@ -33,6 +33,7 @@ from sglang_ext.disagg.messages import (
     Ping,
     Placed,
     Pong,
+    Refused,
     Renew,
     Reply,
     Request,
@@ -201,8 +202,9 @@ class Owner:
             await self._fence(grant)
 
     async def close(self) -> None:
-        """End all sessions."""
+        """Tell the readers, and end all sessions."""
         for session in list(self._sessions.values()):
+            self._notify(session.identity, Refused("session", "the owner closes"))
             await self.end(session)
 
     def check(self) -> None:

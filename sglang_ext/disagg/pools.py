@@ -145,6 +145,10 @@ class OwnedPool:
         """The generations of `blocks` now; even ones are sealed."""
         return self._generations.current(blocks)
 
+    def is_sealed(self, blocks: Ids) -> npt.NDArray[np.bool_]:
+        """Which of `blocks` may be published."""
+        return self._generations.is_sealed(blocks)
+
     def may_reuse(self, blocks: Ids) -> npt.NDArray[np.bool_]:
         """Which of `blocks` neither a lease nor a grant holds."""
         blocks = np.asarray(blocks, np.int64)

@@ -215,3 +215,12 @@ def outside(runs: Runs, side: int, sizes: npt.NDArray[np.int64]) -> int:
     sizes: bytes of each region, 0 where an index is not in use.
     """
     return int(_outside(runs, side, sizes))
+
+
+def warm() -> None:
+    """Load the compiled loops, or compile them where they are not cached: not while a peer waits."""
+    one = np.array([(0, 0, 0, 0, 1)], np.int64)
+    ids = np.zeros(1, np.int64)
+    expand(np.zeros((1, TEMPLATE_COLUMNS), np.int64), ids, ids)
+    cut(coalesce(one)[0], 1)
+    outside(one, REMOTE, ids)

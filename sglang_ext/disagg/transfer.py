@@ -28,6 +28,7 @@ import numpy as np
 from zmq.asyncio import Context
 
 from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.disagg import runs
 from sglang_ext.disagg.control import ControlClient, ControlServer, CurveKeys, is_loopback
 from sglang_ext.disagg.errors import (
     PeerGoneError,
@@ -129,6 +130,7 @@ class Endpoint:
         self.config = config
         self.epoch = secrets.token_bytes(16)
         self._clock = clock
+        self._on_ended = on_ended
         self._host = host_identity()
         self.regions = RegionTable()
         self._lanes = config.lanes
@@ -141,6 +143,7 @@ class Endpoint:
         self._free_scratch = list(range(config.max_peers))
         self.pools: Mapping[str, OwnedPool] = self._add_pools(pools)
         self._metas = {name: p.meta for name, p in self.pools.items()}
+        runs.warm()
         self._context = Context()
         self.transports = make_transports(config, self.regions)
         self.instances: list[Instance] = []
@@ -159,6 +162,7 @@ class Endpoint:
         )
         self._server: ControlServer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._ticking: asyncio.Task[None] | None = None
         self._closed = False
 
     @classmethod
@@ -187,7 +191,7 @@ class Endpoint:
             await self.close()
             raise
         self._owner.receiver = receiver
-        self._spawn(self._tick())
+        self._ticking = self._spawn(self._tick())
         return self
 
     def __repr__(self) -> str:
@@ -243,6 +247,13 @@ class Endpoint:
             int(ttl * 1000),
         )
 
+    def withdraw(self, pool: str, lease: int) -> bool:
+        """Take a lease back, if it still lives: its blocks are free once no other lease holds them."""
+        ended = self.pools[pool].withdraw(lease)
+        if ended is not None:
+            self._on_ended(pool, ended)
+        return ended is not None
+
     async def connect(self, addresses: Sequence[str]) -> Instance:
         """CONNECT to every rank of an instance, in rank order.
 
@@ -271,12 +282,12 @@ class Endpoint:
         if self._closed:
             return
         self._closed = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         for instance in list(self.instances):
             await instance.close()
         await self._owner.close()
+        if self._ticking is not None:
+            self._ticking.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._server is not None:
             await self._server.close()
         for transport in self.transports.values():
@@ -466,10 +477,11 @@ class Endpoint:
         if self._server is not None:
             self._spawn(self._server.notify(identity, message))
 
-    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+    def _spawn(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _tick(self) -> None:
         while True:

@@ -200,6 +200,14 @@ def _cma_error(number: int) -> TransferError:
     return PeerGoneError(f"cma: the peer's memory cannot be read: {os.strerror(number)}")
 
 
+def _warm() -> None:
+    """Load the compiled loops, or compile them where they are not cached: not while a peer waits."""
+    none, zero = np.zeros((0, 5), np.int64), np.zeros(1, np.int64)
+    _copy(none, zero, 2, zero, 0, zero)
+    _vector(0, none, zero, zero, np.zeros((2, 1, 2), np.int64), zero, False)
+    _fence()
+
+
 class ShmTransport(Transport):
     """See the top of this file. lanes: copies that may run at a time on one channel."""
 
@@ -208,6 +216,8 @@ class ShmTransport(Transport):
     def __init__(self, regions: RegionTable, lanes: int = 1) -> None:
         super().__init__(regions)
         self._lanes = lanes
+        if COMPILED:
+            _warm()
 
     def unavailable(self) -> str | None:
         return None if COMPILED else "numba is missing: pip install numba"
@@ -242,6 +252,8 @@ class CmaTransport(Transport):
     def __init__(self, regions: RegionTable, lanes: int = 1) -> None:
         super().__init__(regions)
         self._lanes = lanes
+        if COMPILED:
+            _warm()
 
     def unavailable(self) -> str | None:
         if not COMPILED:

@@ -220,7 +220,7 @@ class _Session(Served):
             s.state, flag,
         )  # fmt: skip
         self._owner.ended(code)
-        _shutdown(sock)
+        sock.close()
 
     def fence(self) -> bool:
         """Cut all data connections; the reader connects again if it is alive and still allowed to."""
@@ -239,9 +239,8 @@ class _Session(Served):
         for _, sock, flag in threads:
             flag[0] = 1
             _shutdown(sock)
-        for thread, sock, _ in threads:
+        for thread, _, _ in threads:
             thread.join()
-            sock.close()
 
 
 class TcpTransport(Transport):
@@ -256,6 +255,8 @@ class TcpTransport(Transport):
     def __init__(self, regions: RegionTable, bind: str = "127.0.0.1", lanes: int = 2) -> None:
         super().__init__(regions)
         self._lanes = lanes
+        if COMPILED:
+            _stream.warm()
         self.max_connections = 64
         self._sessions: dict[bytes, _Session] = {}
         self._lock = threading.Lock()
