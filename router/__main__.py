@@ -1,0 +1,33 @@
+"""``python -m router``: run the router from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from router.config import RouterConfig
+from router.run import run
+from sglang_ext.errors import SglangExtError, UserError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run until interrupted. Returns the exit status: 0, 1 for a failure, 2 for a wrong flag."""
+    parser = argparse.ArgumentParser(
+        prog="python -m router",
+        description="One address in front of several SGLang servers.",
+    )
+    RouterConfig.add_cli_args(parser)
+    try:
+        run(RouterConfig.from_cli_args(parser.parse_args(arguments)))
+    except UserError as error:
+        sys.stderr.write(f"router: {error}\n")
+        return 2
+    except SglangExtError as error:
+        sys.stderr.write(f"router: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""The router's configuration: one frozen dataclass, and the flags that fill it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import ipaddress
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from router.policies import POLICIES
+from sglang_ext.errors import ConfigError
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """Everything the router can be told. Field names are the flags' names with underscores."""
+
+    worker_urls: tuple[str, ...]
+    host: str = "127.0.0.1"
+    port: int = 30000
+    """0 lets the system choose; ``RunningRouter.url`` tells."""
+    policy: str = "prompt-tree"
+    api_key: str | None = field(default=None, repr=False)
+    worker_api_key: str | None = field(default=None, repr=False)
+
+    cache_threshold: float = 0.3
+    """A cached prefix counts when it is at least this share of the prompt; see ``policies.prompt_tree``."""
+    balance_abs_threshold: int = 8
+    """Requests in flight that an instance may have beyond the least loaded one before its cached
+    prefixes stop attracting more; both this and ``balance_rel_threshold`` must be exceeded."""
+    balance_rel_threshold: float = 1.5
+
+    block_size: int = 16
+    """Tokens per block of the prompt tree; shorter common prefixes are not seen."""
+    tree_ttl_secs: float = 600.0
+    """Seconds after which an instance is no longer believed to have a prefix it was not asked for."""
+    tree_max_bytes: int = 256 * MIB
+
+    health_check_interval_secs: float = 0.5
+    health_check_timeout_secs: float = 0.75
+    health_failure_threshold: int = 3
+    """Probes missed in a row that make the verdict; a refused connection is a verdict at once. The
+    verdict falls within interval + threshold * timeout: 2.75 s by default."""
+    connect_timeout_secs: float = 2.0
+    request_timeout_secs: float = 1800.0
+    max_retries: int = 3
+    """Other instances tried for one request when a connection fails before the client was sent anything."""
+    max_payload_bytes: int = 512 * MIB
+
+    tokenizer_path: str | None = None
+    """Read the tokenizer from here instead of the path that the workers report."""
+    tokenizer_threads: int = 2
+    tokenizer_cache_bytes: int = 64 * MIB
+    trust_remote_code: bool = False
+
+    log_level: str = "info"
+    log_format: str = "text"
+    explain_routing: bool = True
+    """Send ``x-kv-route-reason`` with every answer."""
+
+    def __post_init__(self) -> None:
+        if not self.worker_urls:
+            raise ConfigError(
+                "no worker given", field="--worker-urls", hint="Name at least one SGLang server"
+            )
+        object.__setattr__(self, "worker_urls", tuple(normalize_url(url) for url in self.worker_urls))
+        if len(set(self.worker_urls)) != len(self.worker_urls):
+            raise ConfigError(f"a worker is named twice: {' '.join(self.worker_urls)}", field="--worker-urls")
+        if self.policy not in POLICIES:
+            raise ConfigError(
+                f"unknown policy {self.policy!r}",
+                field="--policy",
+                hint=f"Choose one of {', '.join(POLICIES)}",
+            )
+        if not is_loopback(self.host) and not self.api_key:
+            raise ConfigError(
+                f"{self.host} can be reached from other machines, and no key is set",
+                field="--api-key",
+                hint="Give --api-key, or bind with --host 127.0.0.1",
+            )
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"{self.port} is not a port", field="--port")
+        if not 0.0 <= self.cache_threshold <= 1.0:
+            raise ConfigError(
+                f"{self.cache_threshold} is not a share between 0 and 1", field="--cache-threshold"
+            )
+        for name in (
+            "block_size", "tree_ttl_secs", "tree_max_bytes", "health_check_interval_secs",
+            "health_check_timeout_secs", "health_failure_threshold", "connect_timeout_secs",
+            "request_timeout_secs", "max_payload_bytes", "tokenizer_threads", "tokenizer_cache_bytes",
+        ):  # fmt: skip
+            self._require(name, getattr(self, name) > 0, "must be greater than 0")
+        for name in ("balance_abs_threshold", "max_retries"):
+            self._require(name, getattr(self, name) >= 0, "must not be negative")
+        self._require("balance_rel_threshold", self.balance_rel_threshold >= 1.0, "must be at least 1")
+        self._require("log_level", self.log_level in LOG_LEVELS, f"is not one of {', '.join(LOG_LEVELS)}")
+        self._require("log_format", self.log_format in LOG_FORMATS, f"is not one of {', '.join(LOG_FORMATS)}")
+
+    def _require(self, name: str, condition: bool, why: str) -> None:
+        if not condition:
+            raise ConfigError(f"{getattr(self, name)} {why}", field="--" + name.replace("_", "-"))
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:
+        """Add one flag per field to ``parser``."""
+        defaults = {f.name: f.default for f in dataclasses.fields(cls)}
+
+        def flag(name: str, kind: type, text: str, **more: Any) -> None:
+            default = defaults[name]
+            shown = f" (default: {default})" if default is not None else ""
+            parser.add_argument(
+                "--" + name.replace("_", "-"), type=kind, default=default, help=text + shown, **more
+            )
+
+        parser.add_argument(
+            "--worker-urls", nargs="+", required=True, metavar="URL", help="the SGLang servers to route to"
+        )
+        flag("host", str, "address to listen on; beyond loopback only with --api-key")
+        flag("port", int, "port to listen on; 0 lets the system choose")
+        flag("policy", str, "how an instance is chosen", choices=sorted(POLICIES))
+        flag("api_key", str, "key that clients must send as 'Authorization: Bearer KEY'", metavar="KEY")
+        flag("worker_api_key", str, "key that the workers ask for (their --api-key)", metavar="KEY")
+        flag("cache_threshold", float, "share of the prompt that must be cached for the cache to decide")
+        flag("balance_abs_threshold", int, "requests an instance may be ahead of the least loaded one")
+        flag("balance_rel_threshold", float, "factor an instance may be ahead of the least loaded one")
+        flag("block_size", int, "tokens per block of the prompt tree")
+        flag("tree_ttl_secs", float, "seconds an unused prefix is believed to stay cached")
+        flag("tree_max_bytes", int, "memory for the prompt tree")
+        flag("health_check_interval_secs", float, "seconds between two probes of a worker")
+        flag("health_check_timeout_secs", float, "seconds a worker has to answer a probe")
+        flag("health_failure_threshold", int, "probes missed in a row after which a worker is down")
+        flag("connect_timeout_secs", float, "seconds to connect to a worker")
+        flag("request_timeout_secs", float, "seconds a request may take in all")
+        flag("max_retries", int, "other workers tried when a connection fails before anything was sent")
+        flag("max_payload_bytes", int, "largest request body")
+        flag(
+            "tokenizer_path",
+            str,
+            "tokenizer to use instead of the one that the workers report",
+            metavar="DIR",
+        )
+        flag("tokenizer_threads", int, "threads that render and tokenize prompts")
+        flag("tokenizer_cache_bytes", int, "memory for tokens of prompt parts seen before")
+        parser.add_argument(
+            "--trust-remote-code", action="store_true", help="let the tokenizer run code of its own"
+        )
+        flag("log_level", str, "what to log", choices=list(LOG_LEVELS))
+        flag("log_format", str, "how to log", choices=list(LOG_FORMATS))
+        parser.add_argument(
+            "--hide-routing",
+            dest="explain_routing",
+            action="store_false",
+            help="do not send x-kv-route-reason to clients",
+        )
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> RouterConfig:
+        """The configuration that parsed flags stand for; other attributes of ``args`` are ignored.
+
+        Raises:
+            ConfigError: a value cannot work; the message names the flag.
+        """
+        values = {f.name: getattr(args, f.name) for f in dataclasses.fields(cls) if hasattr(args, f.name)}
+        values["worker_urls"] = tuple(values["worker_urls"])
+        return cls(**values)
+
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+
+
+def normalize_url(url: str) -> str:
+    """``http://host:port`` without a trailing slash.
+
+    Raises:
+        ConfigError: it is not an http URL of a server.
+    """
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    try:
+        valid = bool(parts.hostname) and parts.scheme in ("http", "https")
+        _ = parts.port
+    except ValueError:
+        valid = False
+    if not valid or parts.query or parts.fragment or parts.username:
+        raise ConfigError(f"{url!r} is not of the form http://host:port", field="--worker-urls")
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server bound to ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,124 @@
+"""Finding out: who the workers are at first, and whether they live from then on.
+
+One task per worker. A worker that is not known, or was down, is asked for its facts; one that is known
+is probed. The verdict over one that stops answering falls within
+interval + threshold * timeout (2.75 s by default): failed probes follow each other without a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from router.exchange import ConnectFailed
+from router.fleet import USABLE, Fleet
+from router.worker import NotUsable, WorkerApi
+from sglang_ext.clock import Clock
+from sglang_ext.errors import ConfigError, DeadlineError, PeerError
+
+logger = logging.getLogger("router.health")
+
+RETRY_S = 1.0
+"""Pause before a worker that is down, or does not fit, is asked again."""
+
+
+class HealthWatch:
+    """Watches every worker of a fleet.
+
+    Args:
+        fleet: is told what is found.
+        api: asks the workers.
+        clock: for pauses.
+        interval_s: between two probes that are answered.
+        timeout_s: for each probe.
+        on_crash: called when watching a worker ends by an error of ours. The router must not go on then:
+            it would send requests to workers that nobody watches.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        api: WorkerApi,
+        clock: Clock,
+        *,
+        interval_s: float,
+        timeout_s: float,
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        self._fleet = fleet
+        self._api = api
+        self._clock = clock
+        self._interval_s = interval_s
+        self._timeout_s = timeout_s
+        self._on_crash = on_crash
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def first_round(self) -> None:
+        """Ask every worker once, at the same time.
+
+        Raises:
+            ConfigError: workers serve different models; the message says which and how they differ.
+        """
+        await asyncio.gather(*(self.check_once(name) for name in self._fleet.rows))
+        for row in self._fleet.rows.values():
+            if row.other_model:
+                raise ConfigError(
+                    f"{row.name} cannot be served together with the others: {row.why}",
+                    field="--worker-urls",
+                    hint="Start a router of its own for each model",
+                )
+
+    def start(self) -> None:
+        """Watch from now on."""
+        self._tasks = [
+            asyncio.create_task(self._watch(name), name=f"watch {name}") for name in self._fleet.rows
+        ]
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_crash(error)
+
+    async def stop(self) -> None:
+        """Stop watching."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+
+    async def _watch(self, name: str) -> None:
+        while True:
+            answered = await self.check_once(name)
+            row = self._fleet.rows[name]
+            if row.state in USABLE and not answered:
+                continue
+            await self._clock.sleep(self._interval_s if row.state in USABLE else RETRY_S)
+
+    async def check_once(self, name: str) -> bool:
+        """Ask one worker what its state calls for, and tell the fleet. Returns whether it answered."""
+        row = self._fleet.rows[name]
+        known = row.facts if row.state in USABLE else None
+        try:
+            if known is None:
+                self._fleet.learnt(name, await self._api.learn(name))
+                return True
+            pulse = await self._api.probe(name, self._timeout_s)
+            if row.state not in USABLE:  # a request has found it dead meanwhile
+                return True
+            if pulse.weight_version != known.weight_version:
+                logger.info("instance %s has weights %s now", name, pulse.weight_version)
+                self._fleet.learnt(name, await self._api.learn(name))
+            else:
+                self._fleet.alive(name)
+            return True
+        except ConnectFailed as error:
+            self._fleet.lost(name, str(error))
+        except NotUsable as error:
+            # While it starts or stops, SGLang answers with errors; that is no verdict over a known one.
+            if known is None:
+                self._fleet.rejected(name, str(error))
+                return True
+            self._fleet.missed(name, str(error))
+        except (PeerError, DeadlineError) as error:
+            self._fleet.missed(name, str(error))
+        return False

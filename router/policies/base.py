@@ -1,0 +1,99 @@
+"""What a policy is: a pure function of (request, fleet, matches) to a decision with its reasons.
+
+Policies do no I/O, keep no state and read no clock; everything they may look at is in their arguments,
+so that they run unchanged in tests and in a simulator.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a policy may know of the request."""
+
+    tokens: int
+    """Length of the prompt (of all prompts of a batch together), in the unit of the matches: tokens,
+    or 4-byte units of text when there is no tokenizer. 0 when nothing is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One instance that can take the request."""
+
+    name: str
+    in_flight: int
+    """Requests sent to it that are not answered to the end."""
+    queued_tokens: int
+    """Prompt tokens sent to it that it has to compute first: of requests without a first byte."""
+    cached_tokens: int
+    """Size of what the index believes it holds."""
+    last_picked: int
+    """Number of the decision that chose it last; 0 for never."""
+
+
+Fleet: TypeAlias = tuple[Instance, ...]
+"""The instances that can take the request; never empty."""
+
+Matches: TypeAlias = Mapping[str, int]
+"""Instance name -> leading tokens of the prompt that it is believed to hold."""
+
+
+class Reason(enum.StrEnum):
+    """Why an instance was chosen; a label of metrics and the value of ``x-kv-route-reason``."""
+
+    PREFIX = "prefix"
+    """It alone holds the longest prefix."""
+    PREFIX_SHARED = "prefix-shared"
+    """Several hold the longest prefix; it is the least loaded of them."""
+    REBALANCED = "rebalanced"
+    """Whoever holds the longest prefix is too far ahead in load."""
+    SHORT_PREFIX = "short-prefix"
+    """What is cached is too small a part of the prompt to decide."""
+    NO_PREFIX = "no-prefix"
+    """Nobody holds any of it."""
+    LEAST_LOAD = "least-load"
+    ROUND_ROBIN = "round-robin"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """An instance and why."""
+
+    instance: str
+    reason: Reason
+    matched: int = 0
+    """Tokens of the prompt the chosen instance is believed to hold."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """What was compared, by instance; larger is better."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOptions:
+    """Thresholds; see the policies that use them."""
+
+    cache_threshold: float = 0.3
+    balance_abs_threshold: int = 8
+    balance_rel_threshold: float = 1.5
+    tie_tokens: int = 16
+
+
+Policy: TypeAlias = Callable[[Prompt, Fleet, Matches, PolicyOptions], Decision]
+
+
+def load_of(instance: Instance) -> tuple[int, int, int, int, str]:
+    """Sort key: least loaded first; among equals, who caches least, then who was not chosen for longest.
+
+    The size of what is cached spreads new conversations over the memory of an idle fleet.
+    """
+    return (
+        instance.in_flight,
+        instance.queued_tokens,
+        instance.cached_tokens,
+        instance.last_picked,
+        instance.name,
+    )

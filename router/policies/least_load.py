@@ -1,0 +1,16 @@
+"""Least load: the instance with the fewest requests in flight."""
+
+from __future__ import annotations
+
+from router.policies.base import Decision, Fleet, Matches, PolicyOptions, Prompt, Reason, load_of
+
+
+def least_load(prompt: Prompt, fleet: Fleet, matches: Matches, options: PolicyOptions) -> Decision:
+    """Choose by requests in flight, then by prompt tokens still to be computed; prefixes do not count."""
+    chosen = min(fleet, key=load_of)
+    return Decision(
+        chosen.name,
+        Reason.LEAST_LOAD,
+        matches.get(chosen.name, 0),
+        {instance.name: -float(instance.in_flight) for instance in fleet},
+    )

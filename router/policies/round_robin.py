@@ -1,0 +1,16 @@
+"""Round robin: the instance that was not chosen for longest."""
+
+from __future__ import annotations
+
+from router.policies.base import Decision, Fleet, Matches, PolicyOptions, Prompt, Reason
+
+
+def round_robin(prompt: Prompt, fleet: Fleet, matches: Matches, options: PolicyOptions) -> Decision:
+    """Choose in turn. Instances may come and go: a new one is next, the others keep their order."""
+    chosen = min(fleet, key=lambda instance: (instance.last_picked, instance.name))
+    return Decision(
+        chosen.name,
+        Reason.ROUND_ROBIN,
+        matches.get(chosen.name, 0),
+        {instance.name: -float(instance.last_picked) for instance in fleet},
+    )

@@ -1,0 +1,246 @@
+"""What the router believes of the instances' caches: a radix tree, updated when responses pass.
+
+This is MemServe's own way (section 6): nobody reports placements; the router infers them from the
+requests it has routed, and forgets them after a time to live. It serves instances without our
+extension, and it is approximate by nature: an instance evicts without saying so.
+
+Everything is kept in *generations*: a holder of the tree stands for (instance, span of time), and an
+entry that is used again is inserted again under the present one. A generation expires as a whole, so
+that no entry needs a timer of its own, and the time to live is kept per instance even where many hold
+the same prefix. Guesses, made when a request is routed and not yet answered, have generations of their
+own that live 2 s.
+
+Expired generations are no longer matched at once, and are taken out of the tree in slices, so that a
+large one does not hold up the event loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from sglang_ext.clock import Clock
+from sglang_ext.errors import InternalError
+from sglang_ext.keys import TOKEN_BYTES, Tier
+from sglang_ext.radix_global import Holder, RadixTree
+
+GUESS_TTL_S = 2.0
+GUESS_SPAN_S = 0.5
+"""A guess lives at least ``GUESS_TTL_S`` and at most this much longer."""
+SPANS_PER_TTL = 8
+"""A confirmed entry lives at least its time to live, and at most an eighth longer."""
+SLICE_BLOCKS = 512
+"""Blocks taken out of the tree in one go; about half a millisecond."""
+
+NODE_BYTES = 1200
+"""Memory of a node with one holder, its key left out; measured, see the test of the bound."""
+PLACEMENT_BYTES = 250
+"""Memory of each further holder of a node."""
+
+
+@dataclass(eq=False, slots=True)
+class _Generation:
+    holder: Holder
+    instance: str
+    opened: float
+    expires: float
+    is_guess: bool
+
+
+class PromptTrees:
+    """The index of one router, for one model. Lives on the event loop's thread.
+
+    Args:
+        clock: seconds.
+        block_size: tokens per block; a common prefix is seen in whole blocks.
+        ttl_s: seconds after which an unused entry is no longer believed.
+        max_bytes: estimated memory above which the oldest entries go.
+    """
+
+    def __init__(
+        self, clock: Clock, *, block_size: int = 16, ttl_s: float = 600.0, max_bytes: int = 1 << 28
+    ) -> None:
+        self._clock = clock
+        self._ttl_s = ttl_s
+        self._max_bytes = max_bytes
+        self._tree = RadixTree(block_size, clock=clock.monotonic)
+        self._serial = itertools.count(1)
+        self._open: dict[tuple[str, bool], _Generation] = {}
+        """(instance, whether guesses) -> the generation that takes new entries."""
+        self._live: dict[Holder, _Generation] = {}
+        """Generations that are matched, in the order in which they were opened."""
+        self._dead: deque[Holder] = deque()
+        """Holders whose entries are still to be taken out of the tree."""
+        self._blocks: dict[str, int] = {}
+        """Instance -> blocks in its live generations."""
+        self._next_expiry = math.inf
+        self._placed_blocks = 0
+        self._unique_blocks = 0
+        self.evicted_blocks = 0
+        """Blocks forgotten because the memory was full, since the start."""
+
+    @property
+    def block_size(self) -> int:
+        return self._tree.block_size
+
+    # -- what requests and responses tell ---------------------------------------------------------
+
+    def guess(self, namespace: Hashable, key: bytes, instance: str) -> None:
+        """``instance`` was just chosen for this prompt, and will soon hold it."""
+        self._insert(namespace, key, instance, is_guess=True)
+
+    def confirm(self, namespace: Hashable, key: bytes, instance: str) -> None:
+        """``instance`` has computed these tokens."""
+        self._insert(namespace, key, instance, is_guess=False)
+
+    def forget(self, instance: str) -> None:
+        """``instance`` holds nothing any more: it restarted, or was flushed."""
+        for generation in list(self._live.values()):
+            if generation.instance == instance:
+                self._kill(generation)
+
+    def clear(self) -> None:
+        """No instance holds anything any more: the fleet serves another model."""
+        for generation in list(self._live.values()):
+            self._kill(generation)
+
+    # -- what routing asks ------------------------------------------------------------------------
+
+    def match(self, namespace: Hashable, key: bytes) -> dict[str, int]:
+        """How many leading tokens of ``key`` each instance is believed to hold; zeros are left out."""
+        self._expire()
+        found: dict[str, int] = {}
+        for holder, tokens in self._tree.holders(namespace, key).items():
+            generation = self._live.get(holder)
+            if generation is not None and tokens > found.get(generation.instance, 0):
+                found[generation.instance] = tokens
+        return found
+
+    def tokens_of(self, instance: str) -> int:
+        """Tokens ``instance`` is believed to hold; what was used again lately counts once per generation."""
+        return self._blocks.get(instance, 0) * self._tree.block_size
+
+    # -- memory and time --------------------------------------------------------------------------
+
+    @property
+    def blocks(self) -> int:
+        """Different blocks in the tree."""
+        return self._unique_blocks
+
+    @property
+    def nodes(self) -> int:
+        return self._tree.node_count
+
+    @property
+    def size_bytes(self) -> int:
+        """Estimated memory of the tree: keys, nodes, and further holders of nodes."""
+        if not self._unique_blocks:
+            return 0
+        nodes = self._tree.node_count
+        # Every node is taken to have the average number of holders, because a split multiplies them.
+        further = int(nodes * (self._placed_blocks / self._unique_blocks - 1.0))
+        keys = self._unique_blocks * self._tree.block_size * TOKEN_BYTES
+        return keys + NODE_BYTES * nodes + PLACEMENT_BYTES * further
+
+    def tidy(self) -> bool:
+        """Take a slice of what has expired out of the tree. Returns whether there is more to do."""
+        self._expire()
+        if self._dead and not self._evict(self._dead[0], SLICE_BLOCKS):
+            self._tree.drop_holder(self._dead.popleft())
+        return bool(self._dead)
+
+    def _insert(self, namespace: Hashable, key: bytes, instance: str, *, is_guess: bool) -> None:
+        self._expire()
+        result = self._tree.insert(namespace, key, self._generation(instance, is_guess).holder)
+        self._placed_blocks += result.new_blocks
+        self._unique_blocks += sum(node.blocks for node in result.added if len(node.placements) == 1)
+        self._blocks[instance] = self._blocks.get(instance, 0) + result.new_blocks
+        while self.size_bytes > self._max_bytes and self._make_room():
+            pass
+
+    def _make_room(self) -> bool:
+        """Forget some of the oldest entries. Returns whether there was anything to forget."""
+        if self._dead:
+            self.tidy()
+            return True
+        for generation in self._live.values():
+            evicted = self._evict(generation.holder, SLICE_BLOCKS)
+            if evicted:
+                self._blocks[generation.instance] -= evicted
+                self.evicted_blocks += evicted
+                return True
+        return False
+
+    def _evict(self, holder: Holder, blocks: int) -> int:
+        taken = 0
+        for evicted in self._tree.evict(holder, blocks):
+            taken += evicted.blocks
+            if not evicted.node.placements:
+                self._unique_blocks -= evicted.blocks
+        self._placed_blocks -= taken
+        return taken
+
+    def _generation(self, instance: str, is_guess: bool) -> _Generation:
+        now = self._clock.monotonic()
+        ttl = GUESS_TTL_S if is_guess else self._ttl_s
+        span = GUESS_SPAN_S if is_guess else self._ttl_s / SPANS_PER_TTL
+        current = self._open.get((instance, is_guess))
+        if current is None or now >= current.opened + span:
+            holder = Holder.of(instance, next(self._serial), Tier.HBM)
+            current = _Generation(holder, instance, now, now + span + ttl, is_guess)
+            self._open[instance, is_guess] = current
+            self._live[holder] = current
+            self._next_expiry = min(self._next_expiry, current.expires)
+        return current
+
+    def _expire(self) -> None:
+        now = self._clock.monotonic()
+        if now < self._next_expiry:
+            return
+        for generation in [g for g in self._live.values() if g.expires <= now]:
+            self._kill(generation)
+        self._next_expiry = min((g.expires for g in self._live.values()), default=math.inf)
+
+    def _kill(self, generation: _Generation) -> None:
+        del self._live[generation.holder]
+        if self._open.get((generation.instance, generation.is_guess)) is generation:
+            del self._open[generation.instance, generation.is_guess]
+        self._blocks[generation.instance] -= self._tree.blocks_of(generation.holder)
+        self._dead.append(generation.holder)
+
+    # -- seeing -----------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return (
+            f"PromptTrees(blocks={self.blocks}, nodes={self._tree.node_count}, bytes={self.size_bytes}, "
+            f"live={len(self._live)}, dead={len(self._dead)})"
+        )
+
+    def check(self) -> None:
+        """Verify every invariant, the tree's included.
+
+        Raises:
+            InternalError: names the first that does not hold.
+        """
+        self._tree.check()
+        nodes = list(self._tree.nodes())
+        unique = sum(node.blocks for node in nodes)
+        placed = sum(node.blocks * len(node.placements) for node in nodes)
+        if (unique, placed) != (self._unique_blocks, self._placed_blocks):
+            raise InternalError(
+                f"counted {unique} blocks in {placed} placements, "
+                f"kept {self._unique_blocks} and {self._placed_blocks}"
+            )
+        known = {*self._live, *self._dead}
+        if strays := {holder for node in nodes for holder in node.placements} - known:
+            raise InternalError(f"entries of no generation: {strays}")
+        for instance, kept in self._blocks.items():
+            mine = [g.holder for g in self._live.values() if g.instance == instance]
+            counted = sum(self._tree.blocks_of(holder) for holder in mine)
+            if kept != counted:
+                raise InternalError(f"{instance} has {counted} blocks, {kept} were counted")
+        if set(self._open.values()) - set(self._live.values()):
+            raise InternalError("a generation takes entries and is not matched")

@@ -1,0 +1,247 @@
+"""Putting the parts together, and running them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import signal
+from types import TracebackType
+
+import uvloop
+
+from router.app import HttpServer
+from router.config import RouterConfig
+from router.fleet import USABLE, Fleet, InstanceFacts
+from router.generation import Generation
+from router.health import HealthWatch
+from router.observability import RouterMetrics, configure_logging
+from router.prompt_trees import PromptTrees
+from router.proxy import HttpUpstream
+from router.service import Service
+from router.tokenizing import TokenizerService
+from router.worker import LEARN_TIMEOUT_S, WorkerApi
+from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.errors import ConfigError, DeadlineError, InternalError, PeerError
+
+logger = logging.getLogger("router.run")
+
+TOKENIZER_WAIT_S = 30.0
+"""How long the start waits for the tokenizer; later, prompts are matched by text until it is there."""
+TIDY_INTERVAL_S = 0.25
+"""Pause between looking for expired entries of the prompt tree, when there are none to take out."""
+
+
+class Router:
+    """A router: ``async with Router(config) as router`` serves at ``router.url`` until the block ends.
+
+    Args:
+        config: see ``RouterConfig``.
+        clock: seconds.
+    """
+
+    def __init__(self, config: RouterConfig, *, clock: Clock | None = None) -> None:
+        self.config = config
+        self.clock = clock or SystemClock()
+        self.metrics = RouterMetrics()
+        self.trees = PromptTrees(
+            self.clock,
+            block_size=config.block_size,
+            ttl_s=config.tree_ttl_secs,
+            max_bytes=config.tree_max_bytes,
+        )
+        self.fleet = Fleet(
+            config.worker_urls,
+            failure_threshold=config.health_failure_threshold,
+            on_restart=self.trees.forget,
+            on_model=self._adopt,
+            cached_tokens=self.trees.tokens_of,
+        )
+        self.tokenizers = TokenizerService(
+            threads=config.tokenizer_threads,
+            cache_bytes=config.tokenizer_cache_bytes,
+            path=config.tokenizer_path,
+            trust_remote_code=config.trust_remote_code,
+            on_fallback=lambda why: self.metrics.untokenized.labels(why).inc(),
+        )
+        self._upstream = HttpUpstream(config.connect_timeout_secs)
+        self._api = WorkerApi(self._upstream, config.worker_api_key)
+        generation = Generation(
+            config, self.fleet, self.trees, self.tokenizers, self._upstream, self.metrics, self.clock
+        )
+        self._service = Service(
+            config,
+            generation,
+            self.fleet,
+            self.trees,
+            self.tokenizers,
+            self._api,
+            self.metrics,
+            self.clock,
+        )
+        self._server = HttpServer(self._service, max_body_bytes=config.max_payload_bytes)
+        self.watch = HealthWatch(
+            self.fleet,
+            self._api,
+            self.clock,
+            interval_s=config.health_check_interval_secs,
+            timeout_s=config.health_check_timeout_secs,
+            on_crash=self._crash,
+        )
+        self._adopting: asyncio.Task[None] | None = None
+        self._tidying: asyncio.Task[None] | None = None
+        self._ended: asyncio.Future[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens, once started."""
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        return f"http://{host}:{self._server.port}"
+
+    async def start(self) -> None:
+        """Ask the workers who they are, load their tokenizer, and listen.
+
+        Workers that do not answer yet are waited for while serving: requests get a 503 until one does.
+
+        Raises:
+            ConfigError: the workers serve different models, or the address cannot be bound.
+        """
+        self._ended = asyncio.get_running_loop().create_future()
+        try:
+            await self.watch.first_round()
+            if self._adopting is not None:
+                await asyncio.wait({self._adopting}, timeout=TOKENIZER_WAIT_S)
+            try:
+                await self._server.start(self.config.host, self.config.port)
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot listen on {self.config.host}:{self.config.port}: {error.strerror or error}",
+                    field="--port",
+                ) from error
+        except BaseException:
+            await self.stop()
+            raise
+        self.watch.start()
+        self._tidying = asyncio.create_task(self._tidy(), name="tidy the prompt tree")
+        self._tidying.add_done_callback(self._task_ended)
+        usable = sum(row.state in USABLE for row in self.fleet.rows.values())
+        logger.info(
+            "listening at %s: policy %s, %d of %d workers usable, %s",
+            self.url, self.config.policy, usable, len(self.fleet.rows), self.tokenizers.status,
+        )  # fmt: skip
+
+    async def stop(self) -> None:
+        """Stop listening, cut what is running, and end every task and thread."""
+        await self.watch.stop()
+        for task in (self._tidying, self._adopting):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        await self._server.stop()
+        await self._upstream.close()
+        self.tokenizers.close()
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+
+    async def ended(self) -> None:
+        """Wait until it was stopped.
+
+        Raises:
+            InternalError: a task of the router died, and with it the router must.
+        """
+        if self._ended is None:
+            raise InternalError("the router was not started")
+        await asyncio.shield(self._ended)
+
+    async def __aenter__(self) -> Router:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    def __repr__(self) -> str:
+        return f"Router({self.fleet!r}, {self.trees!r}, {self.tokenizers!r})"
+
+    def check(self) -> None:
+        """Verify every invariant of every part."""
+        self.fleet.check()
+        self.trees.check()
+
+    # -- tasks ------------------------------------------------------------------------------------
+
+    def _crash(self, error: BaseException) -> None:
+        logger.critical("a task of the router died", exc_info=error)
+        if self._ended is not None and not self._ended.done():
+            failure = InternalError(f"a task of the router died: {error!r}")
+            failure.__cause__ = error
+            self._ended.set_exception(failure)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._crash(error)
+
+    async def _tidy(self) -> None:
+        while True:
+            await self.clock.sleep(0 if self.trees.tidy() else TIDY_INTERVAL_S)
+
+    def _adopt(self, facts: InstanceFacts) -> None:
+        """The fleet takes on a model: nothing known of the former one holds."""
+        self.trees.clear()
+        if self._adopting is not None:
+            self._adopting.cancel()
+        self._adopting = asyncio.create_task(self._load_tokenizer(facts), name="load the tokenizer")
+        self._adopting.add_done_callback(self._task_ended)
+
+    async def _load_tokenizer(self, facts: InstanceFacts) -> None:
+        await self.tokenizers.load(facts)
+        if self.tokenizers.tokenizer is None:
+            return
+        while True:
+            for instance in self.fleet.usable():
+                theirs = functools.partial(self._api.tokenize, instance.name, timeout_s=LEARN_TIMEOUT_S)
+                try:
+                    await self.tokenizers.verify(theirs)
+                except (PeerError, DeadlineError) as error:
+                    logger.warning("cannot compare tokens: %s", error)
+                else:
+                    return
+            await self.clock.sleep(1.0)
+
+
+async def serve(config: RouterConfig) -> None:
+    """Run a router until SIGINT or SIGTERM.
+
+    Raises:
+        ConfigError: it cannot start as configured.
+        InternalError: a part of it died.
+    """
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    async with Router(config) as router:
+        stopping = asyncio.create_task(stop.wait())
+        ending = asyncio.create_task(router.ended())
+        try:
+            await asyncio.wait({stopping, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if ending.done():
+                ending.result()
+            logger.info("stopping")
+        finally:
+            for task in (stopping, ending):
+                task.cancel()
+            await asyncio.gather(stopping, ending, return_exceptions=True)
+
+
+def run(config: RouterConfig) -> None:
+    """Run a router in this process until SIGINT or SIGTERM, on an event loop of its own (uvloop).
+
+    Raises:
+        ConfigError, InternalError: as ``serve``.
+    """
+    configure_logging(config.log_level, config.log_format)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(config))

@@ -1,0 +1,71 @@
+"""Server-sent events, read from a stream of bytes that is cut anywhere. Bytes in, events out; no I/O."""
+
+from __future__ import annotations
+
+MAX_EVENT_BYTES = 1 << 24
+"""Longer events are skipped: they are looked at only to count tokens."""
+
+
+class EventSplitter:
+    """Finds the ``data`` of each event (WHATWG HTML, section 9.2.6). Other fields are ignored.
+
+    Lines end with LF, CR LF or CR; an event ends with an empty line, and its data lines are joined by LF.
+    An event that the end of the stream cuts off is not an event.
+    """
+
+    __slots__ = ("_after_cr", "_data", "_line", "_size", "_skipping")
+
+    def __init__(self) -> None:
+        self._line = bytearray()
+        self._data: list[bytes] = []
+        self._size = 0
+        self._after_cr = False
+        self._skipping = False
+
+    @property
+    def in_event(self) -> bool:
+        """Whether part of an event has arrived whose end has not."""
+        return bool(self._line) or bool(self._data) or self._skipping
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """Take the next piece of the stream; return the data of every event that it completes."""
+        events: list[bytes] = []
+        if self._after_cr and chunk:
+            self._after_cr = False
+            if chunk.startswith(b"\n"):
+                chunk = chunk[1:]
+        if b"\r" in chunk:
+            self._after_cr = chunk.endswith(b"\r")
+            chunk = chunk.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *complete, rest = chunk.split(b"\n")
+        for line in complete:
+            if self._line:
+                self._line += line
+                line = bytes(self._line)
+                self._line.clear()
+            self._end_line(line, events)
+        self._line += rest
+        if len(self._line) + self._size > MAX_EVENT_BYTES:
+            self._skip()
+        return events
+
+    def _end_line(self, line: bytes, events: list[bytes]) -> None:
+        if not line:
+            if self._data and not self._skipping:
+                events.append(b"\n".join(self._data))
+            self._data.clear()
+            self._size = 0
+            self._skipping = False
+        elif not self._skipping and line.startswith(b"data") and line[4:5] in (b":", b""):
+            value = line[5:]
+            self._data.append(value[1:] if value.startswith(b" ") else value)
+            self._size += len(value)
+            if self._size > MAX_EVENT_BYTES:
+                self._skip()
+
+    def _skip(self) -> None:
+        self._skipping = True
+        self._data.clear()
+        self._size = 0
+        # What is left of the line must not look like an empty line when it ends.
+        self._line[:] = b":"

@@ -1,0 +1,259 @@
+"""Checks that every kind of request shares, and what a checked request looks like.
+
+A check raises ``RequestRefused`` with a sentence that names the field, what is wrong with it and what it
+may be. What SGLang itself answers with a 400 is left to SGLang, unless the router has to look anyway.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import orjson
+
+from router.exchange import RequestRefused
+
+MAX_CHOICES = 4096
+"""Largest ``n``: SGLang repeats the prompt in memory that many times before it checks anything."""
+
+Json: TypeAlias = dict[str, Any]
+
+
+class Endpoint(enum.StrEnum):
+    """The generation endpoints."""
+
+    GENERATE = "/generate"
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the model can take."""
+
+    vocab_size: int
+    context_length: int
+    truncates: bool = False
+    """Too long prompts are cut by the server instead of refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation to be rendered by the model's chat template."""
+
+    payload: Json
+
+
+@dataclass(frozen=True, slots=True)
+class PromptInput:
+    """One sequence that has to be prefilled. Exactly one of ``ids``, ``text`` and ``chat`` is given."""
+
+    ids: array[int] | None = None
+    text: str | None = None
+    chat: Chat | None = None
+    opaque: bool = False
+    """The tokens cannot be known here (images, embeddings): it is matched by its text only."""
+    namespace: tuple[str | None, ...] = ()
+    """What keeps it apart from equal prompts: (adapter, extra_key, cache_salt)."""
+    max_new_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A generation request whose fields have been checked."""
+
+    endpoint: Endpoint
+    stream: bool
+    prompts: tuple[PromptInput, ...]
+    choices: int = 1
+
+
+def parse_json_object(body: bytes) -> Json:
+    """The JSON object in a request body."""
+    if not body:
+        raise RequestRefused("the request body is empty; send a JSON object", code="invalid_json")
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise RequestRefused(f"the request body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise RequestRefused(
+            f"the request body must be a JSON object, not {json_type(value)}", code="invalid_json"
+        )
+    return value
+
+
+def json_type(value: Any) -> str:
+    """What JSON calls the type of ``value``, with its article."""
+    names: Mapping[type, str] = {
+        dict: "an object", list: "an array", str: "a string", bool: "a boolean",
+        int: "an integer", float: "a number", type(None): "null",
+    }  # fmt: skip
+    return names.get(type(value), type(value).__name__)
+
+
+def wrong(field: str, expected: str, value: Any) -> RequestRefused:
+    """The error for a value of the wrong type."""
+    return RequestRefused(
+        f"{field} must be {expected}, not {json_type(value)}", param=field, code="invalid_type"
+    )
+
+
+def take_bool(source: Json, name: str, default: bool = False, prefix: str = "") -> bool:
+    """A boolean field; absent means ``default``, and so does null, as in SGLang's own clients."""
+    value = source.get(name)
+    if value is None:
+        return default
+    if type(value) is not bool:
+        raise wrong(prefix + name, "a boolean", value)
+    return value
+
+
+def take_int(
+    source: Json, name: str, *, least: int | None = None, most: int | None = None, prefix: str = ""
+) -> int | None:
+    """An integer field, or ``None`` when absent or null."""
+    value = source.get(name)
+    if value is None:
+        return None
+    field = prefix + name
+    if type(value) is not int:
+        raise wrong(field, "an integer", value)
+    if least is not None and value < least:
+        raise RequestRefused(
+            f"{field} must be at least {least}, not {value}", param=field, code="out_of_range"
+        )
+    if most is not None and value > most:
+        raise RequestRefused(f"{field} must be at most {most}, not {value}", param=field, code="out_of_range")
+    return value
+
+
+def take_number(source: Json, name: str, prefix: str = "") -> None:
+    """Check that a field is a number, null or absent."""
+    value = source.get(name)
+    if value is not None and type(value) not in (int, float):
+        raise wrong(prefix + name, "a number", value)
+
+
+def take_string(source: Json, name: str, prefix: str = "") -> str | None:
+    """A string field, or ``None`` when absent or null."""
+    value = source.get(name)
+    if value is not None and type(value) is not str:
+        raise wrong(prefix + name, "a string", value)
+    return value
+
+
+def take_choices(source: Json, prefix: str = "") -> int:
+    """``n``: answers per prompt."""
+    n = take_int(source, "n", least=1, most=MAX_CHOICES, prefix=prefix)
+    return 1 if n is None else n
+
+
+def check_strings(source: Json, name: str, prefix: str = "") -> None:
+    """Check that a field is a string, an array of strings, null or absent."""
+    value = source.get(name)
+    if value is None or type(value) is str:
+        return
+    if type(value) is not list:
+        raise wrong(prefix + name, "a string or an array of strings", value)
+    for index, item in enumerate(value):
+        if type(item) is not str:
+            raise wrong(f"{prefix}{name}[{index}]", "a string", item)
+
+
+def check_sampling(source: Json, limits: Limits, prefix: str = "") -> None:
+    """Check the types of sampling parameters, and what would bring a stock scheduler down.
+
+    SGLang checks ranges itself. Of ids it does not check ``stop_token_ids``, which index the logits as
+    soon as ``min_new_tokens`` (``min_tokens``) is set.
+    """
+    for name in (
+        "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    ):  # fmt: skip
+        take_number(source, name, prefix)
+    for name in ("top_k", "min_new_tokens", "min_tokens", "seed", "sampling_seed"):
+        take_int(source, name, prefix=prefix)
+    for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens"):
+        take_bool(source, name, prefix=prefix)
+    for name in ("regex", "ebnf", "structural_tag"):
+        take_string(source, name, prefix)
+    check_strings(source, "stop", prefix)
+    check_strings(source, "stop_regex", prefix)
+    if (stops := source.get("stop_token_ids")) is not None:
+        check_ids(stops, prefix + "stop_token_ids", limits.vocab_size)
+
+
+def check_ids(value: Any, field: str, vocab_size: int) -> array[int]:
+    """Token ids of the model's vocabulary, as an array of 64-bit integers; may be empty."""
+    if type(value) is not list:
+        raise wrong(field, "an array of token ids", value)
+    if not set(map(type, value)) <= {int}:
+        index = next(i for i, item in enumerate(value) if type(item) is not int)
+        raise wrong(f"{field}[{index}]", "an integer", value[index])
+    try:
+        ids = array("q", value)
+        valid = not ids or (min(ids) >= 0 and max(ids) < vocab_size)
+    except OverflowError:
+        valid = False
+    if not valid:
+        index = next(i for i, item in enumerate(value) if not 0 <= item < vocab_size)
+        raise RequestRefused(
+            f"{field}[{index}] is {value[index]}, which is not a token id: the vocabulary of this model "
+            f"has {vocab_size} entries, 0 to {vocab_size - 1}",
+            param=f"{field}[{index}]",
+            code="token_out_of_vocabulary",
+        )
+    return ids
+
+
+def check_length(tokens: int, max_new_tokens: int | None, limits: Limits, field: str) -> None:
+    """Refuse what does not fit into the context, by SGLang's own rule and in its own words."""
+    if limits.truncates:
+        return
+    length = limits.context_length
+    if tokens >= length:
+        raise RequestRefused(
+            f"The input ({tokens} tokens) is longer than the model's context length ({length} tokens).",
+            param=field,
+            code="context_length_exceeded",
+        )
+    if max_new_tokens is not None and tokens + max_new_tokens > length:
+        raise RequestRefused(
+            f"Requested token count exceeds the model's maximum context length of {length} tokens. "
+            f"You requested a total of {tokens + max_new_tokens} tokens: {tokens} tokens from the input "
+            f"messages and {max_new_tokens} tokens for the completion. Please reduce the number of tokens "
+            "in the input messages or the completion to fit within the limit.",
+            param=field,
+            code="context_length_exceeded",
+        )
+
+
+def per_prompt(source: Json, name: str, count: int) -> list[str | None]:
+    """A field that is one string for all prompts of a batch, or an array with one for each."""
+    value = source.get(name)
+    if value is None or type(value) is str:
+        return [value or None] * count
+    if type(value) is not list:
+        raise wrong(name, "a string or an array of strings", value)
+    if len(value) != count:
+        raise RequestRefused(
+            f"{name} has {len(value)} elements for {count} prompts", param=name, code="invalid_length"
+        )
+    for index, item in enumerate(value):
+        if item is not None and type(item) is not str:
+            raise wrong(f"{name}[{index}]", "a string", item)
+    return [item or None for item in value]
+
+
+def namespaces(source: Json, count: int, adapter: str | None = None) -> list[tuple[str | None, ...]]:
+    """What keeps each prompt of a batch apart from equal ones: (adapter, extra_key, cache_salt).
+
+    Args:
+        adapter: the LoRA adapter that the model's name asks for, which goes before ``lora_path``.
+    """
+    adapters = [adapter] * count if adapter else per_prompt(source, "lora_path", count)
+    keys, salts = per_prompt(source, "extra_key", count), per_prompt(source, "cache_salt", count)
+    return list(zip(adapters, keys, salts, strict=True))

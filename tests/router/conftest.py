@@ -1,0 +1,98 @@
+"""Routers in front of stand-in workers, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from router import Router, RouterConfig
+from sglang_ext.testing.tokenizer import write_tokenizer
+from sglang_ext.testing.workers import StandInWorker, running_worker
+
+StartWorker = Callable[..., Awaitable[StandInWorker]]
+StartRouter = Callable[..., Awaitable[Router]]
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tiny model's tokenizer."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder, 4096)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_dir: Path) -> Any:
+    """The tiny model's tokenizer."""
+    from router.tokenizing import load_tokenizer
+
+    return load_tokenizer(str(tokenizer_dir), trust_remote_code=False)
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[AsyncExitStack]:
+    async with AsyncExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def start_worker(stack: AsyncExitStack, tokenizer: Any, tokenizer_dir: Path) -> StartWorker:
+    """Start a stand-in; arguments are ``StandInWorker``'s."""
+
+    async def start(*, port: int = 0, **options: Any) -> StandInWorker:
+        options.setdefault("tokenizer", tokenizer)
+        options.setdefault("tokenizer_path", str(tokenizer_dir))
+        return await stack.enter_async_context(running_worker(StandInWorker(**options), port))
+
+    return start
+
+
+@pytest.fixture
+def start_router(stack: AsyncExitStack) -> StartRouter:
+    """Start a router in front of workers (stand-ins or URLs); options are ``RouterConfig``'s."""
+
+    async def start(*workers: StandInWorker | str, **options: Any) -> Router:
+        urls = tuple(w if isinstance(w, str) else w.url for w in workers)
+        options.setdefault("health_check_interval_secs", 0.05)
+        router = Router(RouterConfig(worker_urls=urls, port=0, **options))
+        await stack.enter_async_context(router)
+        stack.callback(router.check)
+        return router
+
+    return start
+
+
+@pytest.fixture
+async def client(stack: AsyncExitStack) -> aiohttp.ClientSession:
+    """A client without a time-out of its own."""
+    return await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)))
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], bool]], Awaitable[None]]:
+    """Wait until a condition that nobody announces holds."""
+
+    async def wait(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+    return wait
+
+
+@pytest.fixture(autouse=True)
+def router_logs(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Let ``caplog`` see what the router logs."""
+    logger = logging.getLogger("router")
+    before = logger.level, logger.propagate
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = True
+    yield
+    logger.level, logger.propagate = before

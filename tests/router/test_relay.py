@@ -1,0 +1,282 @@
+"""Requests through the router: answers, streams, disconnects, retries."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+
+from sglang_ext.testing.workers import Gate
+
+PROMPTS: dict[str, dict[str, Any]] = {
+    "/generate": {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 5}},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi there"}], "max_tokens": 5},
+    "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 5},
+}
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_answer_is_the_workers(path, stream, start_worker, start_router, client) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    body = {**PROMPTS[path], "stream": stream}
+    async with client.post(worker.url + path, json=body) as direct:
+        expected = await direct.read()
+    await client.post(worker.url + "/flush_cache")
+    async with client.post(router.url + path, json=body) as routed:
+        assert routed.status == 200
+        assert routed.headers["content-type"] == direct.headers["content-type"]
+        assert routed.headers["x-kv-instance"] == worker.url
+        assert routed.headers["x-kv-route-reason"] == "no-prefix"
+        got = await routed.read()
+    assert _without_ids(got) == _without_ids(expected)
+
+
+def _without_ids(body: bytes) -> bytes:
+    """The body without the request id that the stand-in puts into meta_info."""
+    lines = [line.removeprefix(b"data: ") for line in body.split(b"\n\n") if line]
+    values = [line if line == b"[DONE]" else json.loads(line) for line in lines]
+    for value in values:
+        if isinstance(value, dict) and "meta_info" in value:
+            value["meta_info"]["id"] = ""
+    return repr(values).encode()
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+async def test_the_first_byte_passes_before_the_worker_finishes(
+    path, start_worker, start_router, client
+) -> None:
+    worker = await start_worker()
+    worker.between_chunks = Gate()
+    router = await start_router(worker)
+    async with client.post(router.url + path, json={**PROMPTS[path], "stream": True}) as answer:
+        first = await asyncio.wait_for(answer.content.readuntil(b"\n\n"), 5)
+        assert first.startswith(b"data: {")
+        assert worker.finished == 0
+        worker.between_chunks.open()
+        rest = await answer.read()
+    assert rest.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_away_aborts_upstream(
+    stream, start_worker, start_router, client, eventually
+) -> None:
+    worker = await start_worker()
+    gate = Gate()
+    if stream:
+        worker.between_chunks = gate
+    else:
+        worker.before_head = gate
+    router = await start_router(worker)
+    request = asyncio.ensure_future(
+        client.post(router.url + "/generate", json={**PROMPTS["/generate"], "stream": stream})
+    )
+    await gate.reached()
+    if stream:
+        answer = await request
+        await answer.content.readuntil(b"\n\n")
+        answer.close()
+    else:
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+    await worker.until(lambda: worker.aborted == 1)
+    assert worker.finished == 0
+    value = router.metrics.registry.get_sample_value
+    await eventually(lambda: value("sglang_ext_router_client_disconnects_total") == 1.0)
+    await eventually(lambda: router.fleet.rows[worker.url].in_flight == 0)
+
+
+@pytest.mark.parametrize("moment", ["tokenize", "connect", "body"])
+async def test_a_cancellation_at_every_await_leaves_nothing_behind(
+    moment, start_worker, start_router, client, monkeypatch, eventually
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    gate = Gate()
+    if moment == "tokenize":
+        encode = router.tokenizers.encode
+
+        async def gated(*args: Any, **kwargs: Any) -> Any:
+            await gate.wait()
+            return await encode(*args, **kwargs)
+
+        monkeypatch.setattr(router.tokenizers, "encode", gated)
+    elif moment == "connect":
+        worker.before_head = gate
+    else:
+        worker.between_chunks = gate
+    request = asyncio.ensure_future(
+        client.post(router.url + "/generate", json={**PROMPTS["/generate"], "stream": moment == "body"})
+    )
+    await gate.reached()
+    if moment == "body":
+        (await request).close()
+    request.cancel()
+    await asyncio.gather(request, return_exceptions=True)
+    if moment != "tokenize":
+        await worker.until(lambda: worker.aborted == 1)
+    row = router.fleet.rows[worker.url]
+    await eventually(lambda: row.in_flight == 0)
+    assert row.queued_tokens == 0
+    assert not row.waiting
+    gate.open()
+    monkeypatch.undo()
+    worker.before_head = worker.between_chunks = None
+    async with client.post(router.url + "/generate", json=PROMPTS["/generate"]) as answer:
+        assert answer.status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_lost_connection_means_another_worker(stream, start_worker, start_router, client) -> None:
+    dying, healthy = await start_worker(), await start_worker()
+    router = await start_router(dying, healthy, policy="round-robin")
+    dying.deaths_before_head = 2
+    instances = []
+    for _ in range(2):
+        body = {**PROMPTS["/generate"], "stream": stream}
+        async with client.post(router.url + "/generate", json=body) as answer:
+            assert answer.status == 200
+            assert b"length" in await answer.read()
+            instances.append(answer.headers["x-kv-instance"])
+    assert healthy.url in instances
+    assert len(dying.requests) >= 1
+    async with client.get(router.url + "/metrics") as metrics:
+        assert 'sglang_ext_router_retries_total{why="lost"}' in await metrics.text()
+
+
+async def test_a_request_that_kills_workers_is_not_given_the_whole_fleet(
+    start_worker, start_router, client
+) -> None:
+    workers = [await start_worker() for _ in range(4)]
+    for worker in workers:
+        worker.deaths_before_head = 1
+    router = await start_router(*workers)
+    async with client.post(router.url + "/generate", json=PROMPTS["/generate"]) as answer:
+        assert answer.status == 502
+        assert (await answer.json())["error"]["code"] == "worker_lost"
+    assert sum(len(worker.requests) for worker in workers) == 2
+
+
+async def test_a_worker_that_dies_in_mid_stream_ends_the_stream_with_an_error(
+    start_worker, start_router, client
+) -> None:
+    worker = await start_worker()
+    worker.die_after_chunks = 2
+    router = await start_router(worker)
+    body = {**PROMPTS["/generate"], "stream": True}
+    async with client.post(router.url + "/generate", json=body) as answer:
+        events = [event for event in (await answer.read()).split(b"\n\n") if event]
+    last = json.loads(events[-1].removeprefix(b"data: "))
+    assert last["error"]["code"] == "worker_lost"
+    assert b"[DONE]" not in b"".join(events)
+    assert len(worker.requests) == 1
+
+
+async def test_nobody_listening_is_a_verdict_at_once(
+    start_worker, start_router, client, unused_tcp_port
+) -> None:
+    worker = await start_worker()
+    router = await start_router(f"http://127.0.0.1:{unused_tcp_port}", worker, policy="round-robin")
+    for _ in range(3):
+        async with client.post(router.url + "/generate", json=PROMPTS["/generate"]) as answer:
+            assert answer.status == 200
+            assert answer.headers["x-kv-instance"] == worker.url
+
+
+async def test_without_a_worker_the_answer_is_503_with_retry_after(
+    start_router, client, unused_tcp_port
+) -> None:
+    router = await start_router(f"http://127.0.0.1:{unused_tcp_port}")
+    async with client.post(router.url + "/generate", json=PROMPTS["/generate"]) as answer:
+        assert answer.status == 503
+        assert int(answer.headers["retry-after"]) >= 1
+        assert (await answer.json())["error"]["code"] == "no_worker"
+    async with client.get(router.url + "/health") as answer:
+        assert answer.status == 503
+
+
+async def test_a_stopped_worker_is_given_up_on_while_it_is_waited_for(
+    start_worker, start_router, client
+) -> None:
+    stuck, other = await start_worker(), await start_worker()
+    stuck.before_head = Gate()
+    router = await start_router(
+        stuck,
+        other,
+        policy="round-robin",
+        health_check_timeout_secs=0.1,
+        health_failure_threshold=2,
+    )
+    stuck.hang_probes = Gate()
+    answers = [client.post(router.url + "/generate", json=PROMPTS["/generate"]) for _ in range(2)]
+    for answer in await asyncio.gather(*answers):
+        assert answer.status == 200
+        assert answer.headers["x-kv-instance"] == other.url
+    assert router.fleet.rows[stuck.url].state == "down"
+    assert len(stuck.requests) == 1
+
+
+async def test_what_the_worker_answers_with_an_error_passes_unchanged(
+    start_worker, start_router, client
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    body = {"text": "x", "token_ids_logprob": [-1]}
+    async with client.post(router.url + "/generate", json=body) as answer:
+        assert answer.status == 400
+        assert "valid range is [0, 32000)" in await answer.text()
+    assert router.fleet.rows[worker.url].state == "ready"
+
+
+async def test_request_ids_pass_both_ways(start_worker, start_router, client) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    url = router.url + "/generate"
+    async with client.post(url, json=PROMPTS["/generate"], headers={"x-request-id": "abc-1"}) as answer:
+        assert answer.headers["x-request-id"] == "abc-1"
+    assert worker.requests[-1][2]["x-request-id"] == "abc-1"
+    async with client.post(url, json=PROMPTS["/generate"], headers={"x-request-id": "a b"}) as answer:
+        assert len(answer.headers["x-request-id"]) == 32
+
+
+async def test_tokens_are_counted_and_reported(start_worker, start_router, client, caplog) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    ids = list(range(100, 200))
+    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 3}}
+    for cached in (0, 99):
+        async with client.post(router.url + "/generate", json=body) as answer:
+            assert answer.headers["x-kv-cached-tokens"] == str(cached)
+    async with client.post(router.url + "/generate", json={**body, "stream": True}) as answer:
+        assert "x-kv-cached-tokens" not in answer.headers
+        await answer.read()
+    async with client.get(router.url + "/metrics") as metrics:
+        text = await metrics.text()
+    assert "sglang_ext_router_prompt_tokens_total 300.0" in text
+    assert "sglang_ext_router_cached_tokens_total 198.0" in text
+    assert 'sglang_ext_router_requests_total{endpoint="/generate",status="200"} 3.0' in text
+    assert 'sglang_ext_router_decisions_total{policy="prompt-tree",reason="prefix"} 2.0' in text
+    lines = [record.fields for record in caplog.records if record.name == "router.access"]
+    assert [line.get("cached") for line in lines if line["path"] == "/generate"] == [0, 99, 99]
+    assert all(line["prompt"] == 100 for line in lines if line["path"] == "/generate")
+
+
+async def test_no_delay_is_set_on_both_sides(start_worker, start_router, client) -> None:
+    import socket
+
+    worker = await start_worker()
+    router = await start_router(worker)
+    async with client.post(router.url + "/generate", json=PROMPTS["/generate"]) as answer:
+        await answer.read()
+    session = router._upstream._session
+    assert isinstance(session, aiohttp.ClientSession)
+    idle = [proto for protos in session.connector._conns.values() for proto, _ in protos]  # type: ignore[union-attr]
+    assert idle
+    for protocol in idle:
+        sock = protocol.transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
