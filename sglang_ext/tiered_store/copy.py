@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from sglang_ext.tiered_store.dram import DramArena
 
 Int64s = npt.NDArray[np.int64]
+Vectors = npt.NDArray[np.uint64]
 
 
 @functools.cache
@@ -164,6 +165,21 @@ def copy_ranges(target: Bytes, source: Bytes, ranges: Int64s) -> None:
         if (ranges[:, 2] > array.nbytes).any() or (ranges[:, column] > array.nbytes - ranges[:, 2]).any():
             raise ValueError(f"a range ends outside of the {name}")
     _kernels().move_ranges(target.ctypes.data, source.ctypes.data, ranges)
+
+
+def copy_vectors(targets: Vectors, sources: Vectors) -> None:
+    """Copy between equally many (address, length) pairs, pair by pair, without the GIL.
+
+    Args:
+        targets, sources: uint64, shape (n, 2), as `BlockMemory.vectors` makes and checks them.
+
+    Raises:
+        ValueError: the lengths of a pair differ.
+    """
+    if not np.array_equal(targets[:, 1], sources[:, 1]):
+        raise ValueError("sources and targets do not have the same lengths")
+    ranges = np.stack((targets[:, 0], sources[:, 0], sources[:, 1]), axis=1).astype(np.int64)
+    _kernels().move_ranges(0, 0, ranges)
 
 
 def _check_range(name: str, values: Int64s, size: int) -> None:

@@ -1,0 +1,158 @@
+"""Every tier passes the conformance suite; the test tiers misbehave as they promise."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sglang_ext.geometry import BlockLayout
+from sglang_ext.testing.tier_contract import (
+    CAPACITY,
+    LAYOUT,
+    NAMESPACE,
+    TierContract,
+    contents,
+    get_all,
+    prefix_keys,
+    put_all,
+    read_all,
+    write_all,
+)
+from sglang_ext.testing.tiers import FaultyTier, GatedTier, MemoryTier, SlowTier, WrappedTier
+from sglang_ext.tiered_store.arena_tier import ArenaTier
+from sglang_ext.tiered_store.dram import DramArena
+from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Outcome, Put
+
+
+def open_arena_tier(layout: BlockLayout, capacity: int, **options: bool) -> ArenaTier:
+    arena = DramArena(layout, capacity * (layout.block_bytes + 8) + 8, pin=False, touch=False)
+    return ArenaTier(arena, **options)
+
+
+class TestMemoryTier(TierContract):
+    def open_tier(self, layout: BlockLayout, capacity: int, tmp_path: Path) -> BlockTier:
+        return MemoryTier(layout, capacity)
+
+
+class TestArenaTier(TierContract):
+    def open_tier(self, layout: BlockLayout, capacity: int, tmp_path: Path) -> BlockTier:
+        return open_arena_tier(layout, capacity)
+
+
+class TestWrappedTier(TierContract):
+    def open_tier(self, layout: BlockLayout, capacity: int, tmp_path: Path) -> BlockTier:
+        return WrappedTier(FaultyTier(MemoryTier(layout, capacity), seed=0, rate=0.0))
+
+
+# --- eviction of the DRAM tier ---
+
+
+def test_durable_blocks_go_first_and_others_only_where_losing_is_allowed() -> None:
+    durable = set(prefix_keys(1, 4))
+    arena = DramArena(LAYOUT, 8 * (LAYOUT.block_bytes + 8) + 8, pin=False, touch=False)
+    tier = ArenaTier(arena, durable_below=lambda namespace, key: key in durable, may_lose=False)
+    put_all(tier, NAMESPACE, prefix_keys(0, 4))  # older, and with no copy below
+    put_all(tier, NAMESPACE, prefix_keys(1, 4))
+    assert put_all(tier, NAMESPACE, prefix_keys(2, 3)) is Outcome.DONE
+    assert tier.match(NAMESPACE, prefix_keys(0, 4)) == 4
+    assert tier.match(NAMESPACE, prefix_keys(1, 4)) == 1
+    # One durable block is left; what does not fit is counted, not lost silently.
+    put = tier.prepare_put(NAMESPACE, prefix_keys(3, 3))
+    assert isinstance(put, Put)
+    assert put.missing == (0,)
+    assert tier.stats().put[Outcome.FULL] == 2
+    assert write_all(tier, put) is Outcome.DONE
+    assert tier.prepare_put(NAMESPACE, prefix_keys(4, 1)) is Outcome.FULL
+    assert get_all(tier, NAMESPACE, prefix_keys(0, 4)) == 4
+    assert tier.stats().extra["lost_blocks"] == 0
+    tier.check()
+    tier.close()
+
+
+def test_losses_are_counted_where_they_are_allowed() -> None:
+    tier = open_arena_tier(LAYOUT, 4, may_lose=True)
+    put_all(tier, NAMESPACE, prefix_keys(0, 4))
+    put_all(tier, NAMESPACE, prefix_keys(1, 3))
+    assert tier.stats().extra["lost_blocks"] == 3
+    assert tier.match(NAMESPACE, prefix_keys(0, 4)) == 1  # the end of the prefix went, not its beginning
+    tier.close()
+
+
+def test_zero_copy_reads_name_the_arena_blocks() -> None:
+    tier = open_arena_tier(LAYOUT, 8)
+    keys = prefix_keys(5, 3)
+    put_all(tier, NAMESPACE, keys)
+    get = tier.prepare_get(NAMESPACE, keys)
+    for block, key in zip(get.ids, keys, strict=True):
+        assert np.array_equal(tier.arena.blocks[block], contents(LAYOUT, NAMESPACE, key))
+    generations = tier.arena.generations.copy()
+    tier.drop(NAMESPACE, keys)
+    assert np.array_equal(tier.arena.generations, generations)  # still pinned, so not taken back
+    tier.complete_get(get)
+    assert tier.arena.generations[get.ids].tolist() == [1, 1, 1]
+    tier.close()
+
+
+# --- the test tiers themselves ---
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_faults_are_misses_with_a_reason_and_never_wrong_bytes(seed: int) -> None:
+    tier = FaultyTier(MemoryTier(LAYOUT, CAPACITY), seed=seed, rate=0.25)
+    outcomes = set()
+    for round_ in range(60):
+        keys = prefix_keys(round_ % 4, 5)
+        outcomes.add(put_all(tier, NAMESPACE, keys))
+        get = tier.prepare_get(NAMESPACE, keys)
+        count, blocks, outcome = read_all(tier, get)
+        tier.complete_get(get)
+        outcomes.add(outcome)
+        for row, key in zip(blocks[:count], keys, strict=False):
+            assert np.array_equal(row, contents(LAYOUT, NAMESPACE, key))
+    assert set(tier.faults) == {"prepare_put", "put_layer", "complete_puts", "prepare_get", "get_layer"}
+    assert {Outcome.DONE, Outcome.FULL, Outcome.IO_ERROR, Outcome.DAMAGED} <= outcomes
+    tier.rate = 0.0
+    assert put_all(tier, NAMESPACE, prefix_keys(9, 5)) is Outcome.DONE
+    assert get_all(tier, NAMESPACE, prefix_keys(9, 5)) == 5
+
+
+def test_slow_tier_takes_the_time_it_was_told_to() -> None:
+    pauses: list[float] = []
+    tier = SlowTier(MemoryTier(LAYOUT, 9), latency=1.0, seconds_per_block=0.5, pause=pauses.append)
+    put_all(tier, NAMESPACE, prefix_keys(1, 4))
+    get_all(tier, NAMESPACE, prefix_keys(1, 4))
+    assert pauses == [3.0, 3.0, 3.0, 1.0, 3.0, 3.0, 3.0]
+
+
+def test_gated_tier_places_a_drop_inside_a_read() -> None:
+    tier = GatedTier(open_arena_tier(LAYOUT, 9))
+    keys = prefix_keys(1, 4)
+    put_all(tier, NAMESPACE, keys)
+    counts: list[int] = []
+    tier.close_gate("get_layer")
+    thread = threading.Thread(target=lambda: counts.append(get_all(tier, NAMESPACE, keys)))
+    thread.start()
+    tier.wait_until_stopped("get_layer")
+    assert tier.clear() == 4
+    put_all(tier, NAMESPACE, prefix_keys(2, 5))  # takes every block that is free
+    tier.open_gate("get_layer")
+    thread.join(timeout=30)
+    assert counts == [4]
+    tier.close()
+
+
+def test_block_memory_refuses_rows_of_another_size() -> None:
+    blocks = np.zeros((2, LAYOUT.block_bytes), dtype=np.uint8)
+    with pytest.raises(ValueError, match="layer 0"):
+        BlockMemory(LAYOUT, [blocks, blocks, blocks])
+    with pytest.raises(ValueError, match="2 layer arrays"):
+        BlockMemory(LAYOUT, [blocks, blocks])
+    memory = BlockMemory.of_blocks(LAYOUT, blocks)
+    with pytest.raises(ValueError, match="outside"):
+        memory.vectors(0, np.array([2]))
+    assert memory.vectors(1, np.array([1])).tolist() == [
+        [blocks.ctypes.data + LAYOUT.block_bytes + LAYOUT.layer_offsets[1], LAYOUT.layer_bytes(1)]
+    ]
