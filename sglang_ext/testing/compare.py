@@ -1,0 +1,105 @@
+"""Same-answer checks: greedy tokens equal, log probabilities close."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server generated for one prompt, and what it reused."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    prompt_tokens: int
+    cached_tokens: int
+    hbm_tokens: int
+    dram_tokens: int
+    seconds: float
+    """End to end, as the server measured it."""
+
+    @classmethod
+    def of(cls, response: Mapping[str, Any]) -> Answer:
+        """From the JSON of ``/generate`` with ``return_logprob``."""
+        meta = response["meta_info"]
+        details = meta.get("cached_tokens_details") or {}
+        return cls(
+            tokens=[entry[1] for entry in meta["output_token_logprobs"]],
+            logprobs=[entry[0] for entry in meta["output_token_logprobs"]],
+            prompt_tokens=meta["prompt_tokens"],
+            cached_tokens=meta["cached_tokens"],
+            hbm_tokens=details.get("device", 0),
+            dram_tokens=details.get("host", 0),
+            seconds=meta["e2e_latency"],
+        )
+
+
+def assert_same(expected: Answer, got: Answer, *, atol: float = 1e-4) -> None:
+    """Fail unless both have the same tokens and log probabilities within ``atol``.
+
+    Raises:
+        AssertionError: shows where they part, and what each had reused.
+    """
+    for place, (a, b) in enumerate(zip(expected.tokens, got.tokens, strict=False)):
+        if a != b:
+            raise AssertionError(
+                f"token {place} is {b}, not {a} (log probabilities {got.logprobs[place]:.6f} and "
+                f"{expected.logprobs[place]:.6f})\nexpected: {_reuse(expected)}\ngot:      {_reuse(got)}"
+            )
+    if len(expected.tokens) != len(got.tokens):
+        raise AssertionError(f"{len(got.tokens)} tokens instead of {len(expected.tokens)}")
+    worst = max(
+        (abs(a - b) for a, b in zip(expected.logprobs, got.logprobs, strict=True)),
+        default=0.0,
+    )
+    # Written so that NaN fails.
+    if not worst <= atol:
+        raise AssertionError(
+            f"log probabilities differ by up to {worst:.2e}, more than {atol:.0e}\n"
+            f"expected: {_reuse(expected)}\ngot:      {_reuse(got)}"
+        )
+
+
+def _reuse(answer: Answer) -> str:
+    return (
+        f"{answer.prompt_tokens} prompt tokens, {answer.hbm_tokens} from HBM, {answer.dram_tokens} from DRAM: "
+        f"{answer.tokens}"
+    )
+
+
+def random_conversations(
+    *,
+    seed: int,
+    count: int,
+    turns: tuple[int, int],
+    tokens: tuple[int, int],
+    system_tokens: int,
+    systems: int = 2,
+    vocabulary: tuple[int, int] = (100, 30_000),
+) -> list[list[list[int]]]:
+    """Conversations as what the user adds in each turn, in token ids.
+
+    Args:
+        seed: same seed, same conversations.
+        count: how many.
+        turns: least and most turns of one.
+        tokens: least and most tokens that a turn adds.
+        system_tokens: length of the beginning that the first turn shares with other conversations.
+        systems: how many different such beginnings there are.
+        vocabulary: token ids to draw from, half-open.
+    """
+    rng = random.Random(seed)
+
+    def text(length: int) -> list[int]:
+        return [rng.randrange(*vocabulary) for _ in range(length)]
+
+    beginnings = [text(system_tokens) for _ in range(systems)]
+    conversations: list[list[list[int]]] = []
+    for _ in range(count):
+        added = [text(rng.randint(*tokens)) for _ in range(rng.randint(*turns))]
+        added[0] = rng.choice(beginnings) + added[0]
+        conversations.append(added)
+    return conversations

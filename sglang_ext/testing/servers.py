@@ -1,0 +1,296 @@
+"""Real SGLang servers for tests and benchmarks: started once per configuration, ended without a trace.
+
+A server runs under ``cluster.guard``: whatever happens to the test process, SIGKILL included, the server and
+the processes it started end with it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+from sglang_ext.cluster.process import GUARD, how_it_ended, tail
+from sglang_ext.testing.compare import Answer
+from sglang_ext.testing.models import DType, model_path
+
+START_SECONDS = 240.0
+STOP_SECONDS = 20.0
+REQUEST_SECONDS = 180.0
+GRACE_SECONDS = 5.0
+POLL_SECONDS = 0.1
+
+T = TypeVar("T")
+
+
+class ServerStartError(RuntimeError):
+    """The server did not come up; the message has the end of its log."""
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """What to start. Equal specs can share a server.
+
+    Args:
+        model: name of a tiny model (``testing.models``).
+        dtype: of the weights and of the KV cache.
+        flags: SGLang's flags, and ours.
+        environment: on top of the test's own.
+    """
+
+    model: str = "tiny"
+    dtype: DType = "float32"
+    flags: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def command(self, port: int) -> list[str]:
+        return [
+            *(sys.executable, "-m", "sglang_ext.launch_server"),
+            *("--model-path", str(model_path(self.model, self.dtype)), "--dtype", self.dtype),
+            *("--host", "127.0.0.1", "--port", str(port), *self.flags),
+        ]
+
+
+def wait_until(condition: Callable[[], T], *, seconds: float, what: str) -> T:
+    """The first true value of ``condition``.
+
+    Raises:
+        TimeoutError: it stayed false; names ``what``.
+    """
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {seconds:.0f} s")
+        time.sleep(POLL_SECONDS)
+    return value
+
+
+def free_port() -> int:
+    """A port on loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class ServerProcess:
+    """One server. ``with ServerProcess(spec) as server: ...``, or ``start`` and ``stop``."""
+
+    def __init__(self, spec: ServerSpec) -> None:
+        self.spec = spec
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._watch: int | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._client = httpx.Client(
+            base_url=self.url,
+            timeout=REQUEST_SECONDS,
+            trust_env=False,
+            limits=httpx.Limits(max_connections=None),
+        )
+
+    # -- life -----------------------------------------------------------------------------------
+
+    def __enter__(self) -> ServerProcess:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start it and wait until it serves.
+
+        Raises:
+            ServerStartError: it ended, or did not serve in time.
+        """
+        self._folder = tempfile.TemporaryDirectory(prefix="sglang-ext-test-")
+        watch, self._watch = os.pipe()
+        try:
+            with self.log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    [
+                        *(sys.executable, "-I", "-S", str(GUARD), str(watch), str(GRACE_SECONDS), "--"),
+                        *self.spec.command(self.port),
+                    ],
+                    cwd=self._folder.name,
+                    env={**os.environ, **self.spec.environment},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(watch,),
+                    start_new_session=True,
+                )
+        finally:
+            os.close(watch)
+        try:
+            wait_until(self._serves, seconds=START_SECONDS, what=f"start of {self.spec}")
+        except BaseException as error:
+            text = "\n".join(tail(self.log))
+            self.stop()
+            raise ServerStartError(f"{error}\n{text}") from None
+
+    def _serves(self) -> bool:
+        assert self._process is not None
+        code = self._process.poll()
+        if code is not None:
+            raise RuntimeError(f"the server {how_it_ended(code)}")
+        try:
+            return self._client.get("/health", timeout=5.0).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def stop(self) -> None:
+        """End it and everything it started."""
+        self._client.close()
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self._watch is not None:
+            os.close(self._watch)
+            self._watch = None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """Of the guard; everything of the server is below it."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def log(self) -> Path:
+        assert self._folder is not None
+        return Path(self._folder.name) / "server.log"
+
+    # -- talking to it --------------------------------------------------------------------------
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """POST JSON; the answer's JSON, or its text. Raises on any status that is not 2xx."""
+        return _content(self._client.post(path, json=body))
+
+    def get(self, path: str) -> Any:
+        """GET; the answer's JSON, or its text. Raises on any status that is not 2xx."""
+        return _content(self._client.get(path))
+
+    def generate(self, prompt: Sequence[int], *, max_new_tokens: int, **fields: Any) -> Answer:
+        """The greedy answer to token ids, with log probabilities and what was reused."""
+        body = {
+            "input_ids": list(prompt),
+            "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True},
+            "return_logprob": True,
+            **fields,
+        }
+        return Answer.of(self.post("/generate", body))
+
+    def flush(self) -> None:
+        """Empty every tier, once the server is idle."""
+        wait_until(
+            lambda: self._client.post("/flush_cache").status_code == 200, seconds=30, what="/flush_cache"
+        )
+
+    def wait_idle(self) -> None:
+        """Return when no request runs or waits."""
+        wait_until(
+            lambda: all(
+                state["num_running_reqs"] == state["num_waiting_reqs"] == 0 for state in self.get("/get_load")
+            ),
+            seconds=60,
+            what="idle server",
+        )
+
+    def server_info(self) -> Any:
+        return self.get("/server_info")
+
+    def metrics(self) -> dict[str, float]:
+        """``/metrics`` by sample: 'name{label="value"}' -> value."""
+        samples: dict[str, float] = {}
+        for line in str(self.get("/metrics")).splitlines():
+            match = re.fullmatch(r"([^#\s]\S*(?:\{.*\})?) (\S+)(?: \d+)?", line)
+            if match:
+                samples[match[1]] = float(match[2])
+        return samples
+
+    def processes(self, title: str) -> list[int]:
+        """Ids of the server's processes whose title contains ``title``, such as ``sglang::scheduler``."""
+        return [pid for pid in _descendants(self.pid) if title in _title(pid)]
+
+    def scheduler_threads(self) -> list[str]:
+        """Names of the schedulers' threads, sorted."""
+        names = [
+            (task / "comm").read_text().strip()
+            for pid in self.processes("sglang::scheduler")
+            for task in Path(f"/proc/{pid}/task").iterdir()
+        ]
+        return sorted(names)
+
+
+def _content(response: httpx.Response) -> Any:
+    if not response.is_success:
+        raise AssertionError(f"{response.request.url}: {response.status_code}: {response.text[:500]}")
+    if response.headers.get("content-type", "").startswith("application/json"):
+        return response.json()
+    return response.text
+
+
+def _descendants(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            found += [int(child), *_descendants(int(child))]
+    return found
+
+
+def _title(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+
+
+class ServerPool:
+    """Servers by spec, shared between tests; the least recently used one ends when there are too many.
+
+    Args:
+        limit: servers that may run at the same time; each takes about 1.6 GB.
+    """
+
+    def __init__(self, limit: int = 2) -> None:
+        self._limit = limit
+        self._servers: OrderedDict[ServerSpec, ServerProcess] = OrderedDict()
+
+    def get(self, spec: ServerSpec) -> ServerProcess:
+        """A running server of this spec: one that runs already, or a new one."""
+        server = self._servers.pop(spec, None)
+        if server is None or not server.running:
+            if server is not None:
+                server.stop()
+            while len(self._servers) >= self._limit:
+                self._servers.popitem(last=False)[1].stop()
+            server = ServerProcess(spec)
+            server.start()
+        self._servers[spec] = server
+        return server
+
+    def close(self) -> None:
+        for server in self._servers.values():
+            server.stop()
+        self._servers.clear()

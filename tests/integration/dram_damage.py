@@ -1,0 +1,34 @@
+"""Damages the DRAM tier of a running server from outside: its arena is shared memory, open to its user."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+
+def arena_files(server_pid: int) -> list[Path]:
+    """The DRAM arenas of a server's processes, as files that can be opened."""
+    found: list[Path] = []
+    for pid in [server_pid, *_descendants(server_pid)]:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                target = os.readlink(link)
+            except OSError:
+                continue
+            if target.startswith("/memfd:dram"):
+                found.append(link)
+    return found
+
+
+def _descendants(pid: int) -> list[int]:
+    children: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        children += [int(child) for child in (task / "children").read_text().split()]
+    return children + [below for child in children for below in _descendants(child)]
+
+
+def flip_bit(arena: Path, offset: int, bit: int) -> None:
+    """Invert one bit of the byte at ``offset``."""
+    with arena.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        memory[offset] ^= 1 << bit

@@ -1,0 +1,163 @@
+"""Same answer: what comes out with any mix of HBM and DRAM hits is what comes out without a cache.
+
+Cold answers are taken on the same server under a cache salt of their own, so that nothing is reused. The
+server's HBM holds a fraction of the conversations, its DRAM all of them; prefill is chunked, and retraction
+is forced by SGLang's own test switch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+from dram_damage import arena_files, flip_bit
+from sglang_ext.testing.compare import Answer, assert_same, random_conversations
+from sglang_ext.testing.servers import ServerProcess, ServerSpec
+
+pytestmark = pytest.mark.integration
+
+HBM_TOKENS = 3200
+ANSWER_TOKENS = 8
+CONCURRENCY = 4
+
+GetServer = Callable[[ServerSpec], ServerProcess]
+
+
+def spec(model: str, page_size: int) -> ServerSpec:
+    return ServerSpec(
+        model=model,
+        flags=(
+            *("--radix-cache-backend", "global", "--kv-dram-size", "256MB", "--kv-check"),
+            *("--max-total-tokens", str(HBM_TOKENS), "--page-size", str(page_size)),
+            *("--chunked-prefill-size", "256"),
+        ),
+        environment={
+            "SGLANG_TEST_RETRACT": "1",
+            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+            "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+        },
+    )
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("tiny", 1), ("tiny", 16), ("tiny-mla", 1)],
+    ids=lambda param: f"{param[0]}-page{param[1]}",
+)
+def server(request: pytest.FixtureRequest, get_server: GetServer) -> Iterator[ServerProcess]:
+    model, page_size = request.param
+    return get_server(spec(model, page_size))
+
+
+@dataclass
+class Reuse:
+    """What many answers reused, in tokens and in kinds of hit."""
+
+    prompt: int = 0
+    hbm: int = 0
+    dram: int = 0
+    kinds: set[str] = field(default_factory=set)
+
+    def add(self, answer: Answer) -> None:
+        self.prompt += answer.prompt_tokens
+        self.hbm += answer.hbm_tokens
+        self.dram += answer.dram_tokens
+        hits = (answer.hbm_tokens > 0, answer.dram_tokens > 0)
+        self.kinds.add({(0, 0): "cold", (1, 0): "hbm", (0, 1): "dram", (1, 1): "mixed"}[hits])
+
+
+def converse(server: ServerProcess, conversations: list[list[list[int]]], reuse: Reuse) -> list[list[Answer]]:
+    """Play every conversation turn by turn, a few at a time; each turn's prompt repeats what came before."""
+    answers: list[list[Answer]] = [[] for _ in conversations]
+    histories: list[list[int]] = [[] for _ in conversations]
+
+    def turn(index: int, number: int) -> None:
+        histories[index] += conversations[index][number]
+        answer = server.generate(histories[index], max_new_tokens=ANSWER_TOKENS)
+        answers[index].append(answer)
+        histories[index] += answer.tokens
+
+    for number in range(max(map(len, conversations))):
+        having = [index for index, turns in enumerate(conversations) if number < len(turns)]
+        with ThreadPoolExecutor(CONCURRENCY) as pool:
+            list(pool.map(turn, having, [number] * len(having)))
+    for each in answers:
+        for answer in each:
+            reuse.add(answer)
+    return answers
+
+
+def test_hits_of_every_kind_give_the_cold_answer(server: ServerProcess, long_run: bool) -> None:
+    count = 200 if long_run else 14
+    conversations = random_conversations(
+        seed=7, count=count, turns=(2, 4), tokens=(8, 700), system_tokens=150
+    )
+    reuse = Reuse()
+    warm = converse(server, conversations, reuse)
+
+    for index, turns in enumerate(conversations):
+        history: list[int] = []
+        for number, prompt in enumerate(turns):
+            history += prompt
+            cold = server.generate(history, max_new_tokens=ANSWER_TOKENS, cache_salt=f"cold-{index}-{number}")
+            assert cold.hbm_tokens == cold.dram_tokens == 0
+            assert_same(cold, warm[index][number], atol=1e-4)
+            history += warm[index][number].tokens
+
+    assert reuse.kinds >= {"cold", "hbm", "dram", "mixed"}, reuse
+    assert reuse.dram > 0.1 * reuse.prompt, reuse
+
+
+def push_out_of_hbm(server: ServerProcess, seed: int) -> None:
+    """Fill HBM with other prompts, so that everything before them is in DRAM only."""
+    rng = random.Random(seed)
+    for _ in range(2 * HBM_TOKENS // 800):
+        server.generate([rng.randrange(100, 30_000) for _ in range(800)], max_new_tokens=1)
+
+
+def test_one_damaged_bit_in_dram_is_seen(server: ServerProcess) -> None:
+    """The twin: if this did not fail, the test above would prove nothing."""
+    rng = random.Random(11)
+    prompt = [rng.randrange(100, 30_000) for _ in range(400)]
+    before = server.generate(prompt, max_new_tokens=ANSWER_TOKENS)
+    server.flush()
+    assert server.generate(prompt, max_new_tokens=ANSWER_TOKENS).hbm_tokens == 0
+    push_out_of_hbm(server, seed=12)
+    # After the flush the prompt's blocks were the first to enter DRAM, and so lie at its beginning. The
+    # highest exponent bit of one value of the first block is flipped.
+    (arena,) = arena_files(server.pid)
+    flip_bit(arena, offset=4 * 64 + 3, bit=6)
+    damaged = server.generate(prompt, max_new_tokens=ANSWER_TOKENS)
+    flip_bit(arena, offset=4 * 64 + 3, bit=6)
+    assert damaged.dram_tokens > 0, "the prompt was not loaded from DRAM"
+    with pytest.raises(AssertionError):
+        assert_same(before, damaged, atol=1e-4)
+    server.flush()
+
+
+def test_a_salt_shares_nothing(server: ServerProcess) -> None:
+    rng = random.Random(21)
+    prompt = [rng.randrange(100, 30_000) for _ in range(200)]
+    plain = server.generate(prompt, max_new_tokens=4)
+    assert server.generate(prompt, max_new_tokens=4).hbm_tokens > 0
+    mine = server.generate(prompt, max_new_tokens=4, cache_salt="mine")
+    assert mine.hbm_tokens == mine.dram_tokens == 0
+    assert server.generate(prompt, max_new_tokens=4, cache_salt="mine").hbm_tokens > 0
+    theirs = server.generate(prompt, max_new_tokens=4, extra_key="theirs")
+    assert theirs.hbm_tokens == theirs.dram_tokens == 0
+    assert_same(plain, mine, atol=1e-4)
+    assert_same(plain, theirs, atol=1e-4)
+
+
+def test_flushing_empties_every_tier(server: ServerProcess) -> None:
+    rng = random.Random(31)
+    prompt = [rng.randrange(100, 30_000) for _ in range(300)]
+    server.generate(prompt, max_new_tokens=2)
+    assert server.generate(prompt, max_new_tokens=2).hbm_tokens > 0
+    server.flush()
+    after = server.generate(prompt, max_new_tokens=2)
+    assert after.hbm_tokens == after.dram_tokens == 0
