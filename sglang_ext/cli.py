@@ -1,0 +1,92 @@
+"""``sglang-ext``: the commands of this package under one name.
+
+Only the chosen command's module is imported, so that ``--help`` and ``--version`` answer at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+PROG = "sglang-ext"
+PACKAGE = "sglang-ext"
+USAGE_STATUS = 2
+"""Exit status for a command line that cannot be understood, as argparse gives it."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: a module with ``main(arguments)``, which returns the exit status."""
+
+    module: str
+    help: str
+    replaces_process: bool = False
+    """Run as ``python -m module``. SGLang's child processes import the main module of their parent first, and
+    have to find the launcher there."""
+
+
+COMMANDS: Mapping[str, Command] = {
+    "serve": Command(
+        "sglang_ext.launch_server",
+        "start one SGLang server with the shared cache; takes every flag of SGLang's launch_server",
+        replaces_process=True,
+    ),
+    "router": Command("router.__main__", "start the router in front of running servers"),
+    "cluster": Command(
+        "sglang_ext.cluster.command", "start servers and router on this machine, in one command"
+    ),
+    "doctor": Command("sglang_ext.doctor", "check this machine and installation, and say what to do"),
+}
+
+
+def _help() -> str:
+    width = max(len(name) for name in COMMANDS)
+    commands = "\n".join(f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items())
+    return (
+        f"usage: {PROG} [-h] [--version] COMMAND ...\n\n"
+        "A cluster of SGLang instances that shares one KV cache.\n\n"
+        f"commands:\n{commands}\n\n"
+        f"options:\n  -h, --help  show this help message and exit\n"
+        "  --version   show the versions of this package and of SGLang and exit\n\n"
+        f"`{PROG} COMMAND --help` shows the flags of a command.\n"
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given:
+        sys.stderr.write(_help())
+        return USAGE_STATUS
+    name, rest = given[0], given[1:]
+    if name in ("-h", "--help"):
+        sys.stdout.write(_help())
+        return 0
+    if name == "--version":
+        sys.stdout.write(f"{PROG} {_version(PACKAGE)}\nsglang {_version('sglang')}\n")
+        return 0
+    command = COMMANDS.get(name)
+    if command is None:
+        sys.stderr.write(f"{PROG}: unknown command {name!r}; there are {', '.join(COMMANDS)}\n")
+        return USAGE_STATUS
+    if command.replaces_process:
+        sys.stdout.flush()
+        # -P: a folder of our name in the current folder is not this package.
+        os.execv(sys.executable, [sys.executable, "-P", "-m", command.module, *rest])
+    status: int = importlib.import_module(command.module).main(rest)
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,147 @@
+"""``sglang-ext cluster``: a cluster of SGLang servers with its router on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+
+from sglang_ext.cluster.config import ClusterConfig, add_cli_args, from_cli_args
+from sglang_ext.cluster.host import Ports, host_facts
+from sglang_ext.cluster.plan import HostFacts, make_plan
+from sglang_ext.cluster.supervisor import Cluster, Observer
+from sglang_ext.cluster.terminal import Display
+from sglang_ext.errors import ConfigError, UserError
+
+PROG = "sglang-ext cluster"
+LOG_FOLDER_PREFIX = "sglang-ext-cluster-"
+
+
+class LogFolder:
+    """The folder for the logs: the user's, or a temporary one that goes unless ``keep`` was set or the block
+    raised.
+
+    Raises:
+        ConfigError: on entering, when the folder cannot be made.
+    """
+
+    def __init__(self, chosen: Path | None) -> None:
+        self._chosen = chosen
+        self.path = Path()
+        self.keep = chosen is not None
+
+    def __enter__(self) -> LogFolder:
+        try:
+            if self._chosen is None:
+                self.path = Path(tempfile.mkdtemp(prefix=LOG_FOLDER_PREFIX))
+            else:
+                self._chosen.mkdir(parents=True, exist_ok=True)
+                self.path = self._chosen.resolve()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make a folder for the logs: {error}", field="--log-dir", hint="Give another one"
+            ) from None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.keep and kind is None:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+@contextlib.asynccontextmanager
+async def running_cluster(
+    config: ClusterConfig, log_dir: Path, observer: Observer | None = None, host: HostFacts | None = None
+) -> AsyncIterator[Cluster]:
+    """A cluster as ``config`` says, starting; it has ended when the block has.
+
+    Args:
+        config: what to run.
+        log_dir: existing folder for the logs.
+        observer: is told of every change.
+        host: this machine; found out when it is None.
+
+    Raises:
+        ConfigError: it cannot run here; names the flag.
+    """
+    with Ports() as ports:
+        router_port = ports.take(config.host, config.port, "--port")
+        server_ports = ports.free_after(router_port, config.colocated)
+        parts = make_plan(config, host or host_facts(), router_port, server_ports)
+        cluster = Cluster(
+            parts,
+            log_dir,
+            restarts=config.restart,
+            start_timeout_s=config.start_timeout_secs,
+            stop_timeout_s=config.stop_timeout_secs,
+            observer=observer,
+        )
+        async with cluster:
+            yield cluster
+
+
+async def run(config: ClusterConfig, console: Console) -> int:
+    """Run a cluster until it is told to stop or a part dies for good; returns the exit status."""
+    with LogFolder(config.log_dir) as logs, Display(console, logs.path) as display:
+        async with running_cluster(config, logs.path, display) as cluster:
+            told = 0
+
+            def stop() -> None:
+                nonlocal told
+                told += 1
+                if told == 1:
+                    console.print("Ending the cluster; again to end it at once.")
+                    cluster.stop()
+                else:
+                    cluster.hurry()
+
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                loop.add_signal_handler(number, stop)
+            await cluster.ended()
+        if cluster.failure is None:
+            return 0
+        logs.keep = True
+        sys.stderr.write(f"{PROG}: {cluster.failure}\n")
+        return 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(
+        prog=PROG,
+        allow_abbrev=False,
+        description="Run SGLang servers and the router on this machine; Ctrl-C ends all of it. The SGLang "
+        "flags after -- are for every server; --radix-cache-backend global is set unless you choose another "
+        "cache.",
+        usage="%(prog)s --model-path MODEL [--colocated N] [--port PORT] [options] [-- SGLANG-FLAGS]",
+        epilog="example: sglang-ext cluster --model-path my/model --colocated 2 -- --kv-dram-size 4GiB",
+    )
+    add_cli_args(found)
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit status: 0 ended as told, 1 a part failed, 2 a wrong flag."""
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    known = parser()
+    args, unknown = known.parse_known_args(arguments[:cut])
+    if unknown:
+        known.error(f"unrecognized arguments: {' '.join(unknown)}. The flags of SGLang go after --")
+    try:
+        return asyncio.run(run(from_cli_args(args, arguments[cut + 1 :]), Console()))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except UserError as error:
+        sys.stderr.write(f"{PROG}: {error}\n")
+        return 2

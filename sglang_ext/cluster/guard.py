@@ -1,0 +1,211 @@
+"""Runs one command and leaves nothing of it behind: the process between the supervisor and each part.
+
+``python guard.py WATCH_FD GRACE_SECONDS -- COMMAND...``, started by the supervisor in a session of its own.
+It imports the standard library only, and none of this package, so that it starts in milliseconds.
+
+Who can die, and what happens then:
+
+- the command ends: what it started is ended, and the guard ends the same way (same status, same signal);
+- the supervisor dies, even by SIGKILL: WATCH_FD, a pipe whose other end only the supervisor has, comes to
+  its end; the command is ended as on SIGTERM;
+- SIGTERM: the command gets SIGTERM, and SIGKILL once GRACE_SECONDS are over;
+- SIGQUIT: the command is killed at once;
+- the guard dies by SIGKILL: the kernel kills the command with it (PR_SET_PDEATHSIG).
+
+The guard is the reaper of all descendants (PR_SET_CHILD_SUBREAPER), so that a process whose parent has died,
+or that moved to a session of its own, is still found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+LEFTOVER_SECONDS = 1.0
+"""Time for what the command leaves behind to end on its own, before and after SIGKILL has its turn.
+
+Python's resource trackers need it: they outlive their process to remove its shared memory, and end then.
+"""
+POLL_SECONDS = 0.02
+CANNOT_RUN = 127
+"""Exit status when there is no such command, as shells give it."""
+
+
+def prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+
+
+def start(command: list[str]) -> int:
+    """Fork and run; returns the process id."""
+    guard = os.getpid()
+    child = os.fork()
+    if child:
+        return child
+    try:
+        for number in Signals.CAUGHT:
+            signal.signal(number, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != guard:
+            os._exit(CANNOT_RUN)
+        os.execvp(command[0], command)
+    except OSError as error:
+        os.write(2, f"cannot run {command[0]}: {error}\n".encode())
+    os._exit(CANNOT_RUN)
+
+
+def children_by_parent() -> dict[int, list[int]]:
+    """Process ids by parent, of this whole machine, from /proc."""
+    found: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        with suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:
+            # The second field is the name in parentheses, which may hold anything.
+            parent = int(stat.read().rpartition(b")")[2].split()[1])
+            found.setdefault(parent, []).append(int(name))
+    return found
+
+
+def descendants(root: int) -> list[int]:
+    """Everything below ``root``, parents first."""
+    below = children_by_parent()
+    found = [root]
+    for pid in found:
+        found.extend(below.get(pid, []))
+    return found[1:]
+
+
+def is_resource_tracker(pid: int) -> bool:
+    with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as cmdline:
+        return b"resource_tracker" in cmdline.read()
+    return False
+
+
+def send(number: int, pids: list[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def reap(main: int) -> int | None:
+    """Collect every child that has ended; the wait status of ``main`` when it was among them."""
+    status = None
+    with suppress(ChildProcessError):
+        while True:
+            pid, raw = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            if pid == main:
+                status = raw
+    return status
+
+
+def wait_until_alone(main: int, seconds: float) -> int | None:
+    """Until nothing is left below the guard or the time is over; the status of ``main`` as ``reap``."""
+    deadline = time.monotonic() + seconds
+    status = None
+    while True:
+        ended = reap(main)
+        status = ended if status is None else status
+        if not descendants(os.getpid()) or time.monotonic() >= deadline:
+            return status
+        time.sleep(POLL_SECONDS)
+
+
+def end_all(main: int) -> int | None:
+    """Kill what is left, resource trackers last; the status of ``main`` as ``reap``."""
+    status = None
+    for spare in (True, False):
+        # Killing can race with forking: until nothing new turns up.
+        while True:
+            left = [pid for pid in descendants(os.getpid()) if not (spare and is_resource_tracker(pid))]
+            if not left:
+                break
+            send(signal.SIGKILL, left)
+            ended = wait_until_alone(main, POLL_SECONDS)
+            status = ended if status is None else status
+        ended = wait_until_alone(main, LEFTOVER_SECONDS)
+        status = ended if status is None else status
+    return status
+
+
+class Signals:
+    """Signals as bytes that ``poll`` can wait for."""
+
+    ASK = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+    CAUGHT = (*ASK, signal.SIGQUIT, signal.SIGCHLD)
+
+    def __init__(self) -> None:
+        self.reader, writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        os.set_blocking(writer, False)
+        for number in self.CAUGHT:
+            signal.signal(number, lambda number, frame: None)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def read(self) -> set[int]:
+        """The numbers that came since the last call."""
+        with suppress(BlockingIOError):
+            return set(os.read(self.reader, 512))
+        return set()
+
+
+def guard(watch: int, grace: float, command: list[str]) -> int:
+    """Run ``command`` to its end; returns its wait status."""
+    os.set_inheritable(watch, False)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signals = Signals()
+    main = start(command)
+    poll = select.poll()
+    poll.register(signals.reader, select.POLLIN)
+    poll.register(watch, select.POLLIN | select.POLLHUP)
+    asked = False
+    deadline: float | None = None
+    status: int | None = None
+    while status is None:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+        ready = {fd for fd, _ in poll.poll(left)}
+        came = signals.read()
+        if watch in ready:
+            poll.unregister(watch)
+        status = reap(main)
+        if not asked and (watch in ready or came & Signals.ASK):
+            asked = True
+            deadline = time.monotonic() + grace
+            send(signal.SIGTERM, [main])
+        if signal.SIGQUIT in came:
+            deadline = time.monotonic()
+        if status is None and deadline is not None and time.monotonic() >= deadline:
+            send(signal.SIGKILL, [main])
+            deadline = None
+    wait_until_alone(main, LEFTOVER_SECONDS)
+    end_all(main)
+    return status
+
+
+def end_like(status: int) -> None:
+    """End this process as the command ended."""
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        os._exit(code)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError):  # SIGKILL has no handler to reset
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    end_like(guard(int(sys.argv[1]), float(sys.argv[2]), sys.argv[4:]))

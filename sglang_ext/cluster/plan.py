@@ -1,0 +1,170 @@
+"""From a configuration to the processes of the cluster. Pure: the host's facts come in as arguments."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sglang_ext.cluster.config import ClusterConfig, flag_value
+from sglang_ext.errors import ConfigError, InternalError
+
+LOOPBACK = "127.0.0.1"
+CACHE_FLAGS = ("--radix-cache-backend", "--disable-radix-cache", "--enable-hierarchical-cache")
+"""Flags by which a user chooses a cache; any of them keeps ours from being set."""
+ENVIRONMENT = {
+    # `python -m` would look for modules in the current folder first, and take any folder named router there.
+    "PYTHONSAFEPATH": "1",
+    # Logs are read while the process runs.
+    "PYTHONUNBUFFERED": "1",
+}
+SECRET_FLAGS = ("--api-key", "--worker-api-key", "--admin-api-key", "--ssl-keyfile-password")
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What the plan has to know of this machine."""
+
+    cores: int
+    """Cores this process may use."""
+    accelerators: int
+    """GPUs or the like that torch sees; 0 means that servers run on the CPU."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process of the cluster."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(repr=False)
+    """Added to the supervisor's environment; what the user has set there stays."""
+    url: str
+    """Where it listens; it is ready when ``url + "/health"`` answers 200."""
+    needs: tuple[str, ...] = ()
+    """Parts that have to be ready before this one starts."""
+
+    @property
+    def shown_command(self) -> str:
+        """The command for people and logs, without secrets."""
+        words = list(self.command)
+        for position, word in enumerate(words):
+            name, equals, _ = word.partition("=")
+            if name in SECRET_FLAGS and equals:
+                words[position] = f"{name}=***"
+            elif name in SECRET_FLAGS and position + 1 < len(words):
+                words[position + 1] = "***"
+        return " ".join(words)
+
+
+def make_plan(
+    config: ClusterConfig, host: HostFacts, router_port: int, server_ports: Sequence[int]
+) -> tuple[Part, ...]:
+    """The servers, then the router.
+
+    Args:
+        config: what the user asked for.
+        host: this machine.
+        router_port: where the router will listen.
+        server_ports: one per server.
+
+    Raises:
+        ConfigError: this machine cannot run it.
+    """
+    if len(server_ports) != config.colocated:
+        raise InternalError(f"{len(server_ports)} ports for {config.colocated} servers")
+    servers = tuple(_server(config, host, index, port) for index, port in enumerate(server_ports))
+    urls = tuple(server.url for server in servers)
+    router = Part(
+        name="router",
+        command=(
+            sys.executable, "-m", "router",
+            "--worker-urls", *urls,
+            "--host", config.host, "--port", str(router_port), "--policy", config.policy,
+            *config.router_args,
+        ),
+        environment=ENVIRONMENT,
+        url=f"http://{_connectable(config.host)}:{router_port}",
+        needs=tuple(server.name for server in servers),
+    )  # fmt: skip
+    return (*servers, router)
+
+
+def _server(config: ClusterConfig, host: HostFacts, index: int, port: int) -> Part:
+    flags = config.flags_of(index)
+    ours = ["--model-path", config.model_path, "--host", LOOPBACK, "--port", str(port)]
+    if all(flag_value(flags, name) is None for name in CACHE_FLAGS):
+        ours += ["--radix-cache-backend", "global"]
+    on_cpu = host.accelerators == 0 or flag_value(flags, "--device") == "cpu"
+    if not on_cpu:
+        ours += _devices(config, host, index)
+    return Part(
+        name=f"server-{index}",
+        command=(sys.executable, "-m", "sglang_ext.launch_server", *ours, *flags),
+        environment={**ENVIRONMENT, **(_cpu_environment(config, host, index) if on_cpu else {})},
+        url=f"http://{LOOPBACK}:{port}",
+    )
+
+
+def _ranks(flags: Sequence[str]) -> int:
+    """Scheduler processes of a server, each with its device or its share of the cores."""
+    count = 1
+    for names in (
+        ("--tp-size", "--tensor-parallel-size", "--tp"),
+        ("--pp-size", "--pipeline-parallel-size", "--pp"),
+    ):
+        value = flag_value(flags, *names)
+        if value is None:
+            continue
+        if not value.isdecimal() or int(value) < 1:
+            raise ConfigError(f"{value!r} is not a number of ranks", field=names[0])
+        count *= int(value)
+    return count
+
+
+def _devices(config: ClusterConfig, host: HostFacts, index: int) -> list[str]:
+    """A GPU of its own for each rank of each server, or the user's word on how to share."""
+    flags = config.flags_of(index)
+    if flag_value(flags, "--base-gpu-id") is not None:
+        return []
+    first = sum(_ranks(config.flags_of(other)) for other in range(index))
+    if first + _ranks(flags) <= host.accelerators:
+        return ["--base-gpu-id", str(first)]
+    if _ranks(flags) <= host.accelerators and flag_value(flags, "--mem-fraction-static") is not None:
+        places = host.accelerators // _ranks(flags)
+        return ["--base-gpu-id", str(index % places * _ranks(flags))]
+    raise ConfigError(
+        f"{config.colocated} servers need more than the {host.accelerators} GPUs there are",
+        field="--colocated",
+        hint="Give fewer, or let servers share GPUs with --mem-fraction-static after --, "
+        "such as 0.4 for two on one GPU",
+    )
+
+
+def _cpu_environment(config: ClusterConfig, host: HostFacts, index: int) -> Mapping[str, str]:
+    """An equal share of the cores for each rank of each server, at least one.
+
+    More OpenMP threads than cores make every matrix product wait for threads that are not running. With one
+    rank the kernel places the threads; with several, SGLang wants the cores of each rank spelled out.
+    """
+    flags = config.flags_of(index)
+    share = max(1, host.cores // sum(_ranks(config.flags_of(i)) for i in range(config.colocated)))
+    found = {"OMP_NUM_THREADS": str(share)}
+    if (ranks := _ranks(flags)) > 1:
+        first = index * ranks * share
+        cores = [[(first + rank * share + k) % host.cores for k in range(share)] for rank in range(ranks)]
+        found["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, some)) for some in cores)
+    return found
+
+
+def _connectable(host: str) -> str:
+    """An address that clients on this machine can use for a server bound to ``host``."""
+    if host in ("", "0.0.0.0", "::"):
+        return LOOPBACK
+    return f"[{host}]" if ":" in host else host
+
+
+def log_path(folder: Path, part: Part) -> Path:
+    """Where the output of a part goes."""
+    return folder / f"{part.name}.log"

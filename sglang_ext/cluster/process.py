@@ -1,0 +1,120 @@
+"""One running part: its guard process, its log, and how it ended. The I/O below the supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from sglang_ext.cluster.plan import Part
+
+GUARD = Path(__file__).with_name("guard.py")
+PROBE_TIMEOUT_S = 5.0
+TAIL_BYTES = 1 << 16
+TAIL_LINES = 15
+TAIL_COLUMNS = 300
+NOISE = (" - leaked ", " - ... skipped", "nanobind: ", "See https://nanobind")
+"""What an extension module prints when any Python process with SGLang ends; it hides what came before."""
+
+
+class PartProcess:
+    """A part's process under its guard.
+
+    Args:
+        part: what to run.
+        log: file that output is appended to.
+        watch: read end of a pipe whose write end only this process has; see ``guard``.
+        grace_s: seconds between SIGTERM and SIGKILL when it is told to end.
+    """
+
+    def __init__(self, part: Part, log: Path, *, watch: int, grace_s: float) -> None:
+        self._part = part
+        self._log = log
+        self._watch = watch
+        self._grace_s = grace_s
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The guard's process id, once started."""
+        return None if self._process is None else self._process.pid
+
+    async def run(self) -> int:
+        """Start it and wait for its end; returns the exit code, negative for a signal's number."""
+        with self._log.open("ab") as log:
+            log.write(f"$ {self._part.shown_command}\n".encode())
+            log.flush()
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", str(GUARD), str(self._watch), str(self._grace_s), "--"),
+                *self._part.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # Given by the user, OMP_NUM_THREADS and the like win.
+                env={**self._part.environment, **os.environ},
+                pass_fds=(self._watch,),
+                start_new_session=True,
+            )
+        return await self._process.wait()
+
+    def terminate(self) -> None:
+        """Ask it to end; its guard kills it when the grace time is over."""
+        self._send(signal.SIGTERM)
+
+    def hasten(self) -> None:
+        """Have its guard end it at once."""
+        self._send(signal.SIGQUIT)
+
+    def kill(self) -> None:
+        """Kill its guard; the kernel kills it with the guard."""
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(number)
+
+
+async def probe(url: str) -> bool:
+    """Whether ``GET url`` answers 200 in time."""
+    parts = urlsplit(url)
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            try:
+                writer.write(f"GET {parts.path} HTTP/1.0\r\nHost: {parts.netloc}\r\n\r\n".encode())
+                await writer.drain()
+                status = await reader.readline()
+            finally:
+                writer.close()
+    except (OSError, TimeoutError, ValueError):
+        return False
+    return status.split()[1:2] == [b"200"]
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words; with the likely reason where there is one."""
+    if code >= 0:
+        return f"ended with exit status {code}"
+    name = signal.Signals(-code).name
+    text = f"was killed by signal {-code} ({name})"
+    if code == -signal.SIGKILL:
+        text += "; if nobody did, the machine may have run out of memory"
+    return text
+
+
+def tail(log: Path) -> list[str]:
+    """The last lines of a log that say something."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError as error:
+        return [f"(cannot read {log}: {error.strerror})"]
+    lines = [line.rstrip() for line in text.splitlines()]
+    lines = [line for line in lines if line and not line.startswith(NOISE)]
+    return [
+        line if len(line) <= TAIL_COLUMNS else line[:TAIL_COLUMNS] + " ..." for line in lines[-TAIL_LINES:]
+    ]
