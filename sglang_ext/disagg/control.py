@@ -19,9 +19,14 @@ from zmq import constants as zmq
 from zmq.asyncio import Context
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.error import ZMQError
-from zmq.utils import z85
 
-from sglang_ext.disagg.errors import PeerGoneError, PeerProtocolError, RefusedError, TransferDeadlineError
+from sglang_ext.disagg.errors import (
+    PeerGoneError,
+    PeerProtocolError,
+    RefusedError,
+    TransferDeadlineError,
+    TransferError,
+)
 from sglang_ext.disagg.messages import REPLIES, REQUESTS, Refused, Reply, Request
 from sglang_ext.errors import ConfigError, SglangExtError
 from sglang_ext.wire import WireError
@@ -30,6 +35,7 @@ log = logging.getLogger(__name__)
 
 NUMBER_BYTES: Final = 8
 UNASKED: Final = 0
+ZAP_DOMAIN: Final = "kv"
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,19 +71,19 @@ def _secure(socket: Any, keys: CurveKeys | None, *, server: bool) -> None:
     socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
     if server:
         socket.curve_server = True
-        socket.setsockopt(zmq.ZAP_DOMAIN, b"kv")
+        socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
     else:
         socket.curve_serverkey = keys.public
 
 
 class _OnlyMembers:
-    """Credentials provider: the cluster's public key and no other."""
+    """Credentials provider: the cluster's public key (Z85) and no other."""
 
     def __init__(self, public: bytes) -> None:
         self._public = public
 
     def callback(self, domain: str, key: bytes) -> bool:
-        return bool(z85.encode(key) == self._public)
+        return key == self._public
 
 
 Handler = Callable[[bytes, Request], Awaitable[Reply]]
@@ -106,7 +112,9 @@ class ControlServer:
         if keys is not None:
             self._authenticator = AsyncioAuthenticator(context)
             self._authenticator.start()
-            self._authenticator.configure_curve_callback("*", credentials_provider=_OnlyMembers(keys.public))
+            self._authenticator.configure_curve_callback(
+                ZAP_DOMAIN, credentials_provider=_OnlyMembers(keys.public)
+            )
         self._socket = context.socket(zmq.ROUTER)
         _secure(self._socket, keys, server=True)
         self._socket.bind(f"tcp://{host}:{port or '*'}")
@@ -176,7 +184,7 @@ class ControlClient:
         self._on_unasked = on_unasked
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._numbers = itertools.count(1)
-        self._failed: PeerProtocolError | None = None
+        self._failed: TransferError | None = None
         self._socket = context.socket(zmq.DEALER)
         _secure(self._socket, keys, server=False)
         self._socket.connect(f"tcp://{address}")
@@ -217,9 +225,7 @@ class ControlClient:
         """Stop; whoever waits gets a PeerGoneError."""
         self._main.cancel()
         await asyncio.gather(self._main, return_exceptions=True)
-        for reply in self._waiting.values():
-            if not reply.done():
-                reply.set_exception(PeerGoneError(f"the connection to {self.address} was closed"))
+        self.fail(PeerGoneError(f"the connection to {self.address} was closed"))
         self._socket.close(linger=0)
 
     async def _receive(self) -> None:
@@ -230,7 +236,7 @@ class ControlClient:
                     raise WireError("a reply with the wrong number of frames")
                 message = REPLIES.decode(frames[1])
             except WireError as error:
-                self._fail(PeerProtocolError(f"{self.address}: {error}"))
+                self.fail(PeerProtocolError(f"{self.address}: {error}"))
                 return
             number = int.from_bytes(frames[0], "little")
             if number == UNASKED:
@@ -240,9 +246,9 @@ class ControlClient:
             if waiting is not None and not waiting.done():
                 waiting.set_result(message)
 
-    def _fail(self, error: PeerProtocolError) -> None:
-        """A peer that does not speak the protocol is asked nothing more."""
-        self._failed = error
+    def fail(self, error: TransferError) -> None:
+        """Ask nothing more; whoever waits gets `error`."""
+        self._failed = self._failed or error
         for reply in self._waiting.values():
             if not reply.done():
                 reply.set_exception(error)

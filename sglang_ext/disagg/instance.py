@@ -96,20 +96,25 @@ class Link:
         except RangeError as error:
             raise PeerProtocolError(f"the peer describes a tensor outside of its regions: {error}") from None
 
+    def fail(self, error: TransferError) -> None:
+        """The peer is gone: end its transfers, and whoever waits for an answer."""
+        self.peer.fail(error)
+        self.client.fail(error)
+
     async def ask(self, message: Request, seconds: float) -> Reply:
         """As `ControlClient.ask`; a session that the owner has given up is a peer that is gone."""
         try:
             return await self.client.ask(message, seconds)
         except RefusedError as error:
             if error.reason == "session":
-                self.peer.fail(PeerGoneError("the owner has given this session up; connect again"))
+                self.fail(PeerGoneError("the owner has given this session up; connect again"))
                 raise PeerGoneError(str(error)) from None
             raise
 
     def unasked(self, message: Reply) -> None:
         """The owner revokes a grant: stop, then say so. Or it closes."""
         if isinstance(message, Refused):
-            self.peer.fail(PeerGoneError(f"{self.who.instance}: {message.text}"))
+            self.fail(PeerGoneError(f"{self.who.instance}: {message.text}"))
         if isinstance(message, Revoke):
             self.spawn(self._stop(message.grant))
 
@@ -168,13 +173,13 @@ class Link:
                 reply = await self.ask(Ping(self.session, self.peer.channel.name), interval * 2)
             except TransferDeadlineError:
                 if loop.time() - last > self._dead_after:
-                    self.peer.fail(PeerGoneError(f"{self.who.instance} has not answered for too long"))
+                    self.fail(PeerGoneError(f"{self.who.instance} has not answered for too long"))
             except TransferError as error:
-                self.peer.fail(error)
+                self.fail(error)
             else:
                 last = loop.time()
                 if not isinstance(reply, Pong) or reply.epoch != self.who.epoch:
-                    self.peer.fail(PeerGoneError(f"{self.who.instance} restarted: another epoch"))
+                    self.fail(PeerGoneError(f"{self.who.instance} restarted: another epoch"))
             await asyncio.sleep(interval)
 
 

@@ -127,6 +127,7 @@ class Owner:
         self._sessions: dict[bytes, Session] = {}
         self._grants = GrantTable()
         self._writers: dict[int, Session] = {}
+        self._last_tick = clock.monotonic()
         self.receiver: Receiver | None = None
 
     def __repr__(self) -> str:
@@ -178,6 +179,12 @@ class Owner:
     async def tick(self) -> None:
         """End what is overdue: silent readers, leases, grants. Called a few times a second."""
         now = self._clock.monotonic()
+        if now - self._last_tick > self._dead_after / 2:
+            # It was this process that stood still: the readers' pings wait in our socket, they are not
+            # silent.
+            for session in self._sessions.values():
+                session.last_seen = now
+        self._last_tick = now
         silent = [s for s in self._sessions.values() if now - s.last_seen > self._dead_after]
         for session in silent:
             log.warning("reader %s is silent: its leases end", session.reader.instance)

@@ -387,6 +387,8 @@ class Endpoint:
             raise RefusedError("version", f"protocol {who.version} there, {VERSION} here; run one release")
         if who.namespace != self.config.namespace:
             raise RefusedError("namespace", f"{who.namespace!r} there, {self.config.namespace!r} here")
+        if not who.regions or who.regions[0].nbytes < HEADER_BYTES:
+            raise PeerProtocolError("the peer describes no control region")
         for theirs in who.pools:
             try:
                 found = dtypes(pool_strided(theirs))

@@ -1,0 +1,64 @@
+"""One endpoint in a process of its own, for tests that kill it and benchmarks that measure against it.
+
+    python -m sglang_ext.testing.transfer_owner '{"transports": ["tcp"], "blocks": 64, ...}'
+
+Prints one line of JSON when it serves: {"address": ..., "pid": ...}. Publishes request `r<i>` for i in
+range(requests), all blocks each. With `connect` it connects there, takes the lease of `r0`, and prints it.
+Ends when its standard input does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import numpy as np
+
+from sglang_ext.disagg.messages import Reserve
+from sglang_ext.disagg.transfer import EndpointConfig
+from sglang_ext.disagg.transports import TransportName
+from sglang_ext.testing.transfer_rig import NAMESPACE, Shape, start_instance
+
+
+async def main(options: dict[str, Any]) -> None:
+    """Serve until standard input ends."""
+    shape = Shape(**options.get("shape", {}))
+    config = EndpointConfig(
+        options.get("name", "owner"),
+        options.get("namespace", NAMESPACE),
+        bind=options.get("bind", "127.0.0.1"),
+        transports=tuple(TransportName(t) for t in options.get("transports", ())),
+        lanes=options.get("lanes", 1),
+        heartbeat=options.get("heartbeat", 0.1),
+        dead_after=options.get("dead_after", 1.0),
+    )
+    ranks = await start_instance(
+        config, shape, shared=options.get("shared", True), arena=options.get("arena", False)
+    )
+    rank = ranks[0]
+    rank.pool.fill(options.get("seed", 1))
+    every = np.arange(shape.blocks)
+    rank.owned.seal(every)
+    for i in range(options.get("requests", 1)):
+        rank.endpoint.publish("hbm", f"r{i}", every, ttl=600.0)
+    found: dict[str, Any] = {"address": rank.endpoint.address}
+    if "connect" in options:
+        instance = await rank.endpoint.connect([options["connect"]])
+        found["lease"] = (await instance.offer(0, "r0", "hbm")).lease
+        if "reserve" in options:
+            link = instance.links[0]
+            await link.ask(Reserve(link.session, "push", "hbm", options["reserve"]), 5.0)
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    await reader.read()
+    for rank in ranks:
+        await rank.endpoint.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}))
