@@ -184,22 +184,25 @@ class GlobalRadixCache(BasePrefixCache):  # type: ignore[misc]
 
     def insert_req(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
         """A request has ended: the tree takes over its whole blocks before position ``up_to``."""
+        if _is_private(req):
+            return
         tokens = (req.origin_input_ids + req.output_ids)[:up_to]
         self._insert_row(req, tokens)
 
     def cache_unfinished_req(self, req: Req, chunked: bool = False, **kwargs: Any) -> None:
         """A prefill or a part of it is done: others may use its whole blocks from now on."""
         tokens = req.get_fill_ids()
-        before = req.kv.cache_protected_len
-        node, held = self._insert_row(req, tokens)
-        if held > before:
-            # Somebody else inserted the same tokens first. The request goes on with those slots; its own
-            # were freed.
-            theirs = self._slots.join(self._slots_up_to(node, req.kv.cache_protected_len))
-            self.req_to_token_pool.write((req.kv.req_pool_idx, slice(before, held)), theirs[before:held])
-        self.dec_lock_ref(req.last_node)
-        self.inc_lock_ref(node)
-        req.last_node = node
+        if not _is_private(req):
+            before = req.kv.cache_protected_len
+            node, held = self._insert_row(req, tokens)
+            if held > before:
+                # Somebody else inserted the same tokens first. The request goes on with those slots; its own
+                # were freed.
+                theirs = self._slots.join(self._slots_up_to(node, req.kv.cache_protected_len))
+                self.req_to_token_pool.write((req.kv.req_pool_idx, slice(before, held)), theirs[before:held])
+            self.dec_lock_ref(req.last_node)
+            self.inc_lock_ref(node)
+            req.last_node = node
         # The tail that is shorter than a block stays the request's, at the end of its prefix.
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(tokens)]
         req.prefix_indices = row.to(dtype=torch.int64, copy=True)
@@ -370,6 +373,15 @@ class GlobalRadixCache(BasePrefixCache):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"GlobalRadixCache(tree={self.tree!r}, dram={self.dram!r})"
+
+
+def _is_private(req: Req) -> bool:
+    """Whether the request's KV does not follow from its tokens, so that nobody else may have it.
+
+    SGLang does not match requests whose embeddings are overridden; inserting them would hand their KV to
+    others that have the same tokens.
+    """
+    return req.positional_embed_overrides is not None
 
 
 def _encode(key: RadixKey) -> bytes:

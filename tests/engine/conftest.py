@@ -1,0 +1,43 @@
+"""What the tests of the engine share: SGLang importable on a CPU, and no thread left behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_ext.patches import paged_allocator, runtime
+
+# The helpers beside the tests (engine_*.py) are imported by their own names.
+sys.path.insert(0, str(Path(__file__).parent))
+
+runtime.prepare_process(os.environ)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # SGLang and what it imports warn about kernels that a CPU has not
+    paged_allocator.apply()
+    import sglang.srt.managers.schedule_policy  # noqa: F401
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    """Every thread that a test starts has ended when the test has."""
+    before = set(threading.enumerate())
+    yield
+    left = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in left:
+        thread.join(timeout=5)
+    names = [thread.name for thread in left if thread.is_alive()]
+    assert not names, f"threads left behind: {names}"
+
+
+@pytest.fixture(scope="session")
+def sglang_config() -> None:
+    """What SGLang's functions read from the process's configuration: the defaults of a CPU server."""
+    from engine_pools import publish_server_args
+
+    publish_server_args()

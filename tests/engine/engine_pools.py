@@ -1,0 +1,244 @@
+"""Real SGLang pools and allocators on the CPU, and an oracle that knows what every row must hold.
+
+The oracle stands for a model: the KV row of a token in one plane is a function of the namespace, of all
+tokens up to it, of the layer and of the plane, and of nothing else. Rows are compared bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
+from sglang.srt.runtime_context import get_context
+from sglang.srt.server_args import ServerArgs
+
+from sglang_ext.engine.hbm import pool_geometry, pool_planes
+from sglang_ext.geometry import Geometry
+from sglang_ext.keys import decode_tokens
+
+Hashes = npt.NDArray[np.uint64]
+Rows = npt.NDArray[np.uint64]
+
+MODEL = SimpleNamespace(vocab_size=1000, is_encoder_decoder=False)
+"""What SGLang's batches ask of a model's configuration."""
+
+_MIX = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+class WrongKvError(AssertionError):
+    """A slot or block holds something else than the oracle says."""
+
+
+def publish_server_args() -> None:
+    """The configuration that SGLang's functions read from the process: the defaults of a CPU server."""
+    args = ServerArgs(
+        model_path="dummy", device="cpu", attention_backend="torch_native", sampling_backend="pytorch"
+    )
+    get_context().set_server_args(args)
+
+
+def extend_chain(chain: list[int], namespace: Hashable, tokens: Sequence[int]) -> None:
+    """Append to ``chain`` the hash of the prefix up to each of ``tokens``."""
+    last = chain[-1] if chain else (hash(("namespace", namespace)) * _MIX + 1) & _MASK
+    for token in tokens:
+        last ^= last >> 31
+        last = (last * 0xBF58476D1CE4E5B9 + int(token) * _MIX + 0x94D049BB133111EB) & _MASK
+        chain.append(last)
+
+
+def chain_of(namespace: Hashable, tokens: Sequence[int]) -> list[int]:
+    """The hash of the prefix up to each token."""
+    chain: list[int] = []
+    extend_chain(chain, namespace, tokens)
+    return chain
+
+
+@dataclass(frozen=True)
+class PoolKind:
+    """How a pool is built: ``mha`` or ``mla``, tokens per page, and the layers of the rank."""
+
+    attention: str = "mha"
+    page: int = 1
+    layers: int = 2
+    start_layer: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.attention}-page{self.page}"
+
+    def build(self, tokens: int) -> Any:
+        """A real pool of SGLang with ``tokens`` slots (besides the padded ones)."""
+        end = self.start_layer + self.layers - 1
+        if self.attention == "mla":
+            return MLATokenToKVPool(
+                size=tokens,
+                page_size=self.page,
+                dtype=torch.bfloat16,
+                kv_lora_rank=8,
+                qk_rope_head_dim=4,
+                layer_num=self.layers,
+                device="cpu",
+                enable_memory_saver=False,
+                start_layer=self.start_layer,
+                end_layer=end,
+            )
+        return MHATokenToKVPool(
+            size=tokens,
+            page_size=self.page,
+            dtype=torch.float32,
+            head_num=2,
+            head_dim=4,
+            v_head_dim=6,
+            layer_num=self.layers,
+            device="cpu",
+            enable_memory_saver=False,
+            start_layer=self.start_layer,
+            end_layer=end,
+        )
+
+
+class Pools:
+    """The pools of one rank, as SGLang's scheduler makes them, and the oracle's view of them."""
+
+    def __init__(self, kind: PoolKind, tokens: int, *, block: int, rows: int, context: int) -> None:
+        self.kind = kind
+        self.tokens = tokens
+        self.block = block
+        self.kvcache = kind.build(tokens)
+        need_sort = False
+        if kind.page == 1:
+            self.allocator: Any = TokenToKVPoolAllocator(
+                tokens, torch.float32, "cpu", self.kvcache, need_sort
+            )
+        else:
+            self.allocator = PagedTokenToKVPoolAllocator(
+                tokens, kind.page, torch.float32, "cpu", self.kvcache, need_sort
+            )
+            self.allocator.debug_mode = True
+        self.requests = ReqToTokenPool(rows, context, "cpu", enable_memory_saver=False)
+        self.tensors = pool_planes(self.kvcache)
+        self.oracle = Oracle(self.tensors)
+
+    def geometry(self) -> Geometry:
+        """The rank's geometry, as the cache's factory makes it."""
+        return pool_geometry(
+            self.tensors,
+            block_tokens=self.block,
+            page_tokens=self.kind.page,
+            first_layer=self.kind.start_layer,
+            model_layers=self.kind.start_layer + self.kind.layers,
+            tp_rank=0,
+            tp_size=1,
+            model_kv_heads=2 if self.kind.attention == "mha" else 1,
+        )
+
+    def params(self) -> CacheInitParams:
+        """What SGLang hands a cache."""
+        return CacheInitParams(
+            disable=False,
+            req_to_token_pool=self.requests,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=self.kind.page,
+        )
+
+    def free_slots(self) -> npt.NDArray[np.int64]:
+        """Every slot that the allocator would hand out."""
+        pages = self.allocator.get_all_free_pages().numpy()
+        return (pages[:, None] * self.kind.page + np.arange(self.kind.page)).ravel()
+
+    def all_slots(self) -> npt.NDArray[np.int64]:
+        """Every slot there is, the padded ones at the front left out."""
+        return np.arange(self.kind.page, self.tokens + self.kind.page)
+
+
+class Oracle:
+    """Writes and compares rows of a pool's planes.
+
+    Args:
+        tensors: the pool's planes by layer.
+    """
+
+    def __init__(self, tensors: list[list[torch.Tensor]]) -> None:
+        self.layers = len(tensors)
+        self._planes: list[list[Rows]] = []
+        self._salts: list[list[Rows]] = []
+        for layer, planes in enumerate(tensors):
+            views = [_as_words(plane) for plane in planes]
+            self._planes.append(views)
+            self._salts.append([_salts(layer, i, view.shape[1]) for i, view in enumerate(views)])
+
+    def expected(self, chain: Hashes, layer: int, plane: int) -> Rows:
+        """The rows of the tokens whose prefixes hash to ``chain``, shape (tokens, words of a row)."""
+        rows = chain[:, None] ^ self._salts[layer][plane][None, :]
+        rows *= np.uint64(_MIX)
+        rows ^= rows >> np.uint64(29)
+        return rows
+
+    def write(self, slots: npt.NDArray[np.int64], chain: Hashes, layer: int) -> None:
+        """Compute one layer's KV of some tokens: what a forward pass does."""
+        for plane, view in enumerate(self._planes[layer]):
+            view[slots] = self.expected(chain, layer, plane)
+
+    def compare(self, slots: npt.NDArray[np.int64], chain: Hashes, layer: int, what: str) -> None:
+        """Check that ``slots`` hold one layer's KV of the tokens of ``chain``.
+
+        Raises:
+            WrongKvError: names the first token that differs.
+        """
+        for plane, view in enumerate(self._planes[layer]):
+            self.compare_rows(view[slots], chain, layer, plane, f"{what}, slots {slots[:3]}...")
+
+    def compare_rows(self, rows: Rows, chain: Hashes, layer: int, plane: int, what: str) -> None:
+        """Check rows that lie anywhere, as ``compare`` does."""
+        wrong = (rows != self.expected(chain, layer, plane)).any(axis=1)
+        if wrong.any():
+            first = int(wrong.argmax())
+            raise WrongKvError(
+                f"{what}: layer {layer}, plane {plane}: token {first} of {len(chain)} is wrong "
+                f"({int(wrong.sum())} are)"
+            )
+
+    def spoil(self, slots: npt.NDArray[np.int64]) -> None:
+        """Overwrite slots that nobody may read."""
+        for planes in self._planes:
+            for view in planes:
+                view[slots] = np.uint64(0xDEADDEADDEADDEAD)
+
+
+def block_words(layer_bytes: npt.NDArray[np.uint8]) -> Rows:
+    """Bytes of shape (n, row bytes) as the oracle's words."""
+    return np.ascontiguousarray(layer_bytes).view(np.uint64)
+
+
+def node_chains(root: Any, namespace: Hashable) -> list[tuple[Any, list[int]]]:
+    """Every node below ``root`` with the hashes of its own tokens."""
+    found: list[tuple[Any, list[int]]] = []
+    stack: list[tuple[Any, list[int]]] = [(child, []) for child in root.children.values()]
+    while stack:
+        node, last = stack.pop()
+        chain = list(last)
+        extend_chain(chain, namespace, decode_tokens(node.key).tolist())
+        own = chain[len(last) :]
+        found.append((node, own))
+        stack.extend((child, own[-1:]) for child in node.children.values())
+    return found
+
+
+def _as_words(plane: torch.Tensor) -> Rows:
+    rows = plane.view(torch.uint8).reshape(plane.shape[0], -1).numpy()
+    words: Rows = rows.view(np.uint64)
+    assert np.shares_memory(words, rows)
+    return words
+
+
+def _salts(layer: int, plane: int, words: int) -> Rows:
+    start = 1 + (layer * 4 + plane) * 64
+    return np.arange(start, start + words, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)

@@ -1,0 +1,424 @@
+"""SGLang's scheduler without a server: its own requests, batches, admission and release around our cache.
+
+What is real: ``Req``, ``ScheduleBatch``, ``PrefillAdder``, ``alloc_for_extend`` and ``alloc_for_decode``,
+``retract_decode``, ``release_kv_cache``, the pools and the allocators. What stands in: the model (the oracle
+writes and reads rows layer by layer, where a forward pass would), and the scheduler's loop, which follows
+``Scheduler.event_loop_normal`` and ``event_loop_overlap``, ``get_next_batch_to_run`` and
+``process_batch_result_prefill`` and ``_decode`` of SGLang 0.5.21 with everything left out that a plain
+generation server does not use.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from engine_pools import MODEL, Pools, extend_chain
+from sglang.srt.managers.embed_types import PositionalEmbeds
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch, retract_all
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
+from sglang.srt.mem_cache.common import maybe_cache_unfinished_req, release_kv_cache
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from sglang_ext.engine.layer_gate import LayerGate
+from sglang_ext.engine.radix_cache import GlobalRadixCache
+
+
+@dataclass
+class Served:
+    """What the simulation knows of a request besides SGLang's own ``Req``."""
+
+    namespace: Hashable = None
+    """Where its KV belongs: the weights in use when it was last matched, its extra key and its salt."""
+    chain: list[int] = field(default_factory=list)
+    """Hash of the prefix up to each token, as far as computed or matched."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the simulated server was started."""
+
+    overlap: bool = False
+    chunk: int | None = 32
+    max_prefill: int = 256
+    new_token_ratio: float = 0.3
+    preemption: bool = False
+    mixed: bool = False
+    """Decode rides along with chunks of prefill (``--enable-mixed-chunk``)."""
+    max_running: int = 8
+    policy: str = "fcfs"
+    """``--schedule-policy``; ``lpm`` and ``dfs-weight`` match waiting requests in every pass."""
+
+
+class SimulatedScheduler:
+    """One rank's scheduler loop over ``cache``; ``step`` is one pass of it.
+
+    Args:
+        pools: the rank's pools and oracle.
+        cache: under test.
+        gate: registered with the pool, as the cache's factory does.
+        settings: as the server's flags.
+    """
+
+    def __init__(
+        self,
+        pools: Pools,
+        cache: GlobalRadixCache,
+        gate: LayerGate | None,
+        settings: Settings,
+    ) -> None:
+        self.pools = pools
+        self.cache = cache
+        self.gate = gate
+        self.settings = settings
+        self.policy = SchedulePolicy(settings.policy, cache, True, settings.preemption, False)
+        self.weights = 0
+        self.waiting: list[Req] = []
+        self.running = ScheduleBatch(reqs=[], batch_is_full=False)
+        self.last_batch: ScheduleBatch | None = None
+        self.chunked: Req | None = None
+        self.finished: list[Req] = []
+        self.loaded_tokens = 0
+        self.retracted = 0
+        """Requests sent back because memory ran out."""
+        self.preempted = 0
+        self._results: deque[tuple[ScheduleBatch, list[int]]] = deque()
+        self._pending_chunked_abort: Req | None = None
+        self._served: dict[Req, Served] = {}
+        self._count = 0
+
+    # -- what clients and operators do ----------------------------------------------------------
+
+    def submit(
+        self,
+        tokens: list[int],
+        *,
+        new_tokens: int,
+        extra_key: str | None = None,
+        salt: str | None = None,
+        priority: int = 0,
+        private: bool = False,
+    ) -> Req:
+        """A request arrives. A private one brings embeddings of its own for some tokens."""
+        parameters = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+        parameters.normalize(None)
+        self._count += 1
+        req = Req(
+            f"r{self._count}",
+            "",
+            array("q", tokens),
+            parameters,
+            extra_key=extra_key,
+            cache_salt=salt,
+            vocab_size=MODEL.vocab_size,
+            priority=priority,
+            positional_embed_overrides=PositionalEmbeds(torch.zeros(1, 4), [0]) if private else None,
+        )
+        self._served[req] = Served()
+        self.waiting.append(req)
+        return req
+
+    def abort(self, req: Req) -> None:
+        """A client goes away: ``Scheduler.abort_request``."""
+        if self.chunked is req:
+            self._pending_chunked_abort = req
+        if req in self.waiting:
+            self.waiting.remove(req)
+            self._forget(req)
+        elif req is not self.chunked and not req.finished():
+            req.to_finish = FINISH_ABORT()
+
+    def change_weights(self) -> None:
+        """The model's weights are replaced under running requests, without a flush."""
+        self.cache.weights_changed()
+        self.weights += 1
+
+    def retract_all(self) -> None:
+        """``pause_generation`` in mode "retract": every running request goes back to the queue."""
+        self._drain_results()
+        if self.last_batch is not None and self.last_batch.forward_mode.is_extend():
+            self._merge_last_batch()
+        self.last_batch = None
+        if self.running.reqs:
+            self.running.filter_batch()
+            reqs = list(self.running.reqs)
+            retract_all(
+                reqs=reqs,
+                req_to_token_pool=self.pools.requests,
+                token_to_kv_pool_allocator=self.pools.allocator,
+                tree_cache=self.cache,
+                hisparse_coordinator=None,
+            )
+            self.waiting += reqs
+            self.running.filter_batch(keep_indices=[])
+            self.running.batch_is_full = False
+
+    def flush(self) -> bool:
+        """``/flush_cache``: only when nothing runs and nothing waits."""
+        if not self.idle:
+            return False
+        self.cache.reset()
+        self.pools.requests.clear()
+        self.pools.allocator.clear()
+        return True
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs and nothing waits."""
+        return not (self.waiting or self.active()) and self.last_batch is None and not self._results
+
+    def active(self) -> list[Req]:
+        """Every request that holds slots."""
+        batches = [self.running, self.last_batch, *(batch for batch, _ in self._results)]
+        reqs = [req for batch in batches if batch is not None for req in batch.reqs]
+        if self.chunked is not None:
+            reqs.append(self.chunked)
+        return [req for req in dict.fromkeys(reqs) if req.kv.holds_kv]
+
+    # -- the loop -------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """One pass of ``event_loop_overlap`` or ``event_loop_normal``."""
+        batch = self._next_batch()
+        if batch is not None:
+            self._results.append((batch.copy(), self._forward(batch)))
+        if self.settings.overlap:
+            if self.last_batch is not None:
+                self._process(*self._results.popleft())
+        else:
+            self._drain_results()
+        self.last_batch = batch
+
+    def _drain_results(self) -> None:
+        while self._results:
+            self._process(*self._results.popleft())
+
+    def _next_batch(self) -> ScheduleBatch | None:
+        self._process_pending_chunked_abort()
+        self.cache.check_hicache_events()
+        if self.chunked is not None and self.chunked.extend_range.end > len(self.chunked.prefix_indices):
+            maybe_cache_unfinished_req(self.chunked, self.cache, chunked=True)
+        if self.last_batch is not None and self.last_batch.forward_mode.is_extend():
+            self._merge_last_batch()
+        batch = self._new_prefill_batch()
+        if batch is not None:
+            batch.hicache_consumer_index = self.cache.ready_to_load_host_cache()
+            return batch
+        if not self.running.is_empty():
+            self._update_running()
+        elif self.running.batch_is_full:
+            self.running.batch_is_full = False
+        return None if self.running.is_empty() else self.running
+
+    def _merge_last_batch(self) -> None:
+        last = self.last_batch
+        assert last is not None
+        out = [req for req in (self.chunked, last.chunked_req) if req is not None]
+        before = last.batch_size()
+        last.filter_batch(chunked_req_to_exclude=out)
+        if last.batch_size() < before:
+            self.running.batch_is_full = False
+        if not last.is_empty():
+            if self.running.is_empty():
+                self.running = last
+            else:
+                self.running.merge_batch(last)
+
+    def _process_pending_chunked_abort(self) -> None:
+        req = self._pending_chunked_abort
+        if req is None:
+            return
+        self._pending_chunked_abort = None
+        if self.chunked is not req:
+            if not req.finished() and req.kv.holds_kv:
+                self.abort(req)
+            return
+        req.finished_reason = FINISH_ABORT()
+        req.to_finish = None
+        release_kv_cache(req, self.cache, is_insert=False)
+        self.chunked = None
+        self._forget(req)
+
+    def _new_prefill_batch(self) -> ScheduleBatch | None:
+        running = self.running
+        if self.settings.preemption:
+            running.batch_is_full = False
+        if (running.batch_is_full or not self.waiting) and self.chunked is None:
+            return None
+        self.policy.calc_priority(self.waiting, running)
+        adder = PrefillAdder(
+            self.pools.kind.page,
+            self.cache,
+            self.pools.allocator,
+            running,
+            self.settings.new_token_ratio,
+            self.settings.max_prefill,
+            self.settings.chunk,
+            len(running.reqs) if self.settings.mixed else 0,
+            max_running_requests=self.settings.max_running,
+            waiting_queue_len=len(self.waiting),
+        )
+        if self.chunked is not None:
+            self.chunked.init_next_round_input()
+            self.chunked = adder.add_chunked_req(self.chunked)
+        for req in list(self.waiting):
+            free_rows = self.pools.requests.available_size()
+            allocatable = min(self.settings.max_running - len(running.reqs), free_rows)
+            if len(adder.can_run_list) >= allocatable:
+                running.batch_is_full = True
+            if running.batch_is_full and not (self.settings.preemption and adder.preempt_to_schedule(req)):
+                break
+            self._match(req)
+            result = adder.add_one_req(
+                req, has_chunked_req=self.chunked is not None, truncation_align_size=None
+            )
+            if result != AddReqResult.CONTINUE:
+                if result == AddReqResult.NO_TOKEN:
+                    running.batch_is_full = True
+                break
+        admitted = adder.can_run_list
+        self.preempted += len(adder.preempt_list)
+        self.waiting = [req for req in self.waiting if req not in admitted] + adder.preempt_list
+        if not admitted:
+            return None
+        if adder.new_chunked_req is not None:
+            assert self.chunked is None
+            self.chunked = adder.new_chunked_req
+        if self.chunked is not None:
+            self.chunked.inflight_middle_chunks += 1
+        batch = ScheduleBatch.init_new(
+            admitted,
+            self.pools.requests,
+            self.pools.allocator,
+            self.cache,
+            MODEL,
+            self.settings.overlap,
+            SpeculativeAlgorithm.NONE,
+            chunked_req=self.chunked,
+        )
+        for req in admitted:
+            self.loaded_tokens += req.host_loaded_length if req.extend_batch_idx == 0 else 0
+        batch.prepare_for_extend()
+        batch.decoding_reqs = None
+        if self.settings.mixed and not running.is_empty():
+            self._mix(batch)
+        return batch
+
+    def _mix(self, batch: ScheduleBatch) -> None:
+        running = self.running
+        running.filter_batch()
+        if not running.is_empty():
+            running.prepare_for_decode()
+            batch.mix_with_running(running)
+            batch.decoding_reqs = running.reqs
+            self.running = ScheduleBatch(reqs=[], batch_is_full=running.batch_is_full)
+
+    def _match(self, req: Req) -> None:
+        served = self._served[req]
+        served.namespace = (self.weights, req.extra_key, req.cache_salt)
+        if req.positional_embed_overrides is not None:
+            served.namespace = ("private", req.rid)
+        served.chain = []
+        req.host_loaded_length = 0
+        req.init_next_round_input(self.cache)
+
+    def _update_running(self) -> None:
+        running = self.running
+        before = running.batch_size()
+        running.filter_batch()
+        if running.is_empty():
+            running.batch_is_full = False
+            return
+        if not running.check_decode_mem():
+            retracted, _, aborted = running.retract_decode()
+            self.retracted += len(retracted)
+            self.waiting += retracted
+            for req in aborted:
+                self._forget(req)
+        if running.batch_size() < before:
+            running.batch_is_full = False
+        if not running.is_empty():
+            running.prepare_for_decode()
+
+    # -- the model ------------------------------------------------------------------------------
+
+    def _forward(self, batch: ScheduleBatch) -> list[int]:
+        """Compute a batch layer by layer, reading of each layer what attention reads."""
+        if self.gate is not None:
+            self.gate.set_consumer(batch.hicache_consumer_index)
+        work: list[tuple[Any, Any, Any, int]] = []
+        taken: list[int] = []
+        for i, req in enumerate(batch.reqs):
+            end = int(batch.seq_lens_cpu[i])
+            served = self._served[req]
+            if batch.forward_mode.is_extend() and req not in (batch.decoding_reqs or ()):
+                tokens = req.get_fill_ids()
+                start = len(req.prefix_indices)
+                assert end == len(tokens) == start + req.extend_range.length
+            else:
+                tokens = array("q", [*req.origin_input_ids, *req.output_ids])
+                start = end - 1
+                if len(tokens) < end:  # with overlap, the newest token is known to the model only
+                    tokens.append(token_at(req, start))
+            del served.chain[start:]
+            extend_chain(served.chain, served.namespace, tokens[len(served.chain) : end])
+            row = self.pools.requests.req_to_token[req.kv.req_pool_idx, :end].numpy().astype(np.int64)
+            work.append((req.rid, row, np.array(served.chain, np.uint64), start))
+            taken += row[start:].tolist()
+        assert sorted(taken) == sorted(batch.out_cache_loc.tolist()), "the batch computes other slots"
+        oracle = self.pools.oracle
+        first = self.pools.kind.start_layer
+        for layer in range(oracle.layers):
+            self.pools.kvcache.get_key_buffer(first + layer)
+            self.pools.kvcache.get_value_buffer(first + layer)
+            for rid, row, chain, start in work:
+                oracle.compare(row[:start], chain[:start], layer, f"prefix of {rid} in forward")
+                oracle.write(row[start:], chain[start:], layer)
+        return [token_at(req, end) for req, end in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True)]
+
+    # -- results --------------------------------------------------------------------------------
+
+    def _process(self, batch: ScheduleBatch, tokens: list[int]) -> None:
+        allocator = self.pools.allocator
+        allocator.free_group_begin()
+        for req, token in zip(batch.reqs, tokens, strict=True):
+            if batch.forward_mode.is_extend():
+                self._process_prefill(req, token, decoding=req in (batch.decoding_reqs or ()))
+            elif not (req.finished() or req.is_retracted):
+                req.output_ids.append(token)
+                req.update_finish_state(1)
+                if req.finished():
+                    self._finish(req)
+        allocator.free_group_end()
+
+    def _process_prefill(self, req: Req, token: int, *, decoding: bool) -> None:
+        if (req.finished() and req.inflight_middle_chunks <= 0) or req.is_retracted:
+            return
+        if req.inflight_middle_chunks > 0:
+            req.inflight_middle_chunks -= 1
+            return
+        req.output_ids.append(token)
+        req.update_finish_state()
+        if req.finished():
+            self._finish(req)
+        elif not decoding:
+            maybe_cache_unfinished_req(req, self.cache)
+
+    def _finish(self, req: Req) -> None:
+        release_kv_cache(req, self.cache)
+        self.finished.append(req)
+        self._forget(req)
+
+    def _forget(self, req: Req) -> None:
+        self._served.pop(req, None)
+
+
+def token_at(req: Req, position: int) -> int:
+    """What the model says at a position: equal prompts get equal answers."""
+    return (position * 7 + sum(req.origin_input_ids[:8])) % 4

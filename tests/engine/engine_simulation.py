@@ -1,0 +1,332 @@
+"""Random traffic over the simulated scheduler, and what must be true after each step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from engine_movers import HandMover
+from engine_pools import PoolKind, Pools, WrongKvError, block_words, node_chains
+from engine_scheduler import Settings, SimulatedScheduler, token_at
+from sglang.srt.managers.schedule_batch import Req
+
+from sglang_ext.engine.dram_tier import DramTier
+from sglang_ext.engine.layer_gate import LayerGate
+from sglang_ext.engine.mover import Mover, ThreadMover
+from sglang_ext.engine.radix_cache import GlobalRadixCache
+from sglang_ext.keys import Tier
+from sglang_ext.radix_global import Holder, Node, RadixTree, policy_by_name
+from sglang_ext.tiered_store.copy import PoolCopier
+from sglang_ext.tiered_store.dram import DramArena
+
+CONTEXT = 200
+"""Longest request in tokens."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One server under one load."""
+
+    name: str
+    kind: PoolKind = field(default_factory=PoolKind)
+    block: int = 4
+    hbm_tokens: int = 320
+    dram_blocks: int | None = 60
+    """Size of the DRAM tier; ``None`` for none."""
+    settings: Settings = field(default_factory=Settings)
+    policy: str = "lru"
+    load_min_tokens: int = 0
+    threaded: bool = False
+    """Copies by the real mover instead of one that the simulation moves."""
+    rows: int = 6
+    tenants: bool = True
+    """Requests carry an extra key or a salt at times."""
+    memory: int = 12
+    """Of how many earlier prompts one is continued; few make hits in HBM, many make hits in DRAM."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Rank:
+    """Everything of one rank: pools, cache, tiers, scheduler.
+
+    Args:
+        scenario: sizes and flags.
+        pace: decides how fast copies go; ``None`` for a mover that copies only when it has to.
+        cache_class, tier_class: under test.
+        agree: the ranks' consensus.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        pace: random.Random | None = None,
+        cache_class: type[GlobalRadixCache] = GlobalRadixCache,
+        tier_class: type[DramTier] = DramTier,
+        gate_class: type[LayerGate] = LayerGate,
+        agree: Callable[[int], int] = int,
+    ) -> None:
+        self.scenario = scenario
+        self.pools = Pools(
+            scenario.kind,
+            scenario.hbm_tokens,
+            block=scenario.block,
+            rows=scenario.rows,
+            context=CONTEXT + 64,
+        )
+        self.tree = RadixTree(scenario.block, policy=policy_by_name(scenario.policy))
+        self.hbm = Holder.of("simulated", 1, Tier.HBM)
+        self.dram_holder = Holder.of("simulated", 1, Tier.DRAM)
+        self.arena: DramArena | None = None
+        self.mover: Mover | None = None
+        self.tier: DramTier | None = None
+        gate = None
+        if scenario.dram_blocks is not None:
+            geometry = self.pools.geometry()
+            size = scenario.dram_blocks * (geometry.block_bytes + 8) + 8
+            self.arena = DramArena(geometry.layout, size, shared=False, pin=False, name="simulated")
+            assert self.arena.n_blocks == scenario.dram_blocks
+            copier = PoolCopier(geometry, self.arena)
+            if scenario.threaded:
+                self.mover = ThreadMover(copier, geometry.n_layers)
+            else:
+                self.mover = HandMover(copier, geometry.n_layers, pace)
+            self.tier = tier_class(self.tree, self.hbm, self.dram_holder, self.arena, self.mover, agree)
+            gate = gate_class(self.mover)
+            self.pools.kvcache.register_layer_transfer_counter(gate)
+        self.cache = cache_class(
+            self.pools.params(), self.tree, self.hbm, self.tier, load_min_tokens=scenario.load_min_tokens
+        )
+        self.scheduler = SimulatedScheduler(self.pools, self.cache, gate, scenario.settings)
+
+    def serve(self, tokens: list[int], *, new_tokens: int = 1, **options: Any) -> Req:
+        """One request from arrival to end, alone; checked after each step."""
+        req = self.scheduler.submit(tokens, new_tokens=new_tokens, **options)
+        for _ in range(500):
+            self.scheduler.step()
+            self.check()
+            if self.scheduler.idle:
+                return req
+        raise AssertionError("the request does not end")
+
+    def close(self) -> None:
+        """End the mover and give the arena back."""
+        self.cache.release_host_resources()
+        if self.arena is not None:
+            self.arena.close()
+
+    # -- what must be true ----------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Verify everything that must be true between two passes of the loop."""
+        self.cache.check()
+        self._check_counts()
+        owned = self._owned_slots()
+        self._check_owners(owned)
+        self._check_contents()
+        # What nobody owns holds garbage from here on, so that reading it cannot go unnoticed.
+        self.pools.oracle.spoil(self.pools.free_slots())
+
+    def _check_counts(self) -> None:
+        """SGLang's own invariant (``SchedulerInvariantChecker``), with its words."""
+        page = self.pools.kind.page
+        uncached = 0
+        for req in self.scheduler.active():
+            assert req.kv.cache_protected_len % page == 0
+            uncached += -(-req.kv.kv_allocated_len // page) * page - req.kv.cache_protected_len
+        available = self.pools.allocator.available_size()
+        evictable, protected = self.cache.evictable_size(), self.cache.protected_size()
+        assert available + evictable + protected + uncached == self.pools.tokens, (
+            f"leak: {available=} + {evictable=} + {protected=} + {uncached=} != {self.pools.tokens}"
+        )
+
+    def _owned_slots(self) -> dict[str, np.ndarray]:
+        page = self.pools.kind.page
+        owned = {"the allocator": self.pools.free_slots()}
+        for i, node in enumerate(self.tree.nodes()):
+            if self.hbm in node.placements:
+                owned[f"node {i}"] = node.placements[self.hbm]
+        for req in self.scheduler.active():
+            row = self.pools.requests.req_to_token[req.kv.req_pool_idx]
+            own = row[req.kv.cache_protected_len : req.kv.kv_allocated_len].numpy().astype(np.int64)
+            if page > 1 and own.size:
+                pages = np.unique(own // page)
+                own = (pages[:, None] * page + np.arange(page)).ravel()
+            owned[f"request {req.rid}"] = own
+        return owned
+
+    def _check_owners(self, owned: dict[str, np.ndarray]) -> None:
+        slots = np.concatenate(list(owned.values()))
+        counts = np.bincount(slots, minlength=self.pools.tokens + self.pools.kind.page)
+        if counts.max(initial=0) > 1:
+            twice = int(counts.argmax())
+            raise AssertionError(f"slot {twice} is owned by {[who for who in owned if twice in owned[who]]}")
+        nobody = np.setdiff1d(self.pools.all_slots(), slots)
+        assert not nobody.size, f"slots {nobody[:8]} are owned by nobody"
+
+    def _check_contents(self) -> None:
+        """Everything the tree promises to be readable now is what the oracle says."""
+        oracle = self.pools.oracle
+        loading = self._loading()
+        for namespace, root in self.tree.roots.items():
+            for node, own in node_chains(root, namespace):
+                chain = np.array(own, np.uint64)
+                slots = node.placements.get(self.hbm)
+                if slots is not None and node not in loading:
+                    for layer in range(oracle.layers):
+                        oracle.compare(slots, chain, layer, f"{node!r} in HBM")
+                if self.dram_holder in node.placements and not node.locks.get(self.dram_holder):
+                    self._compare_blocks(node, chain)
+
+    def _loading(self) -> set[Node]:
+        """Nodes whose HBM copy may not be there yet."""
+        found: set[Node] = set()
+        if self.tier is not None and self.tier.loading:
+            for node in self.tree.nodes():
+                if node.locks.get(self.dram_holder) and node.locks.get(self.hbm):
+                    found.add(node)
+        return found
+
+    def _compare_blocks(self, node: Node, chain: np.ndarray) -> None:
+        assert self.arena is not None
+        blocks = node.placements[self.dram_holder]
+        layout = self.arena.layout
+        for layer in range(layout.n_layers):
+            for i, plane in enumerate(layout.planes_of(layer)):
+                rows = block_words(self.arena.plane(plane)[blocks].reshape(len(chain), -1))
+                self.pools.oracle.compare_rows(rows, chain, layer, i, f"{node!r} in DRAM")
+
+    def picture(self) -> list[Any]:
+        """The whole tree with slots, blocks and locks, to compare ranks."""
+        nodes = []
+        for namespace, root in sorted(self.tree.roots.items(), key=repr):
+            stack: list[Node] = list(root.children.values())
+            while stack:
+                node = stack.pop()
+                places = {holder.tier.name: list(map(int, at)) for holder, at in node.placements.items()}
+                locks = {holder.tier.name: count for holder, count in node.locks.items()}
+                nodes.append((repr(namespace), node.key.hex(), sorted(places.items()), sorted(locks.items())))
+                stack.extend(child for _, child in sorted(node.children.items()))
+        return nodes
+
+
+class Traffic:
+    """Draws what happens next; equal seeds give equal traffic.
+
+    Prompts continue or fork what was asked before, over a vocabulary of four, so that prefixes part in the
+    middle of a block and come together again.
+    """
+
+    def __init__(self, scenario: Scenario, seed: int) -> None:
+        self.random = random.Random(seed)
+        self._scenario = scenario
+        self._known: list[list[int]] = [[0] * 8, self._words(40), self._words(90)]
+        self.counts: dict[str, int] = {}
+
+    def _words(self, count: int) -> list[int]:
+        return [self.random.randrange(4) for _ in range(count)]
+
+    def act(self, scheduler: SimulatedScheduler) -> None:
+        """Do one thing from outside, or nothing, before a pass of the loop."""
+        draw = self.random.random()
+        if draw < 0.30 and len(scheduler.waiting) < 12:
+            self._submit(scheduler)
+        elif draw < 0.34:
+            self._abort(scheduler)
+        elif draw < 0.345:
+            self._count("weights")
+            scheduler.change_weights()
+        elif draw < 0.352:
+            self._count("retract all")
+            scheduler.retract_all()
+        elif draw < 0.36 and scheduler.flush():
+            self._count("flush")
+
+    def _count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+    def _submit(self, scheduler: SimulatedScheduler) -> None:
+        self._count("submit")
+        rnd = self.random
+        known = rnd.choice(self._known[-self._scenario.memory :])
+        prompt = known[: rnd.choice((len(known), rnd.randrange(1, len(known) + 1)))]
+        prompt = (prompt + self._words(rnd.choice((0, 1, 5, 17, 40))))[: CONTEXT - 40]
+        if len(prompt) < 2:
+            prompt = prompt + self._words(2)
+        extra_key, salt = None, None
+        if self._scenario.tenants and rnd.random() < 0.15:
+            extra_key, salt = rnd.choice((("lora", None), (None, "tenant"), ("lora", "tenant")))
+        for _ in range(rnd.choice((1, 1, 1, 2, 3))):  # several ask the same at once, and compute it twice
+            req = scheduler.submit(
+                prompt,
+                new_tokens=rnd.choice((1, 2, 6, 20, 38)),
+                extra_key=extra_key,
+                salt=salt,
+                priority=rnd.randrange(3) if scheduler.settings.preemption else 0,
+                private=rnd.random() < 0.05,
+            )
+        self._known.append(prompt)
+        if rnd.random() < 0.5:
+            # The next turn of the same conversation, with the answer that the model will have given.
+            self._known.append([*prompt, *_answer(req, rnd.randrange(1, 30))])
+
+    def _abort(self, scheduler: SimulatedScheduler) -> None:
+        everyone = [*scheduler.waiting, *(req for req in scheduler.active() if not req.finished())]
+        if everyone:
+            self._count("abort")
+            scheduler.abort(self.random.choice(everyone))
+
+
+def _answer(req: Req, count: int) -> list[int]:
+    return [token_at(req, len(req.origin_input_ids) + i) for i in range(count)]
+
+
+def run(
+    rank: Rank,
+    seed: int,
+    steps: int,
+    *,
+    after_step: Callable[[Rank, int], None] | None = None,
+) -> Traffic:
+    """Drive one rank through ``steps`` passes, check after each, then let everything finish and flush."""
+    traffic = Traffic(rank.scenario, seed)
+    for step in range(steps):
+        traffic.act(rank.scheduler)
+        rank.scheduler.step()
+        rank.check()
+        if after_step is not None:
+            after_step(rank, step)
+    finish(rank)
+    return traffic
+
+
+def finish(rank: Rank) -> None:
+    """Let everything end, then check that nothing is held and that a flush empties all."""
+    for _ in range(5000):
+        if rank.scheduler.idle:
+            break
+        rank.scheduler.step()
+        rank.check()
+    else:
+        raise AssertionError(f"the scheduler does not become idle: {rank.cache!r}")
+    if rank.tier is not None:
+        rank.tier.settle()
+    rank.check()
+    assert rank.cache.protected_size() == 0, "a lock was left behind"
+    assert not any(node.locks for node in rank.tree.nodes()), "a lock was left behind"
+    assert rank.scheduler.flush()
+    assert rank.cache.total_size() == 0
+    assert rank.pools.allocator.available_size() == rank.pools.tokens
+    assert rank.pools.requests.available_size() == rank.scenario.rows
+    assert rank.arena is None or rank.arena.free_blocks == rank.arena.n_blocks
+    assert rank.tree.node_count == 0
+    assert not rank.tree.roots
+    rank.check()
+
+
+__all__ = ["Rank", "Scenario", "Traffic", "WrongKvError", "finish", "run"]
