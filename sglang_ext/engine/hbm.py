@@ -13,7 +13,8 @@ from sglang_ext.geometry import Geometry, mha_geometry, mla_geometry
 def pool_planes(kvcache: Any) -> list[list[torch.Tensor]]:
     """The pool's tensors by local layer: [[k, v], ...] for MHA and GQA, [[latent], ...] for MLA.
 
-    Each tensor has shape (slots, heads, head size) or (slots, 1, latent size) in the dtype it is stored in.
+    Each tensor has shape (slots, heads, head size) or (slots, 1, latent size) in the dtype of its values:
+    SGLang keeps float8 in tensors of bytes, and KV of one kind of float8 must not pass for the other's.
 
     Raises:
         ConfigError: the pool is of a kind whose rows do not hold the whole KV of a token.
@@ -21,16 +22,21 @@ def pool_planes(kvcache: Any) -> list[list[torch.Tensor]]:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
     # Subclasses add planes (scales, indexer keys) or another layout, so the exact type is asked for.
-    if type(kvcache) is MHATokenToKVPool and kvcache.kv_cache_layout == "nhd":
-        if getattr(kvcache, "is_quantized_kv_cache", False):
-            raise _unsupported(kvcache, "a quantized KV cache; set --kv-cache-dtype auto")
-        return [[k, v] for k, v in zip(kvcache.k_buffer, kvcache.v_buffer, strict=True)]
+    dtype = kvcache.dtype
+    if type(kvcache) is MHATokenToKVPool:
+        if kvcache.kv_cache_layout != "nhd":
+            raise _unsupported(f"KV pools in the layout {kvcache.kv_cache_layout!r}, only 'nhd'")
+        if kvcache.is_quantized_kv_cache:
+            raise _unsupported("a quantized KV cache; set --kv-cache-dtype auto")
+        return [
+            [k.view(dtype), v.view(dtype)] for k, v in zip(kvcache.k_buffer, kvcache.v_buffer, strict=True)
+        ]
     if type(kvcache) is MLATokenToKVPool:
-        return [[latent] for latent in kvcache.kv_buffer]
-    raise _unsupported(kvcache, f"pool {type(kvcache).__name__}")
+        return [[latent.view(dtype)] for latent in kvcache.kv_buffer]
+    raise _unsupported(f"KV pools of the kind {type(kvcache).__name__}")
 
 
-def _unsupported(kvcache: Any, what: str) -> ConfigError:
+def _unsupported(what: str) -> ConfigError:
     return ConfigError(
         f"the global cache does not support {what}",
         field="--radix-cache-backend global",

@@ -1,0 +1,138 @@
+"""SGLang's pools as planes: which pools, and whether the geometry tells where their rows lie."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+from engine_pools import PoolKind, Pools
+from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import FP4MXBlock16KVCacheMethod
+from sglang.srt.mem_cache.memory_pool import (
+    MHATokenToKVPool,
+    MHATokenToKVPoolFP4,
+    MHATokenToKVPoolMXFP8,
+    MLATokenToKVPool,
+    MLATokenToKVPoolFP4,
+    NoOpMHATokenToKVPool,
+)
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+from sglang_ext.engine.hbm import pool_geometry, pool_planes
+from sglang_ext.errors import ConfigError
+from sglang_ext.geometry import Geometry, PlaneKind
+
+pytestmark = pytest.mark.usefixtures("sglang_config")
+
+SLOTS = 32
+COMMON = {"size": SLOTS, "page_size": 1, "layer_num": 2, "device": "cpu", "enable_memory_saver": False}
+MHA = {**COMMON, "dtype": torch.bfloat16, "head_num": 2, "head_dim": 32}
+MLA = {**COMMON, "dtype": torch.bfloat16, "kv_lora_rank": 16, "qk_rope_head_dim": 16}
+
+
+def geometry_of(planes: list[list[torch.Tensor]], **changes: Any) -> Geometry:
+    facts = {
+        "block_tokens": 16,
+        "page_tokens": 1,
+        "first_layer": 0,
+        "model_layers": len(planes),
+        "tp_rank": 0,
+        "tp_size": 1,
+        "model_kv_heads": 2,
+    }
+    return pool_geometry(planes, **{**facts, **changes})
+
+
+@pytest.mark.parametrize("kind", [PoolKind("mha", 1, 3, 2), PoolKind("mla", 16, 2, 0)], ids=str)
+def test_rows_lie_where_the_geometry_says(kind: PoolKind) -> None:
+    """Every slot of every plane, read through address and stride as a transfer would."""
+    pools = Pools(kind, SLOTS, block=16, rows=1, context=8)
+    for layer in pools.tensors:
+        for plane in layer:
+            plane.copy_(torch.randn(plane.shape))
+    geometry = pools.geometry()
+    assert geometry.slots == SLOTS + kind.page
+    assert geometry.n_layers == kind.layers
+    assert geometry.shard.first_layer == kind.start_layer
+    kinds = [PlaneKind.K, PlaneKind.V] if kind.attention == "mha" else [PlaneKind.LATENT]
+    buffers = (
+        list(zip(pools.kvcache.k_buffer, pools.kvcache.v_buffer, strict=True))
+        if kind.attention == "mha"
+        else [(latent,) for latent in pools.kvcache.kv_buffer]
+    )
+    for layer in range(kind.layers):
+        described = geometry.layer_planes(layer)
+        assert [plane.kind for plane in described] == kinds
+        for plane, buffer in zip(described, buffers[layer], strict=True):
+            for slot in range(geometry.slots):
+                row = ctypes.string_at(plane.address + slot * plane.slot_stride, plane.row_bytes)
+                assert row == buffer[slot].contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_keys_and_values_may_differ_in_size() -> None:
+    geometry = Pools(PoolKind("mha"), SLOTS, block=16, rows=1, context=8).geometry()
+    assert geometry.layout.row_bytes == (2 * 4 * 4, 2 * 6 * 4) * 2
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "model_heads", "local_heads", "expected"),
+    [
+        (1, 8, 8, [(0, 8, 8)]),
+        (4, 8, 2, [(0, 2, 8), (2, 2, 8), (4, 2, 8), (6, 2, 8)]),
+        (4, 2, 1, [(0, 1, 2), (0, 1, 2), (1, 1, 2), (1, 1, 2)]),
+    ],
+    ids=["whole", "divided", "replicated"],
+)
+def test_each_rank_knows_its_heads(
+    tp_size: int, model_heads: int, local_heads: int, expected: list[tuple[int, int, int]]
+) -> None:
+    planes = pool_planes(MHATokenToKVPool(**{**MHA, "head_num": local_heads}))
+    shards = [
+        geometry_of(planes, tp_rank=rank, tp_size=tp_size, model_kv_heads=model_heads).shard
+        for rank in range(tp_size)
+    ]
+    assert [(shard.first_head, shard.heads, shard.model_heads) for shard in shards] == expected
+
+
+def test_kinds_of_float8_are_told_apart() -> None:
+    """SGLang stores both as bytes; their KV must not be taken for each other's."""
+    for arguments, pool in ((MHA, MHATokenToKVPool), (MLA, MLATokenToKVPool)):
+        digests = set()
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            kvcache = pool(**{**arguments, "dtype": dtype})
+            planes = pool_planes(kvcache)
+            assert planes[0][0].dtype == dtype
+            stored = kvcache.k_buffer if pool is MHATokenToKVPool else kvcache.kv_buffer
+            assert planes[1][0].data_ptr() == stored[1].data_ptr()
+            digests.add(geometry_of(planes).digest())
+        assert len(digests) == 2
+
+
+@pytest.mark.parametrize(
+    ("pool", "arguments", "named"),
+    [
+        (MHATokenToKVPoolFP4, MHA, "MHATokenToKVPoolFP4"),
+        (MHATokenToKVPoolMXFP8, {**MHA, "dtype": torch.float8_e4m3fn}, "MHATokenToKVPoolMXFP8"),
+        (NoOpMHATokenToKVPool, MHA, "NoOpMHATokenToKVPool"),
+        (MLATokenToKVPoolFP4, MLA, "MLATokenToKVPoolFP4"),
+        (MHATokenToKVPool, {**MHA, "kv_cache_layout": "hnd"}, "layout 'hnd'"),
+        (MHATokenToKVPool, {**MHA, "quant_method": FP4MXBlock16KVCacheMethod()}, "--kv-cache-dtype auto"),
+        (
+            SWAKVPool,
+            {
+                **{name: value for name, value in MHA.items() if name not in ("layer_num",)},
+                "size_swa": 16,
+                "swa_attention_layer_ids": [0],
+                "full_attention_layer_ids": [1],
+            },
+            "SWAKVPool",
+        ),
+    ],
+)
+def test_other_pools_are_refused_by_name(pool: type[Any], arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        pool_planes(pool(**arguments))
+    assert named in str(refused.value)
+    assert refused.value.field == "--radix-cache-backend global"
+    assert "SGLang's own cache" in str(refused.value.hint)
