@@ -71,9 +71,10 @@ class HealthWatch:
 
     def start(self) -> None:
         """Watch from now on."""
-        self._tasks = [
-            asyncio.create_task(self._watch(name), name=f"watch {name}") for name in self._fleet.rows
-        ]
+        for name in self._fleet.rows:
+            task = asyncio.create_task(self._watch(name), name=f"watch {name}")
+            task.add_done_callback(self._ended)
+            self._tasks.append(task)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

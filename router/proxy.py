@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import time
 from collections.abc import AsyncGenerator, Mapping
 
@@ -20,6 +21,8 @@ from router.exchange import (
 KEEP_ALIVE_S = 3.0
 """Idle connections are closed after this time: before the worker closes them (SGLang's uvicorn: 5 s), or
 a request could meet a connection that is just being closed."""
+
+LARGE_BODY_BYTES = 1 << 20
 
 
 class HttpUpstream(Upstream):
@@ -59,7 +62,7 @@ class HttpUpstream(Upstream):
         try:
             async with asyncio.timeout(timeout_s):
                 response = await self._sessions().request(
-                    method, url, headers=headers, data=body or None, allow_redirects=False
+                    method, url, headers=headers, data=_payload(body), allow_redirects=False
                 )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise ConnectFailed(f"cannot connect to {url}: {error}") from error
@@ -73,6 +76,13 @@ class HttpUpstream(Upstream):
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+
+def _payload(body: bytes) -> bytes | io.BytesIO | None:
+    """The body as aiohttp wants it: large ones in pieces, so that writing them does not hold up the loop."""
+    if len(body) > LARGE_BODY_BYTES:
+        return io.BytesIO(body)
+    return body or None
 
 
 class _Response(UpstreamResponse):

@@ -200,7 +200,7 @@ class StandInWorker:
         return web.json_response({"object": "list", "data": [card]})
 
     async def _tokenize(self, request: web.BaseRequest) -> web.Response:
-        body = json.loads(await request.text())
+        body = json.loads(await request.content.read())
         if "messages" in body:
             if body.get("tools") and self.refuses_tools:
                 return _error("tools are not supported")
@@ -222,7 +222,7 @@ class StandInWorker:
         return web.Response(text="Cache flushed.\n")
 
     async def _native(self, request: web.BaseRequest) -> web.StreamResponse:
-        body: Json = json.loads(await request.text())
+        body: Json = json.loads(await request.content.read())
         if body.get("token_ids_logprob"):
             return _error(
                 "token_ids_logprob contains out-of-vocabulary token id "
@@ -259,7 +259,7 @@ class StandInWorker:
         return await self._answer(request, answers if is_batch else answers[0], stream=False)
 
     async def _openai(self, request: web.BaseRequest) -> web.StreamResponse:
-        body: Json = json.loads(await request.text())
+        body: Json = json.loads(await request.content.read())
         self.requests.append((request.path, body, _lowered(request)))
         is_chat = request.path.endswith("chat/completions")
         if is_chat:

@@ -1,0 +1,182 @@
+"""Finding out who the workers are, that they have died, and that they are back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from router import Router, RouterConfig
+from router.exchange import ConnectFailed
+from router.fleet import Fleet, State
+from router.health import HealthWatch
+from router.proxy import HttpUpstream
+from router.worker import NotUsable, WorkerApi
+from sglang_ext.clock import SystemClock
+from sglang_ext.errors import ConfigError
+from sglang_ext.testing.fakes import FakeClock
+from sglang_ext.testing.workers import Gate, StandInWorker, running_worker
+
+
+@pytest.fixture
+async def api():
+    upstream = HttpUpstream()
+    yield WorkerApi(upstream)
+    await upstream.close()
+
+
+async def test_the_facts_of_a_worker(api, start_worker) -> None:
+    worker = await start_worker(vocab_size=77, context_length=99, name="m")
+    worker.server_info["allow_auto_truncate"] = True
+    facts = await api.learn(worker.url)
+    assert (facts.model.name, facts.model.vocab_size, facts.model.context_length) == ("m", 77, 99)
+    assert facts.model.architecture == "LlamaForCausalLM"
+    assert facts.role == "colocated"
+    assert facts.truncates
+    assert worker.requests == []
+
+
+async def test_a_restart_changes_the_identity(api, start_worker) -> None:
+    first, second = await start_worker(), await start_worker()
+    assert (await api.learn(first.url)).identity == (await api.learn(first.url)).identity
+    assert (await api.learn(first.url)).identity != (await api.learn(second.url)).identity
+
+
+async def test_a_server_that_is_none_of_ours(api, start_worker, unused_tcp_port) -> None:
+    worker = await start_worker()
+    worker.context_length = None  # type: ignore[assignment]
+    with pytest.raises(NotUsable, match="max_model_len"):
+        await api.learn(worker.url)
+    with pytest.raises(NotUsable, match="answered 404"):
+        await api.learn(worker.url + "/else")
+    with pytest.raises(ConnectFailed):
+        await api.learn(f"http://127.0.0.1:{unused_tcp_port}")
+
+
+def watch(fleet: Fleet, api: WorkerApi, clock: FakeClock | SystemClock, **options: float) -> HealthWatch:
+    def crash(error: BaseException) -> None:
+        raise error
+
+    options.setdefault("interval_s", 0.5)
+    options.setdefault("timeout_s", 0.1)
+    return HealthWatch(fleet, api, clock, on_crash=crash, **options)
+
+
+async def test_a_hanging_worker_is_down_after_the_threshold(api, start_worker) -> None:
+    worker = await start_worker()
+    fleet = Fleet((worker.url,), failure_threshold=3)
+    health = watch(fleet, api, FakeClock())
+    await health.check_once(worker.url)
+    worker.hang_probes = Gate()
+    states = []
+    for _ in range(3):
+        assert not await health.check_once(worker.url)
+        states.append(fleet.rows[worker.url].state)
+    assert states == [State.SUSPECT, State.SUSPECT, State.DOWN]
+    worker.hang_probes = None
+    assert await health.check_once(worker.url)
+    assert fleet.rows[worker.url].state is State.READY
+
+
+async def test_the_verdict_falls_within_three_seconds(start_worker, start_router, eventually) -> None:
+    """By default settings, on the real clock, counted from the moment the worker stops."""
+    worker = await start_worker()
+    config = RouterConfig(worker_urls=(worker.url,))
+    assert (
+        config.health_check_interval_secs + config.health_failure_threshold * config.health_check_timeout_secs
+        <= 3.0
+    )
+    router = await start_router(worker, health_check_interval_secs=config.health_check_interval_secs)
+    worker.hang_probes = Gate()
+    stopped = time.monotonic()
+    await eventually(lambda: router.fleet.rows[worker.url].state is State.DOWN)
+    assert time.monotonic() - stopped <= 3.2
+
+
+async def test_a_worker_is_probed_at_the_interval(api, start_worker, eventually) -> None:
+    worker = await start_worker()
+    clock = FakeClock()
+    fleet = Fleet((worker.url,))
+    health = watch(fleet, api, clock)
+    health.start()
+    try:
+        await eventually(lambda: clock.sleepers == 1)
+        assert fleet.rows[worker.url].state is State.READY
+        worker.model_info["weight_version"] = "v2"
+        clock.advance(0.4)
+        await asyncio.sleep(0)
+        assert clock.sleepers == 1
+        clock.advance(0.2)
+        await eventually(lambda: fleet.rows[worker.url].facts.weight_version == "v2")
+    finally:
+        await health.stop()
+
+
+async def test_other_weights_and_restarts_clear_the_index(
+    start_worker, start_router, client, eventually
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    body = {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 1}}
+    async with client.post(router.url + "/generate", json=body) as answer:
+        assert answer.status == 200
+    assert router.trees.tokens_of(worker.url) > 0
+    worker.model_info["weight_version"] = "v2"
+    await eventually(lambda: router.trees.tokens_of(worker.url) == 0)
+
+
+async def test_a_worker_that_comes_back_is_used_again(start_router, client, eventually, tokenizer) -> None:
+    body = {"text": "x", "sampling_params": {"max_new_tokens": 1}}
+    async with running_worker(StandInWorker(tokenizer=tokenizer)) as worker:
+        router = await start_router(worker)
+        port = int(worker.url.rpartition(":")[2])
+    await eventually(lambda: router.fleet.rows[worker.url].state is State.DOWN)
+    async with client.post(router.url + "/generate", json=body) as answer:
+        assert answer.status == 503
+    async with running_worker(StandInWorker(tokenizer=tokenizer), port):
+        await eventually(lambda: router.fleet.rows[worker.url].state is State.READY)
+        async with client.post(router.url + "/generate", json=body) as answer:
+            assert answer.status == 200
+
+
+async def test_a_router_waits_for_workers_that_start_later(
+    start_router, client, eventually, unused_tcp_port
+) -> None:
+    router = await start_router(f"http://127.0.0.1:{unused_tcp_port}")
+    async with client.get(router.url + "/health") as answer:
+        assert answer.status == 503
+    async with running_worker(StandInWorker(), unused_tcp_port):
+        await eventually(lambda: len(router.fleet.usable()) == 1)
+        async with client.get(router.url + "/health") as answer:
+            assert answer.status == 200
+
+
+async def test_mixed_models_stop_the_start(start_worker) -> None:
+    one, two = await start_worker(vocab_size=100), await start_worker(vocab_size=200)
+    with pytest.raises(ConfigError, match=r"--worker-urls: .*vocab_size") as caught:
+        async with Router(RouterConfig(worker_urls=(one.url, two.url), port=0)):
+            pytest.fail("a router of two models must not start")
+    assert caught.value.field == "--worker-urls"
+
+
+async def test_a_watch_that_dies_takes_the_router_down(start_worker, start_router, monkeypatch) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+
+    def broken(name: str) -> State:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(router.fleet, "alive", broken)
+    with pytest.raises(Exception, match="a task of the router died"):
+        await asyncio.wait_for(router.ended(), 5)
+
+
+async def test_the_key_for_the_workers_is_sent(start_router, client, start_worker) -> None:
+    worker = await start_worker()
+    router = await start_router(worker, worker_api_key="theirs", api_key="ours")
+    headers = {"authorization": "Bearer ours"}
+    body = {"text": "x", "sampling_params": {"max_new_tokens": 1}}
+    async with client.post(router.url + "/generate", json=body, headers=headers) as answer:
+        assert answer.status == 200
+    assert worker.requests[-1][2]["authorization"] == "Bearer theirs"

@@ -1,0 +1,154 @@
+"""Policies are pure: a table of situations and what they must decide."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.policies import (
+    POLICIES,
+    Instance,
+    PolicyOptions,
+    Prompt,
+    Reason,
+    least_load,
+    prompt_tree,
+    round_robin,
+)
+
+OPTIONS = PolicyOptions(
+    cache_threshold=0.3, balance_abs_threshold=8, balance_rel_threshold=1.5, tie_tokens=16
+)
+
+
+def fleet(
+    *in_flight: int, cached: tuple[int, ...] = (), picked: tuple[int, ...] = ()
+) -> tuple[Instance, ...]:
+    """Instances a, b, c … with so many requests in flight."""
+    return tuple(
+        Instance(
+            name=chr(ord("a") + i),
+            in_flight=load,
+            queued_tokens=0,
+            cached_tokens=cached[i] if cached else 0,
+            last_picked=picked[i] if picked else 0,
+        )
+        for i, load in enumerate(in_flight)
+    )
+
+
+@pytest.mark.parametrize(
+    ("loads", "matches", "tokens", "chosen", "reason"),
+    [
+        pytest.param((3, 0), {}, 100, "b", Reason.NO_PREFIX, id="nobody holds it: the least loaded"),
+        pytest.param((3, 0), {"a": 64}, 100, "a", Reason.PREFIX, id="one holds it: that one, though busier"),
+        pytest.param(
+            (8, 0), {"a": 64}, 100, "a", Reason.PREFIX, id="exactly at the threshold: still that one"
+        ),
+        pytest.param((9, 0), {"a": 64}, 100, "b", Reason.REBALANCED, id="too far ahead: another"),
+        pytest.param(
+            (100, 91), {"a": 64}, 100, "a", Reason.PREFIX, id="ahead by 9, but not by half: that one"
+        ),
+        pytest.param(
+            (3, 1, 2), {"a": 64, "b": 64}, 100, "b", Reason.PREFIX_SHARED, id="two: the less loaded"
+        ),
+        pytest.param(
+            (3, 1, 2), {"a": 80, "b": 64}, 100, "b", Reason.PREFIX_SHARED, id="a block more is a tie"
+        ),
+        pytest.param((3, 1, 2), {"a": 96, "b": 64}, 100, "a", Reason.PREFIX, id="two blocks more are not"),
+        pytest.param((1, 0), {"a": 16}, 100, "b", Reason.SHORT_PREFIX, id="a small part does not decide"),
+        pytest.param((1, 0), {"a": 30}, 100, "a", Reason.PREFIX, id="the threshold itself does"),
+        pytest.param((20, 0, 1), {"a": 96, "c": 64}, 100, "c", Reason.REBALANCED, id="the next best holder"),
+        pytest.param((20, 0, 1), {"a": 96, "c": 96}, 100, "c", Reason.PREFIX, id="the busy holder drops out"),
+        pytest.param((20, 0, 1), {"a": 16}, 100, "b", Reason.SHORT_PREFIX, id="nothing worth staying for"),
+        pytest.param((1,), {"a": 0}, 100, "a", Reason.NO_PREFIX, id="only one instance"),
+        pytest.param((50,), {"a": 64}, 100, "a", Reason.PREFIX, id="one instance is never ahead of itself"),
+        pytest.param((1, 0), {"a": 64}, 0, "a", Reason.PREFIX, id="length unknown: any prefix decides"),
+    ],
+)
+def test_prompt_tree(loads, matches, tokens, chosen, reason) -> None:
+    decision = prompt_tree(Prompt(tokens), fleet(*loads), matches, OPTIONS)
+    assert (decision.instance, decision.reason) == (chosen, reason)
+    assert decision.matched == matches.get(chosen, 0)
+    assert decision.scores == {i.name: float(matches.get(i.name, 0)) for i in fleet(*loads)}
+
+
+def test_idle_instances_share_new_prompts_by_what_they_cache() -> None:
+    decision = prompt_tree(Prompt(100), fleet(0, 0, 0, cached=(500, 100, 300)), {}, OPTIONS)
+    assert decision.instance == "b"
+
+
+def test_a_popular_prefix_spreads_over_the_fleet() -> None:
+    """Requests with one prefix that never end: every instance gets its part."""
+    in_flight = {"a": 0, "b": 0, "c": 0}
+    holders: dict[str, int] = {"a": 960}
+    reasons = []
+    for number in range(60):
+        view = tuple(Instance(name, load, 0, 0, number) for name, load in in_flight.items())
+        decision = prompt_tree(Prompt(1000), view, holders, OPTIONS)
+        in_flight[decision.instance] += 1
+        holders[decision.instance] = 960
+        reasons.append(decision.reason)
+    assert max(in_flight.values()) - min(in_flight.values()) <= OPTIONS.balance_abs_threshold + 1
+    assert reasons[0] is Reason.PREFIX
+    assert Reason.REBALANCED in reasons
+    assert Reason.PREFIX_SHARED in reasons
+
+
+def test_least_load_counts_requests_then_prompt_tokens() -> None:
+    busy = Instance("a", in_flight=1, queued_tokens=900, cached_tokens=0, last_picked=0)
+    lighter = Instance("b", in_flight=1, queued_tokens=10, cached_tokens=0, last_picked=5)
+    assert least_load(Prompt(10), (busy, lighter), {"a": 10}, OPTIONS).instance == "b"
+    assert least_load(Prompt(10), fleet(2, 3), {}, OPTIONS).instance == "a"
+
+
+def test_round_robin_takes_turns_while_instances_come_and_go() -> None:
+    picked = {"a": 0, "b": 0, "c": 0}
+    order = []
+    for number in range(1, 10):
+        names = ["a", "c"] if 4 <= number <= 5 else ["a", "b", "c"]
+        view = tuple(Instance(name, 0, 0, 0, picked[name]) for name in names)
+        chosen = round_robin(Prompt(1), view, {"a": 5}, OPTIONS).instance
+        picked[chosen] = number
+        order.append(chosen)
+    assert order == ["a", "b", "c", "a", "c", "b", "a", "c", "b"]
+
+
+instances = st.builds(
+    Instance,
+    name=st.sampled_from("abcdef"),
+    in_flight=st.integers(0, 200),
+    queued_tokens=st.integers(0, 10_000),
+    cached_tokens=st.integers(0, 10_000),
+    last_picked=st.integers(0, 1000),
+)
+
+
+@given(
+    policy=st.sampled_from(sorted(POLICIES)),
+    fleet=st.lists(instances, min_size=1, max_size=6, unique_by=lambda i: i.name).map(tuple),
+    matches=st.dictionaries(st.sampled_from("abcdefg"), st.integers(0, 4096)),
+    tokens=st.integers(0, 4096),
+)
+def test_every_policy_chooses_an_instance_that_is_there_and_says_the_same_twice(
+    policy, fleet, matches, tokens
+) -> None:
+    choose = POLICIES[policy]
+    decision = choose(Prompt(tokens), fleet, matches, OPTIONS)
+    assert decision.instance in {i.name for i in fleet}
+    assert decision.matched == matches.get(decision.instance, 0)
+    assert choose(Prompt(tokens), tuple(reversed(fleet)), matches, OPTIONS).instance == decision.instance
+
+
+@given(
+    fleet=st.lists(instances, min_size=1, max_size=6, unique_by=lambda i: i.name).map(tuple),
+    matches=st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 4096)),
+)
+def test_prompt_tree_never_chooses_one_that_is_ahead(fleet, matches) -> None:
+    decision = prompt_tree(Prompt(4096), fleet, matches, OPTIONS)
+    chosen = next(i for i in fleet if i.name == decision.instance)
+    least = min(i.in_flight for i in fleet)
+    assert chosen.in_flight <= max(
+        least + OPTIONS.balance_abs_threshold, OPTIONS.balance_rel_threshold * least
+    )

@@ -1,0 +1,213 @@
+"""The table of endpoints: keys, methods, what is told of workers, flushing."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from router import RouterConfig
+from router.observability import JsonFormatter, TextFormatter
+from sglang_ext.errors import ConfigError
+
+BODY = {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 1}}
+
+
+async def test_the_key_is_asked_for_but_by_probes_and_scrapers(start_worker, start_router, client) -> None:
+    worker = await start_worker()
+    router = await start_router(worker, api_key="secret")
+    for path in ("/health", "/metrics"):
+        async with client.get(router.url + path) as answer:
+            assert answer.status == 200
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+        for path in ("/v1/models", "/server_info", "/nothing"):
+            async with client.get(router.url + path, headers=headers) as answer:
+                assert answer.status == 401
+                assert (await answer.json())["error"]["code"] == "invalid_api_key"
+        async with client.post(router.url + "/generate", json=BODY, headers=headers) as answer:
+            assert answer.status == 401
+    assert worker.requests == []
+    async with client.post(
+        router.url + "/generate", json=BODY, headers={"authorization": "Bearer secret"}
+    ) as answer:
+        assert answer.status == 200
+    assert "authorization" not in worker.requests[-1][2]
+
+
+async def test_a_clients_own_key_passes_when_the_router_asks_for_none(
+    start_worker, start_router, client
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    headers = {"authorization": "Bearer theirs"}
+    async with client.post(router.url + "/generate", json=BODY, headers=headers) as answer:
+        assert answer.status == 200
+    assert worker.requests[-1][2]["authorization"] == "Bearer theirs"
+
+
+async def test_unknown_paths_and_methods(start_worker, start_router, client) -> None:
+    router = await start_router(await start_worker())
+    async with client.get(router.url + "/nothing") as answer:
+        assert (answer.status, (await answer.json())["error"]["code"]) == (404, "not_found")
+    async with client.get(router.url + "/generate") as answer:
+        assert answer.status == 405
+        assert answer.headers["allow"] == "POST, PUT"
+    async with client.put(router.url + "/generate", json=BODY) as answer:
+        assert answer.status == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/model_info", "/get_model_info"])
+async def test_what_workers_tell_is_passed_on(path, start_worker, start_router, client) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    async with client.get(worker.url + path) as direct, client.get(router.url + path) as routed:
+        assert routed.status == 200
+        assert await routed.json() == await direct.json()
+        assert routed.headers["x-kv-instance"] == worker.url
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+async def test_server_info_tells_of_the_fleet_and_no_secrets(
+    path, start_worker, start_router, client
+) -> None:
+    worker = await start_worker()
+    worker.server_info["api_key"] = "hush"
+    worker.server_info["internal_states"] = [{"admin_api_key": "hush", "world_size": 1}]
+    router = await start_router(worker, policy="least-load")
+    async with client.get(router.url + path) as answer:
+        text = await answer.text()
+    info = json.loads(text)
+    assert "hush" not in text
+    assert info["internal_states"][0]["world_size"] == 1
+    assert info["router"]["policy"] == "least-load"
+    assert [(w["url"], w["state"]) for w in info["router"]["workers"]] == [(worker.url, "ready")]
+
+
+async def test_flush_cache_reaches_every_worker_and_clears_the_index(
+    start_worker, start_router, client
+) -> None:
+    workers = [await start_worker() for _ in range(2)]
+    router = await start_router(*workers, policy="round-robin")
+    for _ in range(2):
+        async with client.post(router.url + "/generate", json=BODY) as answer:
+            assert answer.status == 200
+    assert all(router.trees.tokens_of(worker.url) for worker in workers)
+    workers[1].busy = True
+    async with client.post(router.url + "/flush_cache") as answer:
+        assert answer.status == 400
+        told = await answer.json()
+    assert not told["success"]
+    assert told["workers"][workers[1].url]["status"] == 400
+    assert router.trees.tokens_of(workers[0].url) == 0
+    assert router.trees.tokens_of(workers[1].url) > 0
+    workers[1].busy = False
+    async with client.get(router.url + "/flush_cache") as answer:
+        assert answer.status == 200
+    assert [worker.flushed for worker in workers] == [2, 1]
+    assert router.trees.tokens_of(workers[1].url) == 0
+
+
+async def test_a_bug_is_a_500_that_says_nothing_of_its_inside(
+    start_worker, start_router, client, monkeypatch, caplog
+) -> None:
+    router = await start_router(await start_worker())
+
+    def broken(*args, **kwargs):
+        raise ZeroDivisionError("inner detail")
+
+    monkeypatch.setattr(router.trees, "match", broken)
+    async with client.post(router.url + "/generate", json=BODY) as answer:
+        assert answer.status == 500
+        error = (await answer.json())["error"]
+    assert "inner detail" not in error["message"]
+    assert error["code"] == "internal_error"
+    assert "inner detail" in caplog.text
+
+
+async def test_conversations_stay_with_their_instance(start_worker, start_router, client) -> None:
+    workers = [await start_worker() for _ in range(2)]
+    router = await start_router(*workers)
+    homes: dict[int, set[str]] = {}
+    histories: dict[int, list[dict[str, str]]] = {}
+    cached = 0
+    for turn in range(4):
+        for session in range(4):
+            history = histories.setdefault(session, [])
+            history.append({"role": "user", "content": f"Tell me about number {session}, part {turn}. " * 6})
+            body = {"messages": history, "max_tokens": 8}
+            async with client.post(router.url + "/v1/chat/completions", json=body) as answer:
+                assert answer.status == 200
+                value = await answer.json()
+                homes.setdefault(session, set()).add(answer.headers["x-kv-instance"])
+                cached += int(answer.headers.get("x-kv-cached-tokens", 0))
+            history.append(value["choices"][0]["message"])
+    assert all(len(home) == 1 for home in homes.values())
+    assert {next(iter(home)) for home in homes.values()} == {worker.url for worker in workers}
+    assert cached > 0
+
+
+async def test_the_routing_reason_can_be_hidden(start_worker, start_router, client) -> None:
+    router = await start_router(await start_worker(), explain_routing=False)
+    async with client.post(router.url + "/generate", json=BODY) as answer:
+        assert "x-kv-route-reason" not in answer.headers
+        assert "x-kv-instance" in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"host": "0.0.0.0"}, "--api-key"),
+        ({"host": "::"}, "--api-key"),
+        ({"host": "example.org"}, "--api-key"),
+        ({"host": "0.0.0.0", "api_key": ""}, "--api-key"),
+        ({"worker_urls": ()}, "--worker-urls"),
+        ({"worker_urls": ("ftp://x",)}, "--worker-urls"),
+        ({"worker_urls": ("http://x:99999",)}, "--worker-urls"),
+        ({"worker_urls": ("http://x:1", "x:1/")}, "--worker-urls"),
+        ({"policy": "best"}, "--policy"),
+        ({"port": 70000}, "--port"),
+        ({"cache_threshold": 1.5}, "--cache-threshold"),
+        ({"tree_max_bytes": 0}, "--tree-max-bytes"),
+        ({"max_retries": -1}, "--max-retries"),
+        ({"balance_rel_threshold": 0.5}, "--balance-rel-threshold"),
+        ({"log_level": "loud"}, "--log-level"),
+    ],
+)
+def test_a_wrong_flag_is_named(options, flag) -> None:
+    with pytest.raises(ConfigError, match=flag) as caught:
+        RouterConfig(**{"worker_urls": ("http://127.0.0.1:1",), **options})
+    assert caught.value.field == flag
+
+
+def test_loopback_needs_no_key_and_the_rest_does() -> None:
+    for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
+        assert RouterConfig(worker_urls=("h:1",), host=host).api_key is None
+    config = RouterConfig(worker_urls=("h:1",), host="0.0.0.0", api_key="hush", worker_api_key="hush")
+    assert "hush" not in repr(config)
+    assert config.worker_urls == ("http://h:1",)
+
+
+def test_flags_fill_the_configuration() -> None:
+    import argparse
+    import dataclasses
+
+    parser = argparse.ArgumentParser()
+    RouterConfig.add_cli_args(parser)
+    urls = ["--worker-urls", "h:1", "h:2"]
+    assert RouterConfig.from_cli_args(parser.parse_args(urls)) == RouterConfig(worker_urls=("h:1", "h:2"))
+    fields = {field.name for field in dataclasses.fields(RouterConfig)}
+    assert fields == set(vars(parser.parse_args(urls)))
+    changed = parser.parse_args([*urls, "--policy", "round-robin", "--port", "1", "--hide-routing"])
+    config = RouterConfig.from_cli_args(changed)
+    assert (config.policy, config.port, config.explain_routing) == ("round-robin", 1, False)
+
+
+def test_a_log_line_is_one_line() -> None:
+    record = logging.LogRecord("router.access", logging.INFO, "", 0, "a\nb", None, None)
+    record.fields = {"path": "/x y", "status": 200, "error": 'said "no"\nand left'}
+    line = TextFormatter().format(record)
+    assert "\n" not in line
+    assert 'path="/x y" status=200' in line
+    entry = json.loads(JsonFormatter().format(record))
+    assert (entry["status"], entry["error"]) == (200, 'said "no"\nand left')

@@ -1,0 +1,347 @@
+"""Tokens, whole and in segments; what is trusted; what happens without a tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from array import array
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.chat_template import CannotRender
+from router.fleet import ChatFacts, InstanceFacts, ModelFacts
+from router.segments import Segmenter, TokenCache
+from router.tokenizing import Fallback, PromptTokenizer, TokenizerService
+from router.trial import EVERYTHING, Trust, compare
+from router.validation import Chat, Endpoint, Job, PromptInput
+from sglang_ext.keys import decode_tokens, encode_tokens
+
+FACTS = InstanceFacts(ModelFacts("tiny", "LlamaForCausalLM", 32_000, 4096), "1", "x", "colocated", "")
+
+
+def ids(key: bytes) -> list[int]:
+    return [int(token) for token in decode_tokens(key)]
+
+
+@pytest.fixture(scope="module")
+def prompt_tokenizer(tokenizer_dir) -> PromptTokenizer:
+    from router.tokenizing import load_tokenizer
+
+    fresh = load_tokenizer(str(tokenizer_dir), trust_remote_code=False)
+    return PromptTokenizer(fresh, FACTS, TokenCache(1 << 20))
+
+
+MARKS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+pieces = st.lists(
+    st.one_of(st.text(max_size=8), st.sampled_from([*MARKS, " ", "\n", "it's", "<|im_"])), max_size=8
+)
+
+
+@given(pieces)
+def test_segments_make_the_tokens_of_the_whole(prompt_tokenizer, tokenizer, parts) -> None:
+    text = "".join(parts)
+    expected = tokenizer.encode(text, add_special_tokens=False)
+    assert ids(prompt_tokenizer.segmenter.encode(text)) == expected
+    assert ids(prompt_tokenizer.segmenter.encode(text)) == expected
+
+
+@given(st.text(max_size=30))
+def test_text_is_tokenized_as_generate_does(prompt_tokenizer, tokenizer, text) -> None:
+    assert ids(prompt_tokenizer.encode_text(text)) == tokenizer([text])["input_ids"][0]
+
+
+def test_a_growing_conversation_tokenizes_only_what_is_new(tokenizer) -> None:
+    asked: list[str] = []
+
+    def encode(texts):
+        asked.extend(texts)
+        return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+    segmenter = Segmenter(encode, MARKS, TokenCache(1 << 20))
+    assert segmenter.by_segment
+    asked.clear()
+    first = "<|im_start|>system\nBe terse.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    segmenter.encode(first)
+    asked.clear()
+    segmenter.encode(first + "Hello<|im_end|>\n<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant\n")
+    assert asked == ["<|im_start|>assistant\nHello", "<|im_start|>user\nMore"]
+
+
+def test_a_tokenizer_that_looks_beyond_special_tokens_is_not_cut() -> None:
+    """One that marks the start of its input, wherever that is, in SentencePiece's old manner."""
+
+    def encode(texts):
+        return [[ord(char) for char in "_" + text.replace("</s>", "\0")] for text in texts]
+
+    segmenter = Segmenter(encode, ["</s>"], TokenCache(1 << 20))
+    assert not segmenter.by_segment
+    assert ids(segmenter.encode("a</s>b")) == [ord("_"), ord("a"), 0, ord("b")]
+
+
+def test_the_cache_is_bounded_and_forgets_the_least_recently_used() -> None:
+    cache = TokenCache(1000)
+    for number in range(10):
+        cache.put(bytes([number]), b"x" * 50)
+        cache.get(b"\0")
+    assert cache.size_bytes <= 1000
+    assert cache.get(b"\0") is not None
+    assert cache.get(b"\1") is None
+    assert (len(cache), cache.size_bytes) == (4, 4 * 250)
+
+
+# -- conversations ----------------------------------------------------------------------------------
+
+USER = {"role": "user", "content": "Hi"}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": "x"}'}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def rendered(template: str, body: dict[str, Any], tokenizer, **chat: Any) -> str:
+    """The text that a model with this template would see."""
+    tokenizer.chat_template = template
+    facts = replace(FACTS, chat=ChatFacts(**chat))
+    fresh = PromptTokenizer(tokenizer, facts, TokenCache(1 << 20))
+    text: str = tokenizer.decode(ids(fresh.encode_chat({"messages": [USER], **body})))
+    return text
+
+
+@pytest.fixture
+def own_tokenizer(tokenizer_dir) -> Any:
+    from router.tokenizing import load_tokenizer
+
+    return load_tokenizer(str(tokenizer_dir), trust_remote_code=False)
+
+
+SHOW = "{% for message in messages %}{{ message | tojson }}\n{% endfor %}"
+PARTS = "{% for message in messages %}{% for c in message.content %}[{{ c.text }}]{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("messages", "shown"),
+    [
+        ([USER], [{"role": "user", "content": "Hi"}]),
+        ([{"role": "SYSTEM", "content": "x"}], [{"role": "system", "content": "x"}]),
+        ([{**USER, "name": "Bo", "unknown": 1}], [{"role": "user", "content": "Hi"}]),
+        (
+            [{"role": "system", "content": "x", "name": "n"}],
+            [{"role": "system", "content": "x", "name": "n"}],
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
+            [{"role": "user", "content": "a b"}],
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [CALL]}, USER],
+            [
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [
+                        {
+                            "id": "1",
+                            "index": None,
+                            "type": "function",
+                            "function": {"name": "f", "arguments": {"b": 1, "a": "x"}},
+                        }
+                    ],
+                },
+                {"role": "user", "content": "Hi"},
+            ],
+        ),
+        ([USER, {"role": "assistant", "content": "So"}], [USER, {"role": "user", "content": "So"}]),
+    ],
+)
+def test_messages_as_the_template_sees_them(messages, shown, own_tokenizer) -> None:
+    text = rendered(SHOW, {"messages": messages}, own_tokenizer)
+    assert [json.loads(line) for line in text.splitlines()] == shown
+
+
+def test_templates_that_loop_over_content_get_parts(own_tokenizer) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert rendered(PARTS, {"messages": parts}, own_tokenizer) == "[a][b]"
+
+
+def test_tools_are_shown_as_sglang_dumps_them(own_tokenizer) -> None:
+    template = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+    text = rendered(template, {"tools": [TOOL]}, own_tokenizer)
+    assert text == (
+        '{"type": "function", "function": {"description": null, "name": "f", '
+        '"parameters": {"type": "object"}, "strict": false}, "defer_loading": null}'
+    )
+    assert rendered(template + ".", {"tools": [TOOL], "tool_choice": "none"}, own_tokenizer) == "."
+    choice = {"type": "function", "function": {"name": "other"}}
+    assert rendered(template + ".", {"tools": [TOOL], "tool_choice": choice}, own_tokenizer) == "."
+    flat = "{% for t in tools %}{{ t['name'] + '!' }}{% endfor %}"
+    assert rendered(flat, {"tools": [TOOL]}, own_tokenizer) == "f!"
+
+
+@pytest.mark.parametrize(
+    ("body", "defaults", "shown"),
+    [
+        ({}, (), "||"),
+        ({"reasoning_effort": "none"}, (), "False|False|none"),
+        ({"reasoning_effort": "high"}, (), "True|True|high"),
+        ({"reasoning": {"enabled": True}}, (), "True|True|"),
+        ({"reasoning": {"effort": "low"}}, (), "True|True|low"),
+        ({"chat_template_kwargs": {"thinking": False}, "reasoning_effort": "high"}, (), "False|True|high"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, (("enable_thinking", False),), "|True|"),
+        ({}, (("enable_thinking", False), ("reasoning_effort", "low")), "|False|low"),
+    ],
+)
+def test_switches_of_the_template(body, defaults, shown, own_tokenizer) -> None:
+    template = "{{ thinking }}|{{ enable_thinking }}|{{ reasoning_effort }}"
+    assert rendered(template, body, own_tokenizer, default_template_kwargs=defaults) == shown
+
+
+def test_the_last_answer_can_be_continued(own_tokenizer) -> None:
+    template = (
+        "{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+    )
+    body = {"messages": [USER, {"role": "assistant", "content": " so"}], "continue_final_message": True}
+    assert rendered(template, body, own_tokenizer) == "<Hi>A: so"
+
+
+@pytest.mark.parametrize(
+    ("body", "chat", "why"),
+    [
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            {},
+            "image_url",
+        ),
+        ({"messages": [{"role": "system", "content": "x", "tools": [TOOL]}]}, {}, "tools inside messages"),
+        ({"tools": [{"function": {"name": "f", "defer_loading": True}}]}, {}, "defer_loading"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, {}, "chat template of the request"),
+        ({"reasoning_effort": 0.5}, {}, "number"),
+        ({}, {"multimodal": True}, "images or audio"),
+        ({}, {"reasoning_parser": "hunyuan"}, "hunyuan"),
+        ({}, {"chat_template": "vicuna_v1.1"}, "built-in chat template"),
+        ({"messages": [{"role": "user", "content": "fail"}]}, {}, "template failed"),
+    ],
+)
+def test_what_cannot_be_rendered_says_why(body, chat, why, own_tokenizer) -> None:
+    template = "{% if messages[0].content == 'fail' %}{{ raise_exception('no') }}{% endif %}{{ messages }}"
+    with pytest.raises(CannotRender, match=why):
+        rendered(template, body, own_tokenizer, **chat)
+
+
+# -- the service ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def service():
+    fallbacks: list[Fallback] = []
+    service = TokenizerService(threads=1, cache_bytes=1 << 20, on_fallback=fallbacks.append)
+    service.fallbacks = fallbacks  # type: ignore[attr-defined]
+    yield service
+    service.close()
+
+
+def job(*prompts: PromptInput) -> Job:
+    return Job(Endpoint.GENERATE, False, prompts)
+
+
+async def test_without_a_tokenizer_prompts_are_matched_by_text(service, caplog) -> None:
+    await service.load(replace(FACTS, tokenizer_path="/no/such/folder"))
+    assert "matched by text" in service.status
+    assert any(
+        record.levelname == "WARNING" and "/no/such/folder" in record.message for record in caplog.records
+    )
+    history = [{"role": "user", "content": "one two three four five six seven"}]
+    longer = [*history, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "eight"}]
+    short, long, other = await service.encode(
+        job(*(PromptInput(chat=Chat({"messages": m})) for m in (history, longer, [USER])))
+    )
+    assert short.tokens is None
+    assert short.namespace[0] == "text"
+    assert len(short.key) % 4 == 0
+    assert long.key.startswith(short.key)
+    assert not other.key.startswith(short.key[:80])
+    (ids_only,) = await service.encode(job(PromptInput(ids=array("q", [1, 2, 3]))))
+    assert (ids_only.tokens, ids_only.namespace[0]) == (3, "tokens")
+    assert service.fallbacks == [Fallback.NO_TOKENIZER] * 3
+
+
+async def test_only_what_agrees_with_the_worker_is_trusted(service, tokenizer_dir, tokenizer) -> None:
+    await service.load(replace(FACTS, tokenizer_path=str(tokenizer_dir)))
+    text, chat = PromptInput(text="Hello"), PromptInput(chat=Chat({"messages": [USER]}))
+    assert [e.tokens for e in await service.encode(job(text, chat))] == [None, None]
+    assert service.fallbacks == [Fallback.UNTRUSTED] * 2
+
+    async def theirs(body):
+        tokens = await service._sample(body)
+        return tokens if "prompt" in body else [*tokens, 0]
+
+    await service.verify(theirs)
+    assert service.trust == Trust(text=True, chat=False, tools=False)
+    count = len(tokenizer("Hello")["input_ids"])
+    assert [e.tokens for e in await service.encode(job(text, chat))] == [count, None]
+    await service.verify(service._sample)
+    assert service.trust == EVERYTHING
+    encoded = (await service.encode(job(text, chat)))[0]
+    assert encoded.key == encode_tokens(tokenizer("Hello")["input_ids"])
+    opaque = PromptInput(text="Hello", opaque=True)
+    assert (await service.encode(job(opaque)))[0].tokens is None
+    assert service.fallbacks[-1] is Fallback.OPAQUE
+
+
+async def test_a_worker_without_the_endpoint_is_taken_at_its_word() -> None:
+    async def ours(body):
+        return [1]
+
+    async def theirs(body):
+        return None
+
+    assert await compare(ours, theirs) == EVERYTHING
+
+
+async def test_salts_and_adapters_are_namespaces(service) -> None:
+    one, two = await service.encode(
+        job(
+            PromptInput(ids=array("q", [1]), namespace=(None, None, "a")),
+            PromptInput(ids=array("q", [1]), namespace=(None, None, "b")),
+        )
+    )
+    assert one.key == two.key
+    assert one.namespace != two.namespace
+
+
+@pytest.mark.parametrize("knob", ["skew_tokens", "refuses_tools", "has_tokenize"])
+async def test_the_router_compares_with_a_worker_at_the_start(knob, start_worker, start_router) -> None:
+    worker = await start_worker()
+    setattr(worker, knob, knob != "has_tokenize")
+    router = await start_router(worker)
+    expected = {
+        "skew_tokens": Trust(),
+        "refuses_tools": Trust(text=True, chat=True, tools=False),
+        "has_tokenize": EVERYTHING,
+    }
+    assert router.tokenizers.trust == expected[knob]
+
+
+async def test_tokenizing_does_not_hold_up_the_event_loop(start_worker, start_router, client) -> None:
+    """While a prompt of 2 MB is tokenized, which takes a good part of a second, the loop goes on turning."""
+    router = await start_router(await start_worker(context_length=1 << 30))
+    body = {"text": "The quick brown fox. " * 100_000, "sampling_params": {"max_new_tokens": 1}}
+    loop = asyncio.get_running_loop()
+    encoding = asyncio.Event()
+    encode = router.tokenizers.encode_all
+
+    def announced(*args: Any) -> Any:
+        loop.call_soon_threadsafe(encoding.set)
+        return encode(*args)
+
+    router.tokenizers.encode_all = announced  # type: ignore[method-assign]
+    data = io.BytesIO(json.dumps(body).encode())
+    request = asyncio.ensure_future(client.post(router.url + "/generate", data=data))
+    await encoding.wait()
+    async with client.get(router.url + "/health") as answer:
+        assert answer.status == 200
+    assert not request.done()
+    async with await request as answer:
+        assert answer.status == 200

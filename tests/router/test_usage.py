@@ -1,0 +1,99 @@
+"""What answers say of tokens."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from router.usage import StreamReader, Usage, read_answer
+from sglang_ext.keys import encode_tokens
+
+
+def native(prompt: int, cached: int, output: list[int], *, finished: bool = True, index: int | None = None):
+    answer = {
+        "text": "x",
+        "output_ids": output,
+        "meta_info": {
+            "finish_reason": {"type": "stop"} if finished else None,
+            "prompt_tokens": prompt,
+            "cached_tokens": cached,
+            "completion_tokens": len(output),
+        },
+    }
+    return answer if index is None else {**answer, "index": index}
+
+
+def sse(*events: object) -> bytes:
+    return (
+        b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b"data: [DONE]\n\n"
+    )
+
+
+def test_native_answers() -> None:
+    usage = read_answer(json.dumps(native(10, 4, [7, 8])).encode(), native=True, choices=1)
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (10, 4, 2)
+    assert usage.output_keys == {0: encode_tokens([7, 8])}
+
+
+def test_a_batch_adds_up_and_choices_share_their_prompt() -> None:
+    batch = json.dumps([native(10, 4, [1]), native(20, 0, [2, 3])]).encode()
+    usage = read_answer(batch, native=True, choices=1)
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (30, 4, 3)
+    assert usage.output_keys == {0: encode_tokens([1]), 1: encode_tokens([2, 3])}
+    usage = read_answer(batch, native=True, choices=2)
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (10, 4, 3)
+    assert usage.output_keys == {}
+
+
+def test_ids_that_are_only_the_latest_are_not_taken_for_the_whole() -> None:
+    answer = native(10, 0, [5])
+    answer["meta_info"]["completion_tokens"] = 9
+    assert read_answer(json.dumps(answer).encode(), native=True, choices=1).output_keys == {}
+
+
+@pytest.mark.parametrize(
+    ("details", "cached"), [({"cached_tokens": 7}, 7), (None, None), ({"cached_tokens": "x"}, None)]
+)
+def test_openai_answers(details, cached) -> None:
+    answer = {"usage": {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": details}}
+    usage = read_answer(json.dumps(answer).encode(), native=False, choices=1)
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (9, cached, 2)
+
+
+@pytest.mark.parametrize("body", [b"", b"nonsense", b"[]", b"null", b'{"usage": 5}', b'{"meta_info": []}'])
+@pytest.mark.parametrize("is_native", [True, False])
+def test_an_answer_that_cannot_be_read_says_nothing(body, is_native) -> None:
+    assert read_answer(body, native=is_native, choices=1) == Usage()
+
+
+def test_native_streams() -> None:
+    stream = sse(
+        native(10, 4, [7], finished=False, index=0),
+        native(20, 2, [8, 9], index=1),
+        native(10, 4, [7, 8], index=0),
+    )
+    reader = StreamReader(native=True, choices=1)
+    for byte in range(0, len(stream), 7):
+        reader.feed(stream[byte : byte + 7])
+    assert reader.done
+    assert not reader.in_event
+    assert (reader.usage.prompt_tokens, reader.usage.cached_tokens) == (30, 6)
+    assert reader.usage.output_keys == {0: encode_tokens([7, 8]), 1: encode_tokens([8, 9])}
+
+
+def test_openai_streams() -> None:
+    usage = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 3}}
+    reader = StreamReader(native=False, choices=1)
+    reader.feed(sse({"choices": [{}], "usage": None}, {"choices": [], "usage": usage}))
+    assert reader.done
+    assert (reader.usage.prompt_tokens, reader.usage.cached_tokens) == (9, 3)
+
+
+def test_a_stream_that_ends_early_is_not_done() -> None:
+    reader = StreamReader(native=True, choices=1)
+    reader.feed(b'data: {"text"')
+    assert reader.in_event
+    assert not reader.done
+    reader.feed(b": broken\n\n")
+    assert reader.usage == Usage()
