@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from sglang_ext.patches import (
     flags,
+    mla_attention,
+    mla_rope,
     paged_allocator,
     scheduler_calls,
     sgl_kernel_stand_in,
@@ -27,6 +29,8 @@ PATCHES: tuple[Patch, ...] = (
     torchvision_operators.PATCH,
     sgl_kernel_stand_in.PATCH,
     paged_allocator.PATCH,
+    mla_attention.PATCH,
+    mla_rope.PATCH,
     flags.PATCH,
     scheduler_calls.PATCH,
     weight_updates.PATCH,

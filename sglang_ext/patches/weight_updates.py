@@ -1,10 +1,10 @@
 """Tell our cache when the model's weights or the KV pool's memory change under it.
 
 What: before any call that changes weights the cache starts a new namespace (``weights_changed()``), so that
-KV of other weights never matches, also where the caller asked SGLang not to flush its cache; before memory is
-released it waits for copies that read or write the pool (``settle()``), because SGLang unmaps the pool before it
-flushes the cache. A session of updates (``begin`` to ``end``) may change weights from outside at any time in
-between, so both ends count.
+KV of other weights never matches, also where the caller asked SGLang not to flush its cache. Before memory is
+released the cache waits for copies that read or write the pool (``settle()``), because SGLang unmaps the pool
+before it flushes the cache. A session of updates (``begin`` to ``end``) may change weights from outside at
+any time in between, so both ends count.
 
 Why no extension point serves: SGLang tells a cache of weight updates only by ``reset()``, and only when the
 caller asks for it.
