@@ -11,6 +11,7 @@ import numpy as np
 from engine_movers import HandMover
 from engine_pools import PoolKind, Pools, WrongKvError, block_words, node_chains
 from engine_scheduler import Settings, SimulatedScheduler, token_at
+from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_ext.engine.dram_tier import DramTier
@@ -44,6 +45,8 @@ class Scenario:
     rows: int = 6
     tenants: bool = True
     """Requests carry an extra key or a salt at times."""
+    force_miss: bool = False
+    """``SGLANG_RADIX_FORCE_MISS``: matches are thrown away, so everything is computed again."""
     memory: int = 12
     """Of how many earlier prompts one is continued; few make hits in HBM, many make hits in DRAM."""
 
@@ -102,6 +105,8 @@ class Rank:
         self.cache = cache_class(
             self.pools.params(), self.tree, self.hbm, self.tier, load_min_tokens=scenario.load_min_tokens
         )
+        self.look_inside = True
+        """Compare everything in every tier after each step, not only what a forward pass reads."""
         self.scheduler = SimulatedScheduler(self.pools, self.cache, gate, scenario.settings)
 
     def serve(self, tokens: list[int], *, new_tokens: int = 1, **options: Any) -> Req:
@@ -128,7 +133,8 @@ class Rank:
         self._check_counts()
         owned = self._owned_slots()
         self._check_owners(owned)
-        self._check_contents()
+        if self.look_inside:
+            self._check_contents()
         # What nobody owns holds garbage from here on, so that reading it cannot go unnoticed.
         self.pools.oracle.spoil(self.pools.free_slots())
 
@@ -295,13 +301,14 @@ def run(
 ) -> Traffic:
     """Drive one rank through ``steps`` passes, check after each, then let everything finish and flush."""
     traffic = Traffic(rank.scenario, seed)
-    for step in range(steps):
-        traffic.act(rank.scheduler)
-        rank.scheduler.step()
-        rank.check()
-        if after_step is not None:
-            after_step(rank, step)
-    finish(rank)
+    with envs.SGLANG_RADIX_FORCE_MISS.override(rank.scenario.force_miss):
+        for step in range(steps):
+            traffic.act(rank.scheduler)
+            rank.scheduler.step()
+            rank.check()
+            if after_step is not None:
+                after_step(rank, step)
+        finish(rank)
     return traffic
 
 
@@ -329,4 +336,60 @@ def finish(rank: Rank) -> None:
     rank.check()
 
 
-__all__ = ["Rank", "Scenario", "Traffic", "WrongKvError", "finish", "run"]
+SCENARIOS = (
+    Scenario("mha, page 1", hbm_tokens=256, dram_blocks=250, memory=40),
+    Scenario(
+        "mla, page 16, a later pipeline stage",
+        kind=PoolKind("mla", 16, layers=3, start_layer=2),
+        block=16,
+        hbm_tokens=480,
+        dram_blocks=60,
+        memory=30,
+        settings=Settings(chunk=48, new_token_ratio=0.05),
+    ),
+    Scenario(
+        "overlap, memory runs out",
+        hbm_tokens=232,
+        dram_blocks=200,
+        memory=30,
+        settings=Settings(overlap=True, new_token_ratio=0.05, max_running=6),
+    ),
+    Scenario(
+        "block of two pages, dfs-weight, slru",
+        kind=PoolKind("mha", 4),
+        block=8,
+        hbm_tokens=256,
+        dram_blocks=100,
+        memory=30,
+        policy="slru",
+        settings=Settings(overlap=True, chunk=24, new_token_ratio=0.05, policy="dfs-weight"),
+    ),
+    Scenario(
+        "preemption by priority",
+        dram_blocks=100,
+        memory=30,
+        policy="priority",
+        settings=Settings(preemption=True, max_running=3),
+    ),
+    Scenario(
+        "mixed chunks",
+        hbm_tokens=256,
+        dram_blocks=100,
+        memory=30,
+        settings=Settings(mixed=True, overlap=True, new_token_ratio=0.5),
+    ),
+    Scenario(
+        "no chunks, short hits computed, longest prefix first",
+        dram_blocks=250,
+        memory=40,
+        load_min_tokens=24,
+        settings=Settings(chunk=None, policy="lpm"),
+    ),
+    Scenario("DRAM smaller than HBM", hbm_tokens=256, dram_blocks=24),
+    Scenario("HBM only", hbm_tokens=232, dram_blocks=None, settings=Settings(new_token_ratio=0.05)),
+    Scenario("nothing found is used", dram_blocks=100, force_miss=True),
+    Scenario("the real mover", hbm_tokens=256, dram_blocks=250, memory=40, threaded=True),
+)
+
+
+__all__ = ["SCENARIOS", "Rank", "Scenario", "Traffic", "WrongKvError", "finish", "run"]

@@ -1,0 +1,63 @@
+"""The cache under a whole server's traffic: SGLang's own scheduling around it, an oracle for every row.
+
+After each pass of the scheduler's loop: the cache's own check, SGLang's count of slots, one owner for every
+slot, and in every tier the KV that the oracle says. Free slots are spoilt, so that reading one is seen.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from engine_simulation import SCENARIOS, Rank, Scenario, Traffic, run
+
+pytestmark = pytest.mark.usefixtures("sglang_config")
+
+
+@contextmanager
+def served(scenario: Scenario, seed: int, steps: int) -> Iterator[tuple[Rank, Traffic]]:
+    """A rank after so much traffic, empty again. Copies are late in every other run, else at random."""
+    rank = Rank(scenario, pace=random.Random(seed) if seed % 2 else None)
+    try:
+        yield rank, run(rank, seed, steps)
+    finally:
+        rank.close()
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_every_row_is_right_and_every_slot_has_one_owner(scenario: Scenario) -> None:
+    with served(scenario, seed=1, steps=110) as (rank, traffic):
+        assert len(rank.scheduler.finished) > 20
+        assert traffic.counts["submit"] > 10
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_every_row_is_right_and_every_slot_has_one_owner_for_long(scenario: Scenario, seed: int) -> None:
+    """66 runs, 33,000 passes of the loop; together they have seen everything that can happen."""
+    with served(scenario, seed=100 + seed, steps=500) as (rank, traffic):
+        assert len(rank.scheduler.finished) > 80
+        assert traffic.counts["abort"] > 0
+
+
+@pytest.mark.long
+def test_traffic_reaches_what_it_is_meant_to_reach() -> None:
+    """Loads, retraction, preemption, aborts, weight changes, flushes, eviction, skipped writes: all occur."""
+    seen: dict[str, int] = {}
+    for scenario in SCENARIOS:
+        for seed in range(3):
+            with served(scenario, seed, 300) as (rank, traffic):
+                counts = dict(traffic.counts)
+                counts["loaded tokens"] = rank.scheduler.loaded_tokens
+                counts["retracted"] = rank.scheduler.retracted
+                counts["preempted"] = rank.scheduler.preempted
+                if rank.tier is not None:
+                    counts["evicted"] = rank.tier.counters.evicted
+                    counts["skipped"] = rank.tier.counters.skipped
+            for what, count in counts.items():
+                seen[what] = seen.get(what, 0) + count
+    wanted = ("submit", "abort", "weights", "retract all", "flush", "loaded tokens", "retracted", "preempted")
+    assert all(seen[what] > 0 for what in (*wanted, "evicted", "skipped")), seen

@@ -1,0 +1,230 @@
+"""The twins of the simulation: caches with one fault each, which it has to tell from a sound one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_pools import PoolKind, WrongKvError
+from engine_scheduler import Settings
+from engine_simulation import Rank, Scenario, run
+from sglang.srt.mem_cache.base_prefix_cache import (
+    DecLockRefParams,
+    DecLockRefResult,
+    EvictParams,
+    EvictResult,
+    IncLockRefResult,
+)
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang_ext.engine.dram_tier import DramTier
+from sglang_ext.engine.layer_gate import LayerGate
+from sglang_ext.engine.radix_cache import GlobalRadixCache
+from sglang_ext.radix_global import Node
+
+pytestmark = pytest.mark.usefixtures("sglang_config")
+
+BUSY = Scenario(
+    "busy",
+    hbm_tokens=256,
+    dram_blocks=250,
+    memory=40,
+    settings=Settings(overlap=True, new_token_ratio=0.05),
+)
+PAGED = Scenario(
+    "paged",
+    kind=PoolKind("mla", 16, layers=3, start_layer=2),
+    block=16,
+    hbm_tokens=480,
+    dram_blocks=60,
+    memory=30,
+    settings=Settings(chunk=48, new_token_ratio=0.05),
+)
+
+
+class ForgetsToLock(GlobalRadixCache):
+    def inc_lock_ref(self, node: Node) -> IncLockRefResult:
+        return IncLockRefResult(delta=0)
+
+    def dec_lock_ref(self, node: Node, params: DecLockRefParams | None = None) -> DecLockRefResult:
+        return DecLockRefResult(delta=0)
+
+
+class KeepsDuplicates(GlobalRadixCache):
+    def _insert_row(self, req: Any, tokens: Any) -> tuple[Node, int]:
+        with_free = self.token_to_kv_pool_allocator
+        self.token_to_kv_pool_allocator = _FreesNothing()
+        try:
+            return super()._insert_row(req, tokens)
+        finally:
+            self.token_to_kv_pool_allocator = with_free
+
+
+class _FreesNothing:
+    def free_segment(self, slots: Any, *, start_pos: int) -> None:
+        pass
+
+
+class FreesTooMuch(GlobalRadixCache):
+    """Takes what the tree owned before for the request's own."""
+
+    def _insert_row(self, req: Any, tokens: Any) -> tuple[Node, int]:
+        req.kv.cache_protected_len = max(0, req.kv.cache_protected_len - self.block_size)
+        return super()._insert_row(req, tokens)
+
+
+class GoesOnWithFreedSlots(GlobalRadixCache):
+    """Frees a request's duplicates, and leaves them in its row."""
+
+    def cache_unfinished_req(self, req: Any, chunked: bool = False, **kwargs: Any) -> None:
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        before = row.clone()
+        super().cache_unfinished_req(req, chunked, **kwargs)
+        row[:] = before
+
+
+class IgnoresWeights(GlobalRadixCache):
+    def weights_changed(self) -> None:
+        pass
+
+
+class IgnoresTenants(GlobalRadixCache):
+    def _namespace_of_key(self, key: RadixKey) -> Hashable:
+        return (self._weights, key.extra_key)
+
+
+class FollowsNewWeights(GlobalRadixCache):
+    """Files the KV of a request that started before the change under the new weights."""
+
+    def _namespace_of(self, req: Any) -> Hashable:
+        return (self._weights, req.extra_key, req.cache_salt)
+
+
+class WaitsForTheLoadBefore(GlobalRadixCache):
+    def ready_to_load_host_cache(self) -> int:
+        return max(-1, super().ready_to_load_host_cache() - 1)
+
+
+class DoesNotWaitForWrites(GlobalRadixCache):
+    """Evicts what is being copied without waiting for the copy."""
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        assert self.dram is not None
+        self.dram.settle, settle = _nothing, self.dram.settle  # type: ignore[method-assign]
+        try:
+            return super().evict(params)
+        finally:
+            self.dram.settle = settle  # type: ignore[method-assign]
+
+
+def _nothing() -> None:
+    pass
+
+
+class NeverWaits(LayerGate):
+    def set_consumer(self, ticket: int) -> None:
+        pass
+
+
+class WaitsForTheLayerBefore(LayerGate):
+    def wait_until(self, layer: int) -> None:
+        if layer > 0:
+            super().wait_until(layer - 1)
+
+
+class CountsEarly(DramTier):
+    """Takes a write for complete when it is submitted."""
+
+    def _complete_writes(self, upto: int) -> None:
+        super()._complete_writes(self._writes.completed + len(self._writes.pending))
+
+
+class LoadsInTheWrongOrder(DramTier):
+    def load(self, nodes: list[Node], slots: Any) -> None:
+        super().load(nodes, slots)
+        if len(slots) > 1:
+            last = nodes[-1].placements[self._hbm]
+            last[:] = last[::-1].copy()
+
+
+TWINS: list[tuple[dict[str, Any], Scenario, type[AssertionError]]] = [
+    ({"cache_class": ForgetsToLock}, BUSY, AssertionError),
+    ({"cache_class": KeepsDuplicates}, BUSY, AssertionError),
+    ({"cache_class": FreesTooMuch}, PAGED, AssertionError),
+    ({"cache_class": GoesOnWithFreedSlots}, BUSY, AssertionError),
+    ({"cache_class": IgnoresWeights}, BUSY, WrongKvError),
+    ({"cache_class": IgnoresTenants}, PAGED, WrongKvError),
+    ({"cache_class": FollowsNewWeights}, BUSY, AssertionError),
+    ({"cache_class": WaitsForTheLoadBefore}, BUSY, WrongKvError),
+    ({"cache_class": DoesNotWaitForWrites}, PAGED, WrongKvError),
+    ({"gate_class": NeverWaits}, BUSY, WrongKvError),
+    ({"gate_class": WaitsForTheLayerBefore}, PAGED, WrongKvError),
+    ({"tier_class": CountsEarly}, BUSY, WrongKvError),
+    ({"tier_class": LoadsInTheWrongOrder}, PAGED, WrongKvError),
+]
+
+
+def survives(rank: Rank, seed: int, error: type[AssertionError], **how: Any) -> bool:
+    try:
+        run(rank, seed, 250, **how)
+    except error:
+        return False
+    finally:
+        rank.close()
+    return True
+
+
+@pytest.mark.parametrize(
+    ("classes", "scenario", "error"), TWINS, ids=[next(iter(twin[0].values())).__name__ for twin in TWINS]
+)
+def test_a_faulty_cache_is_found_out(
+    classes: dict[str, Any], scenario: Scenario, error: type[AssertionError]
+) -> None:
+    for seed in range(4):
+        if not survives(Rank(scenario, pace=None, **classes), seed, error):
+            return
+    pytest.fail("four runs did not notice")
+
+
+class FlipsBits:
+    """Damages one bit, now and then, in a block that only DRAM has."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self.flipped = 0
+
+    def __call__(self, rank: Rank, step: int) -> None:
+        alone = [
+            node
+            for node in rank.tree.nodes()
+            if list(node.placements) == [rank.dram_holder] and not node.locks
+        ]
+        if not alone:
+            return
+        assert rank.arena is not None
+        blocks = self._random.choice(alone).placements[rank.dram_holder]
+        block = rank.arena.blocks[int(self._random.choice(list(blocks)))]
+        block[self._random.randrange(len(block))] ^= np.uint8(1 << self._random.randrange(8))
+        self.flipped += 1
+
+
+@pytest.mark.parametrize(
+    "look_inside", [True, False], ids=["by looking into DRAM", "by a forward pass alone"]
+)
+def test_one_wrong_bit_in_dram_is_seen(look_inside: bool) -> None:
+    for seed in range(4):
+        rank = Rank(BUSY, pace=random.Random(seed))
+        rank.look_inside = look_inside
+        flips = FlipsBits(seed)
+        if not survives(rank, seed, WrongKvError, after_step=flips):
+            assert flips.flipped > 0
+            return
+    pytest.fail("four runs did not notice")
+
+
+def test_without_a_fault_the_same_runs_pass() -> None:
+    for scenario in (BUSY, PAGED):
+        assert survives(Rank(scenario), 0, AssertionError)
