@@ -299,9 +299,9 @@ class TierContract(abc.ABC):
         tier.check()
         assert outcomes == {Outcome.DONE}
         assert tier.stats().evicted > 0
-        assert get_all(tier, NAMESPACE, prefix_keys(39, 4)) == 4
         held = [get_all(tier, NAMESPACE, prefix_keys(prefix, 4)) for prefix in range(1, 40)]
-        assert held[0] == 0
+        assert 0 in held[:20], "nothing old is gone"
+        assert held[-1] == 4
 
     def test_pinned_blocks_are_not_evicted(self, tier: BlockTier) -> None:
         keys = prefix_keys(0, 6)

@@ -1,0 +1,100 @@
+"""Which segments of a full disk tier go. A plain function on plain data: no I/O, no clock.
+
+The value of a run is what its blocks save, weighed by how likely they are asked for again: bytes alive x
+times used, over the time since the last use. The segment with the least value per byte goes first, so both
+age and dead space count against it. Runs in it that are worth far more than the rest are moved to the newest
+segment instead, as far as there is room: a hot system prompt must not go down with the cold prompts that were
+written beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+HITS_CAP = 15
+"""Uses that count: beyond them, a run that was popular long ago would outlive what is popular now."""
+FRESH_SECONDS = 60.0
+"""Runs used within this time count as equally recent."""
+MOVE_FACTOR = 4.0
+"""A run is moved when it is worth this many times the median segment, byte for byte."""
+MOVE_SHARE = 0.25
+"""The largest part of a segment that is moved; beyond it, moving costs more writing than it saves."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What is known of a run. nbytes: its length; alive: the part of its blocks still in the index, 0 to
+    1.
+    """
+
+    run: int
+    nbytes: int
+    alive: float
+    last: float
+    hits: int
+
+    def value(self, now: float) -> float:
+        """Bytes alive x uses / seconds since the last use."""
+        idle = max(0.0, now - self.last) + FRESH_SECONDS
+        return self.nbytes * self.alive * (1 + min(self.hits, HITS_CAP)) / idle
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentFacts:
+    """What is known of a segment. busy: being read or written, so that it cannot go now."""
+
+    segment: int
+    nbytes: int
+    busy: bool
+    runs: tuple[RunFacts, ...]
+
+    def density(self, now: float) -> float:
+        """Value per byte, dead space included."""
+        return sum(run.value(now) for run in self.runs) / max(1, self.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A segment to drop, and the runs of it to move first, most valuable first."""
+
+    segment: int
+    move: tuple[int, ...]
+
+
+def choose_victims(
+    segments: Sequence[SegmentFacts], need: int, now: float, *, room_for_moves: int = 0
+) -> list[Victim]:
+    """Segments that go, in order, until `need` bytes are gained, as far as there are any that may go.
+
+    Args:
+        need: bytes to gain, after moves.
+        now: the clock that `RunFacts.last` was read from.
+        room_for_moves: bytes that moves may take before anything is gained.
+    """
+    free = sorted((s for s in segments if not s.busy), key=lambda s: (s.density(now), s.segment))
+    densities = sorted(s.density(now) for s in segments)
+    median = densities[len(densities) // 2] if densities else 0.0
+    victims: list[Victim] = []
+    gained = 0
+    for segment in free:
+        if gained >= need:
+            break
+        moves = _moves(segment, median, room_for_moves, now)
+        moved = sum(run.nbytes for run in moves)
+        room_for_moves -= moved
+        gained += segment.nbytes - moved
+        victims.append(Victim(segment.segment, tuple(run.run for run in moves)))
+    return victims
+
+
+def _moves(segment: SegmentFacts, median: float, room: int, now: float) -> list[RunFacts]:
+    room = min(room, int(segment.nbytes * MOVE_SHARE))
+    ranked = sorted(segment.runs, key=lambda run: -run.value(now) / run.nbytes)
+    chosen: list[RunFacts] = []
+    for run in ranked:
+        if run.value(now) / run.nbytes <= MOVE_FACTOR * median or run.nbytes > room:
+            continue
+        room -= run.nbytes
+        chosen.append(run)
+    return chosen
