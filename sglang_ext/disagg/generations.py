@@ -39,12 +39,6 @@ MAGIC: Final = b"KVXGEN01"
 EPOCH_BYTES: Final = 16
 COUNTER_BYTES: Final = 8
 
-GAP_BYTES: Final = 64
-"""Counters less than this apart are read in one run: moving 64 bytes costs less than another run."""
-
-SPAN_BYTES: Final = 64 << 10
-"""Counters that all lie within this are read in one run, unsorted."""
-
 
 def header(epoch: bytes) -> bytes:
     """The first HEADER_BYTES of an owner's control region."""
@@ -135,29 +129,37 @@ class GenerationTable:
 
 
 def counter_runs(
-    blocks: Ids, table_at: int, scratch_region: int, scratch_at: int, scratch_bytes: int
+    blocks: Ids, table_at: int, scratch_region: int, scratch_at: int, scratch_bytes: int, gap: int = 0
 ) -> tuple[Runs, npt.NDArray[np.int64]]:
     """Runs that read the header and the counters of `blocks` into a scratch region.
 
     table_at: offset of the pool's first counter in the owner's control region, which is region 0.
+    gap: bytes between two counters up to which they are read in one run, since the transport moves so many in
+        the time that another run takes; 0 never sorts.
     Returns the runs, and the offset in the scratch region where each block's counter will lie; the header
     lies at `scratch_at`.
 
     Raises:
-        RangeError: the scratch space is too small; ask for the counters in parts.
+        RangeError: the scratch space is too small; ask for the counters in parts (see `counters_at_a_time`).
     """
     if blocks.size == 0:
         return np.array([(0, 0, scratch_region, scratch_at, HEADER_BYTES)], np.int64), blocks
-    low, high = int(blocks.min()), int(blocks.max())
-    if (high - low) * COUNTER_BYTES < SPAN_BYTES and scratch_bytes >= HEADER_BYTES + SPAN_BYTES:
+    low = int(blocks.min())
+    span = (int(blocks.max()) - low + 1) * COUNTER_BYTES
+    if span <= blocks.size * (gap + COUNTER_BYTES):
         first = np.array([low * COUNTER_BYTES], np.int64)
-        sizes = np.array([(high - low + 1) * COUNTER_BYTES], np.int64)
+        sizes = np.array([span], np.int64)
         places = np.array([HEADER_BYTES], np.int64)
         where = (scratch_at + HEADER_BYTES) + (blocks - low) * COUNTER_BYTES
+    elif gap == 0:
+        first = blocks * COUNTER_BYTES
+        sizes = np.full(blocks.size, COUNTER_BYTES, np.int64)
+        places = HEADER_BYTES + np.arange(blocks.size, dtype=np.int64) * COUNTER_BYTES
+        where = scratch_at + places
     else:
         order = np.argsort(blocks, kind="stable")
         ordered = blocks[order] * COUNTER_BYTES
-        new = np.diff(ordered, prepend=-(GAP_BYTES + 1)) > GAP_BYTES
+        new = np.diff(ordered, prepend=-(gap + COUNTER_BYTES + 1)) > gap + COUNTER_BYTES
         starts = np.flatnonzero(new)
         first = ordered[starts]
         sizes = ordered[np.append(starts[1:], ordered.size) - 1] - first + COUNTER_BYTES
@@ -174,9 +176,9 @@ def counter_runs(
     return runs, where
 
 
-def scratch_needed(blocks: int) -> int:
-    """Bytes of scratch with which `counter_runs` never runs out for that many blocks."""
-    return HEADER_BYTES + max(SPAN_BYTES, blocks * (GAP_BYTES + COUNTER_BYTES))
+def counters_at_a_time(scratch_bytes: int, gap: int) -> int:
+    """How many counters `counter_runs` can always read with so much scratch; at least one."""
+    return max(1, (scratch_bytes - HEADER_BYTES) // (gap + COUNTER_BYTES))
 
 
 if COMPILED:

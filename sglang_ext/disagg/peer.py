@@ -14,10 +14,12 @@ error of a request is the one that is reported.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import logging
 import queue
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,7 +33,7 @@ from sglang_ext.disagg.errors import (
     TransferDeadlineError,
     TransferError,
 )
-from sglang_ext.disagg.generations import HEADER_BYTES, counter_runs, header, scratch_needed
+from sglang_ext.disagg.generations import HEADER_BYTES, counter_runs, counters_at_a_time, header
 from sglang_ext.disagg.memory import RegionTable
 from sglang_ext.disagg.runs import LOCAL, REMOTE, Ids, Runs, outside, total_bytes
 from sglang_ext.disagg.transactions import Direction, Piece, TransactionQueue
@@ -39,10 +41,36 @@ from sglang_ext.disagg.transports import CancelToken, Channel, PeerInfo
 
 log = logging.getLogger(__name__)
 
-VERIFY_BLOCKS = 1024
-"""Counters read at a time."""
-SCRATCH_BYTES = scratch_needed(VERIFY_BLOCKS)
-"""Scratch that one lane needs, in region 0."""
+SCRATCH_BYTES = 64 + 1024 * (1024 + 8)
+"""One slot: 1024 counters at a time by a transport that reads up to 1024 bytes between two of them."""
+
+
+class Scratch:
+    """Slots in local region 0 where counters land, shared by all lanes of an endpoint.
+
+    A lane that verifies holds one; when all are held it waits, at most as long as it takes to find that a
+    peer is gone.
+    """
+
+    def __init__(self, first: int, slots: int) -> None:
+        self.slots = slots
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for i in range(slots):
+            self._free.put(first + i * SCRATCH_BYTES)
+
+    @property
+    def free(self) -> int:
+        """Slots that no lane holds."""
+        return self._free.qsize()
+
+    @contextlib.contextmanager
+    def slot(self) -> Iterator[int]:
+        """The offset of a slot, in region 0."""
+        at = self._free.get()
+        try:
+            yield at
+        finally:
+            self._free.put(at)
 
 
 @dataclass(frozen=True)
@@ -92,7 +120,7 @@ _Job = Piece | str | None
 class Peer:
     """One connected owner.
 
-    channel: how its memory is reached. scratch_at: offset in local region 0 of SCRATCH_BYTES for each lane.
+    channel: how its memory is reached. scratch: where counters land.
     piece_bytes: how much a lane moves at a time. Belongs to the event loop it was made in; not thread-safe.
     """
 
@@ -101,7 +129,7 @@ class Peer:
         info: PeerInfo,
         channel: Channel,
         regions: RegionTable,
-        scratch_at: int,
+        scratch: Scratch,
         *,
         piece_bytes: int = 8 << 20,
         coalescing: bool = True,
@@ -110,7 +138,8 @@ class Peer:
         self.channel = channel
         self.stats = PeerStats()
         self._regions = regions
-        self.scratch_at = scratch_at
+        self._scratch = scratch
+        self.coalescing = coalescing
         self._remote_sizes: npt.NDArray[np.int64] = np.array([m.nbytes for m in info.regions], np.int64)
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
@@ -362,21 +391,20 @@ class Peer:
 
     def _stale(self, lane: int, expect: Expect, token: CancelToken) -> int:
         """How many blocks have another generation now; read by the transport, after the data."""
-        at = self.scratch_at + lane * SCRATCH_BYTES
-        base = int(self._regions.bases[0])
-        stale = 0
-        for start in range(0, max(1, expect.blocks.size), VERIFY_BLOCKS):
-            blocks = expect.blocks[start : start + VERIFY_BLOCKS]
-            runs, where = counter_runs(blocks, expect.table_at, 0, at, SCRATCH_BYTES)
-            bad = outside(runs, REMOTE, self._remote_sizes)
-            if bad >= 0:
-                raise RangeError("the offer names blocks outside of the peer's generation table")
-            self.channel.read(lane, runs, token)
-            memory = _view(base + at, SCRATCH_BYTES)
-            if memory[:HEADER_BYTES].tobytes() != header(self.info.epoch):
-                raise PeerGoneError(f"{self.info.instance} restarted: its memory has another epoch")
-            found = memory.view(np.int64)[(where - at) // 8]
-            stale += int((found != expect.generations[start : start + VERIFY_BLOCKS]).sum())
+        base, stale, gap = int(self._regions.bases[0]), 0, self.channel.gap
+        step = counters_at_a_time(SCRATCH_BYTES, gap)
+        with self._scratch.slot() as at:
+            for start in range(0, max(1, expect.blocks.size), step):
+                blocks = expect.blocks[start : start + step]
+                runs, where = counter_runs(blocks, expect.table_at, 0, at, SCRATCH_BYTES, gap)
+                if outside(runs, REMOTE, self._remote_sizes) >= 0:
+                    raise RangeError("the offer names blocks outside of the peer's generation table")
+                self.channel.read(lane, runs, token)
+                memory = _view(base + at, SCRATCH_BYTES)
+                if memory[:HEADER_BYTES].tobytes() != header(self.info.epoch):
+                    raise PeerGoneError(f"{self.info.instance} restarted: its memory has another epoch")
+                found = memory.view(np.int64)[(where - at) // 8]
+                stale += int((found != expect.generations[start : start + step]).sum())
         return stale
 
     def _report(self, requests: frozenset[str], error: TransferError | None) -> None:

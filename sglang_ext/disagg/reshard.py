@@ -52,7 +52,7 @@ class RankPlan:
         """Layers of the model that this rank serves."""
         return tuple(np.unique(self.template[:, 9]).tolist())
 
-    def runs(self, remote: Ids, local: Ids, layers: Sequence[int] | None = None) -> Runs:
+    def runs(self, remote: Ids, local: Ids, layers: Sequence[int] | None = None, merge: bool = True) -> Runs:
         """Runs for the blocks `remote` into (or from) the blocks `local`, in order of layers, then blocks.
 
         Both lists name whole blocks of their own side; they must cover the same number of tokens. `layers`
@@ -78,6 +78,7 @@ class RankPlan:
             _units(local, self.split_local),
             self.split_remote,
             self.split_local,
+            merge,
         )
 
 

@@ -41,7 +41,7 @@ def total_bytes(runs: Runs) -> int:
 
 
 @kernel
-def _expand(template, remote, local, split_remote, split_local, out):  # type: ignore[no-untyped-def]
+def _expand(template, remote, local, split_remote, split_local, merge, out):  # type: ignore[no-untyped-def]
     """Rows for every template row and unit, merging a row into the one before where both sides continue
     it.
     """
@@ -54,7 +54,8 @@ def _expand(template, remote, local, split_remote, split_local, out):  # type: i
             to = template[t, 3]
             to += (local[i] // split_local) * template[t, 7] + (local[i] % split_local) * template[t, 8]
             if (
-                n
+                merge
+                and n
                 and out[n - 1, 0] == template[t, 0]
                 and out[n - 1, 2] == template[t, 2]
                 and out[n - 1, 1] + out[n - 1, 4] == at
@@ -71,14 +72,17 @@ def _expand(template, remote, local, split_remote, split_local, out):  # type: i
     return n
 
 
-def expand(template: Runs, remote: Ids, local: Ids, split_remote: int = 1, split_local: int = 1) -> Runs:
+def expand(
+    template: Runs, remote: Ids, local: Ids, split_remote: int = 1, split_local: int = 1, merge: bool = True
+) -> Runs:
     """The runs of the units `remote[i] -> local[i]`, for every row of a plan's template.
 
     split_remote, split_local: units per block of each side; a unit's id is block * split + index in the
         block.
+    merge: join a run to the one before where both sides continue it; off only to measure what that is worth.
     """
     out = np.empty((template.shape[0] * remote.shape[0], RUN_COLUMNS), np.int64)
-    n = _expand(template, remote, local, split_remote, split_local, out)
+    n = _expand(template, remote, local, split_remote, split_local, merge, out)
     return out[:n]
 
 

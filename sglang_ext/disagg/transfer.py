@@ -54,7 +54,7 @@ from sglang_ext.disagg.messages import (
     Take,
 )
 from sglang_ext.disagg.owner import Owner, Receiver
-from sglang_ext.disagg.peer import SCRATCH_BYTES, Peer, header_runs
+from sglang_ext.disagg.peer import SCRATCH_BYTES, Peer, Scratch, header_runs
 from sglang_ext.disagg.pools import OwnedPool, PoolSpec, counters_bytes
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.disagg.tensors import dtypes, pool_strided
@@ -96,7 +96,7 @@ class EndpointConfig:
     lanes: int = 1
     piece_bytes: int = 8 << 20
     coalescing: bool = True
-    max_peers: int = 64
+    verifications: int = 8
     lease_ttl: float = 30.0
     grant_ttl: float = 30.0
     connect_timeout: float = 10.0
@@ -104,7 +104,7 @@ class EndpointConfig:
     dead_after: float = 2.0
 
     def __post_init__(self) -> None:
-        for name in ("lanes", "piece_bytes", "max_peers"):
+        for name in ("lanes", "piece_bytes", "verifications"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1", field=name)
         for name in ("lease_ttl", "grant_ttl", "connect_timeout", "heartbeat", "dead_after"):
@@ -133,14 +133,12 @@ class Endpoint:
         self._on_ended = on_ended
         self._host = host_identity()
         self.regions = RegionTable()
-        self._lanes = config.lanes
         tables = HEADER_BYTES + counters_bytes(pools)
-        self._scratch_at = tables + -tables % 64
-        scratch = config.max_peers * config.lanes * SCRATCH_BYTES
-        self._control = SharedMemory(self._scratch_at + scratch, "kv-control")
+        first = tables + -tables % 64
+        self._control = SharedMemory(first + config.verifications * SCRATCH_BYTES, "kv-control")
+        self._scratch = Scratch(first, config.verifications)
         self._control.array[:HEADER_BYTES] = np.frombuffer(header(self.epoch), np.uint8)
         self.regions.add(self._control.address, self._control.nbytes, fd=self._control.fd, keep=self._control)
-        self._free_scratch = list(range(config.max_peers))
         self.pools: Mapping[str, OwnedPool] = self._add_pools(pools)
         self._metas = {name: p.meta for name, p in self.pools.items()}
         runs.warm()
@@ -272,7 +270,6 @@ class Endpoint:
                         instance.plan(name, name)
         except BaseException:
             await asyncio.gather(*(link.close() for link in links))
-            self._release(links)
             raise
         self.instances.append(instance)
         return instance
@@ -301,8 +298,6 @@ class Endpoint:
         self._owner.check()
         for instance in self.instances:
             instance.check()
-        used = sum(len(i.links) for i in self.instances)
-        assert len(self._free_scratch) + used == self.config.max_peers, "scratch was lost"
 
     def _add_pools(self, specs: Sequence[PoolSpec]) -> dict[str, OwnedPool]:
         if len({s.name for s in specs}) != len(specs):
@@ -328,25 +323,19 @@ class Endpoint:
         return pools
 
     async def _connect(self, address: str) -> Link:
-        if not self._free_scratch:
-            raise RefusedError("peers", f"{self.config.max_peers} ranks are connected; raise max_peers")
-        slot = self._free_scratch.pop()
         holder: list[Link] = []
         client = ControlClient(
             self._context, address, self.config.keys, lambda m: holder[0].unasked(m) if holder else None
         )
         try:
-            link = await self._handshake(
-                address, client, self._scratch_at + slot * self._lanes * SCRATCH_BYTES
-            )
+            link = await self._handshake(address, client)
         except BaseException:
-            self._free_scratch.append(slot)
             await client.close()
             raise
         holder.append(link)
         return link
 
-    async def _handshake(self, address: str, client: ControlClient, scratch_at: int) -> Link:
+    async def _handshake(self, address: str, client: ControlClient) -> Link:
         offers = {n: t.offer() for n, t in self.transports.items() if t.unavailable() is None}
         try:
             reply = await client.ask(
@@ -360,7 +349,7 @@ class Endpoint:
                 who.instance, who.epoch, who.host, address.rpartition(":")[0], who.pid, who.regions
             )
             try:
-                channel = await asyncio.to_thread(self._open, info, reply, offers, scratch_at)
+                channel = await asyncio.to_thread(self._open, info, reply, offers)
             except BaseException:
                 with contextlib.suppress(TransferError):
                     await client.ask(Bye(reply.session), self.config.connect_timeout)
@@ -376,7 +365,7 @@ class Endpoint:
             info,
             channel,
             self.regions,
-            scratch_at,
+            self._scratch,
             piece_bytes=self.config.piece_bytes,
             coalescing=self.config.coalescing,
         )
@@ -400,9 +389,7 @@ class Endpoint:
                     "dtype", f"pool {theirs.name} is {found} there; set --kv-cache-dtype alike"
                 )
 
-    def _open(
-        self, info: PeerInfo, reply: Connected, offers: Mapping[TransportName, bytes], scratch_at: int
-    ) -> Channel:
+    def _open(self, info: PeerInfo, reply: Connected, offers: Mapping[TransportName, bytes]) -> Channel:
         """The first transport, in order of preference, by which the owner's header can really be read."""
         reasons = {n: t.unavailable() or "" for n, t in self.transports.items()}
         reasons.update({TransportName(n): r for n, r in reply.reasons.items() if n in set(TransportName)})
@@ -412,8 +399,9 @@ class Endpoint:
             channel: Channel | None = None
             try:
                 channel = transport.open(info, reply.session, offers[name], reply.transports[name])
-                channel.read(0, header_runs(scratch_at), CancelToken())
-                found = self._control.array[scratch_at : scratch_at + HEADER_BYTES].tobytes()
+                with self._scratch.slot() as at:
+                    channel.read(0, header_runs(at), CancelToken())
+                    found = self._control.array[at : at + HEADER_BYTES].tobytes()
                 if found != header(info.epoch):
                     raise PeerGoneError("what is read there is not the peer's memory")
                 return channel
@@ -466,14 +454,8 @@ class Endpoint:
     def _disconnected(self, instance: Instance) -> None:
         if instance in self.instances:
             self.instances.remove(instance)
-            self._release(instance.links)
         for key in [k for k, v in self._returning.items() if v is instance]:
             del self._returning[key]
-
-    def _release(self, links: Sequence[Link]) -> None:
-        for link in links:
-            at = link.peer.scratch_at - self._scratch_at
-            self._free_scratch.append(at // (self._lanes * SCRATCH_BYTES))
 
     def _notify(self, identity: bytes, message: Reply) -> None:
         if self._server is not None:

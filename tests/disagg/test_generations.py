@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.disagg.errors import RangeError
-from sglang_ext.disagg.generations import GenerationTable, counter_runs, header, scratch_needed
+from sglang_ext.disagg.generations import GenerationTable, counter_runs, counters_at_a_time, header
 
 
 def ids(*values: int) -> np.ndarray:
@@ -32,13 +32,15 @@ def test_blocks_open_and_seal_in_turn() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 20000), unique=True, max_size=60))
-def test_counters_are_read_from_where_they_lie(blocks: list[int]) -> None:
+@given(st.lists(st.integers(0, 20000), unique=True, max_size=60), st.sampled_from([0, 64, 1024]))
+def test_counters_are_read_from_where_they_lie(blocks: list[int], gap: int) -> None:
     at = 4096
     region = np.arange(at // 8 + 20001, dtype=np.int64).view(np.uint8)
-    scratch = np.zeros(scratch_needed(len(blocks)) + 128, np.uint8)
+    size = 64 + max(1, len(blocks)) * (gap + 8)
+    assert counters_at_a_time(size, gap) == max(1, len(blocks))
+    scratch = np.zeros(size + 128, np.uint8)
     wanted = np.array(blocks, np.int64)
-    runs, where = counter_runs(wanted, at, 7, 128, scratch.size - 128)
+    runs, where = counter_runs(wanted, at, 7, 128, size, gap)
     for remote, offset, local, to, n in runs.tolist():
         assert (remote, local) == (0, 7)
         scratch[to : to + n] = region[offset : offset + n]
@@ -48,7 +50,7 @@ def test_counters_are_read_from_where_they_lie(blocks: list[int]) -> None:
 
 def test_too_little_scratch_is_refused() -> None:
     with pytest.raises(RangeError, match="need"):
-        counter_runs(np.arange(0, 100000, 1000), 0, 0, 0, 256)
+        counter_runs(np.arange(0, 100000, 1000), 0, 0, 0, 256, 8)
 
 
 def test_header_names_the_epoch() -> None:

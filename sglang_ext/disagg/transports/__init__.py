@@ -102,6 +102,8 @@ class Channel(ABC):
     name: ClassVar[TransportName]
     lanes: int
     """How many reads and writes may run at a time."""
+    gap: ClassVar[int] = 256
+    """Bytes that cost as much as another run: what is worth reading between two counters."""
 
     @abstractmethod
     def read(self, lane: int, runs: Runs, token: CancelToken) -> None:

@@ -123,6 +123,7 @@ class ShmChannel(Channel):
     """Copies between here and the peer's mapped memory."""
 
     name = TransportName.SHM
+    gap = 0
 
     def __init__(self, regions: RegionTable, peer: PeerInfo, lanes: int) -> None:
         self.lanes = lanes
@@ -161,6 +162,7 @@ class CmaChannel(Channel):
     """Reads and writes the peer's address space through the kernel."""
 
     name = TransportName.CMA
+    gap = 1024
 
     def __init__(self, regions: RegionTable, peer: PeerInfo, lanes: int) -> None:
         self.lanes = lanes

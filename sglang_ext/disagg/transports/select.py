@@ -9,6 +9,7 @@ from sglang_ext.disagg.memory import RegionTable
 from sglang_ext.disagg.transports import Transport, TransportName
 from sglang_ext.disagg.transports.local import CmaTransport, ShmTransport
 from sglang_ext.disagg.transports.tcp import TcpTransport
+from sglang_ext.disagg.transports.verbs import VerbsTransport
 
 
 class TransportConfig(Protocol):
@@ -22,6 +23,8 @@ class TransportConfig(Protocol):
     def transports(self) -> Sequence[TransportName]: ...
     @property
     def lanes(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
 
 
 def make_transports(config: TransportConfig, regions: RegionTable) -> dict[TransportName, Transport]:
@@ -36,6 +39,8 @@ def make_transports(config: TransportConfig, regions: RegionTable) -> dict[Trans
                 made[name] = ShmTransport(regions, config.lanes)
             case TransportName.CMA:
                 made[name] = CmaTransport(regions, config.lanes)
+            case TransportName.VERBS:
+                made[name] = VerbsTransport(regions, config.lanes, config.rank)
             case TransportName.TCP:
                 host = config.data_bind or config.bind.partition(":")[0]
                 made[name] = TcpTransport(regions, host, config.lanes)

@@ -1,0 +1,342 @@
+"""GB/s and microseconds per request of one-sided reads, beside the limits and other transfer engines.
+
+Two processes: the owner of a pool in shared memory, and this one, which reads 1024 blocks per request into
+its own. Ours is timed from `transfer` until the bytes are in place and their generations verified; COMPLETE's
+acknowledgement follows off that path and is a column of its own. Every size has legs that take turns:
+
+    copy        memcpy of the same pattern inside one process: the limit
+    shm cma tcp our transports           raw cma, raw tcp: their system calls with nothing around them
+    message     KVDirect's baseline: ids, gather, send, scatter, per 256 KiB buffer
+    mooncake    Mooncake's engine over TCP, in a network namespace of its own       nixl    NIXL over UCX
+
+Scattered: random blocks on both sides. Contiguous: one run. `coalescing` rows read 8 KiB blocks in runs of
+a given length, with coalescing on and off (KVDirect, figure 17). `granularity` rows compare MemServe's
+by-layer, by-request and by-request aggregated (section 5.2).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from benchmarks import transfer_legs as legs
+from benchmarks.common import SEED, Report, paired, parse
+from sglang_ext.disagg.instance import Instance
+from sglang_ext.disagg.memory import SharedMemory
+from sglang_ext.disagg.messages import Offer
+from sglang_ext.disagg.transfer import Endpoint, EndpointConfig
+from sglang_ext.disagg.transports import TransportName
+
+KIB = 1024
+SIZES = [4 * KIB, 8 * KIB, 16 * KIB, 32 * KIB, 256 * KIB, 1024 * KIB]
+BLOCKS = 1024
+OURS = ("shm", "cma", "tcp")
+NAMESPACE_VARIABLE = "TRANSFER_BENCHMARK_NETNS"
+
+
+class Reader:
+    """This process's end: one endpoint per transport, all over the same destination pool."""
+
+    def __init__(self, found: dict[str, Any], memory: SharedMemory, lanes: int) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.memory = memory
+        self.found = found
+        self.lanes = lanes
+        self.instances: dict[str, Instance] = {}
+        self.endpoints: list[Endpoint] = []
+        self.offers: dict[tuple[str, str], Offer] = {}
+        self.number = 0
+
+    async def connect(self) -> None:
+        """Connect by every transport, with and without coalescing."""
+        for name in OURS:
+            for off in (False, True):
+                config = EndpointConfig(
+                    "reader",
+                    "bench",
+                    transports=(TransportName(name),),
+                    lanes=self.lanes,
+                    heartbeat=60.0,
+                    dead_after=600.0,
+                    coalescing=not off,
+                    piece_bytes=64 << 20,
+                )
+                endpoint = await Endpoint.start(config, legs.specs(self.memory, SIZES))
+                self.endpoints.append(endpoint)
+                self.instances[name + "-off" * off] = await endpoint.connect([self.found["control"]])
+
+    def leg(self, transport: str, request: str, pool: str, here: legs.Ids) -> Callable[[], None]:
+        """One request: TRANSFER, and the wait until it has landed and is verified."""
+        instance = self.instances[transport]
+        offer = self.loop.run_until_complete(instance.offer(0, f"{request}/{transport}", pool, 30.0))
+        self.offers[transport, request] = offer
+
+        async def read() -> None:
+            self.number += 1
+            name = f"{request}#{self.number}"
+            instance.transfer(name, [offer], pool, here)
+            await instance.landed(name, 120.0)
+
+        return lambda: self.loop.run_until_complete(read())
+
+    def complete_us(self, transport: str, request: str, pool: str, here: legs.Ids) -> float:
+        """Microseconds that COMPLETE and its acknowledgement take after the bytes have landed."""
+        offer = self.offers[transport, request]
+        link = self.instances[transport].links[0]
+
+        async def ask() -> float:
+            start = self.loop.time()
+            await link.complete(request, offer.lease, False, 30.0)
+            return (self.loop.time() - start) * 1e6
+
+        del pool, here
+        return self.loop.run_until_complete(ask())
+
+    async def close(self) -> None:
+        """Disconnect."""
+        for endpoint in self.endpoints:
+            await endpoint.close()
+
+
+def missing(module: str) -> str | None:
+    """Why a peer cannot be measured, None when it can."""
+    if importlib.util.find_spec(module.split(".")[0]) is None:
+        return "not installed"
+    return None
+
+
+def own_network() -> bool:
+    """Whether this process has a network namespace of its own; enter one by starting again when it can."""
+    if os.environ.get(NAMESPACE_VARIABLE) == "1":
+        return True
+    if missing("mooncake") or shutil.which("unshare") is None or shutil.which("ip") is None:
+        return False
+    if subprocess.run(["unshare", "-n", "true"], check=False, capture_output=True).returncode:
+        return False
+    command = ["unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    os.environ[NAMESPACE_VARIABLE] = "1"
+    sys.stdout.flush()
+    os.execvp("unshare", [*command, sys.executable, "-m", "benchmarks.transfer", *sys.argv[1:]])
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of this benchmark alone."""
+    parser.add_argument("--lanes", type=int, default=1, help="threads per connection")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    options = parse(
+        argv,
+        "transfer",
+        __doc__,
+        add_flags,
+    )
+    report = Report("transfer")
+    isolated = own_network() if argv is None else False
+    peers = {name: missing(name) for name in ("mooncake", "nixl")}
+    if not isolated and peers["mooncake"] is None:
+        peers["mooncake"] = (
+            "it binds every interface, and there is no network namespace (unshare -n) to be had"
+        )
+    for name, why in peers.items():
+        if why:
+            report.note(f"{name} left out: {why}")
+    size = BLOCKS * SIZES[-1]
+    command = {
+        "bytes": size,
+        "sizes": SIZES,
+        "lanes": options.extra.lanes,
+        "mooncake": peers["mooncake"] is None,
+        "nixl": peers["nixl"] is None,
+    }
+    with subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.transfer_legs", json.dumps(command)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+        try:
+            run(report, child, options.extra.lanes, size, quick=options.quick)
+        finally:
+            child.kill()
+    return report.finish(options)
+
+
+def run(report: Report, child: subprocess.Popen[str], lanes: int, size: int, *, quick: bool) -> None:
+    """Measure everything against a started owner."""
+    assert child.stdout is not None
+    line = child.stdout.readline()
+    while line and not line.startswith("READY "):
+        line = child.stdout.readline()
+    found = json.loads(line.removeprefix("READY "))
+    target = SharedMemory(size, "target")
+    private = np.random.default_rng(SEED).integers(0, 256, size, dtype=np.uint8)
+    into = np.zeros(size, np.uint8)
+    into[:] = 1
+    fixed: dict[str, legs.Leg] = {
+        "copy": legs.memory_copy(private, into),
+        "raw cma": legs.raw_cma(found["pid"], found["address"], target.array),
+        "raw tcp": legs.raw_sockets(found["raw"], target.array),
+        "message": legs.message_based(found["message"], target.array),
+    }
+    if "nixl" in found:
+        fixed["nixl"] = legs.nixl(bytes.fromhex(found["nixl"]), found["address"], target.array)
+    if "mooncake" in found:
+        fixed["mooncake"] = legs.mooncake(found["mooncake"], found["address"], target.array)
+    reader = Reader(found, target, lanes)
+    reader.loop.run_until_complete(reader.connect())
+    try:
+        ratios = by_size(report, child, reader, fixed, quick=quick)
+        gains = by_fragmentation(report, child, reader, quick=quick)
+        by_granularity(report, reader, child, quick=quick)
+    finally:
+        reader.loop.run_until_complete(reader.close())
+        reader.loop.close()
+    for key, values in ratios.items():
+        report.summary[key] = statistics.median(values) if values else None
+    report.summary["coalescing_gain"] = statistics.median(gains)
+
+
+def publish(child: subprocess.Popen[str], pool: str, request: str, blocks: legs.Ids) -> None:
+    """Let the owner publish blocks for every transport."""
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdin.write(json.dumps([pool, request, blocks.tolist()]) + "\n")
+    child.stdin.flush()
+    while child.stdout.readline().strip() != "OK":
+        if child.poll() is not None:
+            raise RuntimeError("the owner process ended")
+
+
+def by_size(
+    report: Report, child: subprocess.Popen[str], reader: Reader, fixed: dict[str, legs.Leg], *, quick: bool
+) -> dict[str, list[float]]:
+    """GB/s per block size and pattern; returns the ratios that the summary takes medians of."""
+    ratios: dict[str, list[float]] = {
+        key: []
+        for key in (
+            "shm_vs_copy",
+            "cma_vs_raw",
+            "tcp_vs_raw",
+            "best_vs_message_based_4k_32k",
+            "best_vs_mooncake_tcp",
+            "tcp_vs_mooncake_tcp",
+            "best_vs_nixl",
+        )
+    }
+    rng = np.random.default_rng(SEED)
+    for size in SIZES:
+        total = reader.memory.nbytes // size
+        for pattern in ("scattered", "contiguous"):
+            if pattern == "scattered":
+                there, here = (np.sort(rng.permutation(total)[:BLOCKS]) for _ in range(2))
+                there, here = rng.permutation(there), rng.permutation(here)
+            else:
+                there = here = np.arange(total - BLOCKS, total)
+            pool, request = f"b{size}", f"{size}-{pattern}"
+            publish(child, pool, request, there)
+            running: dict[str, Callable[[], Any]] = {
+                name: partial(leg, there, here, size) for name, leg in fixed.items()
+            }
+            for name in OURS:
+                running[name] = reader.leg(name, request, pool, here)
+            big = size >= 256 * KIB
+            rounds = (4 if quick else 9) if big else (9 if quick else 41)
+            times = paired(running, rounds=rounds, deadline=(4 if quick else 30))
+            gb = BLOCKS * size / 1e9
+            row: dict[str, Any] = {
+                f"{name} GB/s": gb / times.median(name)
+                for name in ("copy", *OURS, *(n for n in fixed if n != "copy"))
+            }
+            best = min(OURS, key=times.median)
+            row |= {f"{name} us": times.median(name) * 1e6 for name in OURS}
+            row["ack us"] = reader.complete_us("shm", request, pool, here)
+            report.add(f"{pattern} {size // KIB} KiB", **row)
+            ratios["shm_vs_copy"].append(times.ratio("copy", "shm"))
+            ratios["cma_vs_raw"].append(times.ratio("raw cma", "cma"))
+            ratios["tcp_vs_raw"].append(times.ratio("raw tcp", "tcp"))
+            if size <= 32 * KIB:
+                ratios["best_vs_message_based_4k_32k"].append(times.ratio("message", best))
+            if "mooncake" in fixed:
+                ratios["best_vs_mooncake_tcp"].append(times.ratio("mooncake", best))
+                ratios["tcp_vs_mooncake_tcp"].append(times.ratio("mooncake", "tcp"))
+            if "nixl" in fixed:
+                ratios["best_vs_nixl"].append(times.ratio("nixl", best))
+    return ratios
+
+
+def by_fragmentation(
+    report: Report, child: subprocess.Popen[str], reader: Reader, *, quick: bool
+) -> list[float]:
+    """What coalescing gains at 8 KiB, by the length of contiguous runs (KVDirect, figure 17)."""
+    size, gains = 8 * KIB, []
+    rng = np.random.default_rng(SEED + 1)
+    for run_length in (1, 4, 16, 64, 1024):
+        starts = rng.permutation(reader.memory.nbytes // size // run_length)[: BLOCKS // run_length]
+        ids = (starts[:, None] * run_length + np.arange(run_length)[None, :]).reshape(-1)
+        request = f"run{run_length}"
+        publish(child, f"b{size}", request, ids)
+        row: dict[str, Any] = {"run blocks": run_length}
+        for name in OURS:
+            times = paired(
+                {n: reader.leg(n, request, f"b{size}", ids) for n in (name, f"{name}-off")},
+                rounds=9 if quick else 31,
+            )
+            row[f"{name} gain"] = times.ratio(f"{name}-off", name)
+            if run_length > 1:
+                gains.append(row[f"{name} gain"])
+        report.add("coalescing", **row)
+    return gains
+
+
+def by_granularity(report: Report, reader: Reader, child: subprocess.Popen[str], *, quick: bool) -> None:
+    """One request of 16 blocks, 32 layers of K and V of 8 KiB each, as MemServe's section 5.2 moves it.
+
+    by layer: 32 transfers, each waited for; by request: 1024 small pieces at once; aggregated: 16 pieces of
+    512 KiB, packed by the owner beforehand as the DRAM arena has them.
+    """
+    rng = np.random.default_rng(SEED + 2)
+    small = np.arange(BLOCKS).reshape(16, 64).T.reshape(-1) * 7 % (reader.memory.nbytes // (8 * KIB))
+    wide = rng.permutation(reader.memory.nbytes // (256 * KIB))[:32]
+    publish(child, "b8192", "request", small)
+    publish(child, "b262144", "aggregated", wide)
+    for part in range(32):
+        publish(child, "b8192", f"layer{part}", small[part * 32 : part * 32 + 32])
+    for name in OURS:
+        layers = [reader.leg(name, f"layer{i}", "b8192", small[i * 32 : i * 32 + 32]) for i in range(32)]
+        times = paired(
+            {
+                "by layer": partial(one_by_one, layers),
+                "by request": reader.leg(name, "request", "b8192", small),
+                "aggregated": reader.leg(name, "aggregated", "b262144", wide),
+            },
+            rounds=9 if quick else 31,
+        )
+        report.add(
+            f"granularity {name}",
+            **{f"{k} us": times.median(k) * 1e6 for k in ("by layer", "by request", "aggregated")},
+            aggregated_vs_by_request=times.ratio("by request", "aggregated"),
+        )
+
+
+def one_by_one(steps: Sequence[Callable[[], None]]) -> None:
+    """Each after the one before."""
+    for step in steps:
+        step()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

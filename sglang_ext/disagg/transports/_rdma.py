@@ -1,0 +1,312 @@
+"""What `verbs` needs of a device: choosing it, opening it, registering memory, and connecting queue pairs.
+
+Everything that touches pyverbs is in this file and in `verbs`; both import it late, so that a host without
+it only loses the transport. Traps of pyverbs 44 that the code works around are named where they are met.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from sglang_ext.disagg.errors import (
+    PeerGoneError,
+    PeerProtocolError,
+    TransferError,
+    TransportUnavailableError,
+)
+from sglang_ext.disagg.memory import MemoryKind, RegionTable
+
+DEPTH: Final = 256
+"""Send queue of a queue pair, in work requests."""
+BATCH: Final = 64
+"""Work requests per doorbell; the last of each is signaled."""
+TIMEOUT: Final = 14
+"""Acknowledgement timeout, 4.096 us * 2**14: about 67 ms, seven retries."""
+RETRIES: Final = 7
+DEVICE_VARIABLE: Final = "SGLANG_EXT_RDMA_DEVICE"
+PEER_DEVICE_SYS: Final = Path("/sys/class/infiniband")
+
+
+@dataclass(frozen=True)
+class Nic:
+    """An RDMA device. numa: its node, -1 where the system does not say. path: its place on the PCI bus."""
+
+    name: str
+    numa: int
+    path: str
+
+
+def choose(nics: Sequence[Nic], *, rank: int, numa: int = -1, near: str = "") -> Nic | None:
+    """The device of a rank (KVDirect, 4.2: one NIC per rank, the one on the rank's own switch).
+
+    near: PCI path of the rank's accelerator. The NIC that shares most of the path wins, then one on the
+    same NUMA node; ranks that are equally far from several take turns.
+    """
+    if not nics:
+        return None
+    if near:
+        shared = {n.name: _shared(n.path, near) for n in nics}
+        most = max(shared.values())
+        nics = [n for n in nics if shared[n.name] == most]
+    local = [n for n in nics if n.numa == numa >= 0]
+    nics = sorted(local or nics, key=lambda n: n.name)
+    return nics[rank % len(nics)]
+
+
+def _shared(a: str, b: str) -> int:
+    """How many steps two PCI paths have in common, from the root on."""
+    return sum(
+        1 for _ in itertools.takewhile(lambda x: x[0] == x[1], zip(a.split("/"), b.split("/"), strict=False))
+    )
+
+
+def present() -> list[Nic]:
+    """The devices of this host, from sysfs."""
+    found: list[Nic] = []
+    if not PEER_DEVICE_SYS.is_dir():
+        return found
+    for entry in sorted(PEER_DEVICE_SYS.iterdir()):
+        place = entry / "device"
+        try:
+            numa = int((place / "numa_node").read_text())
+        except (OSError, ValueError):
+            numa = -1
+        found.append(Nic(entry.name, numa, str(place.resolve()) if place.exists() else ""))
+    return found
+
+
+def import_pyverbs() -> str | None:
+    """Import pyverbs; why not, or None. Its import configures the root logger, which is undone here."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        import pyverbs.device  # noqa: F401
+    except ImportError as error:
+        return f"pyverbs cannot be imported ({error}): install python3-pyverbs of this distribution"
+    finally:
+        root.handlers[:], root.level = handlers, level
+    return None
+
+
+def enums() -> Any:
+    """The module of constants, which changed its name after rdma-core 58."""
+    try:
+        import pyverbs.enums as e
+    except ImportError:  # pragma: no cover - newer rdma-core
+        import pyverbs.libibverbs_enums as e
+    return e
+
+
+class QueuePairInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the other side needs to connect to a queue pair."""
+
+    number: int
+    sequence: int
+    gid: str
+    lid: int
+    mtu: int
+    reads: int
+
+
+class Device:
+    """An open device with a protection domain, and every region registered in it."""
+
+    def __init__(self, name: str, regions: RegionTable) -> None:
+        from pyverbs.device import Context
+        from pyverbs.mr import MR
+        from pyverbs.pd import PD
+        from pyverbs.pyverbs_error import PyverbsError
+
+        e = enums()
+        self.name = name
+        self.access = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_READ | e.IBV_ACCESS_REMOTE_WRITE
+        self.port = 1
+        try:
+            self.context = Context(name=name)
+            self.limits = self.context.query_device()
+            self.attributes = self.context.query_port(self.port)
+            self.gid_index, self.gid = self._address(e)
+            self.domain = PD(self.context)
+        except PyverbsError as error:
+            raise TransportUnavailableError(f"verbs: {name} cannot be opened: {error}") from None
+        self.memory: list[Any] = []
+        for region in regions:
+            try:
+                # A memory region holds no reference to the memory: the region table keeps the owner.
+                self.memory.append(MR(self.domain, region.nbytes, self.access, address=region.address))
+            except PyverbsError as error:
+                self.close()
+                hint = (
+                    "Load nvidia-peermem, or publish from the DRAM tier"
+                    if region.kind is MemoryKind.CUDA
+                    else "Raise the memlock limit (ulimit -l unlimited)"
+                )
+                raise TransportUnavailableError(
+                    f"verbs: {region.nbytes} bytes of {region.kind} memory cannot be registered: {error}",
+                    hint=hint,
+                ) from None
+
+    def close(self) -> None:
+        """Deregister everything and close the device."""
+        for region in self.memory:
+            region.close()
+        self.memory.clear()
+        self.domain.close()
+        self.context.close()
+
+    def _address(self, e: Any) -> tuple[int, str]:
+        """The GID to use: RoCE v2 with an IPv4 address where there is one."""
+        best: tuple[tuple[bool, bool], int, str] | None = None
+        for entry in self.context.query_gid_table(64):
+            gid = entry.gid_str()
+            rank = (entry.gid_type == e.IBV_GID_TYPE_ROCE_V2, gid.startswith("0000:0000:0000:0000:0000:ffff"))
+            if best is None or rank > best[0]:
+                best = (rank, entry.gid_index, gid)
+        if best is None:
+            return 0, str(self.context.query_gid(self.port, 0))
+        return best[1], best[2]
+
+
+class QueuePair:
+    """One RC queue pair with its completion queue."""
+
+    def __init__(self, device: Device) -> None:
+        from pyverbs.cq import CQ
+        from pyverbs.pyverbs_error import PyverbsError
+        from pyverbs.qp import QPCap, QPEx, QPInitAttrEx
+
+        e = self._e = enums()
+        self._device = device
+        limits = device.limits
+        self.depth = min(DEPTH, limits.max_qp_wr)
+        self.reads = max(1, min(limits.max_qp_rd_atom, limits.max_qp_init_rd_atom, 255))
+        self.sequence = random.SystemRandom().randrange(1 << 24)
+        try:
+            self._cq = CQ(device.context, self.depth + 8, None, None, 0)
+            capacity = QPCap(max_send_wr=self.depth, max_recv_wr=1, max_send_sge=1, max_recv_sge=1)
+            self._qp = QPEx(
+                device.context,
+                QPInitAttrEx(
+                    qp_type=e.IBV_QPT_RC,
+                    scq=self._cq,
+                    rcq=self._cq,
+                    cap=capacity,
+                    pd=device.domain,
+                    send_ops_flags=e.IBV_QP_EX_WITH_RDMA_READ | e.IBV_QP_EX_WITH_RDMA_WRITE,
+                    comp_mask=e.IBV_QP_INIT_ATTR_PD | e.IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
+                ),
+            )
+        except PyverbsError as error:
+            raise TransportUnavailableError(f"verbs: no queue pair on {device.name}: {error}") from None
+
+    def info(self) -> QueuePairInfo:
+        """For the other side."""
+        d = self._device
+        return QueuePairInfo(
+            self._qp.qp_num, self.sequence, d.gid, d.attributes.lid, int(d.attributes.active_mtu), self.reads
+        )
+
+    def connect(self, peer: QueuePairInfo) -> None:
+        """To ready-to-send, towards the peer's queue pair.
+
+        Raises:
+            PeerProtocolError: the peer's description makes no sense to the device.
+        """
+        from pyverbs.addr import GID, AHAttr, GlobalRoute
+        from pyverbs.pyverbs_error import PyverbsError
+        from pyverbs.qp import QPAttr
+
+        d = self._device
+        attr = QPAttr(port_num=d.port)
+        try:
+            attr.qp_access_flags = d.access
+            attr.pkey_index = 0
+            self._qp.to_init(attr)
+            attr.path_mtu = min(int(d.attributes.active_mtu), peer.mtu)
+            attr.dest_qp_num = peer.number
+            attr.rq_psn = peer.sequence
+            attr.max_dest_rd_atomic = self.reads
+            attr.min_rnr_timer = 12
+            route = GlobalRoute(dgid=GID(peer.gid), sgid_index=d.gid_index, hop_limit=64)
+            attr.ah_attr = AHAttr(port_num=d.port, is_global=1, gr=route, dlid=peer.lid)
+            self._qp.to_rtr(attr)
+            attr.sq_psn = self.sequence
+            # The responder serves as many reads as it said; more may be refused by hardware.
+            attr.max_rd_atomic = max(1, min(self.reads, peer.reads))
+            attr.timeout = TIMEOUT
+            attr.retry_cnt = RETRIES
+            attr.rnr_retry = 7
+            self._qp.to_rts(attr)
+        except (PyverbsError, ValueError, OverflowError) as error:
+            raise PeerProtocolError(f"verbs: cannot connect to queue pair {peer.number}: {error}") from None
+
+    def post(
+        self, requests: Sequence[tuple[int, int, int, int, int]], *, write: bool, sges: dict[Any, Any]
+    ) -> None:
+        """One doorbell: (remote key, remote address, local key, local address, bytes) each; the last is
+        signaled.
+
+        One object per (key, bytes) serves all requests: pyverbs leaks some bytes for every object made.
+        """
+        from pyverbs.wr import SGE
+
+        qp = self._qp
+        qp.wr_start()
+        qp.wr_flags = 0
+        last = len(requests) - 1
+        for i, (rkey, remote, lkey, local, n) in enumerate(requests):
+            qp.wr_id = i
+            if i == last:
+                qp.wr_flags = self._e.IBV_SEND_SIGNALED
+            if write:
+                qp.wr_rdma_write(rkey, remote)
+            else:
+                qp.wr_rdma_read(rkey, remote)
+            sge = sges.get((lkey, n))
+            if sge is None:
+                sge = sges[lkey, n] = SGE(local, n, lkey)
+            sge.addr = local
+            qp.wr_set_sge(sge)
+        qp.wr_complete()
+
+    def poll(self) -> int | None:
+        """The status of the next completion, None when there is none yet."""
+        n, completions = self._cq.poll(1)
+        return int(completions[0].status) if n else None
+
+    def wait(self, deadline: float) -> None:
+        """Return with the next completion.
+
+        Raises:
+            PeerGoneError: the peer did not acknowledge. PeerProtocolError: it refused the address or key.
+        """
+        spins = 0
+        while (status := self.poll()) is None:
+            spins += 1
+            if spins > 50:
+                # Sleeping gives the interpreter to others; the first polls catch what is done at once.
+                time.sleep(20e-6)
+                if time.monotonic() > deadline:
+                    raise PeerGoneError("verbs: no completion within the retries of the queue pair")
+        if status:
+            raise self._error(status)
+
+    def close(self) -> None:
+        """Destroy the queue pair: nothing moves through it when this has returned."""
+        self._qp.close()
+        self._cq.close()
+
+    def _error(self, status: int) -> TransferError:
+        e = self._e
+        if status in (e.IBV_WC_REM_ACCESS_ERR, e.IBV_WC_REM_INV_REQ_ERR, e.IBV_WC_REM_OP_ERR):
+            return PeerProtocolError(f"verbs: the peer's memory is not what it described (status {status})")
+        return PeerGoneError(f"verbs: the request failed (status {status})")

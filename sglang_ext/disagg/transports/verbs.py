@@ -1,0 +1,258 @@
+"""`verbs`: RDMA READ and WRITE over RC queue pairs, by pyverbs. The owner's processor takes no part.
+
+Why a counter read later is enough: a read's completion says that the responder's adapter fetched the bytes
+and that they are in place here. `read` polls the completions of all its requests before it returns, and the
+counter is asked for by a request posted after that. (Two reads in flight on one queue pair would not do:
+their fetches over the owner's bus may overtake each other.) A write is followed by a read of the owner's
+header, by which the bus has delivered what was written before.
+
+Several lanes are several queue pairs, each with a completion queue of its own, polled in the lane's thread.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.disagg.errors import (
+    CancelledTransferError,
+    PeerGoneError,
+    PeerProtocolError,
+    TransferError,
+    TransportUnavailableError,
+)
+from sglang_ext.disagg.memory import RegionTable
+from sglang_ext.disagg.runs import Runs
+from sglang_ext.disagg.transports import CancelToken, Channel, PeerInfo, Served, Transport, TransportName
+from sglang_ext.disagg.transports._rdma import (
+    BATCH,
+    DEVICE_VARIABLE,
+    Device,
+    QueuePair,
+    QueuePairInfo,
+    choose,
+    import_pyverbs,
+    present,
+)
+from sglang_ext.wire import Codec, Message, WireError
+
+MAX_MESSAGE: Final = 1 << 30
+"""Bytes of one request; the specification allows 2**31."""
+PATIENCE: Final = 10.0
+"""Seconds without a completion after which the peer is gone: above what the adapter's own retries take."""
+MAX_SGES: Final = 4096
+
+
+class _Offer(Message, frozen=True, tag="vo"):
+    pairs: tuple[QueuePairInfo, ...]
+
+
+class _Answer(Message, frozen=True, tag="va"):
+    pairs: tuple[QueuePairInfo, ...]
+    keys: tuple[int, ...]
+    """Remote key of each region."""
+
+
+_OFFER: Codec[_Offer] = Codec(_Offer, 1 << 16)
+_ANSWER: Codec[_Answer] = Codec(_Answer, 1 << 18)
+
+
+class VerbsChannel(Channel):
+    """One queue pair per lane. A request that fails takes its queue pair with it, and the channel."""
+
+    name = TransportName.VERBS
+    gap = 1024
+
+    def __init__(
+        self,
+        regions: RegionTable,
+        device: Device,
+        pairs: list[QueuePair],
+        peer: PeerInfo,
+        keys: tuple[int, ...],
+    ) -> None:
+        self.lanes = len(pairs)
+        self._pairs: list[QueuePair | None] = list(pairs)
+        self._remote = [(key, m.address) for key, m in zip(keys, peer.regions, strict=True)]
+        self._local = [(m.lkey, int(regions.bases[i])) for i, m in enumerate(device.memory)]
+        self._sges: list[dict[Any, Any]] = [{} for _ in pairs]
+        self._broken = False
+
+    @property
+    def broken(self) -> bool:
+        return self._broken
+
+    def read(self, lane: int, runs: Runs, token: CancelToken) -> None:
+        self._move(lane, runs, token, write=False)
+
+    def write(self, lane: int, runs: Runs, token: CancelToken, grant: tuple[int, int]) -> None:
+        self._move(lane, runs, token, write=True)
+
+    def close(self) -> None:
+        for i in range(self.lanes):
+            self._destroy(i)
+
+    def _move(self, lane: int, runs: Runs, token: CancelToken, *, write: bool) -> None:
+        pair, sges = self._pairs[lane], self._sges[lane]
+        if pair is None:
+            raise PeerGoneError("verbs: this queue pair has failed; connect again")
+        requests = self._requests(runs)
+        batches = [requests[i : i + BATCH] for i in range(0, len(requests), BATCH)]
+        flying = 0
+        try:
+            for batch in batches:
+                if token.cancelled:
+                    break
+                # The send queue is counted here: adapters free a slot only when a later completion is polled.
+                if (flying + 1) * BATCH > pair.depth:
+                    pair.wait(time.monotonic() + PATIENCE)
+                    flying -= 1
+                pair.post(batch, write=write, sges=sges)
+                flying += 1
+            while flying:
+                pair.wait(time.monotonic() + PATIENCE)
+                flying -= 1
+        except BaseException:
+            # Whatever is still posted must not land later: without its queue pair it cannot.
+            self._broken = True
+            self._destroy(lane)
+            raise
+        if len(sges) > MAX_SGES:
+            for sge in sges.values():
+                sge.close()
+            sges.clear()
+        if token.cancelled:
+            raise CancelledTransferError("verbs: the transfer was cancelled")
+
+    def _requests(self, runs: Runs) -> list[tuple[int, int, int, int, int]]:
+        requests: list[tuple[int, int, int, int, int]] = []
+        remote, local = self._remote, self._local
+        for r, at, here, to, n in runs.tolist():
+            rkey, base = remote[r]
+            lkey, own = local[here]
+            done = 0
+            while done < n:
+                take = min(n - done, MAX_MESSAGE)
+                requests.append((rkey, base + at + done, lkey, own + to + done, take))
+                done += take
+        return requests
+
+    def _destroy(self, lane: int) -> None:
+        pair, self._pairs[lane] = self._pairs[lane], None
+        if pair is not None:
+            pair.close()
+        for sge in self._sges[lane].values():
+            sge.close()
+        self._sges[lane].clear()
+
+
+class _Session(Served):
+    """The owner's ends of a reader's queue pairs. They serve by themselves."""
+
+    def __init__(self, pairs: list[QueuePair]) -> None:
+        self._pairs = pairs
+
+    def fence(self) -> bool:
+        self.close()
+        return True
+
+    def close(self) -> None:
+        while self._pairs:
+            self._pairs.pop().close()
+
+
+class VerbsTransport(Transport):
+    """See the top of this file.
+
+    lanes: queue pairs per connection. rank: of this endpoint, which spreads ranks over equally near adapters.
+    """
+
+    name = TransportName.VERBS
+
+    def __init__(self, regions: RegionTable, lanes: int = 1, rank: int = 0) -> None:
+        super().__init__(regions)
+        self._lanes = lanes
+        self._rank = rank
+        self._device: Device | None = None
+        self._offered: dict[bytes, list[QueuePair]] = {}
+
+    def __repr__(self) -> str:
+        return f"<VerbsTransport device={self._device.name if self._device else None}>"
+
+    def unavailable(self) -> str | None:
+        reason = import_pyverbs()
+        if reason is not None:
+            return reason
+        if not present():
+            return "no RDMA device (/sys/class/infiniband is empty)"
+        try:
+            self._open()
+        except TransferError as error:
+            return str(error)
+        return None
+
+    def offer(self) -> bytes:
+        pairs = [QueuePair(self._open()) for _ in range(self._lanes)]
+        data = _OFFER.encode(_Offer(tuple(p.info() for p in pairs)))
+        self._offered[data] = pairs
+        return data
+
+    def withdraw(self, offer: bytes) -> None:
+        for pair in self._offered.pop(offer, ()):
+            pair.close()
+
+    def accept(self, session: bytes, offer: bytes, grants: npt.NDArray[np.int64]) -> tuple[bytes, Served]:
+        reason = self.unavailable()
+        if reason is not None:
+            raise TransportUnavailableError(f"verbs: {reason}")
+        try:
+            theirs = _OFFER.decode(offer).pairs
+        except WireError as error:
+            raise PeerProtocolError(f"verbs: {error}") from None
+        if not 1 <= len(theirs) <= 64:
+            raise PeerProtocolError(f"verbs: {len(theirs)} queue pairs offered")
+        device = self._open()
+        pairs: list[QueuePair] = []
+        try:
+            for info in theirs:
+                pairs.append(QueuePair(device))
+                pairs[-1].connect(info)
+        except BaseException:
+            _Session(pairs).close()
+            raise
+        answer = _Answer(tuple(p.info() for p in pairs), tuple(m.rkey for m in device.memory))
+        return _ANSWER.encode(answer), _Session(pairs)
+
+    def open(self, peer: PeerInfo, session: bytes, offer: bytes, answer: bytes) -> Channel:
+        try:
+            found = _ANSWER.decode(answer)
+        except WireError as error:
+            raise PeerProtocolError(f"verbs: {error}") from None
+        pairs = self._offered.get(offer, [])
+        if len(found.pairs) != len(pairs) or len(found.keys) != len(peer.regions):
+            raise PeerProtocolError("verbs: the peer's answer does not match the offer")
+        for pair, info in zip(pairs, found.pairs, strict=True):
+            pair.connect(info)
+        del self._offered[offer]
+        return VerbsChannel(self.regions, self._open(), pairs, peer, found.keys)
+
+    def close(self) -> None:
+        for offer in list(self._offered):
+            self.withdraw(offer)
+        if self._device is not None:
+            self._device.close()
+            self._device = None
+
+    def _open(self) -> Device:
+        if self._device is None:
+            nics = present()
+            wanted = os.environ.get(DEVICE_VARIABLE)
+            nic = next((n for n in nics if n.name == wanted), None) or choose(nics, rank=self._rank)
+            if nic is None:
+                raise TransportUnavailableError("verbs: no RDMA device")
+            self._device = Device(nic.name, self.regions)
+        return self._device
