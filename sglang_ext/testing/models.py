@@ -11,6 +11,8 @@ are drawn with half the deviation, as trained models have smaller ones for rare 
 then made of whole words, which re-tokenise to the ids that were generated: over the chat API a turn finds
 the KV of the answer before it again, as it does with a trained model. The cost is that such a model never
 ends an answer by itself; set `max_tokens`.
+
+SGLang's default `--dtype auto` serves a float32 model in float16: give `--dtype float32` with it.
 """
 
 from __future__ import annotations
@@ -114,9 +116,9 @@ RECIPES: dict[str, Recipe] = {
             {
                 **_LLAMA,
                 "hidden_size": 512,
-                "intermediate_size": 1536,
-                "num_hidden_layers": 8,
-                "num_attention_heads": 8,
+                "intermediate_size": 3584,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 4,
                 "num_key_value_heads": 2,
                 "head_dim": 64,
             },

@@ -16,7 +16,10 @@ from sglang_ext.testing.tokenizer import SPECIAL_TOKENS, VOCAB_SIZE, byte_alphab
 
 LIBRARIES = ("numpy", "scipy", "networkx")
 ENGLISH_MERGES = 7_500
-CHINESE_PUNCTUATION = "\u3001\u3002\u300a\u300b\u3010\u3011\uff01\uff08\uff09\uff0c\uff1a\uff1b\uff1f\u2014\u2018\u2019\u201c\u201d\u2026"
+CHINESE_PUNCTUATION = (
+    "\u3001\u3002\u300a\u300b\u3010\u3011\uff01\uff08\uff09\uff0c\uff1a\uff1b\uff1f"
+    "\u2014\u2018\u2019\u201c\u201d\u2026"
+)
 
 _SKIPPED = re.compile(r"/(tests?|idle_test|lib2to3|site-packages|encodings)/")
 _WORD_IN_PROSE = re.compile(r"(?<= )[A-Za-z]?[a-z]+(?=[ ,.;:!?)]|$)", re.MULTILINE)
