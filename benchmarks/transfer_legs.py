@@ -24,7 +24,7 @@ from sglang_ext.disagg.pools import MemoryRange, PoolSpec
 from sglang_ext.disagg.tensors import TensorMeta
 from sglang_ext.disagg.transfer import Endpoint, EndpointConfig
 from sglang_ext.disagg.transports import _stream
-from sglang_ext.disagg.transports.local import _copy
+from sglang_ext.disagg.transports._copy import copy_runs
 from sglang_ext.geometry import Shard
 from sglang_ext.wire import pack_ids, unpack_ids
 
@@ -86,7 +86,7 @@ def serve_messages(memory: SharedMemory, sock: socket.socket) -> None:
     while head := _exactly(sock, 16):
         count, size = struct.unpack("<2q", head)
         ids = unpack_ids(_exactly(sock, count * 8))
-        _copy(table(ids, np.arange(count), size), own, 2, base, 0, flag)
+        copy_runs(table(ids, np.arange(count), size), own, 2, base, 0, 0, flag)
         sock.sendall(memoryview(buffer.data)[: count * size])
 
 
@@ -122,7 +122,7 @@ def memory_copy(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]) ->
     """The limit: memcpy of the same pattern inside one process, both sides private memory."""
     a, b = np.array([source.ctypes.data]), np.array([target.ctypes.data])
     flag = np.zeros(1, np.int64)
-    return lambda there, here, size: _copy(table(there, here, size), b, 2, a, 0, flag) and None
+    return lambda there, here, size: copy_runs(table(there, here, size), b, 2, a, 0, 0, flag) and None
 
 
 def raw_cma(pid: int, address: int, target: npt.NDArray[np.uint8]) -> Leg:
@@ -174,7 +174,7 @@ def message_based(port: int, target: npt.NDArray[np.uint8]) -> Leg:
             view = memoryview(buffer.data)[: ids.size * size]
             while len(view):
                 view = view[sock.recv_into(view) :]
-            _copy(table(np.arange(ids.size), into, size), local, 2, own, 0, flag)
+            copy_runs(table(np.arange(ids.size), into, size), local, 2, own, 0, 0, flag)
 
     return leg
 

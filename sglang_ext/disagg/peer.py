@@ -96,6 +96,11 @@ class PeerStats:
     stale: int = 0
     failed: int = 0
 
+    def add(self, other: PeerStats) -> None:
+        """Add another's counts to these."""
+        for name in ("bytes", "runs", "transactions", "completed", "stale", "failed"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
 
 class _Phase(enum.Enum):
     MOVING = "moving"

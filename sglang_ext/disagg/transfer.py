@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import logging
 import os
@@ -54,7 +55,7 @@ from sglang_ext.disagg.messages import (
     Take,
 )
 from sglang_ext.disagg.owner import Owner, Receiver
-from sglang_ext.disagg.peer import SCRATCH_BYTES, Peer, Scratch, header_runs
+from sglang_ext.disagg.peer import SCRATCH_BYTES, Peer, PeerStats, Scratch, header_runs
 from sglang_ext.disagg.pools import OwnedPool, PoolSpec, counters_bytes
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.disagg.tensors import dtypes, pool_strided
@@ -145,6 +146,7 @@ class Endpoint:
         self._context = Context()
         self.transports = make_transports(config, self.regions)
         self.instances: list[Instance] = []
+        self._left: dict[TransportName, PeerStats] = {}
         self._returning: dict[tuple[str, ...], Instance] = {}
         self._returning_lock = asyncio.Lock()
         self._owner = Owner(
@@ -273,6 +275,13 @@ class Endpoint:
             raise
         self.instances.append(instance)
         return instance
+
+    def totals(self) -> dict[TransportName, PeerStats]:
+        """Counts since the endpoint was started, by transport; also of peers that have left."""
+        totals = {name: dataclasses.replace(stats) for name, stats in self._left.items()}
+        for link in (link for instance in self.instances for link in instance.links):
+            totals.setdefault(link.peer.channel.name, PeerStats()).add(link.peer.stats)
+        return totals
 
     async def close(self) -> None:
         """Disconnect from everyone, end all leases, release everything."""
@@ -454,6 +463,8 @@ class Endpoint:
     def _disconnected(self, instance: Instance) -> None:
         if instance in self.instances:
             self.instances.remove(instance)
+            for link in instance.links:
+                self._left.setdefault(link.peer.channel.name, PeerStats()).add(link.peer.stats)
         for key in [k for k, v in self._returning.items() if v is instance]:
             del self._returning[key]
 

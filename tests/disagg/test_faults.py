@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import zmq
 import zmq.asyncio
+from prometheus_client import CollectorRegistry
 
 from sglang_ext.disagg.control import CurveKeys
 from sglang_ext.disagg.errors import (
@@ -34,10 +35,14 @@ from sglang_ext.disagg.instance import Outcome
 from sglang_ext.disagg.leases import LeaseEnd
 from sglang_ext.disagg.memory import RegionTable
 from sglang_ext.disagg.messages import REPLIES, REQUESTS, Connect, Connected, Reserve, Written
+from sglang_ext.disagg.observe import EndpointMetrics
 from sglang_ext.disagg.transfer import EndpointConfig
 from sglang_ext.disagg.transports import CancelToken, TransportName, _stream
-from sglang_ext.disagg.transports.tcp import TcpChannel, TcpTransport
+from sglang_ext.disagg.transports._rdma import Nic, choose
+from sglang_ext.disagg.transports.select import reasons
+from sglang_ext.disagg.transports.tcp import _ANSWER, TcpChannel, TcpTransport, _proof
 from sglang_ext.errors import ConfigError
+from sglang_ext.metrics import render
 from sglang_ext.testing.transfer_rig import NAMESPACE, Rank, Shape, start_instance
 from sglang_ext.testing.transports import until
 
@@ -300,8 +305,6 @@ class DataOwner:
         self.answer, self.served = self.transport.accept(self.session, b"", self.grants)
 
     def dial(self, secret: bytes | None = None) -> socket.socket:
-        from sglang_ext.disagg.transports.tcp import _ANSWER, _proof
-
         found = _ANSWER.decode(self.answer)
         sock = socket.create_connection(("127.0.0.1", found.port), timeout=5)
         sock.sendall(self.session + _proof(secret or found.secret, sock.recv(16)))
@@ -500,6 +503,41 @@ async def test_reasons_for_every_transport_are_given() -> None:
                 await me.endpoint.connect([owner.endpoint.address])
         finally:
             await owner.endpoint.close()
+
+
+async def test_metrics_name_the_transport_and_outlive_the_peer() -> None:
+    async with reader(TransportName.TCP) as owner, reader(TransportName.TCP) as me:
+        registry = CollectorRegistry()
+        EndpointMetrics(me.endpoint, registry)
+        owner.owned.seal(np.arange(64))
+        instance = await me.endpoint.connect([owner.endpoint.address])
+        offer = owner.endpoint.publish("hbm", "r", np.arange(4))
+        instance.transfer("r", [offer], "hbm", np.arange(4))
+        assert 'sglang_ext_transfer_peers{transport="tcp"} 1.0' in render(registry).decode()
+        await instance.complete("r", 10)
+        await instance.close()
+        text = render(registry).decode()
+        assert 'sglang_ext_transfer_completed_total{transport="tcp"} 1.0' in text
+        sample = registry.get_sample_value("sglang_ext_transfer_bytes_total", {"transport": "tcp"})
+        assert sample == 4 * me.pool.geometry.block_bytes
+
+
+def test_every_transport_says_why_it_cannot_be_used() -> None:
+    found = reasons()
+    assert set(found) == set(TransportName)
+    assert found[TransportName.SHM] is None
+    assert found[TransportName.TCP] is None
+    verbs = found[TransportName.VERBS]
+    assert verbs is None or "pyverbs" in verbs or "RDMA device" in verbs
+
+
+def test_a_rank_takes_the_nearest_adapter() -> None:
+    nics = [Nic("a", 0, "/pci0/sw0/a"), Nic("b", 0, "/pci0/sw1/b"), Nic("c", 1, "/pci1/sw2/c")]
+    assert choose(nics, rank=0, near="/pci0/sw1/gpu") == nics[1]
+    assert choose(nics, rank=5, near="/pci1/sw2/gpu") == nics[2]
+    assert [choose(nics, rank=r, numa=0) for r in range(3)] == [nics[0], nics[1], nics[0]]
+    assert choose(nics, rank=4) == nics[1]
+    assert choose([], rank=0) is None
 
 
 def test_the_error_classes_say_who_must_act() -> None:

@@ -1,12 +1,10 @@
 """`shm` and `cma`: both ends on one host, no service by the owner, no fence against it.
 
-shm   The owner's pool is shared memory; the reader maps it and copies. Loads and stores of one thread, in
-program
-      order: when `memcpy` has returned, its loads are done, and x86 and the fence at the end order them
-      before the load of a counter.
-cma   The owner's pool is any memory; the reader calls process_vm_readv with many ranges at a time. The
-kernel has
-      copied the bytes when the call returns, and a counter is read by a later call.
+shm: the owner's pool is shared memory; the reader maps it and copies. Every byte that was stored here had
+been loaded before; the full fence at the end of a copy orders those loads before the load of a counter.
+
+cma: the owner's pool is any memory; the reader calls process_vm_readv with many ranges at a time. The
+kernel has copied the bytes when the call returns, and a counter is read by a later call.
 """
 
 from __future__ import annotations
@@ -37,35 +35,16 @@ from sglang_ext.disagg.transports import (
     Unserved,
     host_identity,
 )
+from sglang_ext.disagg.transports._copy import STREAM_BYTES, copy_runs
 
 IOVECS = 1024
 """Ranges per call, the kernel's limit."""
 STEP_BYTES = 4 << 20
 """Bytes between two looks at the cancel flag: under a millisecond."""
 
-_memcpy = libc("memcpy", "intp", "intp", "intp")
 _readv = libc("process_vm_readv", "int32", "intp", "intp", "intp", "intp", "intp")
 _writev = libc("process_vm_writev", "int32", "intp", "intp", "intp", "intp", "intp")
 _errno = libc("__errno_location", result="int32*")
-
-
-@kernel
-def _copy(runs, to_bases, to, from_bases, source, flag):  # type: ignore[no-untyped-def]
-    """memcpy run by run; `to` and `source` are the columns of the two sides. -1 when cancelled."""
-    step = 4194304
-    for i in range(runs.shape[0]):
-        into = to_bases[runs[i, to]] + runs[i, to + 1]
-        out = from_bases[runs[i, source]] + runs[i, source + 1]
-        left = runs[i, 4]
-        while left > 0:
-            if flag[0]:
-                return -1
-            n = min(left, step)
-            _memcpy(into, out, n)
-            into += n
-            out += n
-            left -= n
-    return 0
 
 
 @kernel
@@ -143,12 +122,12 @@ class ShmChannel(Channel):
             raise
 
     def read(self, lane: int, runs: Runs, token: CancelToken) -> None:
-        if _copy(runs, self._local.bases, 2, self._bases, 0, token.flag):
+        if copy_runs(runs, self._local.bases, 2, self._bases, 0, STREAM_BYTES, token.flag):
             raise CancelledTransferError("shm: the copy was cancelled")
         _fence()
 
     def write(self, lane: int, runs: Runs, token: CancelToken, grant: tuple[int, int]) -> None:
-        if _copy(runs, self._bases, 0, self._local.bases, 2, token.flag):
+        if copy_runs(runs, self._bases, 0, self._local.bases, 2, STREAM_BYTES, token.flag):
             raise CancelledTransferError("shm: the copy was cancelled")
         _fence()
 
@@ -205,7 +184,7 @@ def _cma_error(number: int) -> TransferError:
 def _warm() -> None:
     """Load the compiled loops, or compile them where they are not cached: not while a peer waits."""
     none, zero = np.zeros((0, 5), np.int64), np.zeros(1, np.int64)
-    _copy(none, zero, 2, zero, 0, zero)
+    copy_runs(none, zero, 2, zero, 0, STREAM_BYTES, zero)
     _vector(0, none, zero, zero, np.zeros((2, 1, 2), np.int64), zero, False)
     _fence()
 

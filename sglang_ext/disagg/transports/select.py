@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from sglang_ext.disagg._jit import COMPILED
 from sglang_ext.disagg.memory import RegionTable
 from sglang_ext.disagg.transports import Transport, TransportName
 from sglang_ext.disagg.transports.local import CmaTransport, ShmTransport
 from sglang_ext.disagg.transports.tcp import TcpTransport
-from sglang_ext.disagg.transports.verbs import VerbsTransport
+from sglang_ext.disagg.transports.verbs import VerbsTransport, verbs_reason
 
 
 class TransportConfig(Protocol):
@@ -45,3 +46,14 @@ def make_transports(config: TransportConfig, regions: RegionTable) -> dict[Trans
                 host = config.data_bind or config.bind.partition(":")[0]
                 made[name] = TcpTransport(regions, host, config.lanes)
     return made
+
+
+def reasons() -> dict[TransportName, str | None]:
+    """Why this host cannot use each transport, None where it can: what `sglang-ext doctor` prints."""
+    regions = RegionTable()
+    return {
+        TransportName.SHM: ShmTransport(regions).unavailable(),
+        TransportName.CMA: CmaTransport(regions).unavailable(),
+        TransportName.VERBS: verbs_reason(),
+        TransportName.TCP: None if COMPILED else "numba is missing: pip install numba",
+    }

@@ -165,6 +165,14 @@ class _Session(Served):
             self._pairs.pop().close()
 
 
+def verbs_reason() -> str | None:
+    """Why this host has no verbs; None when it has a device and pyverbs. Opens nothing."""
+    reason = import_pyverbs()
+    if reason is None and not present():
+        reason = "no RDMA device (/sys/class/infiniband is empty)"
+    return reason
+
+
 class VerbsTransport(Transport):
     """See the top of this file.
 
@@ -184,11 +192,9 @@ class VerbsTransport(Transport):
         return f"<VerbsTransport device={self._device.name if self._device else None}>"
 
     def unavailable(self) -> str | None:
-        reason = import_pyverbs()
+        reason = verbs_reason()
         if reason is not None:
             return reason
-        if not present():
-            return "no RDMA device (/sys/class/infiniband is empty)"
         try:
             self._open()
         except TransferError as error:
