@@ -1,0 +1,212 @@
+"""Who may import whom. The architecture's import direction, kept by reading every module's source.
+
+Imports inside functions and behind TYPE_CHECKING count too: they couple parts all the same.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+SHARED = {"clock", "config", "errors", "geometry", "keys", "metrics", "wire"}
+"""Modules of sglang_ext that every part may import."""
+
+PARTS = {"radix_global", "tiered_store", "disagg"}
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "shared": set(),
+    "radix_global": set(),
+    "tiered_store": set(),
+    "disagg": set(),
+    "cost_model": set(),
+    "mempool": PARTS,
+    "engine": PARTS | {"mempool", "cost_model"},
+    "patches": {"engine"},
+    "plugin": {"engine", "patches"},
+    "launch_server": {"patches"},
+    "router": {"radix_global", "cost_model"},
+    "cluster": {"patches"},
+    "cli": {"cluster", "router"},
+    "testing": PARTS | {"cluster", "mempool", "cost_model"},
+    "demo": {"cluster", "testing"},
+    "benchmarks": {"*"},
+}
+"""What each part may import of this project, beside itself and the shared modules."""
+
+SGLANG_PARTS = {"engine", "patches", "plugin", "launch_server", "benchmarks"}
+"""Parts that may import sglang."""
+
+TORCH_PARTS = SGLANG_PARTS
+LAZY_TORCH_PARTS = {"tiered_store", "cluster", "testing"}
+"""Parts that may import torch, and those that may do so inside a function only."""
+
+PROJECT = ("sglang_ext", "router", "benchmarks", "tests")
+TORCH = ("torch", "torchvision", "triton")
+SGLANG = ("sglang", "sgl_kernel")
+
+
+def part_of(module: str) -> str | None:
+    """The part a dotted module belongs to; None for a module that is not of this project."""
+    top, _, rest = module.partition(".")
+    if top != "sglang_ext":
+        return top if top in PROJECT else None
+    name = rest.partition(".")[0]
+    return "shared" if name in SHARED or not name else name
+
+
+def imports(source: str, module: str, *, is_package: bool) -> Iterator[tuple[int, str, bool]]:
+    """(line, imported module, at the top level) for every import in a module's source."""
+    tree = ast.parse(source)
+    lazy = {
+        id(inner)
+        for outer in ast.walk(tree)
+        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for inner in ast.walk(outer)
+    }
+    for node in ast.walk(tree):
+        found: list[str] = []
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module.split(".") if is_package else module.split(".")[:-1]
+                base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [base])])
+            # "from sglang_ext import engine" imports the module sglang_ext.engine.
+            found = [f"{base}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and _imports_by_name(node.func):
+            found = [
+                a.value for a in node.args[:1] if isinstance(a, ast.Constant) and isinstance(a.value, str)
+            ]
+        for name in found:
+            yield node.lineno, name, id(node) not in lazy
+
+
+def _imports_by_name(function: ast.expr) -> bool:
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return name in {"import_module", "__import__"}
+
+
+def complaint(part: str, imported: str, top_level: bool) -> str | None:
+    """Why `part` may not import `imported`; None when it may."""
+    library = imported.partition(".")[0]
+    if library in SGLANG and part not in SGLANG_PARTS:
+        return f"{part} must not import sglang"
+    if library in TORCH and part not in TORCH_PARTS:
+        if part not in LAZY_TORCH_PARTS:
+            return f"{part} must not import torch"
+        if top_level:
+            return f"{part} may import torch inside a function only"
+    target = part_of(imported)
+    allowed = MAY_IMPORT[part]
+    if target in {None, "shared", part} or "*" in allowed or target in allowed:
+        return None
+    return f"{part} must not import {target}"
+
+
+def complaints(root: Path) -> list[str]:
+    """Every breach below `root`, as 'file:line: who must not import what'."""
+    found: list[str] = []
+    for top in ("sglang_ext", "router", "benchmarks"):
+        for path in sorted((root / top).rglob("*.py")):
+            relative = path.relative_to(root)
+            is_package = path.name == "__init__.py"
+            module = ".".join(relative.parent.parts if is_package else relative.with_suffix("").parts)
+            part = part_of(module)
+            if part not in MAY_IMPORT:
+                found.append(
+                    f"{relative}: the part {part!r} is not in MAY_IMPORT; add it, with what it may import"
+                )
+                continue
+            for line, imported, top_level in imports(path.read_text("utf-8"), module, is_package=is_package):
+                why = complaint(part, imported, top_level)
+                if why:
+                    found.append(f"{relative}:{line}: {why} ({imported})")
+    return found
+
+
+def test_imports_follow_the_architecture() -> None:
+    assert complaints(ROOT) == []
+
+
+def test_the_table_has_no_cycle() -> None:
+    seen: list[str] = []
+
+    def visit(part: str, path: tuple[str, ...]) -> None:
+        assert part not in path, f"cycle: {' -> '.join((*path, part))}"
+        if part not in seen:
+            for below in MAY_IMPORT[part] - {"*"}:
+                visit(below, (*path, part))
+            seen.append(part)
+
+    for part in MAY_IMPORT:
+        visit(part, ())
+    assert set(seen) == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "expected"),
+    [
+        ("sglang_ext/keys.py", "import sglang_ext.disagg", "shared must not import disagg"),
+        ("sglang_ext/keys.py", "import torch", "shared must not import torch"),
+        (
+            "sglang_ext/disagg/x.py",
+            "from sglang_ext import tiered_store",
+            "disagg must not import tiered_store",
+        ),
+        (
+            "sglang_ext/disagg/x.py",
+            "from ..radix_global.tree import T",
+            "disagg must not import radix_global",
+        ),
+        ("sglang_ext/disagg/__init__.py", "from .. import engine", "disagg must not import engine"),
+        ("sglang_ext/engine/x.py", "def f():\n    import router.app", "engine must not import router"),
+        (
+            "sglang_ext/tiered_store/x.py",
+            "import torch",
+            "tiered_store may import torch inside a function only",
+        ),
+        ("router/x.py", "def f():\n    from sglang import srt", "router must not import sglang"),
+        (
+            "router/x.py",
+            "import importlib\nimportlib.import_module('sglang')",
+            "router must not import sglang",
+        ),
+        ("sglang_ext/engine/x.py", "import benchmarks.index", "engine must not import benchmarks"),
+        ("sglang_ext/new_part/x.py", "", "the part 'new_part' is not in MAY_IMPORT"),
+    ],
+)
+def test_a_breach_is_found(tmp_path: Path, path: str, source: str, expected: str) -> None:
+    file = tmp_path / path
+    file.parent.mkdir(parents=True)
+    file.write_text(source, "utf-8")
+    (found,) = complaints(tmp_path)
+    assert found.startswith(path)
+    assert expected in found
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("sglang_ext/tiered_store/x.py", "def f():\n    import torch"),
+        (
+            "sglang_ext/engine/x.py",
+            "import sglang.srt\nimport torch\nfrom sglang_ext import keys, radix_global",
+        ),
+        (
+            "sglang_ext/radix_global/x.py",
+            "from . import tree\nfrom .tree import y\nfrom sglang_ext.keys import z",
+        ),
+        ("router/x.py", "from router.policies import base\nfrom sglang_ext.radix_global import tree"),
+    ],
+)
+def test_what_is_allowed_is_not_found(tmp_path: Path, path: str, source: str) -> None:
+    file = tmp_path / path
+    file.parent.mkdir(parents=True)
+    file.write_text(source, "utf-8")
+    assert complaints(tmp_path) == []
