@@ -191,6 +191,10 @@ class Endpoint:
             await self.close()
             raise
         self._owner.receiver = receiver
+        for transport in self.transports.values():
+            # Opens devices and registers memory now, off the event loop, rather than when the first peer
+            # waits.
+            await asyncio.to_thread(transport.unavailable)
         self._ticking = self._spawn(self._tick())
         return self
 
@@ -345,7 +349,16 @@ class Endpoint:
         return link
 
     async def _handshake(self, address: str, client: ControlClient) -> Link:
-        offers = {n: t.offer() for n, t in self.transports.items() if t.unavailable() is None}
+        offers: dict[TransportName, bytes] = {}
+        reasons: dict[TransportName, str] = {}
+        for name, transport in self.transports.items():
+            reason = transport.unavailable()
+            try:
+                if reason is None:
+                    offers[name] = transport.offer()
+            except TransferError as error:
+                reason = str(error)
+            reasons[name] = reason or "not offered by the owner"
         try:
             reply = await client.ask(
                 Connect(self.identity(), {str(n): o for n, o in offers.items()}), self.config.connect_timeout
@@ -358,7 +371,7 @@ class Endpoint:
                 who.instance, who.epoch, who.host, address.rpartition(":")[0], who.pid, who.regions
             )
             try:
-                channel = await asyncio.to_thread(self._open, info, reply, offers)
+                channel = await asyncio.to_thread(self._open, info, reply, offers, reasons)
             except BaseException:
                 with contextlib.suppress(TransferError):
                     await client.ask(Bye(reply.session), self.config.connect_timeout)
@@ -398,9 +411,14 @@ class Endpoint:
                     "dtype", f"pool {theirs.name} is {found} there; set --kv-cache-dtype alike"
                 )
 
-    def _open(self, info: PeerInfo, reply: Connected, offers: Mapping[TransportName, bytes]) -> Channel:
+    def _open(
+        self,
+        info: PeerInfo,
+        reply: Connected,
+        offers: Mapping[TransportName, bytes],
+        reasons: dict[TransportName, str],
+    ) -> Channel:
         """The first transport, in order of preference, by which the owner's header can really be read."""
-        reasons = {n: t.unavailable() or "" for n, t in self.transports.items()}
         reasons.update({TransportName(n): r for n, r in reply.reasons.items() if n in set(TransportName)})
         for name, transport in self.transports.items():
             if name not in offers or name not in reply.transports:
@@ -418,7 +436,7 @@ class Endpoint:
                 reasons[name] = str(error)
                 if channel is not None:
                     channel.close()
-        text = "; ".join(f"{n}: {r or 'not offered by the owner'}" for n, r in reasons.items())
+        text = "; ".join(f"{n}: {r}" for n, r in reasons.items())
         raise TransportUnavailableError(f"no transport reaches {info.instance}: {text}")
 
     async def _take(self, message: Take, receiver: Receiver) -> Placed:

@@ -183,12 +183,14 @@ class QueuePair:
         from pyverbs.cq import CQ
         from pyverbs.pyverbs_error import PyverbsError
         from pyverbs.qp import QPCap, QPEx, QPInitAttrEx
+        from pyverbs.wr import SGE
 
         e = self._e = enums()
         self._device = device
         limits = device.limits
         self.depth = min(DEPTH, limits.max_qp_wr)
         self.reads = max(1, min(limits.max_qp_rd_atom, limits.max_qp_init_rd_atom, 255))
+        self._sge = SGE(0, 0, 0)
         self.sequence = random.SystemRandom().randrange(1 << 24)
         try:
             self._cq = CQ(device.context, self.depth + 8, None, None, 0)
@@ -249,17 +251,13 @@ class QueuePair:
         except (PyverbsError, ValueError, OverflowError) as error:
             raise PeerProtocolError(f"verbs: cannot connect to queue pair {peer.number}: {error}") from None
 
-    def post(
-        self, requests: Sequence[tuple[int, int, int, int, int]], *, write: bool, sges: dict[Any, Any]
-    ) -> None:
+    def post(self, requests: Sequence[tuple[int, int, int, int, int]], *, write: bool) -> None:
         """One doorbell: (remote key, remote address, local key, local address, bytes) each; the last is
         signaled.
 
-        One object per (key, bytes) serves all requests: pyverbs leaks some bytes for every object made.
+        One scatter entry serves all requests: pyverbs leaks some bytes for every such object made.
         """
-        from pyverbs.wr import SGE
-
-        qp = self._qp
+        qp, sge = self._qp, self._sge
         qp.wr_start()
         qp.wr_flags = 0
         last = len(requests) - 1
@@ -271,10 +269,7 @@ class QueuePair:
                 qp.wr_rdma_write(rkey, remote)
             else:
                 qp.wr_rdma_read(rkey, remote)
-            sge = sges.get((lkey, n))
-            if sge is None:
-                sge = sges[lkey, n] = SGE(local, n, lkey)
-            sge.addr = local
+            sge.addr, sge.length, sge.lkey = local, n, lkey
             qp.wr_set_sge(sge)
         qp.wr_complete()
 
@@ -304,6 +299,7 @@ class QueuePair:
         """Destroy the queue pair: nothing moves through it when this has returned."""
         self._qp.close()
         self._cq.close()
+        self._sge.close()
 
     def _error(self, status: int) -> TransferError:
         e = self._e

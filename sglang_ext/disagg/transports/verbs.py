@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,6 @@ MAX_MESSAGE: Final = 1 << 30
 """Bytes of one request; the specification allows 2**31."""
 PATIENCE: Final = 10.0
 """Seconds without a completion after which the peer is gone: above what the adapter's own retries take."""
-MAX_SGES: Final = 4096
 
 
 class _Offer(Message, frozen=True, tag="vo"):
@@ -79,7 +78,6 @@ class VerbsChannel(Channel):
         self._pairs: list[QueuePair | None] = list(pairs)
         self._remote = [(key, m.address) for key, m in zip(keys, peer.regions, strict=True)]
         self._local = [(m.lkey, int(regions.bases[i])) for i, m in enumerate(device.memory)]
-        self._sges: list[dict[Any, Any]] = [{} for _ in pairs]
         self._broken = False
 
     @property
@@ -97,7 +95,7 @@ class VerbsChannel(Channel):
             self._destroy(i)
 
     def _move(self, lane: int, runs: Runs, token: CancelToken, *, write: bool) -> None:
-        pair, sges = self._pairs[lane], self._sges[lane]
+        pair = self._pairs[lane]
         if pair is None:
             raise PeerGoneError("verbs: this queue pair has failed; connect again")
         requests = self._requests(runs)
@@ -111,7 +109,7 @@ class VerbsChannel(Channel):
                 if (flying + 1) * BATCH > pair.depth:
                     pair.wait(time.monotonic() + PATIENCE)
                     flying -= 1
-                pair.post(batch, write=write, sges=sges)
+                pair.post(batch, write=write)
                 flying += 1
             while flying:
                 pair.wait(time.monotonic() + PATIENCE)
@@ -121,10 +119,6 @@ class VerbsChannel(Channel):
             self._broken = True
             self._destroy(lane)
             raise
-        if len(sges) > MAX_SGES:
-            for sge in sges.values():
-                sge.close()
-            sges.clear()
         if token.cancelled:
             raise CancelledTransferError("verbs: the transfer was cancelled")
 
@@ -145,9 +139,6 @@ class VerbsChannel(Channel):
         pair, self._pairs[lane] = self._pairs[lane], None
         if pair is not None:
             pair.close()
-        for sge in self._sges[lane].values():
-            sge.close()
-        self._sges[lane].clear()
 
 
 class _Session(Served):
