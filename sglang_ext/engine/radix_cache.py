@@ -227,10 +227,18 @@ class GlobalRadixCache(BasePrefixCache):  # type: ignore[misc]
             # A copy: the row is about to be rewritten.
             duplicates = row[protected:held].to(dtype=torch.int64, copy=True)
             self.token_to_kv_pool_allocator.free_segment(duplicates, start_pos=protected)
-        req.kv.cache_protected_len = whole
+        # Never less than before: of a retracted request that comes back the tree may own output too, which
+        # --strip-thinking-cache leaves out here.
+        req.kv.cache_protected_len = max(protected, whole)
         if self.dram is not None:
             self.dram.write_through(result.node)
         return result.node, held
+
+    def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
+        """Free ranges of a request's row; what of them the tree owns stays the tree's."""
+        protected = kv.cache_protected_len
+        own = [(max(start, protected), end) for start, end in ranges if end > protected]
+        super().free_kv_row(kv, own)
 
     def _slots_up_to(self, node: Node, tokens: int) -> list[Any]:
         parts: list[Any] = []

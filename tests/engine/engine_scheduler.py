@@ -120,6 +120,7 @@ class SimulatedScheduler:
             priority=priority,
             positional_embed_overrides=PositionalEmbeds(torch.zeros(1, 4), [0]) if private else None,
         )
+        req.reasoning_tokens = 1  # counts with --strip-thinking-cache only
         self._served[req] = Served()
         self.waiting.append(req)
         return req

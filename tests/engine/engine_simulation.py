@@ -13,6 +13,7 @@ from engine_pools import PoolKind, Pools, WrongKvError, block_words, node_chains
 from engine_scheduler import Settings, SimulatedScheduler, token_at
 from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.runtime_context import get_serving
 
 from sglang_ext.engine.dram_tier import DramTier
 from sglang_ext.engine.layer_gate import LayerGate
@@ -47,6 +48,8 @@ class Scenario:
     """Requests carry an extra key or a salt at times."""
     force_miss: bool = False
     """``SGLANG_RADIX_FORCE_MISS``: matches are thrown away, so everything is computed again."""
+    strip_thinking: bool = False
+    """``--strip-thinking-cache``, and all output is thinking: only prompts are kept."""
     memory: int = 12
     """Of how many earlier prompts one is continued; few make hits in HBM, many make hits in DRAM."""
 
@@ -232,6 +235,7 @@ class Traffic:
         self.random = random.Random(seed)
         self._scenario = scenario
         self._known: list[list[int]] = [[0] * 8, self._words(40), self._words(90)]
+        self._lull = False
         self.counts: dict[str, int] = {}
 
     def _words(self, count: int) -> list[int]:
@@ -240,7 +244,12 @@ class Traffic:
     def act(self, scheduler: SimulatedScheduler) -> None:
         """Do one thing from outside, or nothing, before a pass of the loop."""
         draw = self.random.random()
-        if draw < 0.30 and len(scheduler.waiting) < 12:
+        if self._lull:
+            if scheduler.idle:
+                self._lull = False
+                if scheduler.flush():
+                    self._count("flush")
+        elif draw < 0.30 and len(scheduler.waiting) < 12:
             self._submit(scheduler)
         elif draw < 0.34:
             self._abort(scheduler)
@@ -250,8 +259,8 @@ class Traffic:
         elif draw < 0.352:
             self._count("retract all")
             scheduler.retract_all()
-        elif draw < 0.36 and scheduler.flush():
-            self._count("flush")
+        elif draw < 0.357:
+            self._lull = True  # nobody asks anything until the server is idle, and somebody flushes it
 
     def _count(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1
@@ -301,7 +310,8 @@ def run(
 ) -> Traffic:
     """Drive one rank through ``steps`` passes, check after each, then let everything finish and flush."""
     traffic = Traffic(rank.scenario, seed)
-    with envs.SGLANG_RADIX_FORCE_MISS.override(rank.scenario.force_miss):
+    strip = get_serving().override(strip_thinking_cache=rank.scenario.strip_thinking)
+    with envs.SGLANG_RADIX_FORCE_MISS.override(rank.scenario.force_miss), strip:
         for step in range(steps):
             traffic.act(rank.scheduler)
             rank.scheduler.step()
@@ -388,6 +398,15 @@ SCENARIOS = (
     Scenario("DRAM smaller than HBM", hbm_tokens=256, dram_blocks=24),
     Scenario("HBM only", hbm_tokens=232, dram_blocks=None, settings=Settings(new_token_ratio=0.05)),
     Scenario("nothing found is used", dram_blocks=100, force_miss=True),
+    Scenario(
+        "thinking is not kept",
+        kind=PoolKind("mha", 4),
+        hbm_tokens=256,
+        dram_blocks=100,
+        memory=30,
+        settings=Settings(new_token_ratio=0.05),
+        strip_thinking=True,
+    ),
     Scenario("the real mover", hbm_tokens=256, dram_blocks=250, memory=40, threaded=True),
 )
 

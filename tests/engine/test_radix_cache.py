@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.runtime_context import get_serving
 
 from sglang_ext.engine.layer_gate import NOTHING_TO_WAIT_FOR
 from sglang_ext.engine.radix_cache import GlobalRadixCache
@@ -209,6 +210,27 @@ def test_a_retracted_request_gives_back_what_it_did_not_share(make_rank: MakeRan
     assert rank.cache.total_size() == 24
     rank.serve(TOKENS)
     assert req.finished()
+
+
+def test_thinking_that_is_not_kept_is_freed_once_also_after_retraction(make_rank: MakeRank) -> None:
+    """A request that comes back has put its output into the tree; at its end only the prompt is its own.
+
+    SGLang's own cache frees such output twice.
+    """
+    rank = make_rank()
+    with get_serving().override(strip_thinking_cache=True):
+        req = rank.scheduler.submit(TOKENS, new_tokens=20)
+        for _ in range(12):
+            rank.scheduler.step()
+        rank.scheduler.retract_all()
+        rank.scheduler.step()
+        assert req.kv.cache_protected_len > len(TOKENS)
+        while not rank.scheduler.idle:
+            rank.scheduler.step()
+            rank.check()
+        assert req.finished()
+        rank.serve([5] * 24, new_tokens=12)
+    assert len(match(rank, [5] * 40).device_indices) == 24
 
 
 # -- eviction -------------------------------------------------------------------------------------

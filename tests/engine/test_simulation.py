@@ -48,7 +48,7 @@ def test_traffic_reaches_what_it_is_meant_to_reach() -> None:
     """Loads, retraction, preemption, aborts, weight changes, flushes, eviction, skipped writes: all occur."""
     seen: dict[str, int] = {}
     for scenario in SCENARIOS:
-        for seed in range(3):
+        for seed in range(2):
             with served(scenario, seed, 300) as (rank, traffic):
                 counts = dict(traffic.counts)
                 counts["loaded tokens"] = rank.scheduler.loaded_tokens
@@ -60,4 +60,4 @@ def test_traffic_reaches_what_it_is_meant_to_reach() -> None:
             for what, count in counts.items():
                 seen[what] = seen.get(what, 0) + count
     wanted = ("submit", "abort", "weights", "retract all", "flush", "loaded tokens", "retracted", "preempted")
-    assert all(seen[what] > 0 for what in (*wanted, "evicted", "skipped")), seen
+    assert all(seen.get(what) for what in (*wanted, "evicted", "skipped")), seen
