@@ -13,6 +13,7 @@ import enum
 import fcntl
 import mmap
 import os
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Final
@@ -70,6 +71,8 @@ class SharedMemory:
         except BaseException:
             os.close(self.fd)
             raise
+        # Whoever forgets to close it leaks no descriptor.
+        self._close_fd = weakref.finalize(self, os.close, self.fd)
         self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self.address = int(self.array.ctypes.data)
 
@@ -80,7 +83,7 @@ class SharedMemory:
         """Give the memory up. Views of `array` that are still held keep the pages until they go."""
         if self.fd < 0:
             return
-        os.close(self.fd)
+        self._close_fd()
         self.fd = -1
         self.array = np.empty(0, np.uint8)
         with contextlib.suppress(BufferError):

@@ -57,7 +57,7 @@ async def main(options: dict[str, Any]) -> None:
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     await reader.read()
     for rank in ranks:
-        await rank.endpoint.close()
+        await rank.close()
 
 
 if __name__ == "__main__":

@@ -107,6 +107,12 @@ class Pool:
         start = plane.address - int(self.bytes.ctypes.data)
         return self.bytes[start : start + plane.nbytes].reshape(rows)
 
+    def close(self) -> None:
+        """Give the memory up, once no endpoint uses it."""
+        if isinstance(self.keep, SharedMemory):
+            self.keep.close()
+        self.bytes = np.empty(0, np.uint8)
+
     def fill(self, seed: int) -> None:
         """Random bytes."""
         self.bytes[:] = np.random.default_rng(seed).integers(0, 256, self.bytes.size, dtype=np.uint8)
@@ -187,6 +193,11 @@ class Rank:
     pool: Pool
     receiver: ListReceiver
     ended: list[Ended] = field(default_factory=list)
+
+    async def close(self) -> None:
+        """Stop the endpoint and free the pool."""
+        await self.endpoint.close()
+        self.pool.close()
 
     @property
     def owned(self) -> OwnedPool:

@@ -95,7 +95,7 @@ class TransportConformance:
                 rank.endpoint.check()
         finally:
             for rank in readers + owners:
-                await rank.endpoint.close()
+                await rank.close()
 
     @staticmethod
     async def read(
@@ -423,7 +423,7 @@ class TransportConformance:
                     rank.endpoint.check()
             finally:
                 for rank in stranger + other:
-                    await rank.endpoint.close()
+                    await rank.close()
 
 
 def _whole_pool(owner: Rank) -> Runs:

@@ -82,7 +82,7 @@ async def reader(*transports: TransportName, shape: Shape | None = None, **chang
         yield rank
         rank.endpoint.check()
     finally:
-        await rank.endpoint.close()
+        await rank.close()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -502,7 +502,7 @@ async def test_reasons_for_every_transport_are_given() -> None:
             ):
                 await me.endpoint.connect([owner.endpoint.address])
         finally:
-            await owner.endpoint.close()
+            await owner.close()
 
 
 async def test_metrics_name_the_transport_and_outlive_the_peer() -> None:
