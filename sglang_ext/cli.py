@@ -39,7 +39,7 @@ COMMANDS: Mapping[str, Command] = {
     "cluster": Command(
         "sglang_ext.cluster.command", "start servers and router on this machine, in one command"
     ),
-    "doctor": Command("sglang_ext.doctor", "check this machine and installation, and say what to do"),
+    "doctor": Command("sglang_ext.cluster.doctor", "check this machine and installation, and say what to do"),
 }
 
 

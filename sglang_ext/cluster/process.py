@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -16,8 +17,8 @@ PROBE_TIMEOUT_S = 5.0
 TAIL_BYTES = 1 << 16
 TAIL_LINES = 15
 TAIL_COLUMNS = 300
-NOISE = (" - leaked ", " - ... skipped", "nanobind: ", "See https://nanobind")
-"""What an extension module prints when any Python process with SGLang ends; it hides what came before."""
+NOISE = re.compile(r"^ - leaked |^ - \.\.\. skipped|^nanobind: |^See https://nanobind|HTTP/1\.[01]\" 200")
+"""Lines that hide what came before: an extension module's when any process with SGLang ends, and probes."""
 
 
 class PartProcess:
@@ -114,7 +115,7 @@ def tail(log: Path) -> list[str]:
     except OSError as error:
         return [f"(cannot read {log}: {error.strerror})"]
     lines = [line.rstrip() for line in text.splitlines()]
-    lines = [line for line in lines if line and not line.startswith(NOISE)]
+    lines = [line for line in lines if line and not NOISE.search(line)]
     return [
         line if len(line) <= TAIL_COLUMNS else line[:TAIL_COLUMNS] + " ..." for line in lines[-TAIL_LINES:]
     ]

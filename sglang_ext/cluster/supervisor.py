@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.cluster import lifecycle
@@ -21,6 +21,7 @@ PROBE_INTERVAL_S = 0.25
 LAST_RESORT_S = 10.0
 """Seconds beyond the grace time after which a guard that still runs is killed."""
 
+Result = TypeVar("Result")
 Probe = Callable[[str], Awaitable[bool]]
 
 
@@ -150,6 +151,24 @@ class Cluster:
             ClusterError: always; says which and why.
         """
         await self._until(lambda: False)
+
+    async def doing(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of ``work``, which is cancelled when a part dies for good.
+
+        Raises:
+            ClusterError: as ``failed``; also whatever ``work`` raises.
+        """
+        working = asyncio.ensure_future(work)
+        failing = asyncio.ensure_future(self.failed())
+        try:
+            await asyncio.wait({working, failing}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                failing.result()
+            return await working
+        finally:
+            working.cancel()
+            failing.cancel()
+            await asyncio.gather(working, failing, return_exceptions=True)
 
     def stop(self) -> None:
         """Begin to end every part, those that others need last. Returns at once; see ``ended``."""

@@ -33,13 +33,15 @@ class Display:
     Args:
         console: where to; whether it is a terminal decides the form.
         log_dir: named once everything is ready.
+        announce: say where to send requests once everything is ready.
     """
 
-    def __init__(self, console: Console, log_dir: Path) -> None:
+    def __init__(self, console: Console, log_dir: Path, *, announce: bool = True) -> None:
         self._console = console
         self._log_dir = log_dir
         self._parts: dict[str, PartStatus] = {}
         self._live = Live(get_renderable=self._table, console=console, refresh_per_second=4, transient=True)
+        self._announce_ready = announce
         self._announced = False
         self._started = time.monotonic()
 
@@ -66,7 +68,7 @@ class Display:
                 self._live.stop()
         else:
             self._print(self._line(status))
-        if all(other.state is State.READY for other in self._parts.values()):
+        if self._announce_ready and all(other.state is State.READY for other in self._parts.values()):
             self._announce()
 
     def _print(self, text: str) -> None:

@@ -1,0 +1,299 @@
+"""``sglang-ext doctor``: whether servers can start here, what is wrong, and what to do about it.
+
+``gather`` looks at the machine, ``findings`` judges what it saw, and is a pure function.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from sglang_ext.cluster.plan import HostFacts
+from sglang_ext.patches.version import SGLANG_VERSION
+
+PROG = "sglang-ext doctor"
+PLUGIN = "sglang_ext"
+PLUGIN_GROUP = "sglang.srt.plugins"
+PACKAGES = ("sglang-ext", "sglang", "torch", "transformers", "numba")
+GIB = 1 << 30
+SERVER_MEMORY = 2 * GIB
+"""What the three processes of a CPU server with a tiny model take: 1.6 GB, and some room."""
+SHARED_MEMORY = 64 << 20
+DISK = 1 * GIB
+PATCH_CHECK_TIMEOUT_S = 180.0
+
+
+class Level(enum.Enum):
+    """What a finding means for a start."""
+
+    OK = "ok"
+    WARNING = "warning"
+    """A start works; something else will not, or not well."""
+    PROBLEM = "problem"
+    """A start would fail."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    level: Level
+    subject: str
+    text: str
+    advice: str = ""
+    """What to do; empty when all is well."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was seen of this machine and installation. Sizes in bytes."""
+
+    python: str
+    packages: dict[str, str | None]
+    """Version by distribution name; None for one that is not installed."""
+    host: HostFacts | None
+    """None when torch cannot be imported."""
+    torch_error: str
+    """Why not."""
+    plugin_visible: bool
+    allowed_plugins: str
+    """SGLANG_PLUGINS, which limits the plugins that SGLang loads; empty for all."""
+    patches_fit: bool
+    patches_report: str
+    memory_available: int
+    shared_memory_free: int
+    temporary_folder: Path
+    temporary_free: int
+    has_lscpu: bool
+    has_compiler: bool
+    rdma_devices: tuple[str, ...]
+    has_pyverbs: bool
+
+
+def gather() -> Facts:
+    """Look at everything; takes some seconds, because SGLang is imported (in a process of its own)."""
+    host, torch_error = _host()
+    patches = _patches()
+    temporary = Path(tempfile.gettempdir())
+    return Facts(
+        python=platform.python_version(),
+        packages={name: _version(name) for name in PACKAGES},
+        host=host,
+        torch_error=torch_error,
+        plugin_visible=any(entry.name == PLUGIN for entry in entry_points(group=PLUGIN_GROUP)),
+        allowed_plugins=os.environ.get("SGLANG_PLUGINS", ""),
+        patches_fit=patches[0],
+        patches_report=patches[1],
+        memory_available=_memory_available(),
+        shared_memory_free=_free(Path("/dev/shm")),
+        temporary_folder=temporary,
+        temporary_free=_free(temporary),
+        has_lscpu=shutil.which("lscpu") is not None,
+        has_compiler=any(shutil.which(name) for name in ("cc", "gcc", "clang")),
+        rdma_devices=_names(Path("/sys/class/infiniband")),
+        has_pyverbs=importlib.util.find_spec("pyverbs") is not None,
+    )
+
+
+def _host() -> tuple[HostFacts | None, str]:
+    try:
+        from sglang_ext.cluster.host import host_facts
+
+        return host_facts(), ""
+    except (ImportError, OSError, RuntimeError) as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _patches() -> tuple[bool, str]:
+    command = [sys.executable, "-P", "-m", "sglang_ext.patches"]
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=PATCH_CHECK_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return False, f"`{' '.join(command[2:])}` did not end within {PATCH_CHECK_TIMEOUT_S:.0f} s"
+    text = result.stdout if result.returncode == 0 else result.stdout + result.stderr
+    return result.returncode == 0, text.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _memory_available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _free(folder: Path) -> int:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return 0
+
+
+def _names(folder: Path) -> tuple[str, ...]:
+    try:
+        return tuple(sorted(entry.name for entry in folder.iterdir()))
+    except OSError:
+        return ()
+
+
+def findings(facts: Facts) -> list[Finding]:
+    """What the facts mean, in the order in which a start would meet them."""
+    return [
+        *_installation(facts),
+        *_plugin(facts),
+        *_devices(facts),
+        *_room(facts),
+        _rdma(facts),
+    ]
+
+
+def _installation(facts: Facts) -> list[Finding]:
+    found = [Finding(Level.OK, "python", facts.python)]
+    for name, installed in facts.packages.items():
+        if installed is None:
+            advice = "Run `make setup`, or install the package with the extra cpu or gpu (README.md)."
+            found.append(Finding(Level.PROBLEM, name, "is not installed", advice))
+        elif name == "sglang" and installed != SGLANG_VERSION:
+            found.append(
+                Finding(
+                    Level.PROBLEM,
+                    name,
+                    f"{installed}; this package is written for {SGLANG_VERSION}",
+                    f"Install sglang=={SGLANG_VERSION}.",
+                )
+            )
+        else:
+            found.append(Finding(Level.OK, name, installed))
+    return found
+
+
+def _plugin(facts: Facts) -> list[Finding]:
+    if not facts.plugin_visible:
+        plugin = Finding(
+            Level.PROBLEM,
+            "plugin",
+            f"SGLang cannot see it: there is no entry point {PLUGIN} in {PLUGIN_GROUP}",
+            "Install the package (`pip install -e .` in its folder); a folder on PYTHONPATH is not enough.",
+        )
+    elif facts.allowed_plugins and PLUGIN not in [n.strip() for n in facts.allowed_plugins.split(",")]:
+        plugin = Finding(
+            Level.PROBLEM,
+            "plugin",
+            f"SGLANG_PLUGINS={facts.allowed_plugins} keeps SGLang from loading it",
+            f"Add {PLUGIN} to SGLANG_PLUGINS, or unset it.",
+        )
+    else:
+        plugin = Finding(Level.OK, "plugin", "SGLang sees it")
+    if facts.patches_fit:
+        count = sum(line.startswith("ok ") for line in facts.patches_report.splitlines())
+        return [plugin, Finding(Level.OK, "patches", f"all {count} fit the installed SGLang")]
+    advice = f"Install sglang=={SGLANG_VERSION}; `python -m sglang_ext.patches` shows the details."
+    lines = [line for line in facts.patches_report.splitlines() if not line.startswith("ok ")]
+    return [plugin, Finding(Level.PROBLEM, "patches", "\n".join(lines[-10:]) or "no answer", advice)]
+
+
+def _devices(facts: Facts) -> list[Finding]:
+    if facts.host is None:
+        advice = "Reinstall torch: `make setup`, or the extra gpu."
+        return [Finding(Level.PROBLEM, "devices", f"torch cannot be used: {facts.torch_error}", advice)]
+    cores = f"{facts.host.cores} CPU cores"
+    if facts.host.accelerators:
+        found = [Finding(Level.OK, "devices", f"{facts.host.accelerators} accelerators, {cores}")]
+        if not facts.has_compiler:
+            advice = "Install gcc; Triton compiles a part of each kernel with it."
+            found.append(Finding(Level.PROBLEM, "compiler", "there is none", advice))
+        return found
+    found = [Finding(Level.OK, "devices", f"no accelerator, {cores}: servers run on the CPU")]
+    if not facts.has_lscpu:
+        advice = "Install util-linux; SGLang reads the layout of the cores from lscpu."
+        found.append(Finding(Level.PROBLEM, "lscpu", "there is none", advice))
+    return found
+
+
+def _room(facts: Facts) -> list[Finding]:
+    return [
+        _at_least(
+            "memory",
+            facts.memory_available,
+            SERVER_MEMORY,
+            "available",
+            "Free some memory: a server of even a tiny model takes that much.",
+        ),
+        _at_least(
+            "shared memory",
+            facts.shared_memory_free,
+            SHARED_MEMORY,
+            "free in /dev/shm",
+            "Give the container more (docker: --shm-size).",
+        ),
+        _at_least(
+            "temporary files",
+            facts.temporary_free,
+            DISK,
+            f"free in {facts.temporary_folder}",
+            "Free some space, or set TMPDIR.",
+        ),
+    ]
+
+
+def _at_least(subject: str, have: int, need: int, where: str, advice: str) -> Finding:
+    text = f"{have / GIB:.1f} GiB {where}"
+    if have >= need:
+        return Finding(Level.OK, subject, text)
+    return Finding(Level.WARNING, subject, f"{text}, less than {need / GIB:.2g}", advice)
+
+
+def _rdma(facts: Facts) -> Finding:
+    if not facts.rdma_devices:
+        return Finding(Level.OK, "RDMA", "no device")
+    devices = ", ".join(facts.rdma_devices)
+    if facts.has_pyverbs:
+        return Finding(Level.OK, "RDMA", f"{devices}, pyverbs is there")
+    return Finding(
+        Level.WARNING,
+        "RDMA",
+        f"{devices}, and no pyverbs: the verbs transport cannot be used",
+        "Make the distribution's python3-pyverbs visible to this environment (README.md, RDMA).",
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit status: 0 when servers can start, 1 when they cannot."""
+    parser = argparse.ArgumentParser(
+        prog=PROG, description="Check this machine and installation, and say what is wrong and what to do."
+    )
+    parser.parse_args(arguments)
+    console = Console()
+    marks = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
+    found = findings(gather())
+    for finding in found:
+        mark = f"[{marks[finding.level]}]{finding.level.value:8}[/]"
+        text = finding.text.replace("\n", "\n" + " " * 27)
+        console.print(f"{mark} {finding.subject:16}  {escape(text)}", soft_wrap=True, highlight=False)
+        if finding.advice:
+            console.print(f"{'':27}{escape(finding.advice)}", soft_wrap=True, highlight=False)
+    problems = sum(finding.level is Level.PROBLEM for finding in found)
+    console.print(f"{problems} problems would stop a start." if problems else "Servers can start here.")
+    return 1 if problems else 0

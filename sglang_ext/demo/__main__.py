@@ -1,0 +1,152 @@
+"""``python -m sglang_ext.demo``: run the demo; exit status 0 when both tiers were reused, 1 otherwise."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import aiohttp
+from rich.console import Console
+
+from sglang_ext.cluster.command import LogFolder
+from sglang_ext.cluster.config import ClusterConfig
+from sglang_ext.cluster.host import Ports, host_facts
+from sglang_ext.cluster.plan import HostFacts, Part, make_plan
+from sglang_ext.cluster.supervisor import Cluster
+from sglang_ext.cluster.terminal import Display
+from sglang_ext.demo import report
+from sglang_ext.demo.client import Message, say
+from sglang_ext.demo.script import SYSTEM, conversations
+from sglang_ext.errors import SglangExtError
+from sglang_ext.testing.models import model_path
+
+HBM_TOKENS = (16_384, 1_536)
+"""KV slots of the two servers: one holds all of its conversations, the other hardly more than one."""
+DRAM_SIZE = "256MB"
+ANSWER_TOKENS = 24
+CACHE_THRESHOLD = 0.7
+"""Share of a prompt that must be cached for the cache to decide where it goes: more than the system prompt,
+which all conversations share and which would keep all of them on one server; less than what a second turn
+has in common with the first."""
+PLAIN = "plain"
+
+
+def plans(config: ClusterConfig, host: HostFacts, ports: Ports) -> tuple[Part, ...]:
+    """Two servers with the shared cache and their router; one server without a cache, with its own.
+
+    All servers get the same number of cores, so that they compute equally fast.
+    """
+    shared = make_plan(
+        config, host, ports.take(config.host, 0, "--port"), ports.free_after(20_000, config.colocated)
+    )
+    share = HostFacts(cores=max(1, host.cores // config.colocated), accelerators=0)
+    alone = dataclasses.replace(
+        config, colocated=1, instance_args={}, server_args=("--device", "cpu", "--disable-radix-cache")
+    )
+    plain = make_plan(alone, share, ports.take(config.host, 0, "--port"), ports.free_after(20_000, 1))
+    return (
+        *shared,
+        *(
+            dataclasses.replace(
+                part,
+                name=f"{PLAIN}-{part.name}",
+                needs=tuple(f"{PLAIN}-{name}" for name in part.needs),
+            )
+            for part in plain
+        ),
+    )
+
+
+async def converse(cluster: Cluster, count: int, turns: int, console: Console) -> list[report.Turn]:
+    """Hold the conversations, all of them a turn at a time, so that each is forgotten by the time it goes on.
+
+    Both clusters are sent the same words: the history is what the cached cluster answered.
+    """
+    urls = {name: status.part.url for name, status in cluster.parts.items()}
+    servers: Mapping[str, str] = {url: name for name, url in urls.items()}
+    scripts = conversations(count, turns)
+    history: dict[str, list[Message]] = {
+        script.name: [{"role": "system", "content": SYSTEM}] for script in scripts
+    }
+    held: list[report.Turn] = []
+    async with aiohttp.ClientSession() as session:
+        for url in (urls["router"], urls[f"{PLAIN}-router"]):
+            # The first request of a server pays for what it sets up.
+            await say(session, url, [{"role": "user", "content": "Are you there?"}], ANSWER_TOKENS)
+        console.print(report.header(), soft_wrap=True, highlight=False)
+        for number in range(turns):
+            for script in scripts:
+                messages = history[script.name]
+                messages.append({"role": "user", "content": script.turns[number]})
+                cached = await say(session, urls["router"], messages, ANSWER_TOKENS)
+                plain = await say(session, urls[f"{PLAIN}-router"], messages, ANSWER_TOKENS)
+                messages.append({"role": "assistant", "content": cached.text})
+                instance = servers.get(cached.instance, cached.instance)
+                held.append(report.Turn(script.name, number + 1, instance, cached, plain))
+                console.print(report.line(held[-1]), soft_wrap=True, highlight=False)
+    return held
+
+
+async def run(count: int, turns: int, log_dir: Path | None, console: Console) -> int:
+    """The whole demo; returns the exit status."""
+    console.print("Building the tiny model ...", highlight=False)
+    model = await asyncio.to_thread(model_path, "tiny")
+    config = ClusterConfig(
+        model_path=str(model),
+        colocated=len(HBM_TOKENS),
+        server_args=("--device", "cpu", "--kv-dram-size", DRAM_SIZE),
+        instance_args={i: ("--max-total-tokens", str(n)) for i, n in enumerate(HBM_TOKENS)},
+        router_args=("--cache-threshold", str(CACHE_THRESHOLD)),
+    )
+    with LogFolder(log_dir) as logs, Ports() as ports, Display(console, logs.path, announce=False) as display:
+        parts = plans(config, dataclasses.replace(host_facts(), accelerators=0), ports)
+        async with Cluster(parts, logs.path, observer=display) as cluster:
+            await cluster.ready()
+            console.print(
+                f"\n{count} conversations of {turns} turns with one system prompt. server-0 has room for "
+                f"{HBM_TOKENS[0]:,} tokens in HBM, server-1 for {HBM_TOKENS[1]:,}.\n",
+                highlight=False,
+            )
+            held = await cluster.doing(converse(cluster, count, turns, console))
+        summary = report.summarize(held)
+        console.print()
+        for text in report.summary_lines(summary):
+            console.print(text, soft_wrap=True, highlight=False)
+        if not (summary.hbm_tokens and summary.dram_tokens):
+            logs.keep = True
+            sys.stderr.write(f"demo: a tier was never reused. The logs are in {logs.path}\n")
+            return 1
+    return 0
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
+    return int(text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_ext.demo",
+        description="Hold conversations with a cluster of two servers, and show what was reused from where.",
+    )
+    parser.add_argument("--conversations", type=_count, default=6, metavar="N", help="default: 6")
+    parser.add_argument("--turns", type=_count, default=4, metavar="N", help="default: 4")
+    parser.add_argument("--log-dir", type=Path, help="keep the logs here; default: kept only after a failure")
+    args = parser.parse_args(arguments)
+    try:
+        return asyncio.run(run(args.conversations, args.turns, args.log_dir, Console()))
+    except KeyboardInterrupt:
+        return 130
+    except SglangExtError as error:
+        sys.stderr.write(f"demo: {error}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
