@@ -2,6 +2,7 @@
 # The verbs transport's tests in a guest with a real (software) RDMA device; no privileges, nothing installed.
 # usage: run.sh [PYTHON]    exit: 0 passed, 77 skipped (the line says why), else failed
 #   RDMA_CACHE: where the image is kept (default ~/.cache/sglang-ext/rdma)     RDMA_LIMIT: seconds for the guest
+#   RDMA_PYTEST: more arguments for pytest, such as -k scattered
 set -u
 HERE=$(cd "$(dirname "$0")" && pwd); ROOT=$(cd "$HERE/../.." && pwd); PYTHON=${1:-python3}
 W=${RDMA_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/sglang-ext/rdma}; LIMIT=${RDMA_LIMIT:-240}
@@ -17,7 +18,7 @@ SITE=$W/site; rm -rf "$SITE"; mkdir -p "$SITE/guest_tests"
 cp -r "$ROOT/sglang_ext" "$SITE/"; cp "$HERE"/guest/test_*.py "$SITE/guest_tests/"
 "$PYTHON" - "$SITE" <<'PY' || skip "pytest, pytest-asyncio, msgspec and pyzmq are needed in this environment"
 import importlib.util, pathlib, shutil, sys
-for name in ("msgspec", "zmq", "pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "pytest_asyncio", "typing_extensions"):
+for name in ("msgspec", "zmq", "pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments", "pytest_asyncio", "typing_extensions"):
     spec = importlib.util.find_spec(name)
     if spec is None:
         sys.exit(1)
@@ -26,10 +27,10 @@ for name in ("msgspec", "zmq", "pytest", "_pytest", "pluggy", "iniconfig", "pack
     copy = shutil.copytree if source.is_dir() else shutil.copy
     copy(source, pathlib.Path(sys.argv[1]) / source.name)
     for extra in source.parent.glob(f"py{name}*.libs" if name == "zmq" else f"{name.replace('_', '*')}-*.dist-info"):
-        shutil.copytree(extra, pathlib.Path(sys.argv[1]) / extra.name)
+        shutil.copytree(extra, pathlib.Path(sys.argv[1]) / extra.name, dirs_exist_ok=True)
 PY
 find "$SITE" -name __pycache__ -prune -exec rm -rf {} +
-printf '[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\naddopts = -p pytest_asyncio\n' > "$SITE/pytest.ini"
+printf '[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\naddopts = -p pytest_asyncio %s\n' "${RDMA_PYTEST:-}" > "$SITE/pytest.ini"
 if Q=$(command -v qemu-system-x86_64); then EXTRA=()
 else
   Q=$W/host/usr/bin/qemu-system-x86_64; H=$W/host/usr; [ -x "$Q" ] || skip "qemu-system-x86_64 is absent"
