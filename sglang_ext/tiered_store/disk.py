@@ -21,6 +21,7 @@ What fails becomes misses, counted by reason, with a log line that says what to 
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
 import time
@@ -38,7 +39,7 @@ from sglang_ext.tiered_store.disk_write import DiskPut, DiskWriter
 from sglang_ext.tiered_store.files import Files
 from sglang_ext.tiered_store.index import Change, Index, IndexDamagedError, IndexFailedError
 from sglang_ext.tiered_store.owner import DirectoryOwner
-from sglang_ext.tiered_store.segments import ScanResult, SegmentFiles
+from sglang_ext.tiered_store.segments import SUFFIX, ScanResult, SegmentFiles, file_size
 from sglang_ext.tiered_store.tier import (
     BlockMemory,
     BlockTier,
@@ -53,6 +54,7 @@ from sglang_ext.tiered_store.tier import (
 logger = logging.getLogger(__name__)
 
 INDEX_DIRECTORY = "index"
+_USABLE_SHARE = 0.9
 _READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -83,11 +85,11 @@ class DiskTier(BlockTier):
         step: Callable[[str], None] = lambda name: None,
     ) -> None:
         begin = time.monotonic()
-        self.config = config
         self.layout = layout
         files = files or Files()
         self._owner, readonly = _take(config)
         try:
+            self.config = config = config if readonly else _fitted(config, files)
             index, damage = _open_index(config, readonly=readonly, step=step)
             segments = SegmentFiles(
                 config.path,
@@ -302,6 +304,32 @@ def _take(config: DiskConfig) -> tuple[DirectoryOwner | None, bool]:
             field="--kv-disk-path",
             hint="Name a directory that this user can write to",
         ) from error
+
+
+def _fitted(config: DiskConfig, files: Files) -> DiskConfig:
+    """The configuration with a limit that the disk can hold. The index needs some of its room too."""
+    ours = sum(file_size(file) for file in config.path.glob(f"*{SUFFIX}"))
+    try:
+        room = ours + int(files.free_bytes(config.path) * _USABLE_SHARE)
+    except OSError:
+        return config
+    if config.limit_bytes <= room:
+        return config
+    fitted = dataclasses.replace(config, limit_bytes=room)
+    if fitted.limit_bytes < 4 * fitted.segment_size:
+        raise ConfigError(
+            f"the disk of {config.path} has room for {room} bytes, not for {config.limit_bytes}",
+            field="--kv-disk-size",
+            hint="Free space there, or name another disk with --kv-disk-path",
+        )
+    logger.warning(
+        "the disk of %s has room for %.1f GiB, so that is the limit, not %.1f GiB; free space there and "
+        "restart, or make --kv-disk-size smaller",
+        config.path,
+        room / 2**30,
+        config.limit_bytes / 2**30,
+    )
+    return fitted
 
 
 def _open_index(config: DiskConfig, *, readonly: bool, step: Callable[[str], None]) -> tuple[Index, bool]:

@@ -23,6 +23,15 @@ class Piece:
     start: int
     positions: tuple[int, ...]
 
+    def strays(self, keys: Sequence[bytes], found: Sequence[bytes]) -> int | None:
+        """The first block of which the run's header (`found`) says that it is another; None when there is
+        none.
+        """
+        for i, position in enumerate(self.positions):
+            if found[position] != keys[self.start + i]:
+                return i
+        return None
+
 
 @dataclass(slots=True, eq=False)
 class DiskGet(Get):
@@ -85,7 +94,7 @@ class DiskReader:
             if piece.start >= wanted:
                 break
             count = min(len(piece.positions), wanted - piece.start)
-            good, outcome = self._read_piece(piece, count, layer, memory, vectors, ids)
+            good, outcome = self._read_piece(mine, piece, count, layer, memory, vectors, ids)
             if outcome is not Outcome.DONE:
                 self._fail(mine, piece, good, outcome)
                 return LayerRead(min(mine.blocks, len(ids)), outcome)
@@ -93,7 +102,14 @@ class DiskReader:
         return LayerRead(wanted, Outcome.DONE if wanted == len(ids) else mine.why)
 
     def _read_piece(
-        self, piece: Piece, count: int, layer: int, memory: BlockMemory, vectors: Vectors, ids: Ids
+        self,
+        get: DiskGet,
+        piece: Piece,
+        count: int,
+        layer: int,
+        memory: BlockMemory,
+        vectors: Vectors,
+        ids: Ids,
     ) -> tuple[int, Outcome]:
         """Read and verify one layer of the first `count` blocks of a piece; how many are good, and why no
         more.
@@ -101,6 +117,9 @@ class DiskReader:
         state = self._state
         try:
             header = state.header(piece.run)
+            stray = piece.strays(get.keys, header.keys)
+            if stray is not None:  # the index is damaged: it leads to another block
+                return stray, Outcome.DAMAGED
             for first, last in _contiguous(piece.positions[:count]):
                 offset = piece.run.row.offset + header.shape.offset(layer, piece.positions[first])
                 part = vectors[piece.start + first : piece.start + last]

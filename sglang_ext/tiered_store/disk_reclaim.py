@@ -24,6 +24,11 @@ from sglang_ext.tiered_store.segment_format import (
 )
 from sglang_ext.tiered_store.segments import Segment
 
+_SPARE_PART = 64
+"""Part of the limit that is freed beyond what is asked for."""
+_INDEX_BYTES = 256 << 10
+"""What a change of the index may need of a full disk: LMDB writes each page that it changes anew."""
+
 
 class Reclaimer:
     """Called under the tier's `write_lock`."""
@@ -39,24 +44,29 @@ class Reclaimer:
         config = state.config
         while state.segments.used_bytes + need > config.soft_limit_bytes and state.segments.drop_foreign():
             pass
+        if state.segments.used_bytes + need <= config.soft_limit_bytes:
+            return True
+        # Weighing all runs costs time, so some room more than is needed is made at once.
+        target = config.soft_limit_bytes - need - config.limit_bytes // _SPARE_PART
         for _ in range(len(state.segments.by_number) + 1):
-            excess = state.segments.used_bytes + need - config.soft_limit_bytes
-            if excess <= 0:
-                return True
+            excess = state.segments.used_bytes - target
             room = max(0, config.limit_bytes - state.segments.used_bytes)
             victims = choose_victims(self._facts(), excess, state.clock.wall(), room_for_moves=room)
-            if not victims or not self._drop(victims[0]):
-                return False
+            if excess <= 0 or not victims or not all(self._drop(victim) for victim in victims):
+                break
         return state.segments.used_bytes + need <= config.soft_limit_bytes
 
     def free_disk(self, need: int) -> bool:
-        """The file system is full below our own limit: give `need` bytes back to it. Whether anything was."""
+        """The file system is full below our own limit: give `need` bytes back to it, and some for the index.
+
+        Whether anything was given back.
+        """
         state = self._state
-        with state.write_lock:
-            if state.segments.drop_foreign() >= need:
-                return True
-            victims = choose_victims(self._facts(), need, state.clock.wall())
-            dropped = [self._drop(victim, emergency=True) for victim in victims]
+        need += _INDEX_BYTES
+        if state.segments.drop_foreign() >= need:
+            return True
+        victims = choose_victims(self._facts(), need, state.clock.wall())
+        dropped = [self._drop(victim, emergency=True) for victim in victims]
         if any(dropped):
             state.log_once(
                 "shrink",
@@ -70,24 +80,25 @@ class Reclaimer:
     def _facts(self) -> list[SegmentFacts]:
         state = self._state
         with state.lock:
-            runs: dict[int, list[RunFacts]] = {}
-            for number, run in state.runs.items():
-                facts = RunFacts(
-                    number, run.row.length, run.use.alive / run.row.blocks, run.use.last, run.use.hits
-                )
-                runs.setdefault(run.row.segment, []).append(facts)
-            return [
-                SegmentFacts(s.number, s.end, s.busy, tuple(runs.get(s.number, ())))
-                for s in state.segments.by_number.values()
-            ]
+            everything = list(state.runs.items())
+            segments = list(state.segments.by_number.values())
+        runs: dict[int, list[RunFacts]] = {}
+        for number, run in everything:
+            facts = RunFacts(
+                number, run.row.length, run.use.alive / run.row.blocks, run.use.last, run.use.hits
+            )
+            runs.setdefault(run.row.segment, []).append(facts)
+        return [SegmentFacts(s.number, s.end, s.busy, tuple(runs.get(s.number, ()))) for s in segments]
 
     def _drop(self, victim: Victim, *, emergency: bool = False) -> bool:
         """Drop one segment. In an emergency the file goes first: the index may need its room to be
         written.
         """
         state = self._state
-        segment = state.segments.by_number[victim.segment]
         with state.lock:
+            segment = state.segments.by_number[victim.segment]
+            if segment.busy and not emergency:
+                return False  # a read began since it was chosen
             segment.retired = True
             if state.segments.active is segment:
                 state.segments.active = None

@@ -219,13 +219,6 @@ class DiskState:
             return None
         return found
 
-    def overtakable(self) -> set[int]:
-        """Runs whose blocks may be put again elsewhere, because they cannot be read now. Call under
-        `lock`.
-        """
-        now = self.clock.monotonic()
-        return self.unavailable | {number for number, run in self.runs.items() if now < run.quiet_until}
-
     def header(self, run: Run) -> RunHeader:
         """A run's header, read and verified, from memory if it was used lately.
 
@@ -270,7 +263,7 @@ class DiskState:
         """
         with self.lock:
             used = {number: self.runs[number].use for number in self.used if number in self.runs}
-            change.overtake = self.overtakable()
+            change.serves = lambda run: self.readable(run) is not None
             change.next_run, change.next_segment = self.next_run, self.segments.next_number
         change.uses = used
         alive = self.index.commit(change)

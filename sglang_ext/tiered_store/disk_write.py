@@ -9,7 +9,8 @@ after it leaves everything. `DONE` is said after the commit only.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -155,10 +156,7 @@ class DiskWriter:
                 return Outcome.FULL
             try:
                 for run in put.runs:
-                    with state.lock:
-                        run.segment, run.offset = state.segments.reserve(run.shape.length)
-                        run.number = state.next_run
-                        state.next_run += 1
+                    self._with_room(need, functools.partial(self._place, run))
             except OSError as error:
                 outcome = self._write_error(error)
                 self._release(put)
@@ -167,6 +165,25 @@ class DiskWriter:
         state.step("reserved")
         return None
 
+    def _place(self, run: NewRun) -> None:
+        state = self._state
+        with state.lock:
+            run.segment, run.offset = state.segments.reserve(run.shape.length)
+            run.number = state.next_run
+            state.next_run += 1
+
+    def _with_room(self, need: int, write: Callable[[], None]) -> None:
+        """Do a write; if the disk is full, once more after old segments have been given up.
+
+        Call under `write_lock`.
+        """
+        try:
+            write()
+        except OSError as error:
+            if error.errno != errno.ENOSPC or not self._reclaimer.free_disk(need):
+                raise
+            write()
+
     def _write(self, run: NewRun, segment: Segment, layer: int, vectors: np.ndarray) -> Outcome | None:
         state = self._state
         offset = run.offset + run.shape.offset(layer, 0)
@@ -174,9 +191,11 @@ class DiskWriter:
             try:
                 write_fully(state.files, segment.fd, vectors, offset)
             except OSError as error:
-                if error.errno != errno.ENOSPC or not self._reclaimer.free_disk(run.shape.length):
+                if error.errno != errno.ENOSPC:
                     raise
-                write_fully(state.files, segment.fd, vectors, offset)
+                with state.write_lock:
+                    need = run.shape.length
+                    self._with_room(need, lambda: write_fully(state.files, segment.fd, vectors, offset))
         except OSError as error:
             return self._write_error(error)
         with state.lock:
@@ -235,7 +254,7 @@ class DiskWriter:
         if good:
             rows = [(headers[run][0], run.keys) for put in good for run in put.runs]
             try:
-                alive = state.commit(Change(add=rows))
+                alive = self._commit(Change(add=rows))
             except IndexFailedError as error:
                 outcomes.update(dict.fromkeys(good, state.note_index_failure(error)))
             else:
@@ -244,6 +263,15 @@ class DiskWriter:
                 self._publish((run for put in good for run in put.runs), headers, alive)
                 state.step("published")
         return outcomes
+
+    def _commit(self, change: Change) -> dict[int, int]:
+        """Commit; if the index finds no room on the disk, once more after old segments have been given up."""
+        try:
+            return self._state.commit(change)
+        except IndexFailedError as error:
+            if not error.full or not self._reclaimer.free_disk(0):
+                raise
+            return self._state.commit(change)
 
     def _write_header(self, put: DiskPut, run: NewRun, created: float) -> tuple[RunRow, RunHeader]:
         state = self._state
@@ -261,7 +289,7 @@ class DiskWriter:
             run.shape,
         )
         data = encode_run_header(header)
-        write_bytes(state.files, segment.fd, data, run.offset)
+        self._with_room(run.shape.length, lambda: write_bytes(state.files, segment.fd, data, run.offset))
         row = RunRow(
             run.number,
             segment.number,

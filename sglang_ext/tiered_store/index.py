@@ -73,13 +73,16 @@ class Change:
     add: runs with their keys. A key that another run already serves stays with it, unless `replace` holds
         that run.
     replace: runs whose keys may pass to added ones, and which are dropped.
+    serves: whether a run that the index leads to can be read now. If not, its keys may pass to added ones.
+    skip: positions in added runs that are damaged, and that no key shall lead to.
     drop_blocks: (namespace, key), wherever they lie.
     uses: new values of runs that were only used.
     """
 
     add: Sequence[tuple[RunRow, Sequence[bytes]]] = ()
     replace: set[int] = dataclasses.field(default_factory=set)
-    overtake: Set[int] = frozenset()
+    serves: Callable[[int], bool] = lambda run: True
+    skip: Mapping[int, Set[int]] = dataclasses.field(default_factory=dict)
     drop_blocks: Sequence[tuple[bytes, bytes]] = ()
     uses: Mapping[int, RunUse] = dataclasses.field(default_factory=dict)
     next_run: int = 0
@@ -321,7 +324,10 @@ class Index:
         touched = dict(change.uses)
         lowered: Counter[int] = Counter()
         for row, keys in change.add:
-            serving = sum(self._point(txn, row, key, i, change, lowered) for i, key in enumerate(keys))
+            skip = change.skip.get(row.run, ())
+            serving = sum(
+                self._point(txn, row, key, i, change, lowered) for i, key in enumerate(keys) if i not in skip
+            )
             alive[row.run] = serving
             if not serving:
                 continue  # other runs serve all of its blocks already
@@ -354,10 +360,11 @@ class Index:
         value = txn.get(name, db=self._blocks)
         if value is not None:
             run = ENTRY.unpack(value)[0]
-            if run in change.overtake:
+            if run not in change.replace:
+                row_there = txn.get(RUN_KEY.pack(run), db=self._runs)
+                if row_there is not None and change.serves(run):
+                    return False
                 lowered[run] += 1
-            elif run not in change.replace and txn.get(RUN_KEY.pack(run), db=self._runs) is not None:
-                return False
         txn.put(name, ENTRY.pack(row.run, position), db=self._blocks)
         return True
 

@@ -1,10 +1,10 @@
 """Which segments of a full disk tier go. A plain function on plain data: no I/O, no clock.
 
 The value of a run is what its blocks save, weighed by how likely they are asked for again: bytes alive x
-times used, over the time since the last use. The segment with the least value per byte goes first, so both
-age and dead space count against it. Runs in it that are worth far more than the rest are moved to the newest
-segment instead, as far as there is room: a hot system prompt must not go down with the cold prompts that were
-written beside it.
+times used, over the time since the last use. Runs of a segment that are worth far more than the rest of the
+tier may be moved to the newest segment, as far as there is room: a hot system prompt must not go down with
+the cold prompts that were written beside it. The segment goes first that loses the least value for each byte
+gained, so age and dead space both count against it.
 """
 
 from __future__ import annotations
@@ -72,20 +72,26 @@ def choose_victims(
         now: the clock that `RunFacts.last` was read from.
         room_for_moves: bytes that moves may take before anything is gained.
     """
-    free = sorted((s for s in segments if not s.busy), key=lambda s: (s.density(now), s.segment))
     densities = sorted(s.density(now) for s in segments)
     median = densities[len(densities) // 2] if densities else 0.0
+    left = [s for s in segments if not s.busy]
     victims: list[Victim] = []
     gained = 0
-    for segment in free:
-        if gained >= need:
-            break
-        moves = _moves(segment, median, room_for_moves, now)
-        moved = sum(run.nbytes for run in moves)
+    while left and gained < need:
+        moves = {s.segment: _moves(s, median, room_for_moves, now) for s in left}
+        segment = min(left, key=lambda s: (_loss(s, moves[s.segment], now), s.segment))
+        left.remove(segment)
+        moved = sum(run.nbytes for run in moves[segment.segment])
         room_for_moves -= moved
         gained += segment.nbytes - moved
-        victims.append(Victim(segment.segment, tuple(run.run for run in moves)))
+        victims.append(Victim(segment.segment, tuple(run.run for run in moves[segment.segment])))
     return victims
+
+
+def _loss(segment: SegmentFacts, moves: Sequence[RunFacts], now: float) -> float:
+    """Value lost for each byte gained by dropping a segment after some of its runs have been moved."""
+    lost = sum(run.value(now) for run in segment.runs) - sum(run.value(now) for run in moves)
+    return lost / max(1, segment.nbytes - sum(run.nbytes for run in moves))
 
 
 def _moves(segment: SegmentFacts, median: float, room: int, now: float) -> list[RunFacts]:
