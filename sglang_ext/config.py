@@ -21,7 +21,7 @@ MAX_ID_CHARS = 200
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off", ""})
 
@@ -50,7 +50,7 @@ def parse_count(text: str) -> int:
     Raises:
         ValueError: when the text is something else.
     """
-    if not text.strip().isdecimal():
+    if not (text.isascii() and text.strip().isdecimal()):
         raise ValueError(f"{text!r} is not a whole number of 0 or more")
     return int(text)
 

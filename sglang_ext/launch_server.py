@@ -23,7 +23,7 @@ if runtime.active(os.environ):
     runtime.prepare_process(os.environ)
 
 
-def _require_plugin() -> None:
+def require_plugin() -> None:
     """Make sure that SGLang will load the plugin, here and in every scheduler process."""
     if not any(ep.name == PLUGIN for ep in entry_points(group="sglang.srt.plugins")):
         raise SystemExit(
@@ -38,7 +38,7 @@ def _require_plugin() -> None:
 
 def main(argv: list[str]) -> None:
     """Start the server and serve until it is stopped."""
-    _require_plugin()
+    require_plugin()
     if runtime.wanted(argv, os.environ):
         runtime.prepare_process(os.environ)
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_ext.config import Flag, KvConfig, check_block_size, flags
-from sglang_ext.engine.support import BACKEND
+from sglang_ext.engine.support import BACKEND, require_supported_model
 from sglang_ext.errors import ConfigError
 from sglang_ext.patches import readiness, runtime
 from sglang_ext.patches.base import Target
@@ -97,6 +97,7 @@ def carry_flags(server_args: Any, _cls: type, args: argparse.Namespace) -> None:
     if config is None:
         return
     readiness.require()
+    require_supported_model(server_args)
     setattr(server_args, ATTRIBUTE, config.values())
 
 

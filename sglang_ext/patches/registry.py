@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sglang_ext.patches import (
+    early_send,
     flags,
     mla_attention,
     mla_rope,
@@ -31,6 +32,7 @@ PATCHES: tuple[Patch, ...] = (
     paged_allocator.PATCH,
     mla_attention.PATCH,
     mla_rope.PATCH,
+    early_send.PATCH,
     flags.PATCH,
     scheduler_calls.PATCH,
     weight_updates.PATCH,

@@ -10,11 +10,7 @@ from sglang_ext.patches import sgl_kernel_stand_in, torchvision_operators
 ACTIVE = "SGLANG_EXT_CPU_RUNTIME"
 """Set to 1 in the server's process and inherited by its children when the CPU runtime is on."""
 
-ENVIRONMENT: Mapping[str, str] = {
-    "SGLANG_USE_CPU_ENGINE": "1",
-    # The early send of a cached prefix records a torch.cuda.Event (disaggregation/prefill.py).
-    "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
-}
+ENVIRONMENT: Mapping[str, str] = {"SGLANG_USE_CPU_ENGINE": "1"}
 """Environment of a CPU server; what the user has set stays."""
 
 FLAG_DEFAULTS: Mapping[str, Any] = {

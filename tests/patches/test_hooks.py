@@ -1,0 +1,236 @@
+"""What the hooks do, and the proof that they took."""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_ext.patches import readiness, scheduler_calls, vocabulary, weight_updates
+from sglang_ext.patches.base import Patch, Target
+from sglang_ext.patches.hooks import Hook, hook_patch
+from sglang_ext.patches.vocabulary import out_of_vocabulary
+
+
+class Service:
+    """Stands where SGLang's classes stand: something with a method to hook."""
+
+    def answer(self, n: int) -> int:
+        return n + 1
+
+
+def wrapped(original: Any, hook: Any) -> Any:
+    """As SGLang's registry wraps."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return hook(original(*args, **kwargs), *args, **kwargs)
+
+    return wrapper
+
+
+def our_hook(result: int, *_args: Any) -> int:
+    return result
+
+
+def a_hook() -> Hook:
+    return Hook(Target(f"{__name__}.Service.answer", "(self, n)", ""), "after", our_hook)
+
+
+@pytest.fixture
+def service_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(Service=Service))
+    monkeypatch.setattr(Service, "answer", Service.answer)
+
+
+@pytest.mark.usefixtures("service_module")
+def test_a_hook_took_when_its_function_is_called_by_the_target() -> None:
+    hook = a_hook()
+    assert not hook.took()
+    Service.answer = wrapped(Service.answer, our_hook)
+    assert hook.took()
+
+
+@pytest.mark.usefixtures("service_module")
+def test_a_hook_is_found_below_the_hooks_of_other_plugins() -> None:
+    Service.answer = wrapped(wrapped(Service.answer, our_hook), lambda result, *_: result)
+    assert a_hook().took()
+
+
+@pytest.mark.usefixtures("service_module")
+def test_a_hook_that_another_plugin_replaced_did_not_take() -> None:
+    Service.answer = wrapped(Service.answer, our_hook)
+    Service.answer = lambda self, n: n
+    assert not a_hook().took()
+
+
+def test_a_hook_on_something_that_is_not_there_did_not_take() -> None:
+    assert not Hook(Target("sglang.srt.no.such", "()", ""), "after", our_hook).took()
+
+
+@pytest.fixture
+def fresh_readiness(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readiness, "_expected", [])
+    monkeypatch.setattr(readiness, "_problems", [])
+
+
+@pytest.mark.usefixtures("fresh_readiness")
+def test_the_start_is_refused_by_the_name_of_the_hook_that_did_not_take() -> None:
+    readiness.require()
+    readiness.expect(hook_patch("lost", "never applied", a_hook()))
+    readiness.report("'older': does not fit")
+    with pytest.raises(
+        readiness.NotReadyError, match=r"'older'.*'lost' did not take.*Service.answer.*SGLANG_PLUGINS"
+    ):
+        readiness.require()
+
+
+class Cache:
+    """Records the scheduler's calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def check_hicache_events(self) -> None:
+        self.calls.append("events")
+
+    def ready_to_load_host_cache(self) -> int:
+        self.calls.append("load")
+        return 41
+
+    def sanity_check(self) -> None:
+        self.calls.append("idle")
+
+    def weights_changed(self) -> None:
+        self.calls.append("weights")
+
+    def settle(self) -> None:
+        self.calls.append("settle")
+
+
+class Batch:
+    def __init__(self, empty: bool = False) -> None:
+        self.empty = empty
+        self.batch_is_full = True
+        self.hicache_consumer_index = -1
+
+    def is_empty(self) -> bool:
+        return self.empty
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch) -> Cache:
+    monkeypatch.setattr(scheduler_calls, "_called", None)
+    cache = Cache()
+    scheduler_calls.call(cache)
+    return cache
+
+
+def test_a_prefill_batch_starts_its_loads_and_carries_their_number(cache: Cache) -> None:
+    scheduler, batch = SimpleNamespace(tree_cache=cache), Batch()
+    scheduler_calls.after_prefill_batch((batch, Batch()), scheduler, running_batch=None)
+    assert batch.hicache_consumer_index == 41
+    assert cache.calls == ["load"]
+
+
+def test_without_a_batch_and_with_nothing_running_the_next_pass_tries_again(cache: Cache) -> None:
+    scheduler = SimpleNamespace(tree_cache=cache)
+    idle, busy = Batch(empty=True), Batch(empty=False)
+    scheduler_calls.after_prefill_batch((None, idle), scheduler)
+    scheduler_calls.after_prefill_batch((None, busy), scheduler)
+    assert (idle.batch_is_full, busy.batch_is_full) == (False, True)
+    assert cache.calls == []
+
+
+def test_loop_queue_idleness_weights_and_memory_are_told(cache: Cache) -> None:
+    scheduler = SimpleNamespace(tree_cache=cache)
+    manager = SimpleNamespace(scheduler=scheduler)
+    scheduler_calls.after_events(None, scheduler)
+    scheduler_calls.before_decode_queue(scheduler)
+    scheduler_calls.before_sleep(scheduler)
+    weight_updates.before_weights_change(manager, "request")
+    weight_updates.before_memory_release(manager, "request")
+    assert cache.calls == ["events", "events", "idle", "weights", "settle"]
+
+
+def test_every_call_that_changes_weights_is_hooked() -> None:
+    """What the manager offers today; a new way to change weights must be looked at."""
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+    methods = {name for name in vars(SchedulerWeightUpdaterManager) if not name.startswith("_")}
+    hooked = {target.path.rpartition(".")[2] for target in weight_updates.PATCH.targets}
+    harmless = {
+        *(
+            "tp_worker",
+            "draft_worker",
+            "tp_cpu_group",
+            "memory_saver_adapter",
+            "flush_cache",
+            "is_fully_idle",
+        ),
+        *("scheduler", "metrics_collector", "offload_tags", "stashed_model_static_state"),
+        *("flush_cache_after_weight_update", "record_weight_version_after_update", "get_weights_by_name"),
+        *("init_weights_update_group", "destroy_weights_update_group", "resume_memory_occupation"),
+        *("check_weights", "save_remote_model", "save_sharded_model"),
+    }
+    assert methods - hooked - harmless == set()
+
+
+def test_another_cache_is_not_called(cache: Cache) -> None:
+    """A server with SGLang's own cache runs as without the plugin."""
+    for scheduler in (SimpleNamespace(tree_cache=Cache()), SimpleNamespace(), None):
+        batch, idle = Batch(), Batch(empty=True)
+        scheduler_calls.after_events(None, scheduler)
+        scheduler_calls.before_sleep(scheduler)
+        scheduler_calls.after_prefill_batch((batch, idle), scheduler)
+        scheduler_calls.after_prefill_batch((None, idle), scheduler)
+        assert batch.hicache_consumer_index == -1
+        assert idle.batch_is_full
+    assert cache.calls == []
+
+
+@pytest.mark.parametrize("ids", [[], [0], [5, 99], array("q", [0, 99])])
+def test_ids_in_the_vocabulary_pass(ids: Any) -> None:
+    assert out_of_vocabulary(ids, 100) is None
+
+
+@pytest.mark.parametrize(
+    ("ids", "index", "token"), [([100], 0, 100), ([5, -1], 1, -1), (array("q", [1, 2, 2**40]), 2, 2**40)]
+)
+def test_the_first_id_outside_is_named(ids: Any, index: int, token: int) -> None:
+    message = out_of_vocabulary(ids, 100)
+    assert message is not None
+    assert f"input_ids[{index}] is {token}," in message
+    assert "0 to 99" in message
+
+
+def request_of(ids: list[int], **other: Any) -> SimpleNamespace:
+    return SimpleNamespace(origin_input_ids=ids, vocab_size=100, multimodal_inputs=None, **other)
+
+
+def test_the_check_joins_the_schedulers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocabulary, "_enabled", False)
+    bad = request_of([100])
+    assert vocabulary.after_length_check(None, bad, 10, False) is None, "off until somebody wants it"
+    vocabulary.enable()
+    assert "input_ids[0]" in str(vocabulary.after_length_check(None, bad, 10, False))
+    assert vocabulary.after_length_check("too long", bad, 10, False) is None, "SGLang's error stays"
+    assert vocabulary.after_length_check(None, request_of([99]), 10, False) is None
+    image = request_of([2**40])
+    image.multimodal_inputs = object()
+    assert vocabulary.after_length_check(None, image, 10, False) is None
+
+
+def test_patches_of_hooks_list_their_targets() -> None:
+    patch: Patch = scheduler_calls.PATCH
+    assert [target.path.rpartition(".")[2] for target in patch.targets] == [
+        "_process_hicache_events",
+        "process_decode_queue",
+        "_get_new_batch_prefill_raw",
+        "maybe_sleep_on_idle",
+    ]

@@ -1,0 +1,88 @@
+"""What lets SGLang be imported on a CPU: torchvision's operators and a module ``sgl_kernel``."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+
+from sglang_ext.patches import runtime, sgl_kernel_stand_in, torchvision_operators
+
+
+def test_torchvision_imports_beside_cpu_torch() -> None:
+    import torchvision  # noqa: F401
+
+    assert torchvision_operators.applied()
+
+
+def test_operators_are_defined_once() -> None:
+    """Defining a schema twice raises; a child process may prepare itself twice."""
+    torchvision_operators.apply()
+    torchvision_operators.apply()
+    assert "nms" in str(torch.ops.torchvision.nms.default)
+
+
+def test_a_kernel_without_a_cpu_form_names_itself_and_the_way_out() -> None:
+    from sgl_kernel import assign_extend_cache_locs_cpu, some_new_kernel
+
+    with pytest.raises(
+        NotImplementedError, match=r"sgl_kernel.assign_extend_cache_locs_cpu.*--speculative-algorithm"
+    ):
+        assign_extend_cache_locs_cpu(1, 2)
+    with pytest.raises(NotImplementedError, match=r"sgl_kernel.some_new_kernel.*dense"):
+        some_new_kernel()
+
+
+def test_the_stand_in_is_found_as_a_module_and_has_no_operators() -> None:
+    assert importlib.util.find_spec("sgl_kernel") is not None
+    assert not hasattr(torch.ops.sgl_kernel, "convert_weight_packed"), "SGLang would take its AMX paths"
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("sgl_kernel.flash_attn")
+    with pytest.raises(AttributeError):
+        _ = sys.modules["sgl_kernel"].__path__
+
+
+def test_a_real_kernel_library_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    (tmp_path / "sgl_kernel.py").write_text("REAL = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "sgl_kernel")
+    sgl_kernel_stand_in.apply()
+    assert sys.modules["sgl_kernel"].REAL is True
+    monkeypatch.delitem(sys.modules, "sgl_kernel")  # so that monkeypatch puts the stand-in back
+
+
+def test_a_kernel_library_that_does_not_load_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """The CUDA build on a host without CUDA."""
+    (tmp_path / "sgl_kernel.py").write_text("raise ImportError('libcudart.so.13: cannot open')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "sgl_kernel")
+    sgl_kernel_stand_in.apply()
+    with pytest.raises(NotImplementedError):
+        sys.modules["sgl_kernel"].fill_bonus_tokens_cpu()
+    monkeypatch.delitem(sys.modules, "sgl_kernel")
+
+
+@pytest.mark.parametrize(
+    ("argv", "environment", "wanted"),
+    [
+        (["--device", "cpu"], {}, True),
+        (["--device=cpu"], {}, True),
+        (["--device", "cuda"], {"SGLANG_USE_CPU_ENGINE": "1"}, False),
+        ([], {"SGLANG_USE_CPU_ENGINE": "1"}, True),
+        ([], {}, not torch.accelerator.is_available()),
+    ],
+)
+def test_the_cpu_runtime_is_for_servers_on_a_cpu(
+    argv: list[str], environment: dict[str, str], wanted: bool
+) -> None:
+    assert runtime.wanted(argv, environment) is wanted
+
+
+def test_what_the_user_has_set_stays() -> None:
+    environment = {"SGLANG_USE_CPU_ENGINE": "0"}
+    runtime.prepare_process(environment)
+    assert environment["SGLANG_USE_CPU_ENGINE"] == "0"
+    assert runtime.active(environment)
+    assert not runtime.active({})

@@ -1,0 +1,150 @@
+"""What happens in a fresh process that loads the plugin; test_plugin.py runs ``plugin_scenarios.py NAME``.
+
+SGLang loads plugins once per process and changes classes in place, so each scenario needs a process of its
+own. Each prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import sys
+from typing import Any
+
+from sglang_ext.patches import runtime
+
+GLOBAL = ["--model-path", "none", "--radix-cache-backend", "global"]
+
+
+def load(on_cpu_runtime: bool = True) -> None:
+    """As SGLang's launcher does. Without the CPU runtime: as on a host where SGLang runs by itself."""
+    runtime.prepare_process(os.environ)
+    if not on_cpu_runtime:
+        del os.environ[runtime.ACTIVE]
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+
+
+def break_hook(name: str) -> None:
+    """Have SGLang fail to apply the hooks of one target, which it logs and swallows."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    stock = HookRegistry._apply_target.__func__
+
+    def failing(cls: type, target: str, hooks: list[Any]) -> None:
+        if target.endswith(name):
+            raise RuntimeError("fault placed by the test")
+        stock(cls, target, hooks)
+
+    HookRegistry._apply_target = classmethod(failing)
+
+
+def outdate(patch_name: str) -> None:
+    """Have a patch expect another source than is installed."""
+    from sglang_ext.patches import registry
+
+    patches = []
+    for patch in registry.PATCHES:
+        if patch.name == patch_name:
+            first = dataclasses.replace(patch.targets[0], source="0" * 12)
+            patch = dataclasses.replace(patch, targets=(first, *patch.targets[1:]))
+        patches.append(patch)
+    registry.PATCHES = tuple(patches)
+
+
+def refusal(act: Any) -> str:
+    """The message with which something is refused, or '' when it is not."""
+    try:
+        act()
+    except Exception as error:  # noqa: BLE001 (the message is the result)
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def taken() -> dict[str, Any]:
+    """Everything took: in the process that reads the command line, and after the way to a child."""
+    load()
+    from sglang.srt.mem_cache.registry import registered_radix_cache_backends
+    from sglang.srt.server_args import prepare_server_args
+
+    from sglang_ext.patches import readiness
+    from sglang_ext.patches.flags import carried_config
+    from sglang_ext.patches.registry import PATCHES
+
+    readiness.require()
+    given = prepare_server_args([*GLOBAL, "--kv-dram-size", "3MB", "--page-size", "8"])
+    carried = carried_config(pickle.loads(pickle.dumps(given)), {})
+    stock = prepare_server_args(["--model-path", "none"])
+    return {
+        "backends": registered_radix_cache_backends(),
+        "patches": {patch.name: patch.applied() for patch in PATCHES},
+        "carried": carried.values(),
+        "device": given.device,
+        "stock has ours": hasattr(stock, "_sglang_ext_kv"),
+        "stock backend": stock.radix_cache_backend,
+    }
+
+
+def broken_hook() -> dict[str, Any]:
+    """SGLang could not apply one hook: the launcher refuses, and the factory in a scheduler too."""
+    runtime.prepare_process(os.environ)
+    break_hook("_get_new_batch_prefill_raw")
+    load()
+    from sglang.srt.mem_cache.registry import get_radix_cache_factory
+
+    from sglang_ext.patches import readiness
+
+    factory = get_radix_cache_factory("global")
+    return {"launcher": refusal(readiness.require), "scheduler": refusal(lambda: factory(object()))}
+
+
+def broken_hook_of_stock_launcher() -> dict[str, Any]:
+    """The same without our launcher: only who chooses our backend is refused."""
+    runtime.prepare_process(os.environ)
+    break_hook("_get_new_batch_prefill_raw")
+    load(on_cpu_runtime=False)
+    from sglang.srt.server_args import prepare_server_args
+
+    return {
+        "global": refusal(lambda: prepare_server_args(GLOBAL)),
+        "stock": refusal(lambda: prepare_server_args(["--model-path", "none"])),
+    }
+
+
+def outdated_hook() -> dict[str, Any]:
+    """SGLang was upgraded under a hook: it is not applied, and our backend is refused."""
+    runtime.prepare_process(os.environ)
+    outdate("scheduler_calls")
+    load(on_cpu_runtime=False)
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.server_args import prepare_server_args
+
+    return {
+        "global": refusal(lambda: prepare_server_args(GLOBAL)),
+        "stock": refusal(lambda: prepare_server_args(["--model-path", "none"])),
+        "hooked": hasattr(Scheduler._process_hicache_events, "__wrapped__"),
+    }
+
+
+def outdated_cpu_patch() -> dict[str, Any]:
+    """SGLang was upgraded under a patch of the CPU runtime: loading the plugin ends the process."""
+    runtime.prepare_process(os.environ)
+    outdate("paged_allocator")
+    load()
+    return {"still": "running"}
+
+
+def excluded() -> dict[str, Any]:
+    """SGLANG_PLUGINS leaves the plugin out: SGLang does not know the backend."""
+    os.environ["SGLANG_PLUGINS"] = "another"
+    load()
+    from sglang.srt.mem_cache.registry import registered_radix_cache_backends
+
+    return {"backends": registered_radix_cache_backends()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(globals()[sys.argv[1]]()))

@@ -1,0 +1,119 @@
+"""The plugin in fresh processes: everything took, or the start is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_ext import launch_server
+from sglang_ext.config import flags
+from sglang_ext.patches import runtime
+
+SCENARIOS = Path(__file__).with_name("plugin_scenarios.py")
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in (runtime.ACTIVE, "SGLANG_PLUGINS")
+    }
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", *command],
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+
+
+def scenario(name: str) -> dict[str, Any]:
+    done = run(str(SCENARIOS), name)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_every_hook_takes_and_flags_reach_the_scheduler() -> None:
+    found = scenario("taken")
+    assert "global" in found["backends"]
+    assert found["patches"]
+    assert all(found["patches"].values()), found["patches"]
+    assert found["carried"]["dram_size"] == 3_000_000
+    assert found["device"] == "cpu"
+    assert not found["stock has ours"]
+    assert found["stock backend"] is None
+
+
+def test_a_hook_that_sglang_could_not_apply_stops_the_start() -> None:
+    found = scenario("broken_hook")
+    for refusal in (found["launcher"], found["scheduler"]):
+        assert "NotReadyError" in refusal
+        assert "'scheduler_calls' did not take" in refusal
+        assert "Scheduler._get_new_batch_prefill_raw" in refusal
+
+
+def test_under_sglangs_launcher_only_our_backend_is_refused() -> None:
+    found = scenario("broken_hook_of_stock_launcher")
+    assert "'scheduler_calls' did not take" in found["global"]
+    assert found["stock"] == ""
+
+
+def test_a_hook_on_a_function_that_has_changed_is_not_applied() -> None:
+    found = scenario("outdated_hook")
+    assert "'scheduler_calls' does not fit sglang" in found["global"]
+    assert "Scheduler._process_hicache_events: source differs" in found["global"]
+    assert found["stock"] == ""
+    assert not found["hooked"]
+
+
+def test_a_cpu_patch_that_does_not_fit_ends_the_process_with_its_name() -> None:
+    done = run(str(SCENARIOS), "outdated_cpu_patch")
+    assert done.returncode == 1
+    assert "still" not in done.stdout
+    assert "patch 'paged_allocator' does not fit sglang" in done.stderr
+    assert "alloc_extend_kernel: source differs" in done.stderr
+
+
+def test_an_excluded_plugin_leaves_the_backend_unknown() -> None:
+    assert "global" not in scenario("excluded")["backends"]
+
+
+def test_help_of_the_launcher_has_our_group() -> None:
+    done = run("-m", "sglang_ext.launch_server", "--help")
+    assert done.returncode == 0, done.stderr
+    ours = done.stdout[done.stdout.index("\nsglang_ext:") :]
+    assert all(flag.name in ours for flag in flags())
+
+
+def test_the_launcher_says_what_is_wrong_in_one_line() -> None:
+    done = run("-m", "sglang_ext.launch_server", "--model-path", "none", "--kv-dram-size", "1GB")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "sglang_ext.launch_server: error: --kv-dram-size: needs --radix-cache-backend global. "
+        "Add it, or drop the --kv flags"
+    )
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [(None, None), ("", ""), ("other", "other,sglang_ext"), ("a, sglang_ext", "a, sglang_ext")],
+)
+def test_the_launcher_brings_its_plugin(
+    chosen: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("SGLANG_PLUGINS", chosen)
+    launch_server.require_plugin()
+    assert os.environ.get("SGLANG_PLUGINS") == expected
+
+
+def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_server, "entry_points", lambda group: [])
+    with pytest.raises(SystemExit, match="pip install"):
+        launch_server.require_plugin()
