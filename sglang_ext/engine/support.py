@@ -154,3 +154,23 @@ def require_supported(ctx: Any) -> None:
     reason = unsupported(facts_of(ctx))
     if reason is not None:
         raise ConfigError(reason)
+
+
+def require_supported_model(server_args: Any) -> None:
+    """Refuse a model by its configuration alone, before the weights are loaded.
+
+    ``require_supported`` decides again when the pools are there; this spares a user the wait. A model whose
+    configuration cannot be read is left to SGLang, which says what is wrong with it.
+
+    Raises:
+        ConfigError: naming what is in the way and what to use instead.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+
+    try:
+        model = ModelConfig.from_server_args(server_args)
+    except Exception:  # noqa: BLE001 - whatever it is, SGLang meets it next and reports it
+        return
+    reason = unsupported(Facts(is_hybrid_swa=model.is_hybrid_swa))
+    if reason is not None:
+        raise ConfigError(reason)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import nan
 from typing import Any
 
 
@@ -28,7 +29,8 @@ class Answer:
         details = meta.get("cached_tokens_details") or {}
         return cls(
             tokens=[entry[1] for entry in meta["output_token_logprobs"]],
-            logprobs=[entry[0] for entry in meta["output_token_logprobs"]],
+            # JSON has no NaN: SGLang sends null.
+            logprobs=[nan if entry[0] is None else entry[0] for entry in meta["output_token_logprobs"]],
             prompt_tokens=meta["prompt_tokens"],
             cached_tokens=meta["cached_tokens"],
             hbm_tokens=details.get("device", 0),
@@ -65,8 +67,8 @@ def assert_same(expected: Answer, got: Answer, *, atol: float = 1e-4) -> None:
 
 def _reuse(answer: Answer) -> str:
     return (
-        f"{answer.prompt_tokens} prompt tokens, {answer.hbm_tokens} from HBM, {answer.dram_tokens} from DRAM: "
-        f"{answer.tokens}"
+        f"{answer.prompt_tokens} prompt tokens, {answer.hbm_tokens} from HBM, "
+        f"{answer.dram_tokens} from DRAM: {answer.tokens}"
     )
 
 

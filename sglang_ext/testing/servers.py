@@ -98,7 +98,8 @@ class ServerProcess:
             base_url=self.url,
             timeout=REQUEST_SECONDS,
             trust_env=False,
-            limits=httpx.Limits(max_connections=None),
+            # No connection stays open between requests: tests look for leaked sockets.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
 
     # -- life -----------------------------------------------------------------------------------
@@ -137,7 +138,7 @@ class ServerProcess:
             os.close(watch)
         try:
             wait_until(self._serves, seconds=START_SECONDS, what=f"start of {self.spec}")
-        except BaseException as error:
+        except (RuntimeError, TimeoutError) as error:
             text = "\n".join(tail(self.log))
             self.stop()
             raise ServerStartError(f"{error}\n{text}") from None
@@ -214,7 +215,8 @@ class ServerProcess:
         """Return when no request runs or waits."""
         wait_until(
             lambda: all(
-                state["num_running_reqs"] == state["num_waiting_reqs"] == 0 for state in self.get("/get_load")
+                load["num_running_reqs"] == load["num_waiting_reqs"] == 0
+                for load in self.get("/v1/loads")["loads"]
             ),
             seconds=60,
             what="idle server",

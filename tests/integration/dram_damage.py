@@ -6,19 +6,23 @@ import mmap
 import os
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 
 def arena_files(server_pid: int) -> list[Path]:
     """The DRAM arenas of a server's processes, as files that can be opened."""
-    found: list[Path] = []
+    found: dict[int, Path] = {}
     for pid in [server_pid, *_descendants(server_pid)]:
         for link in Path(f"/proc/{pid}/fd").iterdir():
             try:
                 target = os.readlink(link)
             except OSError:
                 continue
-            if target.startswith("/memfd:dram"):
-                found.append(link)
-    return found
+            if target.startswith("/memfd:sglang-ext-dram"):
+                # A process forked from the scheduler has the same file.
+                found.setdefault(link.stat().st_ino, link)
+    return list(found.values())
 
 
 def _descendants(pid: int) -> list[int]:
@@ -26,6 +30,11 @@ def _descendants(pid: int) -> list[int]:
     for task in Path(f"/proc/{pid}/task").iterdir():
         children += [int(child) for child in (task / "children").read_text().split()]
     return children + [below for child in children for below in _descendants(child)]
+
+
+def snapshot(arena: Path) -> npt.NDArray[np.uint8]:
+    """The arena's bytes now."""
+    return np.fromfile(arena, dtype=np.uint8)
 
 
 def flip_bit(arena: Path, offset: int, bit: int) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-from sglang_ext.testing.compare import assert_same
-from sglang_ext.testing.servers import ServerProcess, ServerSpec, ServerStartError
 
+from sglang_ext.testing.compare import assert_same
 from sglang_ext.testing.models import model_path
+from sglang_ext.testing.servers import ServerProcess, ServerSpec, ServerStartError
 
 pytestmark = pytest.mark.integration
 
