@@ -124,12 +124,16 @@ def _check_index(
         report.runs = len(snapshot.runs)
         if snapshot.bad_rows:
             report.add(index.path, f"{snapshot.bad_rows} rows do not verify")
-        runs = {}
-        for row, use in snapshot.runs:
+        alive: dict[int, set[int]] = {row.run: set() for row, _ in snapshot.runs}
+        stray = 0
+        for *_, run, position in index.entries():
+            if run in alive:
+                alive[run].add(position)
+            else:
+                stray += 1
+        for row, _ in snapshot.runs:
             known.add((row.segment, row.offset))
-            runs[row.run] = row
-            _check_run(path, row, use.alive, report, deep=deep)
-        stray = sum(1 for *_, run, position in index.entries() if not _leads(runs.get(run), position))
+            _check_run(path, row, alive[row.run], report, deep=deep)
         if stray:
             report.add(index.path, f"{stray} blocks lead to runs that are not there", stray)
     except IndexDamagedError as error:
@@ -139,32 +143,28 @@ def _check_index(
     return stores, known
 
 
-def _leads(row: RunRow | None, position: int) -> bool:
-    return row is not None and position < row.blocks
-
-
-def _check_run(path: Path, row: RunRow, alive: int, report: CheckReport, *, deep: bool) -> None:
+def _check_run(path: Path, row: RunRow, alive: set[int], report: CheckReport, *, deep: bool) -> None:
     file = path / f"{row.segment:08d}{SUFFIX}"
     where = f"{file.name}, run {row.run}"
     try:
         with file.open("rb") as opened:
             if os.fstat(opened.fileno()).st_size < row.end:
-                report.add(where, "the segment ends before the run does", alive)
+                report.add(where, "the segment ends before the run does", len(alive))
                 return
             opened.seek(row.offset)
             data = opened.read(row.header_bytes)
             header = decode_run_header(data)
-            if checksum(data) != row.seal or header.run != row.run:
+            if checksum(data) != row.seal:
                 raise FormatError("it is not the header that the index means")
             if deep:
                 report.verified_bytes += row.length
-                bad = bad_blocks(opened.fileno(), header)
+                bad = bad_blocks(opened.fileno(), header) & alive
                 if bad:
                     report.add(where, f"{len(bad)} of {row.blocks} blocks do not verify", len(bad))
     except FileNotFoundError:
-        report.add(where, "the segment is missing", alive)
+        report.add(where, "the segment is missing", len(alive))
     except (OSError, FormatError) as error:
-        report.add(where, str(error), alive)
+        report.add(where, str(error), len(alive))
 
 
 def bad_blocks(fd: int, header: RunHeader) -> set[int]:
@@ -272,10 +272,11 @@ def _rebuild(
     found.sort(key=lambda header: (-header.created, -header.run))  # the newest first: it keeps its keys
     index.load()
     index.take_over(dict.fromkeys(header.store for header in found))
-    following = max([0, *(header.run for header in found)]) + 1
+    following = len(found) + 1
     batch: list[tuple[RunRow, set[int], tuple[bytes, ...]]] = []
-    for header in found:
-        row, bad = _row_of(path, header)
+    # Numbered anew: an index that was lost and begun again has given out the same numbers twice.
+    for number, header in zip(range(len(found), 0, -1), found, strict=True):
+        row, bad = _row_of(path, header, number)
         report.lost["does not verify"] += len(bad)
         if len(bad) < row.blocks:
             batch.append((row, bad, header.keys))
@@ -311,7 +312,7 @@ def _commit(
     return sum(1 for row, _, _ in batch if alive[row.run])
 
 
-def _row_of(path: Path, header: RunHeader) -> tuple[RunRow, set[int]]:
+def _row_of(path: Path, header: RunHeader, number: int) -> tuple[RunRow, set[int]]:
     """The index row of a run, and which of its blocks are damaged."""
     file = path / f"{header.segment:08d}{SUFFIX}"
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
@@ -323,7 +324,7 @@ def _row_of(path: Path, header: RunHeader) -> tuple[RunRow, set[int]]:
     finally:
         os.close(fd)
     row = RunRow(
-        header.run,
+        number,
         header.segment,
         header.shape.blocks,
         header.offset,

@@ -129,7 +129,7 @@ class Reclaimer:
                         key=lambda use: use.last,
                     )
                     state.runs[row.run] = Run(row, RunUse(old.last, old.hits // 2, alive[row.run]), target)
-            state.remember_header(header)
+            state.remember_header(row.run, header)
         moved = sum(alive[row.run] for row, _, _ in added)
         with state.lock:
             state.counters.moved += moved

@@ -234,20 +234,17 @@ class DiskState:
                 return cached
         data = self.files.pread(run.segment.fd, row.header_bytes, row.offset)
         header = decode_run_header(data)
-        if checksum(data) != row.seal or (header.run, header.namespace) != (row.run, row.namespace):
+        if checksum(data) != row.seal or header.namespace != row.namespace:
             raise FormatError("it is not the header that the index means")
         if header.shape.layer_bytes != self.layer_sizes:
             raise FormatError("it was written with another layout")
-        with self.lock:
-            self._headers[row.run] = header
-            while len(self._headers) > _HEADERS_CACHED:
-                self._headers.popitem(last=False)
+        self.remember_header(row.run, header)
         return header
 
-    def remember_header(self, header: RunHeader) -> None:
-        """Keep a header that has just been written."""
+    def remember_header(self, run: int, header: RunHeader) -> None:
+        """Keep a header that has just been read or written."""
         with self.lock:
-            self._headers[header.run] = header
+            self._headers[run] = header
             while len(self._headers) > _HEADERS_CACHED:
                 self._headers.popitem(last=False)
 

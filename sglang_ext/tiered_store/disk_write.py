@@ -335,7 +335,7 @@ class DiskWriter:
                 if run.serves:
                     use = RunUse(row.created, 0, alive[row.run])
                     state.runs[row.run] = Run(row, use, run.segment)
-            state.remember_header(header)
+            state.remember_header(row.run, header)
 
     def abort_put(self, put: Put) -> None:
         mine = self._own(put)
