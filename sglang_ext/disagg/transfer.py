@@ -82,8 +82,9 @@ class EndpointConfig:
     bind: host, or host:port, of the control plane; beyond loopback only with `keys`. data_bind: host of the
         data connections of `tcp`; empty for the host of `bind`.
     transports: which to use, best first; empty for all, in the order of TransportName.
-    lanes: threads, and connections or queue pairs, per connected rank. piece_bytes: what a lane moves at a
-    time. max_peers: connected ranks at a time; each needs some scratch.
+    numa, near: NUMA node, and path below /sys/devices, of this rank's accelerator: its RDMA adapter is the
+    nearest. lanes: threads, and connections or queue pairs, per connected rank. piece_bytes: what a lane
+    moves at a time. max_peers: connected ranks at a time; each needs some scratch.
     dead_after: a peer that is silent for so long is gone: its leases end, reads from it fail.
     """
 
@@ -94,6 +95,8 @@ class EndpointConfig:
     data_bind: str = ""
     keys: CurveKeys | None = None
     transports: tuple[TransportName, ...] = ()
+    numa: int = -1
+    near: str = ""
     lanes: int = 1
     piece_bytes: int = 8 << 20
     coalescing: bool = True

@@ -26,6 +26,10 @@ class TransportConfig(Protocol):
     def lanes(self) -> int: ...
     @property
     def rank(self) -> int: ...
+    @property
+    def numa(self) -> int: ...
+    @property
+    def near(self) -> str: ...
 
 
 def make_transports(config: TransportConfig, regions: RegionTable) -> dict[TransportName, Transport]:
@@ -41,7 +45,7 @@ def make_transports(config: TransportConfig, regions: RegionTable) -> dict[Trans
             case TransportName.CMA:
                 made[name] = CmaTransport(regions, config.lanes)
             case TransportName.VERBS:
-                made[name] = VerbsTransport(regions, config.lanes, config.rank)
+                made[name] = VerbsTransport(regions, config.lanes, config.rank, config.numa, config.near)
             case TransportName.TCP:
                 host = config.data_bind or config.bind.partition(":")[0]
                 made[name] = TcpTransport(regions, host, config.lanes)

@@ -168,14 +168,19 @@ class VerbsTransport(Transport):
     """See the top of this file.
 
     lanes: queue pairs per connection. rank: of this endpoint, which spreads ranks over equally near adapters.
+    numa, near: NUMA node and PCI path of this rank's accelerator, where they are known.
     """
 
     name = TransportName.VERBS
 
-    def __init__(self, regions: RegionTable, lanes: int = 1, rank: int = 0) -> None:
+    def __init__(
+        self, regions: RegionTable, lanes: int = 1, rank: int = 0, numa: int = -1, near: str = ""
+    ) -> None:
         super().__init__(regions)
         self._lanes = lanes
         self._rank = rank
+        self._numa = numa
+        self._near = near
         self._device: Device | None = None
         self._offered: dict[bytes, list[QueuePair]] = {}
 
@@ -248,7 +253,9 @@ class VerbsTransport(Transport):
         if self._device is None:
             nics = present()
             wanted = os.environ.get(DEVICE_VARIABLE)
-            nic = next((n for n in nics if n.name == wanted), None) or choose(nics, rank=self._rank)
+            nic = next((n for n in nics if n.name == wanted), None) or choose(
+                nics, rank=self._rank, numa=self._numa, near=self._near
+            )
             if nic is None:
                 raise TransportUnavailableError("verbs: no RDMA device")
             self._device = Device(nic.name, self.regions)
