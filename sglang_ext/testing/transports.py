@@ -240,6 +240,7 @@ class TransportConformance:
         shape = Shape(layers=2, heads=4, width=64, blocks=4, block_tokens=256, dtype="float32")
         async with self.pair(shape, piece_bytes=1 << 20) as (owners, readers, links):
             owned, stop, go = owners[0].owned, threading.Event(), threading.Event()
+            rewriting = threading.Event()
             every = np.arange(4)
             pool = owners[0].pool.bytes.view(np.uint32)
             pool[:] = 2
@@ -252,6 +253,7 @@ class TransportConformance:
                     owned.open(every)
                     pool[:] = written[0] + 2
                     written[0] = int(owned.seal(every)[0])
+                    rewriting.clear()
 
             accepted = stale = 0
             writer = threading.Thread(target=rewrite)
@@ -259,10 +261,11 @@ class TransportConformance:
             try:
                 writer.start()
                 for i in range(self.rewrites):
-                    await until(lambda: bool(owned.is_sealed(every).all()))
+                    await until(lambda: not rewriting.is_set())
                     offer = owners[0].endpoint.publish("hbm", f"r{i}", every)
                     owners[0].endpoint.withdraw("hbm", offer.lease)
                     if i >= 3:
+                        rewriting.set()
                         go.set()  # rewrite now, while we read
                     links[0].transfer(f"r{i}", [offer], "hbm", every)
                     try:
