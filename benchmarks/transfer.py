@@ -33,10 +33,11 @@ import numpy as np
 
 from benchmarks import transfer_legs as legs
 from benchmarks.common import SEED, Report, paired, parse
+from sglang_ext.disagg.config import EndpointConfig
 from sglang_ext.disagg.instance import Instance
 from sglang_ext.disagg.memory import SharedMemory
 from sglang_ext.disagg.messages import Offer
-from sglang_ext.disagg.transfer import Endpoint, EndpointConfig
+from sglang_ext.disagg.transfer import Endpoint
 from sglang_ext.disagg.transports import TransportName
 
 KIB = 1024

@@ -19,10 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.common import SEED
+from sglang_ext.disagg.config import EndpointConfig
 from sglang_ext.disagg.memory import SharedMemory
 from sglang_ext.disagg.pools import MemoryRange, PoolSpec
 from sglang_ext.disagg.tensors import TensorMeta
-from sglang_ext.disagg.transfer import Endpoint, EndpointConfig
+from sglang_ext.disagg.transfer import Endpoint
 from sglang_ext.disagg.transports import _stream
 from sglang_ext.disagg.transports._copy import copy_runs
 from sglang_ext.geometry import Shard

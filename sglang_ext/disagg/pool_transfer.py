@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_ext.disagg.errors import PeerProtocolError
-from sglang_ext.disagg.instance import Instance, Link
+from sglang_ext.disagg.instance import Instance
+from sglang_ext.disagg.link import Link
 from sglang_ext.disagg.messages import Offer, Placed, Take
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.disagg.transfer import Endpoint

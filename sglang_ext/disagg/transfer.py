@@ -23,14 +23,14 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from zmq.asyncio import Context
 
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.disagg import runs
-from sglang_ext.disagg.control import ControlClient, ControlServer, CurveKeys, is_loopback
+from sglang_ext.disagg.config import EndpointConfig
+from sglang_ext.disagg.control import ControlClient, ControlServer
 from sglang_ext.disagg.errors import (
     PeerGoneError,
     PeerProtocolError,
@@ -40,8 +40,9 @@ from sglang_ext.disagg.errors import (
     TransportUnavailableError,
 )
 from sglang_ext.disagg.generations import HEADER_BYTES, header
-from sglang_ext.disagg.instance import Instance, Link
+from sglang_ext.disagg.instance import Instance
 from sglang_ext.disagg.leases import Ended
+from sglang_ext.disagg.link import Link
 from sglang_ext.disagg.memory import RegionTable, SharedMemory
 from sglang_ext.disagg.messages import (
     VERSION,
@@ -67,58 +68,9 @@ from sglang_ext.disagg.transports import (
     host_identity,
 )
 from sglang_ext.disagg.transports.select import make_transports
-from sglang_ext.errors import ConfigError
 from sglang_ext.wire import pack_ids, unpack_ids
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EndpointConfig:
-    """How one rank takes part. Times in seconds.
-
-    namespace: model, weights version, dtype and tenant salt, without the shard: ranks that cut the model
-        another way have the same. Endpoints of other namespaces are refused.
-    bind: host, or host:port, of the control plane; beyond loopback only with `keys`. data_bind: host of the
-        data connections of `tcp`; empty for the host of `bind`.
-    transports: which to use, best first; empty for all, in the order of TransportName.
-    numa, near: NUMA node, and path below /sys/devices, of this rank's accelerator: its RDMA adapter is the
-    nearest. lanes: threads, and connections or queue pairs, per connected rank. piece_bytes: what a lane
-    moves at a time. max_peers: connected ranks at a time; each needs some scratch.
-    dead_after: a peer that is silent for so long is gone: its leases end, reads from it fail.
-    """
-
-    instance: str
-    namespace: str
-    rank: int = 0
-    bind: str = "127.0.0.1"
-    data_bind: str = ""
-    keys: CurveKeys | None = None
-    transports: tuple[TransportName, ...] = ()
-    numa: int = -1
-    near: str = ""
-    lanes: int = 1
-    piece_bytes: int = 8 << 20
-    coalescing: bool = True
-    verifications: int = 8
-    lease_ttl: float = 30.0
-    grant_ttl: float = 30.0
-    connect_timeout: float = 10.0
-    heartbeat: float = 0.5
-    dead_after: float = 2.0
-
-    def __post_init__(self) -> None:
-        for name in ("lanes", "piece_bytes", "verifications"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1", field=name)
-        for name in ("lease_ttl", "grant_ttl", "connect_timeout", "heartbeat", "dead_after"):
-            if not 0 < getattr(self, name) <= 3600:
-                raise ConfigError(f"{name} must be above 0 and at most an hour", field=name)
-        data = self.data_bind or self.bind.partition(":")[0]
-        if self.keys is None and not is_loopback(data):
-            raise ConfigError(f"will not listen on {data} without a key", field="data_bind")
-        if self.dead_after < 2 * self.heartbeat:
-            raise ConfigError("dead_after must be at least two heartbeats", field="dead_after")
 
 
 class Endpoint:

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from sglang_ext.disagg.config import EndpointConfig
 from sglang_ext.disagg.messages import Reserve
-from sglang_ext.disagg.transfer import EndpointConfig
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.testing.transfer_rig import NAMESPACE, Shape, start_instance
 

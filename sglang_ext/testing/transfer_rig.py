@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.disagg.config import EndpointConfig
 from sglang_ext.disagg.errors import RefusedError
 from sglang_ext.disagg.leases import Ended
 from sglang_ext.disagg.memory import SharedMemory
 from sglang_ext.disagg.pools import MemoryRange, OwnedPool, PoolSpec
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.disagg.tensors import arena_tensors, tensors_of
-from sglang_ext.disagg.transfer import Endpoint, EndpointConfig
+from sglang_ext.disagg.transfer import Endpoint
 from sglang_ext.geometry import Geometry, mha_geometry, mla_geometry
 
 NAMESPACE = "model/w1/float16"

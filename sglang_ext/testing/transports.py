@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from sglang_ext.disagg.config import EndpointConfig
 from sglang_ext.disagg.errors import (
     CancelledTransferError,
     PeerGoneError,
@@ -27,11 +28,11 @@ from sglang_ext.disagg.errors import (
     StaleReadError,
     TransferError,
 )
-from sglang_ext.disagg.instance import Instance, Outcome
+from sglang_ext.disagg.instance import Instance
 from sglang_ext.disagg.leases import LeaseEnd
+from sglang_ext.disagg.link import Outcome
 from sglang_ext.disagg.pool_transfer import TransferFlag, transfer, transfer_with_insert
 from sglang_ext.disagg.runs import Runs
-from sglang_ext.disagg.transfer import EndpointConfig
 from sglang_ext.disagg.transports import CancelToken, TransportName
 from sglang_ext.testing.transfer_rig import (
     NAMESPACE,

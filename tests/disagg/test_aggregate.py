@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from sglang_ext.disagg.aggregate import Packer
+from sglang_ext.disagg.config import EndpointConfig
 from sglang_ext.disagg.errors import RangeError
-from sglang_ext.disagg.instance import Outcome
-from sglang_ext.disagg.transfer import Endpoint, EndpointConfig
+from sglang_ext.disagg.link import Outcome
+from sglang_ext.disagg.transfer import Endpoint
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.testing.transfer_rig import NAMESPACE, Pool, Shape
 

@@ -20,6 +20,7 @@ import zmq
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
+from sglang_ext.disagg.config import EndpointConfig
 from sglang_ext.disagg.control import CurveKeys
 from sglang_ext.disagg.errors import (
     PeerGoneError,
@@ -31,12 +32,11 @@ from sglang_ext.disagg.errors import (
     TransferError,
     TransportUnavailableError,
 )
-from sglang_ext.disagg.instance import Outcome
 from sglang_ext.disagg.leases import LeaseEnd
+from sglang_ext.disagg.link import Outcome
 from sglang_ext.disagg.memory import RegionTable
 from sglang_ext.disagg.messages import REPLIES, REQUESTS, Connect, Connected, Reserve, Written
 from sglang_ext.disagg.observe import EndpointMetrics
-from sglang_ext.disagg.transfer import EndpointConfig
 from sglang_ext.disagg.transports import CancelToken, TransportName, _stream
 from sglang_ext.disagg.transports._rdma import Nic, choose
 from sglang_ext.disagg.transports.select import reasons
