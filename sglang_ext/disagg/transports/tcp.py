@@ -51,6 +51,8 @@ SESSION_BYTES: Final = 16
 SECRET_BYTES: Final = 32
 NONCE_BYTES: Final = 16
 HANDSHAKE_SECONDS: Final = 5.0
+MAX_HANDSHAKES: Final = 64
+"""Connections that may be proving themselves at a time; more are closed at once."""
 
 
 class _Answer(Message, frozen=True, tag="tcp"):
@@ -261,6 +263,7 @@ class TcpTransport(Transport):
         self._sessions: dict[bytes, _Session] = {}
         self._lock = threading.Lock()
         self._ends: dict[int, int] = {}
+        self._greeting = threading.BoundedSemaphore(MAX_HANDSHAKES)
         self._listener = socket.create_server((bind, 0), backlog=128)
         self._port = int(self._listener.getsockname()[1])
         self._thread = threading.Thread(target=self._listen, name="kv-tcp-listen", daemon=True)
@@ -318,6 +321,9 @@ class TcpTransport(Transport):
                 sock, _ = self._listener.accept()
             except OSError:
                 return
+            if not self._greeting.acquire(blocking=False):
+                sock.close()
+                continue
             # A handshake must not hold up the next: it runs in a thread of its own, for seconds at most.
             threading.Thread(target=self._greet, args=(sock,), name="kv-tcp-greet", daemon=True).start()
 
@@ -339,3 +345,5 @@ class TcpTransport(Transport):
             session.start(sock)
         except OSError:
             sock.close()
+        finally:
+            self._greeting.release()
