@@ -27,8 +27,8 @@ LOG_FOLDER_PREFIX = "sglang-ext-cluster-"
 
 
 class LogFolder:
-    """The folder for the logs: the user's, or a temporary one that goes unless ``keep`` was set or the block
-    raised.
+    """The folder for the logs: the user's, or a temporary one. That goes when it is empty, or when the block
+    did not raise and ``keep`` was not set.
 
     Raises:
         ConfigError: on entering, when the folder cannot be made.
@@ -37,7 +37,7 @@ class LogFolder:
     def __init__(self, chosen: Path | None) -> None:
         self._chosen = chosen
         self.path = Path()
-        self.keep = chosen is not None
+        self.keep = False
 
     def __enter__(self) -> LogFolder:
         try:
@@ -55,7 +55,7 @@ class LogFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self.keep and kind is None:
+        if self._chosen is None and ((kind is None and not self.keep) or not any(self.path.iterdir())):
             shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -90,24 +90,38 @@ async def running_cluster(
             yield cluster
 
 
+class _Stopper:
+    """Turns the user's signals into the end of a cluster, from before it starts."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._cluster: Cluster | None = None
+        self._times = 0
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop)
+
+    def watch(self, cluster: Cluster) -> None:
+        """Stop this cluster when told to, or now if that was before."""
+        self._cluster = cluster
+        if self._times:
+            cluster.stop()
+
+    def _stop(self) -> None:
+        self._times += 1
+        if self._times == 1:
+            self._console.print("Ending the cluster; again to end it at once.")
+        if self._cluster is not None and self._times == 1:
+            self._cluster.stop()
+        elif self._cluster is not None:
+            self._cluster.hurry()
+
+
 async def run(config: ClusterConfig, console: Console) -> int:
     """Run a cluster until it is told to stop or a part dies for good; returns the exit status."""
+    stopper = _Stopper(console)
     with LogFolder(config.log_dir) as logs, Display(console, logs.path) as display:
         async with running_cluster(config, logs.path, display) as cluster:
-            told = 0
-
-            def stop() -> None:
-                nonlocal told
-                told += 1
-                if told == 1:
-                    console.print("Ending the cluster; again to end it at once.")
-                    cluster.stop()
-                else:
-                    cluster.hurry()
-
-            loop = asyncio.get_running_loop()
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                loop.add_signal_handler(number, stop)
+            stopper.watch(cluster)
             await cluster.ended()
         if cluster.failure is None:
             return 0

@@ -37,6 +37,8 @@ class PartProcess:
         self._watch = watch
         self._grace_s = grace_s
         self._process: asyncio.subprocess.Process | None = None
+        self._early: list[signal.Signals] = []
+        """Signals from before there was a process to send them to."""
 
     @property
     def pid(self) -> int | None:
@@ -59,6 +61,8 @@ class PartProcess:
                 pass_fds=(self._watch,),
                 start_new_session=True,
             )
+        for number in self._early:
+            self._send(number)
         return await self._process.wait()
 
     def terminate(self) -> None:
@@ -74,7 +78,9 @@ class PartProcess:
         self._send(signal.SIGKILL)
 
     def _send(self, number: signal.Signals) -> None:
-        if self._process is not None and self._process.returncode is None:
+        if self._process is None:
+            self._early.append(number)
+        elif self._process.returncode is None:
             self._process.send_signal(number)
 
 

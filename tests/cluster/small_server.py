@@ -1,0 +1,55 @@
+"""Answers GET /health, and behaves as told: small_server.py PORT PID_FILE [BEHAVIOUR ...].
+
+exit=N        end at once with this status, after a line of output
+exit-once=N   the same, but only when PID_FILE is empty
+deaf          never listen
+stubborn      ignore SIGTERM
+family        start a child in a session of its own whose parent ends, so that nobody is left who knows it
+"""
+
+import http.server
+import os
+import signal
+import sys
+import time
+
+port, pid_file, behaviours = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+first = not os.path.exists(pid_file)
+
+
+def note_pid():
+    with open(pid_file, "a") as file:
+        file.write(f"{os.getpid()}\n")
+
+
+note_pid()
+for behaviour in behaviours:
+    name, _, value = behaviour.partition("=")
+    if name == "exit" or (name == "exit-once" and first):
+        print("about to give up", flush=True)
+        os._exit(int(value))
+    if name == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if name == "family" and os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            note_pid()
+            while True:
+                time.sleep(60)
+        os._exit(0)
+if "deaf" in behaviours:
+    while True:
+        time.sleep(60)
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+
+print(f"listening on {port}", flush=True)
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()

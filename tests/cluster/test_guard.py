@@ -1,0 +1,184 @@
+"""The guard, with real processes: however the end comes, nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster_processes import SMALL_SERVER, alive, wait_for
+
+from sglang_ext.cluster.process import GUARD
+
+GRACE = "30"
+"""Longer than any test: who is killed here was killed for another reason."""
+
+
+class Guarded:
+    """A guard with small_server.py under it."""
+
+    def __init__(self, pid_file: Path, *behaviours: str, grace: str = GRACE) -> None:
+        self.read, self.write = os.pipe()
+        self._pid_file = pid_file
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-I", "-S", str(GUARD), str(self.read), grace, "--"),
+                *(sys.executable, "-S", str(SMALL_SERVER), "0", str(pid_file), *behaviours),
+            ],
+            pass_fds=(self.read,),
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_until_up(self, processes: int = 1) -> list[int]:
+        """The process ids, once the server runs and its family too."""
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline().startswith("listening")
+        wait_for(lambda: len(self.pids()) == processes, "the pids")
+        return self.pids()
+
+    def pids(self) -> list[int]:
+        return [int(line) for line in self._pid_file.read_text().split()] if self._pid_file.exists() else []
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGQUIT)
+            self.process.wait(20)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        for end in (self.read, self.write):
+            if end >= 0:
+                os.close(end)
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[Callable[..., Guarded]]:
+    made: list[Guarded] = []
+
+    def make(*behaviours: str, grace: str = GRACE) -> Guarded:
+        made.append(Guarded(tmp_path / "server.pids", *behaviours, grace=grace))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_ends_with_the_status_of_the_command(guarded: Callable[..., Guarded]) -> None:
+    one = guarded("exit=3")
+    assert one.process.wait(20) == 3
+
+
+def test_ends_by_the_signal_of_the_command(guarded: Callable[..., Guarded]) -> None:
+    one = guarded()
+    (pid,) = one.wait_until_up()
+    os.kill(pid, signal.SIGKILL)
+    assert one.process.wait(20) == -signal.SIGKILL
+
+
+def test_no_such_command(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    command = [sys.executable, "-I", "-S", str(GUARD), str(read), "1", "--", str(tmp_path / "nothing")]
+    result = subprocess.run(
+        command, pass_fds=(read,), capture_output=True, text=True, timeout=20, check=False
+    )
+    os.close(read)
+    os.close(write)
+    assert result.returncode == 127
+    assert "cannot run" in result.stderr
+    assert "nothing" in result.stderr
+
+
+def test_sigterm_is_passed_on(guarded: Callable[..., Guarded]) -> None:
+    one = guarded()
+    (pid,) = one.wait_until_up()
+    one.process.terminate()
+    assert one.process.wait(20) == -signal.SIGTERM
+    assert not alive(pid)
+
+
+def test_who_ignores_sigterm_is_killed_when_the_time_is_over(guarded: Callable[..., Guarded]) -> None:
+    one = guarded("stubborn", grace="0.2")
+    (pid,) = one.wait_until_up()
+    one.process.terminate()
+    assert one.process.wait(20) == -signal.SIGKILL
+    assert not alive(pid)
+
+
+def test_sigquit_does_not_wait(guarded: Callable[..., Guarded]) -> None:
+    one = guarded("stubborn")
+    (pid,) = one.wait_until_up()
+    one.process.terminate()
+    one.process.send_signal(signal.SIGQUIT)
+    assert one.process.wait(20) == -signal.SIGKILL
+    assert not alive(pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT])
+def test_descendants_that_left_the_session_end_too(
+    guarded: Callable[..., Guarded], number: signal.Signals
+) -> None:
+    one = guarded("family")
+    pids = one.wait_until_up(processes=2)
+    assert os.getsid(pids[1]) != os.getsid(pids[0])
+    one.process.send_signal(number)
+    one.process.wait(20)
+    assert [pid for pid in pids if alive(pid)] == []
+
+
+def test_descendants_end_when_the_command_dies(guarded: Callable[..., Guarded]) -> None:
+    one = guarded("family")
+    pids = one.wait_until_up(processes=2)
+    os.kill(pids[0], signal.SIGKILL)
+    assert one.process.wait(20) == -signal.SIGKILL
+    assert not alive(pids[1])
+
+
+def test_the_end_of_the_watched_pipe_ends_it(guarded: Callable[..., Guarded]) -> None:
+    one = guarded("family")
+    pids = one.wait_until_up(processes=2)
+    os.close(one.write)
+    one.write = -1
+    one.process.wait(20)
+    assert [pid for pid in pids if alive(pid)] == []
+
+
+def test_a_killed_guard_takes_its_command_along(guarded: Callable[..., Guarded]) -> None:
+    one = guarded()
+    (pid,) = one.wait_until_up()
+    one.process.kill()
+    one.process.wait(20)
+    wait_for(lambda: not alive(pid), "the end of the command")
+
+
+def test_a_killed_parent_leaves_nothing(tmp_path: Path) -> None:
+    """The parent of the guard, which has the other end of the pipe, dies by SIGKILL."""
+    pid_file = tmp_path / "server.pids"
+    parent_code = textwrap.dedent(
+        f"""
+        import os, subprocess, sys
+        read, write = os.pipe()
+        subprocess.Popen(
+            [sys.executable, "-I", "-S", {str(GUARD)!r}, str(read), "5", "--",
+             sys.executable, "-S", {str(SMALL_SERVER)!r}, "0", {str(pid_file)!r}, "family"],
+            pass_fds=(read,), start_new_session=True,
+        )
+        sys.stdin.read()
+        """
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", parent_code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as parent:
+        wait_for(lambda: pid_file.exists() and len(pid_file.read_text().split()) == 2, "the pids")
+        below = [child.pid for child in psutil.Process(parent.pid).children(recursive=True)]
+        below += [int(line) for line in pid_file.read_text().split()]
+        assert len(set(below)) >= 3
+        parent.kill()
+    wait_for(lambda: not any(alive(pid) for pid in below), "the end of guard, command and its child")

@@ -1,0 +1,136 @@
+"""From a configuration to processes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from sglang_ext.cluster.config import ClusterConfig, flag_value
+from sglang_ext.cluster.plan import HostFacts, Part, make_plan
+from sglang_ext.errors import ConfigError
+
+CPU = HostFacts(cores=8, accelerators=0)
+
+
+def plan(facts: HostFacts = CPU, **values: Any) -> tuple[Part, ...]:
+    config = ClusterConfig(**{"model_path": "m", "colocated": 2, **values})
+    return make_plan(config, facts, 30_000, range(30_001, 30_001 + config.colocated))
+
+
+def gpu_ids(parts: tuple[Part, ...]) -> list[str | None]:
+    return [flag_value(part.command, "--base-gpu-id") for part in parts[:-1]]
+
+
+def test_servers_and_their_router() -> None:
+    first, second, router = plan(policy="least-load", router_args=("--block-size", "32"))
+    assert [part.name for part in (first, second, router)] == ["server-0", "server-1", "router"]
+    assert first.command[:3] == (sys.executable, "-m", "sglang_ext.launch_server")
+    assert flag_value(first.command, "--model-path") == "m"
+    assert (first.url, second.url) == ("http://127.0.0.1:30001", "http://127.0.0.1:30002")
+    assert flag_value(second.command, "--port") == "30002"
+    assert flag_value(second.command, "--host") == "127.0.0.1"
+    assert router.needs == ("server-0", "server-1")
+    assert router.command[1:6] == ("-m", "router", "--worker-urls", first.url, second.url)
+    assert flag_value(router.command, "--policy") == "least-load"
+    assert flag_value(router.command, "--block-size") == "32"
+    assert router.url == "http://127.0.0.1:30000"
+
+
+@pytest.mark.parametrize(
+    ("flags", "backend"),
+    [
+        ((), "global"),
+        (("--kv-dram-size", "1GiB"), "global"),
+        (("--disable-radix-cache",), None),
+        (("--enable-hierarchical-cache",), None),
+        (("--radix-cache-backend", "other"), "other"),
+    ],
+)
+def test_our_cache_unless_another_is_chosen(flags: tuple[str, ...], backend: str | None) -> None:
+    assert flag_value(plan(server_args=flags)[0].command, "--radix-cache-backend") == backend
+
+
+def test_flags_of_one_server_come_last() -> None:
+    first, second, _ = plan(
+        server_args=("--max-total-tokens", "9"), instance_args={1: ("--max-total-tokens", "7")}
+    )
+    assert flag_value(first.command, "--max-total-tokens") == "9"
+    assert flag_value(second.command, "--max-total-tokens") == "7"
+
+
+@pytest.mark.parametrize(
+    ("cores", "servers", "flags", "threads"),
+    [
+        (8, 2, (), "4"),
+        (8, 3, (), "2"),
+        (2, 2, (), "1"),
+        (1, 4, (), "1"),
+        (8, 2, ("--tp", "2"), "2"),
+    ],
+)
+def test_cores_are_shared_evenly(cores: int, servers: int, flags: tuple[str, ...], threads: str) -> None:
+    parts = plan(HostFacts(cores, 0), colocated=servers, server_args=flags)
+    assert {part.environment["OMP_NUM_THREADS"] for part in parts[:-1]} == {threads}
+    assert "OMP_NUM_THREADS" not in parts[-1].environment
+
+
+def test_ranks_on_a_cpu_get_cores_of_their_own() -> None:
+    first, second, _ = plan(server_args=("--tp-size", "2"))
+    assert first.environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0,1|2,3"
+    assert second.environment["SGLANG_CPU_OMP_THREADS_BIND"] == "4,5|6,7"
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in plan()[0].environment
+
+
+@pytest.mark.parametrize(
+    ("accelerators", "values", "expected"),
+    [
+        (2, {}, ["0", "1"]),
+        (4, {"server_args": ("--tp", "2")}, ["0", "2"]),
+        (4, {"instance_args": {0: ("--tp", "2", "--pp-size", "1")}}, ["0", "2"]),
+        (1, {"server_args": ("--mem-fraction-static", "0.4")}, ["0", "0"]),
+        (2, {"instance_args": {1: ("--base-gpu-id", "0")}}, ["0", "0"]),
+        (2, {"server_args": ("--device", "cpu")}, [None, None]),
+    ],
+)
+def test_gpus(accelerators: int, values: dict[str, Any], expected: list[str | None]) -> None:
+    parts = plan(HostFacts(8, accelerators), **values)
+    assert gpu_ids(parts) == expected
+    assert ("OMP_NUM_THREADS" in parts[0].environment) == ("--device" in parts[0].command)
+
+
+@pytest.mark.parametrize(
+    ("accelerators", "flags", "field"),
+    [
+        (1, (), "--colocated"),
+        (3, ("--tp", "2"), "--colocated"),
+        (1, ("--tp", "2", "--mem-fraction-static", "0.4"), "--colocated"),
+        (2, ("--tp", "x"), "--tp-size"),
+    ],
+)
+def test_too_few_gpus(accelerators: int, flags: tuple[str, ...], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(HostFacts(8, accelerators), server_args=flags)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:30000"),
+        ("::", "http://127.0.0.1:30000"),
+        ("::1", "http://[::1]:30000"),
+        ("10.0.0.5", "http://10.0.0.5:30000"),
+    ],
+)
+def test_the_router_is_probed_where_it_listens(host: str, url: str) -> None:
+    assert plan(host=host)[-1].url == url
+
+
+def test_keys_are_not_shown() -> None:
+    router = plan(router_args=("--api-key", "secret", "--worker-api-key=hidden"))[-1]
+    assert "secret" in router.command
+    assert "secret" not in router.shown_command
+    assert "hidden" not in router.shown_command
+    assert "--api-key ***" in router.shown_command

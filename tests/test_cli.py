@@ -1,0 +1,165 @@
+"""The command line `sglang-ext`, as a user types it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sglang_ext import cli
+from sglang_ext.cluster import command
+
+COMMAND = [sys.executable, "-m", "sglang_ext.cli"]
+HEAVY = ("torch", "sglang", "transformers", "aiohttp", "numpy")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: sglang-ext ")
+    for name, entry in cli.COMMANDS.items():
+        assert f"  {name}" in text
+        assert entry.help in text
+
+
+def test_without_a_command_the_help_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == cli.USAGE_STATUS
+    assert "commands:" in capsys.readouterr().err
+
+
+def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["clusters"]) == cli.USAGE_STATUS
+    assert "'clusters'" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    ours, sglang = capsys.readouterr().out.splitlines()
+    assert ours.startswith("sglang-ext ")
+    assert sglang == "sglang 0.5.21"
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from sglang_ext import cli; cli.main(['--help']); "
+        f"print('loaded:', *[name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "loaded:"
+
+
+@pytest.mark.parametrize("name", ["cluster", "doctor", "router"])
+def test_help_of_a_command(name: str) -> None:
+    result = run(name, "--help")
+    assert result.returncode == 0
+    assert result.stdout.startswith("usage: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["cluster"], "--model-path"),
+        (["cluster", "--model-path", "m", "--colocated", "none"], "--colocated"),
+        (["cluster", "--model-path", "m", "--colocated", "0"], "--colocated"),
+        (["cluster", "--model-path", "m", "--page-size", "16"], "The flags of SGLang go after --"),
+        (["cluster", "--model-path", "m", "--", "--port", "1"], "--port"),
+        (["cluster", "--model-path", "m", "--instance-args", "x"], "--instance-args"),
+        (["doctor", "--deep"], "--deep"),
+    ],
+)
+def test_bad_values_are_refused_with_the_flag(arguments: list[str], says: str) -> None:
+    result = run(*arguments)
+    assert result.returncode == 2
+    assert says in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_serve_becomes_the_launcher() -> None:
+    """SGLang's children import the main module of their parent, so the launcher has to be that module."""
+    result = run("serve", "--model-path", "m", "--kv-dram-size", "much")
+    assert result.returncode != 0
+    assert "--kv-dram-size" in result.stderr
+
+
+class TestCluster:
+    """A cluster whose servers end at once: the model does not exist."""
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*COMMAND, "cluster", "--model-path", "/nonexistent/model", "--port", "0", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )
+
+    def test_says_which_part_failed_and_keeps_its_log(self, tmp_path: Path) -> None:
+        with self.start("--log-dir", str(tmp_path / "logs"), "--", "--no-such-flag") as process:
+            out, err = process.communicate(timeout=100)
+        assert process.returncode == 1
+        assert "server-0: starting" in out
+        assert "sglang-ext cluster: server-0 ended with exit status 2" in err
+        assert "--no-such-flag" in err
+        assert "--no-such-flag" in (tmp_path / "logs" / "server-0.log").read_text()
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_ends_when_told_to(self, tmp_path: Path, number: signal.Signals) -> None:
+        with self.start("--log-dir", str(tmp_path)) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("server-0: starting")
+            process.send_signal(number)
+            out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        assert "Ending the cluster" in out
+        assert "server-0: ended" in out
+        assert "router: ended" in out
+
+    def test_a_busy_port_is_named(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as busy:
+            result = run("cluster", "--model-path", "m", "--port", str(busy.getsockname()[1]))
+        assert result.returncode == 2
+        assert "--port" in result.stderr
+        assert "in use by another process" in result.stderr
+
+
+def test_a_temporary_log_folder_goes_unless_it_is_needed() -> None:
+    with command.LogFolder(None) as clean:
+        (clean.path / "server-0.log").write_text("fine")
+    assert not clean.path.exists()
+    with pytest.raises(RuntimeError), command.LogFolder(None) as refused:
+        raise RuntimeError
+    assert not refused.path.exists()
+    with command.LogFolder(None) as failed:
+        (failed.path / "server-0.log").write_text("why")
+        failed.keep = True
+    assert (failed.path / "server-0.log").read_text() == "why"
+    shutil.rmtree(failed.path)
+
+
+def test_the_users_log_folder_stays(tmp_path: Path) -> None:
+    with command.LogFolder(tmp_path / "a" / "b") as logs:
+        assert logs.path == tmp_path / "a" / "b"
+    assert logs.path.exists()
+
+
+def test_help_is_instant() -> None:
+    """Half a second beyond a bare interpreter, on a busy machine too: the best of some runs counts."""
+
+    def seconds(*call: str) -> float:
+        started = time.monotonic()
+        subprocess.run(call, capture_output=True, check=True)
+        return time.monotonic() - started
+
+    bare = min(seconds(sys.executable, "-c", "pass") for _ in range(3))
+    assert min(seconds(*COMMAND, "--help") for _ in range(3)) < bare + 0.5
