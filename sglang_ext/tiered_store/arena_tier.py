@@ -313,6 +313,8 @@ class ArenaTier(BlockTier):
             if not self._closed:
                 self._closed = True
                 self._index.clear()
+                nothing = np.empty((0, self.layout.block_bytes), dtype=np.uint8)
+                self.memory = BlockMemory.of_blocks(self.layout, nothing)
                 self.arena.close()
 
     def __repr__(self) -> str:

@@ -228,8 +228,9 @@ class DramArena:
             if self._closed:
                 return
             self._closed = True
-            self._blocks = self._blocks[:0]
-            self._generations = self._generations[:0]
+            # Not slices of the old views: those would keep the memory.
+            self._blocks = np.empty((0, self.block_bytes), dtype=np.uint8)
+            self._generations = np.empty(0, dtype=np.uint64)
             self.memory.close()
 
     def __enter__(self) -> DramArena:

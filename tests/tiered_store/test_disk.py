@@ -14,13 +14,10 @@ import pytest
 
 from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import BlockLayout
-from sglang_ext.testing.fakes import FakeClock
-from sglang_ext.testing.files import READS, FaultyFiles
-from sglang_ext.testing.tier_contract import (
+from sglang_ext.testing.blocks import (
     LAYOUT,
     NAMESPACE,
     OTHER,
-    DurableTierContract,
     get_all,
     memory_of,
     prefix_keys,
@@ -28,6 +25,9 @@ from sglang_ext.testing.tier_contract import (
     read_all,
     write_all,
 )
+from sglang_ext.testing.fakes import FakeClock
+from sglang_ext.testing.files import READS, FaultyFiles
+from sglang_ext.testing.tier_contract import DurableTierContract
 from sglang_ext.tiered_store.disk import DiskTier
 from sglang_ext.tiered_store.disk_state import DiskConfig, IoMode
 from sglang_ext.tiered_store.segment_format import PAGE

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.errors import ConfigError, MediumError
-from sglang_ext.testing.tier_contract import LAYOUT, NAMESPACE, OTHER, get_all, prefix_keys, put_all
+from sglang_ext.testing.blocks import LAYOUT, NAMESPACE, OTHER, get_all, prefix_keys, put_all
 from sglang_ext.tiered_store.disk import DiskTier
 from sglang_ext.tiered_store.disk_check import check_directory, measure_disk, repair_directory
 from sglang_ext.tiered_store.disk_state import DiskConfig

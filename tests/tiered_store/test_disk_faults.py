@@ -16,9 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_ext.testing.fakes import FakeClock
-from sglang_ext.testing.files import FaultyFiles
-from sglang_ext.testing.tier_contract import (
+from sglang_ext.testing.blocks import (
     LAYOUT,
     NAMESPACE,
     OTHER,
@@ -28,6 +26,8 @@ from sglang_ext.testing.tier_contract import (
     put_all,
     read_all,
 )
+from sglang_ext.testing.fakes import FakeClock
+from sglang_ext.testing.files import FaultyFiles
 from sglang_ext.tiered_store.disk import DiskTier
 from sglang_ext.tiered_store.disk_state import DiskConfig, DiskHealth
 from sglang_ext.tiered_store.files import Files

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.geometry import BlockLayout
+from sglang_ext.testing.blocks import NAMESPACE, OTHER, prefix_keys
 from sglang_ext.testing.files import FaultyFiles
-from sglang_ext.testing.tier_contract import NAMESPACE, OTHER, prefix_keys
 from sglang_ext.tiered_store import index as index_module
 from sglang_ext.tiered_store.files import IOV_MAX, Files, can_be_direct, read_fully, write_fully
 from sglang_ext.tiered_store.index import Change, Index, IndexDamagedError, IndexFailedError

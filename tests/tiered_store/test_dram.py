@@ -102,6 +102,11 @@ def test_plane_and_layer_views_are_the_bytes_of_the_block() -> None:
         assert arena.generations.ctypes.data % 8 == 0
 
 
+def open_arenas() -> int:
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return sum("memfd:sglang-ext" in os.readlink(link) for link in links if os.path.lexists(link))
+
+
 def test_views_survive_close_and_calls_do_not() -> None:
     arena = make(4)
     ids = arena.alloc(1)
@@ -113,6 +118,9 @@ def test_views_survive_close_and_calls_do_not() -> None:
     assert view[0].tolist() == [5] * LAYOUT.block_bytes
     with pytest.raises(ValueError, match="closed"):
         arena.alloc(1)
+    assert open_arenas() == 1
+    del view
+    assert open_arenas() == 0  # though the arena object is still there
     with pytest.raises(ValueError, match="closed"):
         arena.free(ids)
 

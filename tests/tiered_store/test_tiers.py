@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 
 from sglang_ext.geometry import BlockLayout
-from sglang_ext.testing.tier_contract import (
-    CAPACITY,
+from sglang_ext.testing.blocks import (
     LAYOUT,
     NAMESPACE,
-    TierContract,
     contents,
     get_all,
     prefix_keys,
@@ -21,6 +19,7 @@ from sglang_ext.testing.tier_contract import (
     read_all,
     write_all,
 )
+from sglang_ext.testing.tier_contract import CAPACITY, TierContract
 from sglang_ext.testing.tiers import FaultyTier, GatedTier, MemoryTier, SlowTier, WrappedTier
 from sglang_ext.tiered_store.arena_tier import ArenaTier
 from sglang_ext.tiered_store.dram import DramArena
