@@ -67,6 +67,8 @@ class HttpServer:
     async def _read(self, raw: web.BaseRequest) -> bytes:
         if raw.content_length is not None and raw.content_length > self._max_body_bytes:
             raise self._too_large()
+        if raw.headers.get("expect", "").lower() == "100-continue" and raw.transport is not None:
+            raw.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")  # curl waits for it with long bodies
         pieces: list[bytes] = []
         size = 0
         try:

@@ -18,7 +18,6 @@ from typing import Any
 import jinja2
 import jinja2.nodes
 import orjson
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from router.fleet import ChatFacts
 from router.validation import Json
@@ -67,6 +66,8 @@ def content_format(template: str) -> str:
     """
     if any(word in template for word in ("image", "audio", "video", "vision")):
         return "openai"
+    from transformers.utils.chat_template_utils import _compile_jinja_template  # imports torch if it is there
+
     try:
         tree = _compile_jinja_template(template).environment.parse(template)
     except jinja2.TemplateError:

@@ -15,6 +15,7 @@ import asyncio
 import enum
 import functools
 import logging
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -124,21 +125,34 @@ class PromptTokenizer:
 def load_tokenizer(path: str, *, trust_remote_code: bool) -> Any:
     """The tokenizer at ``path``, a folder or the name of a model.
 
+    ``tokenizer.json`` is taken as it is written, which needs nothing of the model's own code. It is also
+    what SGLang restores where transformers 5 would build something else for the model's class. Only
+    models without that file are left to ``AutoTokenizer``.
+
     Raises:
         UserError: there is none, with what transformers says.
     """
-    from transformers import AutoTokenizer  # seconds: only a router that tokenizes pays for it
+    hint = "Give a folder with tokenizer.json that this machine can read"
+    if os.path.isabs(path) and not os.path.isdir(path):
+        raise UserError(f"there is no folder {path!r}", field="--tokenizer-path", hint=hint)
+    # Imported here because it takes seconds, and brings torch along where that is installed.
+    from transformers import PreTrainedTokenizerFast
 
     try:
-        return AutoTokenizer.from_pretrained(
-            path, trust_remote_code=trust_remote_code, clean_up_tokenization_spaces=False
-        )
-    except Exception as error:  # anything that a tokenizer's files may bring about
-        raise UserError(
-            f"no tokenizer can be loaded from {path!r}: {error}",
-            field="--tokenizer-path",
-            hint="Give a folder that this machine can read",
-        ) from error
+        return PreTrainedTokenizerFast.from_pretrained(path, clean_up_tokenization_spaces=False)
+    except Exception as first:  # noqa: BLE001 - anything that a tokenizer's files may bring about
+        try:
+            from transformers import AutoTokenizer
+
+            return AutoTokenizer.from_pretrained(
+                path, trust_remote_code=trust_remote_code, clean_up_tokenization_spaces=False
+            )
+        except Exception as second:
+            raise UserError(
+                f"no tokenizer can be loaded from {path!r}: {first}; {second}",
+                field="--tokenizer-path",
+                hint=hint,
+            ) from second
 
 
 def _template(tokenizer: Any, facts: InstanceFacts) -> str | None:

@@ -280,3 +280,18 @@ async def test_no_delay_is_set_on_both_sides(start_worker, start_router, client)
     for protocol in idle:
         sock = protocol.transport.get_extra_info("socket")
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+async def test_a_client_that_asks_whether_to_go_on_is_told_to(start_worker, start_router) -> None:
+    router = await start_router(await start_worker())
+    body = json.dumps(PROMPTS["/generate"]).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(router.url.rpartition(":")[2]))
+    writer.write(
+        b"POST /generate HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
+        b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(body)
+    )
+    assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5) == b"HTTP/1.1 100 Continue\r\n\r\n"
+    writer.write(body)
+    assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 200")
+    writer.close()
+    await writer.wait_closed()
