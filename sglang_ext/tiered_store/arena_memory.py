@@ -78,6 +78,7 @@ class ArenaMemory:
         self.pinned = False
         self._fd = -1
         self._unpin: Callable[[], None] | None = None
+        self._map: mmap.mmap | None = None
         length = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
         available = available_bytes()
         if length > available:
@@ -209,10 +210,7 @@ class ArenaMemory:
             self._unpin = None
             self.pinned = False
         self._whole = None
-        mapping = getattr(self, "_map", None)
-        if mapping is not None:
-            with contextlib.suppress(BufferError):
-                mapping.close()
+        self._map = None  # unmapped with the last view of it
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
