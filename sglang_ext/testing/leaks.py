@@ -1,0 +1,238 @@
+"""What a test leaves behind: threads, child processes, open files, shared memory, temporary files.
+
+`Resources.take` is a picture of what this process holds now. A `LeakGuard` compares pictures: what a test has
+left is a leak, unless a longer-lived owner (a session's fixture, a pool of servers) took it over with
+`adopting`. What was taken over has to be gone in the end.
+
+Linux only: it reads /proc.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, replace
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+SETTLE_SECONDS = 3.0
+"""How long what is already on its way out (a joined thread's exit, a reaped process) may take."""
+POLL_SECONDS = 0.01
+
+SHARED_MEMORY = Path("/dev/shm")
+IGNORED_SEGMENTS = ("sglang_loads_",)
+"""Every SGLang server leaves one of 16 KB, whose name does not tell whose it is."""
+
+
+@dataclass(frozen=True)
+class Thread:
+    """A Python thread; its name is for the reader, its object is what it is told apart by."""
+
+    ident: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process below this one. `started` tells it from a later one with the same id."""
+
+    pid: int
+    started: int
+    command: str
+
+
+@dataclass(frozen=True)
+class OpenFile:
+    """A file descriptor and what it refers to, as /proc shows it."""
+
+    descriptor: int
+    target: str
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What this process holds at one moment."""
+
+    threads: frozenset[Thread] = frozenset()
+    processes: frozenset[Process] = frozenset()
+    files: frozenset[OpenFile] = frozenset()
+    shared_memory: frozenset[str] = frozenset()
+    temporary: frozenset[str] = frozenset()
+
+    @classmethod
+    def take(cls) -> Resources:
+        """A picture of now. Python's resource tracker, which lives as long as the process, is left out."""
+        return cls(
+            frozenset(Thread(t.ident or 0, t.name) for t in threading.enumerate()),
+            frozenset(_processes()),
+            frozenset(_files()),
+            frozenset(_shared_memory()),
+            frozenset(_names(Path(tempfile.gettempdir()))),
+        )
+
+    def __sub__(self, other: Resources) -> Resources:
+        return Resources(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+
+    def __or__(self, other: Resources) -> Resources:
+        return Resources(*(getattr(self, f.name) | getattr(other, f.name) for f in fields(self)))
+
+    def __and__(self, other: Resources) -> Resources:
+        return Resources(*(getattr(self, f.name) & getattr(other, f.name) for f in fields(self)))
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, f.name) for f in fields(self))
+
+    def describe(self) -> str:
+        """One line for each thing."""
+        lines = [f"thread {t.name!r}" for t in self.threads]
+        lines += [f"process {p.pid}: {p.command}" for p in self.processes]
+        lines += [f"open file {f.descriptor}: {f.target}" for f in self.files]
+        lines += [f"shared memory {SHARED_MEMORY / name}" for name in self.shared_memory]
+        lines += [f"temporary file {Path(tempfile.gettempdir()) / name}" for name in self.temporary]
+        return "\n".join(sorted(lines))
+
+
+def _names(folder: Path) -> list[str]:
+    with suppress(FileNotFoundError):
+        return os.listdir(folder)
+    return []
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as children:
+                found += map(int, children.read().split())
+    return found
+
+
+def _processes() -> Iterator[Process]:
+    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
+    pending = _children(os.getpid())
+    while pending:
+        pid = pending.pop()
+        if pid == tracker:
+            continue
+        with suppress(OSError):
+            stat = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            state = " (ended, not waited for)" if stat[0] == b"Z" else ""
+            yield Process(pid, int(stat[19]), command.strip()[:200] + state)
+            pending += _children(pid)
+
+
+def _files() -> Iterator[OpenFile]:
+    tracker = getattr(resource_tracker._resource_tracker, "_fd", None)
+    own = f"/proc/{os.getpid()}/fd"
+    for name in os.listdir(own):
+        with suppress(OSError):
+            target = os.readlink(f"{own}/{name}")
+            # The descriptor of the listing itself is closed again by now, or shows the folder.
+            if int(name) != tracker and target != own:
+                yield OpenFile(int(name), target)
+
+
+def _shared_memory() -> Iterator[str]:
+    for name in _names(SHARED_MEMORY):
+        with suppress(OSError):
+            if not name.startswith(IGNORED_SEGMENTS) and (SHARED_MEMORY / name).stat().st_uid == os.getuid():
+                yield name
+
+
+def _without_others(resources: Resources) -> Resources:
+    """Less the shared memory that processes of somebody else's hold: /dev/shm does not say who made it."""
+    if not resources.shared_memory:
+        return resources
+    ours = {p.pid for p in _processes()} | {os.getpid()}
+    others = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) not in ours]
+    kept = frozenset(
+        name
+        for name in resources.shared_memory
+        if not any(_holds(pid, SHARED_MEMORY / name) for pid in others)
+    )
+    return replace(resources, shared_memory=kept)
+
+
+def _holds(pid: int, path: Path) -> bool:
+    with suppress(OSError), open(f"/proc/{pid}/maps", errors="replace") as maps:
+        if str(path) in maps.read():
+            return True
+    with suppress(OSError):
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                if os.readlink(f"/proc/{pid}/fd/{descriptor}").startswith(str(path)):
+                    return True
+    return False
+
+
+class LeakError(AssertionError):
+    """Something was left behind; the message lists it."""
+
+
+class LeakGuard:
+    """Knows what is allowed to live longer than a test.
+
+    Used by one thread, the one that runs the tests.
+    """
+
+    def __init__(self) -> None:
+        self._first = Resources.take()
+        self._adopted = Resources()
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{len(getattr(self._adopted, f.name))} {f.name}" for f in fields(Resources))
+        return f"LeakGuard(adopted: {counts})"
+
+    @contextmanager
+    def adopting(self) -> Iterator[None]:
+        """What comes into being inside the block belongs to an owner that outlives the test."""
+        before = Resources.take()
+        try:
+            yield
+        finally:
+            self._adopted |= Resources.take() - before
+
+    def check(self, before: Resources, *, seconds: float = SETTLE_SECONDS) -> None:
+        """Compare with a picture taken before.
+
+        Raises:
+            LeakError: something is there that was not, is not adopted, and stays for `seconds`.
+        """
+        self._compare(lambda: _without_others(Resources.take() - before - self._adopted_and_below()), seconds)
+
+    def check_end(self, *, seconds: float = SETTLE_SECONDS) -> None:
+        """Compare with the guard's beginning; what was adopted has to be gone.
+
+        Raises:
+            LeakError: some of it is still there.
+        """
+        self._compare(lambda: _without_others((Resources.take() - self._first) & self._adopted), seconds)
+
+    def _adopted_and_below(self) -> Resources:
+        """What was adopted, and the processes that adopted processes have started since."""
+        below: set[int] = set()
+        pending = [p.pid for p in self._adopted.processes]
+        while pending:
+            below.update(found := _children(pending.pop()))
+            pending += found
+        started = frozenset(p for p in _processes() if p.pid in below)
+        return self._adopted | Resources(processes=started)
+
+    @staticmethod
+    def _compare(left_behind: Callable[[], Resources], seconds: float) -> None:
+        left = left_behind()
+        if not left:
+            return
+        # Files and threads of objects in reference cycles go with them.
+        gc.collect()
+        deadline = time.monotonic() + seconds
+        while left := left_behind():
+            if time.monotonic() > deadline:
+                raise LeakError(f"left behind:\n{left.describe()}")
+            time.sleep(POLL_SECONDS)
