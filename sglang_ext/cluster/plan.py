@@ -19,6 +19,9 @@ ENVIRONMENT = {
     # Logs are read while the process runs.
     "PYTHONUNBUFFERED": "1",
 }
+CPU_PROBE_TIMEOUT_S = "5"
+"""Seconds that a server on a CPU has for the router's probe, more than the router's default: its HTTP process
+competes with the models for the cores, and a server taken out for being busy makes the others busier."""
 SECRET_FLAGS = ("--api-key", "--worker-api-key", "--admin-api-key", "--ssl-keyfile-password")
 
 
@@ -76,13 +79,18 @@ def make_plan(
         raise InternalError(f"{len(server_ports)} ports for {config.colocated} servers")
     servers = tuple(_server(config, host, index, port) for index, port in enumerate(server_ports))
     urls = tuple(server.url for server in servers)
+    patience = "--health-check-timeout-secs"
+    on_cpu = any(_on_cpu(config, host, index) for index in range(config.colocated))
+    router_args = config.router_args
+    if on_cpu and flag_value(router_args, patience) is None:
+        router_args = (patience, CPU_PROBE_TIMEOUT_S, *router_args)
     router = Part(
         name="router",
         command=(
             sys.executable, "-m", "router",
             "--worker-urls", *urls,
             "--host", config.host, "--port", str(router_port), "--policy", config.policy,
-            *config.router_args,
+            *router_args,
         ),
         environment=ENVIRONMENT,
         url=f"http://{_connectable(config.host)}:{router_port}",
@@ -96,7 +104,7 @@ def _server(config: ClusterConfig, host: HostFacts, index: int, port: int) -> Pa
     ours = ["--model-path", config.model_path, "--host", LOOPBACK, "--port", str(port)]
     if all(flag_value(flags, name) is None for name in CACHE_FLAGS):
         ours += ["--radix-cache-backend", "global"]
-    on_cpu = host.accelerators == 0 or flag_value(flags, "--device") == "cpu"
+    on_cpu = _on_cpu(config, host, index)
     if not on_cpu:
         ours += _devices(config, host, index)
     return Part(
@@ -105,6 +113,10 @@ def _server(config: ClusterConfig, host: HostFacts, index: int, port: int) -> Pa
         environment={**ENVIRONMENT, **(_cpu_environment(config, host, index) if on_cpu else {})},
         url=f"http://{LOOPBACK}:{port}",
     )
+
+
+def _on_cpu(config: ClusterConfig, host: HostFacts, index: int) -> bool:
+    return host.accelerators == 0 or flag_value(config.flags_of(index), "--device") == "cpu"
 
 
 def _ranks(flags: Sequence[str]) -> int:

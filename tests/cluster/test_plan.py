@@ -128,6 +128,13 @@ def test_the_router_is_probed_where_it_listens(host: str, url: str) -> None:
     assert plan(host=host)[-1].url == url
 
 
+def test_servers_on_a_cpu_get_more_time_for_probes() -> None:
+    flag = "--health-check-timeout-secs"
+    assert flag_value(plan()[-1].command, flag) == "5"
+    assert flag_value(plan(router_args=(flag, "1"))[-1].command, flag) == "1"
+    assert flag_value(plan(HostFacts(8, 2))[-1].command, flag) is None
+
+
 def test_keys_are_not_shown() -> None:
     router = plan(router_args=("--api-key", "secret", "--worker-api-key=hidden"))[-1]
     assert "secret" in router.command
