@@ -134,6 +134,7 @@ def own_network() -> bool:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of this benchmark alone."""
+    parser.add_argument("--kib", type=int, nargs="+", help="measure only these block sizes, in KiB")
     parser.add_argument("--lanes", type=int, default=1, help="threads per connection")
 
 
@@ -170,13 +171,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         text=True,
     ) as child:
         try:
-            run(report, child, options.extra.lanes, size, quick=options.quick)
+            sizes = [k * KIB for k in options.extra.kib] if options.extra.kib else SIZES
+            run(report, child, options.extra.lanes, size, sizes, quick=options.quick)
         finally:
             child.kill()
     return report.finish(options)
 
 
-def run(report: Report, child: subprocess.Popen[str], lanes: int, size: int, *, quick: bool) -> None:
+def run(
+    report: Report, child: subprocess.Popen[str], lanes: int, size: int, sizes: list[int], *, quick: bool
+) -> None:
     """Measure everything against a started owner."""
     assert child.stdout is not None
     line = child.stdout.readline()
@@ -200,7 +204,7 @@ def run(report: Report, child: subprocess.Popen[str], lanes: int, size: int, *, 
     reader = Reader(found, target, lanes)
     reader.loop.run_until_complete(reader.connect())
     try:
-        ratios = by_size(report, child, reader, fixed, quick=quick)
+        ratios = by_size(report, child, reader, fixed, sizes, quick=quick)
         gains = by_fragmentation(report, child, reader, quick=quick)
         by_granularity(report, reader, child, quick=quick)
     finally:
@@ -223,7 +227,13 @@ def publish(child: subprocess.Popen[str], pool: str, request: str, blocks: legs.
 
 
 def by_size(
-    report: Report, child: subprocess.Popen[str], reader: Reader, fixed: dict[str, legs.Leg], *, quick: bool
+    report: Report,
+    child: subprocess.Popen[str],
+    reader: Reader,
+    fixed: dict[str, legs.Leg],
+    sizes: list[int],
+    *,
+    quick: bool,
 ) -> dict[str, list[float]]:
     """GB/s per block size and pattern; returns the ratios that the summary takes medians of."""
     ratios: dict[str, list[float]] = {
@@ -239,7 +249,7 @@ def by_size(
         )
     }
     rng = np.random.default_rng(SEED)
-    for size in SIZES:
+    for size in sizes:
         total = reader.memory.nbytes // size
         for pattern in ("scattered", "contiguous"):
             if pattern == "scattered":
@@ -340,4 +350,6 @@ def one_by_one(steps: Sequence[Callable[[], None]]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # the peers' libraries crash in their destructors

@@ -16,10 +16,12 @@ STREAM_BYTES = 2048
 
 _memcpy = libc("memcpy", "intp", "intp", "intp")
 _stream_line: Any = None
+_touch: Any = None
 
 if COMPILED:
     from llvmlite import ir  # type: ignore[import-untyped]
     from numba import types
+    from numba.core import cgutils
     from numba.extending import intrinsic
 
     @intrinsic
@@ -41,6 +43,21 @@ if COMPILED:
 
         return types.void(types.intp, types.intp), generate
 
+    @intrinsic
+    def _touch(typing_context, address):  # type: ignore[no-untyped-def]
+        """Prefetch the line at `address`, and with it the translation of its page. Never faults."""
+
+        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            pointer = ir.IntType(8).as_pointer()
+            small = ir.IntType(32)
+            kind = ir.FunctionType(ir.VoidType(), [pointer, small, small, small])
+            prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+            flags = [ir.Constant(small, x) for x in (0, 0, 1)]
+            builder.call(prefetch, [builder.inttoptr(arguments[0], pointer), *flags])
+            return context.get_dummy_value()
+
+        return types.void(types.intp), generate
+
 
 @kernel
 def copy_runs(runs, to_bases, to, from_bases, source, stream, flag):  # type: ignore[no-untyped-def]
@@ -54,6 +71,16 @@ def copy_runs(runs, to_bases, to, from_bases, source, stream, flag):  # type: ig
         out = from_bases[runs[i, source]] + runs[i, source + 1]
         left = runs[i, 4]
         past = stream > 0 and left >= stream
+        if past and i + 2 < runs.shape[0]:
+            # The hardware's prefetcher stops at a page's end, and a scattered block begins in another page:
+            # ask for the beginnings of the block after the next, whose translations cost as much as a
+            # copied page.
+            ahead = from_bases[runs[i + 2, source]] + runs[i + 2, source + 1]
+            _touch(ahead)
+            _touch(ahead + 64)
+            _touch(ahead + 128)
+            _touch(ahead + 192)
+            _touch(to_bases[runs[i + 2, to]] + runs[i + 2, to + 1])
         while left > 0:
             if flag[0]:
                 return -1
