@@ -11,6 +11,9 @@ from router.exchange import JSON_TYPE, ClientGone, Request, RequestRefused, Resp
 from router.service import Service
 from sglang_ext.errors import InternalError
 
+SHUTDOWN_GRACE_S = 1.0
+"""How long running requests may take to end when the router stops; then they are cut."""
+
 
 class HttpServer:
     """Listens on one address until stopped.
@@ -35,7 +38,8 @@ class HttpServer:
         """
         # handler_cancellation: a client that goes away cancels its handler, which closes the connection
         # to the worker. TCP_NODELAY is aiohttp's default.
-        runner = web.ServerRunner(web.Server(self._handle, access_log=None, handler_cancellation=True))
+        server = web.Server(self._handle, access_log=None, handler_cancellation=True)
+        runner = web.ServerRunner(server, shutdown_timeout=SHUTDOWN_GRACE_S)
         await runner.setup()
         site = web.TCPSite(runner, host, port, reuse_address=True)
         try:
@@ -57,10 +61,10 @@ class HttpServer:
         try:
             body = await self._read(raw)
         except RequestRefused as refused:
-            head = Request(raw.method, raw.path, raw.query_string, _headers(raw))
+            head = Request(raw.method, raw.path, raw.raw_path, _headers(raw))
             await self._service.refuse(head, responder, refused)
         else:
-            request = Request(raw.method, raw.path, raw.query_string, _headers(raw), body)
+            request = Request(raw.method, raw.path, raw.raw_path, _headers(raw), body)
             await self._service.handle(request, responder)
         return responder.response
 

@@ -28,15 +28,17 @@ class Request:
 
     method: str
     path: str
-    query: str = ""
+    """Decoded, without the query; what routes are looked up by."""
+    target: str
+    """Path and query as in the request line; what is sent on."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Names in lower case."""
     body: bytes = b""
 
     @property
-    def target(self) -> str:
-        """Path and query, as in the request line."""
-        return f"{self.path}?{self.query}" if self.query else self.path
+    def query(self) -> str:
+        """The query as in the request line."""
+        return self.target.partition("?")[2]
 
 
 class Responder(Protocol):

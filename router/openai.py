@@ -108,7 +108,7 @@ def _check_message(message: Any, field: str) -> None:
     # SGLang is lenient about the case of every role but "user".
     if role != "user" and (role.lower() not in ROLES or role.lower() == "user"):
         raise RequestRefused(
-            f"{field}.role is {role!r}; it must be one of {', '.join(ROLES)}",
+            f"{field}.role is {role[:40]!r}; it must be one of {', '.join(ROLES)}",
             param=f"{field}.role",
             code="invalid_value",
         )

@@ -33,6 +33,7 @@ OPEN_PATHS = frozenset({"/health", "/metrics"})
 INFO_TIMEOUT_S = 10.0
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _SECRET = re.compile(r"api_key|password|secret|token$", re.IGNORECASE)
+_SECRET_FLAG = re.compile(r"(--[\w-]*(?:key|password|secret|token)(?:=|\s+))('[^']*'|\S+)", re.IGNORECASE)
 
 
 class Service:
@@ -264,7 +265,8 @@ async def _send_json(
 
 
 def _without_secrets(value: Any) -> Any:
-    """``value`` with everything blanked that is called a key or a password, however deep."""
+    """``value`` with everything blanked that is called a key or a password, however deep, or follows a
+    flag of such a name in a command line."""
     if isinstance(value, dict):
         return {
             name: None if isinstance(name, str) and _SECRET.search(name) and isinstance(inner, str)
@@ -273,4 +275,6 @@ def _without_secrets(value: Any) -> Any:
         }  # fmt: skip
     if isinstance(value, list):
         return [_without_secrets(item) for item in value]
+    if isinstance(value, str) and "--" in value:
+        return _SECRET_FLAG.sub(r"\1***", value)
     return value

@@ -109,10 +109,11 @@ class PromptTokenizer:
                 raise CannotRender(f"the chat template failed: {second}") from first
         key = self.segmenter.encode(text)
         if rendering.assistant_prefix is not None:
-            ids = list(self._tokenizer.encode(rendering.assistant_prefix))
-            if ids and ids[0] == self._tokenizer.bos_token_id:
-                ids = ids[1:]
-            key += encode_tokens(ids)
+            prefix = self.encode_text(rendering.assistant_prefix)
+            bos = self._tokenizer.bos_token_id
+            if bos is not None and prefix.startswith(encode_tokens([bos])):
+                prefix = prefix[TOKEN_BYTES:]
+            key += prefix
         return key
 
     def _render(self, messages: list[Json], tools: list[Json] | None, kwargs: Json) -> str:

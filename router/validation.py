@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 import orjson
 
 from router.exchange import RequestRefused
@@ -195,7 +196,8 @@ def check_ids(value: Any, field: str, vocab_size: int) -> array[int]:
         raise wrong(f"{field}[{index}]", "an integer", value[index])
     try:
         ids = array("q", value)
-        valid = not ids or (min(ids) >= 0 and max(ids) < vocab_size)
+        numbers = np.frombuffer(ids, dtype=np.int64)
+        valid = not ids or (int(numbers.min()) >= 0 and int(numbers.max()) < vocab_size)
     except OverflowError:
         valid = False
     if not valid:

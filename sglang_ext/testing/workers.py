@@ -112,6 +112,8 @@ class StandInWorker:
 
         self.requests: list[tuple[str, Json, dict[str, str]]] = []
         """(path, body, headers) of every generation request."""
+        self.targets: list[str] = []
+        """Path and query of every request, as sent."""
         self.aborted = 0
         """Requests whose client went away before the end."""
         self.finished = 0
@@ -174,6 +176,7 @@ class StandInWorker:
         }
 
         async def handle(request: web.BaseRequest) -> web.StreamResponse:
+            self.targets.append(request.raw_path)
             if request.path == "/v1/tokenize" and not self.has_tokenize:
                 return web.Response(status=404)
             route = routes.get(request.path)

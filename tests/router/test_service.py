@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import time
 
+import aiohttp
 import pytest
 
-from router import RouterConfig
+from router import Router, RouterConfig
 from router.observability import JsonFormatter, TextFormatter
 from sglang_ext.errors import ConfigError
+from sglang_ext.testing.workers import Gate
 
 BODY = {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 1}}
 
@@ -73,6 +77,7 @@ async def test_server_info_tells_of_the_fleet_and_no_secrets(
 ) -> None:
     worker = await start_worker()
     worker.server_info["api_key"] = "hush"
+    worker.server_info["launch_command"] = "serve --api-key hush --admin-api-key=hush --port 1"
     worker.server_info["internal_states"] = [{"admin_api_key": "hush", "world_size": 1}]
     router = await start_router(worker, policy="least-load")
     async with client.get(router.url + path) as answer:
@@ -80,6 +85,7 @@ async def test_server_info_tells_of_the_fleet_and_no_secrets(
     info = json.loads(text)
     assert "hush" not in text
     assert info["internal_states"][0]["world_size"] == 1
+    assert info["launch_command"] == "serve --api-key *** --admin-api-key=*** --port 1"
     assert info["router"]["policy"] == "least-load"
     assert [(w["url"], w["state"]) for w in info["router"]["workers"]] == [(worker.url, "ready")]
 
@@ -211,3 +217,27 @@ def test_a_log_line_is_one_line() -> None:
     assert 'path="/x y" status=200' in line
     entry = json.loads(JsonFormatter().format(record))
     assert (entry["status"], entry["error"]) == (200, 'said "no"\nand left')
+
+
+async def test_paths_and_queries_are_sent_on_as_they_came(start_worker, start_router, client) -> None:
+    from yarl import URL
+
+    worker = await start_worker()
+    router = await start_router(worker)
+    url = URL(router.url + "/v1/models/a%2Fb%20c?x=%26&y=1", encoded=True)
+    async with client.get(url) as answer:
+        assert answer.status == 404
+    assert worker.targets[-1] == "/v1/models/a%2Fb%20c?x=%26&y=1"
+
+
+async def test_stopping_cuts_what_is_running(start_worker, client) -> None:
+    worker = await start_worker()
+    worker.before_head = Gate()
+    async with Router(RouterConfig(worker_urls=(worker.url,), port=0)) as router:
+        request = asyncio.ensure_future(client.post(router.url + "/generate", json=BODY))
+        await worker.before_head.reached()
+        stopping = time.monotonic()
+    assert time.monotonic() - stopping < 5.0
+    with pytest.raises(aiohttp.ClientError):
+        await request
+    await worker.until(lambda: worker.aborted == 1)
