@@ -1,0 +1,101 @@
+"""The router as a program."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+
+import pytest
+
+from router.__main__ import main
+from sglang_ext.testing.servers import free_port
+
+
+def test_a_wrong_flag_ends_it_with_2_and_the_flags_name(capsys) -> None:
+    assert main(["--worker-urls", "http://127.0.0.1:1", "--host", "0.0.0.0"]) == 2
+    error = capsys.readouterr().err
+    assert "--api-key" in error
+    assert "0.0.0.0" in error
+
+
+def test_an_unknown_flag_is_refused_by_name(capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--worker-urls", "http://127.0.0.1:1", "--no-such-flag"])
+    assert caught.value.code == 2
+    assert "--no-such-flag" in capsys.readouterr().err
+
+
+async def python(*arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+    )
+
+
+async def test_importing_it_is_light() -> None:
+    """No torch, no transformers, no SGLang: a router may run where none of them is needed."""
+    process = await python(
+        "-c", "import router, sys; print(*sorted(m.partition('.')[0] for m in sys.modules))"
+    )
+    out, _ = await process.communicate()
+    modules = set(out.decode().split())
+    assert "router" in modules
+    assert not modules & {"torch", "transformers", "sglang", "numba"}
+
+
+async def test_it_serves_until_it_is_told_to_stop(start_worker, client, eventually) -> None:
+    worker = await start_worker()
+    port = free_port()
+    process = await python("-m", "router", "--worker-urls", worker.url, "--port", str(port))
+    try:
+        url = f"http://127.0.0.1:{port}"
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    async with client.get(url + "/health") as answer:
+                        assert answer.status == 200
+                        break
+                except OSError:
+                    await asyncio.sleep(0.05)
+        body = {"text": "Hello", "sampling_params": {"max_new_tokens": 2}}
+        async with client.post(url + "/generate", json=body) as answer:
+            assert answer.status == 200
+            assert answer.headers["x-kv-instance"] == worker.url
+        process.send_signal(signal.SIGTERM)
+        _, errors = await asyncio.wait_for(process.communicate(), 20)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    log = errors.decode()
+    assert process.returncode == 0, log
+    (line,) = [line for line in log.splitlines() if "path=/generate" in line]
+    assert "status=200" in line
+    assert f"instance={worker.url}" in line
+    assert "reason=no-prefix" in line
+    assert "Traceback" not in log
+
+
+async def test_workers_of_two_models_end_it_with_2(start_worker) -> None:
+    one, two = await start_worker(vocab_size=10), await start_worker(vocab_size=20)
+    process = await python("-m", "router", "--worker-urls", one.url, two.url, "--port", "0")
+    _, errors = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 2
+    assert b"vocab_size" in errors
+    assert b"--worker-urls" in errors
+    assert b"Traceback" not in errors
+
+
+async def test_a_port_that_is_taken_is_named(start_worker) -> None:
+    worker = await start_worker()
+    taken = worker.url.rpartition(":")[2]
+    process = await python("-m", "router", "--worker-urls", worker.url, "--port", taken)
+    _, errors = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 2
+    assert b"--port" in errors
+    assert taken.encode() in errors
