@@ -11,6 +11,7 @@ main module first: this one. The import therefore prepares the process, before a
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from importlib.metadata import entry_points
 
@@ -41,6 +42,9 @@ def main(argv: list[str]) -> None:
     require_plugin()
     if runtime.wanted(argv, os.environ):
         runtime.prepare_process(os.environ)
+        reason = runtime.unsupported_host(platform.machine())
+        if reason is not None:
+            raise SystemExit(f"sglang_ext.launch_server: error: {reason}")
 
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins

@@ -6,7 +6,9 @@ own. Each prints one line of JSON.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import pickle
@@ -64,6 +66,16 @@ def refusal(act: Any) -> str:
     return ""
 
 
+def help_text() -> str:
+    """What ``--help`` prints."""
+    from sglang.srt.server_args import prepare_server_args
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        prepare_server_args(["--help"])
+    return printed.getvalue()
+
+
 def taken() -> dict[str, Any]:
     """Everything took: in the process that reads the command line, and after the way to a child."""
     load()
@@ -79,6 +91,7 @@ def taken() -> dict[str, Any]:
     carried = carried_config(pickle.loads(pickle.dumps(given)), {})
     stock = prepare_server_args(["--model-path", "none"])
     return {
+        "help": help_text(),
         "backends": registered_radix_cache_backends(),
         "patches": {patch.name: patch.applied() for patch in PATCHES},
         "carried": carried.values(),
@@ -89,27 +102,20 @@ def taken() -> dict[str, Any]:
 
 
 def broken_hook() -> dict[str, Any]:
-    """SGLang could not apply one hook: the launcher refuses, and the factory in a scheduler too."""
+    """SGLang could not apply one hook: who needs our backend is refused, and nobody else."""
     runtime.prepare_process(os.environ)
     break_hook("_get_new_batch_prefill_raw")
-    load()
+    load(on_cpu_runtime=False)
     from sglang.srt.mem_cache.registry import get_radix_cache_factory
+    from sglang.srt.server_args import prepare_server_args
 
     from sglang_ext.patches import readiness
 
     factory = get_radix_cache_factory("global")
-    return {"launcher": refusal(readiness.require), "scheduler": refusal(lambda: factory(object()))}
-
-
-def broken_hook_of_stock_launcher() -> dict[str, Any]:
-    """The same without our launcher: only who chooses our backend is refused."""
-    runtime.prepare_process(os.environ)
-    break_hook("_get_new_batch_prefill_raw")
-    load(on_cpu_runtime=False)
-    from sglang.srt.server_args import prepare_server_args
-
     return {
-        "global": refusal(lambda: prepare_server_args(GLOBAL)),
+        "launcher": refusal(readiness.require),
+        "scheduler": refusal(lambda: factory(object())),
+        "command line": refusal(lambda: prepare_server_args(GLOBAL)),
         "stock": refusal(lambda: prepare_server_args(["--model-path", "none"])),
     }
 

@@ -46,20 +46,17 @@ def test_every_hook_takes_and_flags_reach_the_scheduler() -> None:
     assert found["carried"]["dram_size"] == 3_000_000
     assert found["device"] == "cpu"
     assert not found["stock has ours"]
+    ours = found["help"][found["help"].index("\nsglang_ext:") :]
+    assert all(flag.name in ours for flag in flags())
     assert found["stock backend"] is None
 
 
-def test_a_hook_that_sglang_could_not_apply_stops_the_start() -> None:
+def test_a_hook_that_sglang_could_not_apply_stops_the_start_of_our_backend_only() -> None:
     found = scenario("broken_hook")
-    for refusal in (found["launcher"], found["scheduler"]):
-        assert "NotReadyError" in refusal
-        assert "'scheduler_calls' did not take" in refusal
-        assert "Scheduler._get_new_batch_prefill_raw" in refusal
-
-
-def test_under_sglangs_launcher_only_our_backend_is_refused() -> None:
-    found = scenario("broken_hook_of_stock_launcher")
-    assert "'scheduler_calls' did not take" in found["global"]
+    for who in ("launcher", "scheduler", "command line"):
+        assert "NotReadyError" in found[who], who
+        assert "'scheduler_calls' did not take" in found[who], who
+        assert "Scheduler._get_new_batch_prefill_raw" in found[who], who
     assert found["stock"] == ""
 
 
@@ -81,13 +78,6 @@ def test_a_cpu_patch_that_does_not_fit_ends_the_process_with_its_name() -> None:
 
 def test_an_excluded_plugin_leaves_the_backend_unknown() -> None:
     assert "global" not in scenario("excluded")["backends"]
-
-
-def test_help_of_the_launcher_has_our_group() -> None:
-    done = run("-m", "sglang_ext.launch_server", "--help")
-    assert done.returncode == 0, done.stderr
-    ours = done.stdout[done.stdout.index("\nsglang_ext:") :]
-    assert all(flag.name in ours for flag in flags())
 
 
 def test_the_launcher_says_what_is_wrong_in_one_line() -> None:

@@ -52,6 +52,16 @@ def active(environment: Mapping[str, str]) -> bool:
     return environment.get(ACTIVE) == "1"
 
 
+def unsupported_host(machine: str) -> str | None:
+    """Why a CPU of this kind (``platform.machine()``) cannot serve, with the way out; None when it can.
+
+    On Arm, SGLang calls operators of ``sgl_kernel`` that the stand-in does not have.
+    """
+    if machine.lower() in ("x86_64", "amd64") or not sgl_kernel_stand_in.in_use():
+        return None
+    return f"the CPU runtime serves x86-64 hosts, not {machine}; install a CPU build of sgl_kernel for it"
+
+
 def prepare_process(environment: MutableMapping[str, str]) -> None:
     """Make SGLang importable on a CPU in this process, and in its children through their environment.
 

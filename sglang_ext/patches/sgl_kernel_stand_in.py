@@ -93,6 +93,11 @@ def apply() -> None:
     sys.modules[MODULE] = module
 
 
+def in_use() -> bool:
+    """Whether this process uses the stand-in, and not a real ``sgl_kernel``."""
+    return isinstance(sys.modules.get(MODULE), _StandIn)
+
+
 def applied() -> bool:
     """Whether this process has an ``sgl_kernel``, ours or a real one."""
     return MODULE in sys.modules

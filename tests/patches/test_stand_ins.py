@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -78,6 +79,14 @@ def test_the_cpu_runtime_is_for_servers_on_a_cpu(
     argv: list[str], environment: dict[str, str], wanted: bool
 ) -> None:
     assert runtime.wanted(argv, environment) is wanted
+
+
+def test_a_host_that_sglang_serves_with_operators_only_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sgl_kernel_stand_in.in_use()
+    assert runtime.unsupported_host("x86_64") is None
+    assert "not aarch64; install a CPU build of sgl_kernel" in str(runtime.unsupported_host("aarch64"))
+    monkeypatch.setitem(sys.modules, "sgl_kernel", ModuleType("sgl_kernel"))
+    assert runtime.unsupported_host("aarch64") is None
 
 
 def test_what_the_user_has_set_stays() -> None:
