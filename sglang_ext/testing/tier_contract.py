@@ -192,7 +192,7 @@ class TierContract(abc.ABC):
         keys = prefix_keys(1, 4)
         put_all(tier, NAMESPACE, keys)
         size = max(tier.layout.layer_bytes(i) for i in range(tier.layout.n_layers))
-        memory = BlockMemory.of_staging(tier.layout, np.zeros(4 * size, dtype=np.uint8))
+        memory = BlockMemory.of_staging(tier.layout, np.zeros(4 * size, dtype=np.uint8), 4)
         get = tier.prepare_get(NAMESPACE, keys)
         offsets = tier.layout.layer_offsets
         for layer in (2, 0, 1):

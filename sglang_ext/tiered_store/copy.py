@@ -110,6 +110,46 @@ class PoolCopier:
         count = _kernels().find_runs(slot_array, block_array, tokens, runs)
         return CopyPlan(runs[:count].copy(), block_array.size)
 
+    def plan_staging(self, slots: Int64s | Sequence[int]) -> CopyPlan:
+        """As `plan`, for blocks that lie densely in a staging buffer, one after the other from its start.
+
+        Raises:
+            ValueError: not a whole number of blocks, or a slot is out of range.
+        """
+        slot_array = np.ascontiguousarray(slots, dtype=np.int64)
+        tokens = self._layout.block_tokens
+        if slot_array.ndim != 1 or slot_array.size % tokens:
+            raise ValueError(f"{slot_array.shape} slots are not whole blocks of {tokens} tokens")
+        _check_range("slot", slot_array, self.geometry.slots)
+        blocks = np.arange(slot_array.size // tokens)
+        runs = np.empty((slot_array.size, 3), dtype=np.int64)
+        count = _kernels().find_runs(slot_array, blocks, tokens, runs)
+        return CopyPlan(runs[:count].copy(), blocks.size)
+
+    def scatter_staging(self, plan: CopyPlan, layer: int, rows: Bytes) -> int:
+        """Copy one layer from a staging buffer into the pool, for loads that pass by the arena.
+
+        Args:
+            plan: from `plan_staging`.
+            rows: uint8, shape (at least the plan's blocks, layer bytes), contiguous.
+
+        Returns the bytes copied. Raises ValueError when `rows` is something else.
+        """
+        layout = self._layout
+        if not 0 <= layer < layout.n_layers:
+            raise ValueError(f"layer {layer} is outside of [0, {layout.n_layers})")
+        size = layout.layer_bytes(layer)
+        fits = rows.ndim == 2 and rows.shape[0] >= plan.blocks and rows.shape[1] == size
+        if not fits or rows.dtype != np.uint8 or not rows.flags.c_contiguous:
+            raise ValueError(f"staging rows {rows.shape} do not hold {plan.blocks} blocks of {size} bytes")
+        first, last = layout.first_plane[layer], layout.first_plane[layer + 1]
+        planes = self._planes.copy()
+        planes[:, 3] -= layout.layer_offsets[layer]
+        _kernels().move_planes(
+            planes, first, last, rows.ctypes.data, size, plan.runs, layout.block_tokens, False
+        )
+        return plan.tokens * sum(layout.row_bytes[first:last])
+
     def gather(self, plan: CopyPlan, layer: int, stop: int | None = None) -> int:
         """Copy local layers [layer, stop) from the pool into the arena; `stop` is layer + 1 unless given.
 

@@ -101,15 +101,16 @@ class BlockMemory:
         return BlockMemory(layout, [blocks[:, offsets[i] : offsets[i + 1]] for i in range(layout.n_layers)])
 
     @staticmethod
-    def of_staging(layout: BlockLayout, buffer: npt.NDArray[np.uint8]) -> BlockMemory:
+    def of_staging(layout: BlockLayout, buffer: npt.NDArray[np.uint8], blocks: int) -> BlockMemory:
         """One flat buffer that holds a single layer of some blocks at a time, densely: for loads past DRAM.
 
         The ids of every layer start at 0 and share the bytes: bring in one layer, use it, bring in the next.
+        A layer for which the buffer is too small has fewer rows.
         """
         layers = []
         for index in range(layout.n_layers):
             size = layout.layer_bytes(index)
-            rows = buffer.size // size
+            rows = min(blocks, buffer.size // size)
             layers.append(buffer[: rows * size].reshape(rows, size))
         return BlockMemory(layout, layers)
 

@@ -110,6 +110,33 @@ def test_one_layer_touches_no_other() -> None:
         assert not arena.blocks[[1, 3]].any()
 
 
+def test_layers_are_scattered_from_a_staging_buffer() -> None:
+    pool = Pool(3, 64, 24, 4, 8, seed=6)
+    layout = pool.geometry.layout
+    slots = np.random.default_rng(0).permutation(SLOTS)[:20]
+    with DramArena(layout, 8 * (layout.block_bytes + 8) + 8) as arena:
+        copier = PoolCopier(pool.geometry, arena)
+        copier.gather(copier.plan(slots, np.arange(5)), 0, 3)
+        before = [plane.copy() for plane in pool.planes]
+        for plane, row in zip(pool.planes, pool.rows, strict=True):
+            plane[slots, :row] = 0
+        plan = copier.plan_staging(slots)
+        for layer in (2, 0, 1):
+            rows = np.ascontiguousarray(arena.layer(layer)[:6])
+            assert copier.scatter_staging(plan, layer, rows) == 20 * sum(layout.layers[layer])
+        for plane, old in zip(pool.planes, before, strict=True):
+            np.testing.assert_array_equal(plane, old)
+        for bad in (rows[:4], rows[:, :8], rows.astype(np.int8), rows[::2]):
+            with pytest.raises(ValueError, match="staging rows"):
+                copier.scatter_staging(plan, 1, bad)
+        with pytest.raises(ValueError, match="whole blocks"):
+            copier.plan_staging(slots[:3])
+        with pytest.raises(ValueError, match="outside"):
+            copier.plan_staging([SLOTS, 1, 2, 3])
+        with pytest.raises(ValueError, match="layer 3"):
+            copier.scatter_staging(plan, 3, rows)
+
+
 def test_split_plans_together_move_everything() -> None:
     pool = Pool(2, 64, 64, 4, 0, seed=3)
     layout = pool.geometry.layout
