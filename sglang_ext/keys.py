@@ -64,22 +64,25 @@ class Namespace:
         return h.digest()
 
 
-def encode_tokens(tokens: TokenIds | bytes) -> bytes:
+def encode_tokens(tokens: TokenIds | bytes, count: int | None = None) -> bytes:
     """Encode token ids as little-endian int32, the form in which prompts are compared.
 
     Args:
         tokens: of any integer type; bytes are taken to be encoded already and returned as they are.
+        count: encode the first so many only; for an array of int64 that spares a copy.
 
     Raises:
         ValueError: a token id does not fit into 31 bits, or is not an integer.
     """
     if isinstance(tokens, bytes):
-        return tokens
-    if len(tokens) == 0:
+        return tokens if count is None else tokens[: count * TOKEN_BYTES]
+    if len(tokens) == 0 or count == 0:
         return b""
     if isinstance(tokens, array) and tokens.typecode == "q":
-        wide = np.frombuffer(tokens, _UNSIGNED)
+        wide = np.frombuffer(tokens, _UNSIGNED, -1 if count is None else min(count, len(tokens)))
     else:
+        if count is not None:
+            tokens = tokens[:count]
         wide = _as_integers(tokens).astype(np.int64, copy=False).view(_UNSIGNED)
     # Read as unsigned, a negative id is a huge one, so that one pass finds both ends of the range.
     if np.maximum.reduce(wide) > MAX_TOKEN:

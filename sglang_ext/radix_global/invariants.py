@@ -90,11 +90,15 @@ def _node_violations(block_bytes: int, parent: Node, first: bytes, node: Node) -
             yield f"{node!r} has an address of {len(address)} entries for {holder!r}"
         if node.can_go(holder) and holder not in node.queued:
             yield f"{node!r} is not queued for eviction from {holder!r}"
-    for holder, locks in node.locks.items():
+    below: Counter[Holder] = Counter()
+    for child in node.children.values():
+        below.update(child.locks)
+    for holder in node.locks.keys() | below.keys():
+        locks = node.locks.get(holder, 0)
+        if locks < below[holder]:
+            yield f"{node!r} is locked less often for {holder!r} than its children"
         if locks < 1:
             yield f"{node!r} has a lock count of {locks} for {holder!r}"
-        if locks < sum(child.locks.get(holder, 0) for child in node.children.values()):
-            yield f"{node!r} is locked less often for {holder!r} than its children"
 
 
 def _queue_violations(holder: Holder, queue: EvictionQueue, believing: Mapping[int, Node]) -> Iterator[str]:

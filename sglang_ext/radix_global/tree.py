@@ -151,6 +151,7 @@ class RadixTree:
             if child is None:
                 child = Node(node, key[position:end], total - done, namespace)
                 node.children[first] = child
+                child.priority = priority
                 self.node_count += 1
             elif not key.startswith(child.key, position):
                 child = self._split(child, common_blocks(child.key, key, position, step))

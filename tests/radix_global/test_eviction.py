@@ -1,0 +1,194 @@
+"""What goes first, and the queue that finds it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from sglang_ext.keys import Tier, encode_tokens
+from sglang_ext.radix_global import POLICIES, Holder, Node, RadixTree, policy_by_name
+from sglang_ext.radix_global.eviction import EvictionQueue, lru
+
+HBM = Holder.of("a", 1, Tier.HBM)
+DRAM = Holder.of("a", 1, Tier.DRAM)
+
+
+def make_tree(policy: str = "lru") -> RadixTree:
+    clock = itertools.count(1)
+    return RadixTree(2, policy=policy_by_name(policy), clock=lambda: float(next(clock)))
+
+
+def key(text: str) -> bytes:
+    """A prompt of blocks of two tokens, each block a letter."""
+    return encode_tokens([ord(letter) for letter in text for _ in range(2)])
+
+
+def insert(tree: RadixTree, *prompts: str, holder: Holder = HBM, priority: int = 0) -> None:
+    for prompt in prompts:
+        tree.insert("n", key(prompt), holder, list(prompt), priority=priority)
+
+
+def evicted(tree: RadixTree, blocks: int, holder: Holder = HBM, **options: Any) -> list[str]:
+    return ["".join(gone.address) for gone in tree.evict(holder, blocks, **options)]
+
+
+def test_the_least_recently_used_end_goes_first() -> None:
+    tree = make_tree()
+    insert(tree, "ab", "cd", "ef")
+    tree.match("n", key("ab"))
+    assert evicted(tree, 6) == ["cd", "ef", "ab"]
+
+
+def test_a_prefix_goes_after_what_continues_it() -> None:
+    tree = make_tree()
+    insert(tree, "a", "ab", "abc", "x")
+    assert evicted(tree, 9) == ["c", "b", "a", "x"]
+
+
+def test_exactly_what_is_asked_for_goes_from_the_end() -> None:
+    tree = make_tree()
+    insert(tree, "abcdef", "xy")
+    assert evicted(tree, 1) == ["f"]
+    assert evicted(tree, 2) == ["de"]
+    assert tree.match("n", key("abcdef")).blocks == 3
+    assert evicted(tree, 4) == ["xy", "bc"], "the match has made the rest the newest"
+    assert (tree.blocks_of(HBM), evicted(tree, 0), evicted(tree, -1)) == (1, [], [])
+    tree.check()
+
+
+def test_used_again_means_protected_in_slru() -> None:
+    tree = make_tree("slru")
+    insert(tree, "a", "b", "c")
+    tree.touch("n", key("a"))
+    insert(tree, "d")
+    tree.match("n", key("b"))
+    assert evicted(tree, 9) == ["c", "d", "b", "a"], "a match alone is not a use"
+
+
+def test_a_scan_cannot_push_out_what_is_shared_in_slru() -> None:
+    tree = make_tree("slru")
+    insert(tree, "s", "s")
+    for number in range(50):
+        insert(tree, chr(1000 + number))
+        if tree.blocks_of(HBM) > 5:
+            evicted(tree, 1)
+    assert tree.match("n", key("s")).blocks == 1
+
+
+def test_low_priority_goes_first() -> None:
+    tree = make_tree("priority")
+    insert(tree, "a", priority=5)
+    insert(tree, "b", priority=-1)
+    insert(tree, "c")
+    insert(tree, "b", priority=-2)
+    insert(tree, "c", priority=7)
+    assert evicted(tree, 9) == ["b", "a", "c"]
+
+
+def test_only_what_is_allowed_goes() -> None:
+    tree = make_tree()
+    insert(tree, "ab", "cd", "ef", "gh")
+    insert(tree, "cd", "gh", holder=DRAM)
+    copied = {"only": lambda node: DRAM in node.placements}
+    assert evicted(tree, 3, **copied) == ["cd", "h"]
+    assert evicted(tree, 9, **copied) == ["g"]
+    assert evicted(tree, 9, **copied) == []
+    assert evicted(tree, 9) == ["ab", "ef"]
+    assert tree.blocks_of(DRAM) == 4
+    tree.check()
+
+
+@pytest.mark.parametrize(("look_past", "gone"), [(0, []), (1, []), (2, ["e"]), (64, ["e"])])
+def test_looking_past_what_is_not_allowed_is_bounded(look_past: int, gone: list[str]) -> None:
+    tree = make_tree()
+    insert(tree, "a", "b", "e")
+    insert(tree, "e", holder=DRAM)
+    asked: list[Node] = []
+
+    def copied(node: Node) -> bool:
+        asked.append(node)
+        return DRAM in node.placements
+
+    assert evicted(tree, 1, only=copied, look_past=look_past) == gone
+    assert len(asked) <= look_past + 1
+    tree.check()
+    tree.touch("n", key("a"))
+    assert evicted(tree, 1) == ["b"], "what was passed over keeps its place"
+
+
+def test_policies_are_found_by_name() -> None:
+    assert {name: policy_by_name(name) for name in POLICIES} == POLICIES
+    with pytest.raises(ValueError, match="unknown eviction policy 'fifo'; choose one of lru, slru, priority"):
+        policy_by_name("fifo")
+
+
+# -- the queue alone --------------------------------------------------------------------------------
+
+
+def node_at(time: float) -> Node:
+    node = Node(Node(None, b"", 0), b"", 1)
+    node.placements[HBM] = None
+    node.last_access = time
+    return node
+
+
+def test_a_key_that_grew_is_looked_at_again() -> None:
+    queue = EvictionQueue(HBM, lru)
+    first, second = node_at(1), node_at(2)
+    for node in (first, second):
+        queue.offer(node, 2)
+    first.last_access = 3
+    assert [queue.take(), queue.take(), queue.take()] == [second, first, None]
+    assert first.queued == second.queued == set()
+
+
+def test_offering_twice_is_offering_once() -> None:
+    queue = EvictionQueue(HBM, lru)
+    node = node_at(1)
+    queue.offer(node, 1)
+    queue.offer(node, 1)
+    assert (len(queue), queue.take(), queue.take()) == (1, node, None)
+
+
+def test_what_cannot_go_leaves_the_queue_until_it_is_offered_again() -> None:
+    queue = EvictionQueue(HBM, lru)
+    node = node_at(1)
+    node.locks[HBM] = 1
+    queue.offer(node, 1)
+    assert queue.take() is None
+    assert (len(queue), node.queued) == (0, set())
+    del node.locks[HBM]
+    queue.offer(node, 1)
+    assert queue.take() is node
+
+
+def test_entries_of_nodes_that_are_gone_are_swept_out() -> None:
+    queue = EvictionQueue(HBM, lru)
+    nodes = [node_at(number) for number in range(1_000)]
+    for held, node in enumerate(nodes, start=1):
+        queue.offer(node, held)
+    for node in nodes[10:]:
+        del node.placements[HBM]
+    newest = node_at(0.5)
+    queue.offer(newest, 11)
+    assert len(queue) == 11
+    assert all(HBM not in node.queued for node in nodes[10:])
+    assert [queue.take() for _ in range(12)] == [nodes[0], newest, *nodes[1:10], None]
+
+
+def test_equal_keys_go_in_the_order_of_their_offers() -> None:
+    queue = EvictionQueue(HBM, lru)
+    nodes = [node_at(1) for _ in range(5)]
+    for node in nodes:
+        queue.offer(node, 5)
+    assert [queue.take() for _ in range(5)] == nodes
+
+
+def test_clearing_forgets_every_mark() -> None:
+    queue = EvictionQueue(HBM, lru)
+    node = node_at(1)
+    queue.offer(node, 1)
+    queue.clear()
+    assert (len(queue), node.queued) == (0, set())

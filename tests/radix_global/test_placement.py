@@ -1,0 +1,42 @@
+"""Holders: one object per place."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+
+from sglang_ext.keys import Tier
+from sglang_ext.radix_global import Holder
+
+
+def test_the_same_facts_are_the_same_object() -> None:
+    holder = Holder.of("a", 0x2A, Tier.DRAM)
+    assert Holder.of("a", 0x2A, Tier.DRAM) is holder
+    assert copy.deepcopy(holder) is holder
+    others = [Holder.of("b", 0x2A, Tier.DRAM), Holder.of("a", 1, Tier.DRAM), Holder.of("a", 0x2A, Tier.HBM)]
+    assert holder not in others
+    assert repr(holder) == "a/2a/DRAM"
+
+
+def test_a_number_is_as_good_as_a_tier() -> None:
+    holder = Holder.of("numbered", 1, 2)  # type: ignore[arg-type]
+    assert holder.tier is Tier.DISK
+    assert holder is Holder.of("numbered", 1, Tier.DISK)
+    with pytest.raises(ValueError, match="9"):
+        Holder.of("numbered", 1, 9)  # type: ignore[arg-type]
+
+
+def test_a_holder_nobody_refers_to_is_forgotten() -> None:
+    before = len(Holder._interned)
+    holder = Holder.of("short-lived", 1, Tier.HBM)
+    assert len(Holder._interned) == before + 1
+    del holder
+    gc.collect()
+    assert len(Holder._interned) == before
+
+
+def test_holders_are_not_made_by_hand() -> None:
+    with pytest.raises(TypeError, match=r"Holder\.of"):
+        Holder()
