@@ -127,22 +127,24 @@ class GlobalRadixCache(BasePrefixCache):  # type: ignore[misc]
         namespace = self._namespace_of_key(params.key)
         if params.req is not None:
             setattr(params.req, _NAMESPACE, namespace)
-        _, path, _ = self.tree.match(namespace, _encode(params.key))
+        node, path, _ = self.tree.match(namespace, _encode(params.key))
         hbm = self._hbm
-        parts: list[Any] = []
-        device_node = self.tree.root
-        for node in path:
-            slots = node.placements.get(hbm)
-            if slots is None:
-                break
-            parts.append(slots)
-            device_node = node
+        if hbm in node.placements:
+            # Who has the last node has all before it: the usual case, and the one that has to be fast.
+            return MatchResult(self._slots.join([n.placements[hbm] for n in path]), node, node, node)
+        return self._match_beyond_hbm(path)
+
+    def _match_beyond_hbm(self, path: list[Node]) -> MatchResult:
+        """The result for a path that HBM holds a beginning of, or nothing."""
+        hbm = self._hbm
+        in_hbm = [node.placements[hbm] for node in path if hbm in node.placements]
+        device_node = path[len(in_hbm) - 1] if in_hbm else self.tree.root
         best = path[-1] if path else device_node
-        dram_tokens = sum(node.blocks for node in path[len(parts) :]) * self.block_size
-        if dram_tokens and dram_tokens < self._load_min_tokens:
+        dram_tokens = sum(node.blocks for node in path[len(in_hbm) :]) * self.block_size
+        if dram_tokens < self._load_min_tokens:
             best, dram_tokens = device_node, 0
         return MatchResult(
-            device_indices=self._slots.join(parts) if parts else self._nothing,
+            device_indices=self._slots.join(in_hbm) if in_hbm else self._nothing,
             last_device_node=device_node,
             last_host_node=best,
             best_match_node=best,
@@ -393,4 +395,4 @@ def _is_private(req: Req) -> bool:
 
 
 def _encode(key: RadixKey) -> bytes:
-    return encode_tokens(key.raw_token_ids())
+    return encode_tokens(key.token_ids, key.limit)
