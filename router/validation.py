@@ -168,8 +168,8 @@ def check_strings(source: Json, name: str, prefix: str = "") -> None:
 def check_sampling(source: Json, limits: Limits, prefix: str = "") -> None:
     """Check the types of sampling parameters, and what would bring a stock scheduler down.
 
-    SGLang checks ranges itself. Of ids it does not check ``stop_token_ids``, which index the logits as
-    soon as ``min_new_tokens`` (``min_tokens``) is set.
+    SGLang checks most ranges itself. It does not check ``stop_token_ids``, which index the logits as soon
+    as ``min_new_tokens`` (``min_tokens``) is set, and are harmless otherwise.
     """
     for name in (
         "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
@@ -184,11 +184,12 @@ def check_sampling(source: Json, limits: Limits, prefix: str = "") -> None:
     check_strings(source, "stop", prefix)
     check_strings(source, "stop_regex", prefix)
     if (stops := source.get("stop_token_ids")) is not None:
-        check_ids(stops, prefix + "stop_token_ids", limits.vocab_size)
+        least_length = source.get("min_new_tokens") or source.get("min_tokens")
+        check_ids(stops, prefix + "stop_token_ids", limits.vocab_size if least_length else None)
 
 
-def check_ids(value: Any, field: str, vocab_size: int) -> array[int]:
-    """Token ids of the model's vocabulary, as an array of 64-bit integers; may be empty."""
+def check_ids(value: Any, field: str, vocab_size: int | None) -> array[int]:
+    """Token ids as an array of 64-bit integers; may be empty. Without ``vocab_size`` any integers will do."""
     if type(value) is not list:
         raise wrong(field, "an array of token ids", value)
     if not set(map(type, value)) <= {int}:
@@ -196,12 +197,15 @@ def check_ids(value: Any, field: str, vocab_size: int) -> array[int]:
         raise wrong(f"{field}[{index}]", "an integer", value[index])
     try:
         ids = array("q", value)
-        numbers = np.frombuffer(ids, dtype=np.int64)
-        valid = not ids or (int(numbers.min()) >= 0 and int(numbers.max()) < vocab_size)
     except OverflowError:
-        valid = False
-    if not valid:
-        index = next(i for i, item in enumerate(value) if not 0 <= item < vocab_size)
+        raise RequestRefused(
+            f"{field} has an integer of more than 64 bits", param=field, code="out_of_range"
+        ) from None
+    if vocab_size is None or not ids:
+        return ids
+    numbers = np.frombuffer(ids, dtype=np.int64)
+    if int(numbers.min()) < 0 or int(numbers.max()) >= vocab_size:
+        index = int(np.flatnonzero((numbers < 0) | (numbers >= vocab_size))[0])
         raise RequestRefused(
             f"{field}[{index}] is {value[index]}, which is not a token id: the vocabulary of this model "
             f"has {vocab_size} entries, 0 to {vocab_size - 1}",
