@@ -27,8 +27,8 @@ from sglang_ext.testing.models import model_path
 HBM_TOKENS = (16_384, 1_536)
 """KV slots of the two servers: one holds all of its conversations, the other hardly more than one."""
 ENGINE = ("--device", "cpu", "--dtype", "float32")
-"""Float32 because SGLang would make float16 of it, which is slower on a CPU, and in which the order of sums can
-decide between two tokens that are almost equally likely."""
+"""Float32 because SGLang would make float16 of it, which is slower on a CPU, and in which the order of sums
+can decide between two tokens that are almost equally likely."""
 DRAM_SIZE = "256MB"
 ANSWER_TOKENS = 24
 CACHE_THRESHOLD = 0.7
