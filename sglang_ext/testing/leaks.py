@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -31,10 +31,10 @@ IGNORED_SEGMENTS = ("sglang_loads_",)
 
 @dataclass(frozen=True)
 class Thread:
-    """A Python thread; its name is for the reader, its object is what it is told apart by."""
+    """A Python thread. Its name may change; its identifier may be given to another one after its end."""
 
-    ident: int
-    name: str
+    thread: threading.Thread
+    name: str = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Process:
 
     pid: int
     started: int
-    command: str
+    command: str = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Resources:
     def take(cls) -> Resources:
         """A picture of now. Python's resource tracker, which lives as long as the process, is left out."""
         return cls(
-            frozenset(Thread(t.ident or 0, t.name) for t in threading.enumerate()),
+            frozenset(Thread(t, t.name) for t in threading.enumerate()),
             frozenset(_processes()),
             frozenset(_files()),
             frozenset(_shared_memory()),
@@ -80,9 +80,6 @@ class Resources:
 
     def __or__(self, other: Resources) -> Resources:
         return Resources(*(getattr(self, f.name) | getattr(other, f.name) for f in fields(self)))
-
-    def __and__(self, other: Resources) -> Resources:
-        return Resources(*(getattr(self, f.name) & getattr(other, f.name) for f in fields(self)))
 
     def __bool__(self) -> bool:
         return any(getattr(self, f.name) for f in fields(self))
@@ -103,6 +100,14 @@ def _names(folder: Path) -> list[str]:
     return []
 
 
+def descendants(pid: int) -> list[int]:
+    """Ids of every process below `pid`, parents first. Those that end meanwhile may be missing."""
+    found = _children(pid)
+    for below in found:
+        found += _children(below)
+    return found
+
+
 def _children(pid: int) -> list[int]:
     found: list[int] = []
     with suppress(OSError):
@@ -114,9 +119,7 @@ def _children(pid: int) -> list[int]:
 
 def _processes() -> Iterator[Process]:
     tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
-    pending = _children(os.getpid())
-    while pending:
-        pid = pending.pop()
+    for pid in descendants(os.getpid()):
         if pid == tracker:
             continue
         with suppress(OSError):
@@ -124,7 +127,6 @@ def _processes() -> Iterator[Process]:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             state = " (ended, not waited for)" if stat[0] == b"Z" else ""
             yield Process(pid, int(stat[19]), command.strip()[:200] + state)
-            pending += _children(pid)
 
 
 def _files() -> Iterator[OpenFile]:
@@ -160,13 +162,17 @@ def _without_others(resources: Resources) -> Resources:
 
 
 def _holds(pid: int, path: Path) -> bool:
-    with suppress(OSError), open(f"/proc/{pid}/maps", errors="replace") as maps:
-        if str(path) in maps.read():
-            return True
+    """Whether a process has the file open or mapped, by whatever name: a semaphore is made under another."""
     with suppress(OSError):
+        file = path.stat()
+        device = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}"
+        with open(f"/proc/{pid}/maps", errors="replace") as maps:
+            if f" {device} {file.st_ino} " in maps.read():
+                return True
         for descriptor in os.listdir(f"/proc/{pid}/fd"):
             with suppress(OSError):
-                if os.readlink(f"/proc/{pid}/fd/{descriptor}").startswith(str(path)):
+                opened = os.stat(f"/proc/{pid}/fd/{descriptor}")
+                if (opened.st_dev, opened.st_ino) == (file.st_dev, file.st_ino):
                     return True
     return False
 
@@ -212,15 +218,16 @@ class LeakGuard:
         Raises:
             LeakError: some of it is still there.
         """
-        self._compare(lambda: _without_others((Resources.take() - self._first) & self._adopted), seconds)
+
+        def left_behind() -> Resources:
+            now = Resources.take() - self._first
+            return _without_others(now - (now - self._adopted))
+
+        self._compare(left_behind, seconds)
 
     def _adopted_and_below(self) -> Resources:
         """What was adopted, and the processes that adopted processes have started since."""
-        below: set[int] = set()
-        pending = [p.pid for p in self._adopted.processes]
-        while pending:
-            below.update(found := _children(pending.pop()))
-            pending += found
+        below = {pid for process in self._adopted.processes for pid in descendants(process.pid)}
         started = frozenset(p for p in _processes() if p.pid in below)
         return self._adopted | Resources(processes=started)
 

@@ -6,6 +6,7 @@ the processes it started end with it.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -16,14 +17,18 @@ import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 
+from sglang_ext.cluster.host import Ports
+from sglang_ext.cluster.plan import LOOPBACK
 from sglang_ext.cluster.process import GUARD, how_it_ended, tail
 from sglang_ext.testing.compare import Answer
+from sglang_ext.testing.leaks import SHARED_MEMORY, descendants
 from sglang_ext.testing.models import DType, model_path
 
 START_SECONDS = 240.0
@@ -37,6 +42,10 @@ T = TypeVar("T")
 
 class ServerStartError(RuntimeError):
     """The server did not come up; the message has the end of its log."""
+
+
+class ServerDiedError(RuntimeError):
+    """A server that should run does not; the message has the end of its log."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ class ServerSpec:
         return [
             *(sys.executable, "-m", "sglang_ext.launch_server"),
             *("--model-path", str(model_path(self.model, self.dtype)), "--dtype", self.dtype),
-            *("--host", "127.0.0.1", "--port", str(port), *self.flags),
+            *("--host", LOOPBACK, "--port", str(port), *self.flags),
         ]
 
 
@@ -80,7 +89,7 @@ def wait_until(condition: Callable[[], T], *, seconds: float, what: str) -> T:
 def free_port() -> int:
     """A port on loopback that nobody listens on now."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 
@@ -90,10 +99,12 @@ class ServerProcess:
     def __init__(self, spec: ServerSpec) -> None:
         self.spec = spec
         self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{LOOPBACK}:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
         self._watch: int | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._ids: set[int] = set()
+        """Ids that the server's processes have had."""
         self._client = httpx.Client(
             base_url=self.url,
             timeout=REQUEST_SECONDS,
@@ -117,7 +128,24 @@ class ServerProcess:
         Raises:
             ServerStartError: it ended, or did not serve in time.
         """
-        self._folder = tempfile.TemporaryDirectory(prefix="sglang-ext-test-")
+        try:
+            # Held until it is listened on, so that nobody else is given it while the server starts.
+            with Ports() as ports:
+                ports.take(LOOPBACK, self.port, "--port")
+                self._launch()
+                wait_until(self._serves, seconds=START_SECONDS, what=f"start of {self.spec}")
+            self._ids.update(descendants(self.pid))
+        except (RuntimeError, TimeoutError) as error:
+            text = "\n".join(tail(self.log))
+            self.stop()
+            raise ServerStartError(f"{error}\n{text}") from None
+        except BaseException:
+            self.stop()
+            raise
+
+    def _launch(self) -> None:
+        # Short: paths of Unix sockets below it have to fit in 107 bytes.
+        self._folder = tempfile.TemporaryDirectory(prefix="server-")
         watch, self._watch = os.pipe()
         try:
             with self.log.open("wb") as log:
@@ -127,7 +155,8 @@ class ServerProcess:
                         *self.spec.command(self.port),
                     ],
                     cwd=self._folder.name,
-                    env={**os.environ, **self.spec.environment},
+                    # SGLang leaves the files of its Unix sockets behind: they go with the folder.
+                    env={**os.environ, "TMPDIR": self._folder.name, **self.spec.environment},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -136,12 +165,6 @@ class ServerProcess:
                 )
         finally:
             os.close(watch)
-        try:
-            wait_until(self._serves, seconds=START_SECONDS, what=f"start of {self.spec}")
-        except (RuntimeError, TimeoutError) as error:
-            text = "\n".join(tail(self.log))
-            self.stop()
-            raise ServerStartError(f"{error}\n{text}") from None
 
     def _serves(self) -> bool:
         assert self._process is not None
@@ -156,6 +179,7 @@ class ServerProcess:
     def stop(self) -> None:
         """End it and everything it started."""
         self._client.close()
+        segments = self._segments()
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             try:
@@ -166,9 +190,24 @@ class ServerProcess:
         if self._watch is not None:
             os.close(self._watch)
             self._watch = None
+        for segment in segments:
+            segment.unlink(missing_ok=True)
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+
+    def _segments(self) -> list[Path]:
+        """Shared memory that SGLang leaves behind: it ends its processes by SIGKILL.
+
+        Its names hold the id of the process, or the name of one of the socket files.
+        """
+        if self._process is None or self._folder is None:
+            return []
+        self._ids.update(descendants(self.pid))
+        ids = "|".join(map(str, self._ids)) or "-"
+        sockets = "|".join(map(re.escape, os.listdir(self._folder.name)))
+        ours = re.compile(rf"sgl_shm_.*_({ids})_[0-9a-f]+|sglang_loads_({sockets})_[0-9a-f]+\.shm")
+        return [SHARED_MEMORY / name for name in os.listdir(SHARED_MEMORY) if ours.fullmatch(name)]
 
     @property
     def running(self) -> bool:
@@ -195,15 +234,39 @@ class ServerProcess:
         """GET; the answer's JSON, or its text. Raises on any status that is not 2xx."""
         return _content(self._client.get(path))
 
-    def generate(self, prompt: Sequence[int], *, max_new_tokens: int, **fields: Any) -> Answer:
-        """The greedy answer to token ids, with log probabilities and what was reused."""
+    def generate(
+        self, prompt: Sequence[int], *, max_new_tokens: int, stream: bool = False, **fields: Any
+    ) -> Answer:
+        """The greedy answer to token ids, with log probabilities and what was reused.
+
+        Args:
+            prompt: token ids.
+            max_new_tokens: exact length of the answer.
+            stream: take it as a stream of events; the last one has it all.
+            fields: further fields of the request.
+        """
         body = {
             "input_ids": list(prompt),
             "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True},
             "return_logprob": True,
+            # The runner-up tells whether a token was a close decision.
+            "top_logprobs_num": 2,
+            "stream": stream,
             **fields,
         }
-        return Answer.of(self.post("/generate", body))
+        return Answer.of(self._last_event("/generate", body) if stream else self.post("/generate", body))
+
+    def _last_event(self, path: str, body: Mapping[str, Any]) -> Any:
+        last = ""
+        with self._client.stream("POST", path, json=body) as response:
+            if not response.is_success:
+                response.read()
+                return _content(response)
+            for line in response.iter_lines():
+                data = line.removeprefix("data:").strip()
+                if data and data != "[DONE]":
+                    last = data
+        return json.loads(last)
 
     def flush(self) -> None:
         """Empty every tier, once the server is idle."""
@@ -236,7 +299,7 @@ class ServerProcess:
 
     def processes(self, title: str) -> list[int]:
         """Ids of the server's processes whose title contains ``title``, such as ``sglang::scheduler``."""
-        return [pid for pid in _descendants(self.pid) if title in _title(pid)]
+        return [pid for pid in descendants(self.pid) if title in _title(pid)]
 
     def scheduler_threads(self) -> list[str]:
         """Names of the schedulers' threads, sorted."""
@@ -256,20 +319,14 @@ def _content(response: httpx.Response) -> Any:
     return response.text
 
 
-def _descendants(pid: int) -> list[int]:
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found += [int(child), *_descendants(int(child))]
-    return found
-
-
 def _title(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
 
 
 class ServerPool:
     """Servers by spec, shared between tests; the least recently used one ends when there are too many.
+
+    A server that ends on its own is an error, which the next `get` of its spec or `close` raises.
 
     Args:
         limit: servers that may run at the same time; each takes about 1.6 GB.
@@ -280,19 +337,41 @@ class ServerPool:
         self._servers: OrderedDict[ServerSpec, ServerProcess] = OrderedDict()
 
     def get(self, spec: ServerSpec) -> ServerProcess:
-        """A running server of this spec: one that runs already, or a new one."""
+        """A running server of this spec: one that runs already, or a new one.
+
+        Raises:
+            ServerStartError: it did not come up.
+            ServerDiedError: the one that ran has ended. The next call starts a new one.
+        """
         server = self._servers.pop(spec, None)
-        if server is None or not server.running:
-            if server is not None:
-                server.stop()
+        if server is not None and not server.running:
+            self._bury(server)
+        if server is None:
             while len(self._servers) >= self._limit:
-                self._servers.popitem(last=False)[1].stop()
+                self._end(self._servers.popitem(last=False)[1])
             server = ServerProcess(spec)
             server.start()
         self._servers[spec] = server
         return server
 
     def close(self) -> None:
-        for server in self._servers.values():
+        """End all of them.
+
+        Raises:
+            ServerDiedError: one had ended before.
+        """
+        with ExitStack() as each:
+            for server in self._servers.values():
+                each.callback(self._end, server)
+            self._servers.clear()
+
+    def _end(self, server: ServerProcess) -> None:
+        if server.running:
             server.stop()
-        self._servers.clear()
+        else:
+            self._bury(server)
+
+    def _bury(self, server: ServerProcess) -> None:
+        text = "\n".join(tail(server.log))
+        server.stop()
+        raise ServerDiedError(f"{server.spec} ended while tests shared it\n{text}")

@@ -123,7 +123,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
     result = yield
+    before = item.stash[_BEFORE]
+    del item.stash[_BEFORE]
     # The traceback of a failed test keeps its objects alive.
     if not item.stash[_FAILED]:
-        item.config.stash[_GUARD].check(item.stash[_BEFORE])
+        item.config.stash[_GUARD].check(before)
     return result

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.servers import ServerPool, ServerProcess, ServerSpec
 
 # Modules beside the tests are imported by their own names.
@@ -22,6 +23,11 @@ def server_pool() -> Iterator[ServerPool]:
 
 
 @pytest.fixture(scope="session")
-def get_server(server_pool: ServerPool) -> Callable[[ServerSpec], ServerProcess]:
+def get_server(server_pool: ServerPool, leak_guard: LeakGuard) -> Callable[[ServerSpec], ServerProcess]:
     """A running server of a spec, shared with other tests that ask for an equal one."""
-    return server_pool.get
+
+    def get(spec: ServerSpec) -> ServerProcess:
+        with leak_guard.adopting():
+            return server_pool.get(spec)
+
+    return get
