@@ -121,7 +121,7 @@ class TierContract(abc.ABC):
         assert put_all(tier, NAMESPACE, prefix_keys(1, 3)) is Outcome.DONE
         put = tier.prepare_put(NAMESPACE, prefix_keys(1, 6))
         assert isinstance(put, Put)
-        assert put.missing == (3, 4, 5)
+        assert (put.missing, put.refused) == ((3, 4, 5), ())
         assert put.wanted == tuple(prefix_keys(1, 6, start=3))
         assert write_all(tier, put) is Outcome.DONE
         again = tier.prepare_put(NAMESPACE, prefix_keys(1, 6))
@@ -254,6 +254,9 @@ class TierContract(abc.ABC):
         put = tier.prepare_put(NAMESPACE, keys)
         outcome = put if isinstance(put, Outcome) else write_all(tier, put)
         assert outcome in (Outcome.DONE, Outcome.FULL)
+        if isinstance(put, Put):
+            assert sorted((*put.missing, *put.refused)) == list(range(len(keys)))
+            assert put.refused
         assert tier.stats().put[Outcome.FULL] > 0
         assert tier.stats().used_bytes <= tier.stats().limit_bytes
         get_all(tier, NAMESPACE, keys)

@@ -88,9 +88,11 @@ class MemoryTier(BlockTier):
                 for i, key in enumerate(keys)
                 if (namespace, key) not in self._blocks and key not in keys[:i]
             ]
-            fits = missing[: self.capacity]
+            fits = missing[: max(0, self.capacity - len({*keys}) + len(missing))]
             self._put[Outcome.FULL] += len(missing) - len(fits)
-            return MemoryPut(namespace, tuple(keys), tuple(fits))
+            if missing and not fits:
+                return Outcome.FULL
+            return MemoryPut(namespace, tuple(keys), tuple(fits), tuple(missing[len(fits) :]))
 
     def put_layer(self, put: Put, layer: int, memory: BlockMemory, ids: Ids) -> Outcome:
         check_put_layer(put, layer, memory, ids, self.layout)
@@ -275,12 +277,14 @@ class FaultyTier(WrappedTier):
 
     rate: chance of each call to fail. May be changed at any time; 0 lets everything pass.
     faults: how many calls have been made to fail, by method.
+    lost: (namespace, key) of blocks that the medium has lost, as far as they were there.
     """
 
     def __init__(self, inner: BlockTier, *, seed: int, rate: float = 0.1) -> None:
         super().__init__(inner)
         self.rate = rate
         self.faults: Counter[str] = Counter()
+        self.lost: set[tuple[bytes, bytes]] = set()
         self._random = random.Random(seed)
         self._lock = threading.Lock()
 
@@ -314,8 +318,9 @@ class FaultyTier(WrappedTier):
     def prepare_get(self, namespace: bytes, keys: Sequence[bytes]) -> Get:
         if keys and self._fails("prepare_get"):  # the medium has lost a block in the middle
             with self._lock:
-                lost = self._random.randrange(len(keys))
-            self.inner.drop(namespace, keys[lost : lost + 1])
+                key = self._random.choice(keys)
+                self.lost.add((namespace, key))
+            self.inner.drop(namespace, [key])
         return super().prepare_get(namespace, keys)
 
     def get_layer(self, get: Get, layer: int, memory: BlockMemory, ids: Ids) -> LayerRead:

@@ -125,7 +125,7 @@ class ArenaTier(BlockTier):
                 return Outcome.FULL
             blocks = self.arena.alloc(fits)
             assert blocks is not None
-            put = ArenaPut(namespace, tuple(keys), tuple(wanted[:fits]), blocks, set())
+            put = ArenaPut(namespace, tuple(keys), tuple(wanted[:fits]), tuple(wanted[fits:]), blocks, set())
             self._open_puts.add(put)
             return put
 

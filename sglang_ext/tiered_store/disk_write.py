@@ -89,7 +89,7 @@ class DiskWriter:
             state.counters.put[Outcome.FULL] += len(missing) - count
         if missing and not count:
             return Outcome.FULL
-        return DiskPut(namespace, tuple(keys), tuple(missing[:count]), runs)
+        return DiskPut(namespace, tuple(keys), tuple(missing[:count]), tuple(missing[count:]), runs)
 
     def _missing(self, namespace: bytes, keys: Sequence[bytes]) -> list[int]:
         state = self._state

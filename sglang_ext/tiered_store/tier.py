@@ -140,11 +140,13 @@ class Put:
 
     missing: positions in the keys of `prepare_put` that the tier wants, ascending; the ids of `put_layer` are
         theirs. Empty when the tier has all of them.
+    refused: positions that the tier lacks and has no room for.
     """
 
     namespace: bytes
     keys: tuple[bytes, ...]
     missing: tuple[int, ...]
+    refused: tuple[int, ...]
 
     @property
     def wanted(self) -> tuple[bytes, ...]:

@@ -1,0 +1,287 @@
+"""Writing behind: blocks that lie in memory are put into a slower tier in the background, in groups.
+
+One thread writes: a disk's order of writing is the order of its segments, and one sync serves a whole group.
+What waits is bounded in bytes. When the writer lags, a submission waits for room or is skipped and counted,
+as configured; nothing is dropped once it has been accepted.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from sglang_ext.errors import DeadlineError
+from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Ids, Outcome, Put
+
+logger = logging.getLogger(__name__)
+
+
+class LagPolicy(enum.Enum):
+    """What a submission does when the writer is behind."""
+
+    WAIT = "wait"
+    SKIP = "skip"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What became of a submission.
+
+    outcomes: for each key `DONE` when the tier has it now, else why not.
+    """
+
+    namespace: bytes
+    keys: tuple[bytes, ...]
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def done(self) -> bool:
+        """Whether the tier has every block."""
+        return all(outcome is Outcome.DONE for outcome in self.outcomes)
+
+
+OnWritten: TypeAlias = "Callable[[Written], None]"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Item:
+    namespace: bytes
+    keys: tuple[bytes, ...]
+    memory: BlockMemory
+    ids: Ids
+    nbytes: int
+    on_written: OnWritten | None
+
+
+class WriteBehind:
+    """A queue in front of a tier, and the thread that empties it.
+
+    Args:
+        backlog_bytes: most bytes that wait; a single submission larger than that is accepted alone.
+        lag: what happens when that is reached.
+        group_bytes: bytes that are completed with one sync, if so many wait.
+        threaded: without a thread, `step` writes a group when it is called; for tests.
+
+    The caller keeps the memory of a submission unchanged until its `on_written` has been called, which is
+    always called, from the writing thread, for an accepted one. It must not call `submit` with
+    `LagPolicy.WAIT`.
+    """
+
+    def __init__(
+        self,
+        tier: BlockTier,
+        *,
+        backlog_bytes: int,
+        lag: LagPolicy = LagPolicy.SKIP,
+        group_bytes: int = 64 << 20,
+        threaded: bool = True,
+        name: str = "kv-write-behind",
+    ) -> None:
+        self.tier = tier
+        self.backlog_bytes = backlog_bytes
+        self.lag = lag
+        self.group_bytes = group_bytes
+        self.counters: Counter[Outcome] = Counter()
+        self._state = threading.Condition()
+        self._queue: deque[_Item] = deque()
+        self._waiting = 0
+        self._writing = 0
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if threaded:
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+
+    # --- submitting ---
+
+    def submit(
+        self,
+        namespace: bytes,
+        keys: Sequence[bytes],
+        memory: BlockMemory,
+        ids: Ids | Sequence[int],
+        *,
+        on_written: OnWritten | None = None,
+        timeout: float | None = None,
+    ) -> Outcome:
+        """Hand blocks of a prefix over to be written.
+
+        Args:
+            memory, ids: where their bytes lie, one id for each key.
+            timeout: seconds to wait for room, with `LagPolicy.WAIT`.
+
+        Returns:
+            `DONE` when accepted, `BEHIND` when skipped, `CLOSED` after `close`.
+
+        Raises:
+            DeadlineError: there was no room in time.
+            ValueError: not as many ids as keys.
+        """
+        array = np.array(ids, dtype=np.int64)
+        if array.shape != (len(keys),):
+            raise ValueError(f"{array.shape} ids for {len(keys)} keys")
+        nbytes = len(keys) * self.tier.layout.block_bytes
+        item = _Item(namespace, tuple(keys), memory, array, nbytes, on_written)
+        with self._state:
+            if not self._fits(nbytes) and self.lag is LagPolicy.WAIT:
+                ready = self._state.wait_for(lambda: self._fits(nbytes) or self._over, timeout)
+                if not ready:
+                    raise DeadlineError(
+                        f"the writer to {self.tier.tier.name} has been behind for {timeout} s with "
+                        f"{self._waiting} bytes waiting",
+                        field="--kv-lag",
+                        hint="Let writes be skipped, or use a faster disk",
+                    )
+            if self._over:
+                self.counters[Outcome.CLOSED] += len(keys)
+                return Outcome.CLOSED
+            if not self._fits(nbytes):
+                self.counters[Outcome.BEHIND] += len(keys)
+                return Outcome.BEHIND
+            self._queue.append(item)
+            self._waiting += nbytes
+            self._state.notify_all()
+            return Outcome.DONE
+
+    def _fits(self, nbytes: int) -> bool:
+        pending = self._waiting + self._writing
+        return pending == 0 or pending + nbytes <= self.backlog_bytes
+
+    @property
+    def _over(self) -> bool:
+        return self._closing or self._failure is not None
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes accepted and not yet written."""
+        return self._waiting + self._writing
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Return when everything accepted so far and since has been written or has failed.
+
+        Raises:
+            DeadlineError: that took longer than `timeout` seconds.
+        """
+        with self._state:
+            idle = lambda: not self.pending_bytes or self._failure is not None  # noqa: E731
+            if not self._state.wait_for(idle, timeout):
+                raise DeadlineError(f"{self.pending_bytes} bytes have not been written after {timeout} s")
+
+    # --- writing ---
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._state:
+                    self._state.wait_for(lambda: self._queue or self._closing)
+                    if not self._queue:
+                        return
+                self.step()
+        except BaseException as error:
+            logger.exception("the writer to %s has failed; nothing more is written", self.tier.tier.name)
+            with self._state:
+                self._failure = error
+                left = list(self._queue)
+                self._queue.clear()
+                self._waiting = 0
+                self._state.notify_all()
+            for item in left:
+                self._tell(item, [Outcome.IO_ERROR] * len(item.keys))
+
+    def step(self) -> int:
+        """Write one group; returns the number of submissions in it."""
+        with self._state:
+            group: list[_Item] = []
+            size = 0
+            while self._queue and (not group or size + self._queue[0].nbytes <= self.group_bytes):
+                group.append(self._queue.popleft())
+                size += group[-1].nbytes
+            self._waiting -= size
+            self._writing += size
+        outcomes = [[Outcome.IO_ERROR] * len(item.keys) for item in group]
+        try:
+            outcomes = self._write(group)
+        finally:  # whatever has happened, the memory is the caller's again
+            for item, outcome in zip(group, outcomes, strict=True):
+                self._tell(item, outcome)
+            with self._state:
+                self._writing -= size
+                self._state.notify_all()
+        return len(group)
+
+    def _tell(self, item: _Item, outcomes: Sequence[Outcome]) -> None:
+        with self._state:
+            self.counters.update(outcomes)
+        if item.on_written is not None:
+            item.on_written(Written(item.namespace, item.keys, tuple(outcomes)))
+
+    def _write(self, group: Sequence[_Item]) -> list[list[Outcome]]:
+        """Write a group and complete it with one sync; for each item the outcome of each key."""
+        outcomes: list[list[Outcome]] = [[Outcome.DONE] * len(item.keys) for item in group]
+        puts: list[tuple[int, Put]] = []
+        for number, item in enumerate(group):
+            put = self.tier.prepare_put(item.namespace, item.keys)
+            if isinstance(put, Outcome):
+                outcomes[number] = [put] * len(item.keys)
+                continue
+            for position in put.refused:
+                outcomes[number][position] = Outcome.FULL
+            failed = self._write_layers(put, item)
+            if failed is None:
+                puts.append((number, put))
+            else:
+                self.tier.abort_put(put)
+                _set(outcomes[number], put, failed)
+        completed = self.tier.complete_puts([put for _, put in puts])
+        for (number, put), outcome in zip(puts, completed, strict=True):
+            _set(outcomes[number], put, outcome)
+        return outcomes
+
+    def _write_layers(self, put: Put, item: _Item) -> Outcome | None:
+        if not put.missing:
+            return None
+        ids = item.ids[list(put.missing)]
+        for layer in range(self.tier.layout.n_layers):
+            outcome = self.tier.put_layer(put, layer, item.memory, ids)
+            if outcome is not Outcome.DONE:
+                return outcome
+        return None
+
+    # --- whole ---
+
+    def check(self) -> None:
+        """Verify the bookkeeping. Raises AssertionError naming what is wrong."""
+        with self._state:
+            if self._waiting != sum(item.nbytes for item in self._queue):
+                raise AssertionError(f"{self._waiting} bytes are said to wait, which is not what is queued")
+
+    def close(self) -> None:
+        """Write what has been accepted, and end. May be called twice."""
+        with self._state:
+            self._closing = True
+            self._state.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        else:
+            while self.step():
+                pass
+
+    def __repr__(self) -> str:
+        state = "failed" if self._failure else "closing" if self._closing else "open"
+        return (
+            f"<WriteBehind to {self.tier.tier.name} {state}, {len(self._queue)} waiting, "
+            f"{self.pending_bytes} of {self.backlog_bytes} bytes>"
+        )
+
+
+def _set(outcomes: list[Outcome], put: Put, outcome: Outcome) -> None:
+    for position in put.missing:
+        outcomes[position] = outcome
