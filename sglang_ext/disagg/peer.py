@@ -102,6 +102,15 @@ class PeerStats:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """One read of counters: its runs and where each counter lands, both relative to a scratch slot."""
+
+    runs: Runs
+    where: npt.NDArray[np.int64]
+    generations: npt.NDArray[np.int64]
+
+
 class _Phase(enum.Enum):
     MOVING = "moving"
     VERIFYING = "verifying"
@@ -112,6 +121,8 @@ class _Phase(enum.Enum):
 class _Request:
     landed: asyncio.Future[None]
     expects: list[Expect] = field(default_factory=list)
+    checks: list[_Check] | None = None
+    """How to read the counters of `expects`; None until it is prepared."""
     phase: _Phase = _Phase.MOVING
     error: TransferError | None = None
     token: CancelToken = field(default_factory=CancelToken)
@@ -214,7 +225,9 @@ class Peer:
             known = self._known(request)
             if self._queue.complete(request):
                 self._verify(request, known, 0)
-        self._schedule()
+        # At once: the lanes copy while we prepare what comes after the copy.
+        self._pump()
+        known.checks = [c for expect in known.expects for c in self._checks(expect)]
         timer = self._loop.call_at(deadline, self._expire, request)
         cancelled: asyncio.CancelledError | None = None
         try:
@@ -379,12 +392,12 @@ class Peer:
         error = known.error
         try:
             if error is None:
-                stale = blocks = 0
-                for expect in known.expects or [Expect(0, np.empty(0, np.int64), np.empty(0, np.int64))]:
-                    blocks += expect.blocks.size
-                    stale += self._stale(lane, expect, known.token)
+                checks = known.checks
+                if checks is None:
+                    checks = [c for expect in known.expects for c in self._checks(expect)]
+                stale = sum(self._stale(lane, check, known.token) for check in checks or [_HEADER])
                 if stale:
-                    error = StaleReadError(request, stale, blocks)
+                    raise StaleReadError(request, stale, sum(e.blocks.size for e in known.expects))
         except TransferError as failure:
             error = failure
         with self._lock:
@@ -394,23 +407,30 @@ class Peer:
                 self._queue.acknowledged(request)
         self._loop.call_soon_threadsafe(self._report, frozenset((request,)), error)
 
-    def _stale(self, lane: int, expect: Expect, token: CancelToken) -> int:
-        """How many blocks have another generation now; read by the transport, after the data."""
-        base, stale, gap = int(self._regions.bases[0]), 0, self.channel.gap
+    def _checks(self, expect: Expect) -> list[_Check]:
+        """Reads of the counters of `expect`, as many at a time as a scratch slot holds."""
+        gap = self.channel.gap
         step = counters_at_a_time(SCRATCH_BYTES, gap)
+        checks: list[_Check] = []
+        for start in range(0, expect.blocks.size, step):
+            blocks = expect.blocks[start : start + step]
+            runs, where = counter_runs(blocks, expect.table_at, 0, 0, SCRATCH_BYTES, gap)
+            checks.append(_Check(runs, where, expect.generations[start : start + step]))
+        return checks
+
+    def _stale(self, lane: int, check: _Check, token: CancelToken) -> int:
+        """How many blocks have another generation now; read by the transport, after the data."""
         with self._scratch.slot() as at:
-            for start in range(0, max(1, expect.blocks.size), step):
-                blocks = expect.blocks[start : start + step]
-                runs, where = counter_runs(blocks, expect.table_at, 0, at, SCRATCH_BYTES, gap)
-                if outside(runs, REMOTE, self._remote_sizes) >= 0:
-                    raise RangeError("the offer names blocks outside of the peer's generation table")
-                self.channel.read(lane, runs, token)
-                memory = _view(base + at, SCRATCH_BYTES)
-                if memory[:HEADER_BYTES].tobytes() != header(self.info.epoch):
-                    raise PeerGoneError(f"{self.info.instance} restarted: its memory has another epoch")
-                found = memory.view(np.int64)[(where - at) // 8]
-                stale += int((found != expect.generations[start : start + step]).sum())
-        return stale
+            runs = check.runs.copy()
+            runs[:, LOCAL + 1] += at
+            if outside(runs, REMOTE, self._remote_sizes) >= 0:
+                raise RangeError("the offer names blocks outside of the peer's generation table")
+            self.channel.read(lane, runs, token)
+            memory = _view(int(self._regions.bases[0]) + at, SCRATCH_BYTES)
+            if memory[:HEADER_BYTES].tobytes() != header(self.info.epoch):
+                raise PeerGoneError(f"{self.info.instance} restarted: its memory has another epoch")
+            found = memory.view(np.int64)[check.where >> 3]
+            return int((found != check.generations).sum())
 
     def _report(self, requests: frozenset[str], error: TransferError | None) -> None:
         """On the event loop: resolve the futures of requests that are over."""
@@ -477,3 +497,7 @@ def header_runs(scratch_at: int) -> Runs:
     """Runs that read an owner's header: how a new channel is probed."""
     runs, _ = counter_runs(np.empty(0, np.int64), 0, 0, scratch_at, SCRATCH_BYTES)
     return runs
+
+
+_HEADER = _Check(header_runs(0), np.empty(0, np.int64), np.empty(0, np.int64))
+"""What is read when nothing is expected: that the peer is still the one we connected to."""
