@@ -74,11 +74,13 @@ def given_values(args: argparse.Namespace) -> dict[str, Any]:
 def read_flags(args: argparse.Namespace, environment: Mapping[str, str]) -> KvConfig | None:
     """The settings that the arguments and the environment make; None without the global backend.
 
+    As in SGLang's own ``from_cli_args``, what the namespace lacks keeps its default.
+
     Raises:
         ConfigError: naming the flag.
     """
     given = given_values(args)
-    if args.radix_cache_backend != BACKEND:
+    if getattr(args, "radix_cache_backend", None) != BACKEND:
         if given:
             name = next(flag.name for flag in flags() if flag.field in given)
             raise ConfigError(
@@ -86,8 +88,9 @@ def read_flags(args: argparse.Namespace, environment: Mapping[str, str]) -> KvCo
             )
         return None
     config = KvConfig.from_user(given, environment)
-    if args.page_size is not None:
-        check_block_size(config, args.page_size)
+    page_size = getattr(args, "page_size", None)
+    if page_size is not None:
+        check_block_size(config, page_size)
     return config
 
 

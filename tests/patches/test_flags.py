@@ -52,6 +52,11 @@ def test_without_our_backend_there_are_no_settings() -> None:
     assert read("--radix-cache-backend", "flexkv", environment={"SGLANG_EXT_KV_DRAM_SIZE": "1GB"}) is None
 
 
+def test_a_namespace_without_our_flags_keeps_the_defaults() -> None:
+    assert read_flags(argparse.Namespace(radix_cache_backend="global"), {}) == KvConfig()
+    assert read_flags(argparse.Namespace(), {}) is None
+
+
 @pytest.mark.parametrize("argv", [["--kv-dram-size", "1GB"], ["--kv-check"]])
 def test_our_flags_without_our_backend_are_refused(argv: list[str]) -> None:
     with pytest.raises(ConfigError, match=f"{argv[0]}: needs --radix-cache-backend global"):
