@@ -57,11 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--puts", type=int, default=1000)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--step", default="", help="kill this process at that step")
+    parser.add_argument("--after", default="", help="count occurrences only once this step has been seen")
     parser.add_argument("--occurrence", type=int, default=1, help="... the so manieth time")
     options = parser.parse_args(argv)
     seen: Counter[str] = Counter()
 
     def step(name: str) -> None:
+        if options.after and name != options.after and not seen[options.after]:
+            return
         seen[name] += 1
         if name == options.step and seen[name] == options.occurrence:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -97,9 +100,12 @@ class CrashTest:
     found: int = 0
     _next: int = 1
 
-    def kill_at_step(self, step: str, occurrence: int) -> None:
-        """Run a writer that kills itself at a step."""
-        with self._writer("--step", step, "--occurrence", str(occurrence)) as child:
+    def kill_at_step(self, step: str, occurrence: int, after: str = "") -> None:
+        """Run a writer that kills itself at a step; with `after`, counted from the first time of that step
+        on.
+        """
+        options = ("--step", step, "--occurrence", str(occurrence), "--after", after)
+        with self._writer(*options) as child:
             self._listen(child, None)
             code = child.wait(timeout=_DEADLINE)
         if code != -signal.SIGKILL:

@@ -1,8 +1,8 @@
 """Blocks in a DRAM arena, by key: the contract of `tier.py` over `DramArena`.
 
-Eviction is by last use, and takes blocks first that `durable` says exist below: dropping those costs no copy
-and loses nothing. The rest goes only where the tier is allowed to lose data (`may_lose`); otherwise a full
-arena refuses new blocks until the writer below has caught up.
+Eviction is by last use. Among the older half it takes blocks first that `durable_below` says exist below:
+dropping those costs no copy and loses nothing. Other blocks go, and are counted as lost, only where the tier
+may lose data (`may_lose`); otherwise a full arena refuses new blocks.
 
 Within one prefix the deepest block counts as least recently used, so that eviction shortens prefixes from
 their end and never leaves a tail without its beginning.
@@ -235,22 +235,19 @@ class ArenaTier(BlockTier):
             return
         free: list[FullKey] = []
         costly: list[FullKey] = []
-        for full, entry in self._index.items():
+        older = len(self._index) // 2
+        for place, (full, entry) in enumerate(self._index.items()):
+            if len(free) == shortage:
+                break
+            if self._may_lose and place >= older and len(free) + len(costly) >= shortage:
+                break  # or what nobody uses would stay, and what was just put would go
             if entry.pins or full in keep:
                 continue
-            if self._durable_below(*full):
-                free.append(full)
-                if len(free) == shortage:
-                    break
-            else:
-                costly.append(full)
-        victims = free
-        if self._may_lose and len(free) < shortage:
-            lost = costly[: shortage - len(free)]
-            self._lost += len(lost)
-            victims = free + lost
-        self.arena.free([self._index.pop(full).block for full in victims])
-        self._evicted += len(victims)
+            (free if self._durable_below(*full) else costly).append(full)
+        lost = costly[: shortage - len(free)] if self._may_lose else []
+        self.arena.free([self._index.pop(full).block for full in (*free, *lost)])
+        self._lost += len(lost)
+        self._evicted += len(free) + len(lost)
 
     def drop(self, namespace: bytes, keys: Sequence[bytes]) -> int:
         with self._lock:

@@ -118,8 +118,7 @@ class DiskReader:
         try:
             header = state.header(piece.run)
             stray = piece.strays(get.keys, header.keys)
-            if stray is not None:  # the index is damaged: it leads to another block
-                return stray, Outcome.DAMAGED
+            wanted, count = count, min(count, len(piece.positions) if stray is None else stray)
             for first, last in _contiguous(piece.positions[:count]):
                 offset = piece.run.row.offset + header.shape.offset(layer, piece.positions[first])
                 part = vectors[piece.start + first : piece.start + last]
@@ -143,7 +142,8 @@ class DiskReader:
                 "header", "run %d in %s: %s; dropped", piece.run.row.run, piece.run.segment.path, error
             )
             return -1, Outcome.DAMAGED
-        return count, Outcome.DONE
+        # Fewer: the index is damaged and leads to another block.
+        return count, Outcome.DONE if count == wanted else Outcome.DAMAGED
 
     def _fd(self, run: Run, vectors: Vectors, offset: int) -> int:
         direct = run.segment.direct_fd

@@ -1,21 +1,16 @@
 """DRAM over disk: blocks are written through, loaded back from where they are nearest, and never nowhere.
 
-A block that is put lies in DRAM at once and is found there; the disk gets it behind. DRAM gives up blocks
-that the disk has (which costs nothing) before any others. What the disk has refused for good is given up too,
-counted, and cannot block the arena: a dead disk turns the store into DRAM alone, not into nothing.
-
-    durability   put is done when            DRAM may drop
-    ----------   -------------------------   -----------------------------------------------------
-    off          it lies in DRAM             anything; nothing is written to disk
-    dram         it lies in DRAM             anything, what the disk has first
-    disk         it lies in DRAM             what the disk has or has refused; else new blocks are skipped
+A block that is put lies in DRAM at once and is found there; the disk gets it behind, and until the disk has
+it or has refused it, it is pinned in DRAM. DRAM gives up blocks that the disk has (which costs nothing)
+before any others, which are those that the disk has refused, or has dropped since. So a lagging disk makes
+new blocks be skipped, and a dead one turns the store into DRAM alone; both are counted.
 """
 
 from __future__ import annotations
 
 import enum
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,9 +24,10 @@ from sglang_ext.tiered_store.write_behind import LagPolicy, WriteBehind, Written
 
 
 class Durability(enum.Enum):
-    """How far a block goes by itself."""
+    """How far a block goes by itself. What is there already is found at every level."""
 
     OFF = "off"
+    """Nowhere: the store takes nothing new."""
     DRAM = "dram"
     DISK = "disk"
 
@@ -110,30 +106,15 @@ class TieredStore:
         self.config = config
         self.layout = arena.layout
         self.disk = disk
-        self._writes = disk is not None and config.durability is not Durability.OFF
-        self.dram = ArenaTier(
-            arena,
-            durable_below=self._may_go,
-            may_lose=not self._writes or config.durability is not Durability.DISK,
-        )
+        self.dram = ArenaTier(arena, durable_below=self._on_disk)
         self.writer: WriteBehind | None = None
-        if disk is not None and self._writes:
+        if disk is not None and config.durability is Durability.DISK:
             self.writer = WriteBehind(
                 disk, backlog_bytes=config.backlog_bytes, lag=config.lag, threaded=threaded
             )
         self.loader = Loader(config.load_bytes, threads=config.load_threads)
         self.counters: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._refused: OrderedDict[tuple[bytes, bytes], None] = OrderedDict()
-        """Blocks in DRAM that the disk has refused: they may go, and are offered again when they are put
-        again.
-        """
-
-    def _may_go(self, namespace: bytes, key: bytes) -> bool:
-        if self.disk is not None and self.disk.match(namespace, [key]):
-            return True
-        with self._lock:
-            return (namespace, key) in self._refused
 
     # --- in ---
 
@@ -151,6 +132,8 @@ class TieredStore:
         Returns for each key `DONE` when it can be found now, else why not. Waits for the writer with
         `LagPolicy.WAIT`, at most `timeout` seconds (DeadlineError).
         """
+        if self.config.durability is Durability.OFF:
+            return [Outcome.ABSENT] * len(keys)
         outcomes = [Outcome.DONE] * len(keys)
         array = np.asarray(ids, dtype=np.int64)
         put = self.dram.prepare_put(namespace, keys)
@@ -205,17 +188,9 @@ class TieredStore:
 
     def _note(self, result: Written) -> None:
         with self._lock:
-            for key, outcome in zip(result.keys, result.outcomes, strict=True):
-                full = (result.namespace, key)
-                if outcome is Outcome.DONE:
-                    self._refused.pop(full, None)
-                    self.counters["written"] += 1
-                else:
-                    self._refused[full] = None
-                    self.counters[f"not_written_{outcome.value}"] += 1
-            # Names of blocks that have long gone cost memory; DRAM holds no more blocks than this.
-            while len(self._refused) > self.dram.arena.n_blocks:
-                self._refused.popitem(last=False)
+            for outcome in result.outcomes:
+                done = outcome is Outcome.DONE
+                self.counters["written" if done else f"not_written_{outcome.value}"] += 1
 
     # --- out ---
 

@@ -23,12 +23,12 @@ def test_killed_at_a_step(tmp_path: Path, step: str) -> None:
     assert len(crash.durable) >= (0 if step == "layer_written" else 3)
 
 
-@pytest.mark.parametrize("step", RECLAIM_STEPS)
+@pytest.mark.parametrize("step", [*RECLAIM_STEPS, "index_prepared"])
 def test_killed_while_making_room(tmp_path: Path, step: str) -> None:
     """A prefix that is moved out of a segment that goes is never nowhere."""
     crash = CrashTest(tmp_path, small=True)
     for occurrence in (1, 2):
-        crash.kill_at_step(step, occurrence)
+        crash.kill_at_step(step, occurrence, after="moved" if step == "index_prepared" else "")
         crash.verify()
         tier = DiskTier(config(crash.path, small=True), LAYOUT)
         assert get_all(tier, NAMESPACE, prefix_keys(HOT, 3)) == 3

@@ -226,6 +226,25 @@ def test_segments_of_a_lost_index_go_first_when_room_is_needed(tmp_path: Path) -
     tier.close()
 
 
+def test_an_index_that_leads_to_another_block_is_not_believed(tmp_path: Path) -> None:
+    """The bytes there verify, but they are those of another key."""
+    tier = open_tier(tmp_path)
+    keys = prefix_keys(1, 4)
+    put_all(tier, NAMESPACE, keys)
+    index = tier._state.index
+    with index._env.begin(write=True) as txn:
+        entries = [txn.get(NAMESPACE + key, db=index._blocks) for key in keys]
+        txn.put(NAMESPACE + keys[2], entries[3], db=index._blocks)
+        txn.put(NAMESPACE + keys[3], entries[2], db=index._blocks)
+    get = tier.prepare_get(NAMESPACE, keys)
+    count, blocks, outcome = read_all(tier, get)
+    tier.complete_get(get)
+    assert (count, outcome) == (2, Outcome.DAMAGED)
+    assert np.array_equal(blocks[1], contents(LAYOUT, NAMESPACE, keys[1]))
+    assert tier.match(NAMESPACE, keys) == 2
+    tier.close()
+
+
 FUZZ = """
 import sys, random, os, logging
 from pathlib import Path

@@ -150,22 +150,35 @@ def test_what_is_not_on_disk_yet_stays_in_dram(stores: list[TieredStore]) -> Non
     assert load(store, prefix_keys(2, 2)) == 2
 
 
-@pytest.mark.parametrize("durability", [Durability.OFF, Durability.DRAM])
-def test_weaker_durability_never_refuses(stores: list[TieredStore], durability: Durability) -> None:
-    disk = GatedTier(MemoryTier(LAYOUT, 50))
-    store = store_of(disk, blocks=6, durability=durability)
+def test_without_disk_durability_nothing_is_written_there(stores: list[TieredStore]) -> None:
+    disk = MemoryTier(LAYOUT, 50)
+    put_all(disk, NAMESPACE, prefix_keys(9, 3))
+    store = store_of(disk, blocks=6, durability=Durability.DRAM)
     stores.append(store)
-    disk.close_gate("complete_puts")
-    for prefix in range(2):
-        assert put(store, prefix_keys(prefix, 2)) == [Outcome.DONE] * 2
-    disk.open_gate("complete_puts")
-    store.flush(30)
-    for prefix in range(2, 6):
+    for prefix in range(4):
         assert put(store, prefix_keys(prefix, 3)) == [Outcome.DONE] * 3
+    assert disk.stats().blocks == 3
+    assert load(store, prefix_keys(3, 3)) == 3
+    assert load(store, prefix_keys(9, 3)) == 3  # what is there is found
+
+
+def test_a_store_that_is_off_takes_nothing(stores: list[TieredStore]) -> None:
+    store = store_of(MemoryTier(LAYOUT, 50), durability=Durability.OFF)
+    stores.append(store)
+    assert put(store, prefix_keys(1, 2)) == [Outcome.ABSENT] * 2
+    assert load(store, prefix_keys(1, 2)) == 0
+
+
+def test_blocks_that_the_disk_has_dropped_do_not_fill_dram_for_good(stores: list[TieredStore]) -> None:
+    disk = MemoryTier(LAYOUT, 4)
+    store = store_of(disk, blocks=8)
+    stores.append(store)
+    for prefix in range(6):
+        assert put(store, prefix_keys(prefix, 4)) == [Outcome.DONE] * 4
         store.flush(30)
-    assert disk.stats().blocks == (0 if durability is Durability.OFF else 16)
-    assert load(store, prefix_keys(5, 3)) == 3
-    assert load(store, prefix_keys(0, 2)) == (0 if durability is Durability.OFF else 2)
+    assert disk.stats().evicted == 20
+    assert load(store, prefix_keys(5, 4)) == 4
+    assert store.stats()["dram"].extra["lost_blocks"] > 0  # counted
 
 
 def test_a_dead_disk_leaves_a_dram_cache(stores: list[TieredStore]) -> None:
@@ -193,7 +206,7 @@ def test_blocks_that_the_disk_refused_are_offered_again(stores: list[TieredStore
     put(store, prefix_keys(1, 4))
     store.flush(30)
     assert disk.inner.stats().blocks == 4
-    assert not store._refused
+    assert (store.counters["written"], store.stats()["disk"].blocks) == (4, 4)
 
 
 def test_dram_alone(stores: list[TieredStore]) -> None:

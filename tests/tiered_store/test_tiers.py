@@ -71,6 +71,20 @@ def test_durable_blocks_go_first_and_others_only_where_losing_is_allowed() -> No
     tier.close()
 
 
+def test_durable_blocks_go_first_but_not_what_was_just_put() -> None:
+    durable = {*prefix_keys(1, 2), *prefix_keys(3, 4)}
+    arena = DramArena(LAYOUT, 10 * (LAYOUT.block_bytes + 8) + 8, pin=False, touch=False)
+    tier = ArenaTier(arena, durable_below=lambda namespace, key: key in durable)
+    for prefix, blocks in ((0, 2), (1, 2), (2, 2), (3, 4)):
+        put_all(tier, NAMESPACE, prefix_keys(prefix, blocks))
+    # Two of the older half are durable; the third has to be lost, though newer ones are durable.
+    put_all(tier, NAMESPACE, prefix_keys(4, 3))
+    held = [tier.match(NAMESPACE, prefix_keys(prefix, 4)) for prefix in range(5)]
+    assert held == [1, 0, 2, 4, 3]
+    assert tier.stats().extra["lost_blocks"] == 1
+    tier.close()
+
+
 def test_losses_are_counted_where_they_are_allowed() -> None:
     tier = open_arena_tier(LAYOUT, 4, may_lose=True)
     put_all(tier, NAMESPACE, prefix_keys(0, 4))
