@@ -7,6 +7,9 @@ less. Rows with pages of 16 and 64 tokens compare equal granularity.
 
 The trees of one table are built from the same prompts and take turns, in an order that changes each time.
 What each answers is compared with the prompt. Python's garbage collector is off while times are taken.
+
+The summary gives, per call and peer, the median over the sizes of ours over theirs in calls per second, for
+an equal mix of hits, partial hits and misses, or of known, longer and new prompts.
 """
 
 from __future__ import annotations
@@ -19,7 +22,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common import SEED, Report, parse, percentile
@@ -27,9 +29,8 @@ from benchmarks.index_workload import TURN_TOKENS, Prompt, Workload
 from sglang_ext.patches import runtime
 
 OURS = "ours"
-PYTHON = "sglang python"
-UNIFIED = "sglang unified, python core"
-RUST = "sglang unified, rust core"
+PYTHON, UNIFIED, RUST = PEERS = "python", "unified", "rust"
+"""SGLang's RadixCache, and its UnifiedRadixCache with the Python and with the Rust core."""
 
 CONVERSATIONS = 32
 """Measured conversations in each tree."""
@@ -47,6 +48,10 @@ INSERTS: dict[str, Callable[[Workload, int], Prompt]] = {
     "known already": Workload.whole,
     "next turn": Workload.next_turn,
     "new chat": lambda workload, _: workload.new_chat(),
+}
+KINDS = {
+    "match": [f"match {kind}" for kind in MATCHES],
+    "insert": [f"insert {kind}" for kind in INSERTS],
 }
 
 
@@ -142,10 +147,13 @@ class Times:
     def p99(self, name: str, kind: str) -> float:
         return percentile(self.seconds[name, kind], 99) * 1e6
 
-    def ratio(self, peer: str, kind: str) -> float:
-        """How many times faster ours is: median over the calls of theirs / ours."""
-        theirs, ours = self.seconds[peer, kind], self.seconds[OURS, kind]
-        return statistics.median(a / b for a, b in zip(theirs, ours, strict=True))
+    def ratio(self, peer: str, kinds: Sequence[str]) -> float:
+        """How many times as many calls per second ours makes, of equally many of each kind.
+
+        From the medians of each kind: a mix of calls takes as long as its kinds together.
+        """
+        theirs, ours = (sum(self.microseconds(name, kind) for kind in kinds) for name in (peer, OURS))
+        return theirs / ours
 
 
 def measure(indexes: Sequence[Index], workload: Workload, calls: int) -> Times:
@@ -176,24 +184,11 @@ def measure(indexes: Sequence[Index], workload: Workload, calls: int) -> Times:
     return times
 
 
-def resident_bytes() -> int:
-    """Memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def build(indexes: Iterable[Index], nodes: int, length: int) -> tuple[Workload, dict[str, float]]:
-    """Fill every index from the same prompts. Returns the workload to go on with, and MiB per index."""
-    memory: dict[str, float] = {}
-    workload = Workload(nodes, length, CONVERSATIONS, SEED)
-    for index in indexes:
-        workload = Workload(nodes, length, CONVERSATIONS, SEED)
-        gc.collect()
-        before = resident_bytes()
-        for prompt in workload.filling():
+def build(indexes: Iterable[Index], workload: Workload) -> None:
+    """Fill every index with the same prompts."""
+    for prompt in workload.filling():
+        for index in indexes:
             index.verify(prompt, index.insert(prompt))
-        gc.collect()
-        memory[index.name] = (resident_bytes() - before) / 2**20
-    return workload, memory
 
 
 @dataclass(frozen=True)
@@ -214,62 +209,53 @@ def cases(quick: bool) -> list[Case]:
 def run(report: Report, case: Case, calls: int) -> Times:
     """Measure one case and add its rows."""
     indexes = caches(case.page)
-    workload, memory = build(indexes, case.nodes, case.length)
+    workload = Workload(case.nodes, case.length, CONVERSATIONS, SEED)
+    build(indexes, workload)
     gc.collect()
     gc.disable()
     try:
         times = measure(indexes, workload, calls)
     finally:
         gc.enable()
-    where = f"{case.nodes // 1000}k nodes, {case.length // 1024}k tokens, page {case.page}"
-    for kind in [f"match {kind}" for kind in MATCHES] + [f"insert {kind}" for kind in INSERTS]:
-        report.add(
-            where,
-            call=kind,
-            ours_us=times.microseconds(OURS, kind),
-            ours_p99=times.p99(OURS, kind),
-            python_us=times.microseconds(PYTHON, kind),
-            python_p99=times.p99(PYTHON, kind),
-            unified_us=times.microseconds(UNIFIED, kind),
-            unified_p99=times.p99(UNIFIED, kind),
-            rust_us=times.microseconds(RUST, kind),
-            rust_p99=times.p99(RUST, kind),
-            vs_python=times.ratio(PYTHON, kind),
-            vs_unified=times.ratio(UNIFIED, kind),
-            vs_rust=times.ratio(RUST, kind),
-        )
-    report.add(f"memory, {where}", **{f"{index.name}_mib": memory[index.name] for index in indexes})
+    where = f"{case.nodes // 1000}k/{case.length // 1024}k/{case.page}"
+    for kind in KINDS["match"] + KINDS["insert"]:
+        row: dict[str, float] = {}
+        for name in (OURS, *PEERS):
+            row[name] = times.microseconds(name, kind)
+            row[f"{name} p99"] = times.p99(name, kind)
+        row |= {f"/{name}": times.ratio(name, [kind]) for name in PEERS}
+        report.add(where, call=kind, **row)
     return times
 
 
 def summarize(report: Report, measured: dict[Case, Times]) -> None:
-    """Medians over sizes and kinds of call, ours over theirs in calls per second."""
-
-    def median(call: str, peer: str, paged: bool) -> float:
-        kinds = MATCHES if call == "match" else INSERTS
-        return statistics.median(
-            times.ratio(peer, f"{call} {kind}")
-            for case, times in measured.items()
-            for kind in kinds
-            if (case.page > 1) == paged
-        )
-
-    for call in ("match", "insert"):
-        for peer, name in ((PYTHON, "python"), (RUST, "rust"), (UNIFIED, "unified_python")):
-            report.summary[f"{call}_vs_sglang_{name}"] = median(call, peer, paged=False)
-            report.summary[f"{call}_vs_sglang_{name}_paged"] = median(call, peer, paged=True)
+    """Calls per second of an equal mix of the kinds of call, ours over theirs; median over the sizes."""
+    for call, kinds in KINDS.items():
+        for suffix, paged in (("", False), ("_paged", True)):
+            for peer in PEERS:
+                ratios = [t.ratio(peer, kinds) for case, t in measured.items() if (case.page > 1) == paged]
+                report.summary[f"{call}_vs_sglang_{peer}{suffix}"] = statistics.median(ratios)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv, "index", __doc__)
     runtime.prepare_process(os.environ)
+    import torch
+
+    # SGLang's trees are faster with one thread: the tensors they join are too small to share out.
+    torch.set_num_threads(1)
     logging.disable(logging.INFO)
     report = Report("index")
     calls = options.rounds(192, quick=64)
     measured = {case: run(report, case, calls) for case in cases(options.quick)}
     summarize(report, measured)
-    report.note("times are microseconds per call; ratios are theirs / ours, above 1 where ours is faster")
-    report.note("ours indexes whole blocks (16 tokens at page 1), SGLang's trees whole pages")
+    report.note("case: nodes / tokens of the prompt / SGLang's page size; times are microseconds per call")
+    report.note(
+        f"{PYTHON}: RadixCache; {UNIFIED}: UnifiedRadixCache, Python core; {RUST}: the same, Rust core"
+    )
+    report.note(
+        "/name: how many times faster ours is, by the medians; ours indexes blocks of 16 tokens at least"
+    )
     return report.finish(options)
 
 

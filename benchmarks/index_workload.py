@@ -140,9 +140,9 @@ class Workload:
 
     def new_chat(self) -> Prompt:
         """A known system prompt with something new behind it."""
-        system = self._system()
-        new = self._fresh(self._length - len(system))
-        return prompt(np.concatenate([system, new]), len(system))
+        conversation = self._measured[int(self._random.integers(len(self._measured)))]
+        new = self._fresh(self._length - conversation.system)
+        return prompt(np.concatenate([conversation.tokens[: conversation.system], new]), conversation.system)
 
     def unknown(self) -> Prompt:
         """One that shares nothing with the tree."""

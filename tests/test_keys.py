@@ -54,6 +54,19 @@ def test_no_tokens_are_no_bytes(nothing: Any) -> None:
     assert decode_tokens(b"").tolist() == []
 
 
+@pytest.mark.parametrize("count", [0, 1, 5, 6, 7, 100])
+@pytest.mark.parametrize("form", [list, tuple, lambda t: array("q", t), lambda t: array("i", t), np.array])
+def test_the_first_so_many(form: Any, count: int) -> None:
+    tokens = [5, 4, 3, 2, 1, 0]
+    assert encode_tokens(form(tokens), count) == encode_tokens(tokens[:count])
+    assert encode_tokens(encode_tokens(tokens), count) == encode_tokens(tokens[:count])
+    wrong_behind = form([*tokens, -1])
+    if count < 7:
+        assert encode_tokens(wrong_behind, count) == encode_tokens(tokens[:count])
+    with pytest.raises(ValueError, match="must lie in"):
+        encode_tokens(wrong_behind)
+
+
 @hypothesis.given(st.lists(st.integers(0, MAX_TOKEN)))
 @hypothesis.settings(database=None, derandomize=True)
 def test_round_trip(tokens: list[int]) -> None:
