@@ -7,11 +7,14 @@
 4. The request goes to the instance as it came. While the client has been sent nothing, a lost
    connection means another instance; a client that goes away means a closed connection, on which the
    worker aborts.
-5. When the answer begins, the guess becomes an entry; when it ends, what was generated is added.
+5. When the answer begins, the guess becomes an entry; when it ends, what was generated is added: its ids
+   where the answer tells them, else the tokens of its text.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -42,6 +45,8 @@ from router.usage import StreamReader, Usage, read_answer
 from router.validation import Endpoint, Job, Json, Limits, check_length, parse_json_object
 from sglang_ext.clock import Clock
 from sglang_ext.errors import PeerError
+
+logger = logging.getLogger("router.generation")
 
 PARSERS: dict[Endpoint, Callable[[Json, Limits], Job]] = {
     Endpoint.GENERATE: parse_generate,
@@ -86,6 +91,7 @@ class Generation:
         self._upstream = upstream
         self._metrics = metrics
         self._clock = clock
+        self._learning: set[asyncio.Task[None]] = set()
         self._policy = POLICIES[config.policy]
         self._options = PolicyOptions(
             cache_threshold=config.cache_threshold,
@@ -234,6 +240,7 @@ class Generation:
             if len(body) <= MAX_READ_BYTES:
                 usage = read_answer(body, native=job.endpoint is Endpoint.GENERATE, choices=job.choices)
             self._learn(prompts, decision.instance, usage)
+            self._learn_texts(job, prompts, decision.instance, lambda: usage.output_texts)
         _note(record, usage)
         await responder.send(response.status, self._response_headers(response, record, usage), body)
 
@@ -267,15 +274,51 @@ class Generation:
             except (ConnectionLost, RequestTimeout) as error:
                 record.error = str(error)
                 await responder.write(_broken_off(error, in_event=reader.in_event))
-        await responder.finish()
         self._learn(prompts, decision.instance, reader.usage)
+        self._learn_texts(job, prompts, decision.instance, reader.output_texts)
         _note(record, reader.usage)
+        await responder.finish()
 
     def _learn(self, prompts: Sequence[Encoded], instance: str, usage: Usage) -> None:
         """The instance has computed these prompts, and what it generated from them."""
         for index, prompt in enumerate(prompts):
             generated = usage.output_keys.get(index, b"") if prompt.tokens is not None else b""
             self._trees.confirm(prompt.namespace, prompt.key + generated, instance)
+
+    def _learn_texts(
+        self,
+        job: Job,
+        prompts: Sequence[Encoded],
+        instance: str,
+        texts: Callable[[], Mapping[int, str]],
+    ) -> None:
+        """As ``_learn``, for answers that tell the text only; the client does not wait for it."""
+        if (
+            job.endpoint is Endpoint.GENERATE
+            or job.echoes
+            or all(prompt.tokens is None for prompt in prompts)
+        ):
+            return
+
+        async def learn() -> None:
+            for index, key in (await self._tokenizers.continuations(texts)).items():
+                if index < len(prompts) and prompts[index].tokens is not None:
+                    self._trees.confirm(prompts[index].namespace, prompts[index].key + key, instance)
+
+        task = asyncio.create_task(learn(), name="learn what was generated")
+        self._learning.add(task)
+        task.add_done_callback(self._learnt)
+
+    def _learnt(self, task: asyncio.Task[None]) -> None:
+        self._learning.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("cannot learn what was generated", exc_info=error)
+
+    async def stop(self) -> None:
+        """End what goes on after the answers."""
+        for task in self._learning:
+            task.cancel()
+        await asyncio.gather(*self._learning, return_exceptions=True)
 
     def _request_headers(self, request: Request, record: Record) -> dict[str, str]:
         headers = {name: value for name, value in request.headers.items() if name not in _NOT_FORWARDED}

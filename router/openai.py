@@ -82,6 +82,7 @@ def parse_completion(payload: Json, limits: Limits) -> Job:
             for p, space in zip(prompts, spaces, strict=True)
         ),
         choices,
+        echoes=take_bool(payload, "echo"),
     )
 
 

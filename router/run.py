@@ -66,12 +66,12 @@ class Router:
         )
         self._upstream = HttpUpstream(config.connect_timeout_secs)
         self._api = WorkerApi(self._upstream, config.worker_api_key)
-        generation = Generation(
+        self._generation = Generation(
             config, self.fleet, self.trees, self.tokenizers, self._upstream, self.metrics, self.clock
         )
         self._service = Service(
             config,
-            generation,
+            self._generation,
             self.fleet,
             self.trees,
             self.tokenizers,
@@ -138,6 +138,7 @@ class Router:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
         await self._server.stop()
+        await self._generation.stop()
         await self._upstream.close()
         self.tokenizers.close()
         if self._ended is not None and not self._ended.done():

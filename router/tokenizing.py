@@ -16,7 +16,7 @@ import enum
 import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -324,6 +324,24 @@ class TokenizerService:
             return None if self.trust.text else Fallback.UNTRUSTED
         with_tools = bool(prompt.chat.payload.get("tools"))
         return None if (self.trust.tools if with_tools else self.trust.chat) else Fallback.UNTRUSTED
+
+    async def continuations(self, texts: Callable[[], Mapping[int, str]]) -> dict[int, bytes]:
+        """The tokens of generated texts, to be put behind the tokens of their prompts.
+
+        The last token of a prompt and the first of an answer are taken not to merge, which chat templates
+        see to; where they would, a little of the next turn's prefix is not foreseen.
+
+        Args:
+            texts: gives the texts by prompt; called in a thread, as it may have to parse.
+        """
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return {}
+
+        def encode() -> dict[int, bytes]:
+            return {index: tokenizer.segmenter.encode(text) for index, text in texts().items()}
+
+        return await asyncio.get_running_loop().run_in_executor(self._pool, encode)
 
     def close(self) -> None:
         """End the threads."""

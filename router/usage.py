@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,8 @@ from router.sse import EventSplitter
 from sglang_ext.keys import encode_tokens
 
 DONE = b"[DONE]"
+MAX_TEXT_BYTES = 1 << 20
+"""Events of a stream that are kept to learn what was generated."""
 _SAYS_FINISHED = re.compile(rb'"finish_reason"\s*:\s*\{')
 _SAYS_USAGE = re.compile(rb'"usage"\s*:\s*\{')
 
@@ -30,6 +33,8 @@ class Usage:
     completion_tokens: int | None = None
     output_keys: dict[int, bytes] = field(default_factory=dict)
     """Index of the prompt -> its generated tokens, encoded; where there is one choice per prompt."""
+    output_texts: dict[int, str] = field(default_factory=dict)
+    """Index of the prompt -> what was generated, where only its text is told."""
 
     def add_native(self, answer: Any, index: int, choices: int) -> None:
         """Take in one element of a ``/generate`` answer: choice ``index % choices`` of its prompt."""
@@ -57,10 +62,35 @@ class Usage:
             # SGLang leaves the details out without --enable-cache-report, and when nothing was cached.
             if isinstance(details := usage.get("prompt_tokens_details"), dict):
                 self.cached_tokens = _count(details.get("cached_tokens"))
-        choices = answer.get("choices")
-        for choice in choices if isinstance(choices, list) else ():
-            if isinstance(choice, dict) and isinstance(meta := choice.get("meta_info"), dict):
+        for choice in _choices(answer):
+            if isinstance(meta := choice.get("meta_info"), dict):
                 self.cached_tokens = _count(meta.get("cached_tokens"))
+
+
+def _choices(answer: Any) -> list[dict[str, Any]]:
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    return [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
+
+
+def texts_of(answers: Iterable[Any]) -> dict[int, str]:
+    """What OpenAI answers say was generated, by choice; for a stream, of all its events together.
+
+    Choices with tool calls or reasoning are left out: their text is not what the model generated.
+    """
+    texts: dict[int, str] = {}
+    mixed: set[int] = set()
+    for answer in answers:
+        for choice in _choices(answer):
+            index = choice.get("index", 0)
+            part = choice.get("message") or choice.get("delta") or choice
+            if type(index) is not int or not isinstance(part, dict):
+                continue
+            if part.get("tool_calls") or part.get("reasoning_content"):
+                mixed.add(index)
+            text = part.get("content") if part is not choice else part.get("text")
+            if isinstance(text, str) and text:
+                texts[index] = texts.get(index, "") + text
+    return {index: text for index, text in texts.items() if index not in mixed}
 
 
 def _count(value: Any) -> int | None:
@@ -86,6 +116,8 @@ def read_answer(body: bytes, *, native: bool, choices: int) -> Usage:
         return usage
     if not native:
         usage.add_openai(answer)
+        if choices == 1:
+            usage.output_texts = texts_of([answer])
         return usage
     for index, element in enumerate(answer if isinstance(answer, list) else [answer]):
         usage.add_native(element, index, choices)
@@ -105,6 +137,8 @@ class StreamReader:
         self._native = native
         self._choices = choices
         self._splitter = EventSplitter()
+        self._events: list[bytes] = []
+        self._size = 0
         self.usage = Usage()
         self.done = False
         """The stream announced its end; a connection that closes before that was broken off."""
@@ -119,8 +153,27 @@ class StreamReader:
         for data in self._splitter.feed(chunk):
             if data == DONE:
                 self.done = True
-            elif (_SAYS_FINISHED if self._native else _SAYS_USAGE).search(data):
+                continue
+            if not self._native and self._size <= MAX_TEXT_BYTES:
+                self._events.append(data)
+                self._size += len(data)
+            if (_SAYS_FINISHED if self._native else _SAYS_USAGE).search(data):
                 self._read(data)
+
+    def output_texts(self) -> dict[int, str]:
+        """What was generated, by choice, where only its text is told; nothing of very long answers.
+
+        Parses every event, so it is called off the event loop, when the stream has ended.
+        """
+        if self._choices != 1 or self._size > MAX_TEXT_BYTES:
+            return {}
+        events = []
+        for data in self._events:
+            try:
+                events.append(orjson.loads(data))
+            except orjson.JSONDecodeError:
+                return {}
+        return texts_of(events)
 
     def _read(self, data: bytes) -> None:
         try:

@@ -70,6 +70,8 @@ class Job:
     stream: bool
     prompts: tuple[PromptInput, ...]
     choices: int = 1
+    echoes: bool = False
+    """The answers repeat their prompts."""
 
 
 def parse_json_object(body: bytes) -> Json:

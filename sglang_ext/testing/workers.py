@@ -2,7 +2,8 @@
 
 It answers as SGLang 0.5.21 does where a router can tell: the facts it reports, the shapes of answers and
 streams, prompt and cached token counts, aborting when the client goes away. The "model" counts on from
-the last token of the prompt. Tests hold it at a moment with a ``Gate``, and make it die or refuse.
+the last token of the prompt, within the last 1000 entries of the vocabulary (whole words, in the tiny
+models' tokenizer, so that its answers tokenize to what it generated). Tests hold it at a moment with a ``Gate``, and make it die or refuse.
 """
 
 from __future__ import annotations
@@ -154,7 +155,8 @@ class StandInWorker:
         """(generated ids, cached tokens of the prompt); caches the sequence as SGLang does."""
         key = encode_tokens(array("q", prompt))
         cached = self._cache.holders("", key).get(self._holder, 0)
-        output = [(prompt[-1] + i + 1) % self.vocab_size for i in range(count)]
+        span = min(1000, self.vocab_size)
+        output = [self.vocab_size - span + (prompt[-1] + i + 1) % span for i in range(count)]
         self._cache.insert("", encode_tokens(array("q", prompt + output[:-1])), self._holder)
         return output, min(cached, len(prompt) - 1)
 

@@ -153,6 +153,44 @@ async def test_conversations_stay_with_their_instance(start_worker, start_router
     assert cached > 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_what_was_generated_is_part_of_the_next_prefix(
+    path, stream, start_worker, start_router, client, eventually, caplog
+) -> None:
+    """A short question with a long answer: without the answer, its conversation would not be recognized."""
+    workers = [await start_worker() for _ in range(2)]
+    router = await start_router(*workers)
+
+    async def ask(text: str, history: list[dict[str, str]]) -> tuple[str, str]:
+        body = {"prompt": text} if path == "/v1/completions" else {"messages": history}
+        body |= {"max_tokens": 400, "stream": stream}
+        async with client.post(router.url + path, json=body) as answer:
+            assert answer.status == 200
+            raw = await answer.read()
+            events = raw.replace(b"data: ", b"").replace(b"[DONE]", b"").split(b"\n\n") if stream else [raw]
+            choices = [json.loads(event)["choices"][0] for event in events if event]
+            parts = [choice.get("message") or choice.get("delta") or choice for choice in choices]
+            said = "".join(part.get("content") or part.get("text") for part in parts)
+            return answer.headers["x-kv-instance"], said
+
+    question = "What is a radix tree, and who needs one? Tell me at length, please."
+    home, said = await ask(question, [{"role": "user", "content": question}])
+    await eventually(lambda: router.trees.tokens_of(home) >= 400)
+    history = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": "More."},
+    ]
+    again, _ = await ask(question + said + " More.", history)
+    assert again == home
+    lines = [record.fields for record in caplog.records if record.name == "router.access"]
+    assert lines[-1]["reason"] == "prefix"
+    assert lines[-1]["matched"] >= 400
+    if not stream:
+        assert lines[-1]["matched"] >= lines[-1]["cached"] - router.trees.block_size
+
+
 async def test_the_routing_reason_can_be_hidden(start_worker, start_router, client) -> None:
     router = await start_router(await start_worker(), explain_routing=False)
     async with client.post(router.url + "/generate", json=BODY) as answer:

@@ -97,3 +97,40 @@ def test_a_stream_that_ends_early_is_not_done() -> None:
     assert not reader.done
     reader.feed(b": broken\n\n")
     assert reader.usage == Usage()
+
+
+def test_texts_are_put_together_from_a_stream() -> None:
+    def delta(index: int, **part: object) -> dict[str, object]:
+        return {"choices": [{"index": index, "delta": part}]}
+
+    reader = StreamReader(native=False, choices=1)
+    reader.feed(sse(delta(0, role="assistant", content=""), delta(0, content="a"), delta(0, content="b")))
+    assert reader.output_texts() == {0: "ab"}
+    reader = StreamReader(native=False, choices=1)
+    reader.feed(sse({"choices": [{"index": 1, "text": "x"}]}, {"choices": [{"index": 0, "text": "y"}]}))
+    assert reader.output_texts() == {0: "y", 1: "x"}
+
+
+@pytest.mark.parametrize("part", [{"tool_calls": [{}]}, {"reasoning_content": "hm"}])
+def test_text_that_is_not_what_was_generated_is_left_out(part) -> None:
+    answers = [
+        {"choices": [{"index": 0, "delta": {"content": "a"}}]},
+        {"choices": [{"index": 0, "delta": part}]},
+    ]
+    reader = StreamReader(native=False, choices=1)
+    reader.feed(sse(*answers))
+    assert reader.output_texts() == {}
+    message = {"role": "assistant", "content": "a", **part}
+    body = json.dumps({"choices": [{"index": 0, "message": message}]}).encode()
+    assert read_answer(body, native=False, choices=1).output_texts == {}
+
+
+def test_very_long_streams_are_not_kept(monkeypatch) -> None:
+    from router import usage
+
+    monkeypatch.setattr(usage, "MAX_TEXT_BYTES", 100)
+    reader = StreamReader(native=False, choices=1)
+    for _ in range(100):
+        reader.feed(sse({"choices": [{"index": 0, "text": "x" * 20}]}))
+    assert reader.output_texts() == {}
+    assert reader._size < 300
