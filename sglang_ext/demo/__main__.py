@@ -24,7 +24,7 @@ from sglang_ext.demo.script import SYSTEM, conversations
 from sglang_ext.errors import SglangExtError
 from sglang_ext.testing.models import model_path
 
-HBM_TOKENS = (16_384, 1_536)
+HBM_TOKENS = (16_384, 2_560)
 """KV slots of the two servers: one holds all of its conversations, the other hardly more than one."""
 ENGINE = ("--device", "cpu", "--dtype", "float32")
 """Float32 because SGLang would make float16 of it, which is slower on a CPU, and in which the order of sums

@@ -12,7 +12,7 @@ COLUMNS = (
     ("conv.", 5),
     ("turn", 4),
     ("instance", 8),
-    ("chosen because", 38),
+    ("chosen because", 36),
     ("prompt", 6),
     ("HBM", 6),
     ("DRAM", 6),
@@ -20,6 +20,15 @@ COLUMNS = (
     ("TTFT ms", 7),
     ("caching off", 11),
 )
+REASONS = {
+    "no-prefix": "nobody holds any of it",
+    "short-prefix": "little of it is held: spread",
+    "prefix": "it holds most of it",
+    "prefix-shared": "it is the least busy of the holders",
+    "rebalanced": "the holder is too busy",
+}
+"""The router's reasons in words; others are shown as the router says them."""
+
 TEXT_COLUMNS = 4
 """The first ones are aligned left, the numbers right."""
 
@@ -67,7 +76,7 @@ def line(turn: Turn) -> str:
             turn.conversation,
             str(turn.number),
             turn.instance,
-            answer.reason,
+            REASONS.get(answer.reason, answer.reason),
             str(answer.prompt_tokens),
             str(answer.hbm_tokens),
             str(answer.dram_tokens),

@@ -48,7 +48,7 @@ EVENTS = (
     "decode batch of {s} requests, {m} tokens per second",
 )
 
-FIRST_LOG_LINES = 18
+FIRST_LOG_LINES = 60
 LATER_LOG_LINES = 6
 
 

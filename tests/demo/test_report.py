@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from sglang_ext.demo.client import Answer
-from sglang_ext.demo.report import Turn, header, line, summarize, summary_lines
+from sglang_ext.demo.report import COLUMNS, REASONS, Turn, header, line, summarize, summary_lines
 
 CACHED = Answer(
     text="yes",
@@ -24,9 +24,17 @@ def turn(number: int, **cached: object) -> Turn:
 
 
 def test_a_line_has_a_cell_under_each_title() -> None:
-    cells = line(turn(2)).split()
-    assert cells == ["A", "2", "server-1", "prefix", "1000", "600", "300", "100", "100", "400", "ms"]
+    cells = [cell for cell in line(turn(2)).split("  ") if cell]
+    assert [cell.strip() for cell in cells] == [
+        *("A", "2", "server-1", "it holds most of it", "1000", "600", "300", "100", "100", "400 ms")
+    ]
     assert line(turn(2)).index("600") + 3 == header().index("HBM") + 3
+
+
+def test_every_reason_fits_into_its_column() -> None:
+    width = dict(COLUMNS)["chosen because"]
+    assert all(len(text) <= width for text in REASONS.values())
+    assert "a new reason" in line(turn(1, reason="a new reason"))
 
 
 def test_sums_and_medians() -> None:
