@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     inherited = {
         name: value for name, value in os.environ.items() if name not in (runtime.ACTIVE, "SGLANG_PLUGINS")
     }
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *command],
-        env={**inherited, **environment},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    with tempfile.TemporaryDirectory() as scratch:  # torch leaves folders where it finds TMPDIR
+        return subprocess.run(
+            [sys.executable, "-W", "ignore", *command],
+            env={**inherited, "TMPDIR": scratch, **environment},
+            capture_output=True,
+            text=True,
+            timeout=180,
+        )
 
 
 def scenario(name: str) -> dict[str, Any]:

@@ -10,15 +10,15 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 
-from sglang_ext.patches import runtime
 from sglang_ext.testing.models import model_path
 from sglang_ext.testing.servers import ServerProcess, ServerSpec
 
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.integration
 
 GetServer = Callable[[ServerSpec], ServerProcess]
 
+ORACLE = Path(__file__).with_name("transformers_oracle.py")
 COMMON = ("--max-total-tokens", "2048", "--chunked-prefill-size", "128")
 ANSWER_TOKENS = 12
 # Around the borders of a page of 16 and of a chunk of 128 tokens.
@@ -37,26 +38,18 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(100, 32_000) for _ in range(length)] for length in LENGTHS]
 
 
-def expected(path: Path) -> list[list[int]]:
-    """Greedy continuations by transformers, in float32."""
-    runtime.prepare_process(os.environ)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        answers = []
-        for prompt in prompts():
-            out = model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                max_new_tokens=ANSWER_TOKENS,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-            answers.append(out[0, len(prompt) :].tolist())
+def expected(path: Path, scratch: Path) -> list[list[int]]:
+    """Greedy continuations by transformers."""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", str(ORACLE), str(path), str(ANSWER_TOKENS)],
+        env={**os.environ, "TMPDIR": str(scratch)},
+        input=json.dumps(prompts()),
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert run.returncode == 0, run.stderr
+    answers: list[list[int]] = json.loads(run.stdout.splitlines()[-1])
     return answers
 
 
@@ -93,10 +86,10 @@ def answers_at_once(server: ServerProcess) -> list[list[int]]:
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )
 def test_answers_are_those_of_transformers(
-    get_server: GetServer, flags: tuple[str, ...], environment: dict[str, str]
+    get_server: GetServer, flags: tuple[str, ...], environment: dict[str, str], tmp_path: Path
 ) -> None:
     server = get_server(ServerSpec(flags=(*COMMON, *flags), environment=environment))
-    right = expected(model_path("tiny", "float32"))
+    right = expected(model_path("tiny", "float32"), tmp_path)
     assert answers_of(server) == right, "cold"
     assert answers_of(server) == right, "from the cache"
     assert answers_at_once(server) == right, "in one batch"
@@ -115,6 +108,7 @@ def test_an_mla_model_without_yarn_answers_as_with_transformers(tmp_path: Path) 
     config["rope_scaling"] = None
     (path / "config.json").write_text(json.dumps(config))
     spec = ServerSpec(flags=("--model-path", str(path), *COMMON, "--page-size", "16"))
+    right = expected(path, tmp_path)
     with ServerProcess(spec) as server:
-        assert answers_of(server) == expected(path)
-        assert answers_at_once(server) == expected(path)
+        assert answers_of(server) == right
+        assert answers_at_once(server) == right

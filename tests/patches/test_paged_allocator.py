@@ -71,11 +71,11 @@ def test_decode_is_an_extend_by_one(batch: Batch) -> None:
     assert out.tolist() == slots_of(Batch(batch.page_size, batch.prefix, length, batch.last, batch.free))
 
 
-def test_our_kernels_agree_with_tritons() -> None:
+def test_our_kernels_agree_with_tritons(tmp_path: Path) -> None:
     """SGLang's kernels, run by Triton's interpreter, which has to be chosen before they are defined."""
     run = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(paged_oracle.__file__)), "7", "60"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, "TRITON_INTERPRET": "1", "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=120,

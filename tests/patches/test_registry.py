@@ -6,6 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -128,29 +129,29 @@ def test_a_target_without_source_is_missing() -> None:
     assert check_target(Target("math.sqrt", "(x, /)", "0" * 12)).state is TargetState.MISSING
 
 
-def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_command(scratch: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "sglang_ext.patches", *arguments],
-        env=os.environ,
+        env={**os.environ, "TMPDIR": str(scratch)},
         capture_output=True,
         text=True,
         timeout=120,
     )
 
 
-def test_the_command_lists_every_patch_with_its_state() -> None:
-    listing = run_command()
+def test_the_command_lists_every_patch_with_its_state(tmp_path: Path) -> None:
+    listing = run_command(tmp_path)
     assert listing.returncode == 0, listing.stderr
     lines = listing.stdout.splitlines()
     assert lines[0] == f"sglang {SGLANG_VERSION}; patches written for {SGLANG_VERSION}"
     assert [line.split()[0] for line in lines[1:]] == ["ok"] * len(PATCHES)
 
 
-def test_the_command_prints_hashes_to_copy() -> None:
-    printed = run_command("--hashes", "vocabulary")
+def test_the_command_prints_hashes_to_copy(tmp_path: Path) -> None:
+    printed = run_command(tmp_path, "--hashes", "vocabulary")
     target = next(patch for patch in PATCHES if patch.name == "vocabulary").targets[0]
     assert target.path in printed.stdout
     assert target.source in printed.stdout
-    refused = run_command("--hashes", "nonsense")
+    refused = run_command(tmp_path, "--hashes", "nonsense")
     assert refused.returncode == 2
     assert "no patch 'nonsense'" in refused.stderr
