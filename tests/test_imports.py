@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "router": {"radix_global", "cost_model"},
     "cluster": {"patches"},
     "cli": {"cluster", "router"},
-    "testing": PARTS | {"cluster", "mempool", "cost_model"},
+    "testing": PARTS | {"cluster", "mempool", "cost_model", "patches"},
     "demo": {"cluster", "testing"},
     "benchmarks": {"*"},
 }

@@ -25,8 +25,12 @@ SETTLE_SECONDS = 3.0
 POLL_SECONDS = 0.01
 
 SHARED_MEMORY = Path("/dev/shm")
-IGNORED_SEGMENTS = ("sglang_loads_",)
-"""Every SGLang server leaves one of 16 KB, whose name does not tell whose it is."""
+IGNORED_SEGMENTS = ("sglang_loads_", "sem.")
+"""Shared memory whose name does not tell whose it is, and which processes that are killed leave behind on a
+machine that others use too: SGLang's load reports (16 KB; `ServerProcess` removes its own) and semaphores
+(Python's resource tracker warns about this process's own)."""
+IGNORED_TEMPORARY = ("torchinductor_",)
+"""Importing torch makes this folder, once."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,9 @@ class Resources:
             frozenset(_processes()),
             frozenset(_files()),
             frozenset(_shared_memory()),
-            frozenset(_names(Path(tempfile.gettempdir()))),
+            frozenset(
+                name for name in _names(Path(tempfile.gettempdir())) if not name.startswith(IGNORED_TEMPORARY)
+            ),
         )
 
     def __sub__(self, other: Resources) -> Resources:
@@ -162,7 +168,7 @@ def _without_others(resources: Resources) -> Resources:
 
 
 def _holds(pid: int, path: Path) -> bool:
-    """Whether a process has the file open or mapped, by whatever name: a semaphore is made under another."""
+    """Whether a process has the file open or mapped, whatever its name was when it was made."""
     with suppress(OSError):
         file = path.stat()
         device = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}"
@@ -202,7 +208,7 @@ class LeakGuard:
         try:
             yield
         finally:
-            self._adopted |= Resources.take() - before
+            self._adopted |= _without_others(Resources.take() - before)
 
     def check(self, before: Resources, *, seconds: float = SETTLE_SECONDS) -> None:
         """Compare with a picture taken before.

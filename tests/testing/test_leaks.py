@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
@@ -155,11 +156,13 @@ def test_processes_below_an_adopted_one_belong_to_it() -> None:
     guard.check_end()
 
 
-SEMAPHORE = """
-import multiprocessing
-held = multiprocessing.get_context("spawn").Semaphore()
-print(held._semlock.name, flush=True)
+SEGMENT = """
+from multiprocessing.shared_memory import SharedMemory
+segment = SharedMemory(create=True, size=64)
+print(segment.name, flush=True)
 input()
+segment.close()
+segment.unlink()
 """
 
 
@@ -167,21 +170,24 @@ def test_shared_memory_of_other_processes_is_not_ours() -> None:
     guard = LeakGuard()
     before = Resources.take()
     # A process of somebody else's: its parent is not this one.
-    source = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SEMAPHORE!r}])"
+    source = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SEGMENT!r}])"
     reader, writer = os.pipe()
-    with subprocess.Popen(
-        [sys.executable, "-c", source], stdin=reader, stdout=subprocess.PIPE, start_new_session=True
-    ) as parent:
+    with guard.adopting():
+        parent = subprocess.Popen(
+            [sys.executable, "-c", source], stdin=reader, stdout=subprocess.PIPE, start_new_session=True
+        )
         assert parent.stdout is not None
-        name = "sem." + parent.stdout.readline().decode().strip().removeprefix("/")
+        name = parent.stdout.readline().decode().strip()
         parent.wait()
-        os.close(reader)
-        assert name in (Resources.take() - before).shared_memory
-        with pytest.raises(LeakError) as caught:
-            guard.check(before, seconds=0)
-        assert name not in str(caught.value)
-        os.close(writer)
-    guard.check(before)
+    assert name in (Resources.take() - before).shared_memory
+    assert "0 shared_memory" in repr(guard)
+    os.close(reader)
+    guard.check(replace(before, files=Resources.take().files), seconds=0)
+    os.close(writer)
+    # Its output ends when it does.
+    assert parent.stdout.read() == b""
+    parent.stdout.close()
+    guard.check_end()
 
 
 def test_the_description_and_repr_count() -> None:

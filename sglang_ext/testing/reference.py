@@ -1,0 +1,49 @@
+"""What a tiny model computes according to transformers: a second opinion on SGLang's answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sglang_ext.testing.models import model_path
+
+
+class Reference:
+    """A tiny model in float32 as transformers runs it, in this process, without a cache of prefixes.
+
+    Args:
+        name: of the model (`testing.models`).
+    """
+
+    def __init__(self, name: str) -> None:
+        from sglang_ext.patches import torchvision_operators
+
+        torchvision_operators.apply()
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        self._torch = torch
+        self._model = AutoModelForCausalLM.from_pretrained(
+            model_path(name, "float32"), dtype="float32"
+        ).eval()
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters; the tied embedding counts once."""
+        return sum(parameter.numel() for parameter in self._model.parameters())
+
+    def answer(self, prompt: Sequence[int], length: int) -> tuple[list[int], list[float]]:
+        """Greedy answer of `length` tokens to token ids: its ids and their log probabilities."""
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        with self._torch.no_grad():
+            out = self._model(self._torch.tensor([list(prompt)]), use_cache=True, logits_to_keep=1)
+            while True:
+                scores = self._torch.log_softmax(out.logits[0, -1], -1)
+                tokens.append(int(scores.argmax()))
+                logprobs.append(float(scores.max()))
+                if len(tokens) == length:
+                    return tokens, logprobs
+                last = self._torch.tensor([tokens[-1:]])
+                out = self._model(last, past_key_values=out.past_key_values, use_cache=True)
