@@ -13,7 +13,9 @@ Who can die, and what happens then:
 - the guard dies by SIGKILL: the kernel kills the command with it (PR_SET_PDEATHSIG).
 
 The guard is the reaper of all descendants (PR_SET_CHILD_SUBREAPER), so that a process whose parent has died,
-or that moved to a session of its own, is still found.
+or that moved to a session of its own, is still found. It gives the command a folder for temporary files, and
+removes it and the shared memory that the command's processes had and nobody has any more: SGLang leaves
+sockets in the first, and parts of the second when one of its processes is killed.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ import ctypes
 import os
 import resource
 import select
+import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 
 PR_SET_PDEATHSIG = 1
@@ -38,6 +42,9 @@ Python's resource trackers need it: they outlive their process to remove its sha
 POLL_SECONDS = 0.02
 CANNOT_RUN = 127
 """Exit status when there is no such command, as shells give it."""
+LOOK_SECONDS = 10.0
+"""Pause between looking which shared memory the command's processes have."""
+SHARED_MEMORY = "/dev/shm"
 
 
 def prctl(option: int, value: int) -> None:
@@ -46,8 +53,8 @@ def prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
 
 
-def start(command: list[str]) -> int:
-    """Fork and run; returns the process id."""
+def start(command: list[str], temporary: str) -> int:
+    """Fork and run, with ``temporary`` as its TMPDIR; returns the process id."""
     guard = os.getpid()
     child = os.fork()
     if child:
@@ -59,7 +66,7 @@ def start(command: list[str]) -> int:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != guard:
             os._exit(CANNOT_RUN)
-        os.execvp(command[0], command)
+        os.execvpe(command[0], command, {**os.environ, "TMPDIR": temporary})
     except OSError as error:
         os.write(2, f"cannot run {command[0]}: {error}\n".encode())
     os._exit(CANNOT_RUN)
@@ -85,6 +92,35 @@ def descendants(root: int) -> list[int]:
     for pid in found:
         found.extend(below.get(pid, []))
     return found[1:]
+
+
+def shared_memory_of(pids: Iterable[int]) -> set[int]:
+    """Inodes in /dev/shm that these processes have mapped; a semaphore is there under another name."""
+    found: set[int] = set()
+    for pid in pids:
+        with suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:
+            found.update(int(line.split(None, 5)[4]) for line in maps if b" /dev/shm/" in line)
+    return found
+
+
+def remove_shared_memory(inodes: set[int]) -> None:
+    """Remove those of these files that no process of this machine has any more."""
+    with suppress(OSError), os.scandir(SHARED_MEMORY) as entries:
+        left = [entry for entry in entries if entry.inode() in inodes]
+        if not left:
+            return
+        held = shared_memory_of(pid for pids in children_by_parent().values() for pid in pids)
+        for entry in left:
+            if entry.inode() not in held:
+                with suppress(OSError):
+                    os.unlink(entry.path)
+
+
+def make_temporary() -> str:
+    """A folder for the temporary files of the command; its path is short, for sockets are made in it."""
+    path = os.path.join(os.environ.get("TMPDIR") or "/tmp", f"sglx-{os.urandom(4).hex()}")
+    os.mkdir(path, 0o700)
+    return path
 
 
 def is_resource_tracker(pid: int) -> bool:
@@ -167,16 +203,19 @@ def guard(watch: int, grace: float, command: list[str]) -> int:
     os.set_inheritable(watch, False)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     signals = Signals()
-    main = start(command)
+    temporary = make_temporary()
+    main = start(command, temporary)
     poll = select.poll()
     poll.register(signals.reader, select.POLLIN)
     poll.register(watch, select.POLLIN | select.POLLHUP)
     asked = False
     deadline: float | None = None
     status: int | None = None
+    shared: set[int] = set()
     while status is None:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
-        ready = {fd for fd, _ in poll.poll(left)}
+        left = LOOK_SECONDS if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = {fd for fd, _ in poll.poll(left * 1000)}
+        shared |= shared_memory_of(descendants(os.getpid()))
         came = signals.read()
         if watch in ready:
             poll.unregister(watch)
@@ -192,6 +231,8 @@ def guard(watch: int, grace: float, command: list[str]) -> int:
             deadline = None
     wait_until_alone(main, LEFTOVER_SECONDS)
     end_all(main)
+    remove_shared_memory(shared)
+    shutil.rmtree(temporary, ignore_errors=True)
     return status
 
 

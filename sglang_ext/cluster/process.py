@@ -7,12 +7,17 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from sglang_ext.cluster.plan import Part
 
 GUARD = Path(__file__).with_name("guard.py")
+COMPILED = {
+    "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",
+}
+"""What torch compiles is to outlive the part, whose temporary files do not: see ``guard``."""
 PROBE_TIMEOUT_S = 5.0
 TAIL_BYTES = 1 << 16
 TAIL_LINES = 15
@@ -57,7 +62,7 @@ class PartProcess:
                 stdout=log,
                 stderr=log,
                 # Given by the user, OMP_NUM_THREADS and the like win.
-                env={**self._part.environment, **os.environ},
+                env={**COMPILED, **self._part.environment, **os.environ},
                 pass_fds=(self._watch,),
                 start_new_session=True,
             )

@@ -5,6 +5,7 @@ exit-once=N   the same, but only when PID_FILE is empty
 deaf          never listen
 stubborn      ignore SIGTERM
 family        start a child in a session of its own whose parent ends, so that nobody is left who knows it
+litter        make a temporary file, shared memory and a semaphore, and do not remove them
 """
 
 import http.server
@@ -37,6 +38,18 @@ for behaviour in behaviours:
             while True:
                 time.sleep(60)
         os._exit(0)
+if "litter" in behaviours:
+    import multiprocessing.shared_memory
+    import multiprocessing.synchronize
+    import tempfile
+
+    os.close(tempfile.mkstemp()[0])
+    shared = multiprocessing.shared_memory.SharedMemory(create=True, size=4096)
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    with open(pid_file + ".litter", "w") as file:
+        file.write(
+            f"{tempfile.gettempdir()}\n/dev/shm/{shared.name}\n/dev/shm/sem.{semaphore._semlock.name[1:]}\n"
+        )
 if "deaf" in behaviours:
     while True:
         time.sleep(60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -150,12 +151,45 @@ def test_the_end_of_the_watched_pipe_ends_it(guarded: Callable[..., Guarded]) ->
     assert [pid for pid in pids if alive(pid)] == []
 
 
+@pytest.fixture
+def littering(guarded: Callable[..., Guarded], tmp_path: Path) -> tuple[Guarded, list[Path]]:
+    """A server, and its temporary folder, shared memory and semaphore. As SGLang does when a part of it dies,
+    it has lost the resource tracker that would remove them."""
+    one = guarded("litter")
+    (pid,) = one.wait_until_up()
+    (tracker,) = psutil.Process(pid).children()
+    tracker.kill()
+    litter = [Path(line) for line in (tmp_path / "server.pids.litter").read_text().split()]
+    assert [path.exists() for path in litter] == [True, True, True]
+    assert len(list(litter[0].iterdir())) == 1
+    return one, litter
+
+
+def test_temporary_files_and_shared_memory_go(littering: tuple[Guarded, list[Path]]) -> None:
+    one, litter = littering
+    one.process.terminate()
+    one.process.wait(20)
+    assert [path for path in litter if path.exists()] == []
+
+
+def test_shared_memory_that_another_process_has_stays(littering: tuple[Guarded, list[Path]]) -> None:
+    one, (_, shared, semaphore) = littering
+    with shared.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        one.process.terminate()
+        one.process.wait(20)
+        assert shared.exists()
+        assert not semaphore.exists()
+    shared.unlink()
+
+
 def test_a_killed_guard_takes_its_command_along(guarded: Callable[..., Guarded]) -> None:
     one = guarded()
     (pid,) = one.wait_until_up()
+    temporary = Path(psutil.Process(pid).environ()["TMPDIR"])
     one.process.kill()
     one.process.wait(20)
     wait_for(lambda: not alive(pid), "the end of the command")
+    temporary.rmdir()  # nobody is left who could
 
 
 def test_a_killed_parent_leaves_nothing(tmp_path: Path) -> None:
