@@ -28,6 +28,9 @@ DISK_NEEDED_GB = 5
 FIRST = ("torch",)
 """Installed with their dependencies: which ones they are depends on the build of torch that pip finds."""
 
+WITHOUT_DEPENDENCIES = ("sglang==0.5.21", "torchvision==0.28.0")
+"""Their metadata asks for CUDA builds; what they need on a CPU is in the extra `cpu`."""
+
 BROUGHT_BY_TORCH = ("triton",)
 """Left as torch's build brought it; the pin counts only where torch brings none (a CPU build)."""
 
@@ -253,7 +256,7 @@ def lock(scratch: Path) -> None:
     environment.pip("the extra cpu", f"{ROOT}[cpu]", "setuptools>=77")
     environment.progress.done("done")
     environment.progress.start("extra test")
-    cpu = freeze() | {"sglang==0.5.21", "torchvision==0.28.0"}
+    cpu = freeze() | set(WITHOUT_DEPENDENCIES)
     environment.pip("the extra test", f"{ROOT}[cpu,test]")
     test = freeze() - cpu
     environment.progress.done("done")
