@@ -9,8 +9,9 @@ it has read, and a damaged KV cache would go unseen.
 The embeddings of entries that are not whole words (bytes, fragments, Chinese characters, special tokens)
 are drawn with half the deviation, as trained models have smaller ones for rare tokens. Greedy answers are
 then made of whole words, which re-tokenise to the ids that were generated: over the chat API a turn finds
-the KV of the answer before it again, as it does with a trained model. The cost is that such a model never
-ends an answer by itself; set `max_tokens`.
+the KV of the answer before it again, as it does with a trained model. Sampled answers are less pure: of all
+tokens 9 to 16 % are no whole words at temperature 1, 1 to 6 % at 0.6, less than 0.1 % at 0.3. The cost is
+that such a model never ends an answer by itself; set `max_tokens`.
 
 SGLang's default `--dtype auto` serves a float32 model in float16: give `--dtype float32` with it.
 """
