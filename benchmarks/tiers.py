@@ -1,0 +1,41 @@
+"""How fast blocks move between the engine's pool, DRAM and disk.
+
+Copies are measured against libc's memcpy of the same scattered blocks, loads from disk against fio reading
+the same file system with the same bytes in flight, and beside other ways to keep blocks: as values in LMDB,
+and as a file per page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.common import Report, parse
+from benchmarks.tiers_copy import measure_copies
+from benchmarks.tiers_disk import measure_disk
+
+PARTS = ("copy", "disk")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--disk-path", type=Path, help="folder on the disk to measure; the temporary folder else"
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    options = parse(argv, "tiers", __doc__, add_flags)
+    report = Report("tiers")
+    if "copy" in options.extra.parts:
+        measure_copies(options, report)
+    if "disk" in options.extra.parts:
+        measure_disk(options, report, options.extra.disk_path)
+    return report.finish(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
