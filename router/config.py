@@ -28,11 +28,15 @@ class RouterConfig:
     worker_api_key: str | None = field(default=None, repr=False)
 
     cache_threshold: float = 0.3
-    """A cached prefix counts when it is at least this share of the prompt; see ``policies.prompt_tree``."""
+    """A common beginning of prompts counts when it is at least this share of the prompt; see
+    ``policies.prompt_tree``."""
     balance_abs_threshold: int = 8
     """Requests in flight that an instance may have beyond the least loaded one before its cached
     prefixes stop attracting more; both this and ``balance_rel_threshold`` must be exceeded."""
     balance_rel_threshold: float = 1.5
+    balance_cache_factor: float = 2.0
+    """A common beginning of prompts stops attracting new ones to an instance that caches more than the
+    emptiest one by more than this factor times that beginning."""
 
     block_size: int = 16
     """Tokens per block of the prompt tree; shorter common prefixes are not seen."""
@@ -94,7 +98,7 @@ class RouterConfig:
             "request_timeout_secs", "max_payload_bytes", "tokenizer_threads", "tokenizer_cache_bytes",
         ):  # fmt: skip
             self._require(name, getattr(self, name) > 0, "must be greater than 0")
-        for name in ("balance_abs_threshold", "max_retries"):
+        for name in ("balance_abs_threshold", "balance_cache_factor", "max_retries"):
             self._require(name, getattr(self, name) >= 0, "must not be negative")
         self._require("balance_rel_threshold", self.balance_rel_threshold >= 1.0, "must be at least 1")
         self._require("log_level", self.log_level in LOG_LEVELS, f"is not one of {', '.join(LOG_LEVELS)}")
@@ -124,9 +128,14 @@ class RouterConfig:
         flag("policy", str, "how an instance is chosen", choices=sorted(POLICIES))
         flag("api_key", str, "key that clients must send as 'Authorization: Bearer KEY'", metavar="KEY")
         flag("worker_api_key", str, "key that the workers ask for (their --api-key)", metavar="KEY")
-        flag("cache_threshold", float, "share of the prompt that must be cached for the cache to decide")
+        flag("cache_threshold", float, "share of a prompt that a common beginning must be to decide")
         flag("balance_abs_threshold", int, "requests an instance may be ahead of the least loaded one")
         flag("balance_rel_threshold", float, "factor an instance may be ahead of the least loaded one")
+        flag(
+            "balance_cache_factor",
+            float,
+            "factor of a common beginning its holder may cache more than others",
+        )
         flag("block_size", int, "tokens per block of the prompt tree")
         flag("tree_ttl_secs", float, "seconds an unused prefix is believed to stay cached")
         flag("tree_max_bytes", int, "memory for the prompt tree")

@@ -38,7 +38,8 @@ from router.fleet import Fleet, Load
 from router.native import parse_generate
 from router.observability import Record, RouterMetrics
 from router.openai import parse_chat, parse_completion
-from router.policies import POLICIES, Decision, PolicyOptions, Prompt
+from router.policies import POLICIES, Decision, Match, PolicyOptions, Prompt
+from router.policies.prompt_tree import NOTHING
 from router.prompt_trees import PromptTrees
 from router.tokenizing import Encoded, TokenizerService
 from router.usage import StreamReader, Usage, read_answer
@@ -97,6 +98,7 @@ class Generation:
             cache_threshold=config.cache_threshold,
             balance_abs_threshold=config.balance_abs_threshold,
             balance_rel_threshold=config.balance_rel_threshold,
+            balance_cache_factor=config.balance_cache_factor,
             tie_tokens=config.block_size,
         )
 
@@ -172,10 +174,11 @@ class Generation:
         fleet = self._fleet.usable(excluded)
         if not fleet:
             return None
-        matches: dict[str, int] = {}
+        matches: dict[str, Match] = {}
         for prompt in prompts:
-            for name, tokens in self._trees.match(prompt.namespace, prompt.key).items():
-                matches[name] = matches.get(name, 0) + tokens
+            for name, match in self._trees.match(prompt.namespace, prompt.key).items():
+                before = matches.get(name, NOTHING)
+                matches[name] = Match(before.tokens + match.tokens, before.own or match.own)
         units = sum(prompt.units for prompt in prompts)
         decision = self._policy(Prompt(units), fleet, matches, self._options)
         for prompt in prompts:

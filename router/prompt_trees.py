@@ -22,10 +22,11 @@ from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from router.policies import Match
 from sglang_ext.clock import Clock
 from sglang_ext.errors import InternalError
 from sglang_ext.keys import TOKEN_BYTES, Tier
-from sglang_ext.radix_global import Holder, RadixTree
+from sglang_ext.radix_global import Holder, Node, RadixTree
 
 GUESS_TTL_S = 2.0
 GUESS_SPAN_S = 0.5
@@ -34,6 +35,9 @@ SPANS_PER_TTL = 8
 """A confirmed entry lives at least its time to live, and at most an eighth longer."""
 SLICE_BLOCKS = 512
 """Blocks taken out of the tree in one go; about half a millisecond."""
+
+MANY_CHILDREN = 64
+"""A node with more continuations than this is a common beginning, without looking at each."""
 
 NODE_BYTES = 1200
 """Memory of a node with one holder, its key left out; measured, see the test of the bound."""
@@ -74,8 +78,11 @@ class PromptTrees:
         """Generations that are matched, in the order in which they were opened."""
         self._dead: deque[Holder] = deque()
         """Holders whose entries are still to be taken out of the tree."""
+        self._counted: dict[Holder, str] = {}
+        """Holder -> instance, of generations that are live, or have expired and are still in the tree. Those
+        of a forgotten instance are no longer counted."""
         self._blocks: dict[str, int] = {}
-        """Instance -> blocks in its live generations."""
+        """Instance -> different blocks that its counted generations hold."""
         self._next_expiry = math.inf
         self._placed_blocks = 0
         self._unique_blocks = 0
@@ -101,26 +108,45 @@ class PromptTrees:
         for generation in list(self._live.values()):
             if generation.instance == instance:
                 self._kill(generation)
+        for holder in [holder for holder, name in self._counted.items() if name == instance]:
+            del self._counted[holder]
+        self._blocks.pop(instance, None)
 
     def clear(self) -> None:
         """No instance holds anything any more: the fleet serves another model."""
-        for generation in list(self._live.values()):
-            self._kill(generation)
+        for instance in list(self._blocks):
+            self.forget(instance)
 
     # -- what routing asks ------------------------------------------------------------------------
 
-    def match(self, namespace: Hashable, key: bytes) -> dict[str, int]:
-        """How many leading tokens of ``key`` each instance is believed to hold; zeros are left out."""
+    def match(self, namespace: Hashable, key: bytes) -> dict[str, Match]:
+        """What each instance is believed to hold of ``key``; who holds nothing is left out."""
         self._expire()
-        found: dict[str, int] = {}
-        for holder, tokens in self._tree.holders(namespace, key).items():
-            generation = self._live.get(holder)
-            if generation is not None and tokens > found.get(generation.instance, 0):
-                found[generation.instance] = tokens
+        path = self._tree.match(namespace, key)
+        found: dict[str, Match] = {}
+        blocks = path.blocks
+        whole = len(key) // (self._tree.block_size * TOKEN_BYTES)
+        for node in reversed(path.path):
+            for holder in node.placements:
+                generation = self._live.get(holder)
+                if generation is not None and generation.instance not in found:
+                    own = blocks == whole or self._ends_at(node, generation.instance)
+                    found[generation.instance] = Match(blocks * self._tree.block_size, own)
+            blocks -= node.blocks
         return found
 
+    def _ends_at(self, node: Node, instance: str) -> bool:
+        """Whether nothing that ``instance`` holds goes on after ``node``."""
+        if len(node.children) > MANY_CHILDREN:
+            return False
+        return not any(
+            (generation := self._live.get(holder)) is not None and generation.instance == instance
+            for child in node.children.values()
+            for holder in child.placements
+        )
+
     def tokens_of(self, instance: str) -> int:
-        """Tokens ``instance`` is believed to hold; what was used again lately counts once per generation."""
+        """Tokens ``instance`` is believed to hold, and what has just expired."""
         return self._blocks.get(instance, 0) * self._tree.block_size
 
     # -- memory and time --------------------------------------------------------------------------
@@ -149,15 +175,19 @@ class PromptTrees:
         """Take a slice of what has expired out of the tree. Returns whether there is more to do."""
         self._expire()
         if self._dead and not self._evict(self._dead[0], SLICE_BLOCKS):
-            self._tree.drop_holder(self._dead.popleft())
+            holder = self._dead.popleft()
+            self._counted.pop(holder, None)
+            self._tree.drop_holder(holder)
         return bool(self._dead)
 
     def _insert(self, namespace: Hashable, key: bytes, instance: str, *, is_guess: bool) -> None:
         self._expire()
-        result = self._tree.insert(namespace, key, self._generation(instance, is_guess).holder)
+        holder = self._generation(instance, is_guess).holder
+        result = self._tree.insert(namespace, key, holder)
         self._placed_blocks += result.new_blocks
         self._unique_blocks += sum(node.blocks for node in result.added if len(node.placements) == 1)
-        self._blocks[instance] = self._blocks.get(instance, 0) + result.new_blocks
+        new = sum(node.blocks for node in result.added if not self._held_otherwise(node, instance, holder))
+        self._blocks[instance] = self._blocks.get(instance, 0) + new
         while self.size_bytes > self._max_bytes and self._make_room():
             pass
 
@@ -169,17 +199,23 @@ class PromptTrees:
         for generation in self._live.values():
             evicted = self._evict(generation.holder, SLICE_BLOCKS)
             if evicted:
-                self._blocks[generation.instance] -= evicted
                 self.evicted_blocks += evicted
                 return True
         return False
 
+    def _held_otherwise(self, node: Node, instance: str, holder: Holder) -> bool:
+        """Whether another counted generation of ``instance`` holds ``node``."""
+        return any(other is not holder and self._counted.get(other) == instance for other in node.placements)
+
     def _evict(self, holder: Holder, blocks: int) -> int:
         taken = 0
+        instance = self._counted.get(holder)
         for evicted in self._tree.evict(holder, blocks):
             taken += evicted.blocks
             if not evicted.node.placements:
                 self._unique_blocks -= evicted.blocks
+            if instance is not None and not self._held_otherwise(evicted.node, instance, holder):
+                self._blocks[instance] -= evicted.blocks
         self._placed_blocks -= taken
         return taken
 
@@ -193,6 +229,7 @@ class PromptTrees:
             current = _Generation(holder, instance, now, now + span + ttl, is_guess)
             self._open[instance, is_guess] = current
             self._live[holder] = current
+            self._counted[holder] = instance
             self._next_expiry = min(self._next_expiry, current.expires)
         return current
 
@@ -208,7 +245,6 @@ class PromptTrees:
         del self._live[generation.holder]
         if self._open.get((generation.instance, generation.is_guess)) is generation:
             del self._open[generation.instance, generation.is_guess]
-        self._blocks[generation.instance] -= self._tree.blocks_of(generation.holder)
         self._dead.append(generation.holder)
 
     # -- seeing -----------------------------------------------------------------------------------
@@ -237,10 +273,13 @@ class PromptTrees:
         known = {*self._live, *self._dead}
         if strays := {holder for node in nodes for holder in node.placements} - known:
             raise InternalError(f"entries of no generation: {strays}")
-        for instance, kept in self._blocks.items():
-            mine = [g.holder for g in self._live.values() if g.instance == instance]
-            counted = sum(self._tree.blocks_of(holder) for holder in mine)
-            if kept != counted:
-                raise InternalError(f"{instance} has {counted} blocks, {kept} were counted")
+        counted: dict[str, int] = {}
+        for node in nodes:
+            for instance in {self._counted[holder] for holder in node.placements if holder in self._counted}:
+                counted[instance] = counted.get(instance, 0) + node.blocks
+        if counted != {instance: blocks for instance, blocks in self._blocks.items() if blocks}:
+            raise InternalError(f"instances have {counted} blocks, {self._blocks} were kept")
+        if set(self._live) - set(self._counted):
+            raise InternalError("a generation is matched and not counted")
         if set(self._open.values()) - set(self._live.values()):
             raise InternalError("a generation takes entries and is not matched")

@@ -39,8 +39,26 @@ class Instance:
 Fleet: TypeAlias = tuple[Instance, ...]
 """The instances that can take the request; never empty."""
 
-Matches: TypeAlias = Mapping[str, int]
-"""Instance name -> leading tokens of the prompt that it is believed to hold."""
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What an instance is believed to hold of the prompt."""
+
+    tokens: int
+    """Its leading tokens."""
+    own: bool = False
+    """It ends where something held ends: the request goes on from an earlier one, or repeats it. Otherwise
+    it parts from others in mid-way, as new conversations do that begin with one system prompt."""
+
+
+Matches: TypeAlias = Mapping[str, Match]
+"""By instance name; those that hold nothing may be left out."""
+
+
+def matched_tokens(matches: Matches, name: str) -> int:
+    """Leading tokens that an instance holds."""
+    match = matches.get(name)
+    return 0 if match is None else match.tokens
 
 
 class Reason(enum.StrEnum):
@@ -50,6 +68,8 @@ class Reason(enum.StrEnum):
     """It alone holds the longest prefix."""
     PREFIX_SHARED = "prefix-shared"
     """Several hold the longest prefix; it is the least loaded of them."""
+    SPREAD = "spread"
+    """The longest prefix is a common beginning, and whoever holds it caches much more than others."""
     REBALANCED = "rebalanced"
     """Whoever holds the longest prefix is too far ahead in load."""
     SHORT_PREFIX = "short-prefix"
@@ -79,6 +99,7 @@ class PolicyOptions:
     cache_threshold: float = 0.3
     balance_abs_threshold: int = 8
     balance_rel_threshold: float = 1.5
+    balance_cache_factor: float = 2.0
     tie_tokens: int = 16
 
 

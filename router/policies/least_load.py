@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from router.policies.base import Decision, Fleet, Matches, PolicyOptions, Prompt, Reason, load_of
+from router.policies.base import (
+    Decision,
+    Fleet,
+    Matches,
+    PolicyOptions,
+    Prompt,
+    Reason,
+    load_of,
+    matched_tokens,
+)
 
 
 def least_load(prompt: Prompt, fleet: Fleet, matches: Matches, options: PolicyOptions) -> Decision:
@@ -11,6 +20,6 @@ def least_load(prompt: Prompt, fleet: Fleet, matches: Matches, options: PolicyOp
     return Decision(
         chosen.name,
         Reason.LEAST_LOAD,
-        matches.get(chosen.name, 0),
+        matched_tokens(matches, chosen.name),
         {instance.name: -float(instance.in_flight) for instance in fleet},
     )

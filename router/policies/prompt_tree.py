@@ -4,45 +4,72 @@ The rule, in order:
 
 1. An instance is *ahead* when it has more than ``balance_abs_threshold`` requests in flight more than the
    least loaded one, and more than ``balance_rel_threshold`` times as many. Both, because 2 against 1 is
-   twice as many and means nothing, and 108 against 100 is 8 more and means nothing.
-2. Among the instances that are not ahead, find the longest cached prefix. It decides when it is at least
-   ``cache_threshold`` of the prompt: a system prompt that everything starts with is no reason to send
-   everything to whoever saw it first.
-3. Whoever holds as much to within ``tie_tokens`` (a block) is as good; the least loaded of them is taken.
-4. Otherwise the least loaded instance is taken; among idle ones, the one that caches least, so that new
-   conversations spread over the fleet's memory.
+   twice as many and means nothing, and 108 against 100 is 8 more and means nothing. Who is ahead gets
+   nothing for what it caches.
+2. Among the others, find the longest cached prefix. Whoever holds as much to within ``tie_tokens`` (a
+   block) is as good; the least loaded of them is taken.
+3. A prefix that is a *common beginning*, and not the request's own past (``Match.own``), decides only
+   where it is at least ``cache_threshold`` of the prompt, and where its holder does not cache more than
+   the emptiest instance by more than ``balance_cache_factor`` times that prefix. Computing a system prompt
+   once more costs that prefix; keeping every conversation that starts with it on one instance wastes the
+   memory of all others. The factor says how many times its price the balance is worth, so a long document
+   that is asked about often moves late, and a short system prompt early.
+4. Otherwise the least loaded instance is taken; among idle ones, the one that caches least.
 
 A popular prefix therefore does not pull everything to one instance: while one instance holds it, that
-instance runs ahead, the next request goes elsewhere, and the prefix is then held there too; once
-everybody holds it, rule 3 spreads by load.
+instance gets ahead in load (rule 1) or in memory (rule 3), the next request goes elsewhere, and the prefix
+is then held there too; once everybody holds it, rule 2 spreads by load. A conversation that has begun is
+moved by rule 1 only.
 """
 
 from __future__ import annotations
 
-from router.policies.base import Decision, Fleet, Instance, Matches, PolicyOptions, Prompt, Reason, load_of
+from router.policies.base import (
+    Decision,
+    Fleet,
+    Instance,
+    Match,
+    Matches,
+    PolicyOptions,
+    Prompt,
+    Reason,
+    load_of,
+)
+
+NOTHING = Match(0)
 
 
 def prompt_tree(prompt: Prompt, fleet: Fleet, matches: Matches, options: PolicyOptions) -> Decision:
     """Choose by the rule in the module's docstring; scores are matched tokens."""
-    scores = {instance.name: float(matches.get(instance.name, 0)) for instance in fleet}
-    longest_anywhere = max(scores.values())
-    if longest_anywhere <= 0:
-        return _least_loaded(fleet, Reason.NO_PREFIX, scores)
-
+    scores = {instance.name: float(matches.get(instance.name, NOTHING).tokens) for instance in fleet}
     least = min(instance.in_flight for instance in fleet)
     level = tuple(instance for instance in fleet if not is_ahead(instance, least, options))
-    longest = max(scores[instance.name] for instance in level)
-    enough = max(1.0, options.cache_threshold * prompt.tokens)
-    passed_over = longest_anywhere >= enough and longest_anywhere - longest > options.tie_tokens
+    best, reason = _holders(prompt, level, matches, options)
+    if len(level) < len(fleet):
+        wanted, _ = _holders(prompt, fleet, matches, options)
+        if wanted and not set(wanted) & set(level):
+            reason = Reason.REBALANCED
+    return _least_loaded(best or level, reason, scores)
 
-    if longest < enough:
-        return _least_loaded(level, Reason.REBALANCED if passed_over else Reason.SHORT_PREFIX, scores)
-    best = tuple(i for i in level if longest - scores[i.name] <= options.tie_tokens)
-    if passed_over:
-        reason = Reason.REBALANCED
-    else:
-        reason = Reason.PREFIX if len(best) == 1 else Reason.PREFIX_SHARED
-    return _least_loaded(best, reason, scores)
+
+def _holders(
+    prompt: Prompt, candidates: Fleet, matches: Matches, options: PolicyOptions
+) -> tuple[Fleet, Reason]:
+    """Rules 2 and 3: who of the candidates holds a prefix that decides; nobody, if none does."""
+    held = {instance.name: matches.get(instance.name, NOTHING) for instance in candidates}
+    longest = max(match.tokens for match in held.values())
+    if longest <= 0:
+        return (), Reason.NO_PREFIX
+    best = tuple(i for i in candidates if longest - held[i.name].tokens <= options.tie_tokens)
+    if not any(held[instance.name].own for instance in best):
+        if longest < options.cache_threshold * prompt.tokens:
+            return (), Reason.SHORT_PREFIX
+        emptiest = min(instance.cached_tokens for instance in candidates)
+        room = options.balance_cache_factor * longest
+        best = tuple(instance for instance in best if instance.cached_tokens - emptiest <= room)
+        if not best:
+            return (), Reason.SPREAD
+    return best, Reason.PREFIX if len(best) == 1 else Reason.PREFIX_SHARED
 
 
 def is_ahead(instance: Instance, least: int, options: PolicyOptions) -> bool:

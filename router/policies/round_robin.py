@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.policies.base import Decision, Fleet, Matches, PolicyOptions, Prompt, Reason
+from router.policies.base import Decision, Fleet, Matches, PolicyOptions, Prompt, Reason, matched_tokens
 
 
 def round_robin(prompt: Prompt, fleet: Fleet, matches: Matches, options: PolicyOptions) -> Decision:
@@ -11,6 +11,6 @@ def round_robin(prompt: Prompt, fleet: Fleet, matches: Matches, options: PolicyO
     return Decision(
         chosen.name,
         Reason.ROUND_ROBIN,
-        matches.get(chosen.name, 0),
+        matched_tokens(matches, chosen.name),
         {instance.name: -float(instance.last_picked) for instance in fleet},
     )

@@ -308,6 +308,7 @@ async def test_conversations_stay_where_their_prefix_is(
             history.append({"role": "assistant", "content": value["choices"][0]["message"]["content"]})
             history.append({"role": "user", "content": f"And part {turn}?"})
     assert all(len(home) == 1 for home in homes)
+    assert set.union(*homes) == {instance.name for instance in router.fleet.usable()}
     # The router foresees what the servers find, answers included.
     value = router.metrics.registry.get_sample_value
     cached = value("sglang_ext_router_cached_tokens_total") or 0.0

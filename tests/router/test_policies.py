@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from router.policies import (
     POLICIES,
     Instance,
+    Match,
     PolicyOptions,
     Prompt,
     Reason,
@@ -38,10 +39,21 @@ def fleet(
     )
 
 
+def own(tokens: dict[str, int]) -> dict[str, Match]:
+    """Matches with the request's own past."""
+    return {name: Match(count, own=True) for name, count in tokens.items()}
+
+
+def common(tokens: dict[str, int]) -> dict[str, Match]:
+    """Matches with a common beginning."""
+    return {name: Match(count, own=False) for name, count in tokens.items()}
+
+
 @pytest.mark.parametrize(
     ("loads", "matches", "tokens", "chosen", "reason"),
     [
         pytest.param((3, 0), {}, 100, "b", Reason.NO_PREFIX, id="nobody holds it: the least loaded"),
+        pytest.param((20, 0), {}, 100, "b", Reason.NO_PREFIX, id="nobody holds it, and one is ahead"),
         pytest.param((3, 0), {"a": 64}, 100, "a", Reason.PREFIX, id="one holds it: that one, though busier"),
         pytest.param(
             (8, 0), {"a": 64}, 100, "a", Reason.PREFIX, id="exactly at the threshold: still that one"
@@ -57,18 +69,19 @@ def fleet(
             (3, 1, 2), {"a": 80, "b": 64}, 100, "b", Reason.PREFIX_SHARED, id="a block more is a tie"
         ),
         pytest.param((3, 1, 2), {"a": 96, "b": 64}, 100, "a", Reason.PREFIX, id="two blocks more are not"),
-        pytest.param((1, 0), {"a": 16}, 100, "b", Reason.SHORT_PREFIX, id="a small part does not decide"),
-        pytest.param((1, 0), {"a": 30}, 100, "a", Reason.PREFIX, id="the threshold itself does"),
+        pytest.param((1, 0), {"a": 48}, 1000, "a", Reason.PREFIX, id="its own past decides, however short"),
         pytest.param((20, 0, 1), {"a": 96, "c": 64}, 100, "c", Reason.REBALANCED, id="the next best holder"),
         pytest.param((20, 0, 1), {"a": 96, "c": 96}, 100, "c", Reason.PREFIX, id="the busy holder drops out"),
-        pytest.param((20, 0, 1), {"a": 16}, 100, "b", Reason.SHORT_PREFIX, id="nothing worth staying for"),
+        pytest.param(
+            (20, 1, 0), {"a": 96}, 100, "c", Reason.REBALANCED, id="no other holder: the least loaded"
+        ),
         pytest.param((1,), {"a": 0}, 100, "a", Reason.NO_PREFIX, id="only one instance"),
         pytest.param((50,), {"a": 64}, 100, "a", Reason.PREFIX, id="one instance is never ahead of itself"),
         pytest.param((1, 0), {"a": 64}, 0, "a", Reason.PREFIX, id="length unknown: any prefix decides"),
     ],
 )
 def test_prompt_tree(loads, matches, tokens, chosen, reason) -> None:
-    decision = prompt_tree(Prompt(tokens), fleet(*loads), matches, OPTIONS)
+    decision = prompt_tree(Prompt(tokens), fleet(*loads), own(matches), OPTIONS)
     assert (decision.instance, decision.reason) == (chosen, reason)
     assert decision.matched == matches.get(chosen, 0)
     assert decision.scores == {i.name: float(matches.get(i.name, 0)) for i in fleet(*loads)}
@@ -79,6 +92,51 @@ def test_idle_instances_share_new_prompts_by_what_they_cache() -> None:
     assert decision.instance == "b"
 
 
+@pytest.mark.parametrize(
+    ("cached", "matches", "chosen", "reason"),
+    [
+        pytest.param((296, 100), common({"a": 98}), "a", Reason.PREFIX, id="twice its size ahead: stays"),
+        pytest.param((297, 100), common({"a": 98}), "b", Reason.SPREAD, id="more: spreads"),
+        pytest.param((9000, 100), own({"a": 98}), "a", Reason.PREFIX, id="its own past: stays whatever"),
+        pytest.param(
+            (900, 100), common({"a": 98, "b": 98}), "b", Reason.PREFIX, id="the fuller holder drops out"
+        ),
+        pytest.param((200, 100), common({"a": 98, "b": 98}), "b", Reason.PREFIX_SHARED, id="both hold it"),
+        pytest.param(
+            (900, 100), common({"a": 20}), "b", Reason.SHORT_PREFIX, id="too short to decide anyway"
+        ),
+    ],
+)
+def test_common_beginnings_spread_over_the_memory(cached, matches, chosen, reason) -> None:
+    decision = prompt_tree(Prompt(100), fleet(0, 0, cached=cached, picked=(9, 1)), matches, OPTIONS)
+    assert (decision.instance, decision.reason) == (chosen, reason)
+
+
+def test_conversations_with_one_system_prompt_share_an_idle_fleet() -> None:
+    """One after the other, so that nobody is ever busy: still each instance gets its part, and what is
+    computed more than once is the system prompt, once per instance."""
+    cached = {"a": 0, "b": 0, "c": 0}
+    system: set[str] = set()
+    homes = []
+    for number in range(12):
+        view = tuple(Instance(name, 0, 0, tokens, number) for name, tokens in cached.items())
+        matches = common(dict.fromkeys(system, 100))
+        chosen = prompt_tree(Prompt(160), view, matches, OPTIONS).instance
+        cached[chosen] += 160 if chosen not in system else 60
+        system.add(chosen)
+        homes.append(chosen)
+    assert sorted(homes.count(name) for name in "abc") == [4, 4, 4]
+
+
+def test_questions_about_a_long_document_stay_with_it() -> None:
+    cached = {"a": 0, "b": 0}
+    for number in range(20):
+        view = tuple(Instance(name, 0, 0, tokens, number) for name, tokens in cached.items())
+        matches = common({"a": 10_000}) if number else {}
+        assert prompt_tree(Prompt(10_050), view, matches, OPTIONS).instance == "a"
+        cached["a"] += 50 if number else 10_050
+
+
 def test_a_popular_prefix_spreads_over_the_fleet() -> None:
     """Requests with one prefix that never end: every instance gets its part."""
     in_flight = {"a": 0, "b": 0, "c": 0}
@@ -86,7 +144,7 @@ def test_a_popular_prefix_spreads_over_the_fleet() -> None:
     reasons = []
     for number in range(60):
         view = tuple(Instance(name, load, 0, 0, number) for name, load in in_flight.items())
-        decision = prompt_tree(Prompt(1000), view, holders, OPTIONS)
+        decision = prompt_tree(Prompt(1000), view, own(holders), OPTIONS)
         in_flight[decision.instance] += 1
         holders[decision.instance] = 960
         reasons.append(decision.reason)
@@ -99,7 +157,7 @@ def test_a_popular_prefix_spreads_over_the_fleet() -> None:
 def test_least_load_counts_requests_then_prompt_tokens() -> None:
     busy = Instance("a", in_flight=1, queued_tokens=900, cached_tokens=0, last_picked=0)
     lighter = Instance("b", in_flight=1, queued_tokens=10, cached_tokens=0, last_picked=5)
-    assert least_load(Prompt(10), (busy, lighter), {"a": 10}, OPTIONS).instance == "b"
+    assert least_load(Prompt(10), (busy, lighter), own({"a": 10}), OPTIONS).instance == "b"
     assert least_load(Prompt(10), fleet(2, 3), {}, OPTIONS).instance == "a"
 
 
@@ -109,7 +167,7 @@ def test_round_robin_takes_turns_while_instances_come_and_go() -> None:
     for number in range(1, 10):
         names = ["a", "c"] if 4 <= number <= 5 else ["a", "b", "c"]
         view = tuple(Instance(name, 0, 0, 0, picked[name]) for name in names)
-        chosen = round_robin(Prompt(1), view, {"a": 5}, OPTIONS).instance
+        chosen = round_robin(Prompt(1), view, own({"a": 5}), OPTIONS).instance
         picked[chosen] = number
         order.append(chosen)
     assert order == ["a", "b", "c", "a", "c", "b", "a", "c", "b"]
@@ -124,11 +182,15 @@ instances = st.builds(
     last_picked=st.integers(0, 1000),
 )
 
+all_matches = st.dictionaries(
+    st.sampled_from("abcdefg"), st.builds(Match, tokens=st.integers(0, 4096), own=st.booleans())
+)
+
 
 @given(
     policy=st.sampled_from(sorted(POLICIES)),
     fleet=st.lists(instances, min_size=1, max_size=6, unique_by=lambda i: i.name).map(tuple),
-    matches=st.dictionaries(st.sampled_from("abcdefg"), st.integers(0, 4096)),
+    matches=all_matches,
     tokens=st.integers(0, 4096),
 )
 def test_every_policy_chooses_an_instance_that_is_there_and_says_the_same_twice(
@@ -137,13 +199,13 @@ def test_every_policy_chooses_an_instance_that_is_there_and_says_the_same_twice(
     choose = POLICIES[policy]
     decision = choose(Prompt(tokens), fleet, matches, OPTIONS)
     assert decision.instance in {i.name for i in fleet}
-    assert decision.matched == matches.get(decision.instance, 0)
+    assert decision.matched == matches.get(decision.instance, Match(0)).tokens
     assert choose(Prompt(tokens), tuple(reversed(fleet)), matches, OPTIONS).instance == decision.instance
 
 
 @given(
     fleet=st.lists(instances, min_size=1, max_size=6, unique_by=lambda i: i.name).map(tuple),
-    matches=st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 4096)),
+    matches=all_matches,
 )
 def test_prompt_tree_never_chooses_one_that_is_ahead(fleet, matches) -> None:
     decision = prompt_tree(Prompt(4096), fleet, matches, OPTIONS)

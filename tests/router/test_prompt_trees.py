@@ -10,11 +10,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from router.prompt_trees import GUESS_SPAN_S, GUESS_TTL_S, SPANS_PER_TTL, PromptTrees
+from router.policies import Match
+from router.prompt_trees import GUESS_SPAN_S, GUESS_TTL_S, MANY_CHILDREN, SPANS_PER_TTL, PromptTrees
 from sglang_ext.keys import encode_tokens
 from sglang_ext.testing.fakes import FakeClock
 
 NS = ("tokens", None, None, None)
+
+
+def held(trees: PromptTrees, prompt: bytes, namespace: tuple[str | None, ...] = NS) -> dict[str, int]:
+    """Instance -> leading tokens it is believed to hold."""
+    return {name: match.tokens for name, match in trees.match(namespace, prompt).items()}
 
 
 def key(*blocks: int, size: int = 4) -> bytes:
@@ -35,9 +41,9 @@ def trees(clock: FakeClock) -> PromptTrees:
 def test_it_tells_how_much_of_a_prompt_each_instance_has(trees) -> None:
     trees.confirm(NS, key(1, 2, 3), "a")
     trees.confirm(NS, key(1, 2, 4), "b")
-    assert trees.match(NS, key(1, 2, 3, 5)) == {"a": 12, "b": 8}
-    assert trees.match(NS, key(9)) == {}
-    assert trees.match(("other",), key(1, 2, 3)) == {}
+    assert held(trees, key(1, 2, 3, 5)) == {"a": 12, "b": 8}
+    assert held(trees, key(9)) == {}
+    assert held(trees, key(1, 2, 3), ("other",)) == {}
     assert trees.tokens_of("a") == 12
     assert trees.blocks == 4
     trees.check()
@@ -46,9 +52,9 @@ def test_it_tells_how_much_of_a_prompt_each_instance_has(trees) -> None:
 def test_a_guess_lives_two_seconds(trees, clock) -> None:
     trees.guess(NS, key(1, 2), "a")
     clock.advance(GUESS_TTL_S)
-    assert trees.match(NS, key(1, 2)) == {"a": 8}
+    assert held(trees, key(1, 2)) == {"a": 8}
     clock.advance(GUESS_SPAN_S)
-    assert trees.match(NS, key(1, 2)) == {}
+    assert held(trees, key(1, 2)) == {}
     trees.check()
 
 
@@ -56,15 +62,15 @@ def test_a_confirmed_guess_stays(trees, clock) -> None:
     trees.guess(NS, key(1, 2), "a")
     trees.confirm(NS, key(1, 2, 3), "a")
     clock.advance(GUESS_TTL_S + 2 * GUESS_SPAN_S)
-    assert trees.match(NS, key(1, 2, 3)) == {"a": 12}
+    assert held(trees, key(1, 2, 3)) == {"a": 12}
 
 
 def test_a_guess_that_expires_does_not_take_a_confirmed_entry_with_it(trees, clock) -> None:
     trees.confirm(NS, key(1, 2), "a")
     trees.guess(NS, key(1, 2, 3), "a")
-    assert trees.match(NS, key(1, 2, 3)) == {"a": 12}
+    assert held(trees, key(1, 2, 3)) == {"a": 12}
     clock.advance(GUESS_TTL_S + GUESS_SPAN_S)
-    assert trees.match(NS, key(1, 2, 3)) == {"a": 8}
+    assert held(trees, key(1, 2, 3)) == {"a": 8}
 
 
 def test_entries_live_for_the_ttl_and_are_refreshed_by_use(trees, clock) -> None:
@@ -73,10 +79,10 @@ def test_entries_live_for_the_ttl_and_are_refreshed_by_use(trees, clock) -> None
     clock.advance(60.0)
     trees.confirm(NS, key(1, 2), "a")
     clock.advance(40.0)
-    assert trees.match(NS, key(1, 2)) == {"a": 8}
-    assert trees.match(NS, key(1, 3)) == {"a": 4}
+    assert held(trees, key(1, 2)) == {"a": 8}
+    assert held(trees, key(1, 3)) == {"a": 4}
     clock.advance(80.0 + 80.0 / SPANS_PER_TTL)
-    assert trees.match(NS, key(1, 2)) == {}
+    assert held(trees, key(1, 2)) == {}
 
 
 def test_the_ttl_of_one_instance_is_not_refreshed_by_another(trees, clock) -> None:
@@ -84,7 +90,7 @@ def test_the_ttl_of_one_instance_is_not_refreshed_by_another(trees, clock) -> No
     clock.advance(60.0)
     trees.confirm(NS, key(1, 2), "b")
     clock.advance(40.0)
-    assert trees.match(NS, key(1, 2)) == {"b": 8}
+    assert held(trees, key(1, 2)) == {"b": 8}
 
 
 def test_what_an_instance_lost_is_forgotten_at_once(trees) -> None:
@@ -92,19 +98,57 @@ def test_what_an_instance_lost_is_forgotten_at_once(trees) -> None:
     trees.guess(NS, key(3), "a")
     trees.confirm(NS, key(1), "b")
     trees.forget("a")
-    assert trees.match(NS, key(1, 2)) == {"b": 4}
-    assert trees.match(NS, key(3)) == {}
+    assert held(trees, key(1, 2)) == {"b": 4}
+    assert held(trees, key(3)) == {}
     assert trees.tokens_of("a") == 0
     trees.confirm(NS, key(1, 2), "a")
-    assert trees.match(NS, key(1, 2)) == {"a": 8, "b": 4}
+    assert held(trees, key(1, 2)) == {"a": 8, "b": 4}
     trees.check()
+
+
+def test_it_knows_a_requests_own_past_from_a_common_beginning(trees) -> None:
+    """1 is the system prompt; 2 and 4 begin conversations."""
+    trees.confirm(NS, key(1, 2, 3), "a")
+    trees.confirm(NS, key(1, 4), "a")
+    trees.confirm(NS, key(1), "b")
+
+    def own(*blocks: int) -> dict[str, bool]:
+        return {name: match.own for name, match in trees.match(NS, key(*blocks)).items()}
+
+    assert own(1, 2, 3, 9) == {"a": True, "b": True}
+    assert own(1, 4, 9) == {"a": True, "b": True}
+    assert own(1, 9) == {"a": False, "b": True}
+    assert own(1, 2, 9) == {"a": False, "b": True}
+    assert own(1, 2, 3) == {"a": True, "b": True}
+    assert own(1, 2) == {"a": True, "b": True}
+
+
+def test_a_beginning_with_very_many_continuations_is_a_common_one(trees) -> None:
+    for number in range(MANY_CHILDREN + 1):
+        trees.confirm(NS, key(1, 100 + number), "a")
+    trees.confirm(NS, key(1), "b")
+    assert trees.match(NS, key(1, 9))["b"] == Match(4, own=False)
+
+
+def test_what_an_instance_holds_is_counted_once(trees, clock) -> None:
+    for _ in range(5):
+        trees.guess(NS, key(1, 2), "a")
+        trees.confirm(NS, key(1, 2, 3), "a")
+        clock.advance(12.0)
+    assert trees.tokens_of("a") == 12
+    trees.confirm(NS, key(1, 5), "a")
+    assert trees.tokens_of("a") == 16
+    clock.advance(200.0)
+    while trees.tidy():
+        trees.check()
+    assert trees.tokens_of("a") == 0
 
 
 def test_clear_forgets_everybody(trees) -> None:
     trees.confirm(NS, key(1), "a")
     trees.guess(NS, key(1), "b")
     trees.clear()
-    assert trees.match(NS, key(1)) == {}
+    assert held(trees, key(1)) == {}
     while trees.tidy():
         pass
     assert trees.size_bytes == 0
@@ -115,7 +159,7 @@ def test_expired_entries_leave_the_tree_in_slices(clock) -> None:
     for first in range(2000):
         trees.confirm(NS, key(first, 1, 2), "a")
     clock.advance(10.0)
-    assert trees.match(NS, key(5, 1, 2)) == {}
+    assert held(trees, key(5, 1, 2)) == {}
     assert trees.blocks == 6000
     slices = 0
     while trees.tidy():
@@ -133,8 +177,8 @@ def test_memory_is_bounded_and_the_oldest_goes_first(clock) -> None:
         clock.advance(2.0)
         assert trees.size_bytes <= bound
     assert trees.evicted_blocks > 0
-    assert trees.match(NS, key(0, 1)) == {}
-    assert trees.match(NS, key(499, 1, 2, 3)) == {"a": 16}
+    assert held(trees, key(0, 1)) == {}
+    assert held(trees, key(499, 1, 2, 3)) == {"a": 16}
     trees.check()
 
 
@@ -216,7 +260,7 @@ class AgainstADict(RuleBasedStateMachine):
     @rule(prompt=prompts)
     def match(self, prompt: tuple[int, ...]) -> None:
         now = self.clock.monotonic()
-        found = self.trees.match(NS, key(*prompt, size=2))
+        found = held(self.trees, key(*prompt, size=2))
         for instance in "ab":
             least = most = 0
             for end in range(1, len(prompt) + 1):
