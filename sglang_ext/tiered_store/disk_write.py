@@ -198,8 +198,10 @@ class DiskWriter:
                     self._with_room(need, lambda: write_fully(state.files, segment.fd, vectors, offset))
         except OSError as error:
             return self._write_error(error)
+        written = int(vectors[:, 1].sum())
+        state.files.start_writeback(segment.fd, offset, written)
         with state.lock:
-            state.counters.bytes_written += int(vectors[:, 1].sum())
+            state.counters.bytes_written += written
         return None
 
     def _write_error(self, error: OSError) -> Outcome:

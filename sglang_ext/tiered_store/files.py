@@ -28,6 +28,9 @@ for _name in ("preadv", "pwritev"):
     _function = getattr(_libc, _name)
     _function.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
     _function.restype = ctypes.c_ssize_t
+_libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_libc.sync_file_range.restype = ctypes.c_int
+_SYNC_FILE_RANGE_WRITE = 2
 
 
 class Files:
@@ -50,6 +53,12 @@ class Files:
     def pwritev(self, fd: int, vectors: Vectors, offset: int) -> int:
         """One pwritev of at most `IOV_MAX` vectors; returns the bytes written."""
         return _vectored(_libc.pwritev, fd, vectors, offset)
+
+    def start_writeback(self, fd: int, offset: int, size: int) -> None:
+        """Let the disk begin with dirty pages, so that the sync later finds most of them written. A hint
+        only.
+        """
+        _libc.sync_file_range(fd, offset, size, _SYNC_FILE_RANGE_WRITE)
 
     def pread(self, fd: int, size: int, offset: int) -> bytes:
         """Read up to `size` bytes; for headers."""

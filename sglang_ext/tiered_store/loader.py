@@ -58,7 +58,7 @@ class Load:
 
         Raises:
             DeadlineError: neither has happened after `timeout` seconds.
-            InternalError: `on_layer` has raised; the cause is attached.
+            InternalError: `on_layer` or the tier has raised; the cause is attached.
         """
         with self._state:
             if not self._state.wait_for(lambda: self._arrived[layer] or self._stopped, timeout):
@@ -88,7 +88,7 @@ class Load:
 
     def _raise(self) -> None:
         if self._error is not None:
-            raise InternalError("a loaded layer could not be passed on") from self._error
+            raise InternalError("a load has failed in a way that no tier may") from self._error
 
     def _run(self, layer: int, staging: Callable[[int], BlockMemory]) -> bool:
         """Read one layer; whether the load goes on."""
