@@ -63,9 +63,9 @@ def cut_node(node: Node, blocks: int, block_bytes: int) -> Node:
             border = len(address) // node.blocks * blocks
             upper.placements[holder] = cut_address(address, 0, border)
             node.placements[holder] = cut_address(address, border, len(address))
-    parent.children[upper.key[:block_bytes]] = upper
+    parent.adopt(upper.key[:block_bytes], upper)
     node.key = node.key[cut:]
     node.blocks -= blocks
     node.parent = upper
-    upper.children[node.key[:block_bytes]] = node
+    upper.adopt(node.key[:block_bytes], node)
     return upper

@@ -75,6 +75,8 @@ def violations(
 def _node_violations(block_bytes: int, parent: Node, first: bytes, node: Node) -> Iterator[str]:
     if node.parent is not parent:
         yield f"{node!r} has another parent than the one it was found under"
+    if parent.only_child is not (node if len(parent.children) == 1 else None):
+        yield f"{parent!r} takes {parent.only_child!r} to be its only child"
     if node.namespace != parent.namespace:
         yield f"{node!r} is of another namespace than its parent"
     if node.blocks < 1 or len(node.key) != node.blocks * block_bytes:

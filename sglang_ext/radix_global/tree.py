@@ -84,20 +84,24 @@ class RadixTree:
             return Match(self.root, path, 0)
         step = self._step
         position = 0
-        blocks = 0
         now = self._clock()
-        while (child := node.children.get(key[position : position + step])) is not None:
-            edge = child.key
-            if not key.startswith(edge, position):
-                child = self._split(child, common_blocks(edge, key, position, step))
+        while True:
+            child = node.only_child
+            if child is None or not key.startswith(child.key, position):
+                child = node.children.get(key[position : position + step])
+                if child is None:
+                    break
+                if not key.startswith(child.key, position):
+                    node = self._split(child, common_blocks(child.key, key, position, step))
+                    node.last_access = now
+                    path.append(node)
+                    position += len(node.key)
+                    break
             child.last_access = now
             path.append(child)
-            blocks += child.blocks
+            position += len(child.key)
             node = child
-            if child.key is not edge:
-                break
-            position += len(edge)
-        return Match(node, path, blocks)
+        return Match(node, path, position // step)
 
     def holders(self, namespace: Hashable, key: bytes) -> dict[Holder, int]:
         """How many leading tokens of ``key`` each holder has. Changes nothing in the tree."""
@@ -139,36 +143,47 @@ class RadixTree:
         node = self._roots.get(namespace)
         if node is None:
             node = self._roots[namespace] = Node(None, b"", 0, namespace)
+        node = self._descend(node, key, end, priority)
         usage = self._usage_of(holder)
+        added: list[Node] = []
+        current = node
+        held = total
+        while (parent := current.parent) is not None and holder not in current.placements:
+            added.append(current)
+            held -= current.blocks
+            current = parent
+        added.reverse()
+        start = held
+        for current in added:
+            part = None if unit == 0 else cut_address(address, start * unit, (start + current.blocks) * unit)
+            self._place(current, holder, part, usage)
+            start += current.blocks
+        return InsertResult(node, total, held, added)
+
+    def _descend(self, node: Node, key: bytes, end: int, priority: int) -> Node:
+        """The node at which ``key[:end]`` ends, from a root on; splits and creates what it takes for that."""
+        step = self._step
         now = self._clock()
         position = 0
-        done = 0
-        held = 0
-        added: list[Node] = []
         while position < end:
-            first = key[position : position + step]
-            child = node.children.get(first)
-            if child is None:
-                child = Node(node, key[position:end], total - done, namespace)
-                node.children[first] = child
-                child.priority = priority
-                self.node_count += 1
-            elif not key.startswith(child.key, position):
-                child = self._split(child, common_blocks(child.key, key, position, step))
+            child = node.only_child
+            if child is None or not key.startswith(child.key, position):
+                first = key[position : position + step]
+                child = node.children.get(first)
+                if child is None:
+                    child = Node(node, key[position:end], (end - position) // step, node.namespace)
+                    child.priority = priority
+                    node.adopt(first, child)
+                    self.node_count += 1
+                elif not key.startswith(child.key, position):
+                    child = self._split(child, common_blocks(child.key, key, position, step))
             child.last_access = now
             child.hits += 1
             if priority > child.priority:
                 child.priority = priority
-            if holder in child.placements:
-                held = done + child.blocks
-            else:
-                part = None if unit == 0 else cut_address(address, done * unit, (done + child.blocks) * unit)
-                self._place(child, holder, part, usage)
-                added.append(child)
-            done += child.blocks
             position += len(child.key)
             node = child
-        return InsertResult(node, total, held, added)
+        return node
 
     def place(self, node: Node, holder: Holder, address: Address) -> None:
         """Record that ``holder`` has ``node`` too, at ``address``.
@@ -394,7 +409,7 @@ class RadixTree:
         if not node.placements:
             parent = node.parent
             assert parent is not None
-            del parent.children[node.key[: self._step]]
+            parent.disown(node.key[: self._step])
             self.node_count -= 1
             if parent.parent is None and not parent.children:
                 del self._roots[parent.namespace]
