@@ -9,7 +9,7 @@ READY := $(VENV)/.setup/done
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long check format lock clean distclean
+.PHONY: help setup demo test test-long test-rdma check format lock clean distclean
 
 help:  ## Show the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -39,6 +39,9 @@ test: check  ## All tests in their short form (after `make check`)
 
 test-long: check  ## All tests in their long form: full matrices and counts, hours
 	$(BIN)/python -m pytest --long --durations=30 $(PYTEST_ARGS)
+
+test-rdma: $(READY)  ## The RDMA transport in a virtual machine with Soft-RoCE; skips where qemu cannot run
+	@bash tests/rdma/run.sh $(BIN)/python; status=$$?; [ $$status = 77 ] || exit $$status
 
 lock:  ## Resolve the dependencies anew and write requirements/
 	@"$(PYTHON)" scripts/setup.py --lock
