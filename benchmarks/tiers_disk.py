@@ -5,7 +5,6 @@ blocks.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import shutil
@@ -282,10 +281,6 @@ def _measure(options: Options, report: Report, bench: Bench) -> None:
     _measure_writes(options, report, bench, tiers["buffered"], fio, values, pages)
     for tier in tiers.values():
         tier.close()
-    if importlib.util.find_spec("lmcache") is None:
-        report.note(
-            "LMCache is not installed here (it needs an older numpy); see its own rows in a separate run"
-        )
 
 
 def _measure_writes(
