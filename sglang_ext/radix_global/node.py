@@ -11,8 +11,8 @@ from sglang_ext.radix_global.placement import Holder
 
 Address = Any
 """Where a holder keeps the blocks of a node: ``None`` (unknown), or a sequence with the same number of
-entries for every block, sliced when the node is split (numpy array, tensor, list, bytes). The tree keeps
-a copy of what it is given."""
+entries for every block, sliced when the node is split (numpy array, tensor, list, bytes). The tree takes over
+what it is given: the caller does not change it any more."""
 
 
 class Node:
@@ -126,13 +126,16 @@ def address_unit(address: Address, blocks: int) -> int:
 
 
 def cut_address(address: Address, start: int, end: int) -> Address:
-    """Entries ``start`` to ``end`` of an address, in memory of their own.
+    """Entries ``start`` to ``end`` of an address.
 
-    A view would keep the whole array alive for as long as one block of it is known, and every turn of a
-    conversation brings an array of its whole prompt.
+    A view keeps the whole array alive for as long as one block of it is known, and every turn of a
+    conversation brings an array of its whole prompt. So a view it is only where it is most of the array.
     """
+    if start == 0 and end == len(address):
+        return address
     part = address[start:end]
     if isinstance(part, np.ndarray):
-        return part.copy()
+        whole = part.base
+        return part if isinstance(whole, np.ndarray) and 2 * part.size >= whole.size else part.copy()
     clone = getattr(part, "clone", None)
     return part if clone is None else clone()

@@ -201,7 +201,6 @@ class RadixTree:
             raise ValueError(f"{node!r} is no longer in the tree")
         if address is not None:
             address_unit(address, node.blocks)
-            address = cut_address(address, 0, len(address))
         self._place(node, holder, address, self._usage_of(holder))
 
     def split(self, node: Node, blocks: int) -> Node:

@@ -108,8 +108,6 @@ class TreeMachine(RuleBasedStateMachine):
         tokens = self.tokens(prompt)
         address, units = self.address(len(tokens) // self.oracle.block_size, *how)
         result = self.tree.insert(namespace, encode_tokens(tokens), holder, address, priority=priority)
-        if isinstance(address, np.ndarray):
-            address[:] = -1  # the tree keeps its own
         self.oracle.insert(namespace, tokens, holder, units, priority, result)
         self.done()
 
@@ -321,13 +319,15 @@ class ReplacesWhatWasHeld(RadixTree):
         return result
 
 
-class KeepsViews(RadixTree):
-    def insert(self, namespace: Any, key: bytes, holder: Holder, address: Any = None, **options: Any) -> Any:
-        result = super().insert(namespace, key, holder, address, **options)
-        if isinstance(address, np.ndarray) and len(result.added) == 1:
-            size = len(address) // result.blocks * result.added[0].blocks
-            result.added[0].placements[holder] = address[len(address) - size :]
-        return result
+class CutsAddressesElsewhere(RadixTree):
+    """Splits between the same blocks, but gives each part the other's slots."""
+
+    def _split(self, node: Node, blocks: int) -> Node:
+        upper = super()._split(node, blocks)
+        for holder, address in node.placements.items():
+            if address is not None and len(address) == len(upper.placements[holder]):
+                node.placements[holder], upper.placements[holder] = upper.placements[holder], address
+        return upper
 
 
 class EvictsTheNewest(RadixTree):
@@ -376,7 +376,7 @@ class LeavesQueueMarks(RadixTree):
         LocksTheEndOnly,
         ForgetsLocks,
         ReplacesWhatWasHeld,
-        KeepsViews,
+        CutsAddressesElsewhere,
         EvictsTheNewest,
         EvictsWholeNodes,
         MixesNamespaces,
