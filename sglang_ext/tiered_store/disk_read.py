@@ -12,7 +12,15 @@ from sglang_ext.tiered_store.disk_state import DiskState, Run
 from sglang_ext.tiered_store.files import Vectors, can_be_direct, read_fully
 from sglang_ext.tiered_store.index import IndexFailedError
 from sglang_ext.tiered_store.segment_format import FormatError, checksum
-from sglang_ext.tiered_store.tier import BlockMemory, Get, Ids, LayerRead, Outcome, check_get_layer
+from sglang_ext.tiered_store.tier import (
+    BlockMemory,
+    Get,
+    Ids,
+    LayerRead,
+    Outcome,
+    check_get_layer,
+    check_names,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +64,7 @@ class DiskReader:
 
     def _find(self, namespace: bytes, keys: Sequence[bytes], *, pin: bool) -> list[Piece]:
         state = self._state
+        check_names(namespace, keys[:1])
         if not keys or state.index.closed:
             return []
         try:
@@ -187,6 +196,7 @@ class DiskReader:
         state = self._state
         mine = self._own(get)
         now = state.clock.wall()
+        used: set[Run] = set()
         with state.lock:
             mine.open = False
             state.counters.got[Outcome.DONE] += mine.blocks
@@ -198,9 +208,11 @@ class DiskReader:
                 run.segment.readers -= 1
                 state.segments.finish(run.segment)
                 if piece.start < mine.blocks:
-                    run.use.last = max(run.use.last, now)
-                    run.use.hits += 1
-                    state.used.add(run.row.run)
+                    used.add(run)
+            for run in used:
+                run.use.last = max(run.use.last, now)
+                run.use.hits += 1
+                state.used.add(run.row.run)
 
     def _own(self, get: Get) -> DiskGet:
         if not isinstance(get, DiskGet) or not get.open:

@@ -35,6 +35,7 @@ logger = logging.getLogger("sglang_ext.tiered_store.disk")
 
 MIN_SEGMENT_BYTES = 64 << 10
 MAX_SEGMENT_BYTES = 256 << 20
+MAX_SEGMENTS = 512
 _HEADERS_CACHED = 256
 _LOG_SECONDS = 60.0
 
@@ -66,7 +67,8 @@ class DiskConfig:
 
     path: its directory, for this rank alone.
     limit_bytes: the most its segments may take; the index takes some 150 bytes per block beside that.
-    segment_bytes: size of a segment file, 0 for a sixteenth of the limit, at most 256 MiB.
+    segment_bytes: size of a segment file. 0 for a sixteenth of the limit, at most 256 MiB, but no less than
+        makes 512 of them: each is an open file.
     instance: who we are, for the owner's note.
     retry_seconds: how long to leave a medium alone that was full or failed to read a run.
     """
@@ -80,7 +82,8 @@ class DiskConfig:
 
     @property
     def segment_size(self) -> int:
-        size = self.segment_bytes or min(MAX_SEGMENT_BYTES, self.limit_bytes // 16)
+        few = max(MAX_SEGMENT_BYTES, self.limit_bytes // MAX_SEGMENTS)
+        size = self.segment_bytes or min(few, self.limit_bytes // 16)
         return max(MIN_SEGMENT_BYTES, size // PAGE * PAGE)
 
     @property

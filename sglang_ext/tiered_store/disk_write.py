@@ -30,7 +30,7 @@ from sglang_ext.tiered_store.segment_format import (
     largest_run,
 )
 from sglang_ext.tiered_store.segments import Segment
-from sglang_ext.tiered_store.tier import BlockMemory, Ids, Outcome, Put, check_put_layer
+from sglang_ext.tiered_store.tier import BlockMemory, Ids, Outcome, Put, check_names, check_put_layer
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +74,7 @@ class DiskWriter:
 
     def prepare_put(self, namespace: bytes, keys: Sequence[bytes]) -> DiskPut | Outcome:
         state = self._state
+        check_names(namespace, keys)
         refusal = state.refusal
         if refusal is None:
             try:

@@ -88,21 +88,20 @@ class SegmentFiles:
         self.next_number = 1
         self.active: Segment | None = None
         self.by_number: dict[int, Segment] = {}
-        self.foreign: list[Path] = []
-        """Segments of a lost index. They count as used, and are the first to go when room is needed."""
+        self.foreign: list[tuple[Path, int]] = []
+        """Segments of a lost index, and their sizes. They count as used, and go first when room is needed."""
 
     @property
     def used_bytes(self) -> int:
         """Bytes that runs take, with what was given up inside of files."""
         used = sum(segment.end for segment in self.by_number.values())
-        return used + sum(file_size(path) for path in self.foreign)
+        return used + sum(size for _, size in self.foreign)
 
     def drop_foreign(self) -> int:
         """Remove the oldest segment of a lost index; returns the bytes gained, 0 when there is none."""
         if not self.foreign:
             return 0
-        path = self.foreign.pop(0)
-        gained = file_size(path)
+        path, gained = self.foreign.pop(0)
         logger.warning("removing %s, a segment of a lost index, to make room", path)
         self._remove_file(path)
         return gained
@@ -153,7 +152,7 @@ class SegmentFiles:
                 lost[number] = "the file is missing"
         self.next_number = max(next_number, highest + 1)
         self._choose_active()
-        self.foreign = [path for path in foreign if is_segment(path)]
+        self.foreign = [(path, file_size(path)) for path in foreign if is_segment(path)]
         return ScanResult(lost, unreadable, short, tuple(foreign))
 
     def _problem(self, path: Path, number: int, *, needed: bool) -> str | None:

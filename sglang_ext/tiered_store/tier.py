@@ -43,7 +43,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.geometry import BlockLayout
-from sglang_ext.keys import Tier
+from sglang_ext.keys import BLOCK_KEY_BYTES, Tier
 from sglang_ext.tiered_store.dram import DramArena
 
 Ids = npt.NDArray[np.int64]
@@ -280,6 +280,20 @@ def check_get_layer(get: Get, layer: int, memory: BlockMemory, ids: Ids, layout:
     _check_layer(layer, memory, layout)
     if len(ids) > len(get.keys):
         raise ValueError(f"{len(ids)} block ids for a get of {len(get.keys)} keys")
+
+
+def check_names(namespace: bytes, keys: Sequence[bytes]) -> None:
+    """Verify the sizes of a namespace and of keys, which tiers on a medium store in fixed places.
+
+    Raises ValueError naming what is wrong.
+    """
+    if len(namespace) != BLOCK_KEY_BYTES:
+        raise ValueError(f"a namespace of {len(namespace)} bytes; `Namespace.digest()` has {BLOCK_KEY_BYTES}")
+    for key in keys:
+        if len(key) != BLOCK_KEY_BYTES:
+            raise ValueError(
+                f"a block key of {len(key)} bytes; `block_keys()` makes them of {BLOCK_KEY_BYTES}"
+            )
 
 
 def _check_layer(layer: int, memory: BlockMemory, layout: BlockLayout) -> None:

@@ -348,6 +348,24 @@ def test_too_small_a_limit_is_refused_with_the_flag(tmp_path: Path) -> None:
         DiskTier(DiskConfig(tmp_path, 100_000), LAYOUT)
 
 
+def test_a_large_tier_has_a_bounded_number_of_files(tmp_path: Path) -> None:
+    for limit in (1 << 30, 100 << 30, 10 << 40):
+        configured = DiskConfig(tmp_path, limit)
+        assert limit / configured.segment_size <= 513
+        assert limit / configured.segment_size >= 16
+
+
+def test_names_of_another_size_are_refused(tmp_path: Path) -> None:
+    tier = DiskTier(config(tmp_path), LAYOUT)
+    with pytest.raises(ValueError, match="namespace of 3 bytes"):
+        tier.prepare_put(b"abc", prefix_keys(1, 1))
+    with pytest.raises(ValueError, match="key of 4 bytes"):
+        tier.prepare_put(NAMESPACE, [b"four"])
+    with pytest.raises(ValueError, match="namespace of 3 bytes"):
+        tier.match(b"abc", prefix_keys(1, 1))
+    tier.close()
+
+
 # --- owners ---
 
 
