@@ -18,6 +18,7 @@ import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 
 import orjson
 
@@ -60,6 +61,17 @@ MAX_READ_BYTES = 4 << 20
 _PROMPT_FIELD = {Endpoint.CHAT: "messages", Endpoint.COMPLETIONS: "prompt", Endpoint.GENERATE: "text"}
 _NOT_FORWARDED = HOP_BY_HOP | {"host", "content-length", "content-encoding", "accept-encoding", "expect"}
 _NOT_RETURNED = HOP_BY_HOP | {"content-length", "date", "server"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """One request on its way."""
+
+    job: Job
+    prompts: Sequence[Encoded]
+    request: Request
+    responder: Responder
+    record: Record
 
 
 class Generation:
@@ -126,26 +138,24 @@ class Generation:
         if all(encoded.tokens is not None for encoded in prompts):
             record.prompt_tokens = sum(encoded.tokens or 0 for encoded in prompts)
         self._stage(record, "tokenize", parsed)
-        await self._attempts(job, prompts, request, responder, record)
+        await self._attempts(_Flight(job, prompts, request, responder, record))
 
     # -- choosing ---------------------------------------------------------------------------------
 
-    async def _attempts(
-        self, job: Job, prompts: Sequence[Encoded], request: Request, responder: Responder, record: Record
-    ) -> None:
+    async def _attempts(self, flight: _Flight) -> None:
         excluded: frozenset[str] = frozenset()
         failure: PeerError | None = None
         lost = 0
         while len(excluded) <= self._config.max_retries:
-            decision = self._decide(prompts, excluded, record)
+            decision = self._decide(flight, excluded)
             if decision is None:
                 break
-            record.attempts += 1
+            flight.record.attempts += 1
             try:
-                await self._attempt(decision, job, prompts, request, responder, record)
+                await self._attempt(flight, decision)
                 return
             except (ConnectFailed, ConnectionLost) as error:
-                if responder.started:
+                if flight.responder.started:
                     raise
                 failure = error
                 excluded |= {decision.instance}
@@ -167,9 +177,8 @@ class Generation:
             ) from failure
         raise no_worker(self._fleet) from failure
 
-    def _decide(
-        self, prompts: Sequence[Encoded], excluded: frozenset[str], record: Record
-    ) -> Decision | None:
+    def _decide(self, flight: _Flight, excluded: frozenset[str]) -> Decision | None:
+        prompts, record = flight.prompts, flight.record
         start = self._clock.monotonic()
         fleet = self._fleet.usable(excluded)
         if not fleet:
@@ -196,76 +205,59 @@ class Generation:
 
     # -- sending on -------------------------------------------------------------------------------
 
-    async def _attempt(
-        self,
-        decision: Decision,
-        job: Job,
-        prompts: Sequence[Encoded],
-        request: Request,
-        responder: Responder,
-        record: Record,
-    ) -> None:
-        queued = max(0, sum(prompt.units for prompt in prompts) - decision.matched)
+    async def _attempt(self, flight: _Flight, decision: Decision) -> None:
+        request = flight.request
+        queued = max(0, sum(prompt.units for prompt in flight.prompts) - decision.matched)
         with self._fleet.carrying(decision.instance, queued) as load:
             with load.until_lost():
                 response = await self._upstream.open(
                     request.method,
                     decision.instance + request.target,
-                    headers=self._request_headers(request, record),
+                    headers=self._request_headers(request, flight.record),
                     body=request.body,
                     timeout_s=self._config.request_timeout_secs,
                 )
             try:
                 is_stream = response.headers.get("content-type", "").startswith(EVENT_STREAM_TYPE)
                 if response.status == 200 and is_stream:
-                    await self._stream(response, load, decision, job, prompts, responder, record)
+                    await self._stream(flight, decision, response, load)
                 else:
-                    await self._whole(response, load, decision, job, prompts, responder, record)
+                    await self._whole(flight, decision, response, load)
             finally:
                 response.close()
 
     async def _whole(
-        self,
-        response: UpstreamResponse,
-        load: Load,
-        decision: Decision,
-        job: Job,
-        prompts: Sequence[Encoded],
-        responder: Responder,
-        record: Record,
+        self, flight: _Flight, decision: Decision, response: UpstreamResponse, load: Load
     ) -> None:
+        """Pass on an answer in one piece; until it is complete, another instance can be tried."""
         with load.until_lost():
             body = await response.read()
+        job, record = flight.job, flight.record
         record.first_byte = self._clock.monotonic()
         record.status = response.status
         usage = Usage()
         if response.status == 200:
             if len(body) <= MAX_READ_BYTES:
                 usage = read_answer(body, native=job.endpoint is Endpoint.GENERATE, choices=job.choices)
-            self._learn(prompts, decision.instance, usage)
-            self._learn_texts(job, prompts, decision.instance, lambda: usage.output_texts)
+            self._learn(flight.prompts, decision.instance, usage)
+            self._learn_texts(flight, decision.instance, lambda: usage.output_texts)
         _note(record, usage)
-        await responder.send(response.status, self._response_headers(response, record, usage), body)
+        headers = self._response_headers(response, record, usage)
+        await flight.responder.send(response.status, headers, body)
 
     async def _stream(
-        self,
-        response: UpstreamResponse,
-        load: Load,
-        decision: Decision,
-        job: Job,
-        prompts: Sequence[Encoded],
-        responder: Responder,
-        record: Record,
+        self, flight: _Flight, decision: Decision, response: UpstreamResponse, load: Load
     ) -> None:
+        """Pass on an answer as it comes; until its first byte, another instance can be tried."""
+        job, record, responder = flight.job, flight.record, flight.responder
         reader = StreamReader(native=job.endpoint is Endpoint.GENERATE, choices=job.choices)
         async with aclosing(response.chunks()) as chunks:
-            # The head is held back until the first byte: until then, another instance can be tried.
             with load.until_lost():
                 first = await anext(chunks, b"")
             load.prefilled()
             record.first_byte = self._clock.monotonic()
             record.status = response.status
-            self._learn(prompts, decision.instance, Usage())
+            self._learn(flight.prompts, decision.instance, Usage())
             await responder.start(response.status, self._response_headers(response, record, Usage()))
             try:
                 if first:
@@ -276,9 +268,10 @@ class Generation:
                     reader.feed(chunk)
             except (ConnectionLost, RequestTimeout) as error:
                 record.error = str(error)
+                self._metrics.broken_streams.inc()
                 await responder.write(_broken_off(error, in_event=reader.in_event))
-        self._learn(prompts, decision.instance, reader.usage)
-        self._learn_texts(job, prompts, decision.instance, reader.output_texts)
+        self._learn(flight.prompts, decision.instance, reader.usage)
+        self._learn_texts(flight, decision.instance, reader.output_texts)
         _note(record, reader.usage)
         await responder.finish()
 
@@ -288,19 +281,11 @@ class Generation:
             generated = usage.output_keys.get(index, b"") if prompt.tokens is not None else b""
             self._trees.confirm(prompt.namespace, prompt.key + generated, instance)
 
-    def _learn_texts(
-        self,
-        job: Job,
-        prompts: Sequence[Encoded],
-        instance: str,
-        texts: Callable[[], Mapping[int, str]],
-    ) -> None:
+    def _learn_texts(self, flight: _Flight, instance: str, texts: Callable[[], Mapping[int, str]]) -> None:
         """As ``_learn``, for answers that tell the text only; the client does not wait for it."""
-        if (
-            job.endpoint is Endpoint.GENERATE
-            or job.echoes
-            or all(prompt.tokens is None for prompt in prompts)
-        ):
+        prompts = flight.prompts
+        tells_ids = flight.job.endpoint is Endpoint.GENERATE
+        if tells_ids or flight.job.echoes or all(prompt.tokens is None for prompt in prompts):
             return
 
         async def learn() -> None:

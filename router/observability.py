@@ -60,6 +60,7 @@ class RouterMetrics:
         self.cached_tokens = counter("cached_tokens", "Prompt tokens that workers report as cached")
         self.retries = counter("retries", "Attempts on another worker", "why")
         self.disconnects = counter("client_disconnects", "Clients that went away before the end")
+        self.broken_streams = counter("broken_streams", "Streams whose worker went away in mid-answer")
         self.untokenized = counter("untokenized_prompts", "Prompts matched by text", "why")
         self.stage = Histogram(
             metric_name("router", "stage_seconds"),

@@ -175,6 +175,7 @@ async def test_a_worker_that_dies_in_mid_stream_ends_the_stream_with_an_error(
     assert last["error"]["code"] == "worker_lost"
     assert b"[DONE]" not in b"".join(events)
     assert len(worker.requests) == 1
+    assert router.metrics.registry.get_sample_value("sglang_ext_router_broken_streams_total") == 1.0
 
 
 async def test_nobody_listening_is_a_verdict_at_once(
