@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 
 from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.radix_global import locks
 from sglang_ext.radix_global.edges import common_blocks, cut_node, walk
 from sglang_ext.radix_global.eviction import EvictionPolicy, EvictionQueue, lru
 from sglang_ext.radix_global.invariants import TreeInvariantError, violations
@@ -122,7 +123,14 @@ class RadixTree:
     # -- changing -------------------------------------------------------------------------------
 
     def insert(
-        self, namespace: Hashable, key: bytes, holder: Holder, address: Address = None, *, priority: int = 0
+        self,
+        namespace: Hashable,
+        key: bytes,
+        holder: Holder,
+        address: Address = None,
+        *,
+        priority: int = 0,
+        same_request: bool = False,
     ) -> InsertResult:
         """Record that ``holder`` has the whole blocks of ``key``.
 
@@ -133,6 +141,8 @@ class RadixTree:
             address: where, for the whole blocks of ``key``; parts that the holder has already are not
                 replaced (the caller frees ``address`` up to ``held_blocks``).
             priority: raises the priority of the nodes on the path.
+            same_request: it has inserted a shorter part before (a chunk of its prompt, or the prompt before
+                the answer); what was known is then not counted as used once more.
         """
         step = self._step
         end = len(key) // step * step
@@ -143,7 +153,7 @@ class RadixTree:
         node = self._roots.get(namespace)
         if node is None:
             node = self._roots[namespace] = Node(None, b"", 0, namespace)
-        node = self._descend(node, key, end, priority)
+        node = self._descend(node, key, end, priority, int(not same_request))
         usage = self._usage_of(holder)
         added: list[Node] = []
         current = node
@@ -160,7 +170,7 @@ class RadixTree:
             start += current.blocks
         return InsertResult(node, total, held, added)
 
-    def _descend(self, node: Node, key: bytes, end: int, priority: int) -> Node:
+    def _descend(self, node: Node, key: bytes, end: int, priority: int, uses: int) -> Node:
         """The node at which ``key[:end]`` ends, from a root on; splits and creates what it takes for that."""
         step = self._step
         now = self._clock()
@@ -173,12 +183,13 @@ class RadixTree:
                 if child is None:
                     child = Node(node, key[position:end], (end - position) // step, node.namespace)
                     child.priority = priority
+                    child.hits = 1 - uses
                     node.adopt(first, child)
                     self.node_count += 1
                 elif not key.startswith(child.key, position):
                     child = self._split(child, common_blocks(child.key, key, position, step))
             child.last_access = now
-            child.hits += 1
+            child.hits += uses
             if priority > child.priority:
                 child.priority = priority
             position += len(child.key)
@@ -294,15 +305,12 @@ class RadixTree:
     # -- locks ----------------------------------------------------------------------------------
 
     def lock(self, node: Node, holder: Holder) -> int:
-        """Keep ``holder``'s copies of ``node`` and of everything before it. Returns blocks newly locked."""
-        newly = 0
-        current = node
-        while (parent := current.parent) is not None:
-            count = current.locks.get(holder, 0)
-            current.locks[holder] = count + 1
-            if count == 0 and holder in current.placements:
-                newly += current.blocks
-            current = parent
+        """Keep ``holder``'s copies of ``node`` and of everything before it. Returns blocks newly locked.
+
+        Raises:
+            ValueError: the node is no longer in the tree.
+        """
+        newly = locks.take(node, holder)
         if newly:
             self._usage[holder].locked += newly
         return newly
@@ -313,27 +321,12 @@ class RadixTree:
         Raises:
             ValueError: it is not locked.
         """
-        freed = 0
-        continued = False
-        current = node
-        while (parent := current.parent) is not None:
-            count = current.locks.get(holder, 0)
-            if count < 1:
-                raise ValueError(f"{current!r} is not locked for {holder!r}")
-            held = holder in current.placements
-            if count == 1:
-                del current.locks[holder]
-                if held:
-                    freed += current.blocks
-                    if not continued:
-                        usage = self._usage[holder]
-                        usage.queue.offer(current, usage.nodes)
-            else:
-                current.locks[holder] = count - 1
-            continued = held
-            current = parent
+        freed, last = locks.release(node, holder)
         if freed:
-            self._usage[holder].locked -= freed
+            usage = self._usage[holder]
+            usage.locked -= freed
+            if last is not None:
+                usage.queue.offer(last, usage.nodes)
         return freed
 
     # -- counters -------------------------------------------------------------------------------

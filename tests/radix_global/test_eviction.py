@@ -67,6 +67,17 @@ def test_used_again_means_protected_in_slru() -> None:
     assert evicted(tree, 9) == ["c", "d", "b", "a"], "a match alone is not a use"
 
 
+def test_what_one_request_inserts_in_parts_is_used_once_in_slru() -> None:
+    tree = make_tree("slru")
+    insert(tree, "x", "x")
+    for part in ("a", "ab", "abc"):
+        tree.insert("n", key(part), HBM, list(part), same_request=part != "a")
+    tree.insert("n", key("xyz"), HBM, list("xyz"), same_request=True)
+    assert [node.hits for node in tree.match("n", key("abc")).path] == [1, 1, 1]
+    assert [node.hits for node in tree.match("n", key("xyz")).path] == [2, 1]
+    assert evicted(tree, 9) == ["c", "b", "a", "yz", "x"]
+
+
 def test_a_scan_cannot_push_out_what_is_shared_in_slru() -> None:
     tree = make_tree("slru")
     insert(tree, "s", "s")

@@ -96,7 +96,14 @@ class TreeMachine(RuleBasedStateMachine):
 
     # -- rules ----------------------------------------------------------------------------------
 
-    @rule(namespace=namespaces, prompt=prompts, holder=holders, how=addresses, priority=st.integers(-1, 2))
+    @rule(
+        namespace=namespaces,
+        prompt=prompts,
+        holder=holders,
+        how=addresses,
+        priority=st.integers(-1, 2),
+        again=st.booleans(),
+    )
     def insert(
         self,
         namespace: Any,
@@ -104,11 +111,14 @@ class TreeMachine(RuleBasedStateMachine):
         holder: Holder,
         how: tuple[int, str],
         priority: int,
+        again: bool,
     ) -> None:
         tokens = self.tokens(prompt)
         address, units = self.address(len(tokens) // self.oracle.block_size, *how)
-        result = self.tree.insert(namespace, encode_tokens(tokens), holder, address, priority=priority)
-        self.oracle.insert(namespace, tokens, holder, units, priority, result)
+        result = self.tree.insert(
+            namespace, encode_tokens(tokens), holder, address, priority=priority, same_request=again
+        )
+        self.oracle.insert(namespace, tokens, holder, units, priority, again, result)
         self.done()
 
     @at_least(1)

@@ -249,9 +249,11 @@ def test_placing_keeps_prefixes_whole(tree: RadixTree) -> None:
     tree.check()
 
 
-def test_a_node_that_has_left_the_tree_cannot_be_placed(tree: RadixTree) -> None:
+def test_a_node_that_has_left_the_tree_is_refused(tree: RadixTree) -> None:
     node = tree.insert("n", key("a", "b"), HBM, slots(2)).node
     tree.evict(HBM, 2)
+    with pytest.raises(ValueError, match="no longer in the tree"):
+        tree.lock(node, HBM)
     with pytest.raises(ValueError, match="no longer in the tree"):
         tree.place(node, DRAM, [0, 1])
     assert tree.node_count == 0

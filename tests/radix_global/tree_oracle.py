@@ -181,6 +181,7 @@ class Oracle:
         holder: Holder,
         units: list[Units],
         priority: int,
+        same_request: bool,
         result: InsertResult,
     ) -> None:
         prefixes = self.prefixes(tokens)
@@ -193,10 +194,11 @@ class Oracle:
         assert full_key(result.node) == (prefixes[-1] if prefixes else ())
         for prefix, unit in zip(prefixes, units, strict=True):
             blocks.setdefault(prefix, unit)
+            new = (namespace, prefix) not in self.uses
             use = self.uses.setdefault((namespace, prefix), Use(self.now, self.now, priority=priority))
             use.first = use.last = self.now
-            use.least_hits += 1
-            use.most_hits += 1
+            use.least_hits += new or not same_request
+            use.most_hits += new or not same_request
             use.priority = max(use.priority, priority)
 
     def place(self, namespace: Hashable, node: Node, holder: Holder, units: list[Units]) -> None:
