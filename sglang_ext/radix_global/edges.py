@@ -33,15 +33,18 @@ def walk(root: Node | None, key: bytes, block_bytes: int) -> Iterator[tuple[int,
     position = 0
     blocks = 0
     while node is not None:
-        node = node.children.get(key[position : position + block_bytes])
-        if node is None:
-            return
-        if not key.startswith(node.key, position):
-            yield blocks + common_blocks(node.key, key, position, block_bytes), node
-            return
-        blocks += node.blocks
-        position += len(node.key)
-        yield blocks, node
+        child = node.only_child
+        if child is None or not key.startswith(child.key, position):
+            child = node.children.get(key[position : position + block_bytes])
+            if child is None:
+                return
+            if not key.startswith(child.key, position):
+                yield blocks + common_blocks(child.key, key, position, block_bytes), child
+                return
+        blocks += child.blocks
+        position += len(child.key)
+        yield blocks, child
+        node = child
 
 
 def cut_node(node: Node, blocks: int, block_bytes: int) -> Node:
