@@ -57,6 +57,10 @@ class Scenario:
         return self.name
 
 
+_Held = tuple[Node, np.ndarray, np.ndarray]
+"""A node, where one tier has it, and the hashes of its tokens."""
+
+
 class Rank:
     """Everything of one rank: pools, cache, tiers, scheduler.
 
@@ -180,17 +184,29 @@ class Rank:
 
     def _check_contents(self) -> None:
         """Everything the tree promises to be readable now is what the oracle says."""
-        oracle = self.pools.oracle
         loading = self._loading()
+        in_hbm: list[_Held] = []
+        in_dram: list[_Held] = []
         for namespace, root in self.tree.roots.items():
             for node, own in node_chains(root, namespace):
                 chain = np.array(own, np.uint64)
-                slots = node.placements.get(self.hbm)
-                if slots is not None and node not in loading:
-                    for layer in range(oracle.layers):
-                        oracle.compare(slots, chain, layer, f"{node!r} in HBM")
+                if self.hbm in node.placements and node not in loading:
+                    in_hbm.append((node, node.placements[self.hbm], chain))
                 if self.dram_holder in node.placements and not node.locks.get(self.dram_holder):
-                    self._compare_blocks(node, chain)
+                    in_dram.append((node, node.placements[self.dram_holder], chain))
+        self._compare(in_hbm, self._compare_slots)
+        self._compare(in_dram, self._compare_blocks)
+
+    def _compare(self, held: list[_Held], compare: Callable[[object, np.ndarray, np.ndarray], None]) -> None:
+        """Compare all nodes at once, and one by one to name the wrong one."""
+        if not held:
+            return
+        try:
+            compare("a node", *(np.concatenate(part) for part in list(zip(*held, strict=True))[1:]))
+        except WrongKvError:
+            for node, address, chain in held:
+                compare(node, address, chain)
+            raise
 
     def _loading(self) -> set[Node]:
         """Nodes whose HBM copy may not be there yet."""
@@ -201,14 +217,17 @@ class Rank:
                     found.add(node)
         return found
 
-    def _compare_blocks(self, node: Node, chain: np.ndarray) -> None:
+    def _compare_slots(self, what: object, slots: np.ndarray, chain: np.ndarray) -> None:
+        for layer in range(self.pools.oracle.layers):
+            self.pools.oracle.compare(slots, chain, layer, what)
+
+    def _compare_blocks(self, what: object, blocks: np.ndarray, chain: np.ndarray) -> None:
         assert self.arena is not None
-        blocks = node.placements[self.dram_holder]
         layout = self.arena.layout
         for layer in range(layout.n_layers):
             for i, plane in enumerate(layout.planes_of(layer)):
                 rows = block_words(self.arena.plane(plane)[blocks].reshape(len(chain), -1))
-                self.pools.oracle.compare_rows(rows, chain, layer, i, f"{node!r} in DRAM")
+                self.pools.oracle.compare_rows(rows, chain, layer, i, what)
 
     def picture(self) -> list[Any]:
         """The whole tree with slots, blocks and locks, to compare ranks."""
