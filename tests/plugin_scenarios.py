@@ -1,7 +1,8 @@
-"""What happens in a fresh process that loads the plugin; test_plugin.py runs ``plugin_scenarios.py NAME``.
+"""What happens in a fresh process that loads the plugin; test_plugin.py runs ``plugin_scenarios.py NAME...``.
 
 SGLang loads plugins once per process and changes classes in place, so each scenario needs a process of its
-own. Each prints one line of JSON.
+own. SGLang is imported once, which takes most of the time, and each scenario is a fork of that process. Prints
+a line of JSON: scenario -> what it found, or {"exit": message} when it ended its process.
 """
 
 from __future__ import annotations
@@ -152,5 +153,33 @@ def excluded() -> dict[str, Any]:
     return {"backends": registered_radix_cache_backends()}
 
 
+def forked(scenario: Any) -> Any:
+    """What a scenario returns, run in a fork of this process."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            found = scenario()
+        except SystemExit as error:
+            found = {"exit": str(error.code)}
+        except BaseException as error:  # noqa: BLE001 (the fork must not run the parent's code)
+            found = {"failed": repr(error)}
+        os.write(writer, json.dumps(found).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    os.waitpid(pid, 0)
+    return json.loads(text)
+
+
+def main(names: list[str]) -> None:
+    """Run scenarios by name and print what each found."""
+    runtime.prepare_process(os.environ)
+    import sglang.srt.managers.scheduler  # noqa: F401
+
+    print(json.dumps({name: forked(globals()[name]) for name in names}))
+
+
 if __name__ == "__main__":
-    print(json.dumps(globals()[sys.argv[1]]()))
+    main(sys.argv[1:])
