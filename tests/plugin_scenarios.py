@@ -1,8 +1,8 @@
 """What happens in a fresh process that loads the plugin; test_plugin.py runs ``plugin_scenarios.py NAME...``.
 
 SGLang loads plugins once per process and changes classes in place, so each scenario needs a process of its
-own. SGLang is imported once, which takes most of the time, and each scenario is a fork of that process. Prints
-a line of JSON: scenario -> what it found, or {"exit": message} when it ended its process.
+own. SGLang is imported once, which takes most of the time, and each scenario is a fork of that process.
+Prints a line of JSON: scenario -> what it found, or {"exit": message} when it ended its process.
 """
 
 from __future__ import annotations
