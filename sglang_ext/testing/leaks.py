@@ -27,7 +27,7 @@ POLL_SECONDS = 0.01
 SHARED_MEMORY = Path("/dev/shm")
 IGNORED_SEGMENTS = ("sglang_loads_", "sem.")
 """Shared memory whose name does not tell whose it is, and which processes that are killed leave behind on a
-machine that others use too: SGLang's load reports (16 KB; `ServerProcess` removes its own) and semaphores
+machine that others use too: the load reports of SGLang servers that run without our guard, and semaphores
 (Python's resource tracker warns about this process's own)."""
 IGNORED_TEMPORARY = ("torchinductor_",)
 """Importing torch makes this folder, once."""

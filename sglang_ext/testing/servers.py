@@ -26,15 +26,16 @@ import httpx
 
 from sglang_ext.cluster.host import Ports
 from sglang_ext.cluster.plan import LOOPBACK
-from sglang_ext.cluster.process import GUARD, how_it_ended, tail
+from sglang_ext.cluster.process import COMPILED, GUARD, how_it_ended, tail
 from sglang_ext.testing.compare import Answer
-from sglang_ext.testing.leaks import SHARED_MEMORY, descendants
+from sglang_ext.testing.leaks import descendants
 from sglang_ext.testing.models import DType, model_path
 
 START_SECONDS = 240.0
 STOP_SECONDS = 20.0
 REQUEST_SECONDS = 180.0
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 1.0
+"""SGLang looks only every 5 s whether it was told to end; an idle server has nothing to lose."""
 POLL_SECONDS = 0.1
 
 T = TypeVar("T")
@@ -94,17 +95,21 @@ def free_port() -> int:
 
 
 class ServerProcess:
-    """One server. ``with ServerProcess(spec) as server: ...``, or ``start`` and ``stop``."""
+    """One server. ``with ServerProcess(spec) as server: ...``, or ``start`` and ``stop``.
 
-    def __init__(self, spec: ServerSpec) -> None:
+    Args:
+        spec: what to start.
+        grace_s: seconds between SIGTERM and SIGKILL when it is stopped.
+    """
+
+    def __init__(self, spec: ServerSpec, *, grace_s: float = GRACE_SECONDS) -> None:
         self.spec = spec
+        self._grace_s = grace_s
         self.port = free_port()
         self.url = f"http://{LOOPBACK}:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
         self._watch: int | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._ids: set[int] = set()
-        """Ids that the server's processes have had."""
         self._client = httpx.Client(
             base_url=self.url,
             timeout=REQUEST_SECONDS,
@@ -134,7 +139,6 @@ class ServerProcess:
                 ports.take(LOOPBACK, self.port, "--port")
                 self._launch()
                 wait_until(self._serves, seconds=START_SECONDS, what=f"start of {self.spec}")
-            self._ids.update(descendants(self.pid))
         except (RuntimeError, TimeoutError) as error:
             text = "\n".join(tail(self.log))
             self.stop()
@@ -144,19 +148,17 @@ class ServerProcess:
             raise
 
     def _launch(self) -> None:
-        # Short: paths of Unix sockets below it have to fit in 107 bytes.
         self._folder = tempfile.TemporaryDirectory(prefix="server-")
         watch, self._watch = os.pipe()
         try:
             with self.log.open("wb") as log:
                 self._process = subprocess.Popen(
                     [
-                        *(sys.executable, "-I", "-S", str(GUARD), str(watch), str(GRACE_SECONDS), "--"),
+                        *(sys.executable, "-I", "-S", str(GUARD), str(watch), str(self._grace_s), "--"),
                         *self.spec.command(self.port),
                     ],
                     cwd=self._folder.name,
-                    # SGLang leaves the files of its Unix sockets behind: they go with the folder.
-                    env={**os.environ, "TMPDIR": self._folder.name, **self.spec.environment},
+                    env={**COMPILED, **os.environ, **self.spec.environment},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -179,35 +181,19 @@ class ServerProcess:
     def stop(self) -> None:
         """End it and everything it started."""
         self._client.close()
-        segments = self._segments()
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             try:
-                self._process.wait(STOP_SECONDS)
+                self._process.wait(self._grace_s + STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
         if self._watch is not None:
             os.close(self._watch)
             self._watch = None
-        for segment in segments:
-            segment.unlink(missing_ok=True)
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
-
-    def _segments(self) -> list[Path]:
-        """Shared memory that SGLang leaves behind: it ends its processes by SIGKILL.
-
-        Its names hold the id of the process, or the name of one of the socket files.
-        """
-        if self._process is None or self._folder is None:
-            return []
-        self._ids.update(descendants(self.pid))
-        ids = "|".join(map(str, self._ids)) or "-"
-        sockets = "|".join(map(re.escape, os.listdir(self._folder.name)))
-        ours = re.compile(rf"sgl_shm_.*_({ids})_[0-9a-f]+|sglang_loads_({sockets})_[0-9a-f]+\.shm")
-        return [SHARED_MEMORY / name for name in os.listdir(SHARED_MEMORY) if ours.fullmatch(name)]
 
     @property
     def running(self) -> bool:

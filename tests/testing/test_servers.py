@@ -24,17 +24,19 @@ from sglang_ext.testing.servers import (
 )
 
 STAND_IN = """
-import json, os, subprocess, sys, tempfile, uuid
+import json, mmap, os, subprocess, sys, tempfile
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 print("starting", *sys.argv[2:], flush=True)
 if "broken" in sys.argv:
     sys.exit("no such model")
 
-# What SGLang leaves behind: a socket file, segments named after it and after the process, a child.
+# What SGLang leaves behind: a socket's file, shared memory, a child.
 socket = tempfile.NamedTemporaryFile(delete=False).name
-for name in (f"sglang_loads_{os.path.basename(socket)}_0a1b2c3d.shm", f"sgl_shm_mq_{os.getpid()}_0a1b2c3d"):
-    open(f"/dev/shm/{name}", "w").close()
+if "segment" in sys.argv:
+    with open(f"/dev/shm/stand_in_{os.getpid()}", "w+b") as file:
+        file.truncate(4096)
+        segment = mmap.mmap(file.fileno(), 4096)
 child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
 
 class Handler(BaseHTTPRequestHandler):
@@ -114,27 +116,27 @@ def test_a_started_server_answers(server: ServerProcess) -> None:
         server.get("/nothing")
 
 
+def traces(pids: list[int]) -> list[Path]:
+    """What there is of these processes: themselves and the stand-in's shared memory."""
+    candidates = [
+        *(Path(f"/proc/{pid}") for pid in pids),
+        *(SHARED_MEMORY / f"stand_in_{pid}" for pid in pids),
+    ]
+    return [path for path in candidates if path.exists()]
+
+
 def test_a_stopped_server_leaves_nothing() -> None:
     guard = LeakGuard()
-    before = set(os.listdir(SHARED_MEMORY))
     with guard.adopting():
-        server = ServerProcess(StandIn())
+        server = ServerProcess(StandIn(flags=("segment",)))
         server.start()
-    below = descendants(server.pid)
+    pids = [server.pid, *descendants(server.pid)]
     folder = server.log.parent
-    assert len(below) == 2
-    ours = [
-        name
-        for name in set(os.listdir(SHARED_MEMORY)) - before
-        if name.endswith(("_0a1b2c3d.shm", "_0a1b2c3d"))
-    ]
-    assert len(ours) >= 2
+    assert len(traces(pids)) == 3 + 1
     server.stop()
     assert not server.running
-    assert not [pid for pid in below if Path(f"/proc/{pid}").exists()]
+    assert traces(pids) == []
     assert not folder.exists()
-    # Names of others that run this test at the same time may be among them: ours are what is gone.
-    assert len([name for name in ours if not (SHARED_MEMORY / name).exists()]) == 2
     guard.check_end()
     server.stop()
 
@@ -197,7 +199,7 @@ from tests.testing.test_servers import StandIn
 from sglang_ext.testing.leaks import descendants
 from sglang_ext.testing.servers import ServerProcess
 
-server = ServerProcess(StandIn())
+server = ServerProcess(StandIn(flags=("segment",)))
 server.start()
 print(server.pid, *descendants(server.pid), flush=True)
 input()
@@ -215,19 +217,11 @@ def test_killing_the_owner_ends_the_server(tmp_path: Path) -> None:
     with owner:
         assert owner.stdout is not None
         pids = [int(word) for word in owner.stdout.readline().split()]
-        assert len(pids) == 3
+        assert len(traces(pids)) == 3 + 1
         owner.kill()
-    wait_until(
-        lambda: not [pid for pid in pids if Path(f"/proc/{pid}").exists()],
-        seconds=10,
-        what="the server's end",
-    )
-    # Nobody is left to remove what SGLang leaves in shared memory.
-    for folder in tmp_path.iterdir():
-        for socket in folder.glob("tmp*"):
-            (SHARED_MEMORY / f"sglang_loads_{socket.name}_0a1b2c3d.shm").unlink(missing_ok=True)
-    for pid in pids:
-        (SHARED_MEMORY / f"sgl_shm_mq_{pid}_0a1b2c3d").unlink(missing_ok=True)
+    wait_until(lambda: not traces(pids), seconds=10, what="the server's end")
+    # The log is what nobody was left to remove.
+    assert [path.name for folder in tmp_path.iterdir() for path in folder.iterdir()] == ["server.log"]
 
 
 def test_ports_and_waiting() -> None:
