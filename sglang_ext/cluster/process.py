@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -61,8 +62,7 @@ class PartProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # Given by the user, OMP_NUM_THREADS and the like win.
-                env={**COMPILED, **self._part.environment, **os.environ},
+                env=environment_of(self._part, os.environ),
                 pass_fds=(self._watch,),
                 start_new_session=True,
             )
@@ -87,6 +87,17 @@ class PartProcess:
             self._early.append(number)
         elif self._process.returncode is None:
             self._process.send_signal(number)
+
+
+def environment_of(part: Part, ours: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a part's process: ``ours``, and after it what the part adds and ``ours`` lacks.
+
+    What the user has set, such as OMP_NUM_THREADS, wins. The order matters too: setproctitle finds the place
+    of the title in memory by the first variable, and finds nothing where the process has set that one anew, as
+    SGLang does with some of those that are added here.
+    """
+    added = {**COMPILED, **part.environment}
+    return {**ours, **{name: value for name, value in added.items() if name not in ours}}
 
 
 async def probe(url: str) -> bool:

@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.cluster.process import TAIL_BYTES, TAIL_COLUMNS, TAIL_LINES, how_it_ended, probe, tail
+from sglang_ext.cluster.plan import Part
+from sglang_ext.cluster.process import (
+    TAIL_BYTES,
+    TAIL_COLUMNS,
+    TAIL_LINES,
+    environment_of,
+    how_it_ended,
+    probe,
+    tail,
+)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +50,14 @@ async def test_probe(answer: bytes, healthy: bool) -> None:
 
 async def test_probe_of_nobody(free_port: Callable[[], int]) -> None:
     assert await probe(f"http://127.0.0.1:{free_port()}/health") is False
+
+
+def test_what_the_user_has_set_wins_and_comes_first() -> None:
+    part = Part("server-0", ("true",), {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}, "http://127.0.0.1:1")
+    found = environment_of(part, {"HOME": "/home", "OMP_NUM_THREADS": "7"})
+    assert found["OMP_NUM_THREADS"] == "7"
+    assert found["PYTHONSAFEPATH"] == "1"
+    assert list(found)[:2] == ["HOME", "OMP_NUM_THREADS"]
 
 
 def test_tail_keeps_the_last_lines_that_say_something(tmp_path: Path) -> None:
