@@ -93,8 +93,8 @@ def environment_of(part: Part, ours: Mapping[str, str]) -> dict[str, str]:
     """The environment of a part's process: ``ours``, and after it what the part adds and ``ours`` lacks.
 
     What the user has set, such as OMP_NUM_THREADS, wins. The order matters too: setproctitle finds the place
-    of the title in memory by the first variable, and finds nothing where the process has set that one anew, as
-    SGLang does with some of those that are added here.
+    of the title in memory by the first variable, and finds nothing where the process has set that one anew,
+    as SGLang does with some of those that are added here.
     """
     added = {**COMPILED, **part.environment}
     return {**ours, **{name: value for name, value in added.items() if name not in ours}}
