@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -15,10 +14,6 @@ from urllib.parse import urlsplit
 from sglang_ext.cluster.plan import Part
 
 GUARD = Path(__file__).with_name("guard.py")
-COMPILED = {
-    "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",
-}
-"""What torch compiles is to outlive the part, whose temporary files do not: see ``guard``."""
 PROBE_TIMEOUT_S = 5.0
 TAIL_BYTES = 1 << 16
 TAIL_LINES = 15
@@ -96,8 +91,7 @@ def environment_of(part: Part, ours: Mapping[str, str]) -> dict[str, str]:
     of the title in memory by the first variable, and finds nothing where the process has set that one anew,
     as SGLang does with some of those that are added here.
     """
-    added = {**COMPILED, **part.environment}
-    return {**ours, **{name: value for name, value in added.items() if name not in ours}}
+    return {**ours, **{name: value for name, value in part.environment.items() if name not in ours}}
 
 
 async def probe(url: str) -> bool:
