@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import dataclasses
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from sglang_ext.cluster.terminal import Display
 from sglang_ext.demo import report
 from sglang_ext.demo.client import Message, say
 from sglang_ext.demo.script import SYSTEM, conversations
-from sglang_ext.errors import SglangExtError
+from sglang_ext.errors import PeerError, SglangExtError
 from sglang_ext.testing.models import model_path
 
 HBM_TOKENS = (16_384, 2_560)
@@ -35,6 +36,7 @@ CACHE_THRESHOLD = 0.7
 """Share of a prompt that must be cached for the cache to decide where it goes: more than the system prompt,
 which all conversations share and which would keep all of them on one server; less than what a second turn
 has in common with the first."""
+FIRST_ANSWER_S = 60.0
 PLAIN = "plain"
 
 
@@ -79,7 +81,7 @@ async def converse(cluster: Cluster, count: int, turns: int, console: Console) -
     async with aiohttp.ClientSession() as session:
         for url in (urls["router"], urls[f"{PLAIN}-router"]):
             # The first request of a server pays for what it sets up.
-            await say(session, url, [{"role": "user", "content": "Are you there?"}], ANSWER_TOKENS)
+            await first_answer(session, url)
         console.print(report.header(), soft_wrap=True, highlight=False)
         for number in range(turns):
             for script in scripts:
@@ -94,6 +96,23 @@ async def converse(cluster: Cluster, count: int, turns: int, console: Console) -
     return held
 
 
+async def first_answer(session: aiohttp.ClientSession, url: str) -> None:
+    """Say something until there is an answer: on a busy machine the router may just have missed some probes.
+
+    Raises:
+        PeerError: there was none in time; what was the matter in the end.
+    """
+    deadline = time.monotonic() + FIRST_ANSWER_S
+    while True:
+        try:
+            await say(session, url, [{"role": "user", "content": "Are you there?"}], ANSWER_TOKENS)
+            return
+        except PeerError:
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(0.5)
+
+
 async def run(count: int, turns: int, log_dir: Path | None, console: Console) -> int:
     """The whole demo; returns the exit status."""
     console.print("Building the tiny model ...", highlight=False)
@@ -103,7 +122,11 @@ async def run(count: int, turns: int, log_dir: Path | None, console: Console) ->
         colocated=len(HBM_TOKENS),
         server_args=(*ENGINE, "--kv-dram-size", DRAM_SIZE),
         instance_args={i: ("--max-total-tokens", str(n)) for i, n in enumerate(HBM_TOKENS)},
-        router_args=("--cache-threshold", str(CACHE_THRESHOLD)),
+        router_args=(
+            *("--cache-threshold", str(CACHE_THRESHOLD)),
+            # Whether a server lives is watched by the cluster already; here a slow one is only slow.
+            *("--health-failure-threshold", "10"),
+        ),
     )
     with LogFolder(log_dir) as logs, Ports() as ports, Display(console, logs.path, announce=False) as display:
         parts = plans(config, dataclasses.replace(host_facts(), accelerators=0), ports)
