@@ -15,6 +15,10 @@ import platform
 import sys
 from importlib.metadata import entry_points
 
+# First: it finds the memory of the command line, where titles such as sglang::scheduler are written, by way
+# of the environment, and cannot once that has been changed.
+import setproctitle  # noqa: F401
+
 from sglang_ext.patches import runtime
 
 PLUGIN = "sglang_ext"

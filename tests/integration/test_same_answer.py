@@ -95,6 +95,7 @@ def converse(server: ServerProcess, conversations: list[list[list[int]]], reuse:
     return answers
 
 
+@pytest.mark.timeout(3600)
 def test_hits_of_every_kind_give_the_cold_answer(server: ServerProcess, long_run: bool) -> None:
     slow = server.spec.model == "tiny-mla"  # latent attention costs ten times as much on a CPU
     count = 200 if long_run else 7 if slow else 14
