@@ -26,7 +26,7 @@ import httpx
 
 from sglang_ext.cluster.host import Ports
 from sglang_ext.cluster.plan import LOOPBACK
-from sglang_ext.cluster.process import COMPILED, GUARD, how_it_ended, tail
+from sglang_ext.cluster.process import GUARD, how_it_ended, tail
 from sglang_ext.testing.compare import Answer
 from sglang_ext.testing.leaks import descendants
 from sglang_ext.testing.models import DType, model_path
@@ -158,7 +158,7 @@ class ServerProcess:
                         *self.spec.command(self.port),
                     ],
                     cwd=self._folder.name,
-                    env={**COMPILED, **os.environ, **self.spec.environment},
+                    env={**os.environ, **self.spec.environment},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
