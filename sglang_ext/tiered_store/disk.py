@@ -37,7 +37,7 @@ from sglang_ext.tiered_store.disk_reclaim import Reclaimer
 from sglang_ext.tiered_store.disk_state import DiskConfig, DiskHealth, DiskState, IoMode, Run
 from sglang_ext.tiered_store.disk_write import DiskPut, DiskWriter
 from sglang_ext.tiered_store.files import Files
-from sglang_ext.tiered_store.index import Change, Index, IndexDamagedError, IndexFailedError
+from sglang_ext.tiered_store.index import Change, Index, IndexDamagedError, IndexFailedError, Snapshot
 from sglang_ext.tiered_store.owner import DirectoryOwner
 from sglang_ext.tiered_store.segments import SUFFIX, ScanResult, SegmentFiles, file_size
 from sglang_ext.tiered_store.tier import (
@@ -90,7 +90,7 @@ class DiskTier(BlockTier):
         self._owner, readonly = _take(config)
         try:
             self.config = config = config if readonly else _fitted(config, files)
-            index, damage = _open_index(config, readonly=readonly, step=step)
+            index, snapshot = _open_index(config, readonly=readonly, step=step)
             segments = SegmentFiles(
                 config.path,
                 files,
@@ -99,12 +99,12 @@ class DiskTier(BlockTier):
                 readonly=readonly,
             )
             self._state = DiskState(config, layout, index, segments, files=files, clock=clock, step=step)
-            if damage:
+            if snapshot is None:
                 self._state.health = DiskHealth.NO_INDEX
             elif readonly:
                 self._state.become_read_only()
-            if not damage:
-                self._load()
+            if snapshot is not None:
+                self._load(snapshot)
         except BaseException:
             if self._owner:
                 self._owner.release()
@@ -114,10 +114,9 @@ class DiskTier(BlockTier):
         self._writer = DiskWriter(self._state, reclaimer)
         logger.info("disk tier %s: %r, opened in %.3f s", config.path, self, time.monotonic() - begin)
 
-    def _load(self) -> None:
+    def _load(self, snapshot: Snapshot) -> None:
         """Bring runs into memory, and drop from the index what the segments do not have."""
         state = self._state
-        snapshot = state.index.load()
         ends: dict[int, int] = {}
         for row, _ in snapshot.runs:
             ends[row.segment] = max(ends.get(row.segment, 0), row.end)
@@ -332,11 +331,13 @@ def _fitted(config: DiskConfig, files: Files) -> DiskConfig:
     return fitted
 
 
-def _open_index(config: DiskConfig, *, readonly: bool, step: Callable[[str], None]) -> tuple[Index, bool]:
-    """The index, fresh when the old one is damaged; True when there is none that could be used."""
+def _open_index(
+    config: DiskConfig, *, readonly: bool, step: Callable[[str], None]
+) -> tuple[Index, Snapshot | None]:
+    """The index and what is in it; a fresh one when the old is damaged, None where none can be used."""
     path = config.path / INDEX_DIRECTORY
     try:
-        return Index(path, readonly=readonly, step=step), False
+        return _loaded(path, readonly=readonly, step=step)
     except IndexDamagedError as error:
         logger.error(
             "index %s is damaged (%s): its blocks are not found. Stop the server and run `sglang-ext doctor "
@@ -345,13 +346,22 @@ def _open_index(config: DiskConfig, *, readonly: bool, step: Callable[[str], Non
             error,
             config.path,
         )
-        if readonly:
-            return Index.missing(path), True
     except OSError as error:
         logger.error("index %s cannot be opened: %s; the disk tier is off until a restart", path, error)
-        return Index.missing(path), True
+        return Index.missing(path), None
+    if readonly:
+        return Index.missing(path), None
     set_aside(path)
-    return Index(path, step=step), False
+    return _loaded(path, readonly=False, step=step)
+
+
+def _loaded(path: Path, *, readonly: bool, step: Callable[[str], None]) -> tuple[Index, Snapshot]:
+    index = Index(path, readonly=readonly, step=step)
+    try:
+        return index, index.load()
+    except BaseException:
+        index.close()
+        raise
 
 
 def set_aside(index: Path) -> Path:

@@ -38,7 +38,9 @@ from sglang_ext.tiered_store.index_rows import (
     USE_ROW,
     RunRow,
     RunUse,
+    decode_entry,
     decode_run,
+    decode_use,
     encode_run,
     keys_in,
     verified,
@@ -192,7 +194,8 @@ class Index:
         if not stores or len(stores) % STORE_ID_BYTES:
             raise IndexDamagedError("the index has no store id")
         ids = tuple(stores[i : i + STORE_ID_BYTES] for i in range(0, len(stores), STORE_ID_BYTES))
-        next_run, next_segment = NEXT.unpack(following) if following else (1, 1)
+        known = following is not None and len(following) == NEXT.size
+        next_run, next_segment = NEXT.unpack(following) if known else (1, 1)
         return Snapshot(ids, next_run, next_segment, tuple(rows), bad)
 
     def take_over(self, stores: Iterable[bytes]) -> None:
@@ -211,8 +214,7 @@ class Index:
             if row is None:
                 bad += 1
                 continue
-            use = uses.get(key)
-            rows.append((row, RunUse(*USE_ROW.unpack(use)) if use else RunUse(row.created, 0, row.blocks)))
+            rows.append((row, decode_use(uses.get(key)) or RunUse(row.created, 0, row.blocks)))
         return rows, bad
 
     def find(self, namespace: bytes, keys: Sequence[bytes]) -> list[tuple[int, int] | None]:
@@ -228,7 +230,7 @@ class Index:
                 values = [txn.get(namespace + key, db=self._blocks) for key in keys]
         except lmdb.Error as error:
             raise IndexFailedError(error) from error
-        return [ENTRY.unpack(value) if value is not None else None for value in values]
+        return [decode_entry(value) if value is not None else None for value in values]
 
     def find_prefix(self, namespace: bytes, keys: Sequence[bytes]) -> list[tuple[int, int]]:
         """(run, position) for the leading keys that are here. Raises IndexFailedError."""
@@ -241,7 +243,7 @@ class Index:
                     value = txn.get(namespace + key, db=self._blocks)
                     if value is None:
                         break
-                    found.append(ENTRY.unpack(value))
+                    found.append(decode_entry(value))
         except lmdb.Error as error:
             raise IndexFailedError(error) from error
         return found
@@ -259,7 +261,7 @@ class Index:
         """(namespace, key, run, position) of every block, for checks."""
         with self._env.begin() as txn:
             for key, value in txn.cursor(db=self._blocks):
-                yield key[:NAMESPACE_BYTES], key[NAMESPACE_BYTES:], *ENTRY.unpack(value)
+                yield key[:NAMESPACE_BYTES], key[NAMESPACE_BYTES:], *decode_entry(value)
 
     def keys_in_namespace(self, namespace: bytes | None) -> list[tuple[bytes, bytes]]:
         """(namespace, key) of every block of one namespace, or of all."""
@@ -341,7 +343,7 @@ class Index:
         for namespace, key in change.drop_blocks:
             value = txn.pop(namespace + key, db=self._blocks)
             if value is not None:
-                lowered[ENTRY.unpack(value)[0]] += 1
+                lowered[decode_entry(value)[0]] += 1
         for run, count in lowered.items():
             left = self._lower(txn, run, count, touched)
             if left is not None:
@@ -359,7 +361,7 @@ class Index:
         name = row.namespace + key
         value = txn.get(name, db=self._blocks)
         if value is not None:
-            run = ENTRY.unpack(value)[0]
+            run = decode_entry(value)[0]
             if run not in change.replace:
                 row_there = txn.get(RUN_KEY.pack(run), db=self._runs)
                 if row_there is not None and change.serves(run):
@@ -373,8 +375,7 @@ class Index:
         name = RUN_KEY.pack(run)
         if txn.get(name, db=self._runs) is None:
             return None
-        value = txn.get(name, db=self._use)
-        use = touched.pop(run, None) or (RunUse(*USE_ROW.unpack(value)) if value else None)
+        use = touched.pop(run, None) or decode_use(txn.get(name, db=self._use))
         left = max(0, use.alive - count) if use else 0
         if left:
             assert use is not None
@@ -392,7 +393,7 @@ class Index:
         namespace = RUN_ROW.unpack_from(value)[7]
         for key in keys_in(value):
             entry = txn.get(namespace + key, db=self._blocks)
-            if entry is not None and ENTRY.unpack(entry)[0] == run:
+            if entry is not None and decode_entry(entry)[0] == run:
                 txn.delete(namespace + key, db=self._blocks)
 
     def _recover(self, error: lmdb.Error) -> None:

@@ -45,6 +45,23 @@ class RunUse:
     alive: int
 
 
+NOWHERE = (0, 0)
+"""Where a damaged entry leads: runs are numbered from 1."""
+
+
+def decode_entry(value: bytes) -> tuple[int, int]:
+    """(run, position) of a block entry."""
+    if len(value) != ENTRY.size:
+        return NOWHERE
+    run, position = ENTRY.unpack(value)
+    return run, position
+
+
+def decode_use(value: bytes | None) -> RunUse | None:
+    """A run's use; None when there is none, or it is damaged."""
+    return RunUse(*USE_ROW.unpack(value)) if value is not None and len(value) == USE_ROW.size else None
+
+
 def encode_run(row: RunRow, keys: Sequence[bytes]) -> bytes:
     body = RUN_ROW.pack(
         row.segment,

@@ -245,6 +245,35 @@ def test_an_index_that_leads_to_another_block_is_not_believed(tmp_path: Path) ->
     tier.close()
 
 
+def test_rows_of_a_wrong_size_are_misses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A sound LMDB file with senseless rows in it."""
+    tier = open_tier(tmp_path)
+    for prefix in range(3):
+        put_all(tier, NAMESPACE, prefix_keys(prefix, 4))
+    index = tier._state.index
+    with index._env.begin(write=True) as txn:
+        txn.put(NAMESPACE + prefix_keys(0, 4)[1], b"short", db=index._blocks)
+        txn.put((2).to_bytes(8, "big"), b"", db=index._use)
+        txn.put((3).to_bytes(8, "big"), b"no run", db=index._runs)
+        txn.put(b"next", b"?", db=index._meta)
+    assert get_all(tier, NAMESPACE, prefix_keys(0, 4)) == 1
+    assert put_all(tier, NAMESPACE, prefix_keys(0, 4)) is Outcome.DONE
+    assert get_all(tier, NAMESPACE, prefix_keys(0, 4)) == 4
+    tier.close()
+    tier = open_tier(tmp_path)
+    assert [get_all(tier, NAMESPACE, prefix_keys(prefix, 4)) for prefix in range(3)] == [4, 4, 0]
+    assert put_all(tier, NAMESPACE, prefix_keys(2, 4)) is Outcome.DONE
+    with tier._state.index._env.begin(write=True) as txn:
+        txn.put(b"stores", b"???", db=tier._state.index._meta)
+    tier.close()
+    caplog.clear()
+    tier = open_tier(tmp_path)
+    assert "--repair" in caplog.text
+    assert tier.stats().blocks == 0
+    assert put_all(tier, NAMESPACE, prefix_keys(2, 4)) is Outcome.DONE
+    tier.close()
+
+
 FUZZ = """
 import sys, random, os, logging
 from pathlib import Path
