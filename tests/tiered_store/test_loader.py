@@ -294,7 +294,8 @@ def test_many_loads_at_once_with_faults() -> None:
         read = load.result(60)
         outcomes.add(read.outcome)
         assert right(array, prefix, read.blocks)
-    # Which faults meet which load is for the threads to decide; that some do, and some loads end well, is not.
+    # Which faults meet which load is for the threads to decide; that some do, and some loads end well,
+    # is not.
     assert Outcome.DONE in outcomes
     assert outcomes & {Outcome.IO_ERROR, Outcome.DAMAGED, Outcome.ABSENT}
     loader.check()
