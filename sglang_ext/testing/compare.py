@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import nan
 from typing import Any
@@ -29,16 +29,21 @@ class Answer:
         """From the JSON of ``/generate`` with ``return_logprob``."""
         meta = response["meta_info"]
         details = meta.get("cached_tokens_details") or {}
+
+        def logprob(entry: Sequence[Any]) -> float:
+            return nan if entry[0] is None else entry[0]  # JSON has no NaN: SGLang sends null
+
         return cls(
             tokens=[entry[1] for entry in meta["output_token_logprobs"]],
-            # JSON has no NaN: SGLang sends null.
-            logprobs=[nan if entry[0] is None else entry[0] for entry in meta["output_token_logprobs"]],
+            logprobs=[logprob(entry) for entry in meta["output_token_logprobs"]],
             prompt_tokens=meta["prompt_tokens"],
             cached_tokens=meta["cached_tokens"],
             hbm_tokens=details.get("device", 0),
             dram_tokens=details.get("host", 0),
             seconds=meta["e2e_latency"],
-            margins=[best[0] - second[0] for best, second in meta.get("output_top_logprobs") or ()],
+            margins=[
+                logprob(best) - logprob(second) for best, second in meta.get("output_top_logprobs") or ()
+            ],
         )
 
     def is_tie(self, place: int, atol: float) -> bool:

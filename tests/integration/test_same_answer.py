@@ -114,6 +114,15 @@ def test_hits_of_every_kind_give_the_cold_answer(server: ServerProcess, long_run
             assert_same(cold, warm[index][number], atol=1e-4)
             history += warm[index][number].tokens
 
+    # Prompts share their beginnings, which stay in HBM: what comes from DRAM alone is asked for by itself.
+    for index in range(3):
+        push_out_of_hbm(server, seed=index)
+        history = conversations[index][0]
+        for _ in range(2):
+            again = server.generate(history, max_new_tokens=ANSWER_TOKENS)
+            assert_same(warm[index][0], again, atol=1e-4)
+            reuse.add(again)
+
     assert reuse.kinds >= {"cold", "hbm", "dram", "mixed"}, reuse
     assert reuse.dram > 0.1 * reuse.prompt, reuse
 

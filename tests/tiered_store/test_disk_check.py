@@ -11,7 +11,8 @@ import pytest
 from sglang_ext.errors import ConfigError, MediumError
 from sglang_ext.testing.blocks import LAYOUT, NAMESPACE, OTHER, get_all, prefix_keys, put_all
 from sglang_ext.tiered_store.disk import DiskTier
-from sglang_ext.tiered_store.disk_check import check_directory, measure_disk, repair_directory
+from sglang_ext.tiered_store.disk_check import check_directory, repair_directory
+from sglang_ext.tiered_store.disk_speed import measure_disk
 from sglang_ext.tiered_store.disk_state import DiskConfig
 from sglang_ext.tiered_store.segment_format import PAGE, decode_run_header
 from sglang_ext.tiered_store.tier import Outcome
