@@ -1,0 +1,67 @@
+"""What must be true of a memory pool at any time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from sglang_ext.keys import Tier
+from sglang_ext.mempool.regions import ArenaRegion
+
+if TYPE_CHECKING:
+    from sglang_ext.mempool.pool import MemPool
+
+
+def check(pool: MemPool) -> None:
+    """See `MemPool.check`."""
+    tiers = pool.tiers
+    tiers.tree.check()
+    pool.ledger.check()
+    memory = {tiers.holders[tier] for tier in tiers.regions}
+    for node in tiers.tree.nodes():
+        if pool.exclusive and not memory & node.placements.keys():
+            raise AssertionError(f"{node!r} is in no memory of this pool")
+    for tier, region in tiers.regions.items():
+        _check_places(pool, tier)
+        if isinstance(region, ArenaRegion):
+            region.arena.check()
+    for hold in pool.ledger.holds():
+        _check_hold(pool, hold.number)
+
+
+def _check_places(pool: MemPool, tier: Tier) -> None:
+    """Every place has one owner: the index, or whoever allocated it."""
+    region, holder = pool.tiers.regions[tier], pool.tiers.holders[tier]
+    owners: Counter[int] = Counter()
+    for node in pool.tiers.tree.nodes():
+        if holder in node.placements:
+            for place in region.unpack(node.placements[holder], node.blocks):
+                owners.update(place)
+    blocks = pool.tiers.tree.blocks_of(holder)
+    for address in pool.ledger.allocated():
+        if address.tier is tier:
+            owners.update(address.place)
+            blocks += 1
+    twice = [word for word, count in owners.items() if count > 1]
+    if twice:
+        raise AssertionError(f"{tier.name} {twice[0]} is owned twice")
+    used = region.n_blocks - region.free_blocks
+    if pool.exclusive and blocks != used:
+        raise AssertionError(f"{tier.name} has {used} blocks in use, the pool knows of {blocks}")
+
+
+def _check_hold(pool: MemPool, number: int) -> None:
+    """What a hold says is in memory is there, in the index, and locked."""
+    hold = next(each for each in pool.ledger.holds() if each.number == number)
+    for i, address in enumerate(hold.addresses):
+        if hold.positions.get(address) != i:
+            raise AssertionError(f"hold {number} does not know its own block {i}")
+    path = pool.tiers.tree.match(hold.namespace, hold.key).path
+    for tier in pool.tiers.regions:
+        held = pool.tiers.held(path, tier)
+        holder = pool.tiers.holders[tier]
+        if any(holder in node.placements for node, to in hold.locks if to is holder) and not held:
+            raise AssertionError(f"hold {number} has lost its blocks in {tier.name}")
+        for address, i in hold.positions.items():
+            if address.tier is tier and (i >= len(held) or held[i] != address.place):
+                raise AssertionError(f"hold {number}: block {i} is not at {address}")

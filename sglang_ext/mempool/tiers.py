@@ -1,0 +1,395 @@
+"""Blocks of the index on their way between HBM, DRAM and disk.
+
+A block goes down by copy, publication, and only then the end of the upper copy; so it is never nowhere. Each
+tier has whole prefixes only: what goes down takes along what lies before it. In the tree, HBM and DRAM are
+holders with addresses; DISK is a note on a block in one of them that says under which keys it was written,
+and is looked up before it is relied upon, because the disk tier drops blocks by itself. What is on disk alone
+is found by its keys, also after a restart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.keys import BLOCK_KEY_BYTES, TOKEN_BYTES, Tier, block_keys
+from sglang_ext.mempool.address import Place
+from sglang_ext.mempool.regions import ArenaRegion, Region, Rows, chunks, move
+from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
+from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Ids, Outcome, Put
+
+Digest = Callable[[Hashable], bytes]
+Keys = npt.NDArray[np.void]
+"""Block keys, shape (blocks,): the note of the disk on a node, which the tree can cut like any address."""
+
+_KEY = np.dtype((np.void, BLOCK_KEY_BYTES))
+
+
+@dataclass
+class TierCounters:
+    """Blocks, since the start.
+
+    lost: evicted without a copy elsewhere. misses: not brought in, by reason. refused: not taken by the disk.
+    """
+
+    copied_down: int = 0
+    written: int = 0
+    brought_in: int = 0
+    evicted: int = 0
+    lost: int = 0
+    misses: Counter[Outcome] = field(default_factory=Counter)
+    refused: Counter[Outcome] = field(default_factory=Counter)
+
+
+class Tiers:
+    """See the module.
+
+    Args:
+        tree: the index; HBM and DRAM placements are in the form of their region's `pack`.
+        holders: by tier.
+        regions: HBM, and DRAM if there is any.
+        disk: the tier below; None for none.
+        digest: namespace of the tree to namespace of the disk.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        holders: Mapping[Tier, Holder],
+        regions: Mapping[Tier, Region],
+        disk: BlockTier | None,
+        digest: Digest,
+    ) -> None:
+        self.tree = tree
+        self.holders = holders
+        self.regions = regions
+        self.disk = disk
+        self.digest = digest
+        self.step = tree.block_size * TOKEN_BYTES
+        self.counters = TierCounters()
+
+    # -- looking --------------------------------------------------------------------------------
+
+    def held(self, path: Sequence[Node], tier: Tier) -> list[Place]:
+        """Places of the leading blocks of a path that a tier has."""
+        holder = self.holders[tier]
+        found: list[Place] = []
+        for node in path:
+            if holder not in node.placements:
+                break
+            found += self.regions[tier].unpack(node.placements[holder], node.blocks)
+        return found
+
+    def last(self, path: Sequence[Node], tier: Tier) -> Node:
+        """The last node of a path that a tier has; the root when it has none."""
+        holder = self.holders[tier]
+        return next((node for node in reversed(path) if holder in node.placements), self.tree.root)
+
+    def on_disk(self, node: Node) -> bool:
+        """Whether the disk has all blocks of a node now."""
+        note = node.placements.get(self.holders[Tier.DISK])
+        if note is None or self.disk is None:
+            return False
+        return self.disk.match(self.digest(node.namespace), unpack_keys(note)) == node.blocks
+
+    def has_copy(self, tier: Tier) -> Callable[[Node], bool]:
+        """Whether a node would still be somewhere if `tier` gave it up."""
+        other = self.holders[Tier.DRAM if tier is Tier.HBM else Tier.HBM]
+        return lambda node: other in node.placements or self.on_disk(node)
+
+    def keys(self, namespace: Hashable, path: Sequence[Node], key: bytes) -> list[bytes]:
+        """Block keys of what of `key` lies behind `path`."""
+        start = sum(len(node.key) for node in path)
+        if path and (note := path[-1].placements.get(self.holders[Tier.DISK])) is not None:
+            return block_keys(self.digest(namespace), key[start:], self.tree.block_size, note[-1].tobytes())
+        return block_keys(self.digest(namespace), key, self.tree.block_size)[start // self.step :]
+
+    # -- making room ----------------------------------------------------------------------------
+
+    def available(self, tier: Tier) -> int:
+        """Blocks of a tier that are free or may go."""
+        holder = self.holders[tier]
+        cached = self.tree.blocks_of(holder) - self.tree.locked_blocks_of(holder)
+        return self.regions[tier].free_blocks + cached
+
+    def make_room(self, tier: Tier, blocks: int, *, lose: bool) -> bool:
+        """Have so many free blocks: by what has a copy elsewhere, by copying down, and, if it must be and
+        `lose` allows it, by dropping last copies. Evicts nothing when too much is locked.
+        """
+        region = self.regions[tier]
+        if self.available(tier) < blocks:
+            return False
+        steps: list[Callable[[int], int]] = [
+            lambda n: self.give_up(tier, n, self.has_copy(tier)),
+            lambda n: self.move_down(tier, n),
+        ]
+        if lose:
+            steps.append(lambda n: self.give_up(tier, n, None))
+        for step in steps:
+            if region.free_blocks < blocks:
+                step(blocks - region.free_blocks)
+        return region.free_blocks >= blocks
+
+    def give_up(self, tier: Tier, blocks: int, only: Callable[[Node], bool] | None) -> int:
+        """Evict from a tier, least recently used first. Returns the blocks that became free."""
+        copied = self.has_copy(tier)
+        freed = 0
+        for gone in self.tree.evict(self.holders[tier], blocks, only=only):
+            freed += gone.blocks
+            if only is None and not copied(gone.node):
+                self.counters.lost += gone.blocks
+            self.free(tier, gone)
+            self.unnote(gone.node)
+        self.counters.evicted += freed
+        return freed
+
+    def free(self, tier: Tier, gone: Evicted) -> None:
+        """Give back the memory of what the index has given up."""
+        region = self.regions[tier]
+        region.indexed(-gone.blocks)
+        region.free(region.unpack(gone.address, gone.blocks))
+
+    def publish(
+        self, tier: Tier, namespace: Hashable, key: bytes, places: Sequence[Place], **how: Any
+    ) -> None:
+        """Enter that a tier has the leading blocks of `key` at `places`, those that it had included."""
+        region = self.regions[tier]
+        end = key[: len(places) * self.step]
+        result = self.tree.insert(namespace, end, self.holders[tier], region.pack(places), **how)
+        region.indexed(result.new_blocks)
+
+    def unnote(self, node: Node) -> None:
+        """Drop the disk's note from a node that neither HBM nor DRAM has: the disk knows it by itself."""
+        disk = self.holders[Tier.DISK]
+        if set(node.placements) == {disk}:
+            self.tree.remove(node, disk)
+
+    # -- down -----------------------------------------------------------------------------------
+
+    def move_down(self, tier: Tier, blocks: int) -> int:
+        """Move the least recently used blocks of a tier to the tiers below. Returns how many became free."""
+        freed = 0
+        while freed < blocks:
+            below = [self._copy_down(tier, node) for node in self._next_to_go(tier, blocks - freed)]
+            if not any(below):
+                break
+            now = self.give_up(tier, blocks - freed, self.has_copy(tier))
+            if not now:
+                break
+            freed += now
+        return freed
+
+    def _next_to_go(self, tier: Tier, blocks: int) -> list[Node]:
+        """What eviction would take first, without taking it."""
+        found: list[Node] = []
+
+        def look(node: Node) -> bool:
+            if sum(each.blocks for each in found) < blocks:
+                found.append(node)
+            return False
+
+        self.tree.evict(self.holders[tier], blocks, only=look)
+        return found
+
+    def _copy_down(self, tier: Tier, node: Node) -> bool:
+        """Have a copy of a node, and of all before it, below `tier`."""
+        if self.has_copy(tier)(node):
+            return True
+        self.tree.lock(node, self.holders[tier])
+        try:
+            return (tier is Tier.HBM and self.cover_dram(node)) or self.cover_disk(node)
+        finally:
+            self.tree.unlock(node, self.holders[tier])
+
+    def cover_dram(self, node: Node) -> bool:
+        """Copy a path that HBM has to DRAM, as far as it is not there. All of it or nothing."""
+        if Tier.DRAM not in self.regions:
+            return False
+        holder, region = self.holders[Tier.DRAM], self.regions[Tier.DRAM]
+        path = _path(node)
+        before = self.last(path, Tier.DRAM)
+        self.tree.lock(before, holder)
+        try:
+            # Looked at before: making room may cut nodes of the path, the nodes themselves stay its ends.
+            missing = sum(each.blocks for each in path if holder not in each.placements)
+            if not self.make_room(Tier.DRAM, missing, lose=False):
+                return False
+            for each in _path(node):
+                if holder in each.placements:
+                    continue
+                places = region.alloc(each.blocks)
+                assert places is not None
+                hbm = self.regions[Tier.HBM]
+                source = hbm.unpack(each.placements[self.holders[Tier.HBM]], each.blocks)
+                move(hbm, source, region, places)
+                self.tree.place(each, holder, region.pack(places))
+                region.indexed(each.blocks)
+                self.counters.copied_down += each.blocks
+            return True
+        finally:
+            self.tree.unlock(before, holder)
+
+    def cover_disk(self, node: Node) -> bool:
+        """Write a path to disk, as far as it is not there."""
+        if self.disk is None:
+            return False
+        holder = self.holders[Tier.DISK]
+        path = _path(node)
+        for index, each in enumerate(path):
+            if self.on_disk(each):
+                continue
+            self.tree.remove(each, holder)  # the disk has dropped it since it was noted
+            keys = self.keys(node.namespace, path[:index], b"".join(n.key for n in path[: index + 1]))
+            tier = Tier.HBM if self.holders[Tier.HBM] in each.placements else Tier.DRAM
+            places = self.regions[tier].unpack(each.placements[self.holders[tier]], each.blocks)
+            outcome = self.write(self.digest(node.namespace), keys, self.regions[tier], places)
+            if outcome is not Outcome.DONE:
+                return False
+            self.tree.place(each, holder, pack_keys(keys))
+        return True
+
+    def write(self, digest: bytes, keys: list[bytes], region: Region, places: Sequence[Place]) -> Outcome:
+        """Put blocks of one prefix on disk, with one sync for all. `DONE` when every one can be found."""
+        assert self.disk is not None
+        puts: list[Put] = []
+        outcome = Outcome.DONE
+        for part in chunks(len(keys)):
+            put = self.disk.prepare_put(digest, keys[part])
+            if isinstance(put, Outcome):
+                outcome = put
+            else:
+                puts.append(put)
+                outcome = Outcome.FULL if put.refused else self._fill(put, region, places[part])
+            if outcome is not Outcome.DONE:
+                break
+        if outcome is Outcome.DONE:
+            outcome = next((o for o in self.disk.complete_puts(puts) if o is not Outcome.DONE), outcome)
+        else:
+            for put in puts:
+                self.disk.abort_put(put)
+        if outcome is Outcome.DONE and self.disk.match(digest, keys) < len(keys):
+            outcome = Outcome.FULL  # room for these was made of each other
+        if outcome is Outcome.DONE:
+            self.counters.written += len(keys)
+        else:
+            self.counters.refused[outcome] += len(keys)
+        return outcome
+
+    def _fill(self, put: Put, region: Region, places: Sequence[Place]) -> Outcome:
+        assert self.disk is not None
+        if not put.missing:
+            return Outcome.DONE
+        wanted = [places[position] for position in put.missing]
+        if isinstance(region, ArenaRegion):
+            memory, ids = BlockMemory.of_arena(region.arena), region.pack(wanted)
+        else:
+            rows = np.empty((len(wanted), region.layout.block_bytes), dtype=np.uint8)
+            region.copy_out(wanted, rows)
+            memory, ids = BlockMemory.of_blocks(region.layout, rows), np.arange(len(wanted))
+        for layer in range(region.layout.n_layers):
+            outcome = self.disk.put_layer(put, layer, memory, ids)
+            if outcome is not Outcome.DONE:
+                return outcome
+        return Outcome.DONE
+
+    # -- up -------------------------------------------------------------------------------------
+
+    def bring_in(self, namespace: Hashable, key: bytes) -> tuple[int, Outcome]:
+        """Bring the whole blocks of `key` into HBM, as many as there are copies and room for.
+
+        The caller holds what it wants of them. Returns how many leading blocks HBM has then, and why the next
+        is missing.
+        """
+        found = self.tree.match(namespace, key)
+        region = self.regions[Tier.HBM]
+        total = len(key) // self.step
+        before = self.held(found.path, Tier.HBM)
+        locks = [(self.last(found.path, tier), self.holders[tier]) for tier in self.regions]
+        for node, holder in locks:
+            self.tree.lock(node, holder)
+        try:
+            wanted = total - len(before)
+            self.make_room(Tier.HBM, min(wanted, self.available(Tier.HBM)), lose=False)
+            fits = min(wanted, region.free_blocks)
+            places = region.alloc(fits) or []
+            got, outcome = self._copy_up(namespace, key, len(before), places)
+            region.free(places[got:])
+            if got:
+                self.publish(Tier.HBM, namespace, key, before + places[:got], same_request=True)
+        finally:
+            for node, holder in locks:
+                self.tree.unlock(node, holder)
+        if outcome is Outcome.DONE and fits < wanted:
+            outcome = Outcome.FULL
+        self.counters.brought_in += got
+        self.counters.misses[outcome] += wanted - got
+        return len(before) + got, outcome
+
+    def _copy_up(
+        self, namespace: Hashable, key: bytes, start: int, places: list[Place]
+    ) -> tuple[int, Outcome]:
+        """Fill HBM places with the blocks from `start` on; how many were, and why not the next."""
+        path = self.tree.match(namespace, key).path
+        hbm = self.regions[Tier.HBM]
+        got = 0
+        if Tier.DRAM in self.regions:
+            in_dram = self.held(path, Tier.DRAM)[start : start + len(places)]
+            got = len(in_dram)
+            move(self.regions[Tier.DRAM], in_dram, hbm, places[:got])
+        if got == len(places):
+            return got, Outcome.DONE
+        if self.disk is None:
+            return got, Outcome.ABSENT
+        keys = self.keys(namespace, (), key)[start + got : start + len(places)]
+        for part in chunks(len(keys)):
+            rows = np.empty((part.stop - part.start, hbm.layout.block_bytes), dtype=np.uint8)
+            read, outcome = self.read(self.digest(namespace), keys[part], rows)
+            targets = places[got : got + read]
+            hbm.copy_in(targets, rows[:read])
+            got += read
+            if outcome is not Outcome.DONE:
+                return got, outcome
+        return got, Outcome.DONE
+
+    def read(self, digest: bytes, keys: Sequence[bytes], rows: Rows) -> tuple[int, Outcome]:
+        """Read blocks of one prefix from disk, verified. Returns how many rows hold one, and why not the
+        next.
+        """
+        assert self.disk is not None
+        get = self.disk.prepare_get(digest, keys)
+        outcome = Outcome.DONE if get.blocks == len(keys) else Outcome.ABSENT
+        try:
+            memory = BlockMemory.of_blocks(self.disk.layout, rows)
+            for layer in range(self.disk.layout.n_layers):
+                ids: Ids = np.arange(get.blocks)
+                got = self.disk.get_layer(get, layer, memory, ids)
+                if got.outcome is not Outcome.DONE:
+                    outcome = got.outcome
+            return get.blocks, outcome
+        finally:
+            self.disk.complete_get(get)
+
+
+def _path(node: Node) -> list[Node]:
+    """The nodes from the top to `node`."""
+    path: list[Node] = []
+    while node.parent is not None:
+        path.append(node)
+        node = node.parent
+    path.reverse()
+    return path
+
+
+def pack_keys(keys: Sequence[bytes]) -> Keys:
+    """Block keys as the index notes them."""
+    return np.frombuffer(b"".join(keys), dtype=_KEY)
+
+
+def unpack_keys(keys: Keys) -> list[bytes]:
+    """The block keys of a note."""
+    return [key.tobytes() for key in keys]

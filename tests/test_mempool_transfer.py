@@ -1,0 +1,208 @@
+"""transfer and transfer_with_insert between pools, over real endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from sglang_ext.disagg.config import EndpointConfig
+from sglang_ext.disagg.errors import RefusedError, TransferError
+from sglang_ext.disagg.instance import Instance
+from sglang_ext.disagg.pool_transfer import TransferFlag
+from sglang_ext.disagg.transfer import Endpoint
+from sglang_ext.errors import ConfigError, UserError
+from sglang_ext.geometry import mha_geometry
+from sglang_ext.keys import Namespace, Tier
+from sglang_ext.mempool import AddressError, ArenaRegion, MemPool, MemType, Received, serve
+from sglang_ext.mempool.regions import Rows
+
+GEOMETRY = mha_geometry(
+    k_addresses=(0, 0), v_addresses=(0, 0), slots=4, heads=2, head_dim=8, dtype="float16", block_tokens=4
+)
+LAYOUT = GEOMETRY.layout
+SPACE = Namespace("m", "w", "float16", LAYOUT.facts())
+FLAGS = [TransferFlag.PULL, TransferFlag.PUSH]
+
+
+def kv(seed: int, blocks: int) -> Rows:
+    return np.random.default_rng(seed).integers(0, 256, (blocks, LAYOUT.block_bytes), dtype=np.uint8)
+
+
+@dataclass
+class Pair:
+    one: MemPool
+    two: MemPool
+    peer: Instance
+    endpoints: list[Endpoint]
+    received: list[Received] = field(default_factory=list)
+
+    def cached(self, tokens: list[int], rows: Rows, type: MemType = MemType.HBM) -> None:
+        blocks = self.one.alloc_mem(len(rows), type, id="r")
+        self.one.write(blocks, rows)
+        self.one.insert(tokens, blocks)
+
+    def found(self, tokens: list[int]) -> Rows:
+        """What the receiver's index has of a prompt."""
+        with self.two.match(tokens, id="look") as hold:
+            return self.two.read(hold.addresses)[0]
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    pools = [MemPool.create(name, LAYOUT, 8, 6, namespace=SPACE) for name in ("one", "two")]
+    received: list[Received] = []
+    endpoints = [
+        await serve(pool, EndpointConfig(pool.instance, "m/w"), GEOMETRY, on_received=received.append)
+        for pool in pools
+    ]
+    peer = await endpoints[0].connect([endpoints[1].address])
+    pair = Pair(*pools, peer, endpoints, received)
+    del peer
+    yield pair
+    while endpoints:
+        await endpoints.pop().close()
+    del pair.peer
+    for pool in pools:
+        pool.detach()
+        assert not pool.ledger.busy
+        pool.reset()
+        pool.check()
+        for region in pool.tiers.regions.values():
+            assert isinstance(region, ArenaRegion)
+            region.arena.close()
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+async def test_blocks_arrive_at_their_owner(pair: Pair, flag: TransferFlag) -> None:
+    mine = pair.one.alloc_mem(3, id="session")
+    pair.one.write(mine, kv(1, 3))
+    sent = await pair.one.transfer(
+        pair.peer, mine, id="session", flags=flag | TransferFlag.USER, private=b"sampling"
+    )
+    assert (sent.instance, sent.inserted, len(sent.blocks)) == ("two", False, 3)
+    (received,) = pair.received
+    assert (received.owner, received.private) == ("session", b"sampling")
+    assert received.flags & TransferFlag.USER
+    assert [(a.tier, a.place[0]) for a in received.addresses] == list(sent.blocks)
+    assert np.array_equal(pair.two.read(received.addresses)[0], kv(1, 3))
+    assert pair.two.free_mem(id="session") == 3
+    assert pair.one.free_mem(mine) == 3
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+async def test_cached_blocks_enter_the_other_index(pair: Pair, flag: TransferFlag) -> None:
+    """Both tiers are sent, the second continuing the first; a later turn sends its new blocks only."""
+    tokens = list(range(6 * 4))
+    pair.cached(tokens[:16], kv(1, 4))
+    pair.one.swap_out(2)
+    with pair.one.match(tokens, id="r") as hold:
+        assert hold.tiers == [Tier.HBM] * 2 + [Tier.DRAM] * 2
+        sent = await pair.one.transfer_with_insert(pair.peer, tokens[:16], hold.addresses, id="r", flags=flag)
+        assert sent.inserted
+        pair.one.swap_in(hold.addresses)
+    assert np.array_equal(pair.found(tokens), kv(1, 4))
+    new = pair.one.alloc_mem(2, id="r")
+    pair.one.write(new, kv(2, 2))
+    sent = await pair.one.transfer_with_insert(pair.peer, tokens, new, id="r", flags=flag)
+    assert sent.inserted
+    assert np.array_equal(pair.found(tokens), np.concatenate([kv(1, 4), kv(2, 2)]))
+    assert pair.one.insert(tokens, new).new == 2
+    assert not pair.two.ledger.owners
+
+
+async def test_a_flipped_byte_would_be_noticed(pair: Pair) -> None:
+    tokens = list(range(8))
+    pair.cached(tokens, kv(1, 2))
+    with pair.one.match(tokens, id="r") as hold:
+        region = pair.one.tiers.regions[Tier.HBM]
+        assert isinstance(region, ArenaRegion)
+        region.arena.blocks[hold.addresses[1].place[0], 5] ^= 1
+        await pair.one.transfer_with_insert(pair.peer, tokens, hold.addresses, id="r")
+    assert [np.array_equal(a, b) for a, b in zip(pair.found(tokens), kv(1, 2), strict=True)] == [True, False]
+
+
+async def test_what_continues_nothing_is_not_inserted_and_not_kept(pair: Pair) -> None:
+    tokens = list(range(8))
+    pair.cached(tokens, kv(1, 2))
+    with pair.one.match(tokens, id="r") as hold:
+        sent = await pair.one.transfer_with_insert(pair.peer, tokens, hold.addresses[1:], id="r")
+    assert not sent.inserted
+    assert pair.two.tiers.regions[Tier.HBM].free_blocks == 8
+
+
+async def test_the_type_decides_where_and_mixed_falls_back(pair: Pair) -> None:
+    mine = pair.one.alloc_mem(2, id="r")
+    pair.one.write(mine, kv(1, 2))
+    sent = await pair.one.transfer(pair.peer, mine, id="r", type=MemType.DRAM)
+    assert [tier for tier, _ in sent.blocks] == [Tier.DRAM] * 2
+    pair.two.alloc_mem(8, id="full")
+    with pytest.raises(RefusedError, match="room"):
+        await pair.one.transfer(pair.peer, mine, id="r")
+    sent = await pair.one.transfer(pair.peer, mine, id="r", type=MemType.MIXED)
+    assert [tier for tier, _ in sent.blocks] == [Tier.DRAM] * 2
+    assert pair.two.owned_blocks(Tier.HBM) == 8
+    with pytest.raises(ConfigError, match="end in HBM or DRAM"):
+        await pair.one.transfer(pair.peer, mine, id="r", type=MemType.DISK)
+
+
+async def test_destinations_are_blocks_of_the_receiver(pair: Pair) -> None:
+    """As for hand-over layer by layer: the receiver has set its blocks aside beforehand."""
+    mine, theirs = pair.one.alloc_mem(2, id="r"), pair.two.alloc_mem(2, id="request")
+    pair.one.write(mine, kv(1, 2))
+    sent = await pair.one.transfer(pair.peer, mine, theirs, id="r")
+    assert [block for _, block in sent.blocks] == [address.place[0] for address in theirs]
+    assert pair.received[0].addresses == tuple(theirs)
+    assert np.array_equal(pair.two.read(theirs)[0], kv(1, 2))
+    with pytest.raises(AddressError, match="no memory of 'two'"):
+        await pair.one.transfer(pair.peer, mine, mine, id="r")
+    with pytest.raises(UserError, match="as many destinations"):
+        await pair.one.transfer(pair.peer, mine, theirs[:1], id="r")
+    with pytest.raises(UserError, match="more addresses"):
+        await pair.one.transfer_with_insert(pair.peer, [1], mine, id="r")
+
+
+async def test_what_is_freed_during_a_transfer_is_freed_when_it_ends(pair: Pair) -> None:
+    mine = pair.one.alloc_mem(2, id="r")
+    pair.one.write(mine, kv(1, 2))
+    tokens = list(range(8))
+    pair.cached(tokens, kv(2, 2))
+    hold = pair.one.match(tokens, id="r")
+    used = [*mine, *hold.addresses]
+    pair.one.begin_use(used)
+    assert pair.one.free_mem(id="r") == 2
+    with pytest.raises(AddressError, match="being transferred"):
+        pair.one.insert(list(range(100, 108)), mine)
+    assert pair.one.owned_blocks(Tier.HBM) == 2
+    assert pair.one.swap_out(2) == 0
+    pair.one.check()
+    pair.one.end_use(used)
+    assert not pair.one.ledger.owners
+    assert pair.one.swap_out(2) == 2
+
+
+async def test_a_receiver_that_is_gone_costs_nothing(pair: Pair) -> None:
+    mine = pair.one.alloc_mem(2, id="r")
+    pair.one.write(mine, kv(1, 2))
+    await pair.endpoints.pop().close()
+    with pytest.raises(TransferError):
+        await pair.one.transfer(pair.peer, mine, id="r", seconds=0.5)
+    assert pair.one.free_mem(mine) == 2
+    pair.one.check()
+
+
+async def test_blocks_that_were_sent_can_be_used_again(pair: Pair) -> None:
+    """They were sealed for the reader, and are opened again when they are given out or written."""
+    for seed in range(3):
+        mine = pair.one.alloc_mem(8, id="r")
+        pair.one.write(mine, kv(seed, 8))
+        pair.one.write(mine, kv(seed + 10, 8))
+        await pair.one.transfer(pair.peer, mine, id="r")
+        pair.one.write(mine[:1], kv(seed + 20, 1))
+        await pair.one.transfer(pair.peer, mine[:1], id="r", type=MemType.DRAM)
+        assert np.array_equal(pair.two.read(pair.received[-2].addresses)[0], kv(seed + 10, 8))
+        assert np.array_equal(pair.two.read(pair.received[-1].addresses)[0], kv(seed + 20, 1))
+        pair.one.free_mem(mine)
+        assert pair.two.free_mem(id="r") == 9
