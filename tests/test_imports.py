@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plugin": {"engine", "patches"},
     "launch_server": {"patches"},
     "router": {"radix_global", "cost_model"},
-    "cluster": {"patches"},
+    "cluster": {"patches", "tiered_store", "disagg"},
     "cli": {"cluster", "router"},
     "testing": PARTS | {"cluster", "mempool", "cost_model", "patches"},
     "demo": {"cluster", "testing"},

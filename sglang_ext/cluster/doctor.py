@@ -1,27 +1,29 @@
 """``sglang-ext doctor``: whether servers can start here, what is wrong, and what to do about it.
 
-``gather`` looks at the machine, ``findings`` judges what it saw, and is a pure function.
+``gather`` looks at the machine, ``findings`` judges what it saw, and is a pure function. With
+``--kv-disk-path`` it is a disk tier's directory that is looked at (``doctor_disk.py``).
 """
 
 from __future__ import annotations
 
 import argparse
-import enum
 import importlib.util
+import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
+from sglang_ext.cluster.doctor_findings import GIB, Finding, Level, as_json, problems, show
 from sglang_ext.cluster.plan import HostFacts
 from sglang_ext.patches.version import SGLANG_VERSION
 
@@ -29,33 +31,11 @@ PROG = "sglang-ext doctor"
 PLUGIN = "sglang_ext"
 PLUGIN_GROUP = "sglang.srt.plugins"
 PACKAGES = ("sglang-ext", "sglang", "torch", "transformers", "numba")
-GIB = 1 << 30
 SERVER_MEMORY = 2 * GIB
 """What the three processes of a CPU server with a tiny model take: 1.6 GB, and some room."""
 SHARED_MEMORY = 64 << 20
 DISK = 1 * GIB
 PATCH_CHECK_TIMEOUT_S = 180.0
-
-
-class Level(enum.Enum):
-    """What a finding means for a start."""
-
-    OK = "ok"
-    WARNING = "warning"
-    """A start works; something else will not, or not well."""
-    PROBLEM = "problem"
-    """A start would fail."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at."""
-
-    level: Level
-    subject: str
-    text: str
-    advice: str = ""
-    """What to do; empty when all is well."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +62,8 @@ class Facts:
     has_compiler: bool
     rdma_devices: tuple[str, ...]
     has_pyverbs: bool
+    transports: dict[str, str | None]
+    """Why this host cannot use each transport between instances; None where it can."""
 
 
 def gather() -> Facts:
@@ -106,7 +88,17 @@ def gather() -> Facts:
         has_compiler=any(shutil.which(name) for name in ("cc", "gcc", "clang")),
         rdma_devices=_names(Path("/sys/class/infiniband")),
         has_pyverbs=importlib.util.find_spec("pyverbs") is not None,
+        transports=_transports(),
     )
+
+
+def _transports() -> dict[str, str | None]:
+    try:
+        from sglang_ext.disagg.transports.select import reasons
+
+        return {str(name): reason for name, reason in reasons().items()}
+    except ImportError as error:
+        return {"all": str(error)}
 
 
 def _host() -> tuple[HostFacts | None, str]:
@@ -166,6 +158,7 @@ def findings(facts: Facts) -> list[Finding]:
         *_devices(facts),
         *_room(facts),
         _rdma(facts),
+        *_transport_findings(facts),
     ]
 
 
@@ -279,21 +272,92 @@ def _rdma(facts: Facts) -> Finding:
     )
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status: 0 when servers can start, 1 when they cannot."""
-    parser = argparse.ArgumentParser(
-        prog=PROG, description="Check this machine and installation, and say what is wrong and what to do."
+def _transport_findings(facts: Facts) -> Iterator[Finding]:
+    """What works between instances, best first, and why the rest does not."""
+    works = [name for name, reason in facts.transports.items() if reason is None]
+    if works:
+        yield Finding(Level.OK, "transports", f"{', '.join(works)} can be used")
+    else:
+        advice = "Without one, KV does not move between instances; each serves for itself."
+        yield Finding(Level.WARNING, "transports", "none can be used", advice)
+    for name, reason in facts.transports.items():
+        # That there is no RDMA device is how most machines are, and what is wrong with one is said above.
+        expected = name == "verbs" and works
+        if reason is not None:
+            level = Level.OK if expected else Level.WARNING
+            advice = "" if expected else "Others are used instead, as far as they can be."
+            yield Finding(level, "transports", f"not {name}: {reason}", advice)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(
+        prog=PROG,
+        allow_abbrev=False,
+        description="Check this machine and installation, or with --kv-disk-path the directory of a disk "
+        "tier, and say what is wrong and what to do. The exit status is 0 when all is well, 1 when there are "
+        "problems.",
+        epilog="example: sglang-ext doctor --kv-disk-path /data/kv --repair",
     )
-    parser.parse_args(arguments)
-    console = Console()
-    marks = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
-    found = findings(gather())
-    for finding in found:
-        mark = f"[{marks[finding.level]}]{finding.level.value:8}[/]"
-        text = finding.text.replace("\n", "\n" + " " * 27)
-        console.print(f"{mark} {finding.subject:16}  {escape(text)}", soft_wrap=True, highlight=False)
-        if finding.advice:
-            console.print(f"{'':27}{escape(finding.advice)}", soft_wrap=True, highlight=False)
-    problems = sum(finding.level is Level.PROBLEM for finding in found)
-    console.print(f"{problems} problems would stop a start." if problems else "Servers can start here.")
-    return 1 if problems else 0
+    found.add_argument(
+        "--kv-disk-path",
+        type=Path,
+        metavar="PATH",
+        help="look at this directory instead: room, speed (writes up to 256 MiB and removes them), and "
+        "whether index and segments fit together",
+    )
+    found.add_argument(
+        "--deep",
+        action="store_true",
+        help="read everything in the directory and verify every checksum; takes as long as reading all of it",
+    )
+    found.add_argument(
+        "--repair",
+        action="store_true",
+        help="as --deep, and rebuild the index from the segments if something is wrong; only while no server "
+        "uses the directory",
+    )
+    found.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit status: 0 when all is well, 1 when there are problems, 2 for a wrong flag."""
+    known = parser()
+    args = known.parse_args(arguments)
+    if args.kv_disk_path is None and (args.repair or args.deep):
+        known.error("--repair and --deep need --kv-disk-path")
+    if args.kv_disk_path is not None:
+        return _disk(args)
+    return _report(args, findings(gather()), {}, "would stop a start", "Servers can start here.")
+
+
+def _disk(args: argparse.Namespace) -> int:
+    from sglang_ext.cluster import doctor_disk
+
+    console = Console(stderr=True)
+    facts = doctor_disk.gather(
+        args.kv_disk_path,
+        repair=args.repair,
+        deep=args.deep,
+        doing=lambda text: console.status(f"{text} ..."),
+    )
+    found = doctor_disk.findings(facts)
+    figures = {"disk": doctor_disk.as_json(facts)}
+    return _report(args, found, figures, "with this directory", "The directory can be used.")
+
+
+def _report(
+    args: argparse.Namespace, found: Sequence[Finding], figures: dict[str, Any], wrong: str, well: str
+) -> int:
+    count = problems(found)
+    if args.json:
+        sys.stdout.write(
+            json.dumps({"problems": count, "findings": as_json(found), **figures}, indent=2, default=str)
+            + "\n"
+        )
+    else:
+        console = Console()
+        show(found, console)
+        console.print(f"{count} problems {wrong}." if count else well)
+    return 1 if count else 0

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.cluster.doctor import GIB, PACKAGES, Facts, Level, findings
+from sglang_ext.cluster.doctor import PACKAGES, Facts, _transports, findings, main
+from sglang_ext.cluster.doctor_findings import GIB, Level
 from sglang_ext.cluster.plan import HostFacts
 from sglang_ext.patches.version import SGLANG_VERSION
 
@@ -31,6 +32,7 @@ HEALTHY = Facts(
     has_compiler=False,
     rdma_devices=(),
     has_pyverbs=False,
+    transports={"shm": None, "cma": None, "verbs": "no RDMA device", "tcp": None},
 )
 
 
@@ -60,6 +62,13 @@ def test_a_healthy_machine() -> None:
         ({"shared_memory_free": 0}, "shared memory", Level.WARNING, "--shm-size"),
         ({"temporary_free": 0}, "temporary files", Level.WARNING, "TMPDIR"),
         ({"rdma_devices": ("mlx5_0",)}, "RDMA", Level.WARNING, "python3-pyverbs"),
+        (
+            {"transports": {"cma": "ptrace_scope is 2", "tcp": None}},
+            "transports",
+            Level.WARNING,
+            "ptrace_scope is 2",
+        ),
+        ({"transports": {}}, "transports", Level.WARNING, "each serves for itself"),
     ],
 )
 def test_each_trouble_is_named_with_what_to_do(
@@ -74,3 +83,21 @@ def test_each_trouble_is_named_with_what_to_do(
 def test_the_plugin_may_be_one_of_several() -> None:
     allowed = dataclasses.replace(HEALTHY, allowed_plugins="other, sglang_ext")
     assert {finding.level for finding in findings(allowed)} == {Level.OK}
+
+
+def test_transports_are_named_best_first_with_what_stands_against_the_others() -> None:
+    found = [f for f in findings(HEALTHY) if f.subject == "transports"]
+    assert [f.text for f in found] == ["shm, cma, tcp can be used", "not verbs: no RDMA device"]
+
+
+def test_this_machine_has_a_transport() -> None:
+    """`tcp` works everywhere."""
+    assert _transports()["tcp"] is None
+
+
+@pytest.mark.parametrize("flags", [["--repair"], ["--deep"], ["--kv-disk", "x"]])
+def test_a_command_line_that_makes_no_sense(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(flags)
+    assert ended.value.code == 2
+    assert "usage: sglang-ext doctor" in capsys.readouterr().err
