@@ -4,7 +4,7 @@ address.py   the address of a block: instance, epoch, tier, place, and the grant
 grants.py    who was given which addresses, until when
 regions.py   the memory of a tier: what HBM must be, and arenas
 tiers.py     blocks of the index on their way between HBM, DRAM and disk
-contents.py, matching.py, inserting.py, removing.py, swapping.py, checks.py: one call each of
+memory.py, contents.py, matching.py, inserting.py, removing.py, swapping.py, checks.py: one call each of
 pool.py      MemPool: alloc_mem, free_mem, insert, match, delete, swap_out, swap_in, transfer, ...
 peers.py     transfer and transfer_with_insert, and what a pool does at the receiving end
 """

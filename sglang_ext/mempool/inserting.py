@@ -114,7 +114,7 @@ def insert(
         for node, holder in locks:
             tiers.tree.unlock(node, holder)
     unused = [address for i, address in given.items() if i not in used]
-    pool.give_back(unused)
+    pool.memory.give_back(unused)
     return Inserted(decided.blocks, decided.blocks - decided.known, len(unused), outcome)
 
 
@@ -167,7 +167,7 @@ def _carry_out(
     hbm = held[Tier.HBM] + [given[i].place for i in range(decided.held_hbm, decided.hbm)]
     if decided.dram > decided.held_dram:
         # Room first: it is all that can fail.
-        places = dict(zip(decided.copies, pool.take(Tier.DRAM, len(decided.copies)), strict=True))
+        places = dict(zip(decided.copies, pool.memory.take(Tier.DRAM, len(decided.copies)), strict=True))
         sources = [hbm[i] if i < decided.hbm else given[i].place for i in decided.copies]
         move(tiers.regions[Tier.HBM], sources, tiers.regions[Tier.DRAM], list(places.values()))
         places |= {i: given[i].place for i in range(decided.held_dram, decided.dram) if i not in places}

@@ -19,7 +19,6 @@ wrong bytes and never an exception.
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import threading
 from collections import Counter
@@ -30,10 +29,11 @@ from sglang_ext.errors import ConfigError, InternalError, UserError
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.keys import Namespace, Tier, TokenIds, encode_tokens
 from sglang_ext.mempool import checks, contents, inserting, matching, peers, removing, swapping
-from sglang_ext.mempool.address import Address, AddressError, MemType, Place, disk_names, disk_place
+from sglang_ext.mempool.address import Address, AddressError, MemType, disk_names
 from sglang_ext.mempool.grants import Allocation, Hold, Ledger
 from sglang_ext.mempool.inserting import Inserted
-from sglang_ext.mempool.regions import ArenaRegion, OutOfBlocksError, Region, Rows
+from sglang_ext.mempool.memory import Memory
+from sglang_ext.mempool.regions import ArenaRegion, Region, Rows
 from sglang_ext.mempool.swapping import Swapped
 from sglang_ext.mempool.tiers import Digest, Tiers
 from sglang_ext.radix_global import Holder, RadixTree
@@ -100,8 +100,7 @@ class MemPool:
         self.exclusive = exclusive
         self._settle = settle
         self._thread = threading.get_ident()
-        self._disk_files = 0
-        self._own_disk = hashlib.blake2b(f"{instance}/{epoch:x}".encode(), digest_size=16).digest()
+        self.memory = Memory(self.tiers, self.ledger)
         self._doomed: set[Address] = set()
         self._ending: list[Hold] = []
 
@@ -141,49 +140,7 @@ class MemPool:
             ConfigError: the pool has no such tier.
         """
         self._enter(settle=True)
-        if size < 0:
-            raise UserError(f"size is {size}; it must not be negative", field="size")
-        if type is MemType.DISK:
-            self.require(Tier.DISK)
-            return self.ledger.allocate(id, [(Tier.DISK, self._disk_place()) for _ in range(size)])
-        if type is not MemType.MIXED:
-            tier = Tier[type.name]
-            return self.ledger.allocate(id, [(tier, place) for place in self.take(tier, size)])
-        self.require(Tier.DRAM)
-        hbm = self.tiers.regions[Tier.HBM]
-        if hbm.free_blocks < size:
-            self.tiers.give_up(Tier.HBM, size - hbm.free_blocks, self.tiers.has_copy(Tier.HBM))
-        first = min(size, hbm.free_blocks)
-        rest = self.take(Tier.DRAM, size - first, beside=f" beside {first} in HBM")
-        places = [(Tier.HBM, place) for place in self.take(Tier.HBM, first)]
-        return self.ledger.allocate(id, places + [(Tier.DRAM, place) for place in rest])
-
-    def take(self, tier: Tier, blocks: int, beside: str = "") -> list[Place]:
-        """Blocks of a tier, without a grant. Raises as `alloc_mem`."""
-        self.require(tier)
-        region = self.tiers.regions[tier]
-        if not self.tiers.make_room(tier, blocks, lose=True):
-            cached = self.tiers.tree.blocks_of(self.tiers.holders[tier])
-            raise OutOfBlocksError(
-                f"{blocks} blocks of {tier.name} asked for{beside}, {region.free_blocks} of "
-                f"{region.n_blocks} are free and {self.tiers.available(tier) - region.free_blocks} of "
-                f"{cached} cached ones may go",
-                hint="Free or release what is not needed, ask for fewer, or make the tier larger",
-            )
-        places = region.alloc(blocks)
-        assert places is not None
-        return places
-
-    def require(self, tier: Tier) -> None:
-        """Raises ConfigError when the pool has no such tier."""
-        if tier not in self.tiers.regions and (tier is not Tier.DISK or self.tiers.disk is None):
-            raise ConfigError(
-                f"this pool has no {tier.name}", field="type", hint="Give it one, or ask for HBM"
-            )
-
-    def _disk_place(self) -> Place:
-        self._disk_files += 1
-        return disk_place(self._own_disk, self._disk_files.to_bytes(16, "big"))
+        return self.memory.alloc(size, type, id)
 
     def free_mem(self, addresses: Iterable[Address] = (), *, id: str | None = None) -> int:
         """Free allocated blocks, all or none, and with `id` everything that it owns, its holds included.
@@ -194,30 +151,19 @@ class MemPool:
             AddressError: an address is not allocated here and now.
         """
         self._enter()
-        given = list(dict.fromkeys(addresses))
+        given = dict.fromkeys(addresses)
         for address in given:
             self.ledger.allocation_of(address, "free")
         if id is not None:
             for grant in self.ledger.of_owner(id):
                 if isinstance(grant, Allocation):
-                    given += [address for address in grant.addresses if address not in given]
+                    given |= dict.fromkeys(grant.addresses)
                 else:
                     grant.release()
         self._doomed.update(address for address in given if self.ledger.busy[address])
         now = [address for address in given if not self.ledger.busy[address]]
-        self.give_back(now)
+        self.memory.give_back(now)
         return len(given)
-
-    def give_back(self, addresses: Sequence[Address]) -> None:
-        """Free checked addresses at once."""
-        self.ledger.take_back(addresses)
-        for tier, region in self.tiers.regions.items():
-            region.free([address.place for address in addresses if address.tier is tier])
-        on_disk = [address for address in addresses if address.tier is Tier.DISK]
-        for address in on_disk:
-            digest, key = disk_names(address.place)
-            if self.tiers.disk is not None:
-                self.tiers.disk.drop(digest, [key])
 
     def write(self, addresses: Sequence[Address], rows: Rows) -> list[Outcome]:
         """Fill allocated blocks. rows: uint8, shape (blocks, block bytes). One outcome each.
@@ -387,7 +333,7 @@ class MemPool:
         self.ledger.busy -= Counter(addresses)
         free = [address for address in self._doomed if not self.ledger.busy[address]]
         self._doomed.difference_update(free)
-        self.give_back(free)
+        self.memory.give_back(free)
         ending, self._ending = self._ending, []
         for hold in ending:
             self._end_hold(hold)

@@ -1,0 +1,84 @@
+"""Allocation: memory of a tier for an owner, and back."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from sglang_ext.errors import ConfigError, UserError
+from sglang_ext.keys import Tier
+from sglang_ext.mempool.address import Address, MemType, Place, disk_names, disk_place
+from sglang_ext.mempool.grants import Ledger
+from sglang_ext.mempool.regions import OutOfBlocksError
+from sglang_ext.mempool.tiers import Tiers
+
+
+class Memory:
+    """What `MemPool` allocates and frees. On disk, what is allocated has keys of its own: a number each, in a
+    namespace that nobody else has.
+    """
+
+    def __init__(self, tiers: Tiers, ledger: Ledger) -> None:
+        self._tiers = tiers
+        self._ledger = ledger
+        self._disk_files = 0
+        self._own_disk = hashlib.blake2b(
+            f"{ledger.instance}/{ledger.epoch:x}".encode(), digest_size=16
+        ).digest()
+
+    def alloc(self, size: int, type: MemType, id: str) -> list[Address]:
+        """See `MemPool.alloc_mem`."""
+        if size < 0:
+            raise UserError(f"size is {size}; it must not be negative", field="size")
+        if type is MemType.DISK:
+            self._require(Tier.DISK)
+            return self._ledger.allocate(id, [(Tier.DISK, self._disk_place()) for _ in range(size)])
+        if type is not MemType.MIXED:
+            tier = Tier[type.name]
+            return self._ledger.allocate(id, [(tier, place) for place in self.take(tier, size)])
+        self._require(Tier.DRAM)
+        hbm = self._tiers.regions[Tier.HBM]
+        if hbm.free_blocks < size:
+            self._tiers.give_up(Tier.HBM, size - hbm.free_blocks, self._tiers.has_copy(Tier.HBM))
+        first = min(size, hbm.free_blocks)
+        rest = self.take(Tier.DRAM, size - first, beside=f" beside {first} in HBM")
+        places = [(Tier.HBM, place) for place in self.take(Tier.HBM, first)]
+        return self._ledger.allocate(id, places + [(Tier.DRAM, place) for place in rest])
+
+    def take(self, tier: Tier, blocks: int, beside: str = "") -> list[Place]:
+        """Blocks of a tier, without a grant. Raises as `alloc_mem`."""
+        self._require(tier)
+        region = self._tiers.regions[tier]
+        if not self._tiers.make_room(tier, blocks, lose=True):
+            cached = self._tiers.tree.blocks_of(self._tiers.holders[tier])
+            raise OutOfBlocksError(
+                f"{blocks} blocks of {tier.name} asked for{beside}, {region.free_blocks} of "
+                f"{region.n_blocks} are free and {self._tiers.available(tier) - region.free_blocks} of "
+                f"{cached} cached ones may go",
+                hint="Free or release what is not needed, ask for fewer, or make the tier larger",
+            )
+        places = region.alloc(blocks)
+        assert places is not None
+        return places
+
+    def _require(self, tier: Tier) -> None:
+        """Raises ConfigError when the pool has no such tier."""
+        if tier not in self._tiers.regions and (tier is not Tier.DISK or self._tiers.disk is None):
+            raise ConfigError(
+                f"this pool has no {tier.name}", field="type", hint="Give it one, or ask for HBM"
+            )
+
+    def _disk_place(self) -> Place:
+        self._disk_files += 1
+        return disk_place(self._own_disk, self._disk_files.to_bytes(16, "big"))
+
+    def give_back(self, addresses: Sequence[Address]) -> None:
+        """Free checked addresses at once."""
+        self._ledger.take_back(addresses)
+        for tier, region in self._tiers.regions.items():
+            region.free([address.place for address in addresses if address.tier is tier])
+        on_disk = [address for address in addresses if address.tier is Tier.DISK]
+        for address in on_disk:
+            digest, key = disk_names(address.place)
+            if self._tiers.disk is not None:
+                self._tiers.disk.drop(digest, [key])
