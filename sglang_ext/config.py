@@ -8,6 +8,7 @@ command line. A flag given on the command line wins over the environment.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -76,6 +77,17 @@ def parse_id(text: str) -> str:
     if not text or len(text) > MAX_ID_CHARS or not all(33 <= ord(c) <= 126 for c in text):
         raise ValueError(f"{text!r} is not a name of 1 to {MAX_ID_CHARS} visible ASCII characters, no blanks")
     return text
+
+
+def parse_path(text: str) -> str:
+    """A path, absolute from here on: other processes may start elsewhere.
+
+    Raises:
+        ValueError: when the text is empty.
+    """
+    if not text.strip():
+        raise ValueError("the path is empty")
+    return os.path.abspath(os.path.expanduser(text))
 
 
 def _one_of(*choices: str) -> Parser:
@@ -155,6 +167,40 @@ class KvConfig:
         "SIZE",
         parse_size,
     )
+    disk_path: str | None = _flag(
+        None,
+        "The directory of the disk tier, on a local disk; each server needs its own. KV in it survives "
+        "restarts. Needs a DRAM tier. Not given: no disk tier.",
+        "PATH",
+        parse_path,
+    )
+    disk_size: int = _flag(
+        32 * 10**9,
+        "The most that the disk tier may take per rank. Older KV is given up for newer.",
+        "SIZE",
+        parse_size,
+    )
+    durability: str = _flag(
+        "disk",
+        "How far new KV is written by itself: off (nowhere), dram, or disk. What is there already is used in "
+        "any case.",
+        "{off,dram,disk}",
+        _one_of("off", "dram", "disk"),
+    )
+    disk_lag: str = _flag(
+        "skip",
+        "What happens to new KV while the disk cannot keep up: skip (it stays in DRAM only, counted, and is "
+        "tried again with the next turn) or wait (the server waits, for up to 5 seconds).",
+        "{skip,wait}",
+        _one_of("skip", "wait"),
+    )
+    load_policy: str = _flag(
+        "auto",
+        "What to do with KV found on disk: auto (load it when that is expected to be faster than computing, "
+        "from measured speeds) or always (load it).",
+        "{auto,always}",
+        _one_of("auto", "always"),
+    )
     block_size: int = _flag(
         16,
         f"The number of tokens in a block, the unit of index, tiers and transfer. "
@@ -177,7 +223,7 @@ class KvConfig:
     )
     load_min_tokens: int = _flag(
         64,
-        "The shortest run of tokens worth loading from DRAM; shorter runs are recomputed.",
+        "The shortest run of tokens worth loading from DRAM or disk; shorter runs are recomputed.",
         "TOKENS",
         parse_count,
     )
@@ -197,6 +243,12 @@ class KvConfig:
                 raise ConfigError(f"{value!r} is not of type {flag.type.__name__}", field=flag.name)
             if flag.type is not bool:
                 _parsed(flag, str(value))
+        if self.disk_path is not None and not self.dram_size:
+            raise ConfigError(
+                "the disk tier is written from DRAM and read into it",
+                field="--kv-disk-path",
+                hint="Give the DRAM tier a size too, such as --kv-dram-size 4GB",
+            )
 
     def values(self) -> dict[str, Any]:
         """The settings as a plain dictionary, for :meth:`from_values` in another process."""

@@ -11,6 +11,7 @@ from sglang_ext.cluster.config import ClusterConfig, flag_value
 from sglang_ext.errors import ConfigError, InternalError
 
 LOOPBACK = "127.0.0.1"
+DISK_FLAG = "--kv-disk-path"
 CACHE_FLAGS = ("--radix-cache-backend", "--disable-radix-cache", "--enable-hierarchical-cache")
 """Flags by which a user chooses a cache; any of them keeps ours from being set."""
 ENVIRONMENT = {
@@ -107,12 +108,19 @@ def _server(config: ClusterConfig, host: HostFacts, index: int, port: int) -> Pa
     on_cpu = _on_cpu(config, host, index)
     if not on_cpu:
         ours += _devices(config, host, index)
+    name = f"server-{index}"
     return Part(
-        name=f"server-{index}",
-        command=(sys.executable, "-m", "sglang_ext.launch_server", *ours, *flags),
+        name=name,
+        command=(sys.executable, "-m", "sglang_ext.launch_server", *ours, *flags, *_own_disk(flags, name)),
         environment={**ENVIRONMENT, **(_cpu_environment(config, host, index) if on_cpu else {})},
         url=f"http://{LOOPBACK}:{port}",
     )
+
+
+def _own_disk(flags: Sequence[str], name: str) -> list[str]:
+    """A folder of its own in the disk tier's directory, the same at every start; the last value counts."""
+    path = flag_value(flags, DISK_FLAG)
+    return [DISK_FLAG, str(Path(path) / name)] if path else []
 
 
 def _on_cpu(config: ClusterConfig, host: HostFacts, index: int) -> bool:

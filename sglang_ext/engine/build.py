@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_ext.config import KvConfig, check_block_size, with_instance_id
+from sglang_ext.engine.build_disk import RankFacts, disk_below, identity_of, open_disk, promotions_from
 from sglang_ext.engine.cuda_mover import CudaMover
 from sglang_ext.engine.dram_tier import DramTier
 from sglang_ext.engine.hbm import pool_geometry, pool_planes
@@ -47,7 +48,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     hbm = Holder.of(instance, epoch, Tier.HBM)
     kvcache = params.token_to_kv_pool_allocator.get_kvcache()
     planes = pool_planes(kvcache)
-    dram = None
+    dram = promotions = None
     if config.dram_size:
         if params.pp_size > 1:
             # Each stage has a tree of its own; nothing keeps completed copies of the stages in step.
@@ -60,7 +61,17 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         arena = DramArena(geometry.layout, config.dram_size, name=f"dram {instance} tp{ctx.tp_rank}")
         mover = _mover_for(ctx, planes, geometry, arena)
         agree = _consensus(params.tp_cache_group)
-        dram = DramTier(tree, hbm, Holder.of(instance, epoch, Tier.DRAM), arena, mover, agree)
+        holder = Holder.of(instance, epoch, Tier.DRAM)
+        below = disk = None
+        if config.disk_path is not None:
+            facts = RankFacts(instance, epoch, f"tp{ctx.tp_rank}of{ctx.tp_size}")
+            disk = open_disk(config, facts, geometry)
+            identity = identity_of(ctx, geometry, facts.shard)
+            below = disk_below(disk, config, facts, identity, tree, holder, arena, agree)
+        write = config.durability != "off"
+        dram = DramTier(tree, hbm, holder, arena, mover, agree, below=below, write=write)
+        if disk is not None and below is not None:
+            promotions = promotions_from(disk, below, config, tree, dram, holder, arena, agree)
         gate = LayerGate(mover)
         kvcache.register_layer_transfer_counter(gate)
         ctx.tp_worker.register_hicache_layer_transfer_counter(gate)
@@ -69,16 +80,18 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         tree,
         hbm,
         dram,
+        promotions,
         metrics=CacheMetrics(ctx.tp_rank) if params.enable_metrics else None,
         load_min_tokens=config.load_min_tokens,
         check=config.check,
     )
     logger.info(
-        "Global KV cache of instance %s, epoch %x: blocks of %d tokens, %s, eviction %s",
+        "Global KV cache of instance %s, epoch %x: blocks of %d tokens, %s, %s, eviction %s",
         instance,
         epoch,
         config.block_size,
         f"DRAM for {arena.n_blocks * config.block_size} tokens" if dram else "no DRAM tier (--kv-dram-size)",
+        f"disk {config.disk_path}" if promotions else "no disk tier (--kv-disk-path)",
         config.eviction_policy,
     )
     return cache

@@ -4,20 +4,24 @@ A block gets its DRAM placement when its copy is submitted, and the tree's DRAM 
 is complete. Nothing reads it before: the block is in HBM meanwhile, which is where every match prefers it,
 and HBM gives up a block whose copy is under way only after waiting for it. So a placement in the tree is
 always readable when it is needed, and losing the HBM copy later costs nothing.
+
+With a disk below, a complete block goes on to it before its lock ends, and eviction takes blocks that are on
+disk before any others.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
+from sglang_ext.engine.disk_writes import DiskWrites
 from sglang_ext.engine.mover import BlockIds, Mover
-from sglang_ext.radix_global import Holder, Node, RadixTree
+from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +73,21 @@ class DramTier:
         arena: hands out blocks.
         mover: copies; completes operations of each direction in the order of submission.
         agree: the ranks' consensus on how many operations are complete.
+        below: takes complete blocks on to disk; ``None`` without a disk.
+        write: whether anything new is written at all; what is there is found and loaded in any case.
     """
 
     def __init__(
-        self, tree: RadixTree, hbm: Holder, dram: Holder, arena: Arena, mover: Mover, agree: Agree = int
+        self,
+        tree: RadixTree,
+        hbm: Holder,
+        dram: Holder,
+        arena: Arena,
+        mover: Mover,
+        agree: Agree = int,
+        *,
+        below: DiskWrites | None = None,
+        write: bool = True,
     ) -> None:
         self._tree = tree
         self._hbm = hbm
@@ -80,8 +95,13 @@ class DramTier:
         self._arena = arena
         self._mover = mover
         self._agree = agree
+        self.below = below
+        self._write_new = write
+        # Holds nothing: its locks mark what is being copied, on the right nodes however they are split.
+        self._copying = Holder.of(f"{dram.instance} DRAM writes", dram.epoch, dram.tier)
         self._writes = _Queue()
         self._loads = _Queue()
+        self._taken = 0
         self.counters = DramCounters()
 
     # -- HBM to DRAM ----------------------------------------------------------------------------
@@ -91,6 +111,8 @@ class DramTier:
 
         Evicts older blocks for it. Where nothing more can go, the rest is skipped and counted.
         """
+        if not self._write_new:
+            return
         missing: list[Node] = []
         while node.parent is not None and self._dram not in node.placements:
             missing.append(node)
@@ -115,23 +137,59 @@ class DramTier:
         assert blocks is not None
         self._tree.place(part, self._dram, blocks)
         self._tree.lock(part, self._dram)
+        self._tree.lock(part, self._copying)
         self._mover.write(part.placements[self._hbm], blocks)
         self._writes.pending.append((part, fits))
         return part is node
 
     def _make_room(self, blocks: int) -> None:
         shortage = blocks - self._arena.free_blocks
+        if shortage > 0 and self.below is not None:
+            # Durable before free: these cost nothing but a read.
+            shortage -= self._evict(shortage, only=self.below.durable)
         if shortage > 0:
-            for gone in self._tree.evict(self._dram, shortage):
-                self._arena.free(gone.address)
-                self.counters.evicted += gone.blocks
+            self._evict(shortage)
+
+    def _evict(self, blocks: int, only: Callable[[Node], bool] | None = None) -> int:
+        gone = self._tree.evict(self._dram, blocks, only=only)
+        for evicted in gone:
+            self._arena.free(evicted.address)
+        count = sum(evicted.blocks for evicted in gone)
+        self.counters.evicted += count
+        self.left_memory(gone)
+        return count
+
+    def left_memory(self, gone: Sequence[Evicted]) -> None:
+        """Told of every eviction from HBM and DRAM: what is in neither any more leaves the tree."""
+        if self.below is not None:
+            self.below.forget(gone)
 
     def has_copy(self, node: Node) -> bool:
-        """Whether a complete copy of ``node`` is in DRAM, so that HBM may give it up for free.
+        """Whether a complete copy of ``node`` is in DRAM or on disk, so that HBM may give it up for free.
 
-        Asked of the last HBM node of a prefix only: its DRAM lock then means its own copy or load.
+        Asked of the last HBM node of a prefix only: a mark on it then means its own copy.
         """
-        return self._dram in node.placements and not node.locks.get(self._dram)
+        if self._dram in node.placements and not node.locks.get(self._copying):
+            return True
+        return self.below is not None and self.below.durable(node)
+
+    def take(self, blocks: int) -> BlockIds:
+        """Up to so many blocks of the arena, for somebody who fills them, and inserts or returns them."""
+        self._make_room(blocks)
+        taken = self._arena.alloc(min(blocks, self._arena.free_blocks))
+        assert taken is not None
+        self._taken += len(taken)
+        return taken
+
+    def give_back(self, ids: BlockIds) -> None:
+        """Blocks that were taken and are not needed."""
+        self._taken -= len(ids)
+        if len(ids):
+            self._arena.free(ids)
+
+    def inserted(self, blocks: int) -> None:
+        """So many blocks that were taken are in the tree now."""
+        self._taken -= blocks
 
     # -- DRAM to HBM ----------------------------------------------------------------------------
 
@@ -173,6 +231,8 @@ class DramTier:
             self._complete_writes(self._agree(self._mover.writes_done()))
         if self._loads.pending:
             self._complete_loads(self._agree(self._mover.loads_done()))
+        if self.below is not None:
+            self.below.drain()
 
     def settle(self) -> None:
         """Wait for every operation under way."""
@@ -185,8 +245,12 @@ class DramTier:
         while self._writes.completed < upto:
             node, blocks = self._writes.pending.popleft()
             self._writes.completed += 1
-            self._tree.unlock(node, self._dram)
+            self._tree.unlock(node, self._copying)
             self.counters.written += blocks
+            if self.below is not None:
+                self.below.submit(node, blocks)
+            else:
+                self._tree.unlock(node, self._dram)
 
     def _complete_loads(self, upto: int) -> None:
         while self._loads.completed < upto:
@@ -210,19 +274,28 @@ class DramTier:
     def clear(self) -> None:
         """Forget every block; the tree has been emptied or is about to be."""
         self.settle()
+        if self.below is not None:
+            self.below.settle()
+            self.below.clear()
         for node in self._tree.nodes():
             if self._dram in node.placements:
                 self._arena.free(node.placements[self._dram])
         self._tree.drop_holder(self._dram)
 
     def close(self) -> None:
-        self._mover.close()
+        """Finish every copy under way, down to the disk, and end."""
+        try:
+            self.settle()
+        finally:
+            self._mover.close()
+            if self.below is not None:
+                self.below.close()
 
     def check(self) -> None:
         """Verify that tree and arena agree. Raises AssertionError naming what is wrong."""
         self._arena.check()
         in_tree = self._tree.blocks_of(self._dram)
-        in_arena = self.used_blocks
+        in_arena = self.used_blocks - self._taken
         if in_tree != in_arena:
             raise AssertionError(f"the tree knows {in_tree} DRAM blocks, the arena has handed out {in_arena}")
 

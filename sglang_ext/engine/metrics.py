@@ -8,10 +8,10 @@ HTTP process reads. A metric therefore has to be made after SGLang has set that 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from sglang_ext.clock import Clock, SystemClock
-from sglang_ext.engine.dram_tier import DramCounters
 from sglang_ext.metrics import metric_name
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class CacheMetrics:
         self._clock = clock or SystemClock()
         self._next = 0.0
         self._rank = str(rank)
-        self._seen = DramCounters()
+        self._seen: dict[tuple[str, str], int] = {}
         self._blocks = Gauge(
             metric_name("cache", "blocks"),
             "Blocks that a tier holds.",
@@ -50,13 +50,37 @@ class CacheMetrics:
             registry=registry,
             multiprocess_mode="mostrecent",
         )
-        self._moved = Counter(
-            metric_name("cache", "dram_blocks"),
-            "Blocks written to DRAM, loaded from it, evicted from it, or skipped because it was full of "
-            "locked blocks.",
-            ["event", "tp_rank"],
+        self._backlog = Gauge(
+            metric_name("cache", "disk_backlog_bytes"),
+            "Bytes in DRAM that wait to be written to disk.",
+            ["tp_rank"],
             registry=registry,
+            multiprocess_mode="mostrecent",
         )
+        self._weighed = Gauge(
+            metric_name("cache", "disk_weighed_seconds"),
+            "The newest decision to load from disk or to compute: how long each was expected to take.",
+            ["way", "tp_rank"],
+            registry=registry,
+            multiprocess_mode="mostrecent",
+        )
+        self._events = {
+            "dram": Counter(
+                metric_name("cache", "dram_blocks"),
+                "Blocks written to DRAM, loaded from it, evicted from it, or skipped because it was full of "
+                "locked blocks.",
+                ["event", "tp_rank"],
+                registry=registry,
+            ),
+            "disk": Counter(
+                metric_name("cache", "disk_blocks"),
+                "Blocks written to disk, not written because it was behind (write_skipped) or refused them "
+                "(write_failed); found there and promoted to DRAM, left for computing (recomputed, no_room), "
+                "not readable (read_failed) or given up (late).",
+                ["event", "tp_rank"],
+                registry=registry,
+            ),
+        }
 
     def update(self, cache: GlobalRadixCache) -> None:
         """Publish ``cache``'s state if it is time to."""
@@ -64,15 +88,28 @@ class CacheMetrics:
         if now < self._next:
             return
         self._next = now + UPDATE_SECONDS
-        held = cache.blocks_by_tier()
-        for tier, (used, capacity) in held.items():
+        for tier, (used, capacity) in cache.blocks_by_tier().items():
             self._blocks.labels(tier.name.lower(), self._rank).set(used)
             self._capacity.labels(tier.name.lower(), self._rank).set(capacity)
-        if cache.dram is None:
-            return
-        now_counted = dataclasses.replace(cache.dram.counters)
-        for field in dataclasses.fields(DramCounters):
-            more = getattr(now_counted, field.name) - getattr(self._seen, field.name)
+        if cache.dram is not None:
+            self._count("dram", dataclasses.asdict(cache.dram.counters))
+            if cache.dram.below is not None:
+                self._count("disk", dataclasses.asdict(cache.dram.below.counters))
+                self._backlog.labels(self._rank).set(cache.dram.below.pending_bytes)
+        if cache.promotions is not None:
+            self._count("disk", dataclasses.asdict(cache.promotions.counters))
+            decision = cache.promotions.policy.last
+            if decision is not None:
+                self._weigh("load", decision.read_seconds)
+                self._weigh("compute", decision.recompute_seconds)
+
+    def _weigh(self, way: str, seconds: float | None) -> None:
+        if seconds is not None:
+            self._weighed.labels(way, self._rank).set(seconds)
+
+    def _count(self, tier: str, counters: Mapping[str, int]) -> None:
+        for event, count in counters.items():
+            more = count - self._seen.get((tier, event), 0)
             if more:
-                self._moved.labels(field.name, self._rank).inc(more)
-        self._seen = now_counted
+                self._events[tier].labels(event, self._rank).inc(more)
+                self._seen[tier, event] = count

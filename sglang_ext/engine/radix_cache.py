@@ -1,6 +1,6 @@
-"""SGLang's prefix cache over our tree: HBM and DRAM of one rank, in whole blocks.
+"""SGLang's prefix cache over our tree: HBM, DRAM and disk of one rank, in whole blocks.
 
-What SGLang calls the device is HBM here, the host is DRAM. A request owns the slots from
+What SGLang calls the device is HBM here, the host is DRAM, storage is the disk. A request owns the slots from
 ``kv.cache_protected_len`` on; the tree owns those before. Only whole blocks enter the tree, so up to
 ``block_size - 1`` tokens at the end of a prompt stay with their request and go when it ends, as SGLang's own
 caches do with a partial page.
@@ -33,7 +33,10 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang_ext.engine.dram_tier import DramTier
 from sglang_ext.engine.layer_gate import NOTHING_TO_WAIT_FOR
 from sglang_ext.engine.metrics import CacheMetrics
+from sglang_ext.engine.prefill_clock import PrefillClock
+from sglang_ext.engine.promotions import Promotions
 from sglang_ext.engine.slots import slot_ops
+from sglang_ext.engine.storage_prefetch import StoragePrefetch
 from sglang_ext.keys import Tier, encode_tokens
 from sglang_ext.radix_global import Evicted, EvictionPolicy, Holder, Node, RadixTree
 from sglang_ext.radix_global.eviction import lru
@@ -60,7 +63,7 @@ class _RootView:
         return self._tree.roots
 
 
-class GlobalRadixCache(BasePrefixCache):  # type: ignore[misc]
+class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
     """See the module's docstring.
 
     Args:
@@ -68,6 +71,7 @@ class GlobalRadixCache(BasePrefixCache):  # type: ignore[misc]
         tree: an empty tree whose block size is a multiple of the page size.
         hbm: the holder that stands for this rank's pool.
         dram: the DRAM tier, over the same tree; ``None`` for HBM only.
+        promotions: what brings blocks from disk to DRAM; ``None`` without a disk.
         metrics: where to publish the cache's state.
         load_min_tokens: DRAM hits shorter than this are computed instead of loaded.
         check: verify every invariant when the server is idle (slow; for debugging and tests).
@@ -79,6 +83,7 @@ class GlobalRadixCache(BasePrefixCache):  # type: ignore[misc]
         tree: RadixTree,
         hbm: Holder,
         dram: DramTier | None = None,
+        promotions: Promotions | None = None,
         *,
         metrics: CacheMetrics | None = None,
         load_min_tokens: int = 0,
@@ -91,6 +96,8 @@ class GlobalRadixCache(BasePrefixCache):  # type: ignore[misc]
         self.block_size = tree.block_size
         self.tree = tree
         self.dram = dram
+        self.promotions = promotions
+        self.prefill_clock = PrefillClock(promotions.policy.cost) if promotions is not None else None
         self.metrics = metrics
         self._hbm = hbm
         self._load_min_tokens = load_min_tokens
@@ -152,11 +159,15 @@ class GlobalRadixCache(BasePrefixCache):  # type: ignore[misc]
         )
 
     def _namespace_of_key(self, key: RadixKey) -> Hashable:
-        return (self._weights, key.extra_key, key.cache_salt)
+        return self.namespace(key.extra_key, key.cache_salt)
+
+    def namespace(self, extra_key: str | None, cache_salt: str | None) -> Hashable:
+        """Where the KV of a tenant's prompts belongs now."""
+        return (self._weights, extra_key, cache_salt)
 
     def _namespace_of(self, req: Req) -> Hashable:
         """Where the request's KV belongs: weights may have changed since it started."""
-        return getattr(req, _NAMESPACE, None) or (self._weights, req.extra_key, req.cache_salt)
+        return getattr(req, _NAMESPACE, None) or self.namespace(req.extra_key, req.cache_salt)
 
     def resolve_node_handle(self, node_handle: Node) -> Any:
         return self.root_node if node_handle.is_root else node_handle
@@ -254,7 +265,7 @@ class GlobalRadixCache(BasePrefixCache):  # type: ignore[misc]
     # -- eviction and locks ---------------------------------------------------------------------
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Give back slots: first those whose blocks are in DRAM as well, which loses nothing."""
+        """Give back slots: first those whose blocks are in DRAM or on disk as well, which loses nothing."""
         started = time.perf_counter()
         missing = -(-params.num_tokens // self.block_size)
         gone: list[Evicted] = []
@@ -269,6 +280,8 @@ class GlobalRadixCache(BasePrefixCache):  # type: ignore[misc]
                 gone += more
         if missing > 0:
             gone += self.tree.evict(self._hbm, missing)
+        if self.dram is not None:
+            self.dram.left_memory(gone)
         tokens = sum(evicted.blocks for evicted in gone) * self.block_size
         if gone and self.token_to_kv_pool_allocator is not None:
             slots = self._slots.join([evicted.address for evicted in gone])
@@ -330,6 +343,8 @@ class GlobalRadixCache(BasePrefixCache):  # type: ignore[misc]
         """Called once per scheduler iteration: take note of copies that have completed."""
         if self.dram is not None:
             self.dram.drain()
+        if self.promotions is not None:
+            self.promotions.drain()
         if self.metrics is not None:
             self.metrics.update(self)
 
@@ -337,8 +352,12 @@ class GlobalRadixCache(BasePrefixCache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything in every tier (``/flush_cache``). SGLang empties the pools itself."""
+        if self.promotions is not None:
+            self.promotions.settle()
         if self.dram is not None:
             self.dram.clear()
+        if self.promotions is not None:
+            self.promotions.clear()
         self.tree.drop_holder(self._hbm)
 
     def weights_changed(self) -> None:
@@ -356,6 +375,8 @@ class GlobalRadixCache(BasePrefixCache):  # type: ignore[misc]
         held = {Tier.HBM: (self.tree.blocks_of(self._hbm), slots // self.block_size)}
         if self.dram is not None:
             held[Tier.DRAM] = (self.dram.used_blocks, self.dram.n_blocks)
+        if self.promotions is not None:
+            held[Tier.DISK] = self.promotions.disk_blocks()
         return held
 
     def sanity_check(self) -> None:
@@ -371,10 +392,15 @@ class GlobalRadixCache(BasePrefixCache):  # type: ignore[misc]
         self.tree.check()
         if self.dram is not None:
             self.dram.check()
+        if self.promotions is not None:
+            self.promotions.check()
 
     def release_host_resources(self) -> None:
+        """Bring what is in flight to its end, down to the disk."""
         if self.dram is not None:
             self.dram.close()
+        if self.promotions is not None:
+            self.promotions.close()
 
     def pretty_print(self) -> None:
         logger.info("%r", self)
@@ -382,7 +408,7 @@ class GlobalRadixCache(BasePrefixCache):  # type: ignore[misc]
             logger.info("  %r", node)
 
     def __repr__(self) -> str:
-        return f"GlobalRadixCache(tree={self.tree!r}, dram={self.dram!r})"
+        return f"GlobalRadixCache(tree={self.tree!r}, dram={self.dram!r}, disk={self.promotions!r})"
 
 
 def _is_private(req: Req) -> bool:

@@ -1,13 +1,17 @@
 """Let the scheduler call our cache where it calls HiCache.
 
 What: SGLang's scheduler tells a cache about its loop, about a prefill batch that is about to run, and about
-idleness only when HiCache, LMCache, FlexKV or an external linker is on. Five hooks tell ours:
+idleness only when HiCache, LMCache, FlexKV or an external linker is on. Seven hooks tell ours:
 
+- once, at start: with a disk tier, the scheduler follows its protocol for storage below the host
+  (``engine/storage_prefetch.py``) as it does with a HiCache storage backend;
 - each pass of the scheduling loop, before the next batch is chosen: ``check_hicache_events()``;
 - each pass of a PD decode server's queue: the same;
 - a prefill batch was formed (prefixes matched, ``init_load_back`` called, slots allocated and written to the
   request table, forward not started): ``ready_to_load_host_cache()``, whose result goes to
   ``batch.hicache_consumer_index`` and from there to the layer counter's ``set_consumer`` just before forward;
+- a prefill batch is about to run, and its result was processed: ``prefill_begins`` and ``prefill_ended``,
+  from which the cache learns what computing costs;
 - no prefill batch was formed and nothing runs: ``batch_is_full`` is taken back, as SGLang does for HiCache,
   because slots that a copy still locks come free without a request finishing;
 - each idle pass, after SGLang's own leak check and before it sleeps: ``sanity_check()``, which SGLang itself
@@ -22,6 +26,7 @@ Can go: when SGLang calls these for every cache that has them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from sglang_ext.patches.base import Target
@@ -38,6 +43,17 @@ class CalledCache(Protocol):
 
     def ready_to_load_host_cache(self) -> int:
         """Start the loads that ``init_load_back`` queued for the batch; its number, or -1 for none."""
+
+    uses_storage: bool
+    """Whether it follows the protocol for storage below the host."""
+
+    def prefill_begins(self, lengths: Sequence[tuple[int, int]], *, loads: bool) -> None:
+        """A prefill batch is about to run: of each request the tokens to compute and those before them, and
+        whether it waits for loads.
+        """
+
+    def prefill_ended(self) -> None:
+        """The result of the oldest such batch was processed."""
 
     def sanity_check(self) -> None:
         """Nothing runs and nothing waits. Every pass: about once a second with --sleep-on-idle, else
@@ -83,9 +99,25 @@ def after_prefill_batch(result: tuple[Any, Any], scheduler: Any, *_args: Any, **
         return
     batch, running_batch = result
     if batch is not None:
-        batch.hicache_consumer_index = cache.ready_to_load_host_cache()
+        ticket = cache.ready_to_load_host_cache()
+        batch.hicache_consumer_index = ticket
+        cache.prefill_begins(list(zip(batch.extend_lens, batch.prefix_lens, strict=True)), loads=ticket != -1)
     elif running_batch.is_empty():
         running_batch.batch_is_full = False
+
+
+def after_running_status(_result: None, scheduler: Any) -> None:
+    """After ``init_running_status``, which comes once the cache is there and before any request."""
+    cache = called_cache(scheduler)
+    if cache is not None and cache.uses_storage:
+        scheduler.enable_hicache_storage = True
+
+
+def after_batch_result(_result: None, scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
+    """After ``process_batch_result``."""
+    cache = called_cache(scheduler)
+    if cache is not None and batch.forward_mode.is_extend():
+        cache.prefill_ended()
 
 
 def before_sleep(scheduler: Any) -> None:
@@ -110,6 +142,14 @@ PATCH = hook_patch(
         ),
         "after",
         after_prefill_batch,
+    ),
+    Hook(
+        Target(f"{_SCHEDULER}.init_running_status", "(self)", "233d436cccfb"), "after", after_running_status
+    ),
+    Hook(
+        Target(f"{_SCHEDULER}.process_batch_result", "(self, batch, result)", "726305f46a97"),
+        "after",
+        after_batch_result,
     ),
     Hook(Target(f"{_SCHEDULER}.maybe_sleep_on_idle", "(self)", "3c39e1fe8220"), "before", before_sleep),
 )

@@ -19,6 +19,7 @@ class Answer:
     cached_tokens: int
     hbm_tokens: int
     dram_tokens: int
+    disk_tokens: int
     seconds: float
     """End to end, as the server measured it."""
     margins: list[float] = field(default_factory=list)
@@ -40,6 +41,7 @@ class Answer:
             cached_tokens=meta["cached_tokens"],
             hbm_tokens=details.get("device", 0),
             dram_tokens=details.get("host", 0),
+            disk_tokens=details.get("storage", 0),
             seconds=meta["e2e_latency"],
             margins=[
                 logprob(best) - logprob(second) for best, second in meta.get("output_top_logprobs") or ()
@@ -86,7 +88,7 @@ def assert_same(expected: Answer, got: Answer, *, atol: float = 1e-4) -> int:
 def _reuse(answer: Answer) -> str:
     return (
         f"{answer.prompt_tokens} prompt tokens, {answer.hbm_tokens} from HBM, "
-        f"{answer.dram_tokens} from DRAM: {answer.tokens}"
+        f"{answer.dram_tokens} from DRAM, {answer.disk_tokens} from disk: {answer.tokens}"
     )
 
 

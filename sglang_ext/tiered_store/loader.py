@@ -70,6 +70,11 @@ class Load:
         """Whether a layer is in. Does not wait."""
         return self._arrived[layer]
 
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is read: `result` returns at once."""
+        return self._over
+
     def result(self, timeout: float | None = None) -> LayerRead:
         """Return when nothing more will be read: the blocks of which all layers are in, and why not more.
 
@@ -257,6 +262,12 @@ class Loader:
                     self._work.notify_all()
                     return None
                 self._work.wait()
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of loads that have not been started to be read."""
+        with self._work:
+            return self._queue.waiting_bytes
 
     def check(self) -> None:
         """Verify the queue. Raises AssertionError naming what is wrong."""

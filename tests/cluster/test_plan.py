@@ -52,6 +52,13 @@ def test_our_cache_unless_another_is_chosen(flags: tuple[str, ...], backend: str
     assert flag_value(plan(server_args=flags)[0].command, "--radix-cache-backend") == backend
 
 
+def test_each_server_has_a_folder_of_its_own_on_disk() -> None:
+    first, second, _ = plan(server_args=("--kv-disk-path", "/kv", "--kv-disk-size", "1GB"))
+    assert flag_value(first.command, "--kv-disk-path") == "/kv/server-0"
+    assert flag_value(second.command, "--kv-disk-path") == "/kv/server-1"
+    assert all(flag_value(part.command, "--kv-disk-path") is None for part in plan())
+
+
 def test_flags_of_one_server_come_last() -> None:
     first, second, _ = plan(
         server_args=("--max-total-tokens", "9"), instance_args={1: ("--max-total-tokens", "7")}

@@ -10,6 +10,7 @@ generation server does not use.
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections import deque
 from collections.abc import Hashable
@@ -22,6 +23,7 @@ from engine_pools import MODEL, Pools, extend_chain
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch, retract_all
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome
 from sglang.srt.mem_cache.common import maybe_cache_unfinished_req, release_kv_cache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -85,6 +87,7 @@ class SimulatedScheduler:
         self.chunked: Req | None = None
         self.finished: list[Req] = []
         self.loaded_tokens = 0
+        self.disk_tokens = 0
         self.retracted = 0
         """Requests sent back because memory ran out."""
         self.preempted = 0
@@ -122,8 +125,28 @@ class SimulatedScheduler:
         )
         req.reasoning_tokens = 1  # counts with --strip-thinking-cache only
         self._served[req] = Served()
-        self.waiting.append(req)
+        self._enqueue([req])
         return req
+
+    def _enqueue(self, reqs: list[Req]) -> None:
+        """``Scheduler._add_request_to_queue`` and ``_prefetch_kvcache``, with storage below the host."""
+        for req in reqs:
+            if self.cache.uses_storage:
+                req.init_next_round_input(self.cache)
+                matched = len(req.prefix_indices) + req.host_hit_length
+                tokens = req.full_untruncated_fill_ids
+                self.cache.prefetch_from_storage(
+                    req.cache_request_handle,
+                    req.last_host_node,
+                    tokens[matched : req._compute_max_prefix_len(len(tokens))],
+                    self.cache.get_last_hash_value(req.last_host_node),
+                    None,
+                    matched_prefix_tokens=tokens[:matched],
+                    extra_key=req.extra_key,
+                    cache_salt=req.cache_salt,
+                    storage_hit_end=None,
+                )
+            self.waiting.append(req)
 
     def abort(self, req: Req) -> None:
         """A client goes away: ``Scheduler.abort_request``."""
@@ -131,6 +154,7 @@ class SimulatedScheduler:
             self._pending_chunked_abort = req
         if req in self.waiting:
             self.waiting.remove(req)
+            self.cache.finish(req.cache_request_handle, CacheRequestOutcome.ABORT)
             self._forget(req)
         elif req is not self.chunked and not req.finished():
             req.to_finish = FINISH_ABORT()
@@ -156,7 +180,7 @@ class SimulatedScheduler:
                 tree_cache=self.cache,
                 hisparse_coordinator=None,
             )
-            self.waiting += reqs
+            self._enqueue(reqs)
             self.running.filter_batch(keep_indices=[])
             self.running.batch_is_full = False
 
@@ -187,6 +211,8 @@ class SimulatedScheduler:
     def step(self) -> None:
         """One pass of ``event_loop_overlap`` or ``event_loop_normal``."""
         batch = self._next_batch()
+        if batch is None and self.waiting:
+            threading.Event().wait(0.0005)  # for the threads of the disk
         if batch is not None:
             self._results.append((batch.copy(), self._forward(batch)))
         if self.settings.overlap:
@@ -209,7 +235,10 @@ class SimulatedScheduler:
             self._merge_last_batch()
         batch = self._new_prefill_batch()
         if batch is not None:
-            batch.hicache_consumer_index = self.cache.ready_to_load_host_cache()
+            ticket = self.cache.ready_to_load_host_cache()
+            batch.hicache_consumer_index = ticket
+            lengths = list(zip(batch.extend_lens, batch.prefix_lens, strict=True))
+            self.cache.prefill_begins(lengths, loads=ticket != -1)
             return batch
         if not self.running.is_empty():
             self._update_running()
@@ -275,6 +304,11 @@ class SimulatedScheduler:
                 running.batch_is_full = True
             if running.batch_is_full and not (self.settings.preemption and adder.preempt_to_schedule(req)):
                 break
+            if self.cache.uses_storage:
+                if not self.cache.check_prefetch_progress(req.cache_request_handle):
+                    continue
+                tokens, _ = self.cache.pop_prefetch_loaded_span(req.cache_request_handle)
+                self.disk_tokens += tokens
             self._match(req)
             result = adder.add_one_req(
                 req, has_chunked_req=self.chunked is not None, truncation_align_size=None
@@ -285,7 +319,8 @@ class SimulatedScheduler:
                 break
         admitted = adder.can_run_list
         self.preempted += len(adder.preempt_list)
-        self.waiting = [req for req in self.waiting if req not in admitted] + adder.preempt_list
+        self.waiting = [req for req in self.waiting if req not in admitted]
+        self._enqueue(adder.preempt_list)
         if not admitted:
             return None
         if adder.new_chunked_req is not None:
@@ -339,7 +374,7 @@ class SimulatedScheduler:
         if not running.check_decode_mem():
             retracted, _, aborted = running.retract_decode()
             self.retracted += len(retracted)
-            self.waiting += retracted
+            self._enqueue(retracted)
             for req in aborted:
                 self._forget(req)
         if running.batch_size() < before:
@@ -397,6 +432,8 @@ class SimulatedScheduler:
                 if req.finished():
                     self._finish(req)
         allocator.free_group_end()
+        if batch.forward_mode.is_extend():
+            self.cache.prefill_ended()
 
     def _process_prefill(self, req: Req, token: int, *, decoding: bool) -> None:
         if (req.finished() and req.inflight_middle_chunks <= 0) or req.is_retracted:

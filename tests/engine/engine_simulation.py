@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,15 +16,24 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.runtime_context import get_serving
 
+from sglang_ext.config import KvConfig
+from sglang_ext.engine.build_disk import RankFacts, disk_below, promotions_from
+from sglang_ext.engine.disk_writes import DiskWrites
 from sglang_ext.engine.dram_tier import DramTier
 from sglang_ext.engine.layer_gate import LayerGate
 from sglang_ext.engine.mover import Mover, ThreadMover
+from sglang_ext.engine.promotions import Promotions
 from sglang_ext.engine.radix_cache import GlobalRadixCache
-from sglang_ext.keys import Tier
+from sglang_ext.geometry import Geometry
+from sglang_ext.keys import Namespace, Tier
 from sglang_ext.radix_global import Holder, Node, RadixTree, policy_by_name
+from sglang_ext.testing.tiers import FaultyTier, MemoryTier
 from sglang_ext.tiered_store.copy import PoolCopier
 from sglang_ext.tiered_store.dram import DramArena
+from sglang_ext.tiered_store.tier import BlockTier
 
+_CONFIG = KvConfig(dram_size=1, disk_path="/simulated", block_size=4, load_min_tokens=0, load_policy="always")
+_WEIGHING = dataclasses.replace(_CONFIG, load_policy="auto")
 CONTEXT = 200
 """Longest request in tokens."""
 
@@ -50,6 +60,12 @@ class Scenario:
     """``SGLANG_RADIX_FORCE_MISS``: matches are thrown away, so everything is computed again."""
     strip_thinking: bool = False
     """``--strip-thinking-cache``, and all output is thinking: only prompts are kept."""
+    disk_blocks: int | None = None
+    """Size of the disk below DRAM; ``None`` for none. It is the reference tier, behind real threads."""
+    disk_faults: float = 0.0
+    """Share of the disk's calls that fail."""
+    weigh: bool = False
+    """Load from disk only what is expected to be slower to compute."""
     memory: int = 12
     """Of how many earlier prompts one is continued; few make hits in HBM, many make hits in DRAM."""
 
@@ -80,6 +96,7 @@ class Rank:
         tier_class: type[DramTier] = DramTier,
         gate_class: type[LayerGate] = LayerGate,
         agree: Callable[[int], int] = int,
+        disk_class: Callable[[BlockTier], BlockTier] = lambda disk: disk,
     ) -> None:
         self.scenario = scenario
         self.pools = Pools(
@@ -95,6 +112,8 @@ class Rank:
         self.arena: DramArena | None = None
         self.mover: Mover | None = None
         self.tier: DramTier | None = None
+        self.writes: DiskWrites | None = None
+        self.promotions: Promotions | None = None
         gate = None
         if scenario.dram_blocks is not None:
             geometry = self.pools.geometry()
@@ -106,15 +125,42 @@ class Rank:
                 self.mover = ThreadMover(copier, geometry.n_layers)
             else:
                 self.mover = HandMover(copier, geometry.n_layers, pace)
-            self.tier = tier_class(self.tree, self.hbm, self.dram_holder, self.arena, self.mover, agree)
+            disk, below = None, None
+            if scenario.disk_blocks is not None:
+                config = _WEIGHING if scenario.weigh else _CONFIG
+                disk = disk_class(self._disk(geometry, scenario.disk_blocks))
+                facts = RankFacts("simulated", 1, "tp0of1")
+                identity = Namespace("model", "weights", "float32", "layout")
+                below = disk_below(
+                    disk, config, facts, identity, self.tree, self.dram_holder, self.arena, agree
+                )
+            self.tier = tier_class(
+                self.tree, self.hbm, self.dram_holder, self.arena, self.mover, agree, below=below
+            )
+            if disk is not None and below is not None:
+                self.writes = below
+                self.promotions = promotions_from(
+                    disk, below, config, self.tree, self.tier, self.dram_holder, self.arena, agree
+                )
             gate = gate_class(self.mover)
             self.pools.kvcache.register_layer_transfer_counter(gate)
         self.cache = cache_class(
-            self.pools.params(), self.tree, self.hbm, self.tier, load_min_tokens=scenario.load_min_tokens
+            self.pools.params(),
+            self.tree,
+            self.hbm,
+            self.tier,
+            self.promotions,
+            load_min_tokens=scenario.load_min_tokens,
         )
         self.look_inside = True
         """Compare everything in every tier after each step, not only what a forward pass reads."""
         self.scheduler = SimulatedScheduler(self.pools, self.cache, gate, scenario.settings)
+
+    def _disk(self, geometry: Geometry, blocks: int) -> BlockTier:
+        disk: BlockTier = MemoryTier(geometry.layout, blocks)
+        if self.scenario.disk_faults:
+            disk = FaultyTier(disk, seed=5, rate=self.scenario.disk_faults)
+        return disk
 
     def serve(self, tokens: list[int], *, new_tokens: int = 1, **options: Any) -> Req:
         """One request from arrival to end, alone; checked after each step."""
@@ -192,7 +238,8 @@ class Rank:
                 chain = np.array(own, np.uint64)
                 if self.hbm in node.placements and node not in loading:
                     in_hbm.append((node, node.placements[self.hbm], chain))
-                if self.dram_holder in node.placements and not node.locks.get(self.dram_holder):
+                copying = self.tier is not None and node.locks.get(self.tier._copying)
+                if self.dram_holder in node.placements and not copying:
                     in_dram.append((node, node.placements[self.dram_holder], chain))
         self._compare(in_hbm, self._compare_slots)
         self._compare(in_dram, self._compare_blocks)
@@ -236,8 +283,11 @@ class Rank:
             stack: list[Node] = list(root.children.values())
             while stack:
                 node = stack.pop()
-                places = {holder.tier.name: list(map(int, at)) for holder, at in node.placements.items()}
-                locks = {holder.tier.name: count for holder, count in node.locks.items()}
+                places = {
+                    holder.tier.name: at.tobytes().hex() if holder.tier is Tier.DISK else list(map(int, at))
+                    for holder, at in node.placements.items()
+                }
+                locks = {repr(holder): count for holder, count in node.locks.items()}
                 nodes.append((repr(namespace), node.key.hex(), sorted(places.items()), sorted(locks.items())))
                 stack.extend(child for _, child in sorted(node.children.items()))
         return nodes
@@ -350,8 +400,12 @@ def finish(rank: Rank) -> None:
         rank.check()
     else:
         raise AssertionError(f"the scheduler does not become idle: {rank.cache!r}")
+    if rank.promotions is not None:
+        rank.promotions.settle()
     if rank.tier is not None:
         rank.tier.settle()
+    if rank.writes is not None:
+        rank.writes.settle()
     rank.check()
     assert rank.cache.protected_size() == 0, "a lock was left behind"
     assert not any(node.locks for node in rank.tree.nodes()), "a lock was left behind"
@@ -427,6 +481,32 @@ SCENARIOS = (
         strip_thinking=True,
     ),
     Scenario("the real mover", hbm_tokens=256, dram_blocks=250, memory=40, threaded=True),
+    Scenario("disk below a small DRAM", hbm_tokens=256, dram_blocks=70, disk_blocks=4000, memory=60),
+    Scenario(
+        "a small faulty disk, overlap, memory runs out",
+        hbm_tokens=232,
+        dram_blocks=60,
+        disk_blocks=200,
+        disk_faults=0.2,
+        memory=40,
+        settings=Settings(overlap=True, new_token_ratio=0.05, max_running=6),
+    ),
+    Scenario(
+        "disk, preemption by priority, the real mover",
+        hbm_tokens=256,
+        dram_blocks=60,
+        disk_blocks=1000,
+        memory=40,
+        threaded=True,
+        settings=Settings(preemption=True, max_running=3),
+    ),
+    Scenario(
+        "disk or computing, whichever is faster",
+        hbm_tokens=256,
+        dram_blocks=100,
+        disk_blocks=1000,
+        weigh=True,
+    ),
 )
 
 

@@ -132,6 +132,7 @@ SCENARIOS = [
         memory=30,
         settings=Settings(chunk=48, policy="lpm"),
     ),
+    Scenario("disks of their own", hbm_tokens=256, dram_blocks=70, disk_blocks=2000, memory=60),
 ]
 
 

@@ -38,11 +38,21 @@ def test_every_row_is_right_and_every_slot_has_one_owner(scenario: Scenario) -> 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
 def test_every_row_is_right_and_every_slot_has_one_owner_for_long(scenario: Scenario, seed: int) -> None:
-    """48 runs, 19,200 passes of the loop."""
+    """64 runs, 25,600 passes of the loop."""
     with served(scenario, seed=100 + seed, steps=400) as (rank, traffic):
         finished = len(rank.scheduler.finished)
         assert finished > 30
         assert traffic.counts["abort"] > 0
+
+
+def test_the_disk_is_used() -> None:
+    scenario = next(scenario for scenario in SCENARIOS if scenario.name == "disk below a small DRAM")
+    with served(scenario, seed=1, steps=200) as (rank, _):
+        assert rank.promotions is not None
+        assert rank.writes is not None
+        assert rank.scheduler.disk_tokens > 0
+        assert rank.promotions.counters.promoted > 0
+        assert rank.writes.counters.written > 0
 
 
 @pytest.mark.long

@@ -24,6 +24,8 @@ from sglang_ext.engine.dram_tier import DramTier
 from sglang_ext.engine.layer_gate import LayerGate
 from sglang_ext.engine.radix_cache import GlobalRadixCache
 from sglang_ext.radix_global import Node
+from sglang_ext.testing.tiers import WrappedTier
+from sglang_ext.tiered_store.tier import BlockMemory, Get, Ids, LayerRead
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
 
@@ -43,6 +45,9 @@ PAGED = Scenario(
     memory=30,
     settings=Settings(chunk=48, new_token_ratio=0.05),
 )
+
+
+ON_DISK = Scenario("on disk", hbm_tokens=256, dram_blocks=70, disk_blocks=4000, memory=60)
 
 
 class ForgetsToLock(GlobalRadixCache):
@@ -150,6 +155,23 @@ class LoadsInTheWrongOrder(DramTier):
             last[:] = last[::-1].copy()
 
 
+class LyingDisk(WrappedTier):
+    """Hands over one wrong bit and says that all is well."""
+
+    def get_layer(self, get: Get, layer: int, memory: BlockMemory, ids: Ids) -> LayerRead:
+        read = super().get_layer(get, layer, memory, ids)
+        if read.blocks:
+            memory.rows(layer, ids)[0][0] ^= np.uint8(1)
+        return read
+
+
+class MixesUpBlocks(WrappedTier):
+    """Hands over the blocks of a prefix in another order."""
+
+    def get_layer(self, get: Get, layer: int, memory: BlockMemory, ids: Ids) -> LayerRead:
+        return super().get_layer(get, layer, memory, np.roll(ids, 1))
+
+
 TWINS: list[tuple[dict[str, Any], Scenario, type[AssertionError]]] = [
     ({"cache_class": ForgetsToLock}, BUSY, AssertionError),
     ({"cache_class": KeepsDuplicates}, BUSY, AssertionError),
@@ -164,6 +186,8 @@ TWINS: list[tuple[dict[str, Any], Scenario, type[AssertionError]]] = [
     ({"gate_class": WaitsForTheLayerBefore}, PAGED, WrongKvError),
     ({"tier_class": CountsEarly}, BUSY, WrongKvError),
     ({"tier_class": LoadsInTheWrongOrder}, PAGED, WrongKvError),
+    ({"disk_class": LyingDisk}, ON_DISK, WrongKvError),
+    ({"disk_class": MixesUpBlocks}, ON_DISK, WrongKvError),
 ]
 
 
@@ -226,5 +250,5 @@ def test_one_wrong_bit_in_dram_is_seen(look_inside: bool) -> None:
 
 
 def test_without_a_fault_the_same_runs_pass() -> None:
-    for scenario in (BUSY, PAGED):
+    for scenario in (BUSY, PAGED, ON_DISK):
         assert survives(Rank(scenario), 0, AssertionError)

@@ -1,14 +1,14 @@
-"""Same answer: what comes out with any mix of HBM and DRAM hits is what comes out without a cache.
+"""Same answer: what comes out with any mix of HBM, DRAM and disk hits is what comes out without a cache.
 
 Cold answers are taken on the same server under a cache salt of their own, so that nothing is reused. The
-server's HBM holds a fraction of the conversations, its DRAM all of them; prefill is chunked, and retraction
-is forced by SGLang's own test switch.
+server's HBM holds a fraction of the conversations, its DRAM a larger one, its disk all of them; prefill is
+chunked, and retraction is forced by SGLang's own test switch.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,17 +24,21 @@ from sglang_ext.testing.servers import ServerProcess, ServerSpec, wait_until
 pytestmark = pytest.mark.integration
 
 HBM_TOKENS = 3200
+DRAM_TOKENS = 11_000
+TOKEN_BYTES = {"tiny": 4096, "tiny-mla": 1536}
 ANSWER_TOKENS = 8
 CONCURRENCY = 4
 
 GetServer = Callable[[ServerSpec], ServerProcess]
 
 
-def spec(model: str, page_size: int) -> ServerSpec:
+def spec(model: str, page_size: int, disk: Path) -> ServerSpec:
+    dram = DRAM_TOKENS * TOKEN_BYTES[model]
     return ServerSpec(
         model=model,
         flags=(
-            *("--radix-cache-backend", "global", "--kv-dram-size", "256MB", "--kv-check"),
+            *("--radix-cache-backend", "global", "--kv-dram-size", str(dram), "--kv-check"),
+            *("--kv-disk-path", str(disk), "--kv-disk-size", "4GB", "--kv-load-policy", "always"),
             *("--max-total-tokens", str(HBM_TOKENS), "--page-size", str(page_size)),
             *("--chunked-prefill-size", "256"),
         ),
@@ -52,26 +56,28 @@ def spec(model: str, page_size: int) -> ServerSpec:
     params=[("tiny", 1), ("tiny", 16), ("tiny-mla", 1)],
     ids=lambda param: f"{param[0]}-page{param[1]}",
 )
-def server(request: pytest.FixtureRequest, get_server: GetServer) -> Iterator[ServerProcess]:
+def server(
+    request: pytest.FixtureRequest, get_server: GetServer, tmp_path_factory: pytest.TempPathFactory
+) -> ServerProcess:
     model, page_size = request.param
-    return get_server(spec(model, page_size))
+    return get_server(spec(model, page_size, tmp_path_factory.mktemp("kv")))
 
 
 @dataclass
 class Reuse:
-    """What many answers reused, in tokens and in kinds of hit."""
+    """What many answers reused, in tokens and in kinds of hit: the tiers that took part, as in "hbm+dram"."""
 
     prompt: int = 0
-    hbm: int = 0
     dram: int = 0
+    disk: int = 0
     kinds: set[str] = field(default_factory=set)
 
     def add(self, answer: Answer) -> None:
         self.prompt += answer.prompt_tokens
-        self.hbm += answer.hbm_tokens
         self.dram += answer.dram_tokens
-        hits = (answer.hbm_tokens > 0, answer.dram_tokens > 0)
-        self.kinds.add({(0, 0): "cold", (1, 0): "hbm", (0, 1): "dram", (1, 1): "mixed"}[hits])
+        self.disk += answer.disk_tokens
+        hits = {"hbm": answer.hbm_tokens, "dram": answer.dram_tokens, "disk": answer.disk_tokens}
+        self.kinds.add("+".join(tier for tier, tokens in hits.items() if tokens) or "cold")
 
 
 def converse(server: ServerProcess, conversations: list[list[list[int]]], reuse: Reuse) -> list[list[Answer]]:
@@ -110,27 +116,27 @@ def test_hits_of_every_kind_give_the_cold_answer(server: ServerProcess, long_run
         for number, prompt in enumerate(turns):
             history += prompt
             cold = server.generate(history, max_new_tokens=ANSWER_TOKENS, cache_salt=f"cold-{index}-{number}")
-            assert cold.hbm_tokens == cold.dram_tokens == 0
+            assert cold.cached_tokens == 0
             assert_same(cold, warm[index][number], atol=1e-4)
             history += warm[index][number].tokens
 
-    # Prompts share their beginnings, which stay in HBM: what comes from DRAM alone is asked for by itself.
-    for index in range(3):
-        push_out_of_hbm(server, seed=index)
-        history = conversations[index][0]
-        for _ in range(2):
-            again = server.generate(history, max_new_tokens=ANSWER_TOKENS)
-            assert_same(warm[index][0], again, atol=1e-4)
-            reuse.add(again)
+    # Prompts share beginnings, which stay in HBM: what comes from one tier alone is asked for by itself.
+    for tokens in (DRAM_TOKENS + 3200, HBM_TOKENS + 800, 0):
+        fill(server, tokens, seed=tokens)
+        again = server.generate(conversations[0][0], max_new_tokens=ANSWER_TOKENS)
+        assert_same(warm[0][0], again, atol=1e-4)
+        reuse.add(again)
 
-    assert reuse.kinds >= {"cold", "hbm", "dram", "mixed"}, reuse
+    assert reuse.kinds >= {"cold", "hbm", "dram", "disk"}, reuse
+    assert any("+" in kind for kind in reuse.kinds), reuse
     assert reuse.dram > 0.1 * reuse.prompt, reuse
+    assert reuse.disk > 0, reuse
 
 
-def push_out_of_hbm(server: ServerProcess, seed: int) -> None:
-    """Fill HBM with other prompts, so that everything before them is in DRAM only."""
+def fill(server: ServerProcess, tokens: int, seed: int) -> None:
+    """Other prompts of so many tokens, so that everything before them has left the tiers that hold fewer."""
     rng = random.Random(seed)
-    for _ in range(2 * HBM_TOKENS // 800):
+    for _ in range(tokens // 800):
         server.generate([rng.randrange(100, 30_000) for _ in range(800)], max_new_tokens=1)
 
 
@@ -144,7 +150,7 @@ def test_one_damaged_bit_in_dram_is_seen(server: ServerProcess) -> None:
     empty = snapshot(arena)
     before = server.generate(prompt, max_new_tokens=ANSWER_TOKENS)
     written = wait_until(lambda: settled_change(arena, empty), seconds=20, what="write-through")
-    push_out_of_hbm(server, seed=12)
+    fill(server, HBM_TOKENS + 800, seed=12)
     # The last plane of a block holds values, not keys. They are float32, and bit 6 of a value's last byte
     # is the highest of its exponent.
     offset = (written - 1) // 4 * 4 + 3
@@ -185,4 +191,4 @@ def test_flushing_empties_every_tier(server: ServerProcess) -> None:
     assert server.generate(prompt, max_new_tokens=2).hbm_tokens > 0
     server.flush()
     after = server.generate(prompt, max_new_tokens=2)
-    assert after.hbm_tokens == after.dram_tokens == 0
+    assert after.cached_tokens == 0

@@ -103,6 +103,14 @@ class Cache:
         self.calls.append("load")
         return 41
 
+    uses_storage = True
+
+    def prefill_begins(self, lengths: list[tuple[int, int]], *, loads: bool) -> None:
+        self.calls.append(f"prefill of {lengths}, {loads=}")
+
+    def prefill_ended(self) -> None:
+        self.calls.append("prefill ended")
+
     def sanity_check(self) -> None:
         self.calls.append("idle")
 
@@ -118,6 +126,9 @@ class Batch:
         self.empty = empty
         self.batch_is_full = True
         self.hicache_consumer_index = -1
+        self.extend_lens = [5, 7]
+        self.prefix_lens = [0, 16]
+        self.forward_mode = SimpleNamespace(is_extend=lambda: not empty)
 
     def is_empty(self) -> bool:
         return self.empty
@@ -135,7 +146,22 @@ def test_a_prefill_batch_starts_its_loads_and_carries_their_number(cache: Cache)
     scheduler, batch = SimpleNamespace(tree_cache=cache), Batch()
     scheduler_calls.after_prefill_batch((batch, Batch()), scheduler, running_batch=None)
     assert batch.hicache_consumer_index == 41
-    assert cache.calls == ["load"]
+    scheduler_calls.after_batch_result(None, scheduler, batch, "result")
+    scheduler_calls.after_batch_result(None, scheduler, Batch(empty=True), "result")  # one of decode
+    assert cache.calls == ["load", "prefill of [(5, 0), (7, 16)], loads=True", "prefill ended"]
+
+
+def test_the_scheduler_follows_the_protocol_for_storage_only_for_a_cache_with_a_disk(cache: Cache) -> None:
+    scheduler = SimpleNamespace(tree_cache=cache, enable_hicache_storage=False)
+    cache.uses_storage = False
+    scheduler_calls.after_running_status(None, scheduler)
+    assert not scheduler.enable_hicache_storage
+    cache.uses_storage = True
+    scheduler_calls.after_running_status(None, scheduler)
+    assert scheduler.enable_hicache_storage
+    other = SimpleNamespace(tree_cache=object(), enable_hicache_storage=False)
+    scheduler_calls.after_running_status(None, other)
+    assert not other.enable_hicache_storage
 
 
 def test_without_a_batch_and_with_nothing_running_the_next_pass_tries_again(cache: Cache) -> None:
@@ -232,5 +258,7 @@ def test_patches_of_hooks_list_their_targets() -> None:
         "_process_hicache_events",
         "process_decode_queue",
         "_get_new_batch_prefill_raw",
+        "init_running_status",
+        "process_batch_result",
         "maybe_sleep_on_idle",
     ]

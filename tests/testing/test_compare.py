@@ -17,6 +17,7 @@ ANSWER = Answer(
     cached_tokens=64,
     hbm_tokens=48,
     dram_tokens=16,
+    disk_tokens=0,
     seconds=0.5,
     margins=[0.5, 0.5, 0.5],
 )

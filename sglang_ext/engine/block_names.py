@@ -1,0 +1,92 @@
+"""Names of blocks that outlive the process: what the disk tier finds them by.
+
+In memory a block is found by its place in the tree. A name is a hash over everything the block's bytes follow
+from: model and weights, layout and shard, the tenant, and the tokens of the whole prefix (``keys``).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.keys import BLOCK_KEY_BYTES, Namespace, block_keys
+from sglang_ext.radix_global import Holder, Node
+
+Names = npt.NDArray[np.void]
+"""Block keys as one array, shape (blocks,), which the tree can slice like any other address."""
+
+_NAME = np.dtype((np.void, BLOCK_KEY_BYTES))
+_TENANTS_CACHED = 4096
+
+
+def pack_names(names: Sequence[bytes]) -> Names:
+    """Block keys as an array."""
+    return np.frombuffer(b"".join(names), dtype=_NAME)
+
+
+def unpack_names(names: Names) -> list[bytes]:
+    """The block keys of an array."""
+    return [name.tobytes() for name in names]
+
+
+class BlockNames:
+    """Names the blocks of one rank.
+
+    Args:
+        identity: what all of the rank's blocks have in common; its salt is not used.
+        block_tokens: tokens of a block.
+        disk: the holder whose addresses in the tree are names, where a block has one already.
+        fresh: a text that no other process start has, such as the epoch.
+    """
+
+    def __init__(self, identity: Namespace, block_tokens: int, disk: Holder, fresh: str) -> None:
+        self._identity = identity
+        self._block_tokens = block_tokens
+        self._disk = disk
+        self._fresh = fresh
+        self.digest: Callable[[Hashable], bytes] = functools.lru_cache(_TENANTS_CACHED)(self._digest)
+        """The name of a namespace of the tree: 16 bytes."""
+
+    def _digest(self, namespace: Any) -> bytes:
+        weights, extra_key, salt = namespace
+        version = self._identity.weights_version
+        if weights:
+            # Updated in place: no later process can know that it has the same weights.
+            version = f"{version}+{self._fresh}.{weights}"
+        tenant = json.dumps([extra_key, salt])
+        return Namespace(
+            model=self._identity.model,
+            weights_version=version,
+            dtype=self._identity.dtype,
+            geometry=self._identity.geometry,
+            shard=self._identity.shard,
+            salt=tenant,
+        ).digest()
+
+    def of_path(self, node: Node, blocks: int) -> list[bytes]:
+        """Names of the last ``blocks`` blocks of the path that ends at ``node``, in order."""
+        edges: list[bytes] = []
+        current = node
+        while current.parent is not None and self._disk not in current.placements:
+            edges.append(current.key)
+            current = current.parent
+        known = b"" if current.is_root else current.placements[self._disk][-1].tobytes()
+        names = self.following(node.namespace, known, b"".join(reversed(edges)))
+        while len(names) < blocks:
+            names = unpack_names(current.placements[self._disk]) + names
+            assert current.parent is not None
+            current = current.parent
+        return names[len(names) - blocks :]
+
+    def last(self, node: Node) -> bytes:
+        """Name of the last block of the path that ends at ``node``; empty for a root."""
+        return b"" if node.is_root else self.of_path(node, 1)[0]
+
+    def following(self, namespace: Hashable, parent: bytes, key: bytes) -> list[bytes]:
+        """Names of the whole blocks of ``key``, which continue the block named ``parent``."""
+        return block_keys(self.digest(namespace), key, self._block_tokens, parent)

@@ -1,0 +1,114 @@
+"""Puts the disk tier of one rank together and hangs it below the DRAM tier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_ext.config import KvConfig
+from sglang_ext.engine.block_names import BlockNames
+from sglang_ext.engine.disk_writes import Agree, DiskWrites
+from sglang_ext.engine.dram_tier import DramTier
+from sglang_ext.engine.load_policy import DiskPolicy
+from sglang_ext.engine.model_identity import config_digest, weights_digest
+from sglang_ext.engine.promotions import Promotions
+from sglang_ext.geometry import Geometry
+from sglang_ext.keys import Namespace, Tier
+from sglang_ext.radix_global import Holder, RadixTree
+from sglang_ext.tiered_store.disk import DiskTier
+from sglang_ext.tiered_store.disk_state import DiskConfig
+from sglang_ext.tiered_store.dram import DramArena
+from sglang_ext.tiered_store.loader import Loader
+from sglang_ext.tiered_store.tier import BlockMemory, BlockTier
+from sglang_ext.tiered_store.write_behind import LagPolicy, WriteBehind
+
+_MOST_BACKLOG_BYTES = 1 << 30
+_LOAD_BYTES = 64 << 20
+"""Bytes being read at once: enough to keep a disk busy with reads of a whole layer each."""
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What names and directories depend on. shard: this rank's part of the model, as ``tp0of1``."""
+
+    instance: str
+    epoch: int
+    shard: str
+
+
+def identity_of(ctx: Any, geometry: Geometry, shard: str) -> Namespace:
+    """What all KV of this rank has in common with KV that may take its place."""
+    runner = ctx.tp_worker.model_runner
+    return Namespace(
+        model=config_digest(ctx.model_config.hf_config),
+        weights_version=weights_digest(runner.model),
+        dtype=f"{ctx.model_config.dtype} {geometry.planes[0].dtype}",
+        geometry=geometry.layout.facts(),
+        shard=shard,
+    )
+
+
+def open_disk(config: KvConfig, facts: RankFacts, geometry: Geometry) -> DiskTier:
+    """Open the disk tier's directory of this rank.
+
+    Raises:
+        ConfigError: it cannot be used, or another server uses it.
+    """
+    assert config.disk_path is not None
+    return DiskTier(
+        DiskConfig(Path(config.disk_path) / facts.shard, config.disk_size, instance=facts.instance),
+        geometry.layout,
+    )
+
+
+def disk_below(
+    disk: BlockTier,
+    config: KvConfig,
+    facts: RankFacts,
+    identity: Namespace,
+    tree: RadixTree,
+    dram: Holder,
+    arena: DramArena,
+    agree: Agree,
+) -> DiskWrites:
+    """What takes blocks on from DRAM to ``disk``."""
+    holder = Holder.of(facts.instance, facts.epoch, Tier.DISK)
+    names = BlockNames(identity, tree.block_size, holder, f"{facts.epoch:x}")
+    writer = WriteBehind(
+        disk,
+        backlog_bytes=min(_MOST_BACKLOG_BYTES, arena.n_blocks * arena.block_bytes // 2),
+        lag=LagPolicy(config.disk_lag),
+    )
+    return DiskWrites(
+        tree,
+        dram,
+        holder,
+        names,
+        writer,
+        BlockMemory.of_arena(arena),
+        agree,
+        write=config.durability == "disk",
+    )
+
+
+def promotions_from(
+    disk: BlockTier,
+    below: DiskWrites,
+    config: KvConfig,
+    tree: RadixTree,
+    room: DramTier,
+    dram: Holder,
+    arena: DramArena,
+    agree: Agree,
+) -> Promotions:
+    """What brings blocks back from ``disk`` to DRAM."""
+    policy = DiskPolicy(
+        config.block_size,
+        arena.block_bytes,
+        least_tokens=config.load_min_tokens,
+        always=config.load_policy == "always",
+    )
+    return Promotions(
+        tree, room, dram, below, disk, Loader(_LOAD_BYTES), BlockMemory.of_arena(arena), policy, agree
+    )

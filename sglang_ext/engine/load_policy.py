@@ -1,0 +1,152 @@
+"""Load or recompute: what it costs to bring KV in, and what it costs to compute it again.
+
+Pure decisions over measured numbers. Until something has been measured, loading is taken to be worth it.
+
+Computing x tokens after a context of y costs a·x + b·x·(y + x/2) seconds, the linear layers and attention;
+a and b follow the server's own batches, older ones forgotten bit by bit. Reading costs a latency and bytes
+over bandwidth, behind what is queued already (MemServe, section 5.3, weighs the same two sides).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+_FORGET = 0.98
+"""Weight of older batches when a new one comes in: the last fifty or so count."""
+_SMALLEST_BATCH = 32
+"""Tokens; smaller batches measure overheads instead of the model."""
+_SMOOTHING = 0.3
+"""Weight of the newest measurement of a bandwidth."""
+
+
+class PrefillCost:
+    """Seconds of prefill, learnt from batches."""
+
+    def __init__(self) -> None:
+        self._linear = self._mixed = self._square = 0.0
+        self._by_tokens = self._by_pairs = 0.0
+        self.batches = 0
+
+    def observe(self, tokens: int, pairs: float, seconds: float) -> None:
+        """A batch has run.
+
+        Args:
+            tokens: computed in it.
+            pairs: (token, earlier token) that attention looked at: the sum of x·(y + x/2) over its requests.
+            seconds: from the start of the forward pass to its result.
+        """
+        if tokens < _SMALLEST_BATCH or seconds <= 0:
+            return
+        # Weighted by 1 / seconds^2: relative errors count, or the longest prompts would decide alone.
+        weight = 1 / (seconds * seconds)
+        self._linear = self._linear * _FORGET + weight * tokens * tokens
+        self._mixed = self._mixed * _FORGET + weight * tokens * pairs
+        self._square = self._square * _FORGET + weight * pairs * pairs
+        self._by_tokens = self._by_tokens * _FORGET + weight * tokens * seconds
+        self._by_pairs = self._by_pairs * _FORGET + weight * pairs * seconds
+        self.batches += 1
+
+    def coefficients(self) -> tuple[float, float] | None:
+        """a and b, neither negative; None before anything has been observed."""
+        if not self.batches:
+            return None
+        determinant = self._linear * self._square - self._mixed * self._mixed
+        if determinant > 1e-6 * self._linear * self._square:
+            a = (self._by_tokens * self._square - self._by_pairs * self._mixed) / determinant
+            b = (self._by_pairs * self._linear - self._by_tokens * self._mixed) / determinant
+            if a >= 0 and b >= 0:
+                return a, b
+            if a < 0:
+                return 0.0, self._by_pairs / self._square
+        # All batches have the same shape, or attention does not show yet.
+        return self._by_tokens / self._linear, 0.0
+
+    def seconds(self, tokens: int, context: int) -> float | None:
+        """To compute ``tokens`` after ``context``; None when unknown."""
+        known = self.coefficients()
+        return None if known is None else known[0] * tokens + known[1] * tokens * (context + tokens / 2)
+
+
+class Bandwidth:
+    """Bytes per second of one tier, learnt from loads."""
+
+    def __init__(self) -> None:
+        self.bytes_per_second: float | None = None
+
+    def observe(self, nbytes: int, seconds: float) -> None:
+        """A load has ended."""
+        if nbytes <= 0 or seconds <= 0:
+            return
+        now = nbytes / seconds
+        before = self.bytes_per_second
+        self.bytes_per_second = now if before is None else before + _SMOOTHING * (now - before)
+
+    def seconds(self, nbytes: int) -> float | None:
+        """To load so many bytes; None when unknown."""
+        return None if self.bytes_per_second is None else nbytes / self.bytes_per_second
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided for a request, with its numbers. Seconds are None where nothing was measured yet."""
+
+    blocks: int
+    read_seconds: float | None
+    recompute_seconds: float | None
+
+
+class DiskPolicy:
+    """What of a disk hit to read.
+
+    All of it or nothing: computing a prefix costs more per token the longer it is and reading does not, so
+    if the whole is not worth reading, no part of it is.
+
+    Args:
+        block_tokens, block_bytes: of a block.
+        least_tokens: shorter hits are computed.
+        always: read whatever was found that is not shorter.
+        cost: of prefill on this server.
+    """
+
+    def __init__(
+        self,
+        block_tokens: int,
+        block_bytes: int,
+        *,
+        least_tokens: int = 0,
+        always: bool = False,
+        cost: PrefillCost | None = None,
+    ) -> None:
+        self._block_tokens = block_tokens
+        self._block_bytes = block_bytes
+        self._least_tokens = least_tokens
+        self._always = always
+        self.cost = cost or PrefillCost()
+        self.bandwidth = Bandwidth()
+        self.last: Decision | None = None
+
+    def blocks_to_read(self, found: int, start: int, *, waiting_bytes: int = 0) -> int:
+        """How many of the ``found`` blocks that follow ``start`` blocks to read: all or none.
+
+        Args:
+            waiting_bytes: what is being read already.
+        """
+        read = self.bandwidth.seconds(waiting_bytes + found * self._block_bytes)
+        compute = self._compute_seconds(found, start)
+        worth = self._always or read is None or compute is None or read <= compute
+        chosen = found if worth and found and found * self._block_tokens >= self._least_tokens else 0
+        self.last = Decision(chosen, read, compute)
+        return chosen
+
+    def patience(self, blocks: int, start: int) -> float:
+        """Seconds after which a read that has not come is given up and its blocks are computed."""
+        compute = None if self._always else self._compute_seconds(blocks, start)
+        return math.inf if compute is None else max(compute, 0.05)
+
+    def _compute_seconds(self, blocks: int, start: int) -> float | None:
+        return self.cost.seconds(blocks * self._block_tokens, start * self._block_tokens)
+
+    def measured(self, blocks: int, seconds: float) -> None:
+        """A read has ended."""
+        self.bandwidth.observe(blocks * self._block_bytes, seconds)

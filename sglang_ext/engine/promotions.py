@@ -1,0 +1,348 @@
+"""Blocks that a waiting request needs come from disk to DRAM, and are verified, before it is admitted.
+
+A request looks on the disk when it enters the queue. What it finds there is read into DRAM layer by layer,
+lowest layer of all waiting requests first, and enters the tree once all of it verifies; meanwhile requests
+behind it may go first. From then on it is a DRAM hit like any other, locked until the request is admitted.
+What cannot be read is computed: a fault of the disk costs time, never an answer.
+
+Requests that want the same blocks share one promotion. All methods run in the scheduler's thread, and every
+rank takes the same steps in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.engine.block_names import Names, pack_names
+from sglang_ext.engine.disk_writes import DiskWrites
+from sglang_ext.engine.dram_tier import DramTier
+from sglang_ext.engine.load_policy import DiskPolicy
+from sglang_ext.errors import InternalError
+from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.radix_global import Holder, Node, RadixTree
+from sglang_ext.tiered_store.loader import Load, Loader
+from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Ids
+
+logger = logging.getLogger(__name__)
+
+Agree = Callable[[int], int]
+
+
+@dataclass
+class PromotionCounters:
+    """Blocks, since the start."""
+
+    promoted: int = 0
+    recomputed: int = 0
+    """Found on disk and left there, because computing is expected to be faster."""
+    no_room: int = 0
+    """Found on disk and left there, because DRAM is full of blocks in use."""
+    read_failed: int = 0
+    """Chosen and not read: damaged, unreadable, gone meanwhile; the disk tier counts them by reason."""
+    late: int = 0
+    """Given up, because reading took longer than computing would have."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a request looks for: its namespace in the tree, and its encoded prompt as far as it may match."""
+
+    namespace: Hashable
+    key: bytes
+    priority: int = 0
+
+
+@dataclass(eq=False)
+class _Promotion:
+    wanted: Wanted
+    parent: Node
+    """What the blocks continue; locked for DRAM."""
+    start: int
+    """Blocks of the prompt before them."""
+    names: Names
+    ids: Ids
+    load: Load
+    begun: float
+    deadline: float
+    handles: dict[Hashable, Wanted] = field(default_factory=dict)
+    late: bool = False
+
+
+@dataclass(frozen=True)
+class Promoted:
+    """What a promotion brought for a request: ``tokens`` from position ``start`` on."""
+
+    start: int
+    tokens: int
+    node: Node
+    """At which they end; holds one DRAM lock for the request."""
+
+
+class Promotions:
+    """See the module's docstring.
+
+    Args:
+        tree: the rank's tree.
+        room: hands out DRAM blocks.
+        dram: the holder that stands for this rank's DRAM.
+        writes: knows which nodes are durable.
+        tier: the disk.
+        loader: reads from it.
+        memory: the DRAM arena.
+        policy: what is worth reading.
+        agree: the ranks' consensus: the smallest of their numbers.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        room: DramTier,
+        dram: Holder,
+        writes: DiskWrites,
+        tier: BlockTier,
+        loader: Loader,
+        memory: BlockMemory,
+        policy: DiskPolicy,
+        agree: Agree = int,
+        clock: Clock | None = None,
+    ) -> None:
+        self._tree = tree
+        self._room = room
+        self._dram = dram
+        self._writes = writes
+        self._tier = tier
+        self._loader = loader
+        self._memory = memory
+        self._names = writes.names
+        self.policy = policy
+        self._agree = agree
+        self._clock = clock or SystemClock()
+        self._under_way: dict[bytes, _Promotion] = {}
+        """By the name of the first block."""
+        self._waiting: dict[Hashable, _Promotion] = {}
+        self._arrived: dict[Hashable, Promoted] = {}
+        self.counters = PromotionCounters()
+
+    # -- for a request --------------------------------------------------------------------------
+
+    def begin(self, handle: Hashable, wanted: Wanted) -> None:
+        """Look on the disk for what of a prompt is not in memory, and start to bring in what is worth it."""
+        found = self._look(wanted)
+        if found is None:
+            return
+        parent, start, names = found
+        shared = self._under_way.get(names[0])
+        if shared is not None:
+            shared.handles[handle] = wanted
+            self._waiting[handle] = shared
+            return
+        promotion = self._start(wanted, parent, start, names)
+        if promotion is not None:
+            promotion.handles[handle] = wanted
+            self._waiting[handle] = self._under_way[names[0]] = promotion
+
+    def ready(self, handle: Hashable) -> bool:
+        """Whether the request has nothing to wait for."""
+        return handle not in self._waiting
+
+    def brought(self, handle: Hashable) -> Promoted | None:
+        """What a promotion has brought for the request, locked until ``release``."""
+        return self._arrived.get(handle)
+
+    def release(self, handle: Hashable) -> None:
+        """The request has been admitted or is gone."""
+        waiting = self._waiting.pop(handle, None)
+        if waiting is not None:
+            del waiting.handles[handle]
+        arrived = self._arrived.pop(handle, None)
+        if arrived is not None:
+            self._tree.unlock(arrived.node, self._dram)
+
+    # -- looking and starting -------------------------------------------------------------------
+
+    def _look(self, wanted: Wanted) -> tuple[Node, int, list[bytes]] | None:
+        """Where DRAM ends on the way of a prompt, the blocks before that, and names of what may follow."""
+        match = self._tree.match(wanted.namespace, wanted.key)
+        in_dram = [node for node in match.path if self._dram in node.placements]
+        start = sum(node.blocks for node in in_dram)
+        if start < match.blocks:
+            # HBM has more than DRAM; what comes from disk can only continue what DRAM has.
+            self._room.write_through(match.node)
+            in_dram = [node for node in match.path if self._dram in node.placements]
+            start = sum(node.blocks for node in in_dram)
+            if start < match.blocks:
+                return None
+        total = len(wanted.key) // (self._tree.block_size * TOKEN_BYTES)
+        if start >= total:
+            return None
+        parent = in_dram[-1] if in_dram else self._tree.root
+        rest = wanted.key[start * self._tree.block_size * TOKEN_BYTES :]
+        before = self._names.last(parent)
+        digest = self._names.digest(wanted.namespace)
+        # Most prompts are not on disk at all: one name is enough to know.
+        first = self._names.following(wanted.namespace, before, rest[: self._tree.block_size * TOKEN_BYTES])
+        if not self._agree(self._tier.match(digest, first)):
+            return None
+        return parent, start, self._names.following(wanted.namespace, before, rest)
+
+    def _start(self, wanted: Wanted, parent: Node, start: int, names: list[bytes]) -> _Promotion | None:
+        get = self._tier.prepare_get(self._names.digest(wanted.namespace), names)
+        found = self._agree(get.blocks)
+        chosen = self._agree(
+            self.policy.blocks_to_read(found, start, waiting_bytes=self._loader.waiting_bytes)
+        )
+        self.counters.recomputed += found - chosen
+        # What the blocks continue must not be evicted to make room for them.
+        self._lock(parent)
+        ids = self._room.take(chosen)
+        self.counters.no_room += chosen - len(ids)
+        if not len(ids):
+            self._unlock(parent)
+            self._tier.complete_get(get)
+            return None
+        now = self._clock.monotonic()
+        return _Promotion(
+            wanted,
+            parent,
+            start,
+            pack_names(names[: len(ids)]),
+            ids,
+            self._loader.load(self._tier, get, self._memory, ids, priority=wanted.priority),
+            begun=now,
+            deadline=now + self.policy.patience(len(ids), start),
+        )
+
+    # -- arriving -------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Take note of what has arrived on every rank. Does not wait."""
+        if not self._under_way:
+            return
+        now = self._clock.monotonic()
+        for promotion in list(self._under_way.values()):
+            if not promotion.late and self._agree(int(now > promotion.deadline)):
+                promotion.late = True
+                self._loader.cancel(promotion.load)
+            if self._agree(int(promotion.load.over)):
+                self._finish(promotion, now)
+
+    def _finish(self, promotion: _Promotion, now: float) -> None:
+        del self._under_way[promotion.names[0].tobytes()]
+        blocks = self._agree(self._blocks_read(promotion))
+        lost = len(promotion.ids) - blocks
+        if promotion.late:
+            self.counters.late += lost
+        else:
+            self.counters.read_failed += lost
+            self.policy.measured(blocks, now - promotion.begun)
+        self.counters.promoted += blocks
+        self._room.give_back(promotion.ids[blocks:])
+        node = self._insert(promotion, blocks) if blocks else promotion.parent
+        tokens = blocks * self._tree.block_size
+        for handle in promotion.handles:
+            del self._waiting[handle]
+            if blocks:
+                self._arrive(handle, promotion.start * self._tree.block_size, tokens, node)
+                tokens = 0  # the others find it in DRAM
+        self._unlock(promotion.parent)
+        for handle, wanted in promotion.handles.items():
+            if len(wanted.key) > len(promotion.wanted.key):
+                self.begin(handle, wanted)
+
+    def _blocks_read(self, promotion: _Promotion) -> int:
+        try:
+            return promotion.load.result(0).blocks
+        except InternalError:
+            logger.exception("reading from disk failed in a way that is not the disk's; computing instead")
+            return 0
+
+    def _arrive(self, handle: Hashable, start: int, tokens: int, node: Node) -> None:
+        self._tree.lock(node, self._dram)
+        before = self._arrived.get(handle)
+        if before is not None:
+            self._tree.unlock(before.node, self._dram)
+            start, tokens = before.start, start - before.start + tokens
+        self._arrived[handle] = Promoted(start, tokens, node)
+
+    def _lock(self, node: Node) -> None:
+        if not node.is_root:
+            self._tree.lock(node, self._dram)
+
+    def _unlock(self, node: Node) -> None:
+        if not node.is_root:
+            self._tree.unlock(node, self._dram)
+
+    def _insert(self, promotion: _Promotion, blocks: int) -> Node:
+        """Put what has arrived into the tree, where somebody may have put it in the meantime."""
+        above: list[Ids] = []
+        current = promotion.parent
+        while current.parent is not None:
+            above.append(current.placements[self._dram])
+            current = current.parent
+        end = (promotion.start + blocks) * self._tree.block_size * TOKEN_BYTES
+        result = self._tree.insert(
+            promotion.wanted.namespace,
+            promotion.wanted.key[:end],
+            self._dram,
+            np.concatenate([*reversed(above), promotion.ids[:blocks]]),
+            same_request=True,
+        )
+        place = result.held_blocks - promotion.start
+        self._room.give_back(promotion.ids[:place])
+        self._room.inserted(blocks - place)
+        for node in result.added:
+            self._writes.place(node, promotion.names[place : place + node.blocks])
+            place += node.blocks
+        return result.node
+
+    # -- whole ----------------------------------------------------------------------------------
+
+    @property
+    def reading(self) -> bool:
+        return bool(self._under_way)
+
+    def settle(self) -> None:
+        """Give up every promotion under way and every lock held for a request."""
+        for promotion in list(self._under_way.values()):
+            promotion.late = True
+            self._loader.cancel(promotion.load)
+            try:
+                promotion.load.result()
+            except InternalError:
+                logger.exception("reading from disk failed in a way that is not the disk's")
+            del self._under_way[promotion.names[0].tobytes()]
+            self._room.give_back(promotion.ids)
+            self._unlock(promotion.parent)
+        self._waiting.clear()
+        for handle in list(self._arrived):
+            self.release(handle)
+
+    def clear(self) -> None:
+        """Forget what is on disk."""
+        self.settle()
+        self._tier.clear()
+
+    def close(self) -> None:
+        """End, and let go of the disk. The tree is not touched any more."""
+        self._loader.close()
+        self._tier.close()
+
+    def disk_blocks(self) -> tuple[int, int]:
+        """Blocks on disk, and blocks that fit."""
+        stats = self._tier.stats()
+        return stats.blocks, stats.limit_bytes // self._tier.layout.block_bytes
+
+    def check(self) -> None:
+        """Verify the bookkeeping. Raises AssertionError naming what is wrong."""
+        waiting = {handle for promotion in self._under_way.values() for handle in promotion.handles}
+        if waiting != self._waiting.keys():
+            raise AssertionError("requests that wait and promotions under way do not agree")
+
+    def __repr__(self) -> str:
+        return f"Promotions(under_way={len(self._under_way)}, waiting={len(self._waiting)}, {self.counters})"

@@ -1,0 +1,94 @@
+"""SGLang's protocol for storage below the host, which the scheduler follows for each waiting request.
+
+enters the queue     prefetch_from_storage       look on the disk, start to bring blocks to DRAM
+each pass            check_prefetch_progress     false: others go first
+                     pop_prefetch_loaded_span    what came, for the request's token counts
+admitted             finish_storage_prefetch_admission, or discard_storage_prefetch_accounting
+gone                 release_aborted_request
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sglang_ext.engine.prefill_clock import PrefillClock
+from sglang_ext.engine.promotions import Promotions, Wanted
+from sglang_ext.keys import encode_tokens
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+
+
+class StoragePrefetch:
+    """The part of the cache that speaks that protocol. Without promotions there is nothing to wait for."""
+
+    promotions: Promotions | None
+    prefill_clock: PrefillClock | None
+    hicache_storage_pass_prefix_keys = False
+
+    @property
+    def uses_storage(self) -> bool:
+        """Whether the scheduler has to follow the protocol at all."""
+        return self.promotions is not None
+
+    def prefill_begins(self, lengths: Sequence[tuple[int, int]], *, loads: bool) -> None:
+        """A prefill batch is about to run; what it costs is weighed against loading."""
+        if self.prefill_clock is not None:
+            self.prefill_clock.begins(lengths, loads=loads)
+
+    def prefill_ended(self) -> None:
+        if self.prefill_clock is not None:
+            self.prefill_clock.ended()
+
+    def namespace(self, extra_key: str | None, cache_salt: str | None) -> Hashable:
+        raise NotImplementedError
+
+    def is_backuped(self, node: Any) -> bool:
+        """Whether storage may continue ``node``: that is found out when it is looked at."""
+        return True
+
+    def get_last_hash_value(self, node: Any) -> None:
+        """Names of blocks are ours to make."""
+
+    def prefetch_from_storage(
+        self,
+        handle: CacheRequestHandle,
+        last_host_node: Any,
+        new_input_tokens: Any,
+        last_hash: str | None = None,
+        prefix_keys: list[str] | None = None,
+        *,
+        matched_prefix_tokens: Any,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        **_: Any,
+    ) -> None:
+        """Look for what of a prompt is not in memory."""
+        if self.promotions is None or not len(new_input_tokens):
+            return
+        key = encode_tokens(matched_prefix_tokens) + encode_tokens(new_input_tokens)
+        self.promotions.begin(handle, Wanted(self.namespace(extra_key, cache_salt), key))
+
+    def check_prefetch_progress(self, handle: CacheRequestHandle) -> bool:
+        return self.promotions is None or self.promotions.ready(handle)
+
+    def pop_prefetch_loaded_span(self, handle: CacheRequestHandle) -> tuple[int, int | None]:
+        """Tokens that came from disk, and the position of the first. They stay locked until admission."""
+        brought = self.promotions.brought(handle) if self.promotions is not None else None
+        return (0, None) if brought is None else (brought.tokens, brought.start)
+
+    def finish_storage_prefetch_admission(
+        self, handle: CacheRequestHandle, fulfilled_tokens: int, reason: str | None
+    ) -> None:
+        self._release(handle)
+
+    def discard_storage_prefetch_accounting(self, handle: CacheRequestHandle) -> None:
+        self._release(handle)
+
+    def release_aborted_request(self, handle: CacheRequestHandle) -> None:
+        self._release(handle)
+
+    def _release(self, handle: CacheRequestHandle) -> None:
+        if self.promotions is not None:
+            self.promotions.release(handle)

@@ -1,0 +1,65 @@
+"""Damages the disk tier of a running server from outside, with and without its checksums noticing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from sglang_ext.tiered_store.segment_format import (
+    RunHeader,
+    checksum,
+    decode_run_header,
+    encode_run_header,
+    header_bytes_of,
+    run_offsets,
+)
+
+Damage = Callable[[bytearray], None]
+"""Changes the bytes of one layer of one block."""
+
+
+Place = tuple[Path, int]
+"""Segment file, and where a run starts in it."""
+
+
+def runs(folder: Path) -> set[Place]:
+    """Every run in the segments below ``folder``."""
+    found = set()
+    for segment in folder.rglob("*.seg"):
+        data = np.fromfile(segment, dtype=np.uint8)
+        found |= {(segment, offset) for offset in run_offsets(data)}
+    return found
+
+
+def damage_last_layer(places: set[Place], damage: Damage, *, forge: bool) -> None:
+    """Damage the last layer of every block in some runs.
+
+    Args:
+        forge: make the checksums fit, so that nobody can notice.
+    """
+    for segment, offset in places:
+        with segment.open("r+b") as file:
+            header = _header(file, offset)
+            sums = header.sums.copy()
+            for block in range(header.shape.blocks):
+                place = offset + header.shape.offset(len(header.shape.layer_bytes) - 1, block)
+                file.seek(place)
+                part = bytearray(file.read(header.shape.layer_bytes[-1]))
+                damage(part)
+                file.seek(place)
+                file.write(part)
+                sums[-1, block] = checksum(bytes(part))
+            if forge:
+                file.seek(offset)
+                file.write(encode_run_header(dataclasses.replace(header, sums=sums)))
+
+
+def _header(file: BinaryIO, offset: int) -> RunHeader:
+    file.seek(offset)
+    size = header_bytes_of(file.read(16))
+    file.seek(offset)
+    return decode_run_header(file.read(size))

@@ -1,0 +1,153 @@
+"""The disk tier of a real server: warm after a kill, a fault is a miss, one owner, nothing leaks.
+
+How answers stay the same with disk hits among others is in test_same_answer.py.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from disk_damage import damage_last_layer, runs
+
+from sglang_ext.testing.compare import Answer, assert_same
+from sglang_ext.testing.servers import ServerProcess, ServerSpec, ServerStartError, wait_until
+from sglang_ext.tiered_store.disk import INDEX_DIRECTORY
+from sglang_ext.tiered_store.disk_check import repair_directory
+
+pytestmark = pytest.mark.integration
+
+BLOCK = 16
+
+GetServer = Callable[[ServerSpec], ServerProcess]
+
+
+def spec(folder: Path, *more: str) -> ServerSpec:
+    return ServerSpec(
+        flags=(
+            *("--radix-cache-backend", "global", "--kv-check", "--kv-load-policy", "always"),
+            *("--kv-dram-size", "16MB", "--kv-disk-path", str(folder), "--kv-disk-size", "1GB"),
+            *("--max-total-tokens", "2400", "--chunked-prefill-size", "256", "--enable-metrics", *more),
+        ),
+        environment={
+            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kv")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(100, 30_000) for _ in range(20 * BLOCK + 4)] for _ in range(6)]
+
+
+@pytest.fixture(scope="module")
+def cold(folder: Path, prompts: list[list[int]]) -> list[Answer]:
+    """Answers of a server that computed them, wrote them to disk, and was then killed with SIGKILL.
+
+    The last prompt's KV is damaged then, in a way that nobody can notice.
+    """
+    with ServerProcess(spec(folder)) as server:
+        answers = [server.generate(prompt, max_new_tokens=8) for prompt in prompts[:-1]]
+        wait_until(lambda: on_disk(server) >= 5 * 20, seconds=20, what="five prompts on disk")
+        sound = runs(folder)
+        answers.append(server.generate(prompts[-1], max_new_tokens=8))
+        wait_until(lambda: on_disk(server) >= 6 * 20, seconds=20, what="six prompts on disk")
+        (scheduler,) = server.processes("sglang::scheduler")
+        os.kill(scheduler, signal.SIGKILL)
+    damage_last_layer(runs(folder) - sound, spoil_values, forge=True)
+    # The index knows the headers too; a new one, made from the segments, does not.
+    (rank,) = folder.iterdir()
+    shutil.rmtree(rank / INDEX_DIRECTORY)
+    assert repair_directory(rank).blocks >= 6 * 20
+    return answers
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, cold: list[Answer]) -> Iterator[ServerProcess]:
+    """The next server on the same directory."""
+    with ServerProcess(spec(folder, "--kv-instance-id", "second-life")) as server:
+        yield server
+
+
+def on_disk(server: ServerProcess) -> float:
+    return counted(server, "sglang_ext_cache_blocks", 'tier="disk"')
+
+
+def counted(server: ServerProcess, name: str, label: str) -> float:
+    return sum(
+        value
+        for sample, value in server.metrics().items()
+        if sample.startswith(f"{name}{{") and label in sample
+    )
+
+
+def test_a_restart_after_a_kill_is_warm(
+    server: ServerProcess, prompts: list[list[int]], cold: list[Answer]
+) -> None:
+    for prompt, before in zip(prompts[:3], cold[:3], strict=True):
+        again = server.generate(prompt, max_new_tokens=8)
+        assert again.disk_tokens == 20 * BLOCK
+        assert_same(before, again)
+    # The next turn of a conversation.
+    longer = [*prompts[3], *cold[3].tokens, *prompts[0][:100]]
+    answer = server.generate(longer, max_new_tokens=8)
+    assert answer.disk_tokens == 20 * BLOCK
+    assert_same(server.generate(longer, max_new_tokens=8, cache_salt="cold"), answer)
+
+
+def test_another_tenant_finds_nothing(server: ServerProcess, prompts: list[list[int]]) -> None:
+    for fields in ({"cache_salt": "other"}, {"extra_key": "other"}):
+        answer = server.generate(prompts[4], max_new_tokens=1, **fields)
+        assert answer.cached_tokens == 0
+
+
+def test_a_second_server_on_one_directory_is_refused_by_name(server: ServerProcess, folder: Path) -> None:
+    with pytest.raises(ServerStartError, match=r"is in use by .*second-life") as refused:
+        ServerProcess(spec(folder)).start()
+    assert "--kv-disk-path" in str(refused.value)
+
+
+def test_damage_that_nobody_can_notice_changes_the_answer(
+    server: ServerProcess, prompts: list[list[int]], cold: list[Answer]
+) -> None:
+    """The twin: the answers above come from the bytes on the disk."""
+    damaged = server.generate(prompts[-1], max_new_tokens=8)
+    assert damaged.disk_tokens == 20 * BLOCK
+    with pytest.raises(AssertionError):
+        assert_same(cold[-1], damaged)
+
+
+def test_a_damaged_block_is_computed_again(
+    server: ServerProcess, folder: Path, prompts: list[list[int]], cold: list[Answer]
+) -> None:
+    before = counted(server, "sglang_ext_cache_disk_blocks_total", 'event="read_failed"')
+    damage_last_layer(runs(folder), flip, forge=False)
+    answer = server.generate(prompts[4], max_new_tokens=8)
+    assert answer.disk_tokens == 0
+    assert_same(cold[4], answer)
+    wait_until(
+        lambda: counted(server, "sglang_ext_cache_disk_blocks_total", 'event="read_failed"') > before,
+        seconds=10,
+        what="the count of blocks that could not be read",
+    )
+
+
+def flip(layer: bytearray) -> None:
+    layer[len(layer) // 2] ^= 1
+
+
+def spoil_values(layer: bytearray) -> None:
+    """One bit of the last token's last value, the highest of its float32 exponent."""
+    layer[-1] ^= 0x40
