@@ -13,7 +13,7 @@ import pytest
 
 from sglang_ext.errors import ConfigError, InternalError, UserError
 from sglang_ext.geometry import BlockLayout
-from sglang_ext.keys import Namespace, Tier
+from sglang_ext.keys import Namespace, Tier, encode_tokens
 from sglang_ext.mempool import Address, AddressError, ArenaRegion, MemPool, MemType, Outcome, OutOfBlocksError
 from sglang_ext.mempool.inserting import plan
 from sglang_ext.mempool.regions import Rows
@@ -169,7 +169,7 @@ def test_freeing_is_all_or_nothing(make: Make) -> None:
 def test_allocation_takes_first_what_costs_nothing(make: Make, disk: DiskTier) -> None:
     pool = make(4, 0, disk)
     cached(pool, 1, 2)
-    pool.tiers.cover_disk(pool.tiers.tree.match(SPACE, np.array(prompt(1, 2), "<i4").tobytes()).node)
+    pool.tiers.cover_disk(pool.tiers.tree.match(SPACE, encode_tokens(prompt(1, 2))).node)
     cached(pool, 2, 2)
     assert tiers(pool, 1, 2) == "HH"  # and so used last
     written = disk.stats().blocks
@@ -342,6 +342,53 @@ def test_the_oldest_go_down_and_come_back(make: Make, disk: DiskTier) -> None:
             assert np.array_equal(pool.read(hold.addresses)[0], kv(letter, 4))
             assert swapped[0].address == hold.addresses[2]
             assert pool.is_granted(old[2])
+
+
+def test_what_was_brought_in_stays_while_it_is_held(make: Make) -> None:
+    pool = make()
+    cached(pool, 1, 3)
+    pool.swap_out(3)
+    with pool.match(prompt(1, 3), id="r") as hold:
+        pool.swap_in(hold.addresses)
+        assert pool.swap_out(3) == 0
+        with pytest.raises(OutOfBlocksError):
+            pool.alloc_mem(6, id="r")
+        assert np.array_equal(pool.read(hold.addresses)[0], kv(1, 3))
+    assert pool.swap_out(3) == 3
+
+
+def test_a_prompt_in_two_tiers_comes_back_whole(make: Make, disk: DiskTier) -> None:
+    pool = make(8, 4, disk)
+    cached(pool, 1, 4)
+    pool.swap_out(4)
+    pool.alloc_mem(2, MemType.DRAM, id="r")
+    assert tiers(pool, 1, 4) == "DDKK"
+    with pool.match(prompt(1, 4), id="r") as hold:
+        assert all(each.outcome is Outcome.DONE for each in pool.swap_in(hold.addresses))
+        assert np.array_equal(pool.read(hold.addresses)[0], kv(1, 4))
+
+
+def test_last_copies_are_not_given_up_for_a_swap(make: Make) -> None:
+    pool = make(4, 2)
+    cached(pool, 1, 2)
+    assert pool.swap_out(2) == 2
+    cached(pool, 2, 2)
+    assert pool.swap_out(2) == 0
+    assert (tiers(pool, 1, 2), tiers(pool, 2, 2), pool.tiers.counters.lost) == ("DD", "HH", 0)
+
+
+def test_what_the_disk_has_dropped_by_itself_is_not_relied_upon(make: Make, disk: DiskTier) -> None:
+    pool = make(4, 0, disk)
+    cached(pool, 1, 3)
+    node = pool.tiers.tree.match(SPACE, encode_tokens(prompt(1, 3))).node
+    assert pool.tiers.cover_disk(node)
+    disk.clear()
+    assert pool.swap_out(3) == 3
+    assert (tiers(pool, 1, 3), pool.tiers.counters.written, pool.tiers.counters.lost) == ("KKK", 6, 0)
+    cached(pool, 2, 3)
+    pool.swap_out(3)
+    disk.clear()
+    assert tiers(pool, 2, 3) == ""
 
 
 def test_held_blocks_are_not_moved_and_a_full_hbm_is_a_miss(make: Make) -> None:
