@@ -1,0 +1,168 @@
+"""The memory pool over SGLang's slots and the DRAM tier of a simulated rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from engine_pools import PoolKind, WrongKvError, chain_of
+from engine_simulation import Rank, Scenario, finish
+
+from sglang_ext.engine.mempool import engine_mempool, owned_tokens
+from sglang_ext.keys import Tier
+from sglang_ext.mempool import Hold, MemPool, MemType, Outcome, OutOfBlocksError
+from sglang_ext.tiered_store.tier import BlockTier
+
+NAMESPACE = (0, None, None)
+PROMPT = list(range(100, 133))
+
+
+class Served:
+    """A rank that has served PROMPT, and the pool over it."""
+
+    def __init__(self, kind: PoolKind, disk_blocks: int | None = None) -> None:
+        self.disk: list[BlockTier] = []
+        self.rank = Rank(
+            Scenario("pool", kind, hbm_tokens=64, dram_blocks=20, disk_blocks=disk_blocks),
+            disk_class=self._keep,
+        )
+        self.pool: MemPool = engine_mempool(
+            self.rank.cache,
+            self.rank.hbm,
+            self.rank.pools.tensors,
+            self.rank.pools.geometry().layout,
+            namespace=NAMESPACE,
+            arena=self.rank.arena,
+            disk=self.disk[0] if self.disk else None,
+            digest=self.rank.writes.names.digest if self.rank.writes is not None else None,
+        )
+        self.rank.serve(PROMPT)
+        self.blocks = len(PROMPT) // self.rank.scenario.block
+
+    def _keep(self, disk: BlockTier) -> BlockTier:
+        self.disk.append(disk)
+        return disk
+
+    def compare(self, hold: Hold) -> None:
+        """What a hold has in HBM is what the model computed."""
+        chain = np.array(chain_of(NAMESPACE, PROMPT), np.uint64)
+        for i, address in enumerate(hold.addresses):
+            assert address.tier is Tier.HBM
+            own = chain[i * self.rank.scenario.block :][: self.rank.scenario.block]
+            for layer in range(self.rank.pools.oracle.layers):
+                self.rank.pools.oracle.compare(np.array(address.place), own, layer, f"block {i}")
+
+    def close(self) -> None:
+        self.pool.reset()
+        self.pool.check()
+        finish(self.rank)
+        self.rank.close()
+
+
+@pytest.fixture(params=[PoolKind(), PoolKind(page=4), PoolKind("mla")], ids=str)
+def served(request: pytest.FixtureRequest, sglang_config: None) -> Iterator[Served]:
+    served = Served(request.param)
+    yield served
+    served.close()
+
+
+def test_what_sglang_computed_is_matched_where_it_lies(served: Served) -> None:
+    with served.pool.match(PROMPT, id="r") as hold:
+        assert hold.tiers == [Tier.HBM] * served.blocks
+        served.compare(hold)
+        assert served.rank.cache.protected_size() == served.blocks * served.rank.scenario.block
+    assert served.rank.cache.protected_size() == 0
+    assert served.pool.match(PROMPT, id="r", namespace=(0, "tenant", None)).blocks == 0
+
+
+def test_blocks_go_to_dram_and_come_back_as_they_were(served: Served) -> None:
+    pool = served.pool
+    assert pool.swap_out(3) == 3
+    served.rank.check()
+    hold = pool.match(PROMPT, id="r")
+    assert hold.tiers == [Tier.HBM] * (served.blocks - 3) + [Tier.DRAM] * 3
+    assert all(each.outcome is Outcome.DONE for each in pool.swap_in(hold.addresses))
+    served.compare(hold)
+    served.rank.check()
+    pool.check()
+
+
+def test_a_flipped_byte_in_dram_would_be_noticed(served: Served) -> None:
+    served.pool.swap_out(served.blocks)
+    hold = served.pool.match(PROMPT, id="r")
+    assert served.rank.arena is not None
+    served.rank.look_inside = False
+    served.rank.arena.blocks[hold.addresses[-1].place[0], 0] ^= 1
+    served.pool.swap_in(hold.addresses)
+    with pytest.raises(WrongKvError, match=f"block {served.blocks - 1}"):
+        served.compare(hold)
+    hold.release()
+    served.pool.delete(PROMPT)
+
+
+def test_allocating_evicts_what_sglang_cached_and_gives_all_back(served: Served) -> None:
+    pool, cache = served.pool, served.rank.cache
+    everything = pool.tiers.regions[Tier.HBM].n_blocks
+    found = pool.alloc_mem(everything, id="r")
+    assert (cache.total_size(), owned_tokens(pool)) == (0, everything * served.rank.scenario.block)
+    assert served.pool.match(PROMPT, id="r").tiers == [Tier.DRAM] * served.blocks
+    with pytest.raises(OutOfBlocksError, match=f"1 blocks of HBM asked for, 0 of {everything} are free"):
+        pool.alloc_mem(1, id="r")
+    assert pool.alloc_mem(2, MemType.DRAM, id="r")
+    pool.check()
+    served.rank.cache.check()  # the DRAM tier knows of the blocks that the pool has taken
+    assert len({slot for address in found for slot in address.place}) == owned_tokens(pool)
+    pool.free_mem(id="r")
+    assert owned_tokens(pool) == 0
+
+
+def test_what_the_pool_inserts_is_hit_by_requests(served: Served) -> None:
+    pool, rank = served.pool, served.rank
+    prompt = list(range(500, 500 + 3 * rank.scenario.block))
+    chain = np.array(chain_of(NAMESPACE, prompt), np.uint64)
+    found = pool.alloc_mem(3, id="r")
+    slots = np.array([slot for address in found for slot in address.place])
+    for layer in range(rank.pools.oracle.layers):
+        rank.pools.oracle.write(slots, chain, layer)
+    assert pool.insert(prompt, found).new == 3
+    rank.check()
+    req = rank.serve([*prompt, 1, 2])
+    assert req.cached_tokens == len(prompt)
+
+
+def test_what_the_cache_wrote_to_disk_is_found_there_by_the_pool(sglang_config: None) -> None:
+    """Cache and pool name blocks on disk alike, and note them in the tree alike."""
+    served = Served(PoolKind(), disk_blocks=100)
+    pool, rank = served.pool, served.rank
+    assert rank.writes is not None
+    rank.cache.settle()
+    rank.writes.settle()
+    assert served.disk[0].stats().blocks == served.blocks
+    pool.swap_out(served.blocks)
+    pool.alloc_mem(pool.tiers.regions[Tier.DRAM].n_blocks, MemType.DRAM, id="all")
+    assert pool.tiers.counters.lost == pool.tiers.counters.written == 0
+    pool.free_mem(id="all")
+    with pool.match(PROMPT, id="r") as hold:
+        assert hold.tiers == [Tier.DISK] * served.blocks
+        assert all(each.outcome is Outcome.DONE for each in pool.swap_in(hold.addresses))
+        served.compare(hold)
+        rank.check()
+    assert rank.serve([*PROMPT, 1]).cached_tokens == served.blocks * rank.scenario.block
+    served.close()
+
+
+def test_blocks_of_an_endpoint_are_pages(served: Served) -> None:
+    region = served.pool.tiers.regions[Tier.HBM]
+    with served.pool.match(PROMPT, id="r") as hold:
+        places = [address.place for address in hold.addresses]
+        ids = region.to_ids(places)
+        page = served.rank.cache.page_size
+        assert len(ids) == served.blocks * served.rank.scenario.block // page
+        assert region.from_ids(ids) == places
+        opened: list[int] = []
+        region.opening = lambda blocks: opened.extend(blocks.tolist())
+        served.pool.write(served.pool.alloc_mem(1, id="r"), served.pool.read(hold.addresses[:1])[0])
+        assert len(opened) == 2 * served.rank.scenario.block // page
+        assert not set(opened) & set(ids.tolist())
+        region.opening = None
