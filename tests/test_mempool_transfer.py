@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -12,11 +14,13 @@ from sglang_ext.disagg.config import EndpointConfig
 from sglang_ext.disagg.errors import RefusedError, TransferError
 from sglang_ext.disagg.instance import Instance
 from sglang_ext.disagg.pool_transfer import TransferFlag
+from sglang_ext.disagg.pool_transfer import transfer as transfer_blocks
 from sglang_ext.disagg.transfer import Endpoint
 from sglang_ext.errors import ConfigError, UserError
 from sglang_ext.geometry import mha_geometry
 from sglang_ext.keys import Namespace, Tier
 from sglang_ext.mempool import AddressError, ArenaRegion, MemPool, MemType, Received, serve
+from sglang_ext.mempool.envelope import Envelope, seal, unseal
 from sglang_ext.mempool.regions import Rows
 
 GEOMETRY = mha_geometry(
@@ -24,6 +28,7 @@ GEOMETRY = mha_geometry(
 )
 LAYOUT = GEOMETRY.layout
 SPACE = Namespace("m", "w", "float16", LAYOUT.facts())
+NO_TENANT = msgspec.msgpack.encode(Envelope(b"p"))
 FLAGS = [TransferFlag.PULL, TransferFlag.PUSH]
 
 
@@ -39,14 +44,14 @@ class Pair:
     endpoints: list[Endpoint]
     received: list[Received] = field(default_factory=list)
 
-    def cached(self, tokens: list[int], rows: Rows, type: MemType = MemType.HBM) -> None:
-        blocks = self.one.alloc_mem(len(rows), type, id="r")
+    def cached(self, tokens: list[int], rows: Rows, namespace: Namespace = SPACE) -> None:
+        blocks = self.one.alloc_mem(len(rows), id="r")
         self.one.write(blocks, rows)
-        self.one.insert(tokens, blocks)
+        self.one.insert(tokens, blocks, namespace=namespace)
 
-    def found(self, tokens: list[int]) -> Rows:
+    def found(self, tokens: list[int], namespace: Namespace = SPACE) -> Rows:
         """What the receiver's index has of a prompt."""
-        with self.two.match(tokens, id="look") as hold:
+        with self.two.match(tokens, id="look", namespace=namespace) as hold:
             return self.two.read(hold.addresses)[0]
 
 
@@ -206,3 +211,45 @@ async def test_blocks_that_were_sent_can_be_used_again(pair: Pair) -> None:
         assert np.array_equal(pair.two.read(pair.received[-1].addresses)[0], kv(seed + 20, 1))
         pair.one.free_mem(mine)
         assert pair.two.free_mem(id="r") == 9
+
+
+async def test_a_tenants_blocks_stay_the_tenants(pair: Pair) -> None:
+    tenant = dataclasses.replace(SPACE, salt="tenant")
+    tokens = list(range(8))
+    pair.cached(tokens, kv(1, 2), tenant)
+    with pair.one.match(tokens, id="r", namespace=tenant) as hold:
+        assert (await pair.one.transfer_with_insert(pair.peer, tokens, hold.addresses, id="r")).inserted
+        with pytest.raises(UserError, match="another namespace"):
+            await pair.one.transfer_with_insert(pair.peer, tokens, hold.addresses, id="r", namespace=SPACE)
+    assert len(pair.found(tokens)) == 0
+    assert np.array_equal(pair.found(tokens, tenant), kv(1, 2))
+    mine = pair.one.alloc_mem(2, id="r")
+    pair.one.write(mine, kv(2, 2))
+    other = dataclasses.replace(SPACE, salt="other")
+    await pair.one.transfer_with_insert(pair.peer, tokens, mine, id="r", namespace=other)
+    assert np.array_equal(pair.found(tokens, other), kv(2, 2))
+    with pytest.raises(UserError, match="one model, weights and layout"):
+        await pair.one.transfer_with_insert(
+            pair.peer, tokens, mine, id="r", namespace=dataclasses.replace(SPACE, weights_version="x")
+        )
+
+
+@pytest.mark.parametrize("private", [b"", b"\xff", b"\x91\xa1x", NO_TENANT])
+async def test_a_transfer_that_no_pool_sent_is_refused(pair: Pair, private: bytes) -> None:
+    mine = pair.one.alloc_mem(1, id="r")
+    pair.one.write(mine, kv(1, 1))
+    endpoint = pair.endpoints[0]
+    endpoint.pools["hbm"].seal(np.array([mine[0].place[0]]))
+    with pytest.raises(RefusedError, match=r"private|namespace"):
+        await transfer_blocks(
+            endpoint, pair.peer, "r", "hbm", np.array([mine[0].place[0]]), "hbm", seconds=5, private=private
+        )
+    assert not pair.two.ledger.owners
+
+
+def test_namespaces_that_are_tuples_are_named_as_they_are() -> None:
+    pool = MemPool.create("one", LAYOUT, 1, namespace=SPACE)
+    pool.namespace = (0, None, "salt")
+    assert unseal(pool, seal(pool, (1, "key", None), b"p")) == ((1, "key", None), b"p")
+    with pytest.raises(UserError, match="cannot be named"):
+        seal(pool, object(), b"")

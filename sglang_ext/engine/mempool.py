@@ -93,6 +93,10 @@ class SlotRegion:
         slots = address.tolist()
         return [tuple(slots[i : i + step]) for i in range(0, len(slots), step)]
 
+    @property
+    def ids_per_block(self) -> int:
+        return self.layout.block_tokens // self._page
+
     def to_ids(self, places: Sequence[Place]) -> Ids:
         return np.array([place[:: self._page] for place in places], dtype=np.int64).ravel() // self._page
 

@@ -6,14 +6,15 @@ regions.py   the memory of a tier: what HBM must be, and arenas
 tiers.py     blocks of the index on their way between HBM, DRAM and disk
 memory.py, contents.py, matching.py, inserting.py, removing.py, swapping.py, checks.py: one call each of
 pool.py      MemPool: alloc_mem, free_mem, insert, match, delete, swap_out, swap_in, transfer, ...
-peers.py     transfer and transfer_with_insert, and what a pool does at the receiving end
+peers.py     transfer and transfer_with_insert; receiving.py at the other end; envelope.py in between
 """
 
 from sglang_ext.mempool.address import Address, AddressError, MemType
 from sglang_ext.mempool.grants import Hold
 from sglang_ext.mempool.inserting import Inserted
-from sglang_ext.mempool.peers import PoolReceiver, Received, Transferred, serve
+from sglang_ext.mempool.peers import Transferred, serve
 from sglang_ext.mempool.pool import MemPool
+from sglang_ext.mempool.receiving import PoolReceiver, Received
 from sglang_ext.mempool.regions import ArenaRegion, OutOfBlocksError, Region
 from sglang_ext.mempool.swapping import Swapped
 from sglang_ext.tiered_store.tier import Outcome

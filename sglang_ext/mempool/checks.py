@@ -6,7 +6,9 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from sglang_ext.keys import Tier
+from sglang_ext.mempool.grants import Hold
 from sglang_ext.mempool.regions import ArenaRegion
+from sglang_ext.mempool.tiers import path_to
 
 if TYPE_CHECKING:
     from sglang_ext.mempool.pool import MemPool
@@ -26,7 +28,7 @@ def check(pool: MemPool) -> None:
         if isinstance(region, ArenaRegion):
             region.arena.check()
     for hold in pool.ledger.holds():
-        _check_hold(pool, hold.number)
+        _check_hold(pool, hold)
 
 
 def _check_places(pool: MemPool, tier: Tier) -> None:
@@ -50,18 +52,14 @@ def _check_places(pool: MemPool, tier: Tier) -> None:
         raise AssertionError(f"{tier.name} has {used} blocks in use, the pool knows of {blocks}")
 
 
-def _check_hold(pool: MemPool, number: int) -> None:
+def _check_hold(pool: MemPool, hold: Hold) -> None:
     """What a hold says is in memory is there, in the index, and locked."""
-    hold = next(each for each in pool.ledger.holds() if each.number == number)
     for i, address in enumerate(hold.addresses):
         if hold.positions.get(address) != i:
-            raise AssertionError(f"hold {number} does not know its own block {i}")
-    path = pool.tiers.tree.match(hold.namespace, hold.key).path
+            raise AssertionError(f"hold {hold.number} does not know its own block {i}")
     for tier in pool.tiers.regions:
-        held = pool.tiers.held(path, tier)
-        holder = pool.tiers.holders[tier]
-        if any(holder in node.placements for node, to in hold.locks if to is holder) and not held:
-            raise AssertionError(f"hold {number} has lost its blocks in {tier.name}")
+        locked = [node for node, holder in hold.locks if holder is pool.tiers.holders[tier]]
+        held = max((pool.tiers.held(path_to(node), tier) for node in locked), key=len, default=[])
         for address, i in hold.positions.items():
             if address.tier is tier and (i >= len(held) or held[i] != address.place):
-                raise AssertionError(f"hold {number}: block {i} is not at {address}")
+                raise AssertionError(f"hold {hold.number}: block {i} is not at {address}")

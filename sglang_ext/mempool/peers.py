@@ -1,4 +1,4 @@
-"""transfer and transfer_with_insert, and what a pool does at the receiving end (MemServe, section 4.3).
+"""transfer and transfer_with_insert at the sending end (MemServe, section 4.3), and a pool's endpoint.
 
 The endpoint has one pool for each tier in memory, `hbm` and `dram`, whose blocks are those of the region. A
 block is opened when it is allocated or written, and sealed when it is sent or has been received: so a reader
@@ -10,7 +10,6 @@ that is late finds another generation, and discards what it read.
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,36 +25,26 @@ from sglang_ext.errors import ConfigError, UserError
 from sglang_ext.geometry import Geometry
 from sglang_ext.keys import Tier
 from sglang_ext.mempool.address import Address, AddressError, MemType
-from sglang_ext.mempool.regions import ArenaRegion, Ids, OutOfBlocksError
+from sglang_ext.mempool.envelope import request_of, seal
+from sglang_ext.mempool.grants import Hold
+from sglang_ext.mempool.receiving import PoolReceiver, Received
+from sglang_ext.mempool.regions import ArenaRegion, Ids
 
 if TYPE_CHECKING:
     from sglang_ext.disagg.instance import Instance
     from sglang_ext.mempool.pool import MemPool
-
-_numbers = itertools.count(1)
-_REQUEST = re.compile(r"(.*)#t\d+(?:#\d+)?", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Transferred:
     """Where a transfer ended.
 
-    blocks: tier and block of the receiver, in order. inserted: whether its index has them.
+    blocks: tier, and block of the receiver's endpoint, in order. inserted: whether its index has them.
     """
 
     instance: str
     blocks: tuple[tuple[Tier, int], ...]
     inserted: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """Blocks that a peer has transferred; `owner` owns them now. flags, private: the sender's."""
-
-    owner: str
-    addresses: tuple[Address, ...]
-    flags: int
-    private: bytes
 
 
 async def serve(
@@ -132,6 +121,7 @@ async def send(
     flags: TransferFlag | None,
     private: bytes,
     seconds: float,
+    namespace: Hashable = None,
 ) -> Transferred:
     """See `MemPool.transfer` and `transfer_with_insert`."""
     endpoint = pool.endpoint
@@ -144,6 +134,7 @@ async def send(
     if type is MemType.DISK:
         raise ConfigError("transfers end in HBM or DRAM", field="type", hint="swap_out moves blocks to disk")
     _check_sent(pool, receiver, addresses, destination, tokens)
+    sealed = seal(pool, _namespace_sent(pool, addresses, tokens, namespace), private)
     pool.begin_use(addresses)
     try:
         blocks: list[tuple[Tier, int]] = []
@@ -163,7 +154,7 @@ async def send(
                 id,
                 type,
                 flags or TransferFlag.PULL,
-                private,
+                sealed,
                 seconds,
             )
             blocks += [(tier, block) for block in ids.tolist()]
@@ -193,6 +184,19 @@ def _check_sent(
             raise AddressError(f"{address} is no memory of {receiver.name!r}", field="destination")
     if destination is not None and len(destination) != len(addresses):
         raise UserError("as many destinations as addresses are needed", field="destination")
+
+
+def _namespace_sent(
+    pool: MemPool, addresses: Sequence[Address], tokens: bytes | None, namespace: Hashable
+) -> Hashable:
+    """Where the receiver inserts: as the blocks are cached here, or as the caller says."""
+    grants = [pool.ledger.grant_of(address) for address in addresses] if tokens is not None else []
+    cached = {grant.namespace for grant in grants if isinstance(grant, Hold)}
+    if namespace is not None:
+        cached.add(namespace)
+    if len(cached) > 1:
+        raise UserError("the blocks are cached in another namespace", field="namespace")
+    return cached.pop() if cached else pool.namespace
 
 
 def _runs(addresses: Sequence[Address], destination: Sequence[Address] | None) -> list[tuple[int, int]]:
@@ -232,7 +236,7 @@ async def _send_run(
             placed = await transfer_blocks(
                 endpoint,
                 receiver,
-                f"{id}#t{next(_numbers)}",
+                request_of(id),
                 name,
                 ids,
                 target.name.lower(),
@@ -247,81 +251,3 @@ async def _send_run(
             if error.reason != "room" or target is tries[-1]:
                 raise
     raise AssertionError("unreachable: the last try returns or raises")
-
-
-class PoolReceiver:
-    """What a pool does when peers transfer to it: an `owner.Receiver`, on an event loop of the pool's thread.
-
-    Args:
-        on_received: told of blocks that are not inserted.
-        namespace: where what comes with these private data is inserted; the pool's own by default.
-    """
-
-    def __init__(
-        self,
-        pool: MemPool,
-        on_received: Callable[[Received], None] = lambda received: None,
-        namespace: Callable[[bytes], Hashable] = lambda private: None,
-    ) -> None:
-        self._pool = pool
-        self._on_received = on_received
-        self._namespace = namespace
-        self._coming: dict[tuple[str, int], Address] = {}
-
-    async def allocate(self, pool: str, count: int, request: str, private: bytes) -> Ids:
-        """Memory that belongs to the sender's `id`, in use until it is inserted or discarded."""
-        try:
-            found = self._pool.alloc_mem(count, MemType(pool), id=_owner(request))
-        except (OutOfBlocksError, ConfigError) as error:
-            raise RefusedError("room", error.message) from None
-        self._pool.begin_use(found)
-        ids = self._pool.tiers.regions[Tier[pool.upper()]].to_ids([a.place for a in found])
-        self._coming.update(zip(((pool, block) for block in ids.tolist()), found, strict=True))
-        return ids
-
-    async def insert(
-        self, pool: str, blocks: Ids, tokens: bytes, flags: int, request: str, private: bytes
-    ) -> bool:
-        """The blocks have arrived: index them, or hand them to their owner."""
-        endpoint = self._pool.endpoint
-        assert endpoint is not None
-        addresses = self._arrived(pool, blocks)
-        endpoint.pools[pool].seal(blocks)
-        if not tokens:
-            self._on_received(Received(_owner(request), tuple(addresses), flags, private))
-            return False
-        try:
-            self._pool.insert(tokens, addresses, namespace=self._namespace(private))
-        except (UserError, OutOfBlocksError):
-            # What they continue is not here any more, or there is no room: they are of no use.
-            self._pool.free_mem(addresses)
-            return False
-        return True
-
-    async def discard(self, pool: str, blocks: Ids, request: str) -> None:
-        """The transfer failed."""
-        coming = [(pool, block) for block in blocks.tolist() if (pool, block) in self._coming]
-        addresses = [self._coming.pop(each) for each in coming]
-        self._pool.end_use(addresses)
-        self._pool.free_mem([a for a in addresses if self._pool.is_granted(a)])
-
-    def _arrived(self, pool: str, blocks: Ids) -> list[Address]:
-        """The addresses of blocks that were allocated for this, or beforehand by somebody here."""
-        found: list[Address] = []
-        region = self._pool.tiers.regions[Tier[pool.upper()]]
-        for block, place in zip(blocks.tolist(), region.from_ids(blocks), strict=True):
-            address = self._coming.pop((pool, block), None)
-            if address is not None:
-                self._pool.end_use([address])
-            else:
-                address = self._pool.ledger.find(Tier[pool.upper()], place)
-            if address is None or not self._pool.is_granted(address):
-                raise RefusedError("blocks", f"block {block} of {pool} is not allocated here")
-            found.append(address)
-        return found
-
-
-def _owner(request: str) -> str:
-    """The sender's `id`: its request is `id#t<number>`, and `#<rank>` behind that where it is pulled."""
-    found = _REQUEST.fullmatch(request)
-    return found[1] if found else request

@@ -315,11 +315,15 @@ class MemPool:
         flags: TransferFlag | None = None,
         private: bytes = b"",
         seconds: float = 10.0,
+        namespace: Hashable = None,
     ) -> Transferred:
-        """As `transfer`; the receiver inserts the blocks, the last ones of `tokens`, into its index."""
+        """As `transfer`; the receiver inserts the blocks, the last ones of `tokens`, into its index.
+
+        namespace: there; by default the one in which the blocks are held here.
+        """
         key = encode_tokens(tokens)
         return await peers.send(
-            self, receiver, addresses, destination, key, id, type, flags, private, seconds
+            self, receiver, addresses, destination, key, id, type, flags, private, seconds, namespace
         )
 
     # -- grants in use --------------------------------------------------------------------------

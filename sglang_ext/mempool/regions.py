@@ -62,6 +62,10 @@ class Region(Protocol):
     def unpack(self, address: Any, blocks: int) -> list[Place]:
         """The places of a node's `blocks` blocks."""
 
+    @property
+    def ids_per_block(self) -> int:
+        """Blocks of an `Endpoint`'s pool, which may be pages, in one block."""
+
     def to_ids(self, places: Sequence[Place]) -> Ids:
         """Places as the blocks of an `Endpoint`'s pool."""
 
@@ -119,6 +123,10 @@ class ArenaRegion:
 
     def unpack(self, address: Any, blocks: int) -> list[Place]:
         return self.from_ids(address)
+
+    @property
+    def ids_per_block(self) -> int:
+        return 1
 
     def to_ids(self, places: Sequence[Place]) -> Ids:
         return self.pack(places)

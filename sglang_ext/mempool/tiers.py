@@ -211,7 +211,7 @@ class Tiers:
         if Tier.DRAM not in self.regions:
             return False
         holder, region = self.holders[Tier.DRAM], self.regions[Tier.DRAM]
-        path = _path(node)
+        path = path_to(node)
         before = self.last(path, Tier.DRAM)
         self.tree.lock(before, holder)
         try:
@@ -219,7 +219,7 @@ class Tiers:
             missing = sum(each.blocks for each in path if holder not in each.placements)
             if not self.make_room(Tier.DRAM, missing, lose=False):
                 return False
-            for each in _path(node):
+            for each in path_to(node):
                 if holder in each.placements:
                     continue
                 places = region.alloc(each.blocks)
@@ -239,7 +239,7 @@ class Tiers:
         if self.disk is None:
             return False
         holder = self.holders[Tier.DISK]
-        path = _path(node)
+        path = path_to(node)
         for index, each in enumerate(path):
             if self.on_disk(each):
                 continue
@@ -375,7 +375,7 @@ class Tiers:
             self.disk.complete_get(get)
 
 
-def _path(node: Node) -> list[Node]:
+def path_to(node: Node) -> list[Node]:
     """The nodes from the top to `node`."""
     path: list[Node] = []
     while node.parent is not None:
