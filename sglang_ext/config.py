@@ -194,6 +194,14 @@ class KvConfig:
         "{skip,wait}",
         _one_of("skip", "wait"),
     )
+    disk_admission: str = _flag(
+        "first-layer",
+        "When a request that takes KV from disk is admitted: first-layer (the rest streams in front of the "
+        "forward pass, which runs again if a layer turns out to be damaged) or complete (all of it has been "
+        "read and verified). On a GPU, and on PD servers, always complete.",
+        "{first-layer,complete}",
+        _one_of("first-layer", "complete"),
+    )
     load_policy: str = _flag(
         "auto",
         "What to do with KV found on disk: auto (load it when that is expected to be faster than computing, "

@@ -71,7 +71,9 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         write = config.durability != "off"
         dram = DramTier(tree, hbm, holder, arena, mover, agree, below=below, write=write)
         if disk is not None and below is not None:
-            promotions = promotions_from(disk, below, config, tree, dram, holder, arena, agree)
+            # The parts of a PD server have loops of their own, in which a batch cannot be run again.
+            stream = ctx.server_args.disaggregation_mode == "null"
+            promotions = promotions_from(disk, below, config, tree, dram, holder, arena, agree, stream=stream)
         gate = LayerGate(mover)
         kvcache.register_layer_transfer_counter(gate)
         ctx.tp_worker.register_hicache_layer_transfer_counter(gate)

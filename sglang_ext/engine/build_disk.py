@@ -101,8 +101,10 @@ def promotions_from(
     dram: Holder,
     arena: DramArena,
     agree: Agree,
+    *,
+    stream: bool,
 ) -> Promotions:
-    """What brings blocks back from ``disk`` to DRAM."""
+    """What brings blocks back from ``disk`` to DRAM, and on to the forward pass where that can ``stream``."""
     policy = DiskPolicy(
         config.block_size,
         arena.block_bytes,
@@ -110,5 +112,14 @@ def promotions_from(
         always=config.load_policy == "always",
     )
     return Promotions(
-        tree, room, dram, below, disk, Loader(_LOAD_BYTES), BlockMemory.of_arena(arena), policy, agree
+        tree,
+        room,
+        dram,
+        below,
+        disk,
+        Loader(_LOAD_BYTES),
+        BlockMemory.of_arena(arena),
+        policy,
+        agree,
+        stream=stream and config.disk_admission == "first-layer",
     )

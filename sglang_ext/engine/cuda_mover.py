@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_ext.engine.mover import BlockIds, MoverError
+from sglang_ext.engine.mover import BlockIds, MoverError, Source
 from sglang_ext.geometry import BlockLayout
 
 STAGING_BYTES = 64 << 20
@@ -74,6 +74,8 @@ class CudaMover:
         forward_stream: the stream on which the engine runs the model.
     """
 
+    streams = False
+
     def __init__(
         self, planes: list[list[torch.Tensor]], arena: HostArena, forward_stream: torch.cuda.Stream
     ) -> None:
@@ -112,7 +114,9 @@ class CudaMover:
         self._writes.append(event)
         return self._writes_done + len(self._writes) - 1
 
-    def load(self, slots: torch.Tensor, blocks: BlockIds) -> int:
+    def load(self, slots: torch.Tensor, blocks: BlockIds, source: Source | None = None) -> int:
+        if source is not None:
+            raise ValueError("this mover loads only what is complete")
         self._load_stream.wait_stream(self._forward_stream)
         self._load_stream.wait_stream(torch.cuda.current_stream(self._device))
         slots.record_stream(self._load_stream)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from sglang_ext.engine.disk_writes import DiskWrites
-from sglang_ext.engine.mover import BlockIds, Mover
+from sglang_ext.engine.mover import BlockIds, Mover, Source
 from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
 
 logger = logging.getLogger(__name__)
@@ -59,8 +59,8 @@ class DramCounters:
 class _Queue:
     """A queue of submitted operations, completed in order."""
 
-    pending: deque[tuple[Node, int]] = field(default_factory=deque)
-    """The last node of each, and its blocks when it was submitted."""
+    pending: deque[tuple[Node | None, int]] = field(default_factory=deque)
+    """The last node of each, and its blocks when it was submitted; no node for blocks outside of the tree."""
     completed: int = 0
 
 
@@ -211,6 +211,19 @@ class DramTier:
         self._mover.load(slots, blocks)
         self._loads.pending.append((last, len(blocks)))
 
+    @property
+    def streams(self) -> bool:
+        """Whether blocks can be loaded while they still arrive."""
+        return self._mover.streams
+
+    def stream(self, ids: BlockIds, slots: Any, source: Source) -> None:
+        """Start copying blocks that were taken and are still being filled, each layer once it is there.
+
+        They stay taken until the load is complete, which the caller finds out by waiting for its layers.
+        """
+        self._mover.load(slots, ids, source)
+        self._loads.pending.append((None, len(ids)))
+
     def loads_submitted(self) -> int:
         """How many loads there have been; the ticket of the newest is one less."""
         return self._loads.completed + len(self._loads.pending)
@@ -244,6 +257,7 @@ class DramTier:
     def _complete_writes(self, upto: int) -> None:
         while self._writes.completed < upto:
             node, blocks = self._writes.pending.popleft()
+            assert node is not None
             self._writes.completed += 1
             self._tree.unlock(node, self._copying)
             self.counters.written += blocks
@@ -256,8 +270,9 @@ class DramTier:
         while self._loads.completed < upto:
             node, blocks = self._loads.pending.popleft()
             self._loads.completed += 1
-            self._tree.unlock(node, self._dram)
-            self._tree.unlock(node, self._hbm)
+            if node is not None:
+                self._tree.unlock(node, self._dram)
+                self._tree.unlock(node, self._hbm)
             self.counters.loaded += blocks
 
     @property

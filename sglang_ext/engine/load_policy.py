@@ -144,6 +144,17 @@ class DiskPolicy:
         compute = None if self._always else self._compute_seconds(blocks, start)
         return math.inf if compute is None else max(compute, 0.05)
 
+    def may_start(self, bytes_left: int, new_tokens: int, context: int) -> bool:
+        """Whether a forward pass may begin while so many bytes are still to be read: it does not catch up
+        with the reading, layer by layer, if computing takes at least as long.
+
+        Args:
+            new_tokens: that the forward pass computes, after ``context`` tokens.
+        """
+        read = self.bandwidth.seconds(bytes_left)
+        compute = self.cost.seconds(new_tokens, context)
+        return self._always or read is None or compute is None or read <= compute
+
     def _compute_seconds(self, blocks: int, start: int) -> float | None:
         return self.cost.seconds(blocks * self._block_tokens, start * self._block_tokens)
 

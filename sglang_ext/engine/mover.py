@@ -23,6 +23,13 @@ Slots = Any
 BlockIds = npt.NDArray[np.int64]
 
 
+class Source(Protocol):
+    """Where the arena blocks of a load are still being filled from."""
+
+    def decided(self, layer: int) -> bool:
+        """Whether a layer is in the arena, or will not come any more."""
+
+
 class MoverError(RuntimeError):
     """A background copy failed; the tier behind it can no longer be trusted."""
 
@@ -35,11 +42,18 @@ class Mover(Protocol):
     is called by the scheduler thread only.
     """
 
+    streams: bool
+    """Whether ``load`` takes a source."""
+
     def write(self, slots: Slots, blocks: BlockIds) -> int:
         """Copy the tokens at ``slots`` into arena ``blocks``; returns a ticket."""
 
-    def load(self, slots: Slots, blocks: BlockIds) -> int:
-        """Copy arena ``blocks`` to the tokens at ``slots``; returns a ticket."""
+    def load(self, slots: Slots, blocks: BlockIds, source: Source | None = None) -> int:
+        """Copy arena ``blocks`` to the tokens at ``slots``; returns a ticket.
+
+        With a source, a layer is copied once it is decided there, whatever then is in the blocks: the caller
+        finds out whether that was what it wanted.
+        """
 
     def writes_done(self) -> int:
         """How many writes are complete: tickets below this number."""
@@ -78,10 +92,21 @@ class LayerCopier(Protocol):
 class _Operation:
     plan: Any
     next_layer: int = 0
+    source: Source | None = None
+
+    @property
+    def can_go_on(self) -> bool:
+        return self.source is None or self.source.decided(self.next_layer)
+
+
+_SOURCE_POLL_SECONDS = 0.0005
+"""How often to look whether a source has the next layer, when there is nothing else to copy."""
 
 
 class ThreadMover:
     """A mover for pools in host memory: one thread that copies."""
+
+    streams = True
 
     def __init__(self, copier: LayerCopier, n_layers: int, *, name: str = "kv-mover") -> None:
         self._copier = copier
@@ -102,8 +127,8 @@ class ThreadMover:
         operation = _Operation(self._copier.plan(slots, blocks))
         return self._submit(self._writes, operation, lambda: self._writes_done)
 
-    def load(self, slots: Slots, blocks: BlockIds) -> int:
-        operation = _Operation(self._copier.plan(slots, blocks))
+    def load(self, slots: Slots, blocks: BlockIds, source: Source | None = None) -> int:
+        operation = _Operation(self._copier.plan(slots, blocks), source=source)
         return self._submit(self._loads, operation, lambda: self._loads_done)
 
     def _submit(self, queue: deque[_Operation], operation: _Operation, done: Callable[[], int]) -> int:
@@ -171,13 +196,14 @@ class ThreadMover:
         """The next layer to copy; waits for one. ``None`` when closing and nothing is left."""
         with self._lock:
             while True:
-                if self._loads:
-                    return self._copier.scatter, lowest_layer_first(self._loads)
+                ready = [load for load in self._loads if load.next_layer < self._n_layers and load.can_go_on]
+                if ready:
+                    return self._copier.scatter, lowest_layer_first(ready)
                 if self._writes:
                     return self._copier.gather, self._writes[0]
-                if self._closing:
+                if self._closing and not self._loads:
                     return None
-                self._work.wait()
+                self._work.wait(_SOURCE_POLL_SECONDS if self._loads else None)
 
     def _advance(self, operation: _Operation) -> None:
         last = self._n_layers

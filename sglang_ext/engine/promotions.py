@@ -5,6 +5,12 @@ lowest layer of all waiting requests first, and enters the tree once all of it v
 behind it may go first. From then on it is a DRAM hit like any other, locked until the request is admitted.
 What cannot be read is computed: a fault of the disk costs time, never an answer.
 
+Where the mover can, a request need not wait for all of it: once the lowest layer is in and the rest is
+expected to keep ahead of the forward pass, the request is admitted, and the other layers stream through DRAM
+to its slots in front of the forward pass (Symphony, section 3.3). Those slots are the request's own and not
+the tree's until the pass has ended and every layer has verified; if one has not, the whole batch is thrown
+away and runs again (``patches/restarts.py``).
+
 Requests that want the same blocks share one promotion. All methods run in the scheduler's thread, and every
 rank takes the same steps in the same order.
 """
@@ -12,8 +18,10 @@ rank takes the same steps in the same order.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 Agree = Callable[[int], int]
 
+_REMEMBERED = 256
+"""Requests whose stream has failed; they wait for all layers the next time."""
+
 
 @dataclass
 class PromotionCounters:
@@ -46,6 +57,8 @@ class PromotionCounters:
     """Chosen and not read: damaged, unreadable, gone meanwhile; the disk tier counts them by reason."""
     late: int = 0
     """Given up, because reading took longer than computing would have."""
+    streamed: int = 0
+    """Of those promoted, the ones that a forward pass did not wait for."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +68,8 @@ class Wanted:
     namespace: Hashable
     key: bytes
     priority: int = 0
+    request: Hashable = None
+    """Whose it is, however often it is tried."""
 
 
 @dataclass(eq=False)
@@ -71,6 +86,10 @@ class _Promotion:
     deadline: float
     handles: dict[Hashable, Wanted] = field(default_factory=dict)
     late: bool = False
+    streams_to: Hashable = None
+    """The request that was admitted before all layers were in."""
+    streaming: bool = False
+    """Its forward pass is reading the blocks, which must not be given back before it has ended."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +115,7 @@ class Promotions:
         memory: the DRAM arena.
         policy: what is worth reading.
         agree: the ranks' consensus: the smallest of their numbers.
+        stream: whether requests may be admitted before all layers are in.
         clock: seconds, monotonic.
     """
 
@@ -110,6 +130,8 @@ class Promotions:
         memory: BlockMemory,
         policy: DiskPolicy,
         agree: Agree = int,
+        *,
+        stream: bool = False,
         clock: Clock | None = None,
     ) -> None:
         self._tree = tree
@@ -122,11 +144,15 @@ class Promotions:
         self._names = writes.names
         self.policy = policy
         self._agree = agree
+        self._stream = stream and room.streams
+        self._no_streams: deque[Hashable] = deque(maxlen=_REMEMBERED)
         self._clock = clock or SystemClock()
         self._under_way: dict[bytes, _Promotion] = {}
         """By the name of the first block."""
         self._waiting: dict[Hashable, _Promotion] = {}
         self._arrived: dict[Hashable, Promoted] = {}
+        self._streams: list[_Promotion] = []
+        """Those that the next forward pass depends on."""
         self.counters = PromotionCounters()
 
     # -- for a request --------------------------------------------------------------------------
@@ -149,10 +175,15 @@ class Promotions:
 
     def ready(self, handle: Hashable) -> bool:
         """Whether the request has nothing to wait for."""
-        return handle not in self._waiting
+        promotion = self._waiting.get(handle)
+        return promotion is None or promotion.streams_to == handle
 
     def brought(self, handle: Hashable) -> Promoted | None:
         """What a promotion has brought for the request, locked until ``release``."""
+        promotion = self._waiting.get(handle)
+        if promotion is not None and promotion.streams_to == handle:
+            block = self._tree.block_size
+            return Promoted(promotion.start * block, len(promotion.ids) * block, promotion.parent)
         return self._arrived.get(handle)
 
     def release(self, handle: Hashable) -> None:
@@ -163,6 +194,43 @@ class Promotions:
         arrived = self._arrived.pop(handle, None)
         if arrived is not None:
             self._tree.unlock(arrived.node, self._dram)
+
+    # -- in front of the forward pass -------------------------------------------------------------
+
+    def blocks_to_stream(self, handle: Hashable, in_memory: int) -> int:
+        """How many blocks the request may take as found after the ``in_memory`` blocks that the tree has."""
+        promotion = self._waiting.get(handle)
+        if promotion is None or promotion.streams_to != handle or promotion.start != in_memory:
+            return 0
+        return len(promotion.ids)
+
+    def stream(self, handle: Hashable, slots: Any) -> None:
+        """Let the blocks of ``blocks_to_stream`` go on to ``slots`` as they come."""
+        promotion = self._waiting[handle]
+        promotion.streaming = True
+        self._streams.append(promotion)
+        self._room.stream(promotion.ids, slots, promotion.load)
+
+    def streams_hold(self) -> bool:
+        """After a forward pass: whether all that streamed into it was what it should have been."""
+        held = True
+        last = self._tier.layout.n_layers - 1
+        for promotion in self._streams:
+            try:
+                blocks = promotion.load.wait(last).blocks
+            except InternalError:
+                blocks = 0  # _finish reports it
+            whole = bool(self._agree(int(blocks == len(promotion.ids))))
+            promotion.streaming = False
+            if whole:
+                self.counters.streamed += blocks
+                # The tree knows the blocks before the request inserts them, and need not copy them again.
+                self._finish(promotion, self._clock.monotonic())
+            else:
+                held = False
+                self._no_streams.append(promotion.wanted.request)
+        self._streams.clear()
+        return held
 
     # -- looking and starting -------------------------------------------------------------------
 
@@ -226,11 +294,26 @@ class Promotions:
             return
         now = self._clock.monotonic()
         for promotion in list(self._under_way.values()):
+            if promotion.streaming:
+                continue
             if not promotion.late and self._agree(int(now > promotion.deadline)):
                 promotion.late = True
+                promotion.streams_to = None
                 self._loader.cancel(promotion.load)
             if self._agree(int(promotion.load.over)):
                 self._finish(promotion, now)
+            elif self._stream and promotion.streams_to is None and self._agree(self._may_start(promotion)):
+                promotion.streams_to = next(iter(promotion.handles))
+
+    def _may_start(self, promotion: _Promotion) -> int:
+        wanted = next(iter(promotion.handles.values()), None)
+        if wanted is not promotion.wanted or promotion.late or not promotion.load.arrived(0):
+            return 0
+        if wanted.request in self._no_streams:
+            return 0
+        context = (promotion.start + len(promotion.ids)) * self._tree.block_size
+        new_tokens = len(wanted.key) // TOKEN_BYTES - context
+        return int(self.policy.may_start(self._loader.bytes_left(promotion.load), new_tokens, context))
 
     def _finish(self, promotion: _Promotion, now: float) -> None:
         del self._under_way[promotion.names[0].tobytes()]
@@ -257,7 +340,7 @@ class Promotions:
 
     def _blocks_read(self, promotion: _Promotion) -> int:
         try:
-            return promotion.load.result(0).blocks
+            return promotion.load.result().blocks
         except InternalError:
             logger.exception("reading from disk failed in a way that is not the disk's; computing instead")
             return 0
@@ -309,6 +392,7 @@ class Promotions:
 
     def settle(self) -> None:
         """Give up every promotion under way and every lock held for a request."""
+        self._streams.clear()
         for promotion in list(self._under_way.values()):
             promotion.late = True
             self._loader.cancel(promotion.load)

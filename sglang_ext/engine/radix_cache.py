@@ -104,6 +104,8 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
         self._check_when_idle = check
         self._checked_state = ""
         self._weights = 0
+        self._streaming: list[tuple[Req, int]] = []
+        """Requests of the batch being formed that take blocks from disk, and how many tokens the tree has."""
         allocator = self.token_to_kv_pool_allocator
         self.device = torch.device(allocator.device if allocator is not None else "cpu")
         self._slots = slot_ops(self.device)
@@ -134,28 +136,35 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
         namespace = self._namespace_of_key(params.key)
         if params.req is not None:
             setattr(params.req, _NAMESPACE, namespace)
-        node, path, _ = self.tree.match(namespace, _encode(params.key))
+        node, path, blocks = self.tree.match(namespace, _encode(params.key))
         hbm = self._hbm
-        if hbm in node.placements:
+        streamed = self._streamed(params.req, blocks)
+        if hbm in node.placements and not streamed:
             # Who has the last node has all before it: the usual case, and the one that has to be fast.
             return MatchResult(self._slots.join([n.placements[hbm] for n in path]), node, node, node)
-        return self._match_beyond_hbm(path)
+        return self._match_beyond_hbm(path, streamed)
 
-    def _match_beyond_hbm(self, path: list[Node]) -> MatchResult:
-        """The result for a path that HBM holds a beginning of, or nothing."""
+    def _streamed(self, req: Req | None, blocks: int) -> int:
+        """Blocks that come from disk, after the ``blocks`` in memory, in front of the forward pass."""
+        if self.promotions is None or req is None:
+            return 0
+        return self.promotions.blocks_to_stream(req.cache_request_handle, blocks)
+
+    def _match_beyond_hbm(self, path: list[Node], streamed: int) -> MatchResult:
+        """The result for a path that HBM holds a beginning of, or nothing, and blocks from disk after it."""
         hbm = self._hbm
         in_hbm = [node.placements[hbm] for node in path if hbm in node.placements]
         device_node = path[len(in_hbm) - 1] if in_hbm else self.tree.root
         best = path[-1] if path else device_node
-        dram_tokens = sum(node.blocks for node in path[len(in_hbm) :]) * self.block_size
-        if dram_tokens < self._load_min_tokens:
-            best, dram_tokens = device_node, 0
+        below = (sum(node.blocks for node in path[len(in_hbm) :]) + streamed) * self.block_size
+        if below < self._load_min_tokens:
+            best, below = device_node, 0
         return MatchResult(
             device_indices=self._slots.join(in_hbm) if in_hbm else self._nothing,
             last_device_node=device_node,
             last_host_node=best,
             best_match_node=best,
-            host_hit_length=dram_tokens,
+            host_hit_length=below,
         )
 
     def _namespace_of_key(self, key: RadixKey) -> Hashable:
@@ -316,13 +325,20 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
             node = node.parent
         nodes.reverse()
         tokens = sum(loaded.blocks for loaded in nodes) * self.block_size
+        streamed = self._streamed(params.req, _blocks_up_to(best)) * self.block_size
         slots = None
-        if self.dram is not None and tokens == params.host_hit_length:
-            slots = self._allocate(tokens)
+        if self.dram is not None and tokens + streamed == params.host_hit_length:
+            slots = self._allocate(tokens + streamed)
         if slots is None:
             return self._nothing, node
         assert self.dram is not None
-        self.dram.load(nodes, self._slots.keep(slots))
+        if nodes:
+            self.dram.load(nodes, self._slots.keep(slots[:tokens]))
+        if streamed:
+            assert self.promotions is not None
+            assert params.req is not None
+            self.promotions.stream(params.req.cache_request_handle, self._slots.keep(slots[tokens:]))
+            self._streaming.append((params.req, len(params.req.prefix_indices) + tokens))
         return slots, best
 
     def _allocate(self, tokens: int) -> torch.Tensor | None:
@@ -335,6 +351,10 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
 
     def ready_to_load_host_cache(self) -> int:
         """What the next batch has to wait for, for ``LayerGate.set_consumer``."""
+        for req, protected in self._streaming:
+            # SGLang takes all that was loaded for the tree's; what streams is the request's own for now.
+            req.kv.cache_protected_len = protected
+        self._streaming.clear()
         if self.dram is None or not self.dram.loading:
             return NOTHING_TO_WAIT_FOR
         return self.dram.loads_submitted() - 1
@@ -418,6 +438,14 @@ def _is_private(req: Req) -> bool:
     others that have the same tokens.
     """
     return req.positional_embed_overrides is not None
+
+
+def _blocks_up_to(node: Node) -> int:
+    blocks = 0
+    while node.parent is not None:
+        blocks += node.blocks
+        node = node.parent
+    return blocks
 
 
 def _encode(key: RadixKey) -> bytes:

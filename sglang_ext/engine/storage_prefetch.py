@@ -68,7 +68,8 @@ class StoragePrefetch:
         if self.promotions is None or not len(new_input_tokens):
             return
         key = encode_tokens(matched_prefix_tokens) + encode_tokens(new_input_tokens)
-        self.promotions.begin(handle, Wanted(self.namespace(extra_key, cache_salt), key))
+        wanted = Wanted(self.namespace(extra_key, cache_salt), key, request=handle.rid)
+        self.promotions.begin(handle, wanted)
 
     def check_prefetch_progress(self, handle: CacheRequestHandle) -> bool:
         return self.promotions is None or self.promotions.ready(handle)
@@ -88,6 +89,10 @@ class StoragePrefetch:
 
     def release_aborted_request(self, handle: CacheRequestHandle) -> None:
         self._release(handle)
+
+    def streams_hold(self) -> bool:
+        """After a forward pass: whether everything that streamed into it from disk has verified."""
+        return self.promotions is None or self.promotions.streams_hold()
 
     def _release(self, handle: CacheRequestHandle) -> None:
         if self.promotions is not None:

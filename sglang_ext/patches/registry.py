@@ -10,6 +10,7 @@ from sglang_ext.patches import (
     mla_attention,
     mla_rope,
     paged_allocator,
+    restarts,
     scheduler_calls,
     sgl_kernel_stand_in,
     torchvision_operators,
@@ -35,6 +36,7 @@ PATCHES: tuple[Patch, ...] = (
     early_send.PATCH,
     flags.PATCH,
     scheduler_calls.PATCH,
+    restarts.PATCH,
     weight_updates.PATCH,
     vocabulary.PATCH,
 )

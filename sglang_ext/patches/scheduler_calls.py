@@ -52,6 +52,9 @@ class CalledCache(Protocol):
         whether it waits for loads.
         """
 
+    def streams_hold(self) -> bool:
+        """A prefill batch has run: whether everything that streamed into it was what it should have been."""
+
     def prefill_ended(self) -> None:
         """The result of the oldest such batch was processed."""
 

@@ -181,6 +181,11 @@ class LayerQueue:
         """Bytes of layers not started."""
         return sum(sum(w.sizes[w.next_layer :]) for w in self._requests.values() if not w.cancelled)
 
+    def bytes_left(self, request: Request) -> int:
+        """Bytes of a request's layers that have not been started; 0 for one that is not here."""
+        waiting = self._requests.get(request)
+        return 0 if waiting is None or waiting.cancelled else sum(waiting.sizes[waiting.next_layer :])
+
     def __len__(self) -> int:
         """Requests that wait or have tasks in flight."""
         return len(self._requests)

@@ -70,6 +70,10 @@ class Load:
         """Whether a layer is in. Does not wait."""
         return self._arrived[layer]
 
+    def decided(self, layer: int) -> bool:
+        """Whether a layer is in, or will not come any more: `wait` returns at once."""
+        return self._arrived[layer] or self._stopped
+
     @property
     def over(self) -> bool:
         """Whether nothing more is read: `result` returns at once."""
@@ -262,6 +266,11 @@ class Loader:
                     self._work.notify_all()
                     return None
                 self._work.wait()
+
+    def bytes_left(self, load: Load) -> int:
+        """Bytes of a load that have not been started to be read."""
+        with self._work:
+            return self._queue.bytes_left(load)
 
     @property
     def waiting_bytes(self) -> int:

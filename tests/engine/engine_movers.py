@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_ext.engine.mover import BlockIds, LayerCopier, Slots
+from sglang_ext.engine.mover import BlockIds, LayerCopier, Slots, Source
 
 DEADLINE_S = 10.0
 
@@ -99,11 +99,14 @@ class HandMover:
         self._writes_done = 0
         self.closed = False
 
+    streams = False
+
     def write(self, slots: Slots, blocks: BlockIds) -> int:
         self._writes.append([self._plan(slots, blocks), 0])
         return self._writes_done + len(self._writes) - 1
 
-    def load(self, slots: Slots, blocks: BlockIds) -> int:
+    def load(self, slots: Slots, blocks: BlockIds, source: Source | None = None) -> int:
+        assert source is None, "not asked to stream"
         self._loads.append([self._plan(slots, blocks), 0])
         return self._loads_done + len(self._loads) - 1
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from engine_pools import MODEL, Pools, extend_chain
+from engine_pools import MODEL, Pools, WrongKvError, extend_chain
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch, retract_all
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
@@ -30,6 +30,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_ext.engine.layer_gate import LayerGate
 from sglang_ext.engine.radix_cache import GlobalRadixCache
+from sglang_ext.patches.restarts import take_back
 
 
 @dataclass
@@ -91,6 +92,10 @@ class SimulatedScheduler:
         self.retracted = 0
         """Requests sent back because memory ran out."""
         self.preempted = 0
+        self.restarted = 0
+        """Requests whose batch was thrown away."""
+        self._taken: list[Req] = []
+        self._restarting: list[Req] = []
         self._results: deque[tuple[ScheduleBatch, list[int]]] = deque()
         self._pending_chunked_abort: Req | None = None
         self._served: dict[Req, Served] = {}
@@ -196,7 +201,11 @@ class SimulatedScheduler:
     @property
     def idle(self) -> bool:
         """Whether nothing runs and nothing waits."""
-        return not (self.waiting or self.active()) and self.last_batch is None and not self._results
+        return (
+            not (self.waiting or self._restarting or self.active())
+            and self.last_batch is None
+            and not self._results
+        )
 
     def active(self) -> list[Req]:
         """Every request that holds slots."""
@@ -214,13 +223,37 @@ class SimulatedScheduler:
         if batch is None and self.waiting:
             threading.Event().wait(0.0005)  # for the threads of the disk
         if batch is not None:
-            self._results.append((batch.copy(), self._forward(batch)))
+            self._results.append((batch.copy(), self._run(batch)))
         if self.settings.overlap:
             if self.last_batch is not None:
                 self._process(*self._results.popleft())
         else:
             self._drain_results()
         self.last_batch = batch
+
+    def _run(self, batch: ScheduleBatch) -> list[int]:
+        """A forward pass. What it reads may be wrong as long as the cache says so afterwards."""
+        wrong: WrongKvError | None = None
+        tokens = [-1] * len(batch.reqs)
+        try:
+            tokens = self._forward(batch)
+        except WrongKvError as error:
+            wrong = error
+            self._wait_for_all_layers()
+        if batch.forward_mode.is_extend() and not self.cache.streams_hold():
+            if self.chunked in batch.reqs:
+                self.chunked = None
+            self._taken = take_back(batch.reqs, self.cache)
+            self._restarting += self._taken
+            self.restarted += len(self._taken)
+        elif wrong is not None:
+            raise wrong
+        return tokens
+
+    def _wait_for_all_layers(self) -> None:
+        first = self.pools.kind.start_layer
+        for layer in range(self.pools.oracle.layers):
+            self.pools.kvcache.get_key_buffer(first + layer)
 
     def _drain_results(self) -> None:
         while self._results:
@@ -229,6 +262,11 @@ class SimulatedScheduler:
     def _next_batch(self) -> ScheduleBatch | None:
         self._process_pending_chunked_abort()
         self.cache.check_hicache_events()
+        if self._taken:
+            assert self.last_batch is not None
+            keep = [i for i, req in enumerate(self.last_batch.reqs) if req not in self._taken]
+            self.last_batch.filter_batch(keep_indices=keep)
+            self._taken = []
         if self.chunked is not None and self.chunked.extend_range.end > len(self.chunked.prefix_indices):
             maybe_cache_unfinished_req(self.chunked, self.cache, chunked=True)
         if self.last_batch is not None and self.last_batch.forward_mode.is_extend():
@@ -434,6 +472,9 @@ class SimulatedScheduler:
         allocator.free_group_end()
         if batch.forward_mode.is_extend():
             self.cache.prefill_ended()
+        back = [req for req in self._restarting if req in batch.reqs]
+        self._restarting = [req for req in self._restarting if req not in back]
+        self._enqueue(back)
 
     def _process_prefill(self, req: Req, token: int, *, decoding: bool) -> None:
         if (req.finished() and req.inflight_middle_chunks <= 0) or req.is_retracted:

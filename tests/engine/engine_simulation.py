@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,10 +28,10 @@ from sglang_ext.engine.radix_cache import GlobalRadixCache
 from sglang_ext.geometry import Geometry
 from sglang_ext.keys import Namespace, Tier
 from sglang_ext.radix_global import Holder, Node, RadixTree, policy_by_name
-from sglang_ext.testing.tiers import FaultyTier, MemoryTier
+from sglang_ext.testing.tiers import FaultyTier, MemoryTier, WrappedTier
 from sglang_ext.tiered_store.copy import PoolCopier
 from sglang_ext.tiered_store.dram import DramArena
-from sglang_ext.tiered_store.tier import BlockTier
+from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get, Ids, LayerRead
 
 _CONFIG = KvConfig(dram_size=1, disk_path="/simulated", block_size=4, load_min_tokens=0, load_policy="always")
 _WEIGHING = dataclasses.replace(_CONFIG, load_policy="auto")
@@ -64,6 +65,8 @@ class Scenario:
     """Size of the disk below DRAM; ``None`` for none. It is the reference tier, behind real threads."""
     disk_faults: float = 0.0
     """Share of the disk's calls that fail."""
+    stream: bool = False
+    """Admit requests while their blocks still come from disk."""
     weigh: bool = False
     """Load from disk only what is expected to be slower to compute."""
     memory: int = 12
@@ -75,6 +78,14 @@ class Scenario:
 
 _Held = tuple[Node, np.ndarray, np.ndarray]
 """A node, where one tier has it, and the hashes of its tokens."""
+
+
+class LateLayers(WrappedTier):
+    """Brings each layer a little later than the one before."""
+
+    def get_layer(self, get: Get, layer: int, memory: BlockMemory, ids: Ids) -> LayerRead:
+        time.sleep(0.005 * layer)
+        return super().get_layer(get, layer, memory, ids)
 
 
 class Rank:
@@ -140,7 +151,15 @@ class Rank:
             if disk is not None and below is not None:
                 self.writes = below
                 self.promotions = promotions_from(
-                    disk, below, config, self.tree, self.tier, self.dram_holder, self.arena, agree
+                    disk,
+                    below,
+                    config,
+                    self.tree,
+                    self.tier,
+                    self.dram_holder,
+                    self.arena,
+                    agree,
+                    stream=scenario.stream,
                 )
             gate = gate_class(self.mover)
             self.pools.kvcache.register_layer_transfer_counter(gate)
@@ -158,6 +177,8 @@ class Rank:
 
     def _disk(self, geometry: Geometry, blocks: int) -> BlockTier:
         disk: BlockTier = MemoryTier(geometry.layout, blocks)
+        if self.scenario.stream:
+            disk = LateLayers(disk)
         if self.scenario.disk_faults:
             disk = FaultyTier(disk, seed=5, rate=self.scenario.disk_faults)
         return disk
@@ -499,6 +520,26 @@ SCENARIOS = (
         memory=40,
         threaded=True,
         settings=Settings(preemption=True, max_running=3),
+    ),
+    Scenario(
+        "streaming from disk",
+        hbm_tokens=256,
+        dram_blocks=100,
+        disk_blocks=4000,
+        memory=60,
+        threaded=True,
+        stream=True,
+    ),
+    Scenario(
+        "streaming from a faulty disk, overlap, mixed chunks",
+        hbm_tokens=256,
+        dram_blocks=70,
+        disk_blocks=2000,
+        disk_faults=0.03,
+        memory=60,
+        threaded=True,
+        stream=True,
+        settings=Settings(mixed=True, overlap=True, new_token_ratio=0.5),
     ),
     Scenario(
         "disk or computing, whichever is faster",

@@ -1,0 +1,150 @@
+"""KV that streams from disk in front of the forward pass, alone and under a fault of the disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from engine_movers import until
+from engine_pools import PoolKind, WrongKvError
+from engine_scheduler import Settings
+from engine_simulation import LateLayers, Rank, Scenario
+
+from sglang_ext.testing.tiers import WrappedTier
+from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get, Ids, LayerRead, Outcome
+
+pytestmark = pytest.mark.usefixtures("sglang_config")
+
+LAYERS = 4
+ALONE = Scenario(
+    "alone",
+    kind=PoolKind(layers=LAYERS),
+    hbm_tokens=320,
+    dram_blocks=60,
+    disk_blocks=4000,
+    threaded=True,
+    stream=True,
+    settings=Settings(chunk=None),
+)
+PROMPT = [n % 4 for n in range(101)]
+BLOCKS = 25
+
+
+class LoosesALayer(WrappedTier):
+    """From some layer on, a block in the middle does not verify; only as long as ``armed``."""
+
+    def __init__(self, inner: BlockTier, layer: int) -> None:
+        super().__init__(inner)
+        self._layer = layer
+        self.armed = True
+
+    def get_layer(self, get: Get, layer: int, memory: BlockMemory, ids: Ids) -> LayerRead:
+        read = super().get_layer(get, layer, memory, ids)
+        if self.armed and layer >= self._layer:
+            for rows in memory.rows(layer, ids)[len(ids) // 2 :]:
+                rows[:] = 0xEE
+            get.blocks = min(get.blocks, len(ids) // 2)
+            return LayerRead(get.blocks, Outcome.DAMAGED)
+        return read
+
+
+@contextmanager
+def on_disk_only(
+    scenario: Scenario = ALONE, disk: Callable[[BlockTier], BlockTier] = lambda tier: tier
+) -> Iterator[Rank]:
+    """A rank that has computed ``PROMPT`` and has it on disk and nowhere else."""
+    rank = Rank(scenario, disk_class=disk)
+    try:
+        rank.serve(PROMPT)
+        assert rank.tier is not None
+        assert rank.writes is not None
+        rng = random.Random(1)
+        for _ in range(5):
+            rank.tier.settle()
+            rank.writes.settle()
+            rank.serve([rng.randrange(4) for _ in range(160)])
+        rank.tier.settle()
+        rank.writes.settle()
+        yield rank
+    finally:
+        rank.close()
+
+
+def test_the_forward_pass_starts_before_all_layers_are_in() -> None:
+    with on_disk_only() as rank:
+        assert rank.promotions is not None
+        rank.serve([*PROMPT, 1, 2, 3], new_tokens=3)
+        assert rank.promotions.counters.streamed == BLOCKS
+        assert rank.promotions.counters.promoted == BLOCKS
+        assert rank.scheduler.disk_tokens == BLOCKS * 4
+        assert rank.scheduler.restarted == 0
+
+
+def test_without_streaming_it_waits_for_all_of_them() -> None:
+    with on_disk_only(dataclasses.replace(ALONE, stream=False), LateLayers) as rank:
+        assert rank.promotions is not None
+        rank.serve([*PROMPT, 1, 2, 3], new_tokens=3)
+        assert rank.promotions.counters.streamed == 0
+        assert rank.promotions.counters.promoted == BLOCKS
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("layer", [1, LAYERS - 1])
+def test_a_damaged_layer_runs_the_batch_again(layer: int, overlap: bool) -> None:
+    scenario = dataclasses.replace(ALONE, settings=Settings(chunk=None, overlap=overlap))
+    with on_disk_only(scenario, lambda tier: LoosesALayer(tier, layer)) as rank:
+        assert rank.promotions is not None
+        first = rank.serve([*PROMPT, 1, 2, 3], new_tokens=3)
+        assert rank.scheduler.restarted == 1
+        assert rank.promotions.counters.streamed == 0
+        assert rank.promotions.counters.read_failed > 0
+        # What did verify has been kept, and the answer is what a computed one is.
+        assert rank.promotions.counters.promoted >= BLOCKS // 2
+        second = rank.serve([*PROMPT, 1, 2, 3], new_tokens=3)
+        assert first.output_ids == second.output_ids
+        assert len(first.output_ids) == 3
+
+
+def test_others_in_the_batch_run_again_too_and_lose_nothing() -> None:
+    with on_disk_only(disk=lambda tier: LoosesALayer(tier, 2)) as rank:
+        assert rank.promotions is not None
+        reading = rank.scheduler.submit([*PROMPT, 1, 2, 3], new_tokens=3)
+        until(lambda: rank.promotions.ready(reading.cache_request_handle) or step(rank), "the first layer")
+        other = rank.scheduler.submit([3] * 40, new_tokens=5)
+        while not rank.scheduler.idle:
+            step(rank)
+        assert rank.scheduler.restarted >= 1
+        assert len(reading.output_ids) == 3
+        assert len(other.output_ids) == 5
+
+
+def step(rank: Rank) -> bool:
+    rank.scheduler.step()
+    rank.check()
+    return False
+
+
+def test_a_chunk_of_a_prompt_that_streams_can_be_thrown_away() -> None:
+    scenario = dataclasses.replace(ALONE, settings=Settings(chunk=32))
+    with on_disk_only(scenario, lambda tier: LoosesALayer(tier, 2)) as rank:
+        req = rank.serve([*PROMPT, *([1, 2, 3, 3] * 20)], new_tokens=3)
+        assert rank.scheduler.restarted == 1
+        assert len(req.output_ids) == 3
+
+
+def test_a_request_whose_stream_has_failed_waits_for_all_layers_the_next_time() -> None:
+    with on_disk_only(disk=lambda tier: LoosesALayer(tier, 1)) as rank:
+        rank.serve([*PROMPT, 1, 2, 3], new_tokens=3)
+        # Half of it was kept; the other half is on the disk still, and fails again, in vain for nobody.
+        assert rank.scheduler.restarted == 1
+
+
+def test_a_cache_that_does_not_look_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin: what was damaged is in the forward pass."""
+    with on_disk_only(disk=lambda tier: LoosesALayer(tier, 1)) as rank:
+        monkeypatch.setattr(rank.cache, "streams_hold", lambda: True)
+        with pytest.raises(WrongKvError):
+            rank.serve([*PROMPT, 1, 2, 3], new_tokens=3)
