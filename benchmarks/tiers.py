@@ -1,8 +1,9 @@
-"""How fast blocks move between the engine's pool, DRAM and disk.
+"""How fast blocks move between the engine's pool, DRAM and disk, and what of it a request notices.
 
 Copies are measured against libc's memcpy of the same scattered blocks, loads from disk against fio reading
 the same file system with the same bytes in flight, and beside other ways to keep blocks: as values in LMDB,
-and as a file per page.
+as a file per page, and LMCache's local disk backend. With real servers: the time to first token by the tier
+that holds the prompt, the share of the load that it does not show, and what writing costs decoding.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ from pathlib import Path
 from benchmarks.common import Report, parse
 from benchmarks.tiers_copy import measure_copies
 from benchmarks.tiers_disk import measure_disk
+from benchmarks.tiers_serving import measure_servers
 
-PARTS = ("copy", "disk")
+PARTS = ("copy", "disk", "servers")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--disk-path", type=Path, help="folder on the disk to measure; the temporary folder else"
+    )
+    parser.add_argument(
+        "--lmcache-python", type=Path, help="interpreter of an environment with LMCache, to measure it too"
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
 
@@ -33,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "copy" in options.extra.parts:
         measure_copies(options, report)
     if "disk" in options.extra.parts:
-        measure_disk(options, report, options.extra.disk_path)
+        measure_disk(options, report, options.extra.disk_path, options.extra.lmcache_python)
+    if "servers" in options.extra.parts:
+        measure_servers(options, report, options.extra.disk_path)
     return report.finish(options)
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from benchmarks.common import SEED, Options, Report, Samples, paired
 from benchmarks.tiers_copy import BLOCK_TOKENS, Pool
+from benchmarks.tiers_lmcache import CHUNK_TOKENS, LmCache, missing
 from sglang_ext.tiered_store.disk import DiskTier
 from sglang_ext.tiered_store.disk_state import DiskConfig, IoMode
 from sglang_ext.tiered_store.loader import Loader
@@ -198,14 +199,36 @@ class FilePerPage:
 # --- measuring ---
 
 
-def measure_disk(options: Options, report: Report, folder: Path | None) -> None:
+def measure_disk(
+    options: Options, report: Report, folder: Path | None, lmcache_python: Path | None = None
+) -> None:
     """Rows for loading and writing, and `disk_to_hbm_vs_fio`: 1 is as fast as fio."""
-    with temporary(folder) as path:
+    with temporary(folder) as path, contextlib.ExitStack() as ends:
         bench = Bench((192 if options.quick else 1024) << 20, path)
-        try:
-            _measure(options, report, bench)
-        finally:
-            bench.close()
+        ends.callback(bench.close)
+        why = missing(lmcache_python)
+        if why:
+            report.note(f"LMCache left out: {why}")
+        peers = {} if why else _lmcache(bench, lmcache_python, ends)
+        _measure(options, report, bench, peers)
+
+
+def _lmcache(bench: Bench, python: Path | None, ends: contextlib.ExitStack) -> dict[str, LmCache]:
+    """LMCache's backend with as many bytes and threads as ours has, in its own chunks."""
+    chunk_bytes = CHUNK_TOKENS // BLOCK_TOKENS * bench.layout.block_bytes
+    return {
+        name: ends.enter_context(
+            LmCache(
+                python,
+                bench.folder / f"lmcache-{name}",
+                chunk_bytes=chunk_bytes,
+                chunks=bench.nbytes // chunk_bytes,
+                threads=THREADS,
+                direct=name == "direct",
+            )
+        )
+        for name in ("buffered", "direct")
+    }
 
 
 @contextlib.contextmanager
@@ -217,7 +240,7 @@ def temporary(folder: Path | None) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _measure(options: Options, report: Report, bench: Bench) -> None:
+def _measure(options: Options, report: Report, bench: Bench, peers: dict[str, LmCache]) -> None:
     fio = Fio(bench) if shutil.which("fio") else None
     pages = [FilePerPage(bench, synced=synced) for synced in (False, True)]
     values = LmdbValues(bench)
@@ -240,35 +263,46 @@ def _measure(options: Options, report: Report, bench: Bench) -> None:
             took[leg] = []
             legs[leg] = partial(fio.note, took[leg], write=False, direct=name == "direct")
             before[leg] = partial(forget, bench.folder / "fio")
+    for name, peer in peers.items():
+        peer.run("write")
+        leg = f"lmcache {name}"
+        took[leg] = []
+        legs[leg] = partial(peer.note, took[leg], "read")
+        before[leg] = partial(forget, peer.folder)
     legs |= {"lmdb": values.read, "pages": pages[0].read}
     before |= {
         "lmdb": lambda: forget(values.folder),
         "pages": lambda: forget(pages[0].folder),
     }
     rounds = options.rounds(9, quick=3)
-    times = _with_fio(paired(legs, rounds=rounds, before=before, deadline=20 if options.quick else 240), took)
+    deadline = 20 if options.quick else 240
+    times = _as_reported(paired(legs, rounds=rounds, before=before, deadline=deadline), took)
     for name in tiers:
         against = times.ratio(f"fio {name}", name) if fio is not None else None
         _row(report, f"disk to HBM, cold, {name}", bench, times, name, against)
     for leg, label in (
         ("fio buffered", "fio, cold, buffered"),
         ("fio direct", "fio, direct"),
+        ("lmcache buffered", "LMCache to DRAM, cold, buffered"),
+        ("lmcache direct", "LMCache to DRAM, direct"),
         ("lmdb", "LMDB values to DRAM, cold"),
         ("pages", "a file per page to DRAM, cold"),
     ):
         if leg in times.seconds:
             _row(report, label, bench, times, leg, None)
-    warm = paired(
-        {name: legs[name] for name in ("buffered", "lmdb", "pages")},
-        rounds=rounds,
-        deadline=8 if options.quick else 60,
+    labels = {
+        "buffered": "disk to HBM, warm",
+        "lmdb": "LMDB, warm",
+        "pages": "a file per page, warm",
+        "lmcache buffered": "LMCache, warm",
+    }
+    deadline = 8 if options.quick else 60
+    warm = _as_reported(
+        paired({leg: legs[leg] for leg in labels if leg in legs}, rounds=rounds, deadline=deadline), took
     )
-    for leg, label in (
-        ("buffered", "disk to HBM, warm"),
-        ("lmdb", "LMDB, warm"),
-        ("pages", "a file per page, warm"),
-    ):
-        _row(report, label, bench, warm, leg, None)
+    for leg, label in labels.items():
+        if leg in warm.seconds:
+            _row(report, label, bench, warm, leg, None)
     loader.close()
     if fio is None:
         report.note("fio is not installed: `apt-get install fio` for disk_to_hbm_vs_fio")
@@ -278,7 +312,9 @@ def _measure(options: Options, report: Report, bench: Bench) -> None:
         report.summary["disk_to_hbm_vs_fio_buffered"] = times.ratio("fio buffered", "buffered")
     report.summary["disk_read_vs_lmdb_cold"] = times.ratio("lmdb", "buffered")
     report.summary["disk_read_vs_file_per_page_cold"] = times.ratio("pages", "buffered")
-    _measure_writes(options, report, bench, tiers["buffered"], fio, values, pages)
+    for name in peers:
+        report.summary[f"disk_read_vs_lmcache_{name}"] = times.ratio(f"lmcache {name}", name)
+    _measure_writes(options, report, bench, tiers["buffered"], fio, values, pages, peers.get("buffered"))
     for tier in tiers.values():
         tier.close()
 
@@ -291,6 +327,7 @@ def _measure_writes(
     fio: Fio | None,
     values: LmdbValues,
     pages: list[FilePerPage],
+    peer: LmCache | None,
 ) -> None:
     took: dict[str, list[float]] = {"fio": []}
     legs: dict[str, Callable[[], Any]] = {
@@ -301,8 +338,11 @@ def _measure_writes(
     }
     if fio is not None:
         legs["fio"] = partial(fio.note, took["fio"], write=True, direct=False)
+    if peer is not None:
+        took["lmcache"] = []
+        legs["lmcache"] = partial(peer.note, took["lmcache"], "write")
     before: dict[str, Callable[[], Any]] = {"ours": lambda: tier.clear()}
-    times = _with_fio(
+    times = _as_reported(
         paired(legs, rounds=options.rounds(7, quick=3), before=before, deadline=15 if options.quick else 240),
         took,
     )
@@ -312,6 +352,7 @@ def _measure_writes(
         ("lmdb", "LMDB values, durable"),
         ("pages synced", "a file per page, synced"),
         ("pages", "a file per page, not synced"),
+        ("lmcache", "LMCache, not synced"),
     ):
         if times.seconds.get(leg):
             against = times.ratio("fio", leg) if leg == "ours" and fio is not None else None
@@ -322,8 +363,8 @@ def _measure_writes(
     report.summary["disk_write_vs_file_per_page_synced"] = times.ratio("pages synced", "ours")
 
 
-def _with_fio(times: Samples, took: dict[str, list[float]]) -> Samples:
-    """Replace the seconds of fio's process by those that fio reports; the first were its warmup."""
+def _as_reported(times: Samples, took: dict[str, list[float]]) -> Samples:
+    """Replace the seconds of a peer's process by those that it reports; its first were warmup."""
     seconds = {leg: list(found) for leg, found in times.seconds.items()}
     for leg, reported in took.items():
         if leg in seconds:

@@ -18,6 +18,8 @@ _SMALLEST_BATCH = 32
 """Tokens; smaller batches measure overheads instead of the model."""
 _SMOOTHING = 0.3
 """Weight of the newest measurement of a bandwidth."""
+_HOPE = 1.1
+"""What a bandwidth is taken to have grown by each time it was too small to be used."""
 
 
 class PrefillCost:
@@ -82,6 +84,11 @@ class Bandwidth:
         before = self.bytes_per_second
         self.bytes_per_second = now if before is None else before + _SMOOTHING * (now - before)
 
+    def hope(self) -> None:
+        """It was too slow to be used, and may have become faster since."""
+        if self.bytes_per_second is not None:
+            self.bytes_per_second *= _HOPE
+
     def seconds(self, nbytes: int) -> float | None:
         """To load so many bytes; None when unknown."""
         return None if self.bytes_per_second is None else nbytes / self.bytes_per_second
@@ -136,6 +143,9 @@ class DiskPolicy:
         compute = self._compute_seconds(found, start)
         worth = self._always or read is None or compute is None or read <= compute
         chosen = found if worth and found and found * self._block_tokens >= self._least_tokens else 0
+        if found and not chosen and not worth:
+            # Nothing is learnt about a disk that is not read: believe in it a little more each time.
+            self.bandwidth.hope()
         self.last = Decision(chosen, read, compute)
         return chosen
 

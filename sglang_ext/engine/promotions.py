@@ -82,7 +82,6 @@ class _Promotion:
     names: Names
     ids: Ids
     load: Load
-    begun: float
     deadline: float
     handles: dict[Hashable, Wanted] = field(default_factory=dict)
     late: bool = False
@@ -225,7 +224,7 @@ class Promotions:
             if whole:
                 self.counters.streamed += blocks
                 # The tree knows the blocks before the request inserts them, and need not copy them again.
-                self._finish(promotion, self._clock.monotonic())
+                self._finish(promotion)
             else:
                 held = False
                 self._no_streams.append(promotion.wanted.request)
@@ -274,7 +273,6 @@ class Promotions:
             self._unlock(parent)
             self._tier.complete_get(get)
             return None
-        now = self._clock.monotonic()
         return _Promotion(
             wanted,
             parent,
@@ -282,8 +280,7 @@ class Promotions:
             pack_names(names[: len(ids)]),
             ids,
             self._loader.load(self._tier, get, self._memory, ids, priority=wanted.priority),
-            begun=now,
-            deadline=now + self.policy.patience(len(ids), start),
+            deadline=self._clock.monotonic() + self.policy.patience(len(ids), start),
         )
 
     # -- arriving -------------------------------------------------------------------------------
@@ -301,7 +298,7 @@ class Promotions:
                 promotion.streams_to = None
                 self._loader.cancel(promotion.load)
             if self._agree(int(promotion.load.over)):
-                self._finish(promotion, now)
+                self._finish(promotion)
             elif self._stream and promotion.streams_to is None and self._agree(self._may_start(promotion)):
                 promotion.streams_to = next(iter(promotion.handles))
 
@@ -315,7 +312,7 @@ class Promotions:
         new_tokens = len(wanted.key) // TOKEN_BYTES - context
         return int(self.policy.may_start(self._loader.bytes_left(promotion.load), new_tokens, context))
 
-    def _finish(self, promotion: _Promotion, now: float) -> None:
+    def _finish(self, promotion: _Promotion) -> None:
         del self._under_way[promotion.names[0].tobytes()]
         blocks = self._agree(self._blocks_read(promotion))
         lost = len(promotion.ids) - blocks
@@ -323,7 +320,7 @@ class Promotions:
             self.counters.late += lost
         else:
             self.counters.read_failed += lost
-            self.policy.measured(blocks, now - promotion.begun)
+            self.policy.measured(blocks, promotion.load.seconds)
         self.counters.promoted += blocks
         self._room.give_back(promotion.ids[blocks:])
         node = self._insert(promotion, blocks) if blocks else promotion.parent

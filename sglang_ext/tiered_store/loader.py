@@ -13,6 +13,7 @@ goes on with what is left, which a load ahead of its request can still use.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -51,6 +52,9 @@ class Load:
         self._error: BaseException | None = None
         self._ending = False
         self._over = False
+        self._begun = time.monotonic()
+        self.seconds = 0.0
+        """From the request to the end, once it is over."""
 
     def wait(self, layer: int, timeout: float | None = None) -> LayerRead:
         """Return when a layer is in, or will not come: the blocks that can be had, and why not all that were
@@ -134,6 +138,7 @@ class Load:
         self.tier.complete_get(self.get)
         with self._state:
             self._over = True
+            self.seconds = time.monotonic() - self._begun
             self._state.notify_all()
 
     def __repr__(self) -> str:

@@ -117,6 +117,14 @@ def test_a_busy_disk_counts() -> None:
     assert made.blocks_to_read(64, 0, waiting_bytes=1 << 30) == 0
 
 
+def test_a_disk_that_was_too_slow_is_tried_again_after_a_while() -> None:
+    made = policy(learnt(), bandwidth=1e8)
+    tries = 1
+    while not made.blocks_to_read(64, 0):
+        tries += 1
+    assert 5 < tries < 30
+
+
 def test_always_means_always_except_for_what_is_too_short() -> None:
     made = policy(learnt(), bandwidth=1.0, always=True, least_tokens=64)
     assert made.blocks_to_read(4, 0) == 4
