@@ -35,7 +35,7 @@ format: $(READY)  ## Put the formatting right
 	$(BIN)/ruff format
 
 test: check  ## All tests in their short form (after `make check`)
-	$(BIN)/python -m pytest --durations=15 $(PYTEST_ARGS)
+	$(BIN)/python scripts/run_tests.py $(PYTEST_ARGS)
 
 test-long: check  ## All tests in their long form: full matrices and counts, hours
 	$(BIN)/python -m pytest --long --durations=30 $(PYTEST_ARGS)

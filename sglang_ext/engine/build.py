@@ -65,7 +65,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         below = disk = None
         if config.disk_path is not None:
             facts = RankFacts(instance, epoch, f"tp{ctx.tp_rank}of{ctx.tp_size}")
-            disk = open_disk(config, facts, geometry)
+            disk = open_disk(config, facts, geometry.layout)
             identity = identity_of(ctx, geometry, facts.shard)
             below = disk_below(disk, config, facts, identity, tree, holder, arena, agree)
         write = config.durability != "off"

@@ -13,7 +13,7 @@ from sglang_ext.engine.dram_tier import DramTier
 from sglang_ext.engine.load_policy import DiskPolicy
 from sglang_ext.engine.model_identity import config_digest, weights_digest
 from sglang_ext.engine.promotions import Promotions
-from sglang_ext.geometry import Geometry
+from sglang_ext.geometry import BlockLayout, Geometry
 from sglang_ext.keys import Namespace, Tier
 from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.tiered_store.disk import DiskTier
@@ -49,7 +49,7 @@ def identity_of(ctx: Any, geometry: Geometry, shard: str) -> Namespace:
     )
 
 
-def open_disk(config: KvConfig, facts: RankFacts, geometry: Geometry) -> DiskTier:
+def open_disk(config: KvConfig, facts: RankFacts, layout: BlockLayout) -> DiskTier:
     """Open the disk tier's directory of this rank.
 
     Raises:
@@ -58,7 +58,7 @@ def open_disk(config: KvConfig, facts: RankFacts, geometry: Geometry) -> DiskTie
     assert config.disk_path is not None
     return DiskTier(
         DiskConfig(Path(config.disk_path) / facts.shard, config.disk_size, instance=facts.instance),
-        geometry.layout,
+        layout,
     )
 
 

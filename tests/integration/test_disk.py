@@ -15,8 +15,12 @@ from pathlib import Path
 import pytest
 from disk_damage import damage_last_layer, runs
 
+from sglang_ext.config import KvConfig
+from sglang_ext.engine.build_disk import RankFacts, open_disk
+from sglang_ext.errors import ConfigError
+from sglang_ext.testing.blocks import LAYOUT
 from sglang_ext.testing.compare import Answer, assert_same
-from sglang_ext.testing.servers import ServerProcess, ServerSpec, ServerStartError, wait_until
+from sglang_ext.testing.servers import ServerProcess, ServerSpec, wait_until
 from sglang_ext.tiered_store.disk import INDEX_DIRECTORY
 from sglang_ext.tiered_store.disk_check import repair_directory
 
@@ -114,9 +118,11 @@ def test_another_tenant_finds_nothing(server: ServerProcess, prompts: list[list[
 
 
 def test_a_second_server_on_one_directory_is_refused_by_name(server: ServerProcess, folder: Path) -> None:
-    with pytest.raises(ServerStartError, match=r"is in use by .*second-life") as refused:
-        ServerProcess(spec(folder)).start()
-    assert "--kv-disk-path" in str(refused.value)
+    """Opened here as the second server's factory would open it."""
+    config = KvConfig(dram_size=1, disk_path=str(folder))
+    with pytest.raises(ConfigError, match=r"is in use by .*second-life") as refused:
+        open_disk(config, RankFacts("another", 1, "tp0of1"), LAYOUT)
+    assert refused.value.field == "--kv-disk-path"
 
 
 def test_damage_that_nobody_can_notice_changes_the_answer(
