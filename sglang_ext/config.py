@@ -202,6 +202,19 @@ class KvConfig:
         "{first-layer,complete}",
         _one_of("first-layer", "complete"),
     )
+    layer_cache_size: int = _flag(
+        0,
+        "Memory per rank for the lowest layers of KV on disk, with which requests start at once while the "
+        "rest streams from disk. 0 means none.",
+        "SIZE",
+        parse_size,
+    )
+    layer_cache_layers: int = _flag(
+        1,
+        "How many of the lowest layers the layer cache keeps.",
+        "LAYERS",
+        _within(1, 1024),
+    )
     load_policy: str = _flag(
         "auto",
         "What to do with KV found on disk: auto (load it when that is expected to be faster than computing, "
@@ -256,6 +269,13 @@ class KvConfig:
                 "the disk tier is written from DRAM and read into it",
                 field="--kv-disk-path",
                 hint="Give the DRAM tier a size too, such as --kv-dram-size 4GB",
+            )
+
+        if self.layer_cache_size and self.disk_path is None:
+            raise ConfigError(
+                "the layer cache is for KV on disk",
+                field="--kv-layer-cache-size",
+                hint="Set it to 0, or give --kv-disk-path",
             )
 
     def values(self) -> dict[str, Any]:

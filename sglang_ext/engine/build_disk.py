@@ -13,12 +13,14 @@ from sglang_ext.engine.dram_tier import DramTier
 from sglang_ext.engine.load_policy import DiskPolicy
 from sglang_ext.engine.model_identity import config_digest, weights_digest
 from sglang_ext.engine.promotions import Promotions
+from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import BlockLayout, Geometry
 from sglang_ext.keys import Namespace, Tier
 from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.tiered_store.disk import DiskTier
 from sglang_ext.tiered_store.disk_state import DiskConfig
 from sglang_ext.tiered_store.dram import DramArena
+from sglang_ext.tiered_store.layer_cache import LayerCache
 from sglang_ext.tiered_store.loader import Loader
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier
 from sglang_ext.tiered_store.write_behind import LagPolicy, WriteBehind
@@ -49,17 +51,23 @@ def identity_of(ctx: Any, geometry: Geometry, shard: str) -> Namespace:
     )
 
 
-def open_disk(config: KvConfig, facts: RankFacts, layout: BlockLayout) -> DiskTier:
-    """Open the disk tier's directory of this rank.
+def open_disk(config: KvConfig, facts: RankFacts, layout: BlockLayout) -> BlockTier:
+    """Open the disk tier's directory of this rank, with the layer cache in front of it if there is one.
 
     Raises:
-        ConfigError: it cannot be used, or another server uses it.
+        ConfigError: it cannot be used, another server uses it, or the layer cache cannot be made.
     """
     assert config.disk_path is not None
-    return DiskTier(
-        DiskConfig(Path(config.disk_path) / facts.shard, config.disk_size, instance=facts.instance),
-        layout,
+    disk = DiskTier(
+        DiskConfig(Path(config.disk_path) / facts.shard, config.disk_size, instance=facts.instance), layout
     )
+    if not config.layer_cache_size:
+        return disk
+    try:
+        return LayerCache(disk, config.layer_cache_size, config.layer_cache_layers)
+    except ConfigError:
+        disk.close()
+        raise
 
 
 def disk_below(

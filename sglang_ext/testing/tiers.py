@@ -32,6 +32,7 @@ from sglang_ext.tiered_store.tier import (
     check_get_layer,
     check_put_layer,
 )
+from sglang_ext.tiered_store.wrapped import WrappedTier
 
 Layers = dict[int, npt.NDArray[np.uint8]]
 
@@ -221,55 +222,6 @@ class MemoryTier(BlockTier):
         if not isinstance(get, MemoryGet) or not get.open:
             raise ValueError("this get is not one of this tier, or has ended")
         return get
-
-
-class WrappedTier(BlockTier):
-    """Passes every call on to `inner`. Base of the wrappers; subclasses override what they disturb."""
-
-    def __init__(self, inner: BlockTier) -> None:
-        self.inner = inner
-        self.tier = inner.tier
-        self.durable = inner.durable
-        self.layout = inner.layout
-
-    def match(self, namespace: bytes, keys: Sequence[bytes]) -> int:
-        return self.inner.match(namespace, keys)
-
-    def prepare_put(self, namespace: bytes, keys: Sequence[bytes]) -> Put | Outcome:
-        return self.inner.prepare_put(namespace, keys)
-
-    def put_layer(self, put: Put, layer: int, memory: BlockMemory, ids: Ids) -> Outcome:
-        return self.inner.put_layer(put, layer, memory, ids)
-
-    def complete_puts(self, puts: Sequence[Put]) -> list[Outcome]:
-        return self.inner.complete_puts(puts)
-
-    def abort_put(self, put: Put) -> None:
-        self.inner.abort_put(put)
-
-    def prepare_get(self, namespace: bytes, keys: Sequence[bytes]) -> Get:
-        return self.inner.prepare_get(namespace, keys)
-
-    def get_layer(self, get: Get, layer: int, memory: BlockMemory, ids: Ids) -> LayerRead:
-        return self.inner.get_layer(get, layer, memory, ids)
-
-    def complete_get(self, get: Get) -> None:
-        self.inner.complete_get(get)
-
-    def drop(self, namespace: bytes, keys: Sequence[bytes]) -> int:
-        return self.inner.drop(namespace, keys)
-
-    def clear(self, namespace: bytes | None = None) -> int:
-        return self.inner.clear(namespace)
-
-    def stats(self) -> TierStats:
-        return self.inner.stats()
-
-    def check(self) -> None:
-        self.inner.check()
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 class FaultyTier(WrappedTier):

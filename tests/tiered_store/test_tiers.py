@@ -23,6 +23,7 @@ from sglang_ext.testing.tier_contract import CAPACITY, TierContract
 from sglang_ext.testing.tiers import FaultyTier, GatedTier, MemoryTier, SlowTier, WrappedTier
 from sglang_ext.tiered_store.arena_tier import ArenaTier
 from sglang_ext.tiered_store.dram import DramArena
+from sglang_ext.tiered_store.layer_cache import LayerCache
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Outcome, Put
 
 
@@ -44,6 +45,16 @@ class TestArenaTier(TierContract):
 class TestWrappedTier(TierContract):
     def open_tier(self, layout: BlockLayout, capacity: int, tmp_path: Path) -> BlockTier:
         return WrappedTier(FaultyTier(MemoryTier(layout, capacity), seed=0, rate=0.0))
+
+
+class TestLayerCache(TierContract):
+    def open_tier(self, layout: BlockLayout, capacity: int, tmp_path: Path) -> BlockTier:
+        return LayerCache(MemoryTier(layout, capacity), capacity * layout.block_bytes, layout.n_layers)
+
+
+class TestSmallLayerCache(TierContract):
+    def open_tier(self, layout: BlockLayout, capacity: int, tmp_path: Path) -> BlockTier:
+        return LayerCache(MemoryTier(layout, capacity), 3 * layout.layer_bytes(0), 1)
 
 
 # --- eviction of the DRAM tier ---
