@@ -73,6 +73,7 @@ class LayerCache(WrappedTier):
         """Where a block's copies are, the least recently used first."""
         self._free = list(range(rows - 1, -1, -1))
         self._has = np.zeros((rows, layers), dtype=np.bool_)
+        self._open: set[Get] = set()
         self._hits = 0
         self._misses = 0
 
@@ -82,12 +83,22 @@ class LayerCache(WrappedTier):
             self._keep(put.namespace, put.wanted, layer, memory, ids)
         return outcome
 
+    def prepare_get(self, namespace: bytes, keys: Sequence[bytes]) -> Get:
+        get = super().prepare_get(namespace, keys)
+        self._open.add(get)
+        return get
+
+    def complete_get(self, get: Get) -> None:
+        self._open.discard(get)
+        super().complete_get(get)
+
     def get_layer(self, get: Get, layer: int, memory: BlockMemory, ids: Ids) -> LayerRead:
         if layer >= self._layers:
             return super().get_layer(get, layer, memory, ids)
         check_get_layer(get, layer, memory, ids, self.layout)
         memory.vectors(layer, ids)  # raises where an id is out of range
-        if len(ids) <= get.blocks and self._copy(get, layer, memory, ids):
+        # A get that has ended is the tier's to refuse.
+        if get in self._open and len(ids) <= get.blocks and self._copy(get, layer, memory, ids):
             return LayerRead(len(ids), Outcome.DONE)
         read = super().get_layer(get, layer, memory, ids)
         self._keep(get.namespace, get.keys[: read.blocks], layer, memory, ids[: read.blocks])
