@@ -161,6 +161,13 @@ async def test_destinations_are_blocks_of_the_receiver(pair: Pair) -> None:
     assert [block for _, block in sent.blocks] == [address.place[0] for address in theirs]
     assert pair.received[0].addresses == tuple(theirs)
     assert np.array_equal(pair.two.read(theirs)[0], kv(1, 2))
+    pair.two.free_mem(theirs)
+    cached = list(range(50, 58))
+    pair.two.insert(cached, pair.two.alloc_mem(2, id="other"))
+    for flags in (TransferFlag.PULL, TransferFlag.PUSH):  # the blocks are another's by now
+        with pytest.raises(RefusedError, match="not allocated here"):
+            await pair.one.transfer(pair.peer, mine, theirs, id="r", flags=flags)
+    pair.two.check()
     with pytest.raises(AddressError, match="no memory of 'two'"):
         await pair.one.transfer(pair.peer, mine, mine, id="r")
     with pytest.raises(UserError, match="as many destinations"):

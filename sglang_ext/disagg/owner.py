@@ -67,6 +67,13 @@ class Receiver(Protocol):
         none.
         """
 
+    async def claim(self, pool: str, blocks: Ids, request: str, private: bytes) -> None:
+        """The sender names the blocks: returns when they were set aside for transfers, and are open.
+
+        Raises:
+            RefusedError: they were not, so that nobody may write to them.
+        """
+
     async def insert(
         self, pool: str, blocks: Ids, tokens: bytes, flags: int, request: str, private: bytes
     ) -> bool:
@@ -314,6 +321,7 @@ class Owner:
             raise RefusedError("count", f"cannot reserve {message.count} blocks of {pool.blocks}")
         if message.blocks:
             blocks = unpack_ids(message.blocks, pool.blocks)
+            await receiver.claim(pool.name, blocks, message.request, message.private)
         else:
             blocks = await receiver.allocate(pool.name, message.count, message.request, message.private)
         slot = next((i for i in range(1, MAX_GRANTS) if session.grants[i] == 0), 0)

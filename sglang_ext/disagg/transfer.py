@@ -407,6 +407,7 @@ class Endpoint:
         count = len(message.offers[0].blocks) // 8 * part.split_remote // part.split_local
         if message.blocks:
             blocks = unpack_ids(message.blocks, pool.blocks)
+            await receiver.claim(message.pool, blocks, message.request, message.private)
         else:
             blocks = await receiver.allocate(message.pool, count, message.request, message.private)
         seconds = max(0.001, min(o.ttl_ms for o in message.offers) / 1000)

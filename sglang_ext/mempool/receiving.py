@@ -42,6 +42,7 @@ class PoolReceiver:
         self._pool = pool
         self._on_received = on_received
         self._coming: dict[tuple[str, int], Address] = {}
+        self._claimed: dict[tuple[str, int], Address] = {}
 
     async def allocate(self, pool: str, count: int, request: str, private: bytes) -> Ids:
         """Memory that belongs to the sender's `id`, in use until it is inserted or discarded."""
@@ -61,6 +62,20 @@ class PoolReceiver:
         firsts = ids[:: region.ids_per_block].tolist()
         self._coming.update(zip(((pool, first) for first in firsts), found, strict=True))
         return ids
+
+    async def claim(self, pool: str, blocks: Ids, request: str, private: bytes) -> None:
+        """Memory that somebody here has allocated, in use until the transfer has ended; it stays theirs."""
+        unseal(self._pool, private)
+        region = self._region(pool)
+        firsts = blocks[:: region.ids_per_block].tolist()
+        found: list[Address] = []
+        for first, place in zip(firsts, region.from_ids(blocks), strict=True):
+            address = self._pool.ledger.find(Tier[pool.upper()], place)
+            if address is None or not self._pool.is_granted(address):
+                raise RefusedError("blocks", f"block {first} of {pool} is not allocated here")
+            found.append(address)
+        self._pool.begin_use(found)
+        self._claimed.update(zip(((pool, first) for first in firsts), found, strict=True))
 
     def _region(self, pool: str) -> Region:
         region = self._pool.tiers.regions.get(Tier[pool.upper()]) if pool in ("hbm", "dram") else None
@@ -90,6 +105,8 @@ class PoolReceiver:
 
     async def discard(self, pool: str, blocks: Ids, request: str) -> None:
         """The transfer failed."""
+        claimed = [(pool, block) for block in blocks.tolist() if (pool, block) in self._claimed]
+        self._pool.end_use([self._claimed.pop(each) for each in claimed])
         coming = [(pool, block) for block in blocks.tolist() if (pool, block) in self._coming]
         addresses = [self._coming.pop(each) for each in coming]
         self._pool.end_use(addresses)
@@ -100,12 +117,10 @@ class PoolReceiver:
         found: list[Address] = []
         region = self._region(pool)
         firsts = blocks[:: region.ids_per_block].tolist()
-        for first, place in zip(firsts, region.from_ids(blocks), strict=True):
-            address = self._coming.pop((pool, first), None)
+        for first in firsts:
+            address = self._coming.pop((pool, first), None) or self._claimed.pop((pool, first), None)
             if address is not None:
                 self._pool.end_use([address])
-            else:
-                address = self._pool.ledger.find(Tier[pool.upper()], place)
             if address is None or not self._pool.is_granted(address):
                 raise RefusedError("blocks", f"block {first} of {pool} is not allocated here")
             found.append(address)

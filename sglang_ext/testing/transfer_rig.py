@@ -158,6 +158,8 @@ class ListReceiver:
     def __init__(self) -> None:
         self.pools: dict[str, OwnedPool] = {}
         self.free: list[int] = []
+        self.aside: set[int] = set()
+        """Blocks that senders may name."""
         self.inserted: list[tuple[bytes, list[int], int, bytes]] = []
         self.plain: list[list[int]] = []
         self.discarded = 0
@@ -168,6 +170,11 @@ class ListReceiver:
             raise RefusedError("room", f"{count} blocks asked for, {len(self.free)} free")
         taken, self.free = self.free[:count], self.free[count:]
         return np.array(taken, np.int64)
+
+    async def claim(self, pool: str, blocks: Ids, request: str, private: bytes) -> None:
+        """Only what was set aside."""
+        if not self.aside.issuperset(blocks.tolist()):
+            raise RefusedError("blocks", f"{blocks.tolist()} were not set aside")
 
     async def insert(
         self, pool: str, blocks: Ids, tokens: bytes, flags: int, request: str, private: bytes

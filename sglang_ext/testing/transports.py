@@ -357,6 +357,13 @@ class TransportConformance:
                     assert np.array_equal(plane[[7, 3, 5]], source[key][here])
                     assert not plane[[0, 1, 2, 4, 6]].any()
                 # Without an insert, into blocks that the receiver's engine named.
+                for flags in (TransferFlag.PUSH, TransferFlag.PULL):
+                    with pytest.raises(RefusedError, match="not set aside"):
+                        await transfer(
+                            endpoint, links[0], "s", "hbm", here[:1], "hbm", seconds=SECONDS,
+                            destination=np.array([5]), flags=flags,
+                        )  # fmt: skip
+                receiver.aside = {5}
                 receivers[0].owned.open(np.array([5]))
                 placed = await transfer(
                     endpoint, links[0], "s", "hbm", here[:1], "hbm", seconds=SECONDS,
