@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_ext.engine.mover import BlockIds, MoverError, Source
+from sglang_ext.engine.mover import BlockIds, LayerSink, MoverError, Source
 from sglang_ext.geometry import BlockLayout
 
 STAGING_BYTES = 64 << 20
@@ -160,6 +160,12 @@ class CudaMover:
             self._writes.popleft()
             self._writes_done += 1
         return self._writes_done
+
+    def follow(self, source: Source) -> int:
+        raise ValueError("this mover loads only what is complete")
+
+    def into(self, slots: torch.Tensor) -> LayerSink:
+        raise ValueError("this mover loads only from the arena")
 
     def loads_done(self) -> int:
         while self._loads and self._loads[0].events[-1].query():

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from sglang_ext.engine.disk_writes import DiskWrites
-from sglang_ext.engine.mover import BlockIds, Mover, Source
+from sglang_ext.engine.mover import BlockIds, LayerSink, Mover, Source
 from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
 
 logger = logging.getLogger(__name__)
@@ -223,6 +223,15 @@ class DramTier:
         """
         self._mover.load(slots, ids, source)
         self._loads.pending.append((None, len(ids)))
+
+    def into(self, slots: Any) -> LayerSink:
+        """What copies layers from staging buffers to ``slots``."""
+        return self._mover.into(slots)
+
+    def follow(self, source: Source, blocks: int) -> None:
+        """Let the next forward pass wait for a load that passes by this tier."""
+        self._mover.follow(source)
+        self._loads.pending.append((None, blocks))
 
     def loads_submitted(self) -> int:
         """How many loads there have been; the ticket of the newest is one less."""

@@ -75,8 +75,9 @@ class CacheMetrics:
             "disk": Counter(
                 metric_name("cache", "disk_blocks"),
                 "Blocks written to disk, not written because it was behind (write_skipped) or refused them "
-                "(write_failed); found there and promoted to DRAM, left for computing (recomputed, no_room), "
-                "not readable (read_failed) or given up (late).",
+                "(write_failed); found there and promoted to DRAM (streamed: those of them that a forward "
+                "pass did not wait for) or brought straight to HBM, left for computing (recomputed, "
+                "no_room), not readable (read_failed) or given up (late).",
                 ["event", "tp_rank"],
                 registry=registry,
             ),

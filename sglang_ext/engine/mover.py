@@ -30,6 +30,10 @@ class Source(Protocol):
         """Whether a layer is in the arena, or will not come any more."""
 
 
+LayerSink = Callable[[int, Any, int], None]
+"""Takes a layer, the ``BlockMemory`` of a staging buffer, and how many leading blocks of it are good."""
+
+
 class MoverError(RuntimeError):
     """A background copy failed; the tier behind it can no longer be trusted."""
 
@@ -43,7 +47,7 @@ class Mover(Protocol):
     """
 
     streams: bool
-    """Whether ``load`` takes a source."""
+    """Whether ``load`` takes a source, and ``follow`` and ``into`` work."""
 
     def write(self, slots: Slots, blocks: BlockIds) -> int:
         """Copy the tokens at ``slots`` into arena ``blocks``; returns a ticket."""
@@ -54,6 +58,12 @@ class Mover(Protocol):
         With a source, a layer is copied once it is decided there, whatever then is in the blocks: the caller
         finds out whether that was what it wanted.
         """
+
+    def follow(self, source: Source) -> int:
+        """A load that somebody else does; returns a ticket that stands for it."""
+
+    def into(self, slots: Slots) -> LayerSink:
+        """What copies layers from dense staging buffers to the tokens at ``slots``, in any thread."""
 
     def writes_done(self) -> int:
         """How many writes are complete: tickets below this number."""
@@ -80,6 +90,12 @@ class LayerCopier(Protocol):
 
     def plan(self, slots: Slots, blocks: BlockIds) -> Any:
         """Check and prepare a copy. Raises ValueError when a slot or block is out of range."""
+
+    def plan_staging(self, slots: Slots) -> Any:
+        """As ``plan``, for blocks that lie densely in a staging buffer."""
+
+    def scatter_staging(self, plan: Any, layer: int, rows: Any) -> int:
+        """A staging buffer to HBM; returns bytes."""
 
     def gather(self, plan: Any, layer: int) -> int:
         """HBM to DRAM; returns bytes."""
@@ -130,6 +146,19 @@ class ThreadMover:
     def load(self, slots: Slots, blocks: BlockIds, source: Source | None = None) -> int:
         operation = _Operation(self._copier.plan(slots, blocks), source=source)
         return self._submit(self._loads, operation, lambda: self._loads_done)
+
+    def follow(self, source: Source) -> int:
+        operation = _Operation(None, source=source)
+        return self._submit(self._loads, operation, lambda: self._loads_done)
+
+    def into(self, slots: Slots) -> LayerSink:
+        plan = self._copier.plan_staging(slots)
+
+        def sink(layer: int, memory: Any, blocks: int) -> None:
+            if blocks == plan.blocks:  # or the batch is thrown away
+                self._copier.scatter_staging(plan, layer, memory.layers[layer])
+
+        return sink
 
     def _submit(self, queue: deque[_Operation], operation: _Operation, done: Callable[[], int]) -> int:
         with self._lock:
@@ -185,7 +214,8 @@ class ThreadMover:
         try:
             while (step := self._next_step()) is not None:
                 copy, operation = step
-                copy(operation.plan, operation.next_layer)
+                if operation.plan is not None:
+                    copy(operation.plan, operation.next_layer)
                 self._advance(operation)
         except BaseException as error:  # noqa: BLE001 - reported to whoever calls next, whatever it is
             with self._lock:

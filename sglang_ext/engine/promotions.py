@@ -20,20 +20,21 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from sglang_ext.clock import Clock, SystemClock
-from sglang_ext.engine.block_names import Names, pack_names
+from sglang_ext.engine.block_names import pack_names
 from sglang_ext.engine.disk_writes import DiskWrites
 from sglang_ext.engine.dram_tier import DramTier
 from sglang_ext.engine.load_policy import DiskPolicy
+from sglang_ext.engine.promotion import Promoted, Promotion, PromotionCounters, Wanted
+from sglang_ext.engine.straight_loads import StraightLoad, StraightLoads
 from sglang_ext.errors import InternalError
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.radix_global import Holder, Node, RadixTree
-from sglang_ext.tiered_store.loader import Load, Loader
+from sglang_ext.tiered_store.loader import Loader
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Ids
 
 logger = logging.getLogger(__name__)
@@ -42,63 +43,6 @@ Agree = Callable[[int], int]
 
 _REMEMBERED = 256
 """Requests whose stream has failed; they wait for all layers the next time."""
-
-
-@dataclass
-class PromotionCounters:
-    """Blocks, since the start."""
-
-    promoted: int = 0
-    recomputed: int = 0
-    """Found on disk and left there, because computing is expected to be faster."""
-    no_room: int = 0
-    """Found on disk and left there, because DRAM is full of blocks in use."""
-    read_failed: int = 0
-    """Chosen and not read: damaged, unreadable, gone meanwhile; the disk tier counts them by reason."""
-    late: int = 0
-    """Given up, because reading took longer than computing would have."""
-    streamed: int = 0
-    """Of those promoted, the ones that a forward pass did not wait for."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What a request looks for: its namespace in the tree, and its encoded prompt as far as it may match."""
-
-    namespace: Hashable
-    key: bytes
-    priority: int = 0
-    request: Hashable = None
-    """Whose it is, however often it is tried."""
-
-
-@dataclass(eq=False)
-class _Promotion:
-    wanted: Wanted
-    parent: Node
-    """What the blocks continue; locked for DRAM."""
-    start: int
-    """Blocks of the prompt before them."""
-    names: Names
-    ids: Ids
-    load: Load
-    deadline: float
-    handles: dict[Hashable, Wanted] = field(default_factory=dict)
-    late: bool = False
-    streams_to: Hashable = None
-    """The request that was admitted before all layers were in."""
-    streaming: bool = False
-    """Its forward pass is reading the blocks, which must not be given back before it has ended."""
-
-
-@dataclass(frozen=True)
-class Promoted:
-    """What a promotion brought for a request: ``tokens`` from position ``start`` on."""
-
-    start: int
-    tokens: int
-    node: Node
-    """At which they end; holds one DRAM lock for the request."""
 
 
 class Promotions:
@@ -146,18 +90,20 @@ class Promotions:
         self._stream = stream and room.streams
         self._no_streams: deque[Hashable] = deque(maxlen=_REMEMBERED)
         self._clock = clock or SystemClock()
-        self._under_way: dict[bytes, _Promotion] = {}
+        self._under_way: dict[bytes, Promotion] = {}
         """By the name of the first block."""
-        self._waiting: dict[Hashable, _Promotion] = {}
+        self._waiting: dict[Hashable, Promotion] = {}
         self._arrived: dict[Hashable, Promoted] = {}
-        self._streams: list[_Promotion] = []
+        self._streams: list[Promotion] = []
         """Those that the next forward pass depends on."""
+        self._straight = StraightLoads(tier, loader, room)
         self.counters = PromotionCounters()
 
     # -- for a request --------------------------------------------------------------------------
 
     def begin(self, handle: Hashable, wanted: Wanted) -> None:
         """Look on the disk for what of a prompt is not in memory, and start to bring in what is worth it."""
+        self._drop_straight(handle)
         found = self._look(wanted)
         if found is None:
             return
@@ -167,7 +113,7 @@ class Promotions:
             shared.handles[handle] = wanted
             self._waiting[handle] = shared
             return
-        promotion = self._start(wanted, parent, start, names)
+        promotion = self._start(handle, wanted, parent, start, names)
         if promotion is not None:
             promotion.handles[handle] = wanted
             self._waiting[handle] = self._under_way[names[0]] = promotion
@@ -179,9 +125,12 @@ class Promotions:
 
     def brought(self, handle: Hashable) -> Promoted | None:
         """What a promotion has brought for the request, locked until ``release``."""
+        block = self._tree.block_size
+        straight = self._straight.get(handle)
+        if straight is not None:
+            return Promoted(straight.start * block, straight.blocks * block, straight.parent)
         promotion = self._waiting.get(handle)
         if promotion is not None and promotion.streams_to == handle:
-            block = self._tree.block_size
             return Promoted(promotion.start * block, len(promotion.ids) * block, promotion.parent)
         return self._arrived.get(handle)
 
@@ -193,11 +142,20 @@ class Promotions:
         arrived = self._arrived.pop(handle, None)
         if arrived is not None:
             self._tree.unlock(arrived.node, self._dram)
+        self._drop_straight(handle)
+
+    def _drop_straight(self, handle: Hashable) -> None:
+        straight = self._straight.drop(handle)
+        if straight is not None:
+            self._unlock(straight.parent)
 
     # -- in front of the forward pass -------------------------------------------------------------
 
     def blocks_to_stream(self, handle: Hashable, in_memory: int) -> int:
         """How many blocks the request may take as found after the ``in_memory`` blocks that the tree has."""
+        straight = self._straight.get(handle)
+        if straight is not None:
+            return straight.blocks if straight.start == in_memory else 0
         promotion = self._waiting.get(handle)
         if promotion is None or promotion.streams_to != handle or promotion.start != in_memory:
             return 0
@@ -205,6 +163,8 @@ class Promotions:
 
     def stream(self, handle: Hashable, slots: Any) -> None:
         """Let the blocks of ``blocks_to_stream`` go on to ``slots`` as they come."""
+        if self._straight.stream(handle, slots):
+            return
         promotion = self._waiting[handle]
         promotion.streaming = True
         self._streams.append(promotion)
@@ -229,6 +189,13 @@ class Promotions:
                 held = False
                 self._no_streams.append(promotion.wanted.request)
         self._streams.clear()
+        for straight, blocks in self._straight.streamed():
+            if self._agree(int(blocks == straight.blocks)):
+                self.counters.straight += blocks
+            else:
+                held = False
+                self.counters.read_failed += straight.blocks
+                self._no_streams.append(straight.request)
         return held
 
     # -- looking and starting -------------------------------------------------------------------
@@ -258,7 +225,9 @@ class Promotions:
             return None
         return parent, start, self._names.following(wanted.namespace, before, rest)
 
-    def _start(self, wanted: Wanted, parent: Node, start: int, names: list[bytes]) -> _Promotion | None:
+    def _start(
+        self, handle: Hashable, wanted: Wanted, parent: Node, start: int, names: list[bytes]
+    ) -> Promotion | None:
         get = self._tier.prepare_get(self._names.digest(wanted.namespace), names)
         found = self._agree(get.blocks)
         chosen = self._agree(
@@ -268,12 +237,16 @@ class Promotions:
         # What the blocks continue must not be evicted to make room for them.
         self._lock(parent)
         ids = self._room.take(chosen)
+        if len(ids) < chosen and self._stream and wanted.request not in self._no_streams:
+            self._room.give_back(ids)
+            self._straight.add(handle, StraightLoad(parent, wanted.request, start, chosen, get))
+            return None
         self.counters.no_room += chosen - len(ids)
         if not len(ids):
             self._unlock(parent)
             self._tier.complete_get(get)
             return None
-        return _Promotion(
+        return Promotion(
             wanted,
             parent,
             start,
@@ -302,7 +275,7 @@ class Promotions:
             elif self._stream and promotion.streams_to is None and self._agree(self._may_start(promotion)):
                 promotion.streams_to = next(iter(promotion.handles))
 
-    def _may_start(self, promotion: _Promotion) -> int:
+    def _may_start(self, promotion: Promotion) -> int:
         wanted = next(iter(promotion.handles.values()), None)
         if wanted is not promotion.wanted or promotion.late or not promotion.load.arrived(0):
             return 0
@@ -312,7 +285,7 @@ class Promotions:
         new_tokens = len(wanted.key) // TOKEN_BYTES - context
         return int(self.policy.may_start(self._loader.bytes_left(promotion.load), new_tokens, context))
 
-    def _finish(self, promotion: _Promotion) -> None:
+    def _finish(self, promotion: Promotion) -> None:
         del self._under_way[promotion.names[0].tobytes()]
         blocks = self._agree(self._blocks_read(promotion))
         lost = len(promotion.ids) - blocks
@@ -335,7 +308,7 @@ class Promotions:
             if len(wanted.key) > len(promotion.wanted.key):
                 self.begin(handle, wanted)
 
-    def _blocks_read(self, promotion: _Promotion) -> int:
+    def _blocks_read(self, promotion: Promotion) -> int:
         try:
             return promotion.load.result().blocks
         except InternalError:
@@ -358,7 +331,7 @@ class Promotions:
         if not node.is_root:
             self._tree.unlock(node, self._dram)
 
-    def _insert(self, promotion: _Promotion, blocks: int) -> Node:
+    def _insert(self, promotion: Promotion, blocks: int) -> Node:
         """Put what has arrived into the tree, where somebody may have put it in the meantime."""
         above: list[Ids] = []
         current = promotion.parent
@@ -401,7 +374,7 @@ class Promotions:
             self._room.give_back(promotion.ids)
             self._unlock(promotion.parent)
         self._waiting.clear()
-        for handle in list(self._arrived):
+        for handle in [*self._arrived, *self._straight.handles]:
             self.release(handle)
 
     def clear(self) -> None:

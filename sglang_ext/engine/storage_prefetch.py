@@ -13,7 +13,8 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.engine.prefill_clock import PrefillClock
-from sglang_ext.engine.promotions import Promotions, Wanted
+from sglang_ext.engine.promotion import Wanted
+from sglang_ext.engine.promotions import Promotions
 from sglang_ext.keys import encode_tokens
 
 if TYPE_CHECKING:

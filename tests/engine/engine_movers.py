@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_ext.engine.mover import BlockIds, LayerCopier, Slots, Source
+from sglang_ext.engine.mover import BlockIds, LayerCopier, LayerSink, Slots, Source
 
 DEADLINE_S = 10.0
 
@@ -112,6 +112,12 @@ class HandMover:
 
     def _plan(self, slots: Slots, blocks: BlockIds) -> Any:
         return None if self._copier is None else self._copier.plan(np.array(slots), np.array(blocks))
+
+    def follow(self, source: Source) -> int:
+        raise AssertionError("not asked to stream")
+
+    def into(self, slots: Slots) -> LayerSink:
+        raise AssertionError("not asked to stream")
 
     def writes_done(self) -> int:
         self._move_at_random()

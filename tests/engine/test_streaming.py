@@ -142,6 +142,52 @@ def test_a_request_whose_stream_has_failed_waits_for_all_layers_the_next_time() 
         assert rank.scheduler.restarted == 1
 
 
+@contextmanager
+def no_room_in_dram(rank: Rank) -> Iterator[None]:
+    """All of DRAM is in use by somebody else."""
+    assert rank.tier is not None
+    taken = rank.tier.take(rank.tier.n_blocks)
+    assert len(taken) == rank.tier.n_blocks
+    yield
+    rank.tier.give_back(taken)
+
+
+def test_without_room_in_dram_it_comes_straight_to_hbm() -> None:
+    with on_disk_only() as rank, no_room_in_dram(rank):
+        assert rank.promotions is not None
+        rank.serve([*PROMPT, 1, 2, 3], new_tokens=3)
+        assert rank.promotions.counters.straight == BLOCKS
+        assert rank.promotions.counters.promoted == rank.promotions.counters.no_room == 0
+        assert rank.scheduler.disk_tokens == BLOCKS * 4
+        # It is in HBM now like anything that was computed.
+        loaded = rank.scheduler.loaded_tokens
+        rank.serve([*PROMPT, 1, 2, 3])
+        assert rank.scheduler.loaded_tokens == loaded
+        assert rank.promotions.counters.straight == BLOCKS
+
+
+@pytest.mark.parametrize("layer", [0, LAYERS - 1])
+def test_a_damaged_layer_on_the_straight_way_runs_the_batch_again(layer: int) -> None:
+    with on_disk_only(disk=lambda tier: LoosesALayer(tier, layer)) as rank, no_room_in_dram(rank):
+        assert rank.promotions is not None
+        req = rank.serve([*PROMPT, 1, 2, 3], new_tokens=3)
+        assert rank.scheduler.restarted == 1
+        assert len(req.output_ids) == 3
+        assert rank.promotions.counters.straight == 0
+        assert rank.promotions.counters.no_room == BLOCKS  # the second time
+
+
+def test_a_request_that_goes_away_leaves_nothing_pinned() -> None:
+    with on_disk_only() as rank, no_room_in_dram(rank):
+        assert rank.promotions is not None
+        req = rank.scheduler.submit([*PROMPT, 1, 2, 3], new_tokens=3)
+        assert rank.promotions.blocks_to_stream(req.cache_request_handle, 0) == BLOCKS
+        rank.scheduler.abort(req)
+        assert rank.promotions.blocks_to_stream(req.cache_request_handle, 0) == 0
+        assert not any(node.locks for node in rank.tree.nodes())
+        rank.check()
+
+
 def test_a_cache_that_does_not_look_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin: what was damaged is in the forward pass."""
     with on_disk_only(disk=lambda tier: LoosesALayer(tier, 1)) as rank:

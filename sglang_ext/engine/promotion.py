@@ -1,0 +1,70 @@
+"""What a promotion from disk to DRAM is made of (``promotions.Promotions``)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from sglang_ext.engine.block_names import Names
+from sglang_ext.radix_global import Node
+from sglang_ext.tiered_store.loader import Load
+from sglang_ext.tiered_store.tier import Ids
+
+
+@dataclass
+class PromotionCounters:
+    """Blocks, since the start."""
+
+    promoted: int = 0
+    recomputed: int = 0
+    """Found on disk and left there, because computing is expected to be faster."""
+    no_room: int = 0
+    """Found on disk and left there, because DRAM is full of blocks in use."""
+    read_failed: int = 0
+    """Chosen and not read: damaged, unreadable, gone meanwhile; the disk tier counts them by reason."""
+    late: int = 0
+    """Given up, because reading took longer than computing would have."""
+    streamed: int = 0
+    """Of those promoted, the ones that a forward pass did not wait for."""
+    straight: int = 0
+    """Not promoted but brought straight to HBM, because DRAM is full of blocks in use."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a request looks for: its namespace in the tree, and its encoded prompt as far as it may match."""
+
+    namespace: Hashable
+    key: bytes
+    priority: int = 0
+    request: Hashable = None
+    """Whose it is, however often it is tried."""
+
+
+@dataclass(eq=False)
+class Promotion:
+    wanted: Wanted
+    parent: Node
+    """What the blocks continue; locked for DRAM."""
+    start: int
+    """Blocks of the prompt before them."""
+    names: Names
+    ids: Ids
+    load: Load
+    deadline: float
+    handles: dict[Hashable, Wanted] = field(default_factory=dict)
+    late: bool = False
+    streams_to: Hashable = None
+    """The request that was admitted before all layers were in."""
+    streaming: bool = False
+    """Its forward pass is reading the blocks, which must not be given back before it has ended."""
+
+
+@dataclass(frozen=True)
+class Promoted:
+    """What a promotion brought for a request: ``tokens`` from position ``start`` on."""
+
+    start: int
+    tokens: int
+    node: Node
+    """At which they end; holds one DRAM lock for the request."""
