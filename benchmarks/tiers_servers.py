@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.tiers_timed_server import FILE_VARIABLE, standstill
 from sglang_ext.testing.models import RECIPES
 from sglang_ext.testing.servers import ServerProcess, ServerSpec, wait_until
 
@@ -39,9 +41,25 @@ class Sizes:
     dram: int
 
 
-def spec(sizes: Sizes, folder: Path, durability: str) -> ServerSpec:
+@dataclass(frozen=True)
+class TimedSpec(ServerSpec):
+    """A server that notes how long it stands still for loads (`tiers_timed_server.py`)."""
+
+    def command(self, port: int) -> list[str]:
+        return [
+            "benchmarks.tiers_timed_server" if word == "sglang_ext.launch_server" else word
+            for word in super().command(port)
+        ]
+
+
+def spec(sizes: Sizes, folder: Path, durability: str) -> TimedSpec:
     """A server that loads whatever it finds, prefills a prompt in one piece, and writes as far as asked."""
-    return ServerSpec(
+    return TimedSpec(
+        environment={
+            FILE_VARIABLE: str(standstill_file(folder)),
+            # The server starts in a folder of its own, where this package is not to be found.
+            "PYTHONPATH": str(Path(__file__).parent.parent),
+        },
         model=MODEL,
         flags=(
             *("--radix-cache-backend", "global", "--kv-load-policy", "always"),
@@ -57,6 +75,10 @@ def spec(sizes: Sizes, folder: Path, durability: str) -> ServerSpec:
     )
 
 
+def standstill_file(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}-standstill")
+
+
 @dataclass(frozen=True)
 class Seen:
     """One answer: seconds until its first token, and the prompt's tokens by where their KV came from."""
@@ -66,6 +88,8 @@ class Seen:
     hbm: int
     dram: int
     disk: int
+    stood_still: float = 0.0
+    """Of ``ttft``, seconds in which the server could not go on because of loading."""
 
     @property
     def cached(self) -> int:
@@ -94,12 +118,14 @@ class Seen:
 class Client:
     """Talks to one server over connections that stay open: one is not part of what is timed."""
 
-    def __init__(self, server: ServerProcess) -> None:
+    def __init__(self, server: ServerProcess, folder: Path) -> None:
         self.server = server
+        self._standstill = standstill_file(folder)
         self._http = httpx.Client(base_url=server.url, timeout=TIMEOUT_S, trust_env=False)
 
     def ask(self, prompt: Prompt) -> Seen:
         """One token for a prompt, streamed."""
+        before = standstill(self._standstill)
         begin = time.perf_counter()
         with self._http.stream("POST", "/generate", json=_body(prompt, 1, stream=True)) as response:
             response.raise_for_status()
@@ -108,7 +134,8 @@ class Client:
             ttft = time.perf_counter() - begin
             for _ in lines:
                 pass
-        return _seen(ttft, json.loads(event.removeprefix("data:"))["meta_info"])
+        seen = _seen(ttft, json.loads(event.removeprefix("data:"))["meta_info"])
+        return dataclasses.replace(seen, stood_still=standstill(self._standstill) - before)
 
     def ask_all(self, prompts: Sequence[Prompt]) -> list[Seen]:
         """One token for each of many prompts, in one request; the TTFT is that of the whole."""

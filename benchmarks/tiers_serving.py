@@ -16,7 +16,6 @@ from sglang_ext.testing.servers import ServerProcess
 
 QUICK_LENGTHS = (2048, 8192)
 LENGTHS = (2048, 8192, 16384)
-DECODE_SIZES = Sizes(hbm=16_384, dram=32_768)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Plan:
 def plan_for(options: Options) -> Plan:
     """With --quick, what fits into 180 s beside the other parts."""
     if options.quick:
-        return Plan(QUICK_LENGTHS, 2, 12.0, 16, 3, 20.0)
+        return Plan(QUICK_LENGTHS, 2, 3.0, 8, 3, 20.0)
     return Plan(LENGTHS, MOST_COLD, 120.0, 64, 11, 300.0)
 
 
@@ -42,16 +41,28 @@ def measure_servers(options: Options, report: Report, folder: Path | None) -> No
     """Rows of TTFT by tier, of how much of a load it shows, and of decoding beside write-through."""
     plan = plan_for(options)
     report.note(f"servers: model {MODEL!r}, float32, on this machine's CPU, one request at a time")
-    with temporary(folder) as path:
-        _measure_ttft(plan, report, path)
-        _measure_decode(plan, report, path)
+    sizes = sizes_for(max(plan.lengths))
+    with temporary(folder) as path, serving(sizes, path / "writes", "disk") as writing:
+        _measure_ttft(plan, report, writing, sizes, path / "writes")
+        # Both servers of the comparison begin with empty tiers.
+        writing.server.flush()
+        with serving(sizes, path / "off", "off") as off:
+            measure_decode(
+                report,
+                writing,
+                off,
+                Prompts(SEED + 2),
+                answers=plan.answers,
+                rounds=plan.decode_rounds,
+                seconds=plan.decode_seconds,
+            )
 
 
 @contextlib.contextmanager
 def serving(sizes: Sizes, folder: Path, durability: str) -> Iterator[Client]:
     """A server that has answered once, which compiles what it compiles on its first request."""
     with ServerProcess(spec(sizes, folder, durability)) as server:
-        client = Client(server)
+        client = Client(server, folder)
         try:
             client.ask(Prompts(SEED).new(256))
             yield client
@@ -59,31 +70,12 @@ def serving(sizes: Sizes, folder: Path, durability: str) -> Iterator[Client]:
             client.close()
 
 
-def _measure_ttft(plan: Plan, report: Report, path: Path) -> None:
-    sizes = sizes_for(max(plan.lengths))
-    folder = path / "ttft"
-    with serving(sizes, folder, "disk") as client:
-        stage = Stage(client, sizes, Prompts(SEED + 1), folder)
-        stage.warm_up()
-        stage.settle()
-        lengths = [
-            measure_length(stage, tokens, cold_rounds=plan.cold_rounds, seconds=plan.seconds_per_length)
-            for tokens in plan.lengths
-        ]
+def _measure_ttft(plan: Plan, report: Report, client: Client, sizes: Sizes, folder: Path) -> None:
+    stage = Stage(client, sizes, Prompts(SEED + 1), folder)
+    stage.warm_up()
+    stage.settle()
+    lengths = [
+        measure_length(stage, tokens, cold_rounds=plan.cold_rounds, seconds=plan.seconds_per_length)
+        for tokens in plan.lengths
+    ]
     report_lengths(report, lengths)
-
-
-def _measure_decode(plan: Plan, report: Report, path: Path) -> None:
-    with (
-        serving(DECODE_SIZES, path / "decode-disk", "disk") as writing,
-        serving(DECODE_SIZES, path / "decode-off", "off") as off,
-    ):
-        measure_decode(
-            report,
-            writing,
-            off,
-            Prompts(SEED + 2),
-            answers=plan.answers,
-            rounds=plan.decode_rounds,
-            seconds=plan.decode_seconds,
-        )

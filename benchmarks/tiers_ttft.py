@@ -4,10 +4,12 @@ A prompt is a known beginning and `NEW_TOKENS` new tokens. To put the beginning 
 prompts are asked for until it has left the tiers above: as many as fill HBM, or HBM and DRAM. Every answer
 says where its tokens came from; one that came from elsewhere ends the benchmark.
 
-What TTFT shows of a load is the TTFT of the request that loads, less that of the next, which finds the same
-beginning in HBM and has equally many new tokens. The load time is that of the same bytes on the same tier
-with nothing to hide behind (`tiers_load.py`), taken in the same round. hidden = 1 - shown / load, within 0
-and 1; over several lengths, by the sums of the lengths' medians.
+What TTFT shows of a load is how much longer the server stood still for loads (`tiers_timed_server.py`) in the
+request that loads than in the next, which finds the same beginning in HBM and has equally many new tokens.
+The difference of their TTFT says the same, only that computing varies by more than a load takes; it stands
+beside it. The load time is that of the same bytes on the same tier with nothing to hide behind
+(`tiers_load.py`), taken in the same round. hidden = 1 - shown / load, within 0 and 1; over several lengths,
+by the sums of the lengths' medians.
 """
 
 from __future__ import annotations
@@ -47,10 +49,12 @@ class Loads:
     """TTFT of the request after it, which finds the same tokens in HBM."""
     load: list[float] = field(default_factory=list)
     """The load, with nothing to hide behind."""
+    shown: list[float] = field(default_factory=list)
+    """For how much longer the server stood still in the request that loads than in the other."""
 
     @property
-    def shown(self) -> list[float]:
-        """What TTFT shows of the load; below zero where something else took longer."""
+    def difference(self) -> list[float]:
+        """TTFT of the one less TTFT of the other; below zero where something else took longer."""
         return [a - b for a, b in zip(self.loading, self.present, strict=True)]
 
 
@@ -161,6 +165,7 @@ def _rounds(stage: Stage, tier: str, base: Prompt, plain: PlainLoad, *, deadline
         again.require("hbm", whole, 1.0)
         loads.loading.append(seen.ttft)
         loads.present.append(again.ttft)
+        loads.shown.append(seen.stood_still - again.stood_still)
         loads.load.append(plain.dram() if tier == "dram" else plain.disk())
     return loads
 
@@ -188,8 +193,10 @@ def report_lengths(report: Report, lengths: Sequence[Length]) -> None:
                 f"load {loads.tokens} tokens from {loads.tier}",
                 load_ms=1000 * statistics.median(loads.load),
                 shown_ms=1000 * statistics.median(loads.shown),
-                shown_p25_ms=1000 * percentile(loads.shown, 25),
-                shown_p75_ms=1000 * percentile(loads.shown, 75),
+                shown_p99_ms=1000 * percentile(loads.shown, 99),
+                ttft_difference_ms=1000 * statistics.median(loads.difference),
+                difference_p25_ms=1000 * percentile(loads.difference, 25),
+                difference_p75_ms=1000 * percentile(loads.difference, 75),
                 rounds=len(loads.load),
                 hidden=hidden([loads]),
             )

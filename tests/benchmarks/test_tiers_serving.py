@@ -16,7 +16,7 @@ from benchmarks.tiers_ttft import SWEEPER_TOKENS, Length, Loads, hidden, report_
 def loads(
     tier: str = "dram", *, shown: tuple[float, ...] = (0.0, 1.0, 9.0), load: tuple[float, ...] = (4.0,) * 3
 ) -> Loads:
-    return Loads(tier, 1536, [10.0 + extra for extra in shown], [10.0] * len(shown), list(load))
+    return Loads(tier, 1536, [10.0 + extra for extra in shown], [10.0] * len(shown), list(load), list(shown))
 
 
 def test_hidden_is_the_share_of_the_median_load_that_ttft_does_not_show() -> None:
