@@ -8,13 +8,13 @@ import random
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from benchmarks.tiers_timed_server import FILE_VARIABLE, standstill
+from benchmarks.tiers_timed_server import FILE_VARIABLE, PARTS, Parts, standstill
 from sglang_ext.testing.models import RECIPES
 from sglang_ext.testing.servers import ServerProcess, ServerSpec, wait_until
 
@@ -88,7 +88,7 @@ class Seen:
     hbm: int
     dram: int
     disk: int
-    stood_still: float = 0.0
+    stood_still: Parts = field(default_factory=dict)
     """Of ``ttft``, seconds in which the server could not go on because of loading."""
 
     @property
@@ -135,7 +135,8 @@ class Client:
             for _ in lines:
                 pass
         seen = _seen(ttft, json.loads(event.removeprefix("data:"))["meta_info"])
-        return dataclasses.replace(seen, stood_still=standstill(self._standstill) - before)
+        after = standstill(self._standstill)
+        return dataclasses.replace(seen, stood_still={part: after[part] - before[part] for part in PARTS})
 
     def ask_all(self, prompts: Sequence[Prompt]) -> list[Seen]:
         """One token for each of many prompts, in one request; the TTFT is that of the whole."""

@@ -3,8 +3,8 @@
 What the scheduler's thread cannot do because KV has to be loaded shows in the time to first token one to one:
 waiting for the lowest layer from disk before the request is admitted, preparing the load, waiting for a layer
 in the forward pass, and verifying at its end what has streamed in. Against the seconds that a prompt takes to
-compute this is too little to be seen as a difference of two of them. The sum of it is written to the file
-that `FILE_VARIABLE` names, as one float64 of seconds since the start.
+compute this is too little to be seen as a difference of two of them. The sums of it are written to the file
+that `FILE_VARIABLE` names, one float64 of seconds since the start for each of `PARTS`.
 
 SGLang spawns its scheduler, and a spawned process imports this module again; only there anything is timed.
 """
@@ -16,45 +16,51 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Hashable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sglang_ext import launch_server
 
 FILE_VARIABLE = "SGLANG_EXT_BENCHMARK_STANDSTILL"
-_SECONDS = struct.Struct("<d")
+PARTS = ("admission", "preparing", "layers", "verifying")
+"""Waiting for the lowest layer from disk; slots, plan and start of the load; waiting for layers in the
+forward pass; looking at its end whether all of it held."""
+_SECONDS = struct.Struct(f"<{len(PARTS)}d")
+
+Parts = dict[str, float]
 
 
-def standstill(path: Path) -> float:
-    """Seconds that the server has stood still until now."""
+def standstill(path: Path) -> Parts:
+    """Seconds that the server has stood still until now, by part."""
     try:
         found = path.read_bytes()
     except FileNotFoundError:
-        return 0.0
-    return float(_SECONDS.unpack(found)[0])
+        return dict.fromkeys(PARTS, 0.0)
+    return dict(zip(PARTS, _SECONDS.unpack(found), strict=True))
 
 
 class Standstill:
-    """Adds up seconds, and writes the sum to a file whenever it has changed."""
+    """Adds up seconds, and writes the sums to a file whenever one has changed."""
 
     def __init__(self, path: Path) -> None:
-        self.seconds = 0.0
+        self.seconds = dict.fromkeys(PARTS, 0.0)
         self._file = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
         self._asked: dict[Hashable, float] = {}
 
-    def add(self, seconds: float) -> None:
-        self.seconds += seconds
-        os.pwrite(self._file, _SECONDS.pack(self.seconds), 0)
+    def add(self, part: str, seconds: float) -> None:
+        self.seconds[part] += seconds
+        os.pwrite(self._file, _SECONDS.pack(*self.seconds.values()), 0)
 
-    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, whose calls count."""
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, whose calls count for ``part``."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
-                self.add(time.perf_counter() - begin)
+                self.add(part, time.perf_counter() - begin)
 
         return call
 
@@ -73,10 +79,13 @@ class Standstill:
         def call(cache: Any, handle: Hashable) -> bool:
             ready = bool(function(cache, handle))
             if ready and handle in self._asked:
-                self.add(time.perf_counter() - self._asked.pop(handle))
+                self.add("admission", time.perf_counter() - self._asked.pop(handle))
             return ready
 
         return call
+
+    def close(self) -> None:
+        os.close(self._file)
 
 
 def instrument(path: Path) -> None:
@@ -86,10 +95,10 @@ def instrument(path: Path) -> None:
 
     still = Standstill(path)
     for owner, name, wrap in (
-        (LayerGate, "wait_until", still.timed),
-        (GlobalRadixCache, "init_load_back", still.timed),
-        (GlobalRadixCache, "ready_to_load_host_cache", still.timed),
-        (GlobalRadixCache, "streams_hold", still.timed),
+        (LayerGate, "wait_until", partial(still.timed, "layers")),
+        (GlobalRadixCache, "init_load_back", partial(still.timed, "preparing")),
+        (GlobalRadixCache, "ready_to_load_host_cache", partial(still.timed, "preparing")),
+        (GlobalRadixCache, "streams_hold", partial(still.timed, "verifying")),
         (GlobalRadixCache, "prefetch_from_storage", still.from_here),
         (GlobalRadixCache, "check_prefetch_progress", still.to_here),
     ):

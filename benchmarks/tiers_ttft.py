@@ -25,6 +25,7 @@ from benchmarks.common import Report, percentile
 from benchmarks.tiers_disk import forget
 from benchmarks.tiers_load import PlainLoad
 from benchmarks.tiers_servers import BLOCK_TOKENS, Client, Prompt, Prompts, Sizes
+from benchmarks.tiers_timed_server import PARTS, Parts
 
 NEW_TOKENS = 512
 SWEEPER_TOKENS = 1024
@@ -49,8 +50,13 @@ class Loads:
     """TTFT of the request after it, which finds the same tokens in HBM."""
     load: list[float] = field(default_factory=list)
     """The load, with nothing to hide behind."""
-    shown: list[float] = field(default_factory=list)
+    stood_still: list[Parts] = field(default_factory=list)
     """For how much longer the server stood still in the request that loads than in the other."""
+
+    @property
+    def shown(self) -> list[float]:
+        """What TTFT shows of the load."""
+        return [sum(parts.values()) for parts in self.stood_still]
 
     @property
     def difference(self) -> list[float]:
@@ -165,7 +171,7 @@ def _rounds(stage: Stage, tier: str, base: Prompt, plain: PlainLoad, *, deadline
         again.require("hbm", whole, 1.0)
         loads.loading.append(seen.ttft)
         loads.present.append(again.ttft)
-        loads.shown.append(seen.stood_still - again.stood_still)
+        loads.stood_still.append({part: seen.stood_still[part] - again.stood_still[part] for part in PARTS})
         loads.load.append(plain.dram() if tier == "dram" else plain.disk())
     return loads
 
@@ -194,11 +200,18 @@ def report_lengths(report: Report, lengths: Sequence[Length]) -> None:
                 load_ms=1000 * statistics.median(loads.load),
                 shown_ms=1000 * statistics.median(loads.shown),
                 shown_p99_ms=1000 * percentile(loads.shown, 99),
-                ttft_difference_ms=1000 * statistics.median(loads.difference),
-                difference_p25_ms=1000 * percentile(loads.difference, 25),
-                difference_p75_ms=1000 * percentile(loads.difference, 75),
                 rounds=len(loads.load),
                 hidden=hidden([loads]),
+            )
+    for length in lengths:
+        for loads in (length.dram, length.disk):
+            parts = {part: [found[part] for found in loads.stood_still] for part in PARTS}
+            report.add(
+                f"shown of {loads.tokens} tokens from {loads.tier}",
+                **{f"{part}_ms": 1000 * statistics.median(found) for part, found in parts.items()},
+                ttft_difference_ms=1000 * statistics.median(loads.difference),
+                p25_ms=1000 * percentile(loads.difference, 25),
+                p75_ms=1000 * percentile(loads.difference, 75),
             )
     report.summary["load_hidden_dram"] = hidden([length.dram for length in lengths])
     report.summary["load_hidden_disk"] = hidden([length.disk for length in lengths])

@@ -10,13 +10,15 @@ import pytest
 from benchmarks.common import Report
 from benchmarks.tiers_lmcache import missing
 from benchmarks.tiers_servers import Seen, WrongTierError, _seen
+from benchmarks.tiers_timed_server import PARTS, Standstill, standstill
 from benchmarks.tiers_ttft import SWEEPER_TOKENS, Length, Loads, hidden, report_lengths, sizes_for
 
 
 def loads(
     tier: str = "dram", *, shown: tuple[float, ...] = (0.0, 1.0, 9.0), load: tuple[float, ...] = (4.0,) * 3
 ) -> Loads:
-    return Loads(tier, 1536, [10.0 + extra for extra in shown], [10.0] * len(shown), list(load), list(shown))
+    parts = [dict.fromkeys(PARTS, 0.0) | {"layers": seconds} for seconds in shown]
+    return Loads(tier, 1536, [10.0 + extra for extra in shown], [10.0] * len(shown), list(load), parts)
 
 
 def test_hidden_is_the_share_of_the_median_load_that_ttft_does_not_show() -> None:
@@ -89,3 +91,41 @@ def test_lmcache_is_left_out_with_the_reason(tmp_path: Path) -> None:
     assert "No such file" in str(missing(tmp_path / "python"))
     # Another interpreter that works and does not have it.
     assert "not installed there" in str(missing(Path(sys.executable)))
+
+
+def test_standing_still_adds_up_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "standstill"
+    assert standstill(path) == dict.fromkeys(PARTS, 0.0)
+    still = Standstill(path)
+    try:
+        assert still.timed("layers", lambda value: value + 1)(1) == 2
+        first = standstill(path)
+        assert first == still.seconds
+        assert [part for part, seconds in first.items() if seconds] == ["layers"]
+        answers = iter([False, True, True])
+        ask = still.from_here(lambda _cache, _handle: None)
+        ready = still.to_here(lambda _cache, _handle: next(answers))
+        ask("cache", 7)
+        assert not ready("cache", 7)
+        assert standstill(path) == first
+        assert ready("cache", 7)
+        waited = standstill(path)
+        assert waited["admission"] > 0
+        # A request waits once, however often it is asked for afterwards.
+        assert ready("cache", 7)
+        assert standstill(path) == waited == still.seconds
+    finally:
+        still.close()
+
+
+def test_what_fails_counts_too(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise RuntimeError("no")
+
+    still = Standstill(tmp_path / "standstill")
+    try:
+        with pytest.raises(RuntimeError, match="no"):
+            still.timed("verifying", fail)()
+        assert still.seconds["verifying"] > 0
+    finally:
+        still.close()
