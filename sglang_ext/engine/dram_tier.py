@@ -169,8 +169,9 @@ class DramTier:
 
         Asked of the last HBM node of a prefix only: a mark on it then means its own copy.
         """
-        if self._dram in node.placements and not node.locks.get(self._copying):
-            return True
+        if self._dram in node.placements:
+            # While it is being copied the slots are read, even if the disk has it already.
+            return not node.locks.get(self._copying)
         return self.below is not None and self.below.durable(node)
 
     def take(self, blocks: int) -> BlockIds:
