@@ -161,7 +161,8 @@ def _cold(stage: Stage, tokens: int) -> float:
 def _rounds(stage: Stage, tier: str, base: Prompt, plain: PlainLoad, *, deadline: float) -> Loads:
     whole = len(base) // BLOCK_TOKENS * BLOCK_TOKENS
     loads = Loads(tier, whole)
-    stage.sweep(tier)  # the first brings the sweepers where they have to be
+    if tier == "dram":
+        stage.sweep(tier)  # the first brings the sweepers themselves to DRAM
     while len(loads.load) < ROUNDS_AT_LEAST or time.monotonic() < deadline:
         stage.sweep(tier)
         seen = stage.client.ask(base + stage.prompts.new(NEW_TOKENS))
