@@ -42,21 +42,26 @@ class BlockNames:
         block_tokens: tokens of a block.
         disk: the holder whose addresses in the tree are names, where a block has one already.
         fresh: a text that no other process start has, such as the epoch.
+        adapters: whether requests may use LoRA adapters. SGLang puts an adapter's id into the extra key, and
+            makes it from name and path, where other weights may lie at the next start.
     """
 
-    def __init__(self, identity: Namespace, block_tokens: int, disk: Holder, fresh: str) -> None:
+    def __init__(
+        self, identity: Namespace, block_tokens: int, disk: Holder, fresh: str, *, adapters: bool = False
+    ) -> None:
         self._identity = identity
         self._block_tokens = block_tokens
         self._disk = disk
         self._fresh = fresh
+        self._adapters = adapters
         self.digest: Callable[[Hashable], bytes] = functools.lru_cache(_TENANTS_CACHED)(self._digest)
         """The name of a namespace of the tree: 16 bytes."""
 
     def _digest(self, namespace: Any) -> bytes:
         weights, extra_key, salt = namespace
         version = self._identity.weights_version
-        if weights:
-            # Updated in place: no later process can know that it has the same weights.
+        if weights or (self._adapters and extra_key):
+            # Updated in place, or an adapter's: no later process can know that it has the same weights.
             version = f"{version}+{self._fresh}.{weights}"
         tenant = json.dumps([extra_key, salt])
         return Namespace(

@@ -64,7 +64,8 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         holder = Holder.of(instance, epoch, Tier.DRAM)
         below = disk = None
         if config.disk_path is not None:
-            facts = RankFacts(instance, epoch, f"tp{ctx.tp_rank}of{ctx.tp_size}")
+            shard = f"tp{ctx.tp_rank}of{ctx.tp_size}"
+            facts = RankFacts(instance, epoch, shard, adapters=bool(ctx.server_args.enable_lora))
             disk = open_disk(config, facts, geometry.layout)
             identity = identity_of(ctx, geometry, facts.shard)
             below = disk_below(disk, config, facts, identity, tree, holder, arena, agree)

@@ -32,11 +32,14 @@ _LOAD_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What names and directories depend on. shard: this rank's part of the model, as ``tp0of1``."""
+    """What names and directories depend on. shard: this rank's part of the model, as ``tp0of1``; adapters:
+    whether LoRA is on.
+    """
 
     instance: str
     epoch: int
     shard: str
+    adapters: bool = False
 
 
 def identity_of(ctx: Any, geometry: Geometry, shard: str) -> Namespace:
@@ -82,7 +85,7 @@ def disk_below(
 ) -> DiskWrites:
     """What takes blocks on from DRAM to ``disk``."""
     holder = Holder.of(facts.instance, facts.epoch, Tier.DISK)
-    names = BlockNames(identity, tree.block_size, holder, f"{facts.epoch:x}")
+    names = BlockNames(identity, tree.block_size, holder, f"{facts.epoch:x}", adapters=facts.adapters)
     writer = WriteBehind(
         disk,
         backlog_bytes=min(_MOST_BACKLOG_BYTES, arena.n_blocks * arena.block_bytes // 2),

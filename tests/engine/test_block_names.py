@@ -47,6 +47,14 @@ def test_a_restart_finds_its_names_unless_the_weights_were_updated_in_place() ->
     assert before.digest((1, None, None)) != before.digest((2, None, None)) != before.digest(PLAIN)
 
 
+def test_kv_of_an_adapter_is_not_found_by_a_later_process() -> None:
+    """SGLang's id of an adapter is made from its name and path; what lies there may have changed."""
+    starts = [BlockNames(IDENTITY, 4, DISK, start, adapters=True) for start in ("first", "second")]
+    adapter = (0, "adapter id", None)
+    assert starts[0].digest(adapter) != starts[1].digest(adapter)
+    assert starts[0].digest(PLAIN) == starts[1].digest(PLAIN)
+
+
 def test_names_of_a_path_are_the_chained_keys_however_it_is_split_and_whoever_knows_them() -> None:
     key = encode_tokens(list(range(40)))
     expected = block_keys(names().digest(PLAIN), key, 4)
