@@ -65,7 +65,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         below = disk = None
         if config.disk_path is not None:
             shard = f"tp{ctx.tp_rank}of{ctx.tp_size}"
-            facts = RankFacts(instance, epoch, shard, adapters=bool(ctx.server_args.enable_lora))
+            facts = RankFacts(instance, epoch, shard, adapters=_uses_adapters())
             disk = open_disk(config, facts, geometry.layout)
             identity = identity_of(ctx, geometry, facts.shard)
             below = disk_below(disk, config, facts, identity, tree, holder, arena, agree)
@@ -116,6 +116,13 @@ def _geometry_of(
         tp_size=parallel.attn_tp_size,
         model_kv_heads=ctx.model_config.get_total_num_kv_heads(),
     )
+
+
+def _uses_adapters() -> bool:
+    from sglang.srt.runtime_context import get_lora
+
+    lora = get_lora()
+    return bool(lora.enable_lora or lora.lora_paths)
 
 
 def _mover_for(
