@@ -72,6 +72,11 @@ class _Waiting:
     version: int = 0
     """Entries of the heap with another version are out of date."""
 
+    @property
+    def open(self) -> bool:
+        """Whether there is a layer left to start."""
+        return not self.cancelled and self.next_layer < len(self.sizes)
+
 
 @dataclass(order=True, slots=True)
 class _Entry:
@@ -86,15 +91,18 @@ class LayerQueue:
     Args:
         budget: most bytes in flight.
         patience: reads started between two arrivals for which the later one counts one layer higher.
+        at_once: most layers of one request that are read at the same time. Reading its upper layers beside
+            its lowest one makes that come later, and a medium whose bandwidth one layer fills gains nothing.
 
     The caller locks, if it has threads.
     """
 
-    def __init__(self, budget: int, *, patience: int = 64) -> None:
-        if patience < 1:
-            raise ValueError(f"patience is {patience}; it must be at least 1")
+    def __init__(self, budget: int, *, patience: int = 64, at_once: int = 1) -> None:
+        if patience < 1 or at_once < 1:
+            raise ValueError(f"patience is {patience} and at_once {at_once}; both must be at least 1")
         self.budget = ByteBudget(budget)
         self.patience = patience
+        self.at_once = at_once
         self.started = 0
         self._requests: dict[Request, _Waiting] = {}
         self._heap: list[_Entry] = []
@@ -136,7 +144,7 @@ class LayerQueue:
         waiting.next_layer += 1
         waiting.in_flight += 1
         self.started += 1
-        if waiting.next_layer < len(waiting.sizes):
+        if waiting.in_flight < self.at_once:
             self._push(waiting)
         return task
 
@@ -147,10 +155,12 @@ class LayerQueue:
             raise ValueError(f"{task} is not in flight")
         self.budget.give(task.nbytes)
         waiting.in_flight -= 1
-        over = waiting.cancelled or waiting.next_layer == len(waiting.sizes)
-        if over and not waiting.in_flight:
-            del self._requests[task.request]
-            return True
+        if not waiting.open:
+            if not waiting.in_flight:
+                del self._requests[task.request]
+                return True
+        elif waiting.in_flight == self.at_once - 1:
+            self._push(waiting)
         return False
 
     def cancel(self, request: Request) -> bool:
@@ -170,11 +180,12 @@ class LayerQueue:
     def set_priority(self, request: Request, priority: int) -> None:
         """Change a request's priority; nothing happens when it is not waiting any more."""
         waiting = self._requests.get(request)
-        if waiting is None or waiting.cancelled or waiting.next_layer == len(waiting.sizes):
+        if waiting is None or not waiting.open:
             return
         waiting.priority = priority
         waiting.version += 1
-        self._push(waiting)
+        if waiting.in_flight < self.at_once:
+            self._push(waiting)
 
     @property
     def waiting_bytes(self) -> int:
@@ -191,6 +202,8 @@ class LayerQueue:
         return len(self._requests)
 
     def _push(self, waiting: _Waiting) -> None:
+        if not waiting.open:
+            return
         key = (waiting.next_layer + waiting.handicap, -waiting.priority, waiting.arrival)
         heapq.heappush(self._heap, _Entry(key, waiting.version, waiting))
 
@@ -210,8 +223,10 @@ class LayerQueue:
         queued = [e.waiting for e in self._heap if e.version == e.waiting.version and not e.waiting.cancelled]
         if len({id(w) for w in queued}) != len(queued):
             raise AssertionError("a request is in the heap twice")
-        open_ = [w for w in self._requests.values() if not w.cancelled and w.next_layer < len(w.sizes)]
-        if {id(w) for w in queued} != {id(w) for w in open_}:
+        if any(w.in_flight > self.at_once for w in self._requests.values()):
+            raise AssertionError("more layers of a request are in flight than may be")
+        free = [w for w in self._requests.values() if w.open and w.in_flight < self.at_once]
+        if {id(w) for w in queued} != {id(w) for w in free}:
             raise AssertionError("the heap does not hold the requests that wait")
         for waiting in self._requests.values():
             done = waiting.cancelled or waiting.next_layer == len(waiting.sizes)

@@ -152,11 +152,19 @@ class Loader:
     Args:
         budget: most bytes being read at once.
         threads: most reads at once; enough of them to use the budget with small reads.
-        patience: see `LayerQueue`.
+        patience, at_once: see `LayerQueue`.
     """
 
-    def __init__(self, budget: int, *, threads: int = 4, patience: int = 64, name: str = "kv-load") -> None:
-        self._queue = LayerQueue(budget, patience=patience)
+    def __init__(
+        self,
+        budget: int,
+        *,
+        threads: int = 4,
+        patience: int = 64,
+        at_once: int = 1,
+        name: str = "kv-load",
+    ) -> None:
+        self._queue = LayerQueue(budget, patience=patience, at_once=at_once)
         self._work = threading.Condition()
         self._closing = False
         self._spare: list[npt.NDArray[np.uint8]] = []

@@ -34,19 +34,18 @@ BLOCKS = 25
 
 
 class LoosesALayer(WrappedTier):
-    """From some layer on, a block in the middle does not verify; only as long as ``armed``."""
+    """From some layer on, the thirteenth block of a read does not verify."""
 
     def __init__(self, inner: BlockTier, layer: int) -> None:
         super().__init__(inner)
         self._layer = layer
-        self.armed = True
 
     def get_layer(self, get: Get, layer: int, memory: BlockMemory, ids: Ids) -> LayerRead:
         read = super().get_layer(get, layer, memory, ids)
-        if self.armed and layer >= self._layer:
-            for rows in memory.rows(layer, ids)[len(ids) // 2 :]:
+        if layer >= self._layer and len(ids) > BLOCKS // 2:
+            for rows in memory.rows(layer, ids)[BLOCKS // 2 :]:
                 rows[:] = 0xEE
-            get.blocks = min(get.blocks, len(ids) // 2)
+            get.blocks = min(get.blocks, BLOCKS // 2)
             return LayerRead(get.blocks, Outcome.DAMAGED)
         return read
 

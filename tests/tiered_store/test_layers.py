@@ -71,7 +71,7 @@ def test_patience_bounds_how_long_newcomers_go_first() -> None:
 
 
 def test_the_budget_counts_bytes_not_tasks() -> None:
-    queue = LayerQueue(100)
+    queue = LayerQueue(100, at_once=2)
     queue.add("large", [60, 60])
     queue.add("small", [10] * 5)
     tasks = [queue.start(), queue.start()]
@@ -85,6 +85,24 @@ def test_the_budget_counts_bytes_not_tasks() -> None:
     assert tasks[0] is not None
     queue.finish(tasks[0])
     assert queue.start() == LayerTask("large", 1, 60)
+
+
+def test_a_requests_layers_come_one_after_the_other_and_others_beside_them() -> None:
+    queue = LayerQueue(100)
+    queue.add("a", [10] * 3)
+    queue.add("b", [10] * 3)
+    first, second = queue.start(), queue.start()
+    assert (first, second) == (LayerTask("a", 0, 10), LayerTask("b", 0, 10))
+    assert queue.start() is None
+    queue.set_priority("a", 5)  # changes nothing about that
+    assert queue.start() is None
+    assert second is not None
+    assert not queue.finish(second)
+    assert queue.start() == LayerTask("b", 1, 10)
+    assert first is not None
+    assert not queue.finish(first)
+    assert queue.start() == LayerTask("a", 1, 10)
+    queue.check()
 
 
 def test_a_layer_larger_than_the_budget_goes_alone() -> None:
@@ -140,6 +158,8 @@ def test_impossible_configurations_are_refused() -> None:
         LayerQueue(0)
     with pytest.raises(ValueError, match="patience"):
         LayerQueue(1, patience=0)
+    with pytest.raises(ValueError, match="at_once 0"):
+        LayerQueue(1, at_once=0)
 
 
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 60))
@@ -163,11 +183,11 @@ def test_a_budget_is_never_exceeded_by_two(sizes: list[int], limit: int) -> None
 class QueueModel(RuleBasedStateMachine):
     """Against lists that are sorted anew for each question."""
 
-    BUDGET, PATIENCE = 20, 3
+    BUDGET, PATIENCE, AT_ONCE = 20, 3, 2
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = LayerQueue(self.BUDGET, patience=self.PATIENCE)
+        self.queue = LayerQueue(self.BUDGET, patience=self.PATIENCE, at_once=self.AT_ONCE)
         self.waiting: dict[int, dict[str, object]] = {}
         self.flying: list[LayerTask] = []
         self.gone: set[int] = set()
@@ -180,7 +200,8 @@ class QueueModel(RuleBasedStateMachine):
             sizes, layer = w["sizes"], w["next"]
             assert isinstance(sizes, list)
             assert isinstance(layer, int)
-            if number not in self.gone and layer < len(sizes):
+            flying = sum(task.request == number for task in self.flying)
+            if number not in self.gone and layer < len(sizes) and flying < self.AT_ONCE:
                 key = (layer + w["arrived"] // self.PATIENCE, -w["priority"], number)  # type: ignore[operator]
                 found.append((key, number, layer, sizes[layer]))
         return sorted(found)
@@ -253,6 +274,13 @@ class QueueModel(RuleBasedStateMachine):
             if number not in self.gone
         )
 
+
+class OneAfterTheOther(QueueModel):
+    AT_ONCE = 1
+
+
+TestOneAfterTheOther = OneAfterTheOther.TestCase
+TestOneAfterTheOther.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 TestQueueModel = QueueModel.TestCase
 TestQueueModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

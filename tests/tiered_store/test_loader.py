@@ -53,7 +53,7 @@ def right(array: np.ndarray, prefix: int, blocks: int) -> bool:
 
 @pytest.fixture
 def loader() -> Iterator[Loader]:
-    loader = Loader(1 << 20, threads=2)
+    loader = Loader(1 << 20, threads=2, at_once=2)
     yield loader
     loader.check()
     loader.close()
