@@ -88,6 +88,8 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         load_min_tokens=config.load_min_tokens,
         check=config.check,
     )
+    if _small_priorities_first():
+        cache.priority_sign = -1
     logger.info(
         "Global KV cache of instance %s, epoch %x: blocks of %d tokens, %s, %s, eviction %s",
         instance,
@@ -116,6 +118,12 @@ def _geometry_of(
         tp_size=parallel.attn_tp_size,
         model_kv_heads=ctx.model_config.get_total_num_kv_heads(),
     )
+
+
+def _small_priorities_first() -> bool:
+    from sglang.srt.runtime_context import get_schedule
+
+    return bool(get_schedule().schedule_low_priority_values_first)
 
 
 def _uses_adapters() -> bool:

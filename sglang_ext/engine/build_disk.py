@@ -116,11 +116,13 @@ def promotions_from(
     stream: bool,
 ) -> Promotions:
     """What brings blocks back from ``disk`` to DRAM, and on to the forward pass where that can ``stream``."""
+    stream = stream and room.streams and config.disk_admission == "first-layer"
     policy = DiskPolicy(
         config.block_size,
         arena.block_bytes,
         least_tokens=config.load_min_tokens,
         always=config.load_policy == "always",
+        overlaps=stream,
     )
     return Promotions(
         tree,
@@ -132,5 +134,5 @@ def promotions_from(
         BlockMemory.of_arena(arena),
         policy,
         agree,
-        stream=stream and config.disk_admission == "first-layer",
+        stream=stream,
     )

@@ -104,15 +104,18 @@ class Decision:
 
 
 class DiskPolicy:
-    """What of a disk hit to read.
+    """What of a disk hit to read, and what to compute instead.
 
-    All of it or nothing: computing a prefix costs more per token the longer it is and reading does not, so
-    if the whole is not worth reading, no part of it is.
+    Where a request waits for all of a read, it is all or nothing: computing a prefix costs more per token the
+    longer it is and reading does not, so if the whole is not worth reading, no part of it is. Where reading
+    streams in front of the forward pass, the head is read while the tail is computed, and the best border is
+    where both take equally long.
 
     Args:
         block_tokens, block_bytes: of a block.
         least_tokens: shorter hits are computed.
         always: read whatever was found that is not shorter.
+        overlaps: whether reading streams in front of computing.
         cost: of prefill on this server.
     """
 
@@ -123,31 +126,65 @@ class DiskPolicy:
         *,
         least_tokens: int = 0,
         always: bool = False,
+        overlaps: bool = False,
         cost: PrefillCost | None = None,
     ) -> None:
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
         self._least_tokens = least_tokens
         self._always = always
+        self._overlaps = overlaps
         self.cost = cost or PrefillCost()
         self.bandwidth = Bandwidth()
         self.last: Decision | None = None
 
-    def blocks_to_read(self, found: int, start: int, *, waiting_bytes: int = 0) -> int:
-        """How many of the ``found`` blocks that follow ``start`` blocks to read: all or none.
+    def blocks_to_read(self, found: int, start: int, *, new_tokens: int = 1, waiting_bytes: int = 0) -> int:
+        """How many of the ``found`` blocks that follow ``start`` blocks to read, from the first on.
 
         Args:
+            new_tokens: that follow them and are computed in any case.
             waiting_bytes: what is being read already.
         """
         read = self.bandwidth.seconds(waiting_bytes + found * self._block_bytes)
         compute = self._compute_seconds(found, start)
-        worth = self._always or read is None or compute is None or read <= compute
-        chosen = found if worth and found and found * self._block_tokens >= self._least_tokens else 0
-        if found and not chosen and not worth:
-            # Nothing is learnt about a disk that is not read: believe in it a little more each time.
-            self.bandwidth.hope()
+        chosen = found
+        if not self._always and read is not None and compute is not None:
+            chosen = self._best(found, start, new_tokens, waiting_bytes)
+            if found and not chosen:
+                # Nothing is learnt about a disk that is not read: believe in it a little more each time.
+                self.bandwidth.hope()
+        if chosen * self._block_tokens < self._least_tokens:
+            chosen = 0
         self.last = Decision(chosen, read, compute)
         return chosen
+
+    def _best(self, found: int, start: int, new_tokens: int, waiting_bytes: int) -> int:
+        def read(blocks: int) -> float:
+            return self.bandwidth.seconds(waiting_bytes + blocks * self._block_bytes) or 0.0
+
+        def compute(blocks: int) -> float:
+            """What is left to compute when so many blocks are read."""
+            tokens = (found - blocks) * self._block_tokens + new_tokens
+            return self.cost.seconds(tokens, (start + blocks) * self._block_tokens) or 0.0
+
+        def total(blocks: int) -> float:
+            if not blocks:
+                return compute(0)
+            return max(read(blocks), compute(blocks)) if self._overlaps else read(blocks) + compute(blocks)
+
+        # Reading grows with the number of blocks and computing shrinks: the first at which it takes longer.
+        low, high = 0, found
+        while low < high:
+            middle = (low + high) // 2
+            if read(middle) >= compute(middle):
+                high = middle
+            else:
+                low = middle + 1
+        choices = [found, 0]
+        if self._overlaps:
+            choices += [low, max(low - 1, 0)]
+        # The first of equals: what is read need not be computed by the next request either.
+        return min(choices, key=total)
 
     def patience(self, blocks: int, start: int) -> float:
         """Seconds after which a read that has not come is given up and its blocks are computed."""

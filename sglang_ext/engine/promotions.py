@@ -230,8 +230,14 @@ class Promotions:
     ) -> Promotion | None:
         get = self._tier.prepare_get(self._names.digest(wanted.namespace), names)
         found = self._agree(get.blocks)
+        block = self._tree.block_size
         chosen = self._agree(
-            self.policy.blocks_to_read(found, start, waiting_bytes=self._loader.waiting_bytes)
+            self.policy.blocks_to_read(
+                found,
+                start,
+                new_tokens=len(wanted.key) // TOKEN_BYTES + 1 - (start + found) * block,
+                waiting_bytes=self._loader.waiting_bytes,
+            )
         )
         self.counters.recomputed += found - chosen
         # What the blocks continue must not be evicted to make room for them.

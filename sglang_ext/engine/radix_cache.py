@@ -136,6 +136,7 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
         namespace = self._namespace_of_key(params.key)
         if params.req is not None:
             setattr(params.req, _NAMESPACE, namespace)
+            self.last_matched = params.req
         node, path, blocks = self.tree.match(namespace, _encode(params.key))
         hbm = self._hbm
         streamed = self._streamed(params.req, blocks)

@@ -18,6 +18,7 @@ from sglang_ext.engine.promotions import Promotions
 from sglang_ext.keys import encode_tokens
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
 
@@ -26,6 +27,10 @@ class StoragePrefetch:
 
     promotions: Promotions | None
     prefill_clock: PrefillClock | None
+    last_matched: Req | None = None
+    """The request that was matched last."""
+    priority_sign = 1
+    """-1 where smaller priorities go first (``--schedule-low-priority-values-first``)."""
     hicache_storage_pass_prefix_keys = False
 
     @property
@@ -69,8 +74,17 @@ class StoragePrefetch:
         if self.promotions is None or not len(new_input_tokens):
             return
         key = encode_tokens(matched_prefix_tokens) + encode_tokens(new_input_tokens)
-        wanted = Wanted(self.namespace(extra_key, cache_salt), key, request=handle.rid)
+        wanted = Wanted(
+            self.namespace(extra_key, cache_salt), key, self._priority_of(handle), request=handle.rid
+        )
         self.promotions.begin(handle, wanted)
+
+    def _priority_of(self, handle: CacheRequestHandle) -> int:
+        """The request's priority, larger first; SGLang has just matched it."""
+        req = self.last_matched
+        if req is None or req.cache_request_handle != handle:
+            return 0
+        return (req.priority or 0) * self.priority_sign
 
     def check_prefetch_progress(self, handle: CacheRequestHandle) -> bool:
         return self.promotions is None or self.promotions.ready(handle)

@@ -111,6 +111,39 @@ def test_the_faster_way_is_taken_and_its_numbers_are_kept() -> None:
     assert slow.blocks_to_read(64, 4000) == 64
 
 
+def test_where_both_overlap_the_head_is_read_while_the_tail_is_computed() -> None:
+    # Computed in 0.22 s, read in 0.67 s: neither alone is best.
+    made = policy(learnt(), bandwidth=1e8, overlaps=True)
+    chosen = made.blocks_to_read(64, 0, new_tokens=16)
+    assert 8 < chosen < 24
+    read = chosen * (1 << 20) / 1e8
+    tail = (64 - chosen) * 16 + 16
+    compute = A * tail + B * tail * (chosen * 16 + tail / 2)
+    assert read == pytest.approx(compute, rel=0.1)
+    # With much to compute after them, all of them hide behind it.
+    assert made.blocks_to_read(64, 0, new_tokens=6000) == 64
+    # A disk that is busy for longer than computing takes is left alone.
+    assert made.blocks_to_read(64, 0, new_tokens=16, waiting_bytes=1 << 30) == 0
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_the_best_border_is_the_best_of_all_borders(overlaps: bool) -> None:
+    rng = random.Random(5)
+    made = policy(learnt(), bandwidth=1.0, overlaps=overlaps)
+    for _ in range(200):
+        found, start, new = rng.randrange(1, 80), rng.randrange(0, 500), rng.randrange(1, 2000)
+        waiting, bandwidth = rng.choice((0, 1 << 22, 1 << 28)), 10 ** rng.uniform(6.5, 10)
+        totals = []
+        for blocks in range(found + 1):
+            tail = (found - blocks) * 16 + new
+            compute = A * tail + B * tail * ((start + blocks) * 16 + tail / 2)
+            read = (waiting + blocks * (1 << 20)) / bandwidth if blocks else 0.0
+            totals.append(max(read, compute) if overlaps else read + compute)
+        made.bandwidth.bytes_per_second = bandwidth
+        chosen = made.blocks_to_read(found, start, new_tokens=new, waiting_bytes=waiting)
+        assert totals[chosen] <= min(totals) * 1.001 + 1e-9, (found, start, new, waiting, bandwidth)
+
+
 def test_a_busy_disk_counts() -> None:
     made = policy(learnt(), bandwidth=1e9)
     assert made.blocks_to_read(64, 0, waiting_bytes=0) == 64
