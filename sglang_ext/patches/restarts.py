@@ -7,8 +7,9 @@ enters the tree, its slots are freed, and its result is skipped. Three hooks:
 
 - after ``run_batch``: ask the cache whether everything held; if not, release and mark the requests. The whole
   batch, because SGLang skips retracted requests without skipping their part of the input log probabilities;
-- after ``process_batch_result``: put the requests of that batch back into the queue. Not before: a request
-  that is prefilled again counts as live, and would take the old result for its own;
+- after ``process_batch_result`` of that very batch (``forward_iter`` names it): put its requests back into
+  the queue. Not before: a request that is prefilled again counts as live, and would take the old result for
+  its own. With overlap, the result of an earlier batch, a chunk of the same request, comes first;
 - before the last batch is merged into the running one: take them out of it.
 
 Why no extension point serves: SGLang's caches load only what is complete.
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _PENDING = "_sglang_ext_restarts"
-"""Attribute of the scheduler: the requests that wait for their old result to be skipped."""
+"""Attribute of the scheduler: the requests that wait for their old result to be skipped, by batch."""
 _TAKEN = "_sglang_ext_taken_back"
 """Attribute of the scheduler: the requests that have to leave the last batch."""
 
@@ -66,7 +67,7 @@ def after_run_batch(_result: Any, scheduler: Any, batch: Any, *_args: Any, **_kw
     if scheduler.chunked_req in batch.reqs:
         scheduler.chunked_req = None
     taken = take_back(batch.reqs, scheduler.tree_cache)
-    setattr(scheduler, _PENDING, [*getattr(scheduler, _PENDING, ()), *taken])
+    setattr(scheduler, _PENDING, {**getattr(scheduler, _PENDING, {}), batch.forward_iter: taken})
     setattr(scheduler, _TAKEN, taken)
     logger.warning(
         "KV that was streaming from disk could not be read or did not verify; %d requests run again",
@@ -77,12 +78,8 @@ def after_run_batch(_result: Any, scheduler: Any, batch: Any, *_args: Any, **_kw
 def after_batch_result(_result: None, scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
     """After ``process_batch_result``."""
     pending = getattr(scheduler, _PENDING, None)
-    if not pending:
-        return
-    back = [req for req in pending if req in batch.reqs]
-    if back:
-        setattr(scheduler, _PENDING, [req for req in pending if req not in back])
-        for req in back:
+    if pending:
+        for req in pending.pop(batch.forward_iter, ()):
             scheduler._add_request_to_queue(req, is_retracted=True)
 
 

@@ -95,7 +95,8 @@ class SimulatedScheduler:
         self.restarted = 0
         """Requests whose batch was thrown away."""
         self._taken: list[Req] = []
-        self._restarting: list[Req] = []
+        self._restarting: dict[int, list[Req]] = {}
+        self._forwards = 0
         self._results: deque[tuple[ScheduleBatch, list[int]]] = deque()
         self._pending_chunked_abort: Req | None = None
         self._served: dict[Req, Served] = {}
@@ -223,7 +224,8 @@ class SimulatedScheduler:
         if batch is None and self.waiting:
             threading.Event().wait(0.0005)  # for the threads of the disk
         if batch is not None:
-            self._results.append((batch.copy(), self._run(batch)))
+            tokens = self._run(batch)
+            self._results.append((batch.copy(), tokens))
         if self.settings.overlap:
             if self.last_batch is not None:
                 self._process(*self._results.popleft())
@@ -233,6 +235,8 @@ class SimulatedScheduler:
 
     def _run(self, batch: ScheduleBatch) -> list[int]:
         """A forward pass. What it reads may be wrong as long as the cache says so afterwards."""
+        self._forwards += 1
+        batch.forward_iter = self._forwards
         wrong: WrongKvError | None = None
         tokens = [-1] * len(batch.reqs)
         try:
@@ -244,7 +248,7 @@ class SimulatedScheduler:
             if self.chunked in batch.reqs:
                 self.chunked = None
             self._taken = take_back(batch.reqs, self.cache)
-            self._restarting += self._taken
+            self._restarting[batch.forward_iter] = self._taken
             self.restarted += len(self._taken)
         elif wrong is not None:
             raise wrong
@@ -472,9 +476,7 @@ class SimulatedScheduler:
         allocator.free_group_end()
         if batch.forward_mode.is_extend():
             self.cache.prefill_ended()
-        back = [req for req in self._restarting if req in batch.reqs]
-        self._restarting = [req for req in self._restarting if req not in back]
-        self._enqueue(back)
+        self._enqueue(self._restarting.pop(batch.forward_iter, []))
 
     def _process_prefill(self, req: Req, token: int, *, decoding: bool) -> None:
         if (req.finished() and req.inflight_middle_chunks <= 0) or req.is_retracted:

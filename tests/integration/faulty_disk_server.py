@@ -1,0 +1,51 @@
+"""SGLang's server as ``sglang_ext.launch_server`` starts it, with a disk that is slow and, when told, faulty.
+
+The folder in ``FAULTS`` says what is wrong now: with a file ``damage`` in it, the upper half of every read
+does not verify in the last layer; with a file ``blind``, the cache does not look whether what streamed held.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from sglang_ext import launch_server
+
+FAULTS = "SGLANG_TEST_DISK_FAULTS"
+SECONDS_PER_LAYER = 0.15
+
+
+def make_faulty(folder: Path) -> None:
+    """Disturb the disk tier of this process."""
+    from sglang_ext.engine.radix_cache import GlobalRadixCache
+    from sglang_ext.tiered_store.disk import DiskTier
+    from sglang_ext.tiered_store.tier import LayerRead, Outcome
+
+    read_layer, look = DiskTier.get_layer, GlobalRadixCache.streams_hold
+
+    def get_layer(self: DiskTier, get: Any, layer: int, memory: Any, ids: Any) -> LayerRead:
+        time.sleep(SECONDS_PER_LAYER * layer)
+        read = read_layer(self, get, layer, memory, ids)
+        if layer == self.layout.n_layers - 1 and (folder / "damage").exists():
+            good = len(ids) // 2
+            for rows in memory.rows(layer, ids)[good:]:
+                rows[-1] ^= 0x40
+            get.blocks = min(get.blocks, good)
+            return LayerRead(get.blocks, Outcome.DAMAGED)
+        return read
+
+    def streams_hold(self: GlobalRadixCache) -> bool:
+        return look(self) or (folder / "blind").exists()
+
+    DiskTier.get_layer = get_layer  # type: ignore[method-assign]
+    GlobalRadixCache.streams_hold = streams_hold  # type: ignore[method-assign]
+
+
+if __name__ == "__mp_main__" and FAULTS in os.environ:  # in the scheduler's process
+    make_faulty(Path(os.environ[FAULTS]))
+
+if __name__ == "__main__":
+    launch_server.main(sys.argv[1:])
