@@ -90,7 +90,8 @@ def after_events(_result: None, scheduler: Any) -> None:
         return
     setattr(scheduler, _TAKEN, [])
     last = scheduler.last_batch
-    last.filter_batch(keep_indices=[i for i, req in enumerate(last.reqs) if req not in taken])
+    if last is not None:  # a pause may have drained it
+        last.filter_batch(keep_indices=[i for i, req in enumerate(last.reqs) if req not in taken])
 
 
 PATCH = hook_patch(
