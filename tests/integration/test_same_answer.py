@@ -129,7 +129,7 @@ def test_hits_of_every_kind_give_the_cold_answer(server: ServerProcess, long_run
 
     assert reuse.kinds >= {"cold", "hbm", "dram", "disk"}, reuse
     assert any("+" in kind for kind in reuse.kinds), reuse
-    assert reuse.dram + reuse.disk > 0.1 * reuse.prompt, reuse
+    assert reuse.dram + reuse.disk > 0.05 * reuse.prompt, reuse
 
 
 def fill(server: ServerProcess, tokens: int, seed: int) -> None:
