@@ -33,6 +33,8 @@ from contextlib import suppress
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+IN_MOVED_TO = 0x80
+IN_CREATE = 0x100
 
 LEFTOVER_SECONDS = 1.0
 """Time for what the command leaves behind to end on its own, before and after SIGKILL has its turn.
@@ -44,6 +46,9 @@ CANNOT_RUN = 127
 """Exit status when there is no such command, as shells give it."""
 LOOK_SECONDS = 10.0
 """Pause between looking which shared memory the command's processes have."""
+APPEARED_SECONDS = 0.1
+"""Until the next look after something new has appeared there: it is mapped shortly after it is made. What a
+process makes between two looks would stay behind if it was killed before the second."""
 SHARED_MEMORY = "/dev/shm"
 
 
@@ -101,6 +106,16 @@ def shared_memory_of(pids: Iterable[int]) -> set[int]:
         with suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:
             found.update(int(line.split(None, 5)[4]) for line in maps if b" /dev/shm/" in line)
     return found
+
+
+def watch_shared_memory() -> int | None:
+    """A descriptor to read from when something new appears in /dev/shm; None where there is no inotify."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+    if fd >= 0 and libc.inotify_add_watch(fd, SHARED_MEMORY.encode(), IN_CREATE | IN_MOVED_TO) < 0:
+        os.close(fd)
+        return None
+    return fd if fd >= 0 else None
 
 
 def remove_shared_memory(inodes: set[int]) -> None:
@@ -208,15 +223,24 @@ def guard(watch: int, grace: float, command: list[str]) -> int:
     poll = select.poll()
     poll.register(signals.reader, select.POLLIN)
     poll.register(watch, select.POLLIN | select.POLLHUP)
+    appeared = watch_shared_memory()
+    if appeared is not None:
+        poll.register(appeared, select.POLLIN)
     asked = False
     deadline: float | None = None
     status: int | None = None
     shared: set[int] = set()
+    look = LOOK_SECONDS
     while status is None:
-        left = LOOK_SECONDS if deadline is None else max(0.0, deadline - time.monotonic())
+        left = look if deadline is None else min(look, max(0.0, deadline - time.monotonic()))
+        look = LOOK_SECONDS
         ready = {fd for fd, _ in poll.poll(left * 1000)}
         shared |= shared_memory_of(descendants(os.getpid()))
         came = signals.read()
+        if appeared is not None and appeared in ready:
+            with suppress(BlockingIOError):
+                os.read(appeared, 1 << 16)
+            look = APPEARED_SECONDS
         if watch in ready:
             poll.unregister(watch)
         status = reap(main)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import psutil
 import pytest
 from cluster_processes import SMALL_SERVER, alive, wait_for
 
+from sglang_ext.cluster.guard import APPEARED_SECONDS
 from sglang_ext.cluster.process import GUARD
 
 GRACE = "30"
@@ -168,6 +170,15 @@ def littering(guarded: Callable[..., Guarded], tmp_path: Path) -> tuple[Guarded,
 def test_temporary_files_and_shared_memory_go(littering: tuple[Guarded, list[Path]]) -> None:
     one, litter = littering
     one.process.terminate()
+    one.process.wait(20)
+    assert [path for path in litter if path.exists()] == []
+
+
+def test_shared_memory_of_a_command_that_is_killed_soon_goes(littering: tuple[Guarded, list[Path]]) -> None:
+    """Long before the guard would look again by itself, and when it has died there is nothing to look at."""
+    one, litter = littering
+    time.sleep(5 * APPEARED_SECONDS)
+    os.kill(one.pids()[0], signal.SIGKILL)
     one.process.wait(20)
     assert [path for path in litter if path.exists()] == []
 
