@@ -24,6 +24,7 @@ from sglang_ext.tiered_store.tier import BlockMemory, Outcome
 from sglang_ext.tiered_store.write_behind import WriteBehind, Written
 
 Agree = Callable[[int], int]
+"""The smallest of the ranks' numbers. Ranks of one instance must change their trees in step."""
 
 
 @dataclass

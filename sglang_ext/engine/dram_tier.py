@@ -19,14 +19,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sglang_ext.engine.disk_writes import DiskWrites
+from sglang_ext.engine.disk_writes import Agree, DiskWrites
 from sglang_ext.engine.mover import BlockIds, LayerSink, Mover, Source
 from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
 
 logger = logging.getLogger(__name__)
-
-Agree = Callable[[int], int]
-"""The smallest of the ranks' numbers. Ranks of one instance must change their trees in step."""
 
 
 class Arena(Protocol):

@@ -36,50 +36,39 @@ class CacheMetrics:
         self._next = 0.0
         self._rank = str(rank)
         self._seen: dict[tuple[str, str], int] = {}
-        self._blocks = Gauge(
-            metric_name("cache", "blocks"),
-            "Blocks that a tier holds.",
-            ["tier", "tp_rank"],
-            registry=registry,
-            multiprocess_mode="mostrecent",
-        )
-        self._capacity = Gauge(
-            metric_name("cache", "capacity_blocks"),
-            "Blocks that a tier can hold.",
-            ["tier", "tp_rank"],
-            registry=registry,
-            multiprocess_mode="mostrecent",
-        )
-        self._backlog = Gauge(
-            metric_name("cache", "disk_backlog_bytes"),
-            "Bytes in DRAM that wait to be written to disk.",
-            ["tp_rank"],
-            registry=registry,
-            multiprocess_mode="mostrecent",
-        )
-        self._weighed = Gauge(
-            metric_name("cache", "disk_weighed_seconds"),
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(
+                metric_name("cache", name),
+                text,
+                [*labels, "tp_rank"],
+                registry=registry,
+                multiprocess_mode="mostrecent",
+            )
+
+        def events(name: str, text: str) -> Counter:
+            return Counter(metric_name("cache", name), text, ["event", "tp_rank"], registry=registry)
+
+        self._blocks = gauge("blocks", "Blocks that a tier holds.", "tier")
+        self._capacity = gauge("capacity_blocks", "Blocks that a tier can hold.", "tier")
+        self._backlog = gauge("disk_backlog_bytes", "Bytes in DRAM that wait to be written to disk.")
+        self._weighed = gauge(
+            "disk_weighed_seconds",
             "The newest decision to load from disk or to compute: how long each was expected to take.",
-            ["way", "tp_rank"],
-            registry=registry,
-            multiprocess_mode="mostrecent",
+            "way",
         )
         self._events = {
-            "dram": Counter(
-                metric_name("cache", "dram_blocks"),
+            "dram": events(
+                "dram_blocks",
                 "Blocks written to DRAM, loaded from it, evicted from it, or skipped because it was full of "
                 "locked blocks.",
-                ["event", "tp_rank"],
-                registry=registry,
             ),
-            "disk": Counter(
-                metric_name("cache", "disk_blocks"),
+            "disk": events(
+                "disk_blocks",
                 "Blocks written to disk, not written because it was behind (write_skipped) or refused them "
                 "(write_failed); found there and promoted to DRAM (streamed: those of them that a forward "
                 "pass did not wait for) or brought straight to HBM, left for computing (recomputed, "
                 "no_room), not readable (read_failed) or given up (late).",
-                ["event", "tp_rank"],
-                registry=registry,
             ),
         }
 

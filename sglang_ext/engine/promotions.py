@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
 
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.block_names import pack_names
-from sglang_ext.engine.disk_writes import DiskWrites
+from sglang_ext.engine.disk_writes import Agree, DiskWrites
 from sglang_ext.engine.dram_tier import DramTier
 from sglang_ext.engine.load_policy import DiskPolicy
 from sglang_ext.engine.promotion import Promoted, Promotion, PromotionCounters, Wanted
@@ -38,8 +38,6 @@ from sglang_ext.tiered_store.loader import Loader
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Ids
 
 logger = logging.getLogger(__name__)
-
-Agree = Callable[[int], int]
 
 _REMEMBERED = 256
 """Requests whose stream has failed; they wait for all layers the next time."""
@@ -147,7 +145,7 @@ class Promotions:
     def _drop_straight(self, handle: Hashable) -> None:
         straight = self._straight.drop(handle)
         if straight is not None:
-            self._unlock(straight.parent)
+            self._tree.unlock(straight.parent, self._dram)
 
     # -- in front of the forward pass -------------------------------------------------------------
 
@@ -241,7 +239,7 @@ class Promotions:
         )
         self.counters.recomputed += found - chosen
         # What the blocks continue must not be evicted to make room for them.
-        self._lock(parent)
+        self._tree.lock(parent, self._dram)
         ids = self._room.take(chosen)
         if len(ids) < chosen and self._stream and wanted.request not in self._no_streams:
             self._room.give_back(ids)
@@ -249,7 +247,7 @@ class Promotions:
             return None
         self.counters.no_room += chosen - len(ids)
         if not len(ids):
-            self._unlock(parent)
+            self._tree.unlock(parent, self._dram)
             self._tier.complete_get(get)
             return None
         return Promotion(
@@ -309,7 +307,7 @@ class Promotions:
             if blocks:
                 self._arrive(handle, promotion.start * self._tree.block_size, tokens, node)
                 tokens = 0  # the others find it in DRAM
-        self._unlock(promotion.parent)
+        self._tree.unlock(promotion.parent, self._dram)
         for handle, wanted in promotion.handles.items():
             if len(wanted.key) > len(promotion.wanted.key):
                 self.begin(handle, wanted)
@@ -328,14 +326,6 @@ class Promotions:
             self._tree.unlock(before.node, self._dram)
             start, tokens = before.start, start - before.start + tokens
         self._arrived[handle] = Promoted(start, tokens, node)
-
-    def _lock(self, node: Node) -> None:
-        if not node.is_root:
-            self._tree.lock(node, self._dram)
-
-    def _unlock(self, node: Node) -> None:
-        if not node.is_root:
-            self._tree.unlock(node, self._dram)
 
     def _insert(self, promotion: Promotion, blocks: int) -> Node:
         """Put what has arrived into the tree, where somebody may have put it in the meantime."""
@@ -378,7 +368,7 @@ class Promotions:
                 logger.exception("reading from disk failed in a way that is not the disk's")
             del self._under_way[promotion.names[0].tobytes()]
             self._room.give_back(promotion.ids)
-            self._unlock(promotion.parent)
+            self._tree.unlock(promotion.parent, self._dram)
         self._waiting.clear()
         for handle in [*self._arrived, *self._straight.handles]:
             self.release(handle)
