@@ -2,6 +2,7 @@
 
 from router.policies.base import (
     Decision,
+    Fetch,
     Fleet,
     Instance,
     Match,
@@ -10,6 +11,7 @@ from router.policies.base import (
     PolicyOptions,
     Prompt,
     Reason,
+    Role,
 )
 from router.policies.least_load import least_load
 from router.policies.prompt_tree import prompt_tree
@@ -24,6 +26,7 @@ POLICIES: dict[str, Policy] = {
 __all__ = [
     "POLICIES",
     "Decision",
+    "Fetch",
     "Fleet",
     "Instance",
     "Match",
@@ -32,6 +35,7 @@ __all__ = [
     "PolicyOptions",
     "Prompt",
     "Reason",
+    "Role",
     "least_load",
     "prompt_tree",
     "round_robin",

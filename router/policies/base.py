@@ -19,6 +19,18 @@ class Prompt:
     tokens: int
     """Length of the prompt (of all prompts of a batch together), in the unit of the matches: tokens,
     or 4-byte units of text when there is no tokenizer. 0 when nothing is known."""
+    session: str | None = None
+    """What the client names its session by (header, body field or cookie)."""
+    priority: int = 0
+    """Larger goes first."""
+
+
+class Role(enum.StrEnum):
+    """What an instance does of a request."""
+
+    COLOCATED = "colocated"
+    PREFILL = "prefill"
+    DECODE = "decode"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +46,9 @@ class Instance:
     """Size of what the index believes it holds."""
     last_picked: int
     """Number of the decision that chose it last; 0 for never."""
+    role: Role = Role.COLOCATED
+    trusted: bool = True
+    """Whether the index of it is believed. What is not believed does not attract: load decides."""
 
 
 Fleet: TypeAlias = tuple[Instance, ...]
@@ -49,6 +64,15 @@ class Match:
     own: bool = False
     """It ends where something held ends: the request goes on from an earlier one, or repeats it. Otherwise
     it parts from others in mid-way, as new conversations do that begin with one system prompt."""
+    dram: int = 0
+    """How many of ``tokens`` are in DRAM and not in HBM."""
+    disk: int = 0
+    """How many of ``tokens`` are on disk and in no memory."""
+
+    @property
+    def hbm(self) -> int:
+        """How many of ``tokens`` are in HBM."""
+        return self.tokens - self.dram - self.disk
 
 
 Matches: TypeAlias = Mapping[str, Match]
@@ -81,13 +105,27 @@ class Reason(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Fetch:
+    """KV that another instance holds, worth moving."""
+
+    source: str
+    tokens: int
+    """Leading tokens of the prompt that ``source`` holds."""
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
     """An instance and why."""
 
     instance: str
+    """With prefill and decode apart: the one that prefills."""
     reason: Reason
     matched: int = 0
     """Tokens of the prompt the chosen instance is believed to hold."""
+    decode: str | None = None
+    """The instance that decodes, where it is another one."""
+    fetch: Fetch | None = None
+    """What ``instance`` should have another one send instead of computing it (MemServe, equation 2)."""
     scores: Mapping[str, float] = field(default_factory=dict)
     """What was compared, by instance; larger is better."""
 
