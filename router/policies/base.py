@@ -122,12 +122,12 @@ class Decision:
     reason: Reason
     matched: int = 0
     """Tokens of the prompt the chosen instance is believed to hold."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """What was compared, by instance; larger is better."""
     decode: str | None = None
     """The instance that decodes, where it is another one."""
     fetch: Fetch | None = None
     """What ``instance`` should have another one send instead of computing it (MemServe, equation 2)."""
-    scores: Mapping[str, float] = field(default_factory=dict)
-    """What was compared, by instance; larger is better."""
 
 
 @dataclass(frozen=True, slots=True)
