@@ -13,7 +13,17 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-SHARED = {"clock", "config", "errors", "geometry", "keys", "metrics", "wire"}
+SHARED = {
+    "clock",
+    "cluster_key",
+    "cluster_messages",
+    "config",
+    "errors",
+    "geometry",
+    "keys",
+    "metrics",
+    "wire",
+}
 """Modules of sglang_ext that every part may import."""
 
 PARTS = {"radix_global", "tiered_store", "disagg"}

@@ -1,0 +1,229 @@
+"""What instances, routers and people say to each other about membership: JSON over HTTP.
+
+An instance says ``POST /cluster/instances`` with a `Registration` and is told `Registered`; saying it again
+with the same epoch changes nothing, so an instance repeats it whenever it has heard no router for
+``verdict_s``, which is how a router that was restarted finds its instances again. A new epoch is a restart:
+what the former one held is forgotten and freed. ``DELETE /cluster/instances/{instance}`` is how it leaves.
+
+People and programs read `Cluster` (``GET /cluster``) and `Instances` (``GET /cluster/instances``), and say
+`Drain` and `ChangeRole` to ``POST /cluster/instances/{instance}/drain`` and ``.../role``.
+
+Every field is bounded; what does not fit is refused with the name of the field (`decode`). Requests are
+signed with the key of the cluster (``sglang_ext.cluster_key``).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Final, Literal, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from sglang_ext.errors import UserError
+
+PROTOCOL: Final = 1
+"""Changes when an older router would misunderstand a newer instance, or the other way round."""
+
+PATH: Final = "/cluster/instances"
+MAX_BODY_BYTES: Final = 64 << 10
+HEARTBEAT_S: Final = 1.0
+"""Seconds between two heartbeats, in each direction of an agent's channel."""
+VERDICT_S: Final = 3.0
+"""Whoever is not heard for so long is taken for dead."""
+
+InstanceId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}$")]
+"""What an instance calls itself: unique in its cluster, the same after a restart; part of a URL path."""
+EpochHex = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
+"""``wire.Epoch`` as 32 hex digits."""
+Url = Annotated[str, msgspec.Meta(min_length=8, max_length=512)]
+AgentAddress = Annotated[str, msgspec.Meta(max_length=300)]
+CurvePublicKey = Annotated[str, msgspec.Meta(pattern=r"^(|[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40})$")]
+"""Z85 of 32 bytes, or nothing."""
+Text = Annotated[str, msgspec.Meta(max_length=512)]
+RoleName = Literal["colocated", "prefill", "decode"]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
+
+T = TypeVar("T")
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of what is sent to a router."""
+
+
+class Registration(Body, frozen=True, kw_only=True):
+    """An instance says who it is and how it is reached."""
+
+    url: Url
+    """Its HTTP address as the router reaches it: ``http://host:port``."""
+    instance: InstanceId
+    epoch: EpochHex
+    role: RoleName = "colocated"
+    agent: AgentAddress = ""
+    """``tcp://host:port`` of its agent; empty for an instance without one, which is probed by HTTP."""
+    agent_key: CurvePublicKey = ""
+    """The agent's public CURVE key; empty when the cluster has no key."""
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 16
+    model: Text = ""
+    """``served_model_name``."""
+    tp_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    pp_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    namespace: Text = ""
+    """What the KV of this instance must agree in with that of another before it may be moved between them."""
+    protocol: Annotated[int, msgspec.Meta(ge=1, le=65_535)] = PROTOCOL
+
+    def __post_init__(self) -> None:
+        problem = _url_problem(self.url)
+        if problem is not None:
+            raise ValueError(f"url: {self.url!r} {problem}")
+        if self.agent and not _is_tcp(self.agent):
+            raise ValueError(f"agent: {self.agent!r} is not of the form tcp://host:port")
+        if self.protocol != PROTOCOL:
+            raise ValueError(f"protocol: this side speaks {PROTOCOL}, not {self.protocol}")
+
+
+class Drain(Body, frozen=True, kw_only=True):
+    """Give an instance no new requests; let it go when the running ones have ended.
+
+    deadline_s: after so long it goes although requests are still running, which then go on to their end
+    without being counted on.
+    """
+
+    deadline_s: Seconds = 600.0
+    cancel: bool = False
+    """Take a drain back that has not ended: the instance is given requests again."""
+
+
+class ChangeRole(Body, frozen=True, kw_only=True):
+    """Make an instance prefill, decode or both from now on."""
+
+    role: RoleName
+
+
+class Registered(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a registration."""
+
+    router: Text
+    """Which router this is; another one after each start."""
+    instance: InstanceId
+    state: Text
+    """Where the instance is in its life, in this router's eyes."""
+    heartbeat_s: float = HEARTBEAT_S
+    verdict_s: float = VERDICT_S
+    protocol: int = PROTOCOL
+
+
+class Draining(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a drain has come."""
+
+    since_s: float
+    deadline_s: float
+    """Seconds that are left."""
+    in_flight: int
+    """Requests of this router that it still has to finish."""
+
+
+class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
+    """What a router knows of one instance."""
+
+    instance: str
+    """Its id; for one that was listed by URL and has not registered, that URL's host and port."""
+    url: str
+    role: str
+    state: str
+    why: str
+    """Why it is in this state, in words."""
+    registered: bool
+    """Whether it came by itself; otherwise it was listed with ``--worker-urls``."""
+    epoch: str = ""
+    agent: str = ""
+    model: str = ""
+    block_size: int = 0
+    tp_size: int = 1
+    in_flight: int = 0
+    queued_tokens: int = 0
+    cached_tokens: int = 0
+    trusted: bool = True
+    heard_s: float | None = None
+    """Seconds since its last sign of life."""
+    draining: Draining | None = None
+
+
+class StoreView(msgspec.Struct, frozen=True, kw_only=True):
+    """Where membership is kept."""
+
+    kind: str
+    """``embedded`` or ``redis``."""
+    connected: bool = True
+    since_s: float = 0.0
+    """Seconds for which it has been connected, or lost."""
+    error: str = ""
+    address: str = ""
+    """Without a password."""
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """``GET /cluster``: what this router knows of its cluster."""
+
+    router: str
+    store: StoreView
+    routers: tuple[str, ...]
+    """All routers that share this membership, this one included."""
+    instances: tuple[InstanceView, ...]
+    unusable: str = ""
+    """Why no request can be served, in words; empty when one can."""
+
+
+class Instances(msgspec.Struct, frozen=True, kw_only=True):
+    """``GET /cluster/instances``."""
+
+    instances: tuple[InstanceView, ...]
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """The message that a body holds; an empty body is one without fields.
+
+    Raises:
+        UserError: it holds none; the text names the field.
+    """
+    if len(data) > MAX_BODY_BYTES:
+        raise UserError(f"the body has {len(data)} bytes, the limit is {MAX_BODY_BYTES}")
+    try:
+        return msgspec.json.decode(data or b"{}", type=kind)
+    except msgspec.ValidationError as error:
+        raise UserError(f"{kind.__name__}: {str(error)[:300]}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"the body is not JSON: {str(error)[:200]}") from None
+
+
+def encode(message: Any) -> bytes:
+    """A message as JSON."""
+    return msgspec.json.encode(message)
+
+
+def instance_path(instance: str, action: str = "") -> str:
+    """The path of one instance, or of an action on it."""
+    return f"{PATH}/{instance}/{action}" if action else f"{PATH}/{instance}"
+
+
+def _url_problem(url: str) -> str | None:
+    if not url.isprintable() or " " in url:
+        return "has characters that no URL has"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return "is not a URL"
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        return "is not of the form http://host:port"
+    if parts.query or parts.fragment or parts.username is not None:
+        return "has more than host, port and path"
+    return None
+
+
+_TCP = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,253}):([0-9]{1,5})")
+
+
+def _is_tcp(address: str) -> bool:
+    found = _TCP.fullmatch(address)
+    return found is not None and 0 < int(found[2]) < 65_536

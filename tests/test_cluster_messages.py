@@ -1,0 +1,170 @@
+"""What members say to each other, and the key by which they know each other."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from sglang_ext.cluster_key import MAX_SKEW_S, ClusterKey, read_cluster_key
+from sglang_ext.cluster_messages import (
+    MAX_BODY_BYTES,
+    PROTOCOL,
+    Drain,
+    Registration,
+    decode,
+    encode,
+    instance_path,
+)
+from sglang_ext.errors import ConfigError, UserError
+
+GOOD: dict[str, Any] = {
+    "url": "http://127.0.0.1:30001",
+    "instance": "prefill-0",
+    "epoch": "0" * 31 + "f",
+    "role": "prefill",
+    "agent": "tcp://127.0.0.1:40001",
+    "agent_key": "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7",
+    "block_size": 16,
+    "model": "tiny",
+    "tp_size": 2,
+    "namespace": "n",
+}
+SECRET = b"correct horse battery staple, 32 characters"
+
+
+def test_a_registration_survives_the_wire() -> None:
+    registration = decode(msgspec.json.encode(GOOD), Registration)
+    assert decode(encode(registration), Registration) == registration
+    assert (registration.role, registration.tp_size, registration.protocol) == ("prefill", 2, PROTOCOL)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"url": "ftp://host:1"}, "http://host:port"),
+        ({"url": "http://host:1?x=1"}, "more than host"),
+        ({"url": "http://user@host:1"}, "more than host"),
+        ({"url": "http://host:99999"}, "not a URL"),
+        ({"url": "http://ho st:1"}, "characters"),
+        ({"url": "http://h/" + "x" * 600}, "<= 512"),
+        ({"instance": ""}, "instance"),
+        ({"instance": "a/b"}, "instance"),
+        ({"instance": "a" * 129}, "instance"),
+        ({"epoch": "0" * 31}, "epoch"),
+        ({"epoch": "F" * 32}, "epoch"),
+        ({"role": "both"}, "role"),
+        ({"agent": "ipc:///tmp/x"}, "tcp://host:port"),
+        ({"agent": "tcp://host:70000"}, "tcp://host:port"),
+        ({"agent_key": "short"}, "agent_key"),
+        ({"block_size": 0}, "block_size"),
+        ({"tp_size": 5000}, "tp_size"),
+        ({"protocol": PROTOCOL + 1}, "this side speaks"),
+        ({"color": "red"}, "color"),
+        ({"url": 3}, "url"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match="Registration") as caught:
+        decode(msgspec.json.encode(GOOD | change), Registration)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("body", [b"{", b"\xff\xfe", b"[" * 5000, b'{"deadline_s": "' + b"x" * 70_000])
+def test_what_is_no_json_is_refused(body: bytes) -> None:
+    with pytest.raises(UserError):
+        decode(body, Drain)
+
+
+def test_limits_of_a_drain() -> None:
+    assert decode(b"", Drain) == Drain()
+    for wrong in (b'{"deadline_s": -1}', b'{"deadline_s": 1e9}', b'{"deadline_s": NaN}'):
+        with pytest.raises(UserError):
+            decode(wrong, Drain)
+    with pytest.raises(UserError, match=str(MAX_BODY_BYTES)):
+        decode(b" " * (MAX_BODY_BYTES + 1), Drain)
+
+
+def test_paths() -> None:
+    assert instance_path("a") == "/cluster/instances/a"
+    assert instance_path("a", "drain") == "/cluster/instances/a/drain"
+
+
+# -- the key ------------------------------------------------------------------------------------------
+
+
+def signed(key: ClusterKey) -> str:
+    return key.sign("POST", "/cluster/instances", b"body", 1000.0)
+
+
+def test_a_signature_holds_for_one_request_and_some_time() -> None:
+    key = ClusterKey(SECRET)
+    ask = ("POST", "/cluster/instances", b"body")
+    assert key.problem(signed(key), *ask, 1000.0) is None
+    assert key.problem(signed(key), *ask, 1000.0 + MAX_SKEW_S - 1) is None
+    assert "set the clocks right" in (key.problem(signed(key), *ask, 1000.0 + MAX_SKEW_S + 1) or "")
+    assert "set the clocks right" in (key.problem(signed(key), *ask, 1000.0 - MAX_SKEW_S - 1) or "")
+    others = (("PUT", *ask[1:]), (ask[0], "/x", ask[2]), (*ask[:2], b"bodz"))
+    for other in others:
+        assert "another cluster key" in (key.problem(signed(key), *other, 1000.0) or "")
+    assert "another cluster key" in (ClusterKey(SECRET + b"x").problem(signed(key), *ask, 1000.0) or "")
+
+
+@pytest.mark.parametrize("header", ["", "Bearer x", "KV-HMAC", "KV-HMAC x.y", "KV-HMAC .", "KV-HMAC ²."])
+def test_what_is_no_signature_is_refused(header: str) -> None:
+    assert "is not signed" in (ClusterKey(SECRET).problem(header, "GET", "/", b"", 0.0) or "")
+
+
+def test_a_huge_moment_is_refused() -> None:
+    key = ClusterKey(SECRET)
+    forged = f"KV-HMAC {'9' * 5000}.{'0' * 64}"
+    assert key.problem(forged, "GET", "/", b"", 0.0)
+
+
+def test_every_member_derives_the_same_curve_pair() -> None:
+    public, secret = ClusterKey(SECRET).curve_pair()
+    assert (public, secret) == ClusterKey(SECRET).curve_pair()
+    assert len(public) == len(secret) == 40
+    assert public == zmq.curve_public(secret)
+    assert ClusterKey(SECRET + b"x").curve_pair() != (public, secret)
+    assert SECRET.decode() not in repr(ClusterKey(SECRET))
+
+
+def key_file(folder: Path, content: bytes = SECRET + b"\n", mode: int = 0o600) -> Path:
+    path = folder / "cluster.key"
+    path.write_bytes(content)
+    path.chmod(mode)
+    return path
+
+
+def test_a_key_file_is_read(tmp_path: Path) -> None:
+    assert read_cluster_key(key_file(tmp_path)) == ClusterKey(SECRET)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601])
+def test_a_key_that_others_can_use_is_refused(tmp_path: Path, mode: int) -> None:
+    with pytest.raises(ConfigError, match="chmod 600") as caught:
+        read_cluster_key(key_file(tmp_path, mode=mode), field="--kv-cluster-key-file")
+    assert caught.value.field == "--kv-cluster-key-file"
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"short", b"x" * 64, SECRET + b"\n" + SECRET, os.urandom(5000).hex().encode()]
+)
+def test_a_file_without_a_key_is_refused(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(ConfigError):
+        read_cluster_key(key_file(tmp_path, content))
+
+
+def test_no_file_and_no_regular_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="openssl rand"):
+        read_cluster_key(tmp_path / "none")
+    with pytest.raises(ConfigError, match="is not a file"):
+        read_cluster_key(tmp_path)
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(ConfigError, match="is not a file"):
+        read_cluster_key(tmp_path / "pipe")
