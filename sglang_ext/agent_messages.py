@@ -1,0 +1,231 @@
+"""What an instance's agent and a router say to each other, over one ZeroMQ channel with CURVE.
+
+The router connects (DEALER) to the agent (ROUTER) in rank 0 of an instance and says `Hello` with what it has.
+The agent answers `Welcome`; either the router's place in the stream of events is still known, and the stream
+goes on there, or a snapshot follows:
+
+    router                            agent
+    Hello(epoch, next) -------------> Welcome(epoch, names, resumed)
+                       <------------- SnapshotBegin(number, seq), parts and Events mixed, SnapshotEnd(number)
+                       <------------- Events(epoch, first, ...)            contiguous numbers, a few ms apart
+                       <------------- Beat(epoch, next, load, tiers)       every second
+    Ping               -------------> (every second)
+    PeerDead           -------------> (an instance died: free what it held)
+
+Events name *runs*: a run is a number for consecutive blocks that are held in the same tiers, drawn by the
+instance and never used again in its epoch. What a run stands for is told once, by its parent run and its
+tokens, so an event costs a few bytes however long the prefix is. `radix_global.events` makes them and applies
+them. Blocks on disk are told by their names (``keys.block_keys``), because the disk outlives the process and
+knows nothing else.
+
+During a snapshot, events concern runs that may not have been told yet: those are left out, as the part that
+tells them comes later and is as of then. After `SnapshotEnd`, an unknown run means that something was lost.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+
+from sglang_ext.wire import Blob, Codec, Count, Epoch, Message, Name
+
+AGENT_PROTOCOL: Final = 1
+"""Changes when one side would misunderstand the other."""
+
+MAX_EVENTS: Final = 20_000
+"""Events of one message."""
+BATCH_BYTES: Final = 1 << 20
+"""A message is sent when its tokens and names pass this."""
+
+Tag = Annotated[str, msgspec.Meta(max_length=4096)]
+"""A tenant's ``extra_key`` or ``cache_salt``; KV of longer ones is not told."""
+Tiers = Annotated[int, msgspec.Meta(ge=0, le=3)]
+"""Where a run is: `IN_HBM` | `IN_DRAM`."""
+
+IN_HBM: Final = 1
+IN_DRAM: Final = 2
+
+
+class Event(msgspec.Struct, frozen=True, array_like=True):
+    """Base of placement events. Sent after what they tell is complete, and a removal before the room it
+    leaves is used again."""
+
+
+class Stored(Event, frozen=True, tag=1):
+    """A new run.
+
+    parent: the run it continues; 0 at the start of a prompt, where ``extra_key`` and ``cache_salt`` say
+        whose it is.
+    tokens: encoded (``keys.encode_tokens``), whole blocks.
+    """
+
+    run: Count
+    parent: Count
+    tokens: Blob
+    tiers: Tiers
+    extra_key: Tag | None = None
+    cache_salt: Tag | None = None
+
+
+class Moved(Event, frozen=True, tag=2):
+    """A run is in these tiers now, at least one."""
+
+    run: Count
+    tiers: Tiers
+
+
+class Removed(Event, frozen=True, tag=3):
+    """A run is in no memory any more, nor is anything that continues it."""
+
+    run: Count
+
+
+class Split(Event, frozen=True, tag=4):
+    """The first ``blocks`` blocks of ``run`` are the run ``upper`` from now on, in the same tiers."""
+
+    run: Count
+    upper: Count
+    blocks: Count
+
+
+class Cleared(Event, frozen=True, tag=5):
+    """Nothing is in memory any more, or nothing of it matches any more: the cache was flushed, or the weights
+    changed. ``weights``: the version that names of blocks have from now on."""
+
+    weights: Name
+
+
+class DiskStored(Event, frozen=True, tag=6):
+    """Blocks are on disk and durable. names: ``keys.BLOCK_KEY_BYTES`` each."""
+
+    names: Blob
+
+
+class DiskRemoved(Event, frozen=True, tag=7):
+    """Blocks are no longer on disk."""
+
+    names: Blob
+
+
+PlacementEvent: TypeAlias = Stored | Moved | Removed | Split | Cleared | DiskStored | DiskRemoved
+PlacementEvents = Annotated[tuple[PlacementEvent, ...], msgspec.Meta(max_length=MAX_EVENTS)]
+
+
+class Naming(msgspec.Struct, frozen=True, array_like=True):
+    """What names of blocks on disk are made from, beside tenant and tokens (``keys.Namespace``).
+
+    adapters: LoRA is on; names of tenants with an ``extra_key`` then depend on more than this.
+    """
+
+    model: Tag
+    weights: Name
+    dtype: Name
+    geometry: Tag
+    shard: Name
+    adapters: bool = False
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """How busy an instance is."""
+
+    running: Count = 0
+    """Requests in the running batch."""
+    queued: Count = 0
+    """Requests that wait."""
+    queued_tokens: Count = 0
+    """Tokens of theirs that are to be computed, cached prefixes not deducted."""
+
+
+class Fill(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks that a tier holds, and how many fit."""
+
+    used: Count = 0
+    size: Count = 0
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """A router wants an instance's events, from ``next`` of ``epoch`` on; 0 and no epoch for everything."""
+
+    router: Name
+    epoch: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
+    next: Count = 0
+    protocol: Count = AGENT_PROTOCOL
+
+
+class Ping(Message, frozen=True, tag="ping"):
+    """A router lives. Every second."""
+
+    router: Name
+
+
+class PeerDead(Message, frozen=True, tag="dead"):
+    """An instance died: whoever keeps something for it, frees it. An empty epoch means any."""
+
+    instance: Name
+    epoch: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    """The agent's answer to `Hello`. resumed: the events go on where the router left off."""
+
+    instance: Name
+    epoch: Epoch
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
+    resumed: bool
+    naming: Naming | None = None
+    """``None``: nothing is told of a disk."""
+    protocol: Count = AGENT_PROTOCOL
+
+
+class SnapshotBegin(Message, frozen=True, tag="begin"):
+    """Forget what you have. The next event is number ``seq``."""
+
+    epoch: Epoch
+    number: Count
+    """Which snapshot; parts of others are to be left out."""
+    seq: Count
+
+
+class SnapshotPart(Message, frozen=True, tag="part"):
+    """Some of what is held, as of this place in the stream; runs after their parents."""
+
+    epoch: Epoch
+    number: Count
+    runs: PlacementEvents
+
+
+class SnapshotEnd(Message, frozen=True, tag="end"):
+    """The snapshot is complete. partial: there was more than fits; what is missing is held and not told."""
+
+    epoch: Epoch
+    number: Count
+    partial: bool = False
+
+
+class Events(Message, frozen=True, tag="events"):
+    """Consecutive events; the first has the number ``first``. age_ms: of the oldest, when it was sent."""
+
+    epoch: Epoch
+    first: Count
+    events: PlacementEvents
+    age_ms: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+
+
+class Beat(Message, frozen=True, tag="beat"):
+    """The instance lives. Every second, whatever else is sent. next: number of the next event."""
+
+    epoch: Epoch
+    next: Count
+    load: Load = Load()
+    hbm: Fill = Fill()
+    dram: Fill = Fill()
+    disk: Fill = Fill()
+
+
+ToAgent: TypeAlias = Hello | Ping | PeerDead
+"""Room for Advise and Fetch."""
+FromAgent: TypeAlias = Welcome | SnapshotBegin | SnapshotPart | SnapshotEnd | Events | Beat
+
+TO_AGENT: Codec[ToAgent] = Codec(ToAgent, limit=1 << 20)
+FROM_AGENT: Codec[FromAgent] = Codec(FromAgent)
