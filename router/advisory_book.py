@@ -92,7 +92,7 @@ class Hint:
     """One hint, checked and tokenized.
 
     namespace, key: as the prompt trees know the conversation so far. session: the client's name of it.
-    earliest_s: the request comes this many seconds from now or later. ttl_s: so long after that it is expected.
+    earliest_s: seconds from now before which the request does not come. ttl_s: how long after that it may.
     """
 
     tenant: str

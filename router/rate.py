@@ -25,7 +25,7 @@ class TokenBucket:
     def take(self, now: float, amount: float = 1.0) -> float:
         """Take ``amount`` if it is there. Returns 0, or the seconds after which it would be.
 
-        What exceeds ``burst`` is let through by a full bucket and paid for afterwards: else it never would be.
+        What exceeds ``burst`` is let through by a full bucket and paid for later: else it never would be.
         """
         self._filled = min(self.burst, self._filled + self.rate * max(0.0, now - self._then))
         self._then = max(self._then, now)
