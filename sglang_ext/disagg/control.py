@@ -27,9 +27,9 @@ from sglang_ext.disagg.errors import (
     TransferDeadlineError,
     TransferError,
 )
-from sglang_ext.disagg.messages import REPLIES, REQUESTS, Refused, Reply, Request
+from sglang_ext.disagg.messages import REPLIES, REQUESTS, Refused, Reply
 from sglang_ext.errors import ConfigError, SglangExtError
-from sglang_ext.wire import WireError
+from sglang_ext.wire import Codec, WireError
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class _OnlyMembers:
         return key == self._public
 
 
-Handler = Callable[[bytes, Request], Awaitable[Reply]]
+Handler = Callable[[bytes, Any], Awaitable[Any]]
 
 
 class ControlServer:
@@ -94,8 +94,18 @@ class ControlServer:
     other.
     """
 
-    def __init__(self, context: Context, bind: str, keys: CurveKeys | None, handler: Handler) -> None:
+    def __init__(
+        self,
+        context: Context,
+        bind: str,
+        keys: CurveKeys | None,
+        handler: Handler,
+        requests: Codec[Any] = REQUESTS,
+        replies: Codec[Any] = REPLIES,
+    ) -> None:
         """Bind to `bind`, a host; the port is the system's choice, or `host:port`.
+
+        requests, replies: the protocol; `Refused` must be one of its replies.
 
         Raises:
             ConfigError: `bind` is not loopback and there is no key.
@@ -106,6 +116,7 @@ class ControlServer:
                 f"will not listen on {host} without a key", hint="Configure the cluster's CURVE key pair"
             )
         self._handler = handler
+        self._requests, self._replies = requests, replies
         self._tasks: set[asyncio.Task[None]] = set()
         self.refused = 0
         self._authenticator: Any = None
@@ -124,7 +135,7 @@ class ControlServer:
     def __repr__(self) -> str:
         return f"<ControlServer {self.address} handling={len(self._tasks)} refused={self.refused}>"
 
-    async def notify(self, identity: bytes, message: Reply) -> None:
+    async def notify(self, identity: bytes, message: Any) -> None:
         """Send a peer something that it did not ask for."""
         await self._send(identity, UNASKED.to_bytes(NUMBER_BYTES, "little"), message)
 
@@ -149,9 +160,9 @@ class ControlServer:
             task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, identity: bytes, number: bytes, data: bytes) -> None:
-        reply: Reply
+        reply: Any
         try:
-            reply = await self._handler(identity, REQUESTS.decode(data))
+            reply = await self._handler(identity, self._requests.decode(data))
         except WireError as error:
             self.refused += 1
             reply = Refused("protocol", str(error))
@@ -165,9 +176,9 @@ class ControlServer:
             reply = Refused("internal", "the peer failed to handle the request; see its log")
         await self._send(identity, number, reply)
 
-    async def _send(self, identity: bytes, number: bytes, message: Reply) -> None:
+    async def _send(self, identity: bytes, number: bytes, message: Any) -> None:
         with contextlib.suppress(ZMQError):
-            await self._socket.send_multipart([identity, number, REPLIES.encode(message)])
+            await self._socket.send_multipart([identity, number, self._replies.encode(message)])
 
 
 class ControlClient:
@@ -179,10 +190,13 @@ class ControlClient:
         address: str,
         keys: CurveKeys | None,
         on_unasked: Callable[[Reply], None],
+        requests: Codec[Any] = REQUESTS,
+        replies: Codec[Any] = REPLIES,
     ) -> None:
         self.address = address
         self._on_unasked = on_unasked
-        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._requests, self._replies = requests, replies
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(1)
         self._failed: TransferError | None = None
         self._socket = context.socket(zmq.DEALER)
@@ -193,8 +207,8 @@ class ControlClient:
     def __repr__(self) -> str:
         return f"<ControlClient {self.address} waiting={len(self._waiting)}>"
 
-    async def ask(self, message: Request, seconds: float) -> Reply:
-        """Send a request, return its reply.
+    async def ask(self, message: Any, seconds: float | None) -> Any:
+        """Send a request, return its reply. seconds: None waits until the peer is gone (`fail`).
 
         Raises:
             RefusedError: the peer said no. PeerProtocolError: its reply is not one.
@@ -203,17 +217,17 @@ class ControlClient:
         if self._failed is not None:
             raise self._failed
         number = next(self._numbers)
-        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[number] = reply
         try:
             async with asyncio.timeout(seconds):
                 await self._socket.send_multipart(
-                    [number.to_bytes(NUMBER_BYTES, "little"), REQUESTS.encode(message)]
+                    [number.to_bytes(NUMBER_BYTES, "little"), self._requests.encode(message)]
                 )
                 answer = await reply
         except TimeoutError:
             raise TransferDeadlineError(
-                f"{self.address} did not answer {type(message).__name__} within {seconds:g} s"
+                f"{self.address} did not answer {type(message).__name__} within {seconds or 0:g} s"
             ) from None
         finally:
             del self._waiting[number]
@@ -234,7 +248,7 @@ class ControlClient:
             try:
                 if len(frames) != 2 or len(frames[0]) != NUMBER_BYTES:
                     raise WireError("a reply with the wrong number of frames")
-                message = REPLIES.decode(frames[1])
+                message = self._replies.decode(frames[1])
             except WireError as error:
                 self.fail(PeerProtocolError(f"{self.address}: {error}"))
                 return

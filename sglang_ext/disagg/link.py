@@ -85,7 +85,8 @@ class Link:
     async def ask(self, message: Request, seconds: float) -> Reply:
         """As `ControlClient.ask`; a session that the owner has given up is a peer that is gone."""
         try:
-            return await self.client.ask(message, seconds)
+            reply: Reply = await self.client.ask(message, seconds)
+            return reply
         except RefusedError as error:
             if error.reason == "session":
                 self.fail(PeerGoneError("the owner has given this session up; connect again"))
