@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from router.policies import POLICIES
+from router.policies import POLICIES, policy_named
 from sglang_ext.errors import ConfigError
 
 MIB = 1 << 20
@@ -23,7 +23,12 @@ class RouterConfig:
     host: str = "127.0.0.1"
     port: int = 30000
     """0 lets the system choose; ``RunningRouter.url`` tells."""
-    policy: str = "prompt-tree"
+    policy: str = "auto"
+    """A name in ``policies.POLICIES``, or ``package.module:function``."""
+    session_header: str = "x-session-id"
+    session_field: str = "session_id"
+    session_cookie: str = ""
+    """Where a request names its session: the first of these that does. An empty name is not looked for."""
     api_key: str | None = field(default=None, repr=False)
     worker_api_key: str | None = field(default=None, repr=False)
 
@@ -74,12 +79,7 @@ class RouterConfig:
         object.__setattr__(self, "worker_urls", tuple(normalize_url(url) for url in self.worker_urls))
         if len(set(self.worker_urls)) != len(self.worker_urls):
             raise ConfigError(f"a worker is named twice: {' '.join(self.worker_urls)}", field="--worker-urls")
-        if self.policy not in POLICIES:
-            raise ConfigError(
-                f"unknown policy {self.policy!r}",
-                field="--policy",
-                hint=f"Choose one of {', '.join(POLICIES)}",
-            )
+        policy_named(self.policy)
         if not is_loopback(self.host) and not self.api_key:
             raise ConfigError(
                 f"{self.host} can be reached from other machines, and no key is set",
@@ -125,7 +125,15 @@ class RouterConfig:
         )
         flag("host", str, "address to listen on; beyond loopback only with --api-key")
         flag("port", int, "port to listen on; 0 lets the system choose")
-        flag("policy", str, "how an instance is chosen", choices=sorted(POLICIES))
+        flag(
+            "policy",
+            str,
+            f"how an instance is chosen: {', '.join(POLICIES)}, or one's own as package.module:function",
+            metavar="NAME",
+        )
+        flag("session_header", str, "header in which a client names its session", metavar="NAME")
+        flag("session_field", str, "field of the body that names the session", metavar="NAME")
+        flag("session_cookie", str, "cookie that names the session", metavar="NAME")
         flag("api_key", str, "key that clients must send as 'Authorization: Bearer KEY'", metavar="KEY")
         flag("worker_api_key", str, "key that the workers ask for (their --api-key)", metavar="KEY")
         flag("cache_threshold", float, "share of a prompt that a common beginning must be to decide")

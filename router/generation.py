@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import orjson
 
 from router.config import RouterConfig
+from router.costs import RouterCosts
 from router.exchange import (
     EVENT_STREAM_TYPE,
     HOP_BY_HOP,
@@ -39,9 +40,10 @@ from router.fleet import Fleet, Load
 from router.native import parse_generate
 from router.observability import Record, RouterMetrics
 from router.openai import parse_chat, parse_completion
-from router.policies import POLICIES, Decision, Match, PolicyOptions, Prompt
+from router.policies import Decision, Match, PolicyOptions, Prompt, beginners, policy_named
 from router.policies.prompt_tree import NOTHING
 from router.prompt_trees import PromptTrees
+from router.sessions import session_of
 from router.tokenizing import Encoded, TokenizerService
 from router.usage import StreamReader, Usage, read_answer
 from router.validation import Endpoint, Job, Json, Limits, check_length, parse_json_object
@@ -72,6 +74,7 @@ class _Flight:
     request: Request
     responder: Responder
     record: Record
+    session: str | None = None
 
 
 class Generation:
@@ -81,6 +84,7 @@ class Generation:
         config: policy, retries, time-outs.
         fleet: who can take requests.
         trees: who holds which prefix.
+        costs: what computing takes where, and what is on its way.
         tokenizers: from prompts to keys.
         upstream: connections to workers.
         metrics: counts decisions and retries.
@@ -92,6 +96,7 @@ class Generation:
         config: RouterConfig,
         fleet: Fleet,
         trees: PromptTrees,
+        costs: RouterCosts,
         tokenizers: TokenizerService,
         upstream: Upstream,
         metrics: RouterMetrics,
@@ -100,12 +105,13 @@ class Generation:
         self._config = config
         self._fleet = fleet
         self._trees = trees
+        self._costs = costs
         self._tokenizers = tokenizers
         self._upstream = upstream
         self._metrics = metrics
         self._clock = clock
         self._learning: set[asyncio.Task[None]] = set()
-        self._policy = POLICIES[config.policy]
+        self._policy = policy_named(config.policy)
         self._options = PolicyOptions(
             cache_threshold=config.cache_threshold,
             balance_abs_threshold=config.balance_abs_threshold,
@@ -138,7 +144,14 @@ class Generation:
         if all(encoded.tokens is not None for encoded in prompts):
             record.prompt_tokens = sum(encoded.tokens or 0 for encoded in prompts)
         self._stage(record, "tokenize", parsed)
-        await self._attempts(_Flight(job, prompts, request, responder, record))
+        session = session_of(
+            request.headers,
+            payload,
+            header=self._config.session_header,
+            field=self._config.session_field,
+            cookie=self._config.session_cookie,
+        )
+        await self._attempts(_Flight(job, prompts, request, responder, record, session))
 
     # -- choosing ---------------------------------------------------------------------------------
 
@@ -181,17 +194,23 @@ class Generation:
         prompts, record = flight.prompts, flight.record
         start = self._clock.monotonic()
         fleet = self._fleet.usable(excluded)
-        if not fleet:
+        if not beginners(fleet):
             return None
         matches: dict[str, Match] = {}
-        for prompt in prompts:
-            for name, match in self._trees.match(prompt.namespace, prompt.key).items():
+        for encoded in prompts:
+            for name, match in self._trees.match(encoded.namespace, encoded.key).items():
                 before = matches.get(name, NOTHING)
-                matches[name] = Match(before.tokens + match.tokens, before.own or match.own)
-        units = sum(prompt.units for prompt in prompts)
-        decision = self._policy(Prompt(units), fleet, matches, self._options)
-        for prompt in prompts:
-            self._trees.guess(prompt.namespace, prompt.key, decision.instance)
+                matches[name] = Match(
+                    before.tokens + match.tokens,
+                    before.own or match.own,
+                    before.dram + match.dram,
+                    before.disk + match.disk,
+                )
+        units = sum(encoded.units for encoded in prompts)
+        prompt = Prompt(units, flight.session, request_id=record.request_id)
+        decision = self._policy(prompt, fleet, matches, self._costs, self._options)
+        for encoded in prompts:
+            self._trees.guess(encoded.namespace, encoded.key, decision.instance)
         record.instance, record.reason = decision.instance, decision.reason.value
         record.matched_tokens = None if record.prompt_tokens is None else decision.matched
         self._metrics.decisions.labels(self._config.policy, decision.reason.value).inc()
@@ -208,7 +227,8 @@ class Generation:
     async def _attempt(self, flight: _Flight, decision: Decision) -> None:
         request = flight.request
         queued = max(0, sum(prompt.units for prompt in flight.prompts) - decision.matched)
-        with self._fleet.carrying(decision.instance, queued) as load:
+        sending = self._costs.sending(decision.instance, queued, decision.matched, streams=flight.job.stream)
+        with self._fleet.carrying(decision.instance, queued) as load, sending as first_byte:
             with load.until_lost():
                 response = await self._upstream.open(
                     request.method,
@@ -220,7 +240,7 @@ class Generation:
             try:
                 is_stream = response.headers.get("content-type", "").startswith(EVENT_STREAM_TYPE)
                 if response.status == 200 and is_stream:
-                    await self._stream(flight, decision, response, load)
+                    await self._stream(flight, decision, response, load, first_byte)
                 else:
                     await self._whole(flight, decision, response, load)
             finally:
@@ -246,7 +266,12 @@ class Generation:
         await flight.responder.send(response.status, headers, body)
 
     async def _stream(
-        self, flight: _Flight, decision: Decision, response: UpstreamResponse, load: Load
+        self,
+        flight: _Flight,
+        decision: Decision,
+        response: UpstreamResponse,
+        load: Load,
+        first_byte: Callable[[], None],
     ) -> None:
         """Pass on an answer as it comes; until its first byte, another instance can be tried."""
         job, record, responder = flight.job, flight.record, flight.responder
@@ -255,6 +280,7 @@ class Generation:
             with load.until_lost():
                 first = await anext(chunks, b"")
             load.prefilled()
+            first_byte()
             record.first_byte = self._clock.monotonic()
             record.status = response.status
             self._learn(flight.prompts, decision.instance, Usage())

@@ -12,6 +12,7 @@ import uvloop
 
 from router.app import HttpServer
 from router.config import RouterConfig
+from router.costs import RouterCosts
 from router.fleet import USABLE, Fleet, InstanceFacts
 from router.generation import Generation
 from router.health import HealthWatch
@@ -22,6 +23,7 @@ from router.service import Service
 from router.tokenizing import TokenizerService
 from router.worker import LEARN_TIMEOUT_S, WorkerApi
 from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.cost_model import CostModel
 from sglang_ext.errors import ConfigError, DeadlineError, InternalError, PeerError
 
 logger = logging.getLogger("router.run")
@@ -50,6 +52,7 @@ class Router:
             ttl_s=config.tree_ttl_secs,
             max_bytes=config.tree_max_bytes,
         )
+        self.costs = RouterCosts(CostModel(), self.clock.monotonic)
         self.fleet = Fleet(
             config.worker_urls,
             failure_threshold=config.health_failure_threshold,
@@ -67,7 +70,14 @@ class Router:
         self._upstream = HttpUpstream(config.connect_timeout_secs)
         self._api = WorkerApi(self._upstream, config.worker_api_key)
         self._generation = Generation(
-            config, self.fleet, self.trees, self.tokenizers, self._upstream, self.metrics, self.clock
+            config,
+            self.fleet,
+            self.trees,
+            self.costs,
+            self.tokenizers,
+            self._upstream,
+            self.metrics,
+            self.clock,
         )
         self._service = Service(
             config,

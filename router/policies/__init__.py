@@ -1,6 +1,14 @@
-"""How an instance is chosen: pure functions, by name."""
+"""How an instance is chosen: pure functions, by name or by the dotted path of one's own."""
 
+from __future__ import annotations
+
+import importlib
+import inspect
+
+from router.policies.assembly import assembled, guarded
+from router.policies.auto import auto
 from router.policies.base import (
+    Costs,
     Decision,
     Fetch,
     Fleet,
@@ -12,19 +20,88 @@ from router.policies.base import (
     Prompt,
     Reason,
     Role,
+    beginners,
 )
+from router.policies.cost import cost
 from router.policies.least_load import least_load
 from router.policies.prompt_tree import prompt_tree
+from router.policies.random_choice import random_choice
 from router.policies.round_robin import round_robin
+from router.policies.session import session
+from sglang_ext.errors import ConfigError
 
 POLICIES: dict[str, Policy] = {
-    "prompt-tree": prompt_tree,
-    "round-robin": round_robin,
-    "least-load": least_load,
+    "auto": auto,
+    "cost": cost,
+    "prompt-tree": assembled(prompt_tree),
+    "session": assembled(session),
+    "least-load": assembled(least_load),
+    "round-robin": assembled(round_robin),
+    "random": assembled(random_choice),
 }
+
+SIGNATURE = "(prompt, fleet, matches, costs, options) -> router.policies.Decision"
+_FIELD = "--policy"
+
+
+def policy_named(name: str) -> Policy:
+    """A policy by its name, or one's own by ``package.module:function``.
+
+    One's own is called as every other, with the whole fleet. What it raises, and decisions that cannot be
+    followed, are logged, and the least loaded instance is taken instead.
+
+    Raises:
+        ConfigError: there is no such policy; says what was looked for and what is missing.
+    """
+    if name in POLICIES:
+        return POLICIES[name]
+    module_name, colon, attribute = name.partition(":")
+    if not colon or not module_name or not attribute:
+        raise ConfigError(
+            f"unknown policy {name!r}",
+            field=_FIELD,
+            hint=f"Choose one of {', '.join(POLICIES)}, or name a function as package.module:function",
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # importing runs somebody else's code
+        raise ConfigError(
+            f"cannot import {module_name!r}: {type(error).__name__}: {error}",
+            field=_FIELD,
+            hint="Put its folder on PYTHONPATH, or install its package",
+        ) from error
+    try:
+        function = getattr(module, attribute)
+    except AttributeError as error:
+        raise ConfigError(
+            f"{module_name} has no {attribute!r}",
+            field=_FIELD,
+            hint=f"Define there: def {attribute}{SIGNATURE}",
+        ) from error
+    _check_callable(function, name)
+    return guarded(function, name, POLICIES["least-load"])
+
+
+def _check_callable(function: object, name: str) -> None:
+    if not callable(function) or inspect.isclass(function) or inspect.iscoroutinefunction(function):
+        raise ConfigError(
+            f"{name} is no plain function", field=_FIELD, hint=f"A policy is a function {SIGNATURE}"
+        )
+    try:
+        inspect.signature(function).bind(None, None, None, None, None)
+    except TypeError as error:
+        raise ConfigError(
+            f"{name} cannot be called with five arguments: {error}",
+            field=_FIELD,
+            hint=f"A policy is a function {SIGNATURE}",
+        ) from error
+    except ValueError:
+        return  # a built-in without a signature; a wrong call is caught when it is made
+
 
 __all__ = [
     "POLICIES",
+    "Costs",
     "Decision",
     "Fetch",
     "Fleet",
@@ -36,7 +113,12 @@ __all__ = [
     "Prompt",
     "Reason",
     "Role",
+    "beginners",
+    "cost",
     "least_load",
+    "policy_named",
     "prompt_tree",
+    "random_choice",
     "round_robin",
+    "session",
 ]

@@ -1,4 +1,4 @@
-"""What a policy is: a pure function of (request, fleet, matches) to a decision with its reasons.
+"""What a policy is: a pure function of (request, fleet, matches, costs) to a decision with its reasons.
 
 Policies do no I/O, keep no state and read no clock; everything they may look at is in their arguments,
 so that they run unchanged in tests and in a simulator.
@@ -9,7 +9,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
+
+from sglang_ext.keys import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,8 @@ class Prompt:
     """What the client names its session by (header, body field or cookie)."""
     priority: int = 0
     """Larger goes first."""
+    request_id: str = ""
+    """What the request is logged under; what is drawn at random is drawn from it."""
 
 
 class Role(enum.StrEnum):
@@ -102,6 +106,17 @@ class Reason(enum.StrEnum):
     """Nobody holds any of it."""
     LEAST_LOAD = "least-load"
     ROUND_ROBIN = "round-robin"
+    RANDOM = "random"
+    SESSION = "session"
+    """The session's own instance."""
+    NO_SESSION = "no-session"
+    """The request names no session; it is the least loaded instance."""
+    FETCH = "fetch"
+    """Another instance holds more of it, and sending that takes less time than computing it."""
+    UNTRUSTED = "untrusted"
+    """No index that is believed knows any of it, and some are not believed: load decides."""
+    POLICY_FAILED = "policy-failed"
+    """The policy raised an error, or its decision made no sense; it is the least loaded instance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +135,7 @@ class Decision:
     instance: str
     """With prefill and decode apart: the one that prefills."""
     reason: Reason
+    """A policy of one's own has only these words to choose from: they are a label of metrics."""
     matched: int = 0
     """Tokens of the prompt the chosen instance is believed to hold."""
     scores: Mapping[str, float] = field(default_factory=dict)
@@ -139,9 +155,49 @@ class PolicyOptions:
     balance_rel_threshold: float = 1.5
     balance_cache_factor: float = 2.0
     tie_tokens: int = 16
+    expected_output: int = 128
+    """Tokens of an answer, for what a decode instance's load means to it."""
 
 
-Policy: TypeAlias = Callable[[Prompt, Fleet, Matches, PolicyOptions], Decision]
+class Costs(Protocol):
+    """What things are expected to take, in seconds (``router.costs``; MemServe, section 5.3).
+
+    Whoever implements it guarantees that no answer is negative or NaN, that an infinite one means "not
+    possible", and that computing more tokens, or after a longer context, never takes less time.
+    """
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether they come from measurements of this model and device, not from defaults."""
+
+    def exec_s(self, instance: Instance, new_tokens: int, context_tokens: int) -> float:
+        """To compute ``new_tokens`` of a prompt behind ``context_tokens`` whose KV is in HBM."""
+
+    def load_s(self, instance: Instance, tier: Tier, tokens: int) -> float:
+        """To bring the KV of ``tokens`` from a tier of the instance's own to its HBM."""
+
+    def transfer_s(self, source: Instance, target: Instance, tokens: int) -> float:
+        """To bring the KV of ``tokens`` from another instance; infinite where that cannot be done."""
+
+    def queue_s(self, instance: Instance) -> float:
+        """Until the instance begins with a prompt that is sent to it now."""
+
+    def decode_s(self, instance: Instance) -> float:
+        """One step of generation with one request more than the instance generates for now."""
+
+
+Policy: TypeAlias = Callable[[Prompt, Fleet, Matches, Costs, PolicyOptions], Decision]
+
+
+def beginners(fleet: Fleet) -> Fleet:
+    """The instances that a request can be sent to first: those that do everything, and, where some decode,
+    those that prefill. Empty when the fleet cannot answer any request."""
+    decodes = any(instance.role is Role.DECODE for instance in fleet)
+    return tuple(
+        instance
+        for instance in fleet
+        if instance.role is Role.COLOCATED or (decodes and instance.role is Role.PREFILL)
+    )
 
 
 def load_of(instance: Instance) -> tuple[int, int, int, int, str]:

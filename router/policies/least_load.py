@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from router.policies.base import (
+    Costs,
     Decision,
     Fleet,
     Matches,
@@ -14,7 +15,9 @@ from router.policies.base import (
 )
 
 
-def least_load(prompt: Prompt, fleet: Fleet, matches: Matches, options: PolicyOptions) -> Decision:
+def least_load(
+    prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions
+) -> Decision:
     """Choose by requests in flight, then by prompt tokens still to be computed; prefixes do not count."""
     chosen = min(fleet, key=load_of)
     return Decision(

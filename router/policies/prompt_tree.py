@@ -25,6 +25,7 @@ moved by rule 1 only.
 from __future__ import annotations
 
 from router.policies.base import (
+    Costs,
     Decision,
     Fleet,
     Instance,
@@ -39,7 +40,9 @@ from router.policies.base import (
 NOTHING = Match(0)
 
 
-def prompt_tree(prompt: Prompt, fleet: Fleet, matches: Matches, options: PolicyOptions) -> Decision:
+def prompt_tree(
+    prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions
+) -> Decision:
     """Choose by the rule in the module's docstring; scores are matched tokens."""
     scores = {instance.name: float(matches.get(instance.name, NOTHING).tokens) for instance in fleet}
     least = min(instance.in_flight for instance in fleet)

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from router.policies.base import Decision, Fleet, Matches, PolicyOptions, Prompt, Reason, matched_tokens
+from router.policies.base import (
+    Costs,
+    Decision,
+    Fleet,
+    Matches,
+    PolicyOptions,
+    Prompt,
+    Reason,
+    matched_tokens,
+)
 
 
-def round_robin(prompt: Prompt, fleet: Fleet, matches: Matches, options: PolicyOptions) -> Decision:
+def round_robin(
+    prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions
+) -> Decision:
     """Choose in turn. Instances may come and go: a new one is next, the others keep their order."""
     chosen = min(fleet, key=lambda instance: (instance.last_picked, instance.name))
     return Decision(

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.costs import RouterCosts
 from router.policies import (
     POLICIES,
     Instance,
@@ -17,10 +18,13 @@ from router.policies import (
     prompt_tree,
     round_robin,
 )
+from sglang_ext.cost_model import CostModel
 
 OPTIONS = PolicyOptions(
     cache_threshold=0.3, balance_abs_threshold=8, balance_rel_threshold=1.5, tie_tokens=16
 )
+
+COSTS = RouterCosts(CostModel(), lambda: 0.0)
 
 
 def fleet(
@@ -81,14 +85,14 @@ def common(tokens: dict[str, int]) -> dict[str, Match]:
     ],
 )
 def test_prompt_tree(loads, matches, tokens, chosen, reason) -> None:
-    decision = prompt_tree(Prompt(tokens), fleet(*loads), own(matches), OPTIONS)
+    decision = prompt_tree(Prompt(tokens), fleet(*loads), own(matches), COSTS, OPTIONS)
     assert (decision.instance, decision.reason) == (chosen, reason)
     assert decision.matched == matches.get(chosen, 0)
     assert decision.scores == {i.name: float(matches.get(i.name, 0)) for i in fleet(*loads)}
 
 
 def test_idle_instances_share_new_prompts_by_what_they_cache() -> None:
-    decision = prompt_tree(Prompt(100), fleet(0, 0, 0, cached=(500, 100, 300)), {}, OPTIONS)
+    decision = prompt_tree(Prompt(100), fleet(0, 0, 0, cached=(500, 100, 300)), {}, COSTS, OPTIONS)
     assert decision.instance == "b"
 
 
@@ -108,7 +112,7 @@ def test_idle_instances_share_new_prompts_by_what_they_cache() -> None:
     ],
 )
 def test_common_beginnings_spread_over_the_memory(cached, matches, chosen, reason) -> None:
-    decision = prompt_tree(Prompt(100), fleet(0, 0, cached=cached, picked=(9, 1)), matches, OPTIONS)
+    decision = prompt_tree(Prompt(100), fleet(0, 0, cached=cached, picked=(9, 1)), matches, COSTS, OPTIONS)
     assert (decision.instance, decision.reason) == (chosen, reason)
 
 
@@ -121,7 +125,7 @@ def test_conversations_with_one_system_prompt_share_an_idle_fleet() -> None:
     for number in range(12):
         view = tuple(Instance(name, 0, 0, tokens, number) for name, tokens in cached.items())
         matches = common(dict.fromkeys(system, 100))
-        chosen = prompt_tree(Prompt(160), view, matches, OPTIONS).instance
+        chosen = prompt_tree(Prompt(160), view, matches, COSTS, OPTIONS).instance
         cached[chosen] += 160 if chosen not in system else 60
         system.add(chosen)
         homes.append(chosen)
@@ -133,7 +137,7 @@ def test_questions_about_a_long_document_stay_with_it() -> None:
     for number in range(20):
         view = tuple(Instance(name, 0, 0, tokens, number) for name, tokens in cached.items())
         matches = common({"a": 10_000}) if number else {}
-        assert prompt_tree(Prompt(10_050), view, matches, OPTIONS).instance == "a"
+        assert prompt_tree(Prompt(10_050), view, matches, COSTS, OPTIONS).instance == "a"
         cached["a"] += 50 if number else 10_050
 
 
@@ -144,7 +148,7 @@ def test_a_popular_prefix_spreads_over_the_fleet() -> None:
     reasons = []
     for number in range(60):
         view = tuple(Instance(name, load, 0, 0, number) for name, load in in_flight.items())
-        decision = prompt_tree(Prompt(1000), view, own(holders), OPTIONS)
+        decision = prompt_tree(Prompt(1000), view, own(holders), COSTS, OPTIONS)
         in_flight[decision.instance] += 1
         holders[decision.instance] = 960
         reasons.append(decision.reason)
@@ -157,8 +161,8 @@ def test_a_popular_prefix_spreads_over_the_fleet() -> None:
 def test_least_load_counts_requests_then_prompt_tokens() -> None:
     busy = Instance("a", in_flight=1, queued_tokens=900, cached_tokens=0, last_picked=0)
     lighter = Instance("b", in_flight=1, queued_tokens=10, cached_tokens=0, last_picked=5)
-    assert least_load(Prompt(10), (busy, lighter), own({"a": 10}), OPTIONS).instance == "b"
-    assert least_load(Prompt(10), fleet(2, 3), {}, OPTIONS).instance == "a"
+    assert least_load(Prompt(10), (busy, lighter), own({"a": 10}), COSTS, OPTIONS).instance == "b"
+    assert least_load(Prompt(10), fleet(2, 3), {}, COSTS, OPTIONS).instance == "a"
 
 
 def test_round_robin_takes_turns_while_instances_come_and_go() -> None:
@@ -167,7 +171,7 @@ def test_round_robin_takes_turns_while_instances_come_and_go() -> None:
     for number in range(1, 10):
         names = ["a", "c"] if 4 <= number <= 5 else ["a", "b", "c"]
         view = tuple(Instance(name, 0, 0, 0, picked[name]) for name in names)
-        chosen = round_robin(Prompt(1), view, own({"a": 5}), OPTIONS).instance
+        chosen = round_robin(Prompt(1), view, own({"a": 5}), COSTS, OPTIONS).instance
         picked[chosen] = number
         order.append(chosen)
     assert order == ["a", "b", "c", "a", "c", "b", "a", "c", "b"]
@@ -197,10 +201,12 @@ def test_every_policy_chooses_an_instance_that_is_there_and_says_the_same_twice(
     policy, fleet, matches, tokens
 ) -> None:
     choose = POLICIES[policy]
-    decision = choose(Prompt(tokens), fleet, matches, OPTIONS)
+    decision = choose(Prompt(tokens), fleet, matches, COSTS, OPTIONS)
     assert decision.instance in {i.name for i in fleet}
     assert decision.matched == matches.get(decision.instance, Match(0)).tokens
-    assert choose(Prompt(tokens), tuple(reversed(fleet)), matches, OPTIONS).instance == decision.instance
+    assert (
+        choose(Prompt(tokens), tuple(reversed(fleet)), matches, COSTS, OPTIONS).instance == decision.instance
+    )
 
 
 @given(
@@ -208,7 +214,7 @@ def test_every_policy_chooses_an_instance_that_is_there_and_says_the_same_twice(
     matches=all_matches,
 )
 def test_prompt_tree_never_chooses_one_that_is_ahead(fleet, matches) -> None:
-    decision = prompt_tree(Prompt(4096), fleet, matches, OPTIONS)
+    decision = prompt_tree(Prompt(4096), fleet, matches, COSTS, OPTIONS)
     chosen = next(i for i in fleet if i.name == decision.instance)
     least = min(i.in_flight for i in fleet)
     assert chosen.in_flight <= max(

@@ -261,7 +261,7 @@ async def test_tokens_are_counted_and_reported(start_worker, start_router, clien
     assert "sglang_ext_router_prompt_tokens_total 300.0" in text
     assert "sglang_ext_router_cached_tokens_total 198.0" in text
     assert 'sglang_ext_router_requests_total{endpoint="/generate",status="200"} 3.0' in text
-    assert 'sglang_ext_router_decisions_total{policy="prompt-tree",reason="prefix"} 2.0' in text
+    assert 'sglang_ext_router_decisions_total{policy="auto",reason="prefix"} 2.0' in text
     lines = [record.fields for record in caplog.records if record.name == "router.access"]
     assert [line.get("cached") for line in lines if line["path"] == "/generate"] == [0, 99, 99]
     assert all(line["prompt"] == 100 for line in lines if line["path"] == "/generate")

@@ -1,0 +1,28 @@
+"""The cost model: how long a prefill takes, and whether to compute KV, load it or fetch it (MemServe, 5.3).
+
+No SGLang, no torch: the router calculates with it, and so does a simulator. ``calibration`` measures.
+"""
+
+from sglang_ext.cost_model.levels import ArchLevel, OperatorLevel
+from sglang_ext.cost_model.model import CostModel, Execution
+from sglang_ext.cost_model.operators import Attention, Linear, Link, Outside, Rest, Waves
+from sglang_ext.cost_model.profile import Decode, Identity, Profile, Quality, load, save
+
+__all__ = [
+    "ArchLevel",
+    "Attention",
+    "CostModel",
+    "Decode",
+    "Execution",
+    "Identity",
+    "Linear",
+    "Link",
+    "OperatorLevel",
+    "Outside",
+    "Profile",
+    "Quality",
+    "Rest",
+    "Waves",
+    "load",
+    "save",
+]

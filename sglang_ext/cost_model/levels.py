@@ -1,0 +1,155 @@
+"""exec(x, y) at two levels: as the sum of its operators, and of a piece (MemServe, section 5.3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from sglang_ext.cost_model.fit import Array
+from sglang_ext.cost_model.operators import Attention, Linear, Link, Outside, Part, Rest, Waves
+from sglang_ext.errors import ConfigError
+
+REDUCTIONS_PER_LAYER = 2
+"""All-reduces of a layer under tensor parallelism: behind attention and behind the MLP."""
+REDUCTIONS_BESIDES = 1
+"""And behind the embedding, whose vocabulary is divided too."""
+
+
+class OperatorLevel(Part, frozen=True):
+    """exec(x, y) as the sum of a forward pass's operators on one rank, and what goes on around it.
+
+    ``tp`` and ``pp`` say for how many ranks the numbers are. ``scaled`` gives another parallelism by
+    constants: what is divided is divided, what every rank does in full stays, and all-reduces come on top.
+    """
+
+    layers: int
+    hidden: int
+    activation_bytes: int
+    """Of one number that ranks exchange."""
+    linears: tuple[Linear, ...]
+    waves: Waves
+    attention: Attention
+    rest: Rest
+    outside: Outside
+    tp: int = 1
+    pp: int = 1
+    reductions: Mapping[str, Link] = {}
+    """All-reduce between so many ranks (as text: JSON has no other keys)."""
+    stage_link: Link | None = None
+    """From one pipeline stage to the next."""
+
+    def seconds(self, new: int, context: int) -> float:
+        """To the first token of a prompt of ``context + new`` tokens of which ``context`` are in HBM."""
+        return sum(self.parts(new, context).values())
+
+    def parts(self, new: int, context: int) -> dict[str, float]:
+        """The same, by kind of operator."""
+        return {
+            "linear": sum(one.count * self.waves.seconds(one, new) for one in self.linears),
+            "attention": self.attention.seconds(new, context),
+            "rest": self.rest.seconds(new),
+            "communication": self._communication(new),
+            "outside": self.outside.seconds(new, context),
+        }
+
+    def _communication(self, new: int) -> float:
+        nbytes = new * self.hidden * self.activation_bytes
+        seconds = 0.0
+        if self.tp > 1:
+            reduction = self.reductions[str(self.tp)]
+            count = REDUCTIONS_PER_LAYER * self.layers + REDUCTIONS_BESIDES
+            seconds += count * reduction.seconds(nbytes)
+        if self.pp > 1 and self.stage_link is not None:
+            seconds += (self.pp - 1) * self.stage_link.seconds(nbytes)
+        return seconds
+
+    def scaled(self, tp: int, pp: int = 1) -> OperatorLevel:
+        """The same model on the same device with another parallelism.
+
+        One prompt passes the stages of a pipeline one after the other, so ``pp`` adds what lies between
+        them and takes nothing away; what it wins is throughput.
+
+        Raises:
+            ConfigError: the all-reduce between so many ranks was not measured.
+        """
+        if tp < 1 or pp < 1:
+            raise ConfigError(f"a parallelism of {tp} x {pp} cannot be", field="--tp-size")
+        if tp > 1 and str(tp) not in self.reductions:
+            raise ConfigError(
+                f"the cost profile knows nothing of all-reduces between {tp} ranks",
+                field="--cost-profile",
+                hint=f"Measure them: sglang-ext calibrate --scale-to-tp {tp}, or calibrate a server with "
+                f"--tp-size {tp}",
+            )
+        factor = tp / self.tp
+        return OperatorLevel(
+            layers=self.layers,
+            hidden=self.hidden,
+            activation_bytes=self.activation_bytes,
+            linears=tuple(one.scaled(factor) for one in self.linears),
+            waves=self.waves,
+            attention=self.attention.scaled(factor),
+            rest=self.rest.scaled(factor),
+            outside=self.outside,
+            tp=tp,
+            pp=pp,
+            reductions=self.reductions,
+            stage_link=self.stage_link,
+        )
+
+
+class ArchLevel(Part, frozen=True):
+    """exec(x, y) fitted to times to first token alone, without looking inside.
+
+    The coefficients belong to ``features``; none is negative, so that it never falls with more to compute.
+    """
+
+    coefficients: tuple[float, ...]
+    reductions: Mapping[str, Link] = {}
+    """As in the operator level; the only thing that it can tell of another parallelism."""
+    layers: int = 0
+    hidden: int = 0
+    activation_bytes: int = 0
+    tp: int = 1
+    divided_by: float = 1.0
+    """What the fit is divided by: the ranks it is scaled to, over those it was fitted at."""
+
+    def seconds(self, new: int, context: int) -> float:
+        """As ``OperatorLevel.seconds``."""
+        fitted = float(np.dot(features(new, context), np.asarray(self.coefficients)))
+        seconds = fitted / self.divided_by
+        if self.divided_by != 1.0 and self.tp > 1:
+            nbytes = new * self.hidden * self.activation_bytes
+            count = REDUCTIONS_PER_LAYER * self.layers + REDUCTIONS_BESIDES
+            seconds += count * self.reductions[str(self.tp)].seconds(nbytes)
+        return seconds
+
+    def scaled(self, tp: int) -> ArchLevel:
+        """Divided by the ranks that are more, plus communication: all that can be done without knowing what
+        is parallel and what is not (the paper measures how much that loses)."""
+        if tp > 1 and str(tp) not in self.reductions:
+            raise ConfigError(
+                f"the cost profile knows nothing of all-reduces between {tp} ranks",
+                field="--cost-profile",
+                hint=f"Measure them: sglang-ext calibrate --scale-to-tp {tp}",
+            )
+        return ArchLevel(
+            self.coefficients,
+            self.reductions,
+            self.layers,
+            self.hidden,
+            self.activation_bytes,
+            tp,
+            self.divided_by * tp / self.tp,
+        )
+
+
+FEATURES = 6
+
+
+def features(new: int, context: int) -> Array:
+    """What the arch level is a sum of, shape (6,): a constant, x, new tokens, and the three kinds of work
+    that attention may be (``Attention.of_work``)."""
+    x = float(new + context)
+    return np.array([1.0, x, new, new * (context + new / 2), new * x, x * x])

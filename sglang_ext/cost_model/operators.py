@@ -1,0 +1,147 @@
+"""The operator level of the cost model: one function per kind of operator (MemServe, section 5.3.2).
+
+``new`` is the number of prompt tokens to compute, ``context`` those before them whose KV is there already;
+in the paper's words x = new + context is the prompt and y = context / x the cached ratio. Times are seconds.
+
+Every coefficient is non-negative, so no function falls when ``new`` or ``context`` grows.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+Rows = Literal["tokens", "one"]
+Split = Literal["columns", "inner", "none"]
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of what a profile is made of: immutable, and a field that is unknown is an error."""
+
+
+class Linear(Part, frozen=True):
+    """A matrix product ``[rows, inner] x [inner, columns]`` that a forward pass runs ``count`` times."""
+
+    inner: int
+    columns: int
+    count: int
+    rows: Rows = "tokens"
+    """How many rows there are: one per new token, or a single one (the last token's logits)."""
+    split: Split = "columns"
+    """What tensor parallelism divides: the columns, the inner dimension, or nothing."""
+
+    def scaled(self, factor: float) -> Linear:
+        """With ``factor`` times as many ranks; a fraction where fewer."""
+
+        def divided(size: int) -> int:
+            return max(1, round(size / factor))
+
+        if self.split == "columns":
+            return msgspec.structs.replace(self, columns=divided(self.columns))
+        if self.split == "inner":
+            return msgspec.structs.replace(self, inner=divided(self.inner))
+        return self
+
+
+class Waves(Part, frozen=True):
+    """How fast a device runs matrix products: in waves of as many tiles as it has units.
+
+    A product with B tiles takes ceil(B / units) waves; a wave takes as long as one tile on one unit, whose
+    floating-point operations are 2 · tile_rows · tile_columns · inner.
+    """
+
+    units: int
+    """Streaming multiprocessors of a GPU, cores of a CPU."""
+    tile_rows: int
+    tile_columns: int
+    flops_per_s: float
+    """Of all units together, in waves that are full."""
+    fixed_s: float = 0.0
+    """Of each product besides: its launch."""
+
+    def seconds(self, linear: Linear, new: int) -> float:
+        """Of one run of ``linear``."""
+        rows = new if linear.rows == "tokens" else 1
+        tiles = math.ceil(rows / self.tile_rows) * math.ceil(linear.columns / self.tile_columns)
+        wave = 2.0 * self.tile_rows * self.tile_columns * linear.inner / (self.flops_per_s / self.units)
+        return self.fixed_s + math.ceil(tiles / self.units) * wave
+
+
+class Attention(Part, frozen=True):
+    """Attention of all layers over a prompt: a·x²y + b·x² + c·x + d, and e·x²y².
+
+    The paper's four terms, a negative: what is cached need not be computed. The fifth is for kernels that
+    skip what lies above the diagonal: they look at x²(1 - y²)/2 pairs of tokens, which no term linear in y
+    can follow. With e = 0 it is the paper's formula.
+    """
+
+    a: float
+    b: float
+    c: float
+    d: float
+    e: float = 0.0
+
+    def seconds(self, new: int, context: int) -> float:
+        x = float(new + context)
+        y = context / x if x else 0.0
+        squares = self.a * y + self.b + self.e * y * y
+        return x * x * squares + self.c * x + self.d
+
+    @classmethod
+    def of_work(
+        cls, pairs: float, rectangle: float, square: float, per_token: float, fixed: float
+    ) -> Attention:
+        """From seconds per unit of work, none negative.
+
+        Args:
+            pairs: per (token, earlier token), of kernels that skip what lies above the diagonal.
+            rectangle: per new token and token of the prompt.
+            square: per two tokens of the prompt, of kernels that compute cached rows again.
+            per_token: per token of the prompt: reading its KV.
+            fixed: of each forward pass.
+        """
+        return cls(a=-rectangle, b=pairs / 2 + rectangle + square, c=per_token, d=fixed, e=-pairs / 2 or 0.0)
+
+    def scaled(self, factor: float) -> Attention:
+        """With ``factor`` times as many ranks, each with its share of the heads; what is fixed stays."""
+        return Attention(self.a / factor, self.b / factor, self.c / factor, self.d, self.e / factor)
+
+
+class Rest(Part, frozen=True):
+    """The operators that take a share of the time that hardly changes: norms, activations, rotations."""
+
+    fixed_s: float
+    per_token_s: float
+    """Per new token, in operators that every rank does in full."""
+    split_per_token_s: float = 0.0
+    """Per new token, in operators of which each rank does its share."""
+
+    def seconds(self, new: int) -> float:
+        return self.fixed_s + (self.per_token_s + self.split_per_token_s) * new
+
+    def scaled(self, factor: float) -> Rest:
+        return Rest(self.fixed_s, self.per_token_s, self.split_per_token_s / factor)
+
+
+class Outside(Part, frozen=True):
+    """What a request takes besides its forward pass: HTTP, scheduling, preparing the batch, sampling."""
+
+    fixed_s: float
+    per_new_token_s: float = 0.0
+    per_prompt_token_s: float = 0.0
+
+    def seconds(self, new: int, context: int) -> float:
+        return self.fixed_s + self.per_new_token_s * new + self.per_prompt_token_s * (new + context)
+
+
+class Link(Part, frozen=True):
+    """Something that moves bytes: a fixed time, and bytes over bandwidth."""
+
+    fixed_s: float
+    per_byte_s: float
+
+    def seconds(self, nbytes: float) -> float:
+        """To move so many bytes; nothing takes no time."""
+        return self.fixed_s + self.per_byte_s * nbytes if nbytes > 0 else 0.0

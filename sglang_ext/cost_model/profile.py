@@ -1,0 +1,257 @@
+"""Profiles: what was measured of a model on a device, as a JSON file that people can read.
+
+One file per (model, device, dtype, TP, PP), in ``$SGLANG_EXT_PROFILE_DIR`` or
+``$XDG_CACHE_HOME/sglang_ext/profiles``. A file of another schema, with a field that is missing, unknown or
+impossible, is refused with the field's name; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sglang_ext.cost_model.levels import FEATURES, ArchLevel, OperatorLevel
+from sglang_ext.cost_model.operators import Link, Part
+from sglang_ext.errors import ConfigError
+
+SCHEMA = 1
+DIRECTORY_VARIABLE = "SGLANG_EXT_PROFILE_DIR"
+FIELD = "--cost-profile"
+TIERS = frozenset({"dram", "disk"})
+MAX_BYTES = 1 << 20
+"""Of a profile file; a real one has a few KiB."""
+
+_MAY_BE_NEGATIVE = frozenset({"a", "e"})
+"""Of attention: what is cached need not be computed."""
+
+
+class Decode(Part, frozen=True):
+    """One step of generation: fixed, and per request of the batch."""
+
+    fixed_s: float
+    per_request_s: float
+
+    def seconds(self, requests: int) -> float:
+        return self.fixed_s + self.per_request_s * requests
+
+
+class Identity(Part, frozen=True):
+    """What a profile belongs to."""
+
+    model: str
+    """The served model's name."""
+    device: str
+    dtype: str
+    tp: int = 1
+    pp: int = 1
+
+    def file_name(self) -> str:
+        """Readable, and another one for every identity."""
+        readable = "-".join(
+            re.sub(r"[^A-Za-z0-9.]+", "_", part).strip("_.")[-40:]
+            for part in (self.model, self.device, self.dtype)
+        )
+        digest = hashlib.blake2b(msgspec.json.encode(self), digest_size=5).hexdigest()
+        return f"{readable}-tp{self.tp}-pp{self.pp}-{digest}.json"
+
+    def __str__(self) -> str:
+        return f"{self.model} on {self.device}, {self.dtype}, TP {self.tp}, PP {self.pp}"
+
+
+class Quality(Part, frozen=True):
+    """How well the fits reproduce what they were fitted to, as mean relative errors."""
+
+    samples: int
+    arch_mean_error: float
+    operator_mean_error: float | None = None
+
+
+class Profile(Part, frozen=True):
+    """Everything the cost model knows of one model on one device."""
+
+    schema: int
+    identity: Identity
+    arch: ArchLevel
+    quality: Quality
+    longest_prompt: int
+    """Tokens of the longest prompt measured; beyond it, times are extrapolated."""
+    kv_bytes_per_token: int
+    """All layers and ranks together."""
+    operators: OperatorLevel | None = None
+    """Missing where the operators could not be measured (an instance on another machine)."""
+    decode: Decode | None = None
+    tiers: Mapping[str, Link] = {}
+    """"dram", "disk": to HBM."""
+    transfer: Link | None = None
+    """From another instance."""
+    measured_at: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def level(self) -> OperatorLevel | ArchLevel:
+        """exec(x, y): of the operators where they are known."""
+        return self.operators or self.arch
+
+
+def directory() -> Path:
+    """Where profiles are kept."""
+    named = os.environ.get(DIRECTORY_VARIABLE)
+    if named:
+        return Path(named).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "sglang_ext" / "profiles"
+
+
+def save(profile: Profile, path: Path | None = None) -> Path:
+    """Write a profile; returns where. A reader never sees half of it.
+
+    Args:
+        path: a file; without it, the profile's own name in ``directory()``.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+    check(profile, "the profile to be saved")
+    target = path or directory() / profile.identity.file_name()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "wb", dir=target.parent, prefix=f".{target.name}.", delete=False
+        ) as file:
+            try:
+                file.write(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
+                file.flush()
+                os.fchmod(file.fileno(), 0o644)
+                os.replace(file.name, target)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {target}: {error.strerror or error}",
+            field="--profile",
+            hint="Name a file that can be written",
+        ) from error
+    return target
+
+
+def load(path: Path) -> Profile:
+    """Read a profile.
+
+    Raises:
+        ConfigError: it cannot be read, is of another schema, or holds something impossible; names the field.
+    """
+    again = "Measure it again: sglang-ext calibrate"
+    try:
+        size = path.stat().st_size
+        data = path.read_bytes() if size <= MAX_BYTES else b""
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the cost profile {path}: {error.strerror or error}", field=FIELD, hint=again
+        ) from error
+    if size > MAX_BYTES:
+        raise ConfigError(f"{path} has {size} bytes; it is no cost profile", field=FIELD, hint=again)
+    try:
+        head = msgspec.json.decode(data)
+        schema = head.get("schema") if isinstance(head, dict) else None
+        if schema != SCHEMA:
+            raise ConfigError(
+                f"{path} is a profile of schema {schema!r}, this version reads {SCHEMA}",
+                field=FIELD,
+                hint=again,
+            )
+        profile = msgspec.json.decode(data, type=Profile)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path} is no cost profile: {error}", field=FIELD, hint=again) from error
+    check(profile, str(path))
+    return profile
+
+
+def find(model: str, *, tp: int | None = None, folder: Path | None = None) -> list[Path]:
+    """The kept profiles of a model, the newest first; files that are no profiles are passed over."""
+    found = []
+    for path in sorted((folder or directory()).glob("*.json")):
+        try:
+            profile = load(path)
+        except ConfigError:
+            continue
+        if profile.identity.model == model and tp in (None, profile.identity.tp):
+            found.append((profile.measured_at, path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def check(profile: Profile, where: str) -> None:
+    """Verify that a profile can be calculated with.
+
+    Raises:
+        ConfigError: names the field that cannot be.
+    """
+
+    def refuse(field: str, why: str) -> None:
+        raise ConfigError(
+            f"{where}: {field} {why}", field=FIELD, hint="Measure it again: sglang-ext calibrate"
+        )
+
+    for field, value in _numbers(msgspec.to_builtins(profile), ""):
+        name = field.rpartition(".")[2]
+        if not math.isfinite(value):
+            refuse(field, f"is {value}")
+        if value < 0 and name not in _MAY_BE_NEGATIVE:
+            refuse(field, f"is {value}, and must not be negative")
+    if len(profile.arch.coefficients) != FEATURES:
+        refuse("arch.coefficients", f"has {len(profile.arch.coefficients)} numbers instead of {FEATURES}")
+    for name, positive in (
+        ("identity.tp", profile.identity.tp),
+        ("identity.pp", profile.identity.pp),
+        ("longest_prompt", profile.longest_prompt),
+        ("kv_bytes_per_token", profile.kv_bytes_per_token),
+        ("arch.divided_by", profile.arch.divided_by),
+    ):
+        if positive <= 0:
+            refuse(name, f"is {positive}, and must be positive")
+    if unknown := set(profile.tiers) - TIERS:
+        refuse("tiers", f"names {', '.join(sorted(unknown))}; there are {', '.join(sorted(TIERS))}")
+    if profile.operators is not None:
+        _check_operators(profile.operators, refuse)
+
+
+def _check_operators(level: OperatorLevel, refuse: Any) -> None:
+    waves, attention = level.waves, level.attention
+    for name, positive in (
+        ("waves.units", waves.units),
+        ("waves.tile_rows", waves.tile_rows),
+        ("waves.tile_columns", waves.tile_columns),
+        ("waves.flops_per_s", waves.flops_per_s),
+        ("tp", level.tp),
+        ("pp", level.pp),
+        ("layers", level.layers),
+    ):
+        if positive <= 0:
+            refuse(f"operators.{name}", f"is {positive}, and must be positive")
+    for number, linear in enumerate(level.linears):
+        if min(linear.inner, linear.columns, linear.count) <= 0:
+            refuse(f"operators.linears[{number}]", f"is {linear}, and its sizes must be positive")
+    # More cached tokens must not cost more, and all of them not less than nothing.
+    if attention.e > 0 or attention.a > 0 or attention.a + attention.b + attention.e < -1e-9 * attention.b:
+        refuse("operators.attention", f"{attention} takes less than nothing for a prompt that is cached")
+    if level.tp > 1 and str(level.tp) not in level.reductions:
+        refuse("operators.reductions", f"lacks {level.tp} ranks")
+
+
+def _numbers(value: object, path: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _numbers(inner, f"{path}.{name}" if path else str(name))
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from _numbers(inner, f"{path}[{number}]")
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield path, float(value)
