@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from router.http_state import HttpLimits
 from router.policies import POLICIES, policy_named
 from sglang_ext.errors import ConfigError
 
@@ -59,6 +60,19 @@ class RouterConfig:
     max_retries: int = 3
     """Other instances tried for one request when a connection fails before the client was sent anything."""
     max_payload_bytes: int = 512 * MIB
+    max_header_bytes: int = 64 << 10
+    max_connections: int = 16_384
+    max_concurrent_requests: int = 4096
+    """Further requests get a 429 at once."""
+    header_timeout_secs: float = 10.0
+    """For the head of a request to arrive; its body has 30 s, and more for each byte that has come."""
+    keep_alive_secs: float = 75.0
+    """Idle connections of clients are closed after this time."""
+    tls_cert_file: str | None = None
+    """With ``tls_key_file``: clients are answered over TLS only."""
+    tls_key_file: str | None = field(default=None, repr=False)
+    tls_worker_ca_file: str | None = None
+    """Who vouches for workers with https URLs; without it, whom the system trusts."""
 
     tokenizer_path: str | None = None
     """Read the tokenizer from here instead of the path that the workers report."""
@@ -95,18 +109,36 @@ class RouterConfig:
         for name in (
             "block_size", "tree_ttl_secs", "tree_max_bytes", "health_check_interval_secs",
             "health_check_timeout_secs", "health_failure_threshold", "connect_timeout_secs",
-            "request_timeout_secs", "max_payload_bytes", "tokenizer_threads", "tokenizer_cache_bytes",
+            "request_timeout_secs", "max_payload_bytes", "max_header_bytes", "max_connections",
+            "max_concurrent_requests", "header_timeout_secs", "keep_alive_secs",
+            "tokenizer_threads", "tokenizer_cache_bytes",
         ):  # fmt: skip
             self._require(name, getattr(self, name) > 0, "must be greater than 0")
         for name in ("balance_abs_threshold", "balance_cache_factor", "max_retries"):
             self._require(name, getattr(self, name) >= 0, "must not be negative")
         self._require("balance_rel_threshold", self.balance_rel_threshold >= 1.0, "must be at least 1")
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ConfigError(
+                "a certificate and its key are given together",
+                field="--tls-cert-file" if self.tls_cert_file is None else "--tls-key-file",
+            )
         self._require("log_level", self.log_level in LOG_LEVELS, f"is not one of {', '.join(LOG_LEVELS)}")
         self._require("log_format", self.log_format in LOG_FORMATS, f"is not one of {', '.join(LOG_FORMATS)}")
 
     def _require(self, name: str, condition: bool, why: str) -> None:
         if not condition:
             raise ConfigError(f"{getattr(self, name)} {why}", field="--" + name.replace("_", "-"))
+
+    def http_limits(self) -> HttpLimits:
+        """What clients may ask of the HTTP server."""
+        return HttpLimits(
+            max_body_bytes=self.max_payload_bytes,
+            max_head_bytes=self.max_header_bytes,
+            max_connections=self.max_connections,
+            max_concurrent_requests=self.max_concurrent_requests,
+            head_timeout_s=self.header_timeout_secs,
+            idle_timeout_s=self.keep_alive_secs,
+        )
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:
@@ -154,6 +186,14 @@ class RouterConfig:
         flag("request_timeout_secs", float, "seconds a request may take in all")
         flag("max_retries", int, "other workers tried when a connection fails before anything was sent")
         flag("max_payload_bytes", int, "largest request body")
+        flag("max_header_bytes", int, "largest head of a request")
+        flag("max_connections", int, "most connections of clients; one more gets a 503")
+        flag("max_concurrent_requests", int, "most requests at a time; one more gets a 429")
+        flag("header_timeout_secs", float, "seconds for the head of a request to arrive")
+        flag("keep_alive_secs", float, "seconds after which a client's idle connection is closed")
+        flag("tls_cert_file", str, "certificate (PEM) for answering clients over TLS", metavar="FILE")
+        flag("tls_key_file", str, "private key (PEM) of the certificate", metavar="FILE")
+        flag("tls_worker_ca_file", str, "certificates (PEM) that vouch for https workers", metavar="FILE")
         flag(
             "tokenizer_path",
             str,

@@ -1,7 +1,7 @@
 """The few words in which the router speaks of HTTP.
 
-Everything between ``app`` (the server side) and ``proxy`` (the client side) uses these types only, so
-that the HTTP machinery can be exchanged without touching routing, validation or relaying.
+Everything between ``http_server`` and ``http_upstream`` uses these types only, so that the HTTP machinery
+can be exchanged without touching routing, validation or relaying.
 """
 
 from __future__ import annotations
@@ -67,6 +67,17 @@ class Responder(Protocol):
 
     def cut(self) -> None:
         """Close the connection in mid-answer, so that the client sees that it is incomplete."""
+
+
+class Handler(Protocol):
+    """What answers requests. Each call runs in a task of its own."""
+
+    async def handle(self, request: Request, responder: Responder) -> None:
+        """Answer a request."""
+
+    async def refuse(self, request: Request, responder: Responder, refused: RequestRefused) -> None:
+        """Answer a request that could not be read or is one too many. Of one whose head could not be
+        read, method and path are empty."""
 
 
 class UpstreamResponse(Protocol):

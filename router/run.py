@@ -10,15 +10,16 @@ from types import TracebackType
 
 import uvloop
 
-from router.app import HttpServer
 from router.config import RouterConfig
 from router.costs import RouterCosts
 from router.fleet import USABLE, Fleet, InstanceFacts
 from router.generation import Generation
 from router.health import HealthWatch
+from router.http_server import HttpServer
+from router.http_tls import server_context, worker_context
+from router.http_upstream import HttpUpstream
 from router.observability import RouterMetrics, configure_logging
 from router.prompt_trees import PromptTrees
-from router.proxy import HttpUpstream
 from router.service import Service
 from router.tokenizing import TokenizerService
 from router.worker import LEARN_TIMEOUT_S, WorkerApi
@@ -67,7 +68,9 @@ class Router:
             trust_remote_code=config.trust_remote_code,
             on_fallback=lambda why: self.metrics.untokenized.labels(why).inc(),
         )
-        self._upstream = HttpUpstream(config.connect_timeout_secs)
+        self._upstream = HttpUpstream(
+            config.connect_timeout_secs, tls=lambda: worker_context(config.tls_worker_ca_file)
+        )
         self._api = WorkerApi(self._upstream, config.worker_api_key)
         self._generation = Generation(
             config,
@@ -89,7 +92,13 @@ class Router:
             self.metrics,
             self.clock,
         )
-        self._server = HttpServer(self._service, max_body_bytes=config.max_payload_bytes)
+        self._server = HttpServer(
+            self._service,
+            config.http_limits(),
+            tls=server_context(config.tls_cert_file, config.tls_key_file) if config.tls_cert_file else None,
+            clock=self.clock,
+            on_crash=self._crash,
+        )
         self.watch = HealthWatch(
             self.fleet,
             self._api,
@@ -106,7 +115,7 @@ class Router:
     def url(self) -> str:
         """Where it listens, once started."""
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
-        return f"http://{host}:{self._server.port}"
+        return f"{'https' if self.config.tls_cert_file else 'http'}://{host}:{self._server.port}"
 
     async def start(self) -> None:
         """Ask the workers who they are, load their tokenizer, and listen.
@@ -180,6 +189,7 @@ class Router:
         """Verify every invariant of every part."""
         self.fleet.check()
         self.trees.check()
+        self._server.check()
 
     # -- tasks ------------------------------------------------------------------------------------
 

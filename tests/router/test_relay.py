@@ -274,12 +274,11 @@ async def test_no_delay_is_set_on_both_sides(start_worker, start_router, client)
     router = await start_router(worker)
     async with client.post(router.url + "/generate", json=PROMPTS["/generate"]) as answer:
         await answer.read()
-    session = router._upstream._session
-    assert isinstance(session, aiohttp.ClientSession)
-    idle = [proto for protos in session.connector._conns.values() for proto, _ in protos]  # type: ignore[union-attr]
-    assert idle
-    for protocol in idle:
-        sock = protocol.transport.get_extra_info("socket")
+    ends = [client_end.transport for client_end in router._server.state.connections]
+    ends += [end.transport for pool in router._upstream._pools.values() for end in pool.connections]
+    assert len(ends) >= 2
+    for transport in ends:
+        sock = transport.get_extra_info("socket")
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 

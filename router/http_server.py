@@ -1,0 +1,132 @@
+"""The server side of HTTP: listens, and hands each connection to a protocol of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import Callable
+
+from router.exchange import Handler
+from router.http_connection import ClientConnection
+from router.http_state import HttpLimits, ServerState
+from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.errors import InternalError
+
+SHUTDOWN_GRACE_S = 1.0
+"""How long running requests may take to end when the router stops; then they are cut."""
+SWEEP_INTERVAL_S = 0.5
+"""Between two looks at every connection's clocks."""
+BACKLOG = 2048
+HANDSHAKE_TIMEOUT_S = 10.0
+
+
+class HttpServer:
+    """Listens on one address until stopped.
+
+    Args:
+        handler: answers the requests.
+        limits: of what clients may do.
+        tls: with it, HTTPS is spoken, and nothing else.
+        clock: seconds.
+        on_crash: told when the server's own task died; the router must not go on without it.
+    """
+
+    def __init__(
+        self,
+        handler: Handler,
+        limits: HttpLimits,
+        *,
+        tls: ssl.SSLContext | None = None,
+        clock: Clock | None = None,
+        on_crash: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        self._handler = handler
+        self._limits = limits
+        self._tls = tls
+        self._clock = clock or SystemClock()
+        self._on_crash = on_crash
+        self._server: asyncio.Server | None = None
+        self._sweeping: asyncio.Task[None] | None = None
+        self._state: ServerState | None = None
+        self.port = 0
+        """The port it listens on, once started."""
+
+    @property
+    def state(self) -> ServerState:
+        """Counters and connections, once started."""
+        if self._state is None:
+            raise InternalError("the HTTP server was not started")
+        return self._state
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen.
+
+        Raises:
+            OSError: the address is taken or not ours.
+        """
+        loop = asyncio.get_running_loop()
+        state = self._state = ServerState(self._handler, self._limits, self._clock, loop)
+        self._server = await loop.create_server(
+            lambda: ClientConnection(state),
+            host,
+            port,
+            backlog=BACKLOG,
+            reuse_address=True,
+            ssl=self._tls,
+            ssl_handshake_timeout=None if self._tls is None else HANDSHAKE_TIMEOUT_S,
+        )
+        self.port = self._server.sockets[0].getsockname()[1]
+        self._sweeping = asyncio.create_task(self._sweep(), name="look at the clocks of connections")
+        self._sweeping.add_done_callback(self._swept)
+
+    async def stop(self) -> None:
+        """Stop listening, let what is running end for a moment, and cut the rest."""
+        if self._server is None or self._state is None:
+            return
+        server, self._server = self._server, None
+        server.close()
+        state = self._state
+        state.stopping = True
+        for connection in list(state.connections):
+            connection.close_if_idle()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SHUTDOWN_GRACE_S):
+                while state.active:  # noqa: ASYNC110 - on the way out
+                    await asyncio.sleep(0.01)
+        tasks = [task for connection in list(state.connections) if (task := connection.cancel()) is not None]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            await asyncio.gather(self._sweeping, return_exceptions=True)
+        await server.wait_closed()
+
+    async def _sweep(self) -> None:
+        while True:
+            await self._clock.sleep(SWEEP_INTERVAL_S)
+            self.sweep()
+
+    def _swept(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_crash(error)
+
+    def sweep(self) -> None:
+        """Look at the clocks of all connections."""
+        state = self.state
+        state.tick()
+        for connection in list(state.connections):
+            connection.sweep(state.now)
+
+    def check(self) -> None:
+        """Verify the counters.
+
+        Raises:
+            InternalError: one of them is impossible.
+        """
+        if self._state is not None and self._state.active < 0:
+            raise InternalError(f"{self._state.active} requests are being answered")
+
+    def __repr__(self) -> str:
+        if self._state is None:
+            return "HttpServer(not started)"
+        return f"HttpServer({len(self._state.connections)} connections, {self._state.active} active)"
