@@ -11,7 +11,7 @@ from router import Router, RouterConfig
 from router.exchange import ConnectFailed
 from router.fleet import Fleet, State
 from router.health import HealthWatch
-from router.proxy import HttpUpstream
+from router.http_upstream import HttpUpstream
 from router.worker import NotUsable, WorkerApi
 from sglang_ext.clock import SystemClock
 from sglang_ext.errors import ConfigError
