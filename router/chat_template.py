@@ -19,7 +19,7 @@ import jinja2
 import jinja2.nodes
 import orjson
 
-from router.fleet import ChatFacts
+from router.facts import ChatFacts
 from router.validation import Json
 
 UNSUPPORTED_PARSERS = frozenset({"hunyuan", "kimi_k3", "inkling", "muse"})

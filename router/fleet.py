@@ -1,13 +1,13 @@
 """The instances: what is known of each, in which state it is, and how busy it is.
 
-The life of an instance is the table ``TRANSITIONS``; ``Fleet`` applies it and keeps the counters that
-policies look at. It does no I/O: ``health`` asks the workers and reports here.
+The life of an instance is the table in ``lifecycle``; ``Fleet`` applies it and keeps the counters that
+policies look at. It does no I/O: ``health`` asks the workers and reports here, ``members`` lets instances
+join and leave.
 """
 
 from __future__ import annotations
 
 import asyncio
-import enum
 import itertools
 import logging
 from collections.abc import Callable, Iterator
@@ -15,117 +15,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from router.exchange import ConnectionLost
+from router.facts import InstanceFacts
+from router.lifecycle import FATAL, TRANSITIONS, USABLE, Event, State
 from router.policies import Instance
+from router.policies.base import Role
+from sglang_ext.cluster_messages import Registration
 from sglang_ext.errors import InternalError
 
+__all__ = ["TRANSITIONS", "USABLE", "Event", "Fleet", "Load", "Row", "State"]
+
 logger = logging.getLogger("router.fleet")
-
-
-class State(enum.StrEnum):
-    """Where an instance is in its life."""
-
-    NEW = "new"
-    """Never answered."""
-    READY = "ready"
-    SUSPECT = "suspect"
-    """Missed a probe; still given requests, until the verdict."""
-    DOWN = "down"
-    UNFIT = "unfit"
-    """Answers, but cannot serve here: another model, another role, a key we lack."""
-
-
-class Event(enum.StrEnum):
-    """What ``health`` or a request found out."""
-
-    LEARNT = "learnt"
-    """It told its facts, and they fit the fleet."""
-    REJECTED = "rejected"
-    """It told its facts, and they do not fit."""
-    ALIVE = "alive"
-    MISSED = "missed"
-    """A probe was not answered in time."""
-    LOST = "lost"
-    """The verdict: too many probes missed in a row, or nobody listens at its port."""
-
-
-TRANSITIONS: dict[tuple[State, Event], State] = {
-    (State.NEW, Event.LEARNT): State.READY,
-    (State.NEW, Event.REJECTED): State.UNFIT,
-    (State.NEW, Event.MISSED): State.NEW,
-    (State.NEW, Event.LOST): State.NEW,
-    (State.READY, Event.ALIVE): State.READY,
-    (State.READY, Event.MISSED): State.SUSPECT,
-    (State.READY, Event.LOST): State.DOWN,
-    (State.READY, Event.LEARNT): State.READY,
-    (State.READY, Event.REJECTED): State.UNFIT,
-    (State.SUSPECT, Event.ALIVE): State.READY,
-    (State.SUSPECT, Event.MISSED): State.SUSPECT,
-    (State.SUSPECT, Event.LOST): State.DOWN,
-    (State.SUSPECT, Event.LEARNT): State.READY,
-    (State.SUSPECT, Event.REJECTED): State.UNFIT,
-    (State.DOWN, Event.LEARNT): State.READY,
-    (State.DOWN, Event.REJECTED): State.UNFIT,
-    (State.DOWN, Event.MISSED): State.DOWN,
-    (State.DOWN, Event.LOST): State.DOWN,
-    (State.UNFIT, Event.LEARNT): State.READY,
-    (State.UNFIT, Event.REJECTED): State.UNFIT,
-    (State.UNFIT, Event.MISSED): State.UNFIT,
-    (State.UNFIT, Event.LOST): State.DOWN,
-}
-"""(state, event) -> next state. A pair that is not here is a bug of the caller: ALIVE is only asked of
-instances whose facts are known."""
-
-USABLE = frozenset({State.READY, State.SUSPECT})
-"""States in which an instance is given requests."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What every instance of a fleet must have in common."""
-
-    name: str
-    """``served_model_name``."""
-    architecture: str
-    vocab_size: int
-    """Token ids at or above it kill a stock SGLang scheduler."""
-    context_length: int
-
-    def difference(self, other: ModelFacts) -> str | None:
-        """The first field in which ``other`` differs, with both values; ``None`` when they agree."""
-        for name in self.__slots__:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                return f"{name} {theirs!r} instead of {mine!r}"
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class ChatFacts:
-    """Server settings that change how SGLang turns messages into tokens."""
-
-    chat_template: str | None = None
-    completion_template: str | None = None
-    hf_chat_template_name: str | None = None
-    reasoning_parser: str | None = None
-    tool_call_parser: str | None = None
-    default_template_kwargs: tuple[tuple[str, object], ...] = ()
-    multimodal: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class InstanceFacts:
-    """What an instance tells about itself when it is first reached, and whenever it comes back."""
-
-    model: ModelFacts
-    weight_version: str
-    identity: str
-    """Differs between two starts of the same server, so that a restart is told from a hiccup."""
-    role: str
-    tokenizer_path: str
-    truncates: bool = False
-    """``--allow-auto-truncate``: too long prompts are cut instead of refused."""
-    is_generation: bool = True
-    chat: ChatFacts = ChatFacts()
 
 
 @dataclass(eq=False, slots=True)
@@ -138,55 +37,146 @@ class Row:
     why: str = "not reached yet"
     """Why it is in this state, for people."""
     facts: InstanceFacts | None = None
+    registration: Registration | None = None
+    """What it said when it registered; ``None`` for one that was listed."""
     in_flight: int = 0
+    elsewhere: int = 0
+    """Requests that other routers have sent it."""
     queued_tokens: int = 0
     last_picked: int = 0
     misses: int = 0
+    fatal: int = 0
+    """How many events of ``lifecycle.FATAL`` have happened to it."""
+    heard: float | None = None
+    """When it last gave a sign of life."""
     other_model: bool = False
     """It was found to serve another model than the fleet."""
     waiting: set[Load] = field(default_factory=set)
     """Requests that give up when the verdict falls."""
+
+    @property
+    def role(self) -> Role:
+        """What it tells, or registered with; COLOCATED while nothing is known."""
+        told = self.facts.role if self.facts else self.registration.role if self.registration else ""
+        return Role(told) if told in _ROLES else Role.COLOCATED
+
+    @property
+    def epoch(self) -> str:
+        """Of its agent; empty for an instance without one."""
+        return self.registration.epoch if self.registration else ""
+
+
+_ROLES = frozenset(Role)
+Listener = Callable[[Row, Event, State], None]
+"""Called with a row, what happened to it, and the state in which it was before."""
+
+
+def nobody_listens(row: Row, event: Event, before: State) -> None:
+    """A listener that does nothing."""
 
 
 class Fleet:
     """All instances of one router, on one event loop.
 
     Args:
-        urls: the instances' URLs; they are their names.
+        urls: instances that are there from the start; URLs are their names.
         failure_threshold: probes missed in a row that make the verdict.
-        on_restart: called with the name of an instance whose cache is not what it was: restarted, or
+        on_restart: called with the name of an instance whose cache is not what it was: restarted, gone, or
             with other weights.
         on_model: called with the facts when the fleet takes on a model: the first one learnt, or a
             new one after every instance of the old one has gone.
+        on_event: called after every event, when the row is in its new state.
         cached_tokens: how many tokens the index believes an instance to hold.
+        trusted: whether the index of an instance is believed.
+        pairs: whether requests can be sent to a prefill and a decode instance together.
+        now: seconds.
     """
 
     def __init__(
         self,
-        urls: tuple[str, ...],
+        urls: tuple[str, ...] = (),
         *,
         failure_threshold: int = 3,
         on_restart: Callable[[str], None] = lambda name: None,
         on_model: Callable[[InstanceFacts], None] = lambda facts: None,
+        on_event: Listener = nobody_listens,
         cached_tokens: Callable[[str], int] = lambda name: 0,
+        trusted: Callable[[str], bool] = lambda name: True,
+        pairs: bool = False,
+        now: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.rows = {url: Row(url) for url in urls}
         self.model: InstanceFacts | None = None
         """The facts of the first instance of the model being served; kept while the fleet is down."""
+        self.on_event = on_event
         self._failure_threshold = failure_threshold
         self._on_restart = on_restart
         self._on_model = on_model
         self._cached_tokens = cached_tokens
+        self._trusted = trusted
+        self._pairs = pairs
+        self._now = now
         self._picks = itertools.count(1)
+
+    # -- who is there -----------------------------------------------------------------------------
+
+    def join(self, name: str, registration: Registration | None = None) -> State:
+        """An instance is there, or says again that it is. A new epoch is a restart."""
+        row = self.rows.get(name)
+        if row is None:
+            self.rows[name] = Row(name, registration=registration, heard=self._now())
+            logger.info("instance %s joins", name)
+            return State.NEW
+        row.heard = self._now()
+        before, row.registration = row.epoch, registration or row.registration
+        if row.epoch != before:
+            row.facts = None
+            self._on_restart(name)
+            return self._apply(row, Event.RESTARTED, "it has a new epoch")
+        return row.state
+
+    def drain(self, name: str, why: str) -> State:
+        """Give it nothing new; it leaves when it has finished what it has."""
+        row = self.rows[name]
+        self._apply(row, Event.DRAIN, why)
+        self._look_whether_drained(row)
+        return row.state
+
+    def drained(self, name: str, why: str) -> State:
+        """The time that it had for finishing is over."""
+        return self._happens(name, Event.DRAINED, why)
+
+    def resume(self, name: str) -> State:
+        """It shall stay, or come back."""
+        return self._happens(name, Event.RESUME, "it shall stay")
+
+    def leave(self, name: str, why: str) -> State:
+        """It is gone for us; what it still has may end by itself."""
+        return self._happens(name, Event.LEAVE, why)
+
+    def forget(self, name: str) -> bool:
+        """Take an instance that has left out of the fleet, unless requests still run there.
+
+        Returns whether it is out.
+        """
+        row = self.rows.get(name)
+        if row is None or row.state is not State.LEFT or row.in_flight:
+            return row is None
+        del self.rows[name]
+        self._on_restart(name)
+        return True
 
     # -- what is found out ------------------------------------------------------------------------
 
     def learnt(self, name: str, facts: InstanceFacts) -> State:
         """An instance told what it is; returns the state that this puts it in."""
-        row = self.rows[name]
+        row = self.rows.get(name)
+        if row is None or row.state is State.LEFT:
+            return State.LEFT
+        row.heard = self._now()
         difference = self._model_difference(facts)
         row.other_model = difference is not None
-        problem = _unfit(facts) or difference
+        problem = _unfit(facts, row.registration) or difference
         if problem is not None:
             row.facts = None
             return self._apply(row, Event.REJECTED, problem)
@@ -212,50 +202,104 @@ class Fleet:
 
     def rejected(self, name: str, why: str) -> State:
         """An instance answers, but will not tell what it is."""
-        return self._apply(self.rows[name], Event.REJECTED, why)
+        return self._happens(name, Event.REJECTED, why)
 
     def alive(self, name: str) -> State:
         """A probe was answered."""
-        row = self.rows[name]
+        row = self.rows.get(name)
+        if row is None:
+            return State.LEFT
         row.misses = 0
+        row.heard = self._now()
         return self._apply(row, Event.ALIVE, "answers")
+
+    def heard(self, name: str) -> None:
+        """Its agent gave a sign of life; that its HTTP side answers is for probes to find out."""
+        if (row := self.rows.get(name)) is not None:
+            row.heard = self._now()
 
     def missed(self, name: str, why: str) -> State:
         """A probe was not answered; enough of them in a row are the verdict."""
-        row = self.rows[name]
+        row = self.rows.get(name)
+        if row is None:
+            return State.LEFT
         row.misses += 1
         if row.misses >= self._failure_threshold:
             return self._apply(row, Event.LOST, f"{row.misses} probes missed: {why}")
         return self._apply(row, Event.MISSED, why)
 
     def lost(self, name: str, why: str) -> State:
-        """Nobody listens at the instance's address."""
-        return self._apply(self.rows[name], Event.LOST, why)
+        """Nobody listens at the instance's address, or its agent is silent."""
+        return self._happens(name, Event.LOST, why)
+
+    def _happens(self, name: str, event: Event, why: str) -> State:
+        """As ``_apply``, for instances that may have been forgotten."""
+        row = self.rows.get(name)
+        return State.LEFT if row is None else self._apply(row, event, why)
 
     def _apply(self, row: Row, event: Event, why: str) -> State:
-        following = TRANSITIONS.get((row.state, event))
+        before = row.state
+        following = TRANSITIONS.get((before, event))
         if following is None:
-            raise InternalError(f"instance {row.name} cannot be {event} while it is {row.state}")
-        if following is not row.state:
-            level = logging.INFO if following is State.READY else logging.WARNING
-            logger.log(level, "instance %s: %s -> %s (%s)", row.name, row.state, following, why)
-        row.state, row.why = following, why
-        if following not in USABLE:
+            raise InternalError(f"instance {row.name} cannot be {event} while it is {before}")
+        if following is not before:
+            level = (
+                logging.INFO if following in (State.READY, State.DRAINING, State.LEFT) else logging.WARNING
+            )
+            logger.log(level, "instance %s: %s -> %s (%s)", row.name, before, following, why)
+            row.state, row.why = following, why
+        elif following is not State.LEFT:
+            row.why = why if following is not State.DRAINING else row.why
+        if event in FATAL:
+            row.fatal += 1
             for load in list(row.waiting):
                 load.give_up()
-        return following
+        self.on_event(row, event, before)
+        return row.state
+
+    def _look_whether_drained(self, row: Row) -> None:
+        if row.state is State.DRAINING and not row.in_flight:
+            self._apply(row, Event.DRAINED, "it has finished what it had")
 
     # -- what policies see ------------------------------------------------------------------------
 
     def usable(self, excluded: frozenset[str] = frozenset()) -> tuple[Instance, ...]:
-        """The instances that can take a request now, ``excluded`` left out."""
+        """The instances that can take a request now, ``excluded`` left out.
+
+        Prefill and decode instances only in pairs: if one of the two is missing, so is the other.
+        """
+        rows = [row for row in self.rows.values() if row.state in USABLE and row.name not in excluded]
+        roles = {row.role for row in rows}
+        if not (self._pairs and {Role.PREFILL, Role.DECODE} <= roles):
+            rows = [row for row in rows if row.role is Role.COLOCATED]
         return tuple(
             Instance(
-                row.name, row.in_flight, row.queued_tokens, self._cached_tokens(row.name), row.last_picked
+                row.name,
+                row.in_flight + row.elsewhere,
+                row.queued_tokens,
+                self._cached_tokens(row.name),
+                row.last_picked,
+                role=row.role,
+                trusted=self._trusted(row.name),
             )
-            for row in self.rows.values()
-            if row.state in USABLE and row.name not in excluded
+            for row in rows
         )
+
+    def obstacle(self) -> str:
+        """Why no request can be served, for people; empty when one can."""
+        if self.usable():
+            return ""
+        if not self.rows:
+            return "no instance has joined; list some with --worker-urls, or let them register"
+        apart = [row for row in self.rows.values() if row.state in USABLE and row.role is not Role.COLOCATED]
+        if not apart:
+            return ", ".join(f"{row.name} is {row.state}" for row in self.rows.values())
+        counts = {role: sum(row.role is role for row in apart) for role in (Role.PREFILL, Role.DECODE)}
+        for role, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
+            if not counts[role]:
+                return f"there is no {role} instance: the {counts[other]} {other} cannot serve alone"
+        there = " and ".join(f"{count} {role}" for role, count in counts.items())
+        return f"there are {there} instances: this router does not send requests to pairs"
 
     @contextmanager
     def carrying(self, name: str, queued_tokens: int) -> Iterator[Load]:
@@ -269,6 +313,7 @@ class Fleet:
         finally:
             load.prefilled()
             row.in_flight -= 1
+            self._look_whether_drained(row)
 
     def __repr__(self) -> str:
         states = ", ".join(f"{row.name}: {row.state} ({row.in_flight})" for row in self.rows.values())
@@ -285,25 +330,29 @@ class Fleet:
                 raise InternalError(
                     f"{row.name}: {row.in_flight} in flight, {row.queued_tokens} tokens queued"
                 )
-            if row.state in USABLE and row.facts is None:
+            if row.state in USABLE | {State.DRAINING} and row.facts is None:
                 raise InternalError(f"{row.name} is {row.state} without facts")
-            if row.waiting and row.state not in USABLE:
-                raise InternalError(f"{len(row.waiting)} requests wait for {row.name}, which is {row.state}")
+            if row.state is State.DRAINING and not row.in_flight:
+                raise InternalError(f"{row.name} is draining and has nothing left to finish")
+            if stale := [load for load in row.waiting if load.doomed]:
+                raise InternalError(f"{len(stale)} requests wait for {row.name} after a verdict")
 
 
-def _unfit(facts: InstanceFacts) -> str | None:
+def _unfit(facts: InstanceFacts, registration: Registration | None) -> str | None:
     """Why an instance cannot serve in any fleet of this router."""
     if not facts.is_generation:
         return "it serves an embedding model"
-    if facts.role != "colocated":
-        return f"its role is {facts.role}; start it without --disaggregation-mode"
+    if facts.role not in _ROLES:
+        return f"its role is {facts.role}, which no router here knows"
+    if registration is not None and registration.role != facts.role:
+        return f"it registered as {registration.role}, and its server says {facts.role}"
     return None
 
 
 class Load:
     """One request's share of an instance's counters, and its tie to the instance's fate."""
 
-    __slots__ = ("_cancelling", "_given_up", "_row", "_task", "_tokens")
+    __slots__ = ("_cancelling", "_fatal", "_given_up", "_row", "_task", "_tokens")
 
     def __init__(self, row: Row, tokens: int) -> None:
         self._row = row
@@ -311,7 +360,13 @@ class Load:
         self._task: asyncio.Task[object] | None = None
         self._cancelling = 0
         self._given_up = False
+        self._fatal = row.fatal
         row.queued_tokens += tokens
+
+    @property
+    def doomed(self) -> bool:
+        """Whether a verdict has fallen since it was sent."""
+        return self._row.fatal != self._fatal
 
     def prefilled(self) -> None:
         """Its prompt has been computed: the first byte of the answer is here. Repeating it is harmless."""
@@ -326,7 +381,7 @@ class Load:
             ConnectionLost: it was.
         """
         self._task = asyncio.current_task()
-        if self._task is None or self._row.state not in USABLE:
+        if self._task is None or self.doomed:
             raise ConnectionLost(f"{self._row.name} is {self._row.state}: {self._row.why}")
         self._cancelling = self._task.cancelling()
         self._row.waiting.add(self)
@@ -335,7 +390,7 @@ class Load:
         except asyncio.CancelledError as error:
             # Ours, unless someone else has cancelled the task too (as asyncio.timeout does it).
             if self._given_up and self._task.uncancel() <= self._cancelling:
-                raise ConnectionLost(f"{self._row.name} is down: {self._row.why}") from error
+                raise ConnectionLost(f"{self._row.name} is {self._row.state}: {self._row.why}") from error
             raise
         finally:
             self._row.waiting.discard(self)

@@ -3,6 +3,7 @@
 One task per worker. A worker that is not known, or was down, is asked for its facts; one that is known
 is probed. The verdict over one that stops answering falls within
 interval + threshold * timeout (2.75 s by default): failed probes follow each other without a pause.
+A worker that has left is probed while requests still run there, so that they do not wait for a dead one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import logging
 from collections.abc import Callable
 
 from router.exchange import ConnectFailed
-from router.fleet import USABLE, Fleet
+from router.fleet import Fleet, Row
+from router.lifecycle import USABLE, State
 from router.worker import NotUsable, WorkerApi
 from sglang_ext.clock import Clock
 from sglang_ext.errors import ConfigError, DeadlineError, PeerError
@@ -21,10 +23,12 @@ logger = logging.getLogger("router.health")
 
 RETRY_S = 1.0
 """Pause before a worker that is down, or does not fit, is asked again."""
+_PROBED = USABLE | {State.DRAINING, State.LEFT}
+"""States in which a worker whose facts are known is probed; in the others it is asked for its facts."""
 
 
 class HealthWatch:
-    """Watches every worker of a fleet.
+    """Watches workers of a fleet.
 
     Args:
         fleet: is told what is found.
@@ -52,7 +56,8 @@ class HealthWatch:
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._on_crash = on_crash
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._started = False
 
     async def first_round(self) -> None:
         """Ask every worker once, at the same time.
@@ -70,41 +75,57 @@ class HealthWatch:
                 )
 
     def start(self) -> None:
-        """Watch from now on."""
+        """Watch the fleet's workers from now on."""
+        self._started = True
         for name in self._fleet.rows:
-            task = asyncio.create_task(self._watch(name), name=f"watch {name}")
-            task.add_done_callback(self._ended)
-            self._tasks.append(task)
+            self.watch(name)
+
+    def watch(self, name: str) -> None:
+        """Look after a worker from now on, beginning with a look right now; before ``start``, nothing."""
+        if not self._started:
+            return
+        if (running := self._tasks.pop(name, None)) is not None:
+            running.cancel()
+        task = asyncio.create_task(self._watch(name), name=f"watch {name}")
+        task.add_done_callback(self._ended)
+        self._tasks[name] = task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
+        for name in [name for name, ours in self._tasks.items() if ours is task]:
+            del self._tasks[name]
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_crash(error)
 
     async def stop(self) -> None:
         """Stop watching."""
-        for task in self._tasks:
+        self._started = False
+        tasks = list(self._tasks.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
 
     async def _watch(self, name: str) -> None:
-        while True:
+        while (row := self._fleet.rows.get(name)) is not None and not _is_over(row):
             answered = await self.check_once(name)
-            row = self._fleet.rows[name]
-            if row.state in USABLE and not answered:
+            probed = row.state in _PROBED and row.facts is not None
+            if probed and not answered:
                 continue
-            await self._clock.sleep(self._interval_s if row.state in USABLE else RETRY_S)
+            await self._clock.sleep(self._interval_s if probed else RETRY_S)
 
     async def check_once(self, name: str) -> bool:
         """Ask one worker what its state calls for, and tell the fleet. Returns whether it answered."""
         row = self._fleet.rows[name]
-        known = row.facts if row.state in USABLE else None
+        known = row.facts if row.state in _PROBED else None
+        fatal = row.fatal
         try:
             if known is None:
-                self._fleet.learnt(name, await self._api.learn(name))
+                facts = await self._api.learn(name)
+                if row.fatal == fatal:  # else it was another process that told them, perhaps
+                    self._fleet.learnt(name, facts)
                 return True
             pulse = await self._api.probe(name, self._timeout_s)
-            if row.state not in USABLE:  # a request has found it dead meanwhile
+            if row.facts is not known or row.state not in _PROBED:  # meanwhile found dead, or restarted
                 return True
             if pulse.weight_version != known.weight_version:
                 logger.info("instance %s has weights %s now", name, pulse.weight_version)
@@ -123,3 +144,8 @@ class HealthWatch:
         except (PeerError, DeadlineError) as error:
             self._fleet.missed(name, str(error))
         return False
+
+
+def _is_over(row: Row) -> bool:
+    """Whether nothing can happen any more that somebody waits to hear of."""
+    return row.state is State.LEFT and not row.in_flight

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from router.chat_template import CannotRender, content_format, prepare, text_of, unsupported
-from router.fleet import InstanceFacts
+from router.facts import InstanceFacts
 from router.segments import Segmenter, TokenCache
 from router.trial import Theirs, Trust, compare
 from router.validation import Job, Json, PromptInput

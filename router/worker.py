@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from router.exchange import JSON_TYPE, Upstream
-from router.fleet import ChatFacts, InstanceFacts, ModelFacts
+from router.facts import ChatFacts, InstanceFacts, ModelFacts
 from router.validation import Json
 from sglang_ext.errors import PeerError
 

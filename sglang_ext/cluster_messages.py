@@ -123,6 +123,14 @@ class Draining(msgspec.Struct, frozen=True, kw_only=True):
     """Requests of this router that it still has to finish."""
 
 
+class Elsewhere(msgspec.Struct, frozen=True, kw_only=True):
+    """How another router sees an instance."""
+
+    router: str
+    state: str
+    in_flight: int
+
+
 class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
     """What a router knows of one instance."""
 
@@ -144,9 +152,14 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
     queued_tokens: int = 0
     cached_tokens: int = 0
     trusted: bool = True
+    """Whether the index of it is believed."""
+    usable: bool = False
+    """Whether it is given requests now."""
     heard_s: float | None = None
     """Seconds since its last sign of life."""
     draining: Draining | None = None
+    elsewhere: tuple[Elsewhere, ...] = ()
+    """How the other routers see it."""
 
 
 class StoreView(msgspec.Struct, frozen=True, kw_only=True):

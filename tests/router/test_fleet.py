@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -11,7 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from router.exchange import ConnectionLost
-from router.fleet import TRANSITIONS, USABLE, Event, Fleet, InstanceFacts, ModelFacts, State
+from router.facts import InstanceFacts, ModelFacts
+from router.fleet import Fleet, Load
+from router.lifecycle import FATAL, TRANSITIONS, USABLE, Event, State
+from sglang_ext.cluster_messages import Registration
 from sglang_ext.errors import InternalError
 
 MODEL = ModelFacts("llama", "LlamaForCausalLM", 32_000, 4096)
@@ -22,6 +26,25 @@ OTHER = replace(FACTS, model=replace(MODEL, vocab_size=128_256))
 def test_every_state_answers_every_event_but_signs_of_life_of_the_unknown() -> None:
     missing = {(state, event) for state in State for event in Event} - set(TRANSITIONS)
     assert missing == {(state, Event.ALIVE) for state in (State.NEW, State.DOWN, State.UNFIT)}
+
+
+@pytest.mark.parametrize(("state", "event"), TRANSITIONS)
+def test_rules_that_every_pair_keeps(state: State, event: Event) -> None:
+    following = TRANSITIONS[state, event]
+    if following in USABLE and state not in USABLE:
+        assert event is Event.LEARNT or (state, event) == (State.DRAINING, Event.RESUME)
+    if event in FATAL:
+        assert following not in USABLE
+    if event is Event.LEAVE:
+        assert following is State.LEFT
+    if event is Event.RESTARTED:
+        assert following is State.NEW
+    if following is State.DRAINING and state is not State.DRAINING:
+        assert (state in USABLE, event) == (True, Event.DRAIN)
+    if state is State.LEFT:
+        assert (following is State.LEFT) == (event not in (Event.RESUME, Event.RESTARTED))
+    if following is State.NEW and state is not State.NEW:
+        assert event is Event.RESTARTED or (state, event) == (State.LEFT, Event.RESUME)
 
 
 def test_an_instance_is_given_requests_once_its_facts_are_known() -> None:
@@ -64,7 +87,7 @@ def test_a_restart_is_told_from_a_hiccup() -> None:
         ({"model": replace(MODEL, vocab_size=1)}, "vocab_size 1 instead of 32000"),
         ({"model": replace(MODEL, context_length=1)}, "context_length 1 instead of 4096"),
         ({"model": replace(MODEL, architecture="X")}, "architecture 'X'"),
-        ({"role": "decode"}, "role is decode"),
+        ({"role": "encode"}, "role is encode"),
         ({"is_generation": False}, "embedding model"),
     ],
 )
@@ -163,6 +186,157 @@ async def test_after_the_first_byte_a_verdict_does_not_matter() -> None:
             pytest.fail("nothing may start at an instance that is down")
 
 
+# -- joining, draining, leaving ----------------------------------------------------------------------------
+
+
+def registration(epoch: int = 1, **more: str) -> Registration:
+    return Registration(url="http://a:1", instance="a", epoch=f"{epoch:032x}", **more)
+
+
+def test_a_new_epoch_drops_what_was_known_at_once() -> None:
+    restarted: list[str] = []
+    fleet = Fleet(on_restart=restarted.append)
+    assert fleet.join("a", registration(1)) is State.NEW
+    fleet.learnt("a", FACTS)
+    restarted.clear()
+    assert fleet.join("a", registration(1)) is State.READY
+    assert restarted == []
+    assert fleet.join("a", registration(2)) is State.NEW
+    assert restarted == ["a"]
+    assert fleet.usable() == ()
+    fleet.check()
+
+
+def test_an_instance_that_drains_finishes_and_leaves() -> None:
+    fleet = Fleet(("a", "b"))
+    for name in "ab":
+        fleet.learnt(name, FACTS)
+    with fleet.carrying("a", 10):
+        assert fleet.drain("a", "maintenance") is State.DRAINING
+        assert [i.name for i in fleet.usable()] == ["b"]
+        assert fleet.alive("a") is State.DRAINING
+        assert not fleet.forget("a")
+        fleet.check()
+    assert fleet.rows["a"].state is State.LEFT
+    assert fleet.forget("a")
+    assert fleet.forget("a")
+    assert set(fleet.rows) == {"b"}
+    assert fleet.drain("b", "idle") is State.LEFT
+    fleet.check()
+
+
+def test_a_drain_can_be_taken_back() -> None:
+    fleet = Fleet(("a",))
+    fleet.learnt("a", FACTS)
+    with fleet.carrying("a", 10):
+        fleet.drain("a", "maintenance")
+        assert fleet.resume("a") is State.READY
+    assert fleet.rows["a"].state is State.READY
+    fleet.drain("a", "maintenance")
+    assert fleet.resume("a") is State.NEW
+    assert fleet.learnt("a", FACTS) is State.READY
+
+
+def test_a_drain_ends_at_its_deadline_and_does_not_cut_what_runs() -> None:
+    fleet = Fleet(("a",))
+    fleet.learnt("a", FACTS)
+    with fleet.carrying("a", 10) as load:
+        fleet.drain("a", "maintenance")
+        assert fleet.drained("a", "too late") is State.LEFT
+        assert not load.doomed
+        assert not fleet.forget("a")
+        fleet.lost("a", "and then it died")
+        assert load.doomed
+    assert fleet.forget("a")
+
+
+async def test_requests_go_on_at_an_instance_that_drains_and_give_up_when_it_dies() -> None:
+    fleet = Fleet(("a",))
+    fleet.learnt("a", FACTS)
+    entered, go_on = asyncio.Event(), asyncio.Event()
+
+    async def request() -> None:
+        with fleet.carrying("a", 1) as load:
+            with load.until_lost():
+                entered.set()
+                await go_on.wait()
+            with load.until_lost():
+                await asyncio.Event().wait()
+
+    task = asyncio.create_task(request())
+    await entered.wait()
+    fleet.drain("a", "maintenance")
+    go_on.set()
+    await asyncio.sleep(0)
+    assert not task.done()
+    assert fleet.lost("a", "killed") is State.LEFT
+    with pytest.raises(ConnectionLost, match="killed"):
+        await task
+    fleet.check()
+
+
+def test_what_is_unknown_is_no_error() -> None:
+    """A probe may come back after an instance was forgotten."""
+    fleet = Fleet()
+    assert fleet.learnt("a", FACTS) is State.LEFT
+    assert fleet.model is None
+    for call in (fleet.missed, fleet.lost, fleet.rejected, fleet.drained, fleet.leave):
+        assert call("a", "why") is State.LEFT
+    assert (fleet.alive("a"), fleet.resume("a")) == (State.LEFT, State.LEFT)
+    fleet.heard("a")
+    assert fleet.obstacle().startswith("no instance has joined")
+
+
+def test_prefill_and_decode_serve_only_together() -> None:
+    fleet = Fleet(("p", "d", "c"), pairs=True)
+    fleet.learnt("p", replace(FACTS, role="prefill"))
+    assert fleet.usable() == ()
+    assert fleet.obstacle() == "there is no decode instance: the 1 prefill cannot serve alone"
+    fleet.learnt("d", replace(FACTS, role="decode"))
+    assert {(i.name, i.role.value) for i in fleet.usable()} == {("p", "prefill"), ("d", "decode")}
+    assert fleet.usable(frozenset({"p"})) == ()
+    fleet.learnt("c", FACTS)
+    fleet.lost("p", "killed")
+    assert [i.name for i in fleet.usable()] == ["c"]
+    assert fleet.obstacle() == ""
+
+
+def test_a_router_without_pairs_says_so() -> None:
+    fleet = Fleet(("p", "d"))
+    fleet.learnt("p", replace(FACTS, role="prefill"))
+    fleet.learnt("d", replace(FACTS, role="decode"))
+    assert fleet.usable() == ()
+    assert "does not send requests to pairs" in fleet.obstacle()
+
+
+def test_a_role_that_was_registered_and_is_another_is_refused() -> None:
+    fleet = Fleet()
+    fleet.join("a", registration(role="prefill"))
+    assert fleet.learnt("a", FACTS) is State.UNFIT
+    assert "registered as prefill" in fleet.rows["a"].why
+    assert fleet.obstacle() == "a is unfit"
+
+
+def test_requests_of_other_routers_count_as_load() -> None:
+    fleet = Fleet(("a",))
+    fleet.learnt("a", FACTS)
+    fleet.rows["a"].elsewhere = 7
+    with fleet.carrying("a", 1):
+        assert fleet.usable()[0].in_flight == 8
+
+
+def test_whoever_listens_hears_every_event() -> None:
+    heard: list[tuple[str, Event, State, State]] = []
+    fleet = Fleet(on_event=lambda row, event, before: heard.append((row.name, event, before, row.state)))
+    fleet.join("a")
+    fleet.learnt("a", FACTS)
+    fleet.lost("a", "gone")
+    assert heard == [
+        ("a", Event.LEARNT, State.NEW, State.READY),
+        ("a", Event.LOST, State.READY, State.DOWN),
+    ]
+
+
 class LifeOfAFleet(RuleBasedStateMachine):
     """Any order of events keeps the invariants, and who is usable follows from the table."""
 
@@ -171,13 +345,46 @@ class LifeOfAFleet(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.fleet = Fleet(("a", "b", "c"), failure_threshold=2)
+        self.loads: list[tuple[Any, str, Load]] = []
 
     @rule(name=names, identity=st.sampled_from("12"), other=st.booleans())
     def learnt(self, name: str, identity: str, other: bool) -> None:
         facts = replace(OTHER if other else FACTS, identity=identity)
         usable_before = any(row.state in USABLE for row in self.fleet.rows.values())
         mixed = usable_before and self.fleet.model is not None and self.fleet.model.model != facts.model
-        assert self.fleet.learnt(name, facts) is (State.UNFIT if mixed else State.READY)
+        before = self.fleet.rows[name].state
+        expected = TRANSITIONS[before, Event.REJECTED if mixed else Event.LEARNT]
+        assert self.fleet.learnt(name, facts) is expected
+
+    @rule(name=names)
+    def drain(self, name: str) -> None:
+        assert self.fleet.drain(name, "maintenance") in (State.DRAINING, State.LEFT)
+
+    @rule(name=names)
+    def resume(self, name: str) -> None:
+        assert self.fleet.resume(name) not in (State.DRAINING, State.LEFT)
+
+    @rule(name=names)
+    def leave(self, name: str) -> None:
+        assert self.fleet.leave(name, "goodbye") is State.LEFT
+
+    @rule(name=names, epoch=st.integers(1, 3))
+    def register(self, name: str, epoch: int) -> None:
+        before = self.fleet.rows[name]
+        same, state = before.epoch == f"{epoch:032x}", before.state
+        assert self.fleet.join(name, registration(epoch)) is (state if same else State.NEW)
+
+    @rule(name=names)
+    def send(self, name: str) -> None:
+        if any(instance.name == name for instance in self.fleet.usable()):
+            carrying = self.fleet.carrying(name, 5)
+            self.loads.append((carrying, name, carrying.__enter__()))
+
+    @rule(data=st.data())
+    def answer(self, data: st.DataObject) -> None:
+        if self.loads:
+            carrying, _, _ = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
+            carrying.__exit__(None, None, None)
 
     @rule(name=names)
     def missed(self, name: str) -> None:
@@ -197,6 +404,8 @@ class LifeOfAFleet(RuleBasedStateMachine):
         if not hasattr(self, "fleet"):
             return
         self.fleet.check()
+        for name, row in self.fleet.rows.items():
+            assert row.in_flight == sum(name == other for _, other, _ in self.loads)
         models = {
             row.facts.model
             for row in self.fleet.rows.values()

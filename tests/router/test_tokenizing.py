@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.chat_template import CannotRender
-from router.fleet import ChatFacts, InstanceFacts, ModelFacts
+from router.facts import ChatFacts, InstanceFacts, ModelFacts
 from router.segments import Segmenter, TokenCache
 from router.tokenizing import Fallback, PromptTokenizer, TokenizerService
 from router.trial import EVERYTHING, Trust, compare

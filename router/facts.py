@@ -1,0 +1,54 @@
+"""What an instance tells about itself, and what a fleet must have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What every instance of a fleet must have in common."""
+
+    name: str
+    """``served_model_name``."""
+    architecture: str
+    vocab_size: int
+    """Token ids at or above it kill a stock SGLang scheduler."""
+    context_length: int
+
+    def difference(self, other: ModelFacts) -> str | None:
+        """The first field in which ``other`` differs, with both values; ``None`` when they agree."""
+        for name in self.__slots__:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                return f"{name} {theirs!r} instead of {mine!r}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFacts:
+    """Server settings that change how SGLang turns messages into tokens."""
+
+    chat_template: str | None = None
+    completion_template: str | None = None
+    hf_chat_template_name: str | None = None
+    reasoning_parser: str | None = None
+    tool_call_parser: str | None = None
+    default_template_kwargs: tuple[tuple[str, object], ...] = ()
+    multimodal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceFacts:
+    """What an instance tells about itself when it is first reached, and whenever it comes back."""
+
+    model: ModelFacts
+    weight_version: str
+    identity: str
+    """Differs between two starts of the same server, so that a restart is told from a hiccup."""
+    role: str
+    tokenizer_path: str
+    truncates: bool = False
+    """``--allow-auto-truncate``: too long prompts are cut instead of refused."""
+    is_generation: bool = True
+    chat: ChatFacts = ChatFacts()
