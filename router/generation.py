@@ -384,9 +384,8 @@ def _broken_off(error: Exception, *, in_event: bool) -> bytes:
 
 def no_worker(fleet: Fleet) -> RequestRefused:
     """The error when no instance can take a request."""
-    states = ", ".join(f"{row.name} is {row.state}" for row in fleet.rows.values())
     return RequestRefused(
-        f"no worker can take the request now: {states}",
+        f"no worker can take the request now: {fleet.obstacle() or 'all that could were tried'}",
         status=503,
         kind="server_error",
         code="no_worker",
