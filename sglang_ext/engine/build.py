@@ -86,6 +86,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         promotions,
         metrics=CacheMetrics(ctx.tp_rank) if params.enable_metrics else None,
         load_min_tokens=config.load_min_tokens,
+        load_always=config.load_policy == "always",
         check=config.check,
     )
     if _small_priorities_first():

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sglang_ext.engine.load_policy import Bandwidth
 from sglang_ext.engine.mover import BlockIds, LayerSink, MoverError, Source
 from sglang_ext.geometry import BlockLayout
 
@@ -50,6 +51,9 @@ class HostArena(Protocol):
 
 @dataclass
 class _Load:
+    nbytes: int
+    begun: Any
+    """Event at its beginning, with timing as the last layer's."""
     events: list[Any]
     """One per layer."""
 
@@ -94,6 +98,7 @@ class CudaMover:
         self._writes: deque[Any] = deque()
         self._loads_done = 0
         self._writes_done = 0
+        self._rate = Bandwidth()
 
     def write(self, slots: torch.Tensor, blocks: BlockIds) -> int:
         self._write_stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -117,27 +122,48 @@ class CudaMover:
     def load(self, slots: torch.Tensor, blocks: BlockIds, source: Source | None = None) -> int:
         if source is not None:
             raise ValueError("this mover loads only what is complete")
-        self._load_stream.wait_stream(self._forward_stream)
-        self._load_stream.wait_stream(torch.cuda.current_stream(self._device))
-        slots.record_stream(self._load_stream)
+        self._loads.append(self._copy_in(self._load_stream, slots, blocks))
+        return self._loads_done + len(self._loads) - 1
+
+    def bring(self, slots: torch.Tensor, blocks: BlockIds) -> int:
+        """On the stream of the writes, which nobody's forward pass waits for."""
+        self._writes.append(self._copy_in(self._write_stream, slots, blocks).events[-1])
+        return self._writes_done + len(self._writes) - 1
+
+    @property
+    def load_bytes_per_second(self) -> float | None:
+        return self._rate.bytes_per_second
+
+    def _copy_in(self, stream: torch.cuda.Stream, slots: torch.Tensor, blocks: BlockIds) -> _Load:
+        """Queue the copy of arena blocks to the pool, layer by layer, on a stream."""
+        stream.wait_stream(self._forward_stream)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        slots.record_stream(stream)
         runs = list(runs_of_blocks(blocks))
-        load = _Load([])
-        with torch.cuda.stream(self._load_stream):
+        last = self._layout.n_layers - 1
+        load = _Load(len(blocks) * self._layout.block_bytes, torch.cuda.Event(enable_timing=True), [])
+        with torch.cuda.stream(stream):
+            load.begun.record(stream)
             for layer in range(self._layout.n_layers):
                 size = self._layout.layer_bytes(layer)
                 # Let go at the end of the loop: the allocator gives it to later work of this stream only.
                 staging = torch.empty((len(blocks), size), dtype=torch.uint8, device=self._device)
                 for position, first, count in runs:
-                    self._copy_layer_in(staging, layer, position, first, count)
+                    self._copy_layer_in(stream, staging, layer, position, first, count)
                 scatter_layer(self._planes[layer], self._layout, layer, staging, slots)
-                event = torch.cuda.Event()
-                event.record(self._load_stream)
+                event = torch.cuda.Event(enable_timing=layer == last)
+                event.record(stream)
                 load.events.append(event)
-        self._loads.append(load)
-        return self._loads_done + len(self._loads) - 1
+        return load
 
     def _copy_layer_in(
-        self, staging: torch.Tensor, layer: int, position: int, first: int, count: int
+        self,
+        stream: torch.cuda.Stream,
+        staging: torch.Tensor,
+        layer: int,
+        position: int,
+        first: int,
+        count: int,
     ) -> None:
         """One layer of neighbouring arena blocks: rows that lie a whole block apart."""
         block_bytes, size = self._layout.block_bytes, self._layout.layer_bytes(layer)
@@ -150,7 +176,7 @@ class CudaMover:
             ctypes.c_size_t(size),
             ctypes.c_size_t(count),
             ctypes.c_int(_HOST_TO_DEVICE),
-            ctypes.c_void_p(self._load_stream.cuda_stream),
+            ctypes.c_void_p(stream.cuda_stream),
         )
         if status != 0:
             raise MoverError(f"cudaMemcpy2DAsync failed with CUDA error {status}")
@@ -169,7 +195,8 @@ class CudaMover:
 
     def loads_done(self) -> int:
         while self._loads and self._loads[0].events[-1].query():
-            self._loads.popleft()
+            load = self._loads.popleft()
+            self._rate.observe(load.nbytes, load.begun.elapsed_time(load.events[-1]) / 1000)
             self._loads_done += 1
         return self._loads_done
 

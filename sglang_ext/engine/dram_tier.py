@@ -32,6 +32,9 @@ class Arena(Protocol):
     n_blocks: int
 
     @property
+    def block_bytes(self) -> int: ...
+
+    @property
     def free_blocks(self) -> int: ...
 
     def alloc(self, n: int) -> BlockIds | None: ...
@@ -50,6 +53,8 @@ class DramCounters:
     evicted: int = 0
     skipped: int = 0
     """Not written: everything in the arena was locked."""
+    prefetched: int = 0
+    """Brought to HBM ahead of a request."""
 
 
 @dataclass
@@ -58,6 +63,8 @@ class _Queue:
 
     pending: deque[tuple[Node | None, int]] = field(default_factory=deque)
     """The last node of each, and its blocks when it was submitted; no node for blocks outside of the tree."""
+    landed: deque[tuple[Node, Callable[[], None]]] = field(default_factory=deque)
+    """Of the writes without a node, which go to HBM: what they keep in DRAM, and whom to tell."""
     completed: int = 0
 
 
@@ -91,7 +98,7 @@ class DramTier:
         self._dram = dram
         self._arena = arena
         self._mover = mover
-        self._agree = agree
+        self.agree = agree
         self.below = below
         self._write_new = write
         # Holds nothing: its locks mark what is being copied, on the right nodes however they are split.
@@ -103,12 +110,13 @@ class DramTier:
 
     # -- HBM to DRAM ----------------------------------------------------------------------------
 
-    def write_through(self, node: Node) -> None:
+    def write_through(self, node: Node, *, always: bool = False) -> None:
         """Start copying what of the prefix ending at ``node`` is not in DRAM, its beginning first.
 
-        Evicts older blocks for it. Where nothing more can go, the rest is skipped and counted.
+        Evicts older blocks for it. Where nothing more can go, the rest is skipped and counted. ``always``:
+        also where nothing is written by itself.
         """
-        if not self._write_new:
+        if not self._write_new and not always:
             return
         missing: list[Node] = []
         while node.parent is not None and self._dram not in node.placements:
@@ -139,12 +147,12 @@ class DramTier:
         self._writes.pending.append((part, fits))
         return part is node
 
-    def _make_room(self, blocks: int) -> None:
+    def _make_room(self, blocks: int, *, lose: bool = True) -> None:
         shortage = blocks - self._arena.free_blocks
         if shortage > 0 and self.below is not None:
             # Durable before free: these cost nothing but a read.
             shortage -= self._evict(shortage, only=self.below.durable)
-        if shortage > 0:
+        if shortage > 0 and lose:
             self._evict(shortage)
 
     def _evict(self, blocks: int, only: Callable[[Node], bool] | None = None) -> int:
@@ -171,9 +179,12 @@ class DramTier:
             return not node.locks.get(self._copying)
         return self.below is not None and self.below.durable(node)
 
-    def take(self, blocks: int) -> BlockIds:
-        """Up to so many blocks of the arena, for somebody who fills them, and inserts or returns them."""
-        self._make_room(blocks)
+    def take(self, blocks: int, *, lose: bool = True) -> BlockIds:
+        """Up to so many blocks of the arena, for somebody who fills them, and inserts or returns them.
+
+        Evicts older blocks for them; only what is on disk too unless ``lose``.
+        """
+        self._make_room(blocks, lose=lose)
         taken = self._arena.alloc(min(blocks, self._arena.free_blocks))
         assert taken is not None
         self._taken += len(taken)
@@ -208,6 +219,23 @@ class DramTier:
         self._tree.lock(last, self._hbm)
         self._mover.load(slots, blocks)
         self._loads.pending.append((last, len(blocks)))
+
+    def bring(self, nodes: list[Node], slots: Any, landed: Callable[[], None]) -> None:
+        """Start copying ``nodes`` (as for ``load``) to ``slots`` behind everything that somebody waits for.
+
+        The slots stay the caller's, and no batch waits for them. ``landed`` is called when they have the
+        bytes; until then the nodes stay locked for DRAM.
+        """
+        blocks = np.concatenate([node.placements[self._dram] for node in nodes])
+        self._tree.lock(nodes[-1], self._dram)
+        self._mover.bring(slots, blocks)
+        self._writes.pending.append((None, len(blocks)))
+        self._writes.landed.append((nodes[-1], landed))
+
+    @property
+    def load_bytes_per_second(self) -> float | None:
+        """How fast loads are copied; ``None`` before the first."""
+        return self._mover.load_bytes_per_second
 
     @property
     def streams(self) -> bool:
@@ -248,9 +276,9 @@ class DramTier:
     def drain(self) -> None:
         """Take note of operations that have completed on every rank. Does not wait."""
         if self._writes.pending:
-            self._complete_writes(self._agree(self._mover.writes_done()))
+            self._complete_writes(self.agree(self._mover.writes_done()))
         if self._loads.pending:
-            self._complete_loads(self._agree(self._mover.loads_done()))
+            self._complete_loads(self.agree(self._mover.loads_done()))
         if self.below is not None:
             self.below.drain()
 
@@ -264,8 +292,13 @@ class DramTier:
     def _complete_writes(self, upto: int) -> None:
         while self._writes.completed < upto:
             node, blocks = self._writes.pending.popleft()
-            assert node is not None
             self._writes.completed += 1
+            if node is None:
+                last, landed = self._writes.landed.popleft()
+                self._tree.unlock(last, self._dram)
+                self.counters.prefetched += blocks
+                landed()
+                continue
             self._tree.unlock(node, self._copying)
             self.counters.written += blocks
             if self.below is not None:
@@ -281,6 +314,15 @@ class DramTier:
                 self._tree.unlock(node, self._dram)
                 self._tree.unlock(node, self._hbm)
             self.counters.loaded += blocks
+
+    @property
+    def holder(self) -> Holder:
+        """Who stands for this tier in the tree."""
+        return self._dram
+
+    @property
+    def block_bytes(self) -> int:
+        return self._arena.block_bytes
 
     @property
     def n_blocks(self) -> int:

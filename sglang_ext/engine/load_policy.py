@@ -10,7 +10,8 @@ over bandwidth, behind what is queued already (MemServe, section 5.3, weighs the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+from sglang_ext.engine.load_report import Decision, Reason
 
 _FORGET = 0.98
 """Weight of older batches when a new one comes in: the last fifty or so count."""
@@ -94,13 +95,42 @@ class Bandwidth:
         return None if self.bytes_per_second is None else nbytes / self.bytes_per_second
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What was decided for a request, with its numbers. Seconds are None where nothing was measured yet."""
+class DramPolicy:
+    """Whether a DRAM hit is loaded or computed again: all or nothing, for it streams in front of the forward
+    pass without a wait.
 
-    blocks: int
-    read_seconds: float | None
-    recompute_seconds: float | None
+    Args:
+        block_tokens, block_bytes: of a block.
+        always: load whatever was found.
+        cost: of prefill on this server.
+    """
+
+    OVERHEAD_SECONDS = 0.0005
+    """Of preparing a load, whatever its length: measured on a host of two cores (``docs/tiers.md``)."""
+
+    def __init__(self, block_tokens: int, block_bytes: int, *, always: bool, cost: PrefillCost) -> None:
+        self.block_tokens = block_tokens
+        self.block_bytes = block_bytes
+        self._always = always
+        self.cost = cost
+
+    def weigh(self, blocks: int, start: int, bytes_per_second: float | None) -> Decision:
+        """What becomes of ``blocks`` blocks of DRAM that follow ``start`` blocks: all are loaded, or none.
+
+        Args:
+            bytes_per_second: how fast loads have been of late; None when unknown.
+        """
+        load = None
+        if bytes_per_second:
+            load = self.OVERHEAD_SECONDS + blocks * self.block_bytes / bytes_per_second
+        compute = self.cost.seconds(blocks * self.block_tokens, start * self.block_tokens)
+        if self._always:
+            return Decision(blocks, load, compute, Reason.ALWAYS)
+        if load is None or compute is None:
+            return Decision(blocks, load, compute, Reason.UNMEASURED)
+        if load < compute:
+            return Decision(blocks, load, compute, Reason.FASTER)
+        return Decision(0, load, compute, Reason.SLOWER)
 
 
 class DiskPolicy:
@@ -148,14 +178,16 @@ class DiskPolicy:
         read = self.bandwidth.seconds(waiting_bytes + found * self._block_bytes)
         compute = self._compute_seconds(found, start)
         chosen = found
+        reason = Reason.ALWAYS if self._always else Reason.UNMEASURED
         if not self._always and read is not None and compute is not None:
             chosen = self._best(found, start, new_tokens, waiting_bytes)
+            reason = Reason.FASTER if chosen == found else Reason.OVERLAP if chosen else Reason.SLOWER
             if found and not chosen:
                 # Nothing is learnt about a disk that is not read: believe in it a little more each time.
                 self.bandwidth.hope()
-        if chosen * self._block_tokens < self._least_tokens:
-            chosen = 0
-        self.last = Decision(chosen, read, compute)
+        if chosen and chosen * self._block_tokens < self._least_tokens:
+            chosen, reason = 0, Reason.SHORT
+        self.last = Decision(chosen, read, compute, reason)
         return chosen
 
     def _best(self, found: int, start: int, new_tokens: int, waiting_bytes: int) -> int:

@@ -11,6 +11,7 @@ A *ticket* names an operation; tickets of each direction count up from 0 and com
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from sglang_ext.engine.load_policy import Bandwidth
 
 Slots = Any
 BlockIds = npt.NDArray[np.int64]
@@ -48,6 +51,13 @@ class Mover(Protocol):
 
     streams: bool
     """Whether ``load`` takes a source, and ``follow`` and ``into`` work."""
+
+    @property
+    def load_bytes_per_second(self) -> float | None:
+        """How fast ``load`` has copied of late; ``None`` before it has."""
+
+    def bring(self, slots: Slots, blocks: BlockIds) -> int:
+        """As ``load``, for nobody who waits: counted and completed among the writes, and behind all loads."""
 
     def write(self, slots: Slots, blocks: BlockIds) -> int:
         """Copy the tokens at ``slots`` into arena ``blocks``; returns a ticket."""
@@ -108,6 +118,8 @@ class LayerCopier(Protocol):
 class _Operation:
     plan: Any
     next_layer: int = 0
+    inwards: bool = False
+    """Among the writes: to HBM all the same."""
     source: Source | None = None
 
     @property
@@ -134,6 +146,7 @@ class ThreadMover:
         self._writes: deque[_Operation] = deque()
         self._loads_done = 0
         self._writes_done = 0
+        self._rate = Bandwidth()
         self._failure: BaseException | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -142,6 +155,14 @@ class ThreadMover:
     def write(self, slots: Slots, blocks: BlockIds) -> int:
         operation = _Operation(self._copier.plan(slots, blocks))
         return self._submit(self._writes, operation, lambda: self._writes_done)
+
+    def bring(self, slots: Slots, blocks: BlockIds) -> int:
+        operation = _Operation(self._copier.plan(slots, blocks), inwards=True)
+        return self._submit(self._writes, operation, lambda: self._writes_done)
+
+    @property
+    def load_bytes_per_second(self) -> float | None:
+        return self._rate.bytes_per_second
 
     def load(self, slots: Slots, blocks: BlockIds, source: Source | None = None) -> int:
         operation = _Operation(self._copier.plan(slots, blocks), source=source)
@@ -215,7 +236,10 @@ class ThreadMover:
             while (step := self._next_step()) is not None:
                 copy, operation = step
                 if operation.plan is not None:
-                    copy(operation.plan, operation.next_layer)
+                    begun = time.perf_counter()
+                    nbytes = copy(operation.plan, operation.next_layer)
+                    if copy == self._copier.scatter:
+                        self._rate.observe(nbytes, time.perf_counter() - begun)
                 self._advance(operation)
         except BaseException as error:  # noqa: BLE001 - reported to whoever calls next, whatever it is
             with self._lock:
@@ -230,7 +254,8 @@ class ThreadMover:
                 if ready:
                     return self._copier.scatter, lowest_layer_first(ready)
                 if self._writes:
-                    return self._copier.gather, self._writes[0]
+                    write = self._writes[0]
+                    return (self._copier.scatter if write.inwards else self._copier.gather), write
                 if self._closing and not self._loads:
                     return None
                 self._work.wait(_SOURCE_POLL_SECONDS if self._loads else None)

@@ -6,7 +6,10 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from sglang_ext.engine.block_names import Names
+from sglang_ext.engine.load_report import LoadReport
+from sglang_ext.keys import Tier
 from sglang_ext.radix_global import Node
+from sglang_ext.tiered_store.layers import AHEAD
 from sglang_ext.tiered_store.loader import Load
 from sglang_ext.tiered_store.tier import Ids
 
@@ -39,6 +42,13 @@ class Wanted:
     priority: int = 0
     request: Hashable = None
     """Whose it is, however often it is tried."""
+    report: LoadReport = field(default_factory=lambda: LoadReport(Tier.DISK), compare=False)
+    """Is told what becomes of it."""
+
+    @property
+    def ahead(self) -> bool:
+        """Whether nobody waits for it yet."""
+        return self.priority == AHEAD
 
 
 @dataclass(eq=False)
@@ -56,6 +66,8 @@ class Promotion:
     late: bool = False
     streams_to: Hashable = None
     """The request that was admitted before all layers were in."""
+    ahead: bool = False
+    """Nobody waits for it yet: it gives way to all other reads, and may take its time."""
     streaming: bool = False
     """Its forward pass is reading the blocks, which must not be given back before it has ended."""
 

@@ -17,7 +17,9 @@ rank takes the same steps in the same order.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import math
 from collections import deque
 from collections.abc import Hashable
 from typing import Any
@@ -26,9 +28,11 @@ import numpy as np
 
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.block_names import pack_names
+from sglang_ext.engine.disk_look import DiskLook
 from sglang_ext.engine.disk_writes import Agree, DiskWrites
 from sglang_ext.engine.dram_tier import DramTier
 from sglang_ext.engine.load_policy import DiskPolicy
+from sglang_ext.engine.load_report import LoadDecisions, Reason
 from sglang_ext.engine.promotion import Promoted, Promotion, PromotionCounters, Wanted
 from sglang_ext.engine.straight_loads import StraightLoad, StraightLoads
 from sglang_ext.errors import InternalError
@@ -95,26 +99,38 @@ class Promotions:
         self._streams: list[Promotion] = []
         """Those that the next forward pass depends on."""
         self._straight = StraightLoads(tier, loader, room)
+        self._disk_look = DiskLook(tree, room, dram, writes, tier, agree)
         self.counters = PromotionCounters()
+        self.decisions = LoadDecisions()
 
     # -- for a request --------------------------------------------------------------------------
 
     def begin(self, handle: Hashable, wanted: Wanted) -> None:
         """Look on the disk for what of a prompt is not in memory, and start to bring in what is worth it."""
         self._drop_straight(handle)
-        found = self._look(wanted)
+        found = self._disk_look.look(wanted)
         if found is None:
             return
         parent, start, names = found
         shared = self._under_way.get(names[0])
         if shared is not None:
-            shared.handles[handle] = wanted
-            self._waiting[handle] = shared
+            self._join(shared, handle, wanted)
             return
         promotion = self._start(handle, wanted, parent, start, names)
         if promotion is not None:
             promotion.handles[handle] = wanted
             self._waiting[handle] = self._under_way[names[0]] = promotion
+
+    def _join(self, promotion: Promotion, handle: Hashable, wanted: Wanted) -> None:
+        promotion.handles[handle] = wanted
+        self._waiting[handle] = promotion
+        wanted.report.shares(promotion.wanted.report)
+        if promotion.ahead and not wanted.ahead:
+            # From now on somebody waits for it.
+            promotion.ahead = False
+            self._loader.set_priority(promotion.load, wanted.priority)
+            patience = self.policy.patience(len(promotion.ids), promotion.start)
+            promotion.deadline = self._clock.monotonic() + patience
 
     def ready(self, handle: Hashable) -> bool:
         """Whether the request has nothing to wait for."""
@@ -198,36 +214,40 @@ class Promotions:
 
     # -- looking and starting -------------------------------------------------------------------
 
-    def _look(self, wanted: Wanted) -> tuple[Node, int, list[bytes]] | None:
-        """Where DRAM ends on the way of a prompt, the blocks before that, and names of what may follow."""
-        match = self._tree.match(wanted.namespace, wanted.key)
-        in_dram = [node for node in match.path if self._dram in node.placements]
-        start = sum(node.blocks for node in in_dram)
-        if start < match.blocks:
-            # HBM has more than DRAM; what comes from disk can only continue what DRAM has.
-            self._room.write_through(match.node)
-            in_dram = [node for node in match.path if self._dram in node.placements]
-            start = sum(node.blocks for node in in_dram)
-            if start < match.blocks:
-                return None
-        total = len(wanted.key) // (self._tree.block_size * TOKEN_BYTES)
-        if start >= total:
-            return None
-        parent = in_dram[-1] if in_dram else self._tree.root
-        rest = wanted.key[start * self._tree.block_size * TOKEN_BYTES :]
-        before = self._names.last(parent)
-        digest = self._names.digest(wanted.namespace)
-        # Most prompts are not on disk at all: one name is enough to know.
-        first = self._names.following(wanted.namespace, before, rest[: self._tree.block_size * TOKEN_BYTES])
-        if not self._agree(self._tier.match(digest, first)):
-            return None
-        return parent, start, self._names.following(wanted.namespace, before, rest)
-
     def _start(
         self, handle: Hashable, wanted: Wanted, parent: Node, start: int, names: list[bytes]
     ) -> Promotion | None:
         get = self._tier.prepare_get(self._names.digest(wanted.namespace), names)
         found = self._agree(get.blocks)
+        chosen = found if wanted.ahead else self._choose(wanted, found, start)
+        # What the blocks continue must not be evicted to make room for them.
+        self._tree.lock(parent, self._dram)
+        ids = self._room.take(chosen, lose=not wanted.ahead)
+        if len(ids) < chosen and self._may_stream(wanted):
+            self._room.give_back(ids)
+            self._straight.add(handle, StraightLoad(parent, wanted.request, start, chosen, get))
+            return None
+        if len(ids) < chosen:
+            self.counters.no_room += chosen - len(ids)
+            wanted.report.came(len(ids) * self._tree.block_size, Reason.NO_ROOM)
+        if not len(ids):
+            self._tree.unlock(parent, self._dram)
+            self._tier.complete_get(get)
+            return None
+        patience = math.inf if wanted.ahead else self.policy.patience(len(ids), start)
+        return Promotion(
+            wanted,
+            parent,
+            start,
+            pack_names(names[: len(ids)]),
+            ids,
+            self._loader.load(self._tier, get, self._memory, ids, priority=wanted.priority),
+            deadline=self._clock.monotonic() + patience,
+            ahead=wanted.ahead,
+        )
+
+    def _choose(self, wanted: Wanted, found: int, start: int) -> int:
+        """How many of the blocks found are worth reading for a request that waits."""
         block = self._tree.block_size
         chosen = self._agree(
             self.policy.blocks_to_read(
@@ -238,27 +258,15 @@ class Promotions:
             )
         )
         self.counters.recomputed += found - chosen
-        # What the blocks continue must not be evicted to make room for them.
-        self._tree.lock(parent, self._dram)
-        ids = self._room.take(chosen)
-        if len(ids) < chosen and self._stream and wanted.request not in self._no_streams:
-            self._room.give_back(ids)
-            self._straight.add(handle, StraightLoad(parent, wanted.request, start, chosen, get))
-            return None
-        self.counters.no_room += chosen - len(ids)
-        if not len(ids):
-            self._tree.unlock(parent, self._dram)
-            self._tier.complete_get(get)
-            return None
-        return Promotion(
-            wanted,
-            parent,
-            start,
-            pack_names(names[: len(ids)]),
-            ids,
-            self._loader.load(self._tier, get, self._memory, ids, priority=wanted.priority),
-            deadline=self._clock.monotonic() + self.policy.patience(len(ids), start),
-        )
+        decision = self.policy.last
+        if found and decision is not None:
+            decision = dataclasses.replace(decision, blocks=chosen)
+            wanted.report.decided(found, decision, block, self._tier.layout.block_bytes)
+            self.decisions.note(wanted.report)
+        return chosen
+
+    def _may_stream(self, wanted: Wanted) -> bool:
+        return self._stream and not wanted.ahead and wanted.request not in self._no_streams
 
     # -- arriving -------------------------------------------------------------------------------
 
@@ -283,7 +291,7 @@ class Promotions:
         wanted = next(iter(promotion.handles.values()), None)
         if wanted is not promotion.wanted or promotion.late or not promotion.load.arrived(0):
             return 0
-        if wanted.request in self._no_streams:
+        if not self._may_stream(wanted):
             return 0
         context = (promotion.start + len(promotion.ids)) * self._tree.block_size
         new_tokens = len(wanted.key) // TOKEN_BYTES - context
@@ -297,15 +305,20 @@ class Promotions:
             self.counters.late += lost
         else:
             self.counters.read_failed += lost
-            self.policy.measured(blocks, promotion.load.seconds)
+            if not promotion.wanted.ahead:  # which waits for others
+                self.policy.measured(blocks, promotion.load.seconds)
         self.counters.promoted += blocks
         self._room.give_back(promotion.ids[blocks:])
         node = self._insert(promotion, blocks) if blocks else promotion.parent
-        tokens = blocks * self._tree.block_size
-        for handle in promotion.handles:
+        block = self._tree.block_size
+        tokens = blocks * block
+        # Whoever waits is told of the tokens before a prefetch is.
+        for handle, wanted in sorted(promotion.handles.items(), key=lambda item: item[1].ahead):
             del self._waiting[handle]
+            if lost:
+                wanted.report.came(blocks * block, Reason.LATE if promotion.late else Reason.FAILED)
             if blocks:
-                self._arrive(handle, promotion.start * self._tree.block_size, tokens, node)
+                self._arrive(handle, promotion.start * block, tokens, node)
                 tokens = 0  # the others find it in DRAM
         self._tree.unlock(promotion.parent, self._dram)
         for handle, wanted in promotion.handles.items():

@@ -31,14 +31,20 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 
 from sglang_ext.engine.dram_tier import DramTier
+from sglang_ext.engine.hbm_room import HbmRoom
 from sglang_ext.engine.layer_gate import NOTHING_TO_WAIT_FOR
+from sglang_ext.engine.load_back import LoadBack
+from sglang_ext.engine.load_policy import DramPolicy, PrefillCost
+from sglang_ext.engine.mempool import owned_tokens
 from sglang_ext.engine.metrics import CacheMetrics
+from sglang_ext.engine.prefetch import Prefetcher
 from sglang_ext.engine.prefill_clock import PrefillClock
 from sglang_ext.engine.promotions import Promotions
 from sglang_ext.engine.slots import slot_ops
 from sglang_ext.engine.storage_prefetch import StoragePrefetch
 from sglang_ext.keys import Tier, encode_tokens
-from sglang_ext.radix_global import Evicted, EvictionPolicy, Holder, Node, RadixTree
+from sglang_ext.mempool import MemPool
+from sglang_ext.radix_global import EvictionPolicy, Holder, Node, RadixTree
 from sglang_ext.radix_global.eviction import lru
 
 if TYPE_CHECKING:
@@ -74,6 +80,7 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
         promotions: what brings blocks from disk to DRAM; ``None`` without a disk.
         metrics: where to publish the cache's state.
         load_min_tokens: DRAM hits shorter than this are computed instead of loaded.
+        load_always: longer ones are not weighed against computing.
         check: verify every invariant when the server is idle (slow; for debugging and tests).
     """
 
@@ -87,6 +94,7 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
         *,
         metrics: CacheMetrics | None = None,
         load_min_tokens: int = 0,
+        load_always: bool = False,
         check: bool = False,
     ) -> None:
         self.disable = False
@@ -97,19 +105,26 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
         self.tree = tree
         self.dram = dram
         self.promotions = promotions
-        self.prefill_clock = PrefillClock(promotions.policy.cost) if promotions is not None else None
         self.metrics = metrics
         self._hbm = hbm
         self._load_min_tokens = load_min_tokens
         self._check_when_idle = check
         self._checked_state = ""
         self._weights = 0
-        self._streaming: list[tuple[Req, int]] = []
-        """Requests of the batch being formed that take blocks from disk, and how many tokens the tree has."""
         allocator = self.token_to_kv_pool_allocator
         self.device = torch.device(allocator.device if allocator is not None else "cpu")
         self._slots = slot_ops(self.device)
         self._nothing = self._slots.join([])
+        self.room = HbmRoom(tree, hbm, allocator, self._slots, dram)
+        self.pool: MemPool | None = None
+        self.load_back: LoadBack | None = None
+        self.prefetcher: Prefetcher | None = None
+        if dram is not None:
+            cost = promotions.policy.cost if promotions is not None else PrefillCost()
+            self.prefill_clock = PrefillClock(cost)
+            policy = DramPolicy(self.block_size, dram.block_bytes, always=load_always, cost=cost)
+            self.load_back = LoadBack(dram, promotions, hbm, self.room, self._slots, policy)
+            self.prefetcher = Prefetcher(tree, hbm, dram, self.room, self._slots, promotions, self.namespace)
         self.root_node = _RootView(tree)
         if params.enable_metrics:
             self.init_metrics_collector()
@@ -129,6 +144,12 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
         )
         return cls(params, RadixTree(block_size, policy=policy), Holder.of("simulated", 0, Tier.HBM))
 
+    def attach_pool(self, pool: MemPool) -> None:
+        """Share the memory with a memory pool over the same tree: what its owners have is nobody else's."""
+        self.pool = pool
+        pool.namespace = self.namespace(None, None)
+        self.room.owned = lambda: owned_tokens(pool)
+
     # -- looking up -----------------------------------------------------------------------------
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
@@ -139,17 +160,11 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
             self.last_matched = params.req
         node, path, blocks = self.tree.match(namespace, _encode(params.key))
         hbm = self._hbm
-        streamed = self._streamed(params.req, blocks)
+        streamed = 0 if self.load_back is None else self.load_back.streamed(params.req, blocks)
         if hbm in node.placements and not streamed:
             # Who has the last node has all before it: the usual case, and the one that has to be fast.
             return MatchResult(self._slots.join([n.placements[hbm] for n in path]), node, node, node)
         return self._match_beyond_hbm(path, streamed)
-
-    def _streamed(self, req: Req | None, blocks: int) -> int:
-        """Blocks that come from disk, after the ``blocks`` in memory, in front of the forward pass."""
-        if self.promotions is None or req is None:
-            return 0
-        return self.promotions.blocks_to_stream(req.cache_request_handle, blocks)
 
     def _match_beyond_hbm(self, path: list[Node], streamed: int) -> MatchResult:
         """The result for a path that HBM holds a beginning of, or nothing, and blocks from disk after it."""
@@ -275,27 +290,9 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
     # -- eviction and locks ---------------------------------------------------------------------
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Give back slots: first those whose blocks are in DRAM or on disk as well, which loses nothing."""
+        """Give back slots, first those that lose nothing."""
         started = time.perf_counter()
-        missing = -(-params.num_tokens // self.block_size)
-        gone: list[Evicted] = []
-        if self.dram is not None:
-            self.dram.drain()
-            gone = self.tree.evict(self._hbm, missing, only=self.dram.has_copy)
-            missing -= sum(evicted.blocks for evicted in gone)
-            if missing > 0 and self.dram.writing:
-                self.dram.settle()
-                more = self.tree.evict(self._hbm, missing, only=self.dram.has_copy)
-                missing -= sum(evicted.blocks for evicted in more)
-                gone += more
-        if missing > 0:
-            gone += self.tree.evict(self._hbm, missing)
-        if self.dram is not None:
-            self.dram.left_memory(gone)
-        tokens = sum(evicted.blocks for evicted in gone) * self.block_size
-        if gone and self.token_to_kv_pool_allocator is not None:
-            slots = self._slots.join([evicted.address for evicted in gone])
-            self.token_to_kv_pool_allocator.free_segment(slots, start_pos=0)
+        tokens = self.room.evict(params.num_tokens)
         self.update_eviction_metrics(tokens, started)
         return EvictResult(num_tokens_evicted=tokens)
 
@@ -309,56 +306,23 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
         return self.total_size() - self.protected_size()
 
     def protected_size(self) -> int:
-        return self.tree.locked_blocks_of(self._hbm) * self.block_size
+        return self.room.protected
 
     def total_size(self) -> int:
-        return self.tree.blocks_of(self._hbm) * self.block_size
+        return self.room.total
 
     # -- DRAM -----------------------------------------------------------------------------------
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, Node]:
         """Start loading what ``match_prefix`` found in DRAM. All of it, or nothing: then it is computed."""
-        best: Node = params.best_match_node
-        nodes: list[Node] = []
-        node = best
-        while node.parent is not None and self._hbm not in node.placements:
-            nodes.append(node)
-            node = node.parent
-        nodes.reverse()
-        tokens = sum(loaded.blocks for loaded in nodes) * self.block_size
-        streamed = self._streamed(params.req, _blocks_up_to(best)) * self.block_size
-        slots = None
-        if self.dram is not None and tokens + streamed == params.host_hit_length:
-            slots = self._allocate(tokens + streamed)
-        if slots is None:
-            return self._nothing, node
-        assert self.dram is not None
-        if nodes:
-            self.dram.load(nodes, self._slots.keep(slots[:tokens]))
-        if streamed:
-            assert self.promotions is not None
-            assert params.req is not None
-            self.promotions.stream(params.req.cache_request_handle, self._slots.keep(slots[tokens:]))
-            self._streaming.append((params.req, len(params.req.prefix_indices) + tokens))
-        return slots, best
-
-    def _allocate(self, tokens: int) -> torch.Tensor | None:
-        allocator = self.token_to_kv_pool_allocator
-        shortage = tokens - allocator.available_size()
-        if shortage > 0:
-            self.evict(EvictParams(num_tokens=shortage))
-        slots: torch.Tensor | None = allocator.alloc(tokens)
-        return slots
+        slots, node = None, params.best_match_node
+        if self.load_back is not None:
+            slots, node = self.load_back.start(node, params.host_hit_length, params.req)
+        return (self._nothing if slots is None else slots), node
 
     def ready_to_load_host_cache(self) -> int:
         """What the next batch has to wait for, for ``LayerGate.set_consumer``."""
-        for req, protected in self._streaming:
-            # SGLang takes all that was loaded for the tree's; what streams is the request's own for now.
-            req.kv.cache_protected_len = protected
-        self._streaming.clear()
-        if self.dram is None or not self.dram.loading:
-            return NOTHING_TO_WAIT_FOR
-        return self.dram.loads_submitted() - 1
+        return self.load_back.ready() if self.load_back is not None else NOTHING_TO_WAIT_FOR
 
     def check_hicache_events(self) -> None:
         """Called once per scheduler iteration: take note of copies that have completed."""
@@ -366,6 +330,8 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
             self.dram.drain()
         if self.promotions is not None:
             self.promotions.drain()
+        if self.prefetcher is not None:
+            self.prefetcher.drain()
         if self.metrics is not None:
             self.metrics.update(self)
 
@@ -373,6 +339,10 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything in every tier (``/flush_cache``). SGLang empties the pools itself."""
+        if self.pool is not None:
+            self.pool.reset()
+        if self.prefetcher is not None:
+            self.prefetcher.clear()
         if self.promotions is not None:
             self.promotions.settle()
         if self.dram is not None:
@@ -384,6 +354,8 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
     def weights_changed(self) -> None:
         """New weights are a new namespace: what older ones computed never matches again."""
         self._weights += 1
+        if self.pool is not None:
+            self.pool.namespace = self.namespace(None, None)
 
     def settle(self) -> None:
         """Wait until no copy reads or writes the pool, which is about to be unmapped."""
@@ -439,14 +411,6 @@ def _is_private(req: Req) -> bool:
     others that have the same tokens.
     """
     return req.positional_embed_overrides is not None
-
-
-def _blocks_up_to(node: Node) -> int:
-    blocks = 0
-    while node.parent is not None:
-        blocks += node.blocks
-        node = node.parent
-    return blocks
 
 
 def _encode(key: RadixKey) -> bytes:

@@ -9,13 +9,15 @@ gone                 release_aborted_request
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sglang_ext.engine.load_report import begin_report
 from sglang_ext.engine.prefill_clock import PrefillClock
 from sglang_ext.engine.promotion import Wanted
 from sglang_ext.engine.promotions import Promotions
-from sglang_ext.keys import encode_tokens
+from sglang_ext.keys import Tier, encode_tokens
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -26,7 +28,7 @@ class StoragePrefetch:
     """The part of the cache that speaks that protocol. Without promotions there is nothing to wait for."""
 
     promotions: Promotions | None
-    prefill_clock: PrefillClock | None
+    prefill_clock: PrefillClock | None = None
     last_matched: Req | None = None
     """The request that was matched last."""
     priority_sign = 1
@@ -74,17 +76,12 @@ class StoragePrefetch:
         if self.promotions is None or not len(new_input_tokens):
             return
         key = encode_tokens(matched_prefix_tokens) + encode_tokens(new_input_tokens)
-        wanted = Wanted(
-            self.namespace(extra_key, cache_salt), key, self._priority_of(handle), request=handle.rid
-        )
+        wanted = Wanted(self.namespace(extra_key, cache_salt), key, request=handle.rid)
+        req = self.last_matched  # SGLang has just matched it
+        if req is not None and req.cache_request_handle == handle:
+            priority = (req.priority or 0) * self.priority_sign
+            wanted = dataclasses.replace(wanted, priority=priority, report=begin_report(req, Tier.DISK))
         self.promotions.begin(handle, wanted)
-
-    def _priority_of(self, handle: CacheRequestHandle) -> int:
-        """The request's priority, larger first; SGLang has just matched it."""
-        req = self.last_matched
-        if req is None or req.cache_request_handle != handle:
-            return 0
-        return (req.priority or 0) * self.priority_sign
 
     def check_prefetch_progress(self, handle: CacheRequestHandle) -> bool:
         return self.promotions is None or self.promotions.ready(handle)

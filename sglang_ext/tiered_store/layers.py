@@ -19,6 +19,9 @@ from dataclasses import dataclass, field
 
 Request = Hashable
 
+AHEAD = -(1 << 30)
+"""The priority of what nobody waits for yet: it is read when nothing else wants to be."""
+
 
 class ByteBudget:
     """Bytes in flight, bounded. A single request larger than the whole budget goes alone."""
@@ -80,7 +83,7 @@ class _Waiting:
 
 @dataclass(order=True, slots=True)
 class _Entry:
-    key: tuple[int, int, int]
+    key: tuple[bool, int, int, int]
     version: int
     waiting: _Waiting = field(compare=False)
 
@@ -113,7 +116,7 @@ class LayerQueue:
 
         Args:
             sizes: bytes of each of its layers, lowest first; 0 where a layer has nothing to read.
-            priority: larger goes first among equal layers.
+            priority: larger goes first among equal layers; ``AHEAD`` after everything else.
 
         Raises:
             ValueError: the request is here already, or has no layers.
@@ -189,8 +192,9 @@ class LayerQueue:
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of layers not started."""
-        return sum(sum(w.sizes[w.next_layer :]) for w in self._requests.values() if not w.cancelled)
+        """Bytes of layers not started, but for what is read ahead and gives way."""
+        waiting = (w for w in self._requests.values() if not w.cancelled and w.priority != AHEAD)
+        return sum(sum(w.sizes[w.next_layer :]) for w in waiting)
 
     def bytes_left(self, request: Request) -> int:
         """Bytes of a request's layers that have not been started; 0 for one that is not here."""
@@ -204,7 +208,8 @@ class LayerQueue:
     def _push(self, waiting: _Waiting) -> None:
         if not waiting.open:
             return
-        key = (waiting.next_layer + waiting.handicap, -waiting.priority, waiting.arrival)
+        ahead = waiting.priority == AHEAD
+        key = (ahead, waiting.next_layer + waiting.handicap, -waiting.priority, waiting.arrival)
         heapq.heappush(self._heap, _Entry(key, waiting.version, waiting))
 
     def _head(self) -> _Waiting | None:

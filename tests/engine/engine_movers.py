@@ -110,6 +110,13 @@ class HandMover:
         self._loads.append([self._plan(slots, blocks), 0])
         return self._loads_done + len(self._loads) - 1
 
+    load_bytes_per_second: float | None = None
+    """What it says of its own speed."""
+
+    def bring(self, slots: Slots, blocks: BlockIds) -> int:
+        self._writes.append([self._plan(slots, blocks), 0, "inwards"])
+        return self._writes_done + len(self._writes) - 1
+
     def _plan(self, slots: Slots, blocks: BlockIds) -> Any:
         return None if self._copier is None else self._copier.plan(np.array(slots), np.array(blocks))
 
@@ -174,7 +181,8 @@ class HandMover:
 
     def _copy_write(self, operation: list[Any]) -> None:
         if self._copier is not None:
-            self._copier.gather(operation[0], operation[1])
+            copy = self._copier.scatter if len(operation) == 3 else self._copier.gather
+            copy(operation[0], operation[1])
         operation[1] += 1
 
     def _retire(self) -> None:

@@ -69,6 +69,8 @@ class Scenario:
     """Admit requests while their blocks still come from disk."""
     weigh: bool = False
     """Load from disk only what is expected to be slower to compute."""
+    prefetch: float = 0.0
+    """Share of the passes before which somebody says which prompt is about to come."""
     memory: int = 12
     """Of how many earlier prompts one is continued; few make hits in HBM, many make hits in DRAM."""
 
@@ -170,6 +172,7 @@ class Rank:
             self.tier,
             self.promotions,
             load_min_tokens=scenario.load_min_tokens,
+            load_always=not scenario.weigh,
         )
         self.look_inside = True
         """Compare everything in every tier after each step, not only what a forward pass reads."""
@@ -231,6 +234,9 @@ class Rank:
         for i, node in enumerate(self.tree.nodes()):
             if self.hbm in node.placements:
                 owned[f"node {i}"] = node.placements[self.hbm]
+        prefetcher = self.cache.prefetcher
+        if prefetcher is not None and prefetcher.arriving is not None:
+            owned["a prefetch"] = prefetcher.arriving
         for req in self.scheduler.active():
             row = self.pools.requests.req_to_token[req.kv.req_pool_idx]
             own = row[req.kv.cache_protected_len : req.kv.kv_allocated_len].numpy().astype(np.int64)
@@ -323,6 +329,7 @@ class Traffic:
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.random = random.Random(seed)
+        self._hints = random.Random(seed + 1)
         self._scenario = scenario
         self._known: list[list[int]] = [[0] * 8, self._words(40), self._words(90)]
         self._lull = False
@@ -333,6 +340,8 @@ class Traffic:
 
     def act(self, scheduler: SimulatedScheduler) -> None:
         """Do one thing from outside, or nothing, before a pass of the loop."""
+        if self._scenario.prefetch and self._hints.random() < self._scenario.prefetch:
+            self._hint(scheduler)
         draw = self.random.random()
         if self._lull:
             if scheduler.idle:
@@ -354,6 +363,19 @@ class Traffic:
 
     def _count(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1
+
+    def _hint(self, scheduler: SimulatedScheduler) -> None:
+        """Somebody will ask this soon, or never."""
+        prefetcher = scheduler.cache.prefetcher
+        assert prefetcher is not None
+        rnd = self._hints
+        if rnd.random() < 0.1:
+            prefetcher.cancel(f"session {rnd.randrange(4)}")
+            return
+        self._count("prefetch")
+        salt = "tenant" if self._scenario.tenants and rnd.random() < 0.1 else None
+        known = rnd.choice(self._known[-self._scenario.memory :])
+        prefetcher.prefetch(f"session {rnd.randrange(4)}", known, cache_salt=salt)
 
     def _submit(self, scheduler: SimulatedScheduler) -> None:
         self._count("submit")
@@ -421,6 +443,8 @@ def finish(rank: Rank) -> None:
         rank.check()
     else:
         raise AssertionError(f"the scheduler does not become idle: {rank.cache!r}")
+    if rank.cache.prefetcher is not None:
+        rank.cache.prefetcher.clear()
     if rank.promotions is not None:
         rank.promotions.settle()
     if rank.tier is not None:
@@ -540,6 +564,27 @@ SCENARIOS = (
         threaded=True,
         stream=True,
         settings=Settings(mixed=True, overlap=True, new_token_ratio=0.5),
+    ),
+    Scenario("DRAM, brought ahead", hbm_tokens=256, dram_blocks=250, memory=40, prefetch=0.3),
+    Scenario(
+        "disk, brought ahead, overlap, memory runs out",
+        hbm_tokens=232,
+        dram_blocks=60,
+        disk_blocks=4000,
+        memory=60,
+        prefetch=0.3,
+        settings=Settings(overlap=True, new_token_ratio=0.05, max_running=6),
+    ),
+    Scenario(
+        "a faulty disk, brought ahead, streaming, the real mover",
+        hbm_tokens=256,
+        dram_blocks=70,
+        disk_blocks=2000,
+        disk_faults=0.03,
+        memory=60,
+        threaded=True,
+        stream=True,
+        prefetch=0.3,
     ),
     Scenario(
         "disk or computing, whichever is faster",

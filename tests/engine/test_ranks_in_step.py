@@ -133,6 +133,7 @@ SCENARIOS = [
         settings=Settings(chunk=48, policy="lpm"),
     ),
     Scenario("disks of their own", hbm_tokens=256, dram_blocks=70, disk_blocks=2000, memory=60),
+    Scenario("brought ahead", hbm_tokens=256, dram_blocks=70, disk_blocks=2000, memory=60, prefetch=0.3),
 ]
 
 

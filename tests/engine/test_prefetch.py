@@ -1,0 +1,436 @@
+"""Bringing KV to HBM ahead of its request: what comes, what goes first, and that nobody waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from engine_movers import until
+from engine_pools import WrongKvError
+from engine_scheduler import Settings
+from engine_simulation import Rank, Scenario, finish
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from sglang_ext.engine.prefetch import MOST_WAITING, PIECE_BLOCKS, PrefetchEnd, Prefetcher, PrefetchResult
+from sglang_ext.keys import encode_tokens
+from sglang_ext.tiered_store.layer_cache import LayerCache
+from sglang_ext.tiered_store.tier import BlockTier
+
+pytestmark = pytest.mark.usefixtures("sglang_config")
+
+BLOCK = 4
+LONG = Scenario(
+    "a DRAM larger than HBM",
+    hbm_tokens=240,
+    dram_blocks=300,
+    settings=Settings(chunk=None, new_token_ratio=0.05),
+)
+
+
+def prompt(number: int, blocks: int) -> list[int]:
+    """Prompts that share nothing; one token more than whole blocks, so that all of them may match."""
+    return [1000 * number + i for i in range(blocks * BLOCK + 1)]
+
+
+MakeRank = Callable[..., Rank]
+
+
+@pytest.fixture
+def make_rank() -> Iterator[MakeRank]:
+    made: list[Rank] = []
+
+    def make(scenario: Scenario = LONG, disk: Callable[[BlockTier], BlockTier] = lambda tier: tier) -> Rank:
+        made.append(Rank(scenario, disk_class=disk))
+        return made[-1]
+
+    yield make
+    for rank in made:
+        rank.close()
+
+
+def prefetcher_of(rank: Rank) -> Prefetcher:
+    assert rank.cache.prefetcher is not None
+    return rank.cache.prefetcher
+
+
+def settle(rank: Rank) -> None:
+    assert rank.tier is not None
+    rank.tier.settle()
+    if rank.writes is not None:
+        rank.writes.settle()
+
+
+def leave_hbm(rank: Rank) -> None:
+    """Everything that was computed is in DRAM, or on disk, and not in HBM."""
+    settle(rank)
+    rank.cache.evict(EvictParams(num_tokens=rank.pools.tokens))
+    assert rank.cache.total_size() == 0
+
+
+def leave_memory(rank: Rank) -> None:
+    """Everything that was computed is on disk only."""
+    leave_hbm(rank)
+    assert rank.tier is not None
+    assert rank.arena is not None
+    ids = rank.tier.take(rank.arena.n_blocks)
+    rank.tier.give_back(ids)
+    assert rank.tier.used_blocks == 0
+
+
+def passes(rank: Rank) -> list[PrefetchResult]:
+    """Passes of an idle scheduler until nothing is prefetched any more."""
+    prefetcher = prefetcher_of(rank)
+    for _ in range(200):
+        rank.scheduler.step()
+        rank.check()
+        if not prefetcher.busy:
+            return prefetcher.take_ended()
+        if rank.promotions is not None and rank.promotions.reading:
+            until(lambda: not _reading(rank), "the disk")
+        settle(rank)
+    raise AssertionError(f"it does not end: {prefetcher!r}")
+
+
+def _reading(rank: Rank) -> bool:
+    assert rank.promotions is not None
+    rank.promotions.drain()
+    return rank.promotions.reading
+
+
+def prefetch(rank: Rank, tokens: list[int], id: str = "session") -> PrefetchResult:
+    prefetcher_of(rank).prefetch(id, tokens)
+    (result,) = passes(rank)
+    return result
+
+
+def in_hbm(rank: Rank, tokens: list[int]) -> int:
+    """Tokens, found without counting as a use."""
+    return rank.tree.holders((0, None, None), encode_tokens(tokens)).get(rank.hbm, 0)
+
+
+# -- what comes -------------------------------------------------------------------------------------
+
+
+def test_what_is_in_dram_is_hit_in_hbm(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    tokens = prompt(1, 20)
+    rank.serve(tokens)
+    leave_hbm(rank)
+    assert prefetch(rank, tokens) == PrefetchResult("session", PrefetchEnd.DONE, 80, 80)
+    req = rank.serve(tokens)
+    assert (req.cached_tokens_device, req.cached_tokens_host) == (80, 0)
+    assert rank.scheduler.loaded_tokens == 0
+    finish(rank)
+
+
+def test_what_is_on_disk_is_hit_in_hbm(make_rank: MakeRank) -> None:
+    rank = make_rank(Scenario("disk", hbm_tokens=240, dram_blocks=60, disk_blocks=400))
+    tokens = prompt(1, 20)
+    rank.serve(tokens)
+    leave_memory(rank)
+    assert prefetch(rank, tokens).brought == 80
+    assert rank.promotions is not None
+    assert rank.promotions.counters.promoted == 20
+    req = rank.serve(tokens)
+    assert (req.cached_tokens_device, req.cached_tokens_host) == (80, 0)
+    finish(rank)
+
+
+def test_a_flipped_byte_is_served_as_it_is(make_rank: MakeRank) -> None:
+    """The twin: what a request hits is what the prefetch has copied."""
+    rank = make_rank()
+    tokens = prompt(1, 20)
+    rank.serve(tokens)
+    leave_hbm(rank)
+    assert rank.arena is not None
+    rank.look_inside = False
+    rank.arena.blocks[:, 0] ^= 1
+    prefetch(rank, tokens)
+    with pytest.raises(WrongKvError, match=r"prefix of .* in forward"):
+        rank.serve(tokens)
+
+
+def test_more_than_a_piece_comes_piece_by_piece(make_rank: MakeRank) -> None:
+    rank = make_rank(Scenario("pieces", hbm_tokens=1200, dram_blocks=300, rows=2))
+    tokens = prompt(1, 40)
+    rank.serve(tokens)
+    leave_hbm(rank)
+    prefetcher_of(rank)._piece_blocks = 16
+    arriving = []
+    prefetcher_of(rank).prefetch("s", tokens)
+    while prefetcher_of(rank).busy:
+        rank.scheduler.step()
+        rank.check()
+        arriving.append(prefetcher_of(rank).arriving_tokens())
+        settle(rank)
+    assert [tokens for tokens in arriving if tokens] == [64, 64, 32]
+    assert PIECE_BLOCKS >= 16
+
+
+def test_what_nobody_knows_is_not_brought(make_rank: MakeRank) -> None:
+    rank = make_rank(Scenario("disk", hbm_tokens=240, dram_blocks=60, disk_blocks=400))
+    assert prefetch(rank, prompt(9, 5)) == PrefetchResult("session", PrefetchEnd.DONE, 0, 0)
+    assert prefetch(rank, [1, 2]).tokens == 0
+
+
+def test_another_tenants_kv_is_not_brought(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    rank.serve(prompt(1, 5), salt="tenant")
+    leave_hbm(rank)
+    assert prefetch(rank, prompt(1, 5)).tokens == 0
+    prefetcher_of(rank).prefetch("theirs", prompt(1, 5), cache_salt="tenant")
+    assert passes(rank)[0].tokens == 20
+
+
+# -- what goes --------------------------------------------------------------------------------------
+
+
+def borrowed(rank: Rank, *sizes: int) -> list[list[int]]:
+    """Prompts of so many blocks, brought ahead in this order."""
+    prompts = [prompt(10 + i, blocks) for i, blocks in enumerate(sizes)]
+    for tokens in prompts:
+        rank.serve(tokens)
+    leave_hbm(rank)
+    for i, tokens in enumerate(prompts):
+        assert prefetch(rank, tokens, f"s{i}").end is PrefetchEnd.DONE
+    return prompts
+
+
+def test_the_smaller_goes_first_and_its_end_before_its_beginning(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    large, small, middle = borrowed(rank, 20, 6, 12)
+    rank.cache.evict(EvictParams(num_tokens=4 * BLOCK))
+    assert [in_hbm(rank, tokens) for tokens in (large, small, middle)] == [80, 8, 48]
+    assert prefetcher_of(rank).prefetched.given_up == 4
+    rank.cache.evict(EvictParams(num_tokens=4 * BLOCK))
+    assert [in_hbm(rank, tokens) for tokens in (large, small, middle)] == [80, 0, 40]
+    rank.check()
+    finish(rank)
+
+
+def test_it_goes_before_what_requests_have_cached(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    used = prompt(1, 10)
+    rank.serve(used)
+    settle(rank)
+    (brought,) = borrowed_beside(rank, 12)
+    rank.cache.evict(EvictParams(num_tokens=6 * BLOCK))
+    assert (in_hbm(rank, used), in_hbm(rank, brought)) == (40, 24)
+
+
+def borrowed_beside(rank: Rank, blocks: int) -> list[list[int]]:
+    """A prompt brought ahead, without anything else leaving HBM."""
+    tokens = prompt(20, blocks)
+    rank.serve(tokens)
+    settle(rank)
+    node = rank.tree.match((0, None, None), encode_tokens(tokens)).node
+    gone = rank.tree.remove(node, rank.hbm)
+    rank.cache.room._give_back(gone)
+    assert in_hbm(rank, tokens) == 0
+    assert prefetch(rank, tokens).end is PrefetchEnd.DONE
+    return [tokens]
+
+
+def test_what_a_request_has_used_is_ordinary_from_then_on(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    used, waiting = borrowed(rank, 6, 12)
+    rank.serve(used)
+    settle(rank)
+    rank.cache.evict(EvictParams(num_tokens=12 * BLOCK))
+    assert (in_hbm(rank, used), in_hbm(rank, waiting)) == (24, 0)
+
+
+def test_what_a_running_request_uses_stays(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    (tokens,) = borrowed(rank, 10)
+    rank.scheduler.submit([*tokens, 7], new_tokens=30)
+    for _ in range(4):
+        rank.scheduler.step()
+        rank.check()
+    before = in_hbm(rank, tokens)
+    rank.cache.evict(EvictParams(num_tokens=rank.pools.tokens))
+    assert in_hbm(rank, tokens) >= before == 40
+    finish(rank)
+
+
+def test_all_that_is_brought_counts_as_free_for_sglang(make_rank: MakeRank) -> None:
+    """Also while it is on its way."""
+    rank = make_rank()
+    rank.serve(prompt(1, 20))
+    leave_hbm(rank)
+    prefetcher_of(rank).prefetch("s", prompt(1, 20))
+    rank.scheduler.step()
+    assert prefetcher_of(rank).arriving_tokens() == 80
+    free = rank.pools.allocator.available_size()
+    assert free + rank.cache.evictable_size() == rank.pools.tokens
+    rank.check()
+    rank.cache.evict(EvictParams(num_tokens=rank.pools.tokens))
+    assert rank.pools.allocator.available_size() == rank.pools.tokens
+    rank.check()
+    (result,) = passes(rank)
+    assert (result.end, result.brought) == (PrefetchEnd.GIVEN_UP, 0)
+
+
+def test_the_layer_cache_keeps_the_lowest_layer_of_what_went(make_rank: MakeRank) -> None:
+    """Later layers go first: HBM and DRAM give a prompt up, and its lowest layer is still in memory."""
+    caches: list[LayerCache] = []
+
+    def with_cache(tier: BlockTier) -> BlockTier:
+        caches.append(LayerCache(tier, 1 << 20, 1))
+        return caches[-1]
+
+    rank = make_rank(Scenario("disk", hbm_tokens=240, dram_blocks=60, disk_blocks=400), disk=with_cache)
+    tokens = prompt(1, 20)
+    rank.serve(tokens)
+    leave_memory(rank)
+    prefetch(rank, tokens)
+    leave_memory(rank)
+    hits = caches[0].stats().extra["layer_cache_hits"]
+    rank.serve(tokens)
+    assert caches[0].stats().extra["layer_cache_hits"] == hits + 20
+
+
+# -- room -------------------------------------------------------------------------------------------
+
+
+def test_it_takes_the_place_of_what_was_used_before_and_has_a_copy(make_rank: MakeRank) -> None:
+    rank = make_rank(Scenario("full", hbm_tokens=160, dram_blocks=300))
+    first, second = prompt(1, 20), prompt(2, 38)
+    rank.serve(first)
+    rank.serve(second)  # takes the place of the first
+    settle(rank)
+    assert in_hbm(rank, first) < 80
+    assert prefetch(rank, first).tokens == 80
+    assert in_hbm(rank, second) > 0
+    assert rank.tier is not None
+    finish(rank)
+
+
+def test_it_does_not_take_the_place_of_what_was_brought(make_rank: MakeRank) -> None:
+    rank = make_rank(Scenario("full", hbm_tokens=160, dram_blocks=300))
+    for number in (1, 2):
+        rank.serve(prompt(number, 30))
+    leave_hbm(rank)
+    assert prefetch(rank, prompt(1, 30)).tokens == 120
+    result = prefetch(rank, prompt(2, 30))
+    assert (result.end, result.tokens) == (PrefetchEnd.NO_ROOM, 40)
+    assert in_hbm(rank, prompt(1, 30)) == 120
+
+
+def test_it_never_takes_the_last_copy(make_rank: MakeRank) -> None:
+    rank = make_rank(Scenario("a small DRAM", hbm_tokens=160, dram_blocks=24))
+    rank.serve(prompt(1, 20))
+    leave_hbm(rank)
+    rank.serve(prompt(2, 38))
+    settle(rank)
+    before = in_hbm(rank, prompt(2, 38))
+    held = rank.tree.holders((0, None, None), encode_tokens(prompt(2, 38)))
+    prefetch(rank, prompt(1, 20))
+    assert in_hbm(rank, prompt(2, 38)) >= before - held.get(rank.dram_holder, 0)
+
+
+# -- nobody waits -----------------------------------------------------------------------------------
+
+
+def test_a_batch_does_not_wait_for_a_piece(make_rank: MakeRank) -> None:
+    """The mover does nothing that it is not made to do."""
+    rank = make_rank()
+    rank.serve(prompt(1, 10))
+    rank.serve(prompt(2, 10))
+    leave_hbm(rank)
+    prefetcher_of(rank).prefetch("s", prompt(1, 10))
+    rank.scheduler.step()
+    assert prefetcher_of(rank).arriving_tokens() == 40
+    rank.serve(prompt(3, 10))  # computed
+    assert rank.serve(prompt(2, 10)).cached_tokens_host == 40  # loaded
+    assert prefetcher_of(rank).arriving_tokens() == 40
+    passes(rank)
+    finish(rank)
+
+
+def test_a_request_that_comes_too_early_loads_by_itself(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    tokens = prompt(1, 20)
+    rank.serve(tokens)
+    leave_hbm(rank)
+    prefetcher_of(rank).prefetch("s", tokens)
+    rank.scheduler.step()
+    assert rank.serve(tokens).cached_tokens_host == 80
+    (result,) = passes(rank)
+    assert (result.end, result.tokens, result.brought) == (PrefetchEnd.DONE, 80, 0)
+    finish(rank)
+
+
+def test_a_request_that_comes_while_the_disk_is_read_shares_the_read(make_rank: MakeRank) -> None:
+    rank = make_rank(Scenario("disk", hbm_tokens=240, dram_blocks=60, disk_blocks=400))
+    tokens = prompt(1, 20)
+    rank.serve(tokens)
+    leave_memory(rank)
+    prefetcher_of(rank).prefetch("s", tokens)
+    prefetcher_of(rank).drain()
+    req = rank.serve(tokens)
+    assert rank.promotions is not None
+    assert rank.promotions.counters.promoted == 20
+    assert req.cached_tokens == 80
+    passes(rank)
+    finish(rank)
+
+
+# -- ends -------------------------------------------------------------------------------------------
+
+
+def test_cancelling_and_asking_anew(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    for number in (1, 2):
+        rank.serve(prompt(number, 10))
+    leave_hbm(rank)
+    prefetcher = prefetcher_of(rank)
+    prefetcher.prefetch("a", prompt(1, 10))
+    prefetcher.prefetch("b", prompt(2, 10))
+    prefetcher.prefetch("b", prompt(1, 10))
+    assert prefetcher.cancel("a")
+    assert not prefetcher.cancel("a")
+    assert [(r.id, r.end) for r in passes(rank)] == [
+        ("b", PrefetchEnd.CANCELLED),
+        ("a", PrefetchEnd.CANCELLED),
+        ("b", PrefetchEnd.DONE),
+    ]
+    assert (in_hbm(rank, prompt(1, 10)), in_hbm(rank, prompt(2, 10))) == (40, 0)
+
+
+def test_only_so_many_may_wait(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    prefetcher = prefetcher_of(rank)
+    for number in range(MOST_WAITING + 3):
+        prefetcher.prefetch(str(number), prompt(number, 1))
+    assert [(r.id, r.end) for r in prefetcher.take_ended()] == [
+        (str(number), PrefetchEnd.DROPPED) for number in range(3)
+    ]
+    prefetcher.clear()
+    assert not prefetcher.busy
+
+
+def test_a_flush_in_the_middle_leaves_nothing(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    rank.serve(prompt(1, 20))
+    leave_hbm(rank)
+    prefetcher_of(rank).prefetch("s", prompt(1, 20))
+    rank.scheduler.step()
+    assert rank.scheduler.flush()
+    rank.check()
+    assert not prefetcher_of(rank).busy
+    assert rank.cache.total_size() == 0
+    assert np.array_equal(rank.pools.free_slots(), rank.pools.all_slots())
+
+
+def test_new_weights_leave_what_was_brought_unfound(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    tokens = prompt(1, 20)
+    rank.serve(tokens)
+    leave_hbm(rank)
+    prefetcher_of(rank).prefetch("s", tokens)
+    rank.scheduler.step()
+    rank.scheduler.change_weights()
+    passes(rank)
+    assert rank.serve(tokens).cached_tokens == 0
