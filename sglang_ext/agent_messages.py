@@ -183,16 +183,21 @@ class SnapshotBegin(Message, frozen=True, tag="begin"):
 
     epoch: Epoch
     number: Count
-    """Which snapshot; parts of others are to be left out."""
+    """Which snapshot of this epoch; parts of others are to be left out."""
     seq: Count
 
 
 class SnapshotPart(Message, frozen=True, tag="part"):
-    """Some of what is held, as of this place in the stream; runs after their parents."""
+    """Some of what is held, as of this place in the stream: before event ``seq``. Runs after their parents.
+
+    index: counts the parts of a snapshot.
+    """
 
     epoch: Epoch
     number: Count
-    runs: PlacementEvents
+    index: Count
+    seq: Count
+    events: PlacementEvents
 
 
 class SnapshotEnd(Message, frozen=True, tag="end"):
@@ -200,6 +205,8 @@ class SnapshotEnd(Message, frozen=True, tag="end"):
 
     epoch: Epoch
     number: Count
+    parts: Count
+    seq: Count
     partial: bool = False
 
 

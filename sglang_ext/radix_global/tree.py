@@ -38,6 +38,7 @@ from sglang_ext.radix_global.node import (
     address_unit,
     cut_address,
 )
+from sglang_ext.radix_global.observer import TreeObserver
 from sglang_ext.radix_global.placement import Holder
 from sglang_ext.radix_global.usage import Usage
 
@@ -69,6 +70,8 @@ class RadixTree:
         self._roots: dict[Hashable, Node] = {}
         self._usage: dict[Holder, Usage] = {}
         self.node_count = 0
+        self.observer: TreeObserver | None = None
+        """Told of every placement and split; set it while the tree is empty."""
 
     # -- looking up -----------------------------------------------------------------------------
 
@@ -153,25 +156,58 @@ class RadixTree:
         node = self._roots.get(namespace)
         if node is None:
             node = self._roots[namespace] = Node(None, b"", 0, namespace)
-        node = self._descend(node, key, end, priority, int(not same_request))
+        node, held, added = self._put(node, key, end, holder, address, unit, priority, int(not same_request))
+        return InsertResult(node, total, held, added)
+
+    def extend(self, node: Node, key: bytes, holder: Holder, address: Address = None) -> InsertResult:
+        """Record that ``holder``, who has ``node``, has the whole blocks of ``key`` after it.
+
+        As ``insert`` of everything up to there, which need not be known. ``InsertResult.blocks`` and
+        ``held_blocks`` count from ``node`` on.
+
+        Raises:
+            ValueError: the holder does not have ``node``, or ``key`` is shorter than a block.
+        """
+        end = len(key) // self._step * self._step
+        if holder not in node.placements or not end:
+            raise ValueError(f"{holder!r} cannot go on after {node!r} by {len(key)} bytes")
+        total = end // self._step
+        unit = 0 if address is None else address_unit(address, total)
+        node, held, added = self._put(node, key, end, holder, address, unit, 0, 1)
+        return InsertResult(node, total, held, added)
+
+    def _put(
+        self,
+        top: Node,
+        key: bytes,
+        end: int,
+        holder: Holder,
+        address: Address,
+        unit: int,
+        priority: int,
+        uses: int,
+    ) -> tuple[Node, int, list[Node]]:
+        """Place ``key[:end]`` below ``top``. Returns the last node, blocks held before, and nodes gained."""
+        node = self._descend(top, key, end, priority, uses)
         usage = self._usage_of(holder)
         added: list[Node] = []
         current = node
-        held = total
-        while (parent := current.parent) is not None and holder not in current.placements:
+        held = end // self._step
+        while current is not top and holder not in current.placements:
             added.append(current)
             held -= current.blocks
-            current = parent
+            assert current.parent is not None
+            current = current.parent
         added.reverse()
         start = held
         for current in added:
             part = None if unit == 0 else cut_address(address, start * unit, (start + current.blocks) * unit)
             self._place(current, holder, part, usage)
             start += current.blocks
-        return InsertResult(node, total, held, added)
+        return node, held, added
 
     def _descend(self, node: Node, key: bytes, end: int, priority: int, uses: int) -> Node:
-        """The node at which ``key[:end]`` ends, from a root on; splits and creates what it takes for that."""
+        """The node at which ``key[:end]`` ends, below ``node``; splits and creates what it takes for that."""
         step = self._step
         now = self._clock()
         position = 0
@@ -346,6 +382,11 @@ class RadixTree:
         return [holder for holder, usage in self._usage.items() if usage.blocks]
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of one encoded block."""
+        return self._step
+
+    @property
     def roots(self) -> dict[Hashable, Node]:
         """The root of each namespace that holds anything. Not to be changed."""
         return self._roots
@@ -387,6 +428,8 @@ class RadixTree:
             usage.locked += node.blocks
         else:
             usage.queue.offer(node, usage.nodes)
+        if self.observer is not None:
+            self.observer.placed(node, holder)
 
     def _displace(self, node: Node, holder: Holder, usage: Usage) -> Address:
         """Take ``holder`` off a node none of whose children it has; drop the node when nobody is left.
@@ -398,6 +441,8 @@ class RadixTree:
         usage.blocks -= node.blocks
         if node.locks.get(holder):
             usage.locked -= node.blocks
+        if self.observer is not None:
+            self.observer.displaced(node, holder)
         if not node.placements:
             parent = node.parent
             assert parent is not None
@@ -417,4 +462,6 @@ class RadixTree:
         self.node_count += 1
         for holder in upper.placements:
             self._usage[holder].nodes += 1
+        if self.observer is not None:
+            self.observer.split(upper, node)
         return upper
