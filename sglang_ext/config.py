@@ -248,6 +248,14 @@ class KvConfig:
         "TOKENS",
         parse_count,
     )
+    pd_caching: str = _flag(
+        "3",
+        "With --disaggregation-transfer-backend global, who keeps KV: basic (nobody), 1 (prefill keeps what "
+        "it computed), 2 (decode keeps what it received and generated too, and is sent what it lacks) or 3 "
+        "(decode's KV returns to prefill when a request ends). The same on every server of a cluster.",
+        "{basic,1,2,3}",
+        _one_of("basic", "1", "2", "3"),
+    )
     check: bool = _flag(
         False,
         "Verify all invariants of the cache whenever the server is idle. For debugging; slow.",

@@ -72,7 +72,7 @@ def given_values(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_flags(args: argparse.Namespace, environment: Mapping[str, str]) -> KvConfig | None:
-    """The settings that the arguments and the environment make; None without the global backend.
+    """The settings that the arguments and the environment make; None without a global backend.
 
     As in SGLang's own ``from_cli_args``, what the namespace lacks keeps its default.
 
@@ -80,7 +80,10 @@ def read_flags(args: argparse.Namespace, environment: Mapping[str, str]) -> KvCo
         ConfigError: naming the flag.
     """
     given = given_values(args)
-    if getattr(args, "radix_cache_backend", None) != BACKEND:
+    if BACKEND not in (
+        getattr(args, "radix_cache_backend", None),
+        getattr(args, "disaggregation_transfer_backend", None),
+    ):
         if given:
             name = next(flag.name for flag in flags() if flag.field in given)
             raise ConfigError(
@@ -100,7 +103,8 @@ def carry_flags(server_args: Any, _cls: type, args: argparse.Namespace) -> None:
     if config is None:
         return
     readiness.require()
-    require_supported_model(server_args)
+    if getattr(args, "radix_cache_backend", None) == BACKEND:
+        require_supported_model(server_args)
     setattr(server_args, ATTRIBUTE, config.values())
 
 

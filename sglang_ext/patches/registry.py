@@ -14,6 +14,7 @@ from sglang_ext.patches import (
     scheduler_calls,
     sgl_kernel_stand_in,
     torchvision_operators,
+    transfer_backend,
     vocabulary,
     weight_updates,
 )
@@ -35,6 +36,7 @@ PATCHES: tuple[Patch, ...] = (
     mla_rope.PATCH,
     early_send.PATCH,
     flags.PATCH,
+    transfer_backend.PATCH,
     scheduler_calls.PATCH,
     restarts.PATCH,
     weight_updates.PATCH,

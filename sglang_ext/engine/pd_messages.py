@@ -1,0 +1,104 @@
+"""What prefill and decode servers say to each other about requests, and how they find each other.
+
+Bootstrap: each rank of a prefill server says `Register` to its server's bootstrap port, again and again; a
+decode rank says `Lookup` there and is told all ranks. Hand-over: a decode rank says `Join` to every rank of
+the prefill server and is answered by `Ready` once the request is computed, or refused; then `Done`, or
+`Abort`. The bytes travel by `disagg`. See `sglang_ext.wire` for the rules of messages.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+
+from sglang_ext.disagg.messages import Offer, Refused
+from sglang_ext.wire import Blob, Codec, Epoch, Message, Name
+
+PROTOCOL: Final = 1
+
+MAX_ROOM: Final = (1 << 63) - 1
+
+Room = Annotated[int, msgspec.Meta(ge=1, le=MAX_ROOM)]
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
+Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+
+
+class RankInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rank of a prefill server. endpoint, handover: addresses of its two control sockets."""
+
+    instance: Name
+    epoch: Epoch
+    rank: Rank
+    ranks: Ranks
+    page_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+    metadata_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
+    endpoint: Name
+    handover: Name
+    protocol: int = PROTOCOL
+
+
+class Register(Message, frozen=True, tag="register"):
+    """A prefill rank lives. Answered by Ok."""
+
+    who: RankInfo
+
+
+class Lookup(Message, frozen=True, tag="lookup"):
+    """Who are the ranks? Answered by Topology, or refused while one is missing."""
+
+
+class Topology(Message, frozen=True, tag="topology"):
+    """All ranks of the prefill server, in rank order, of one epoch."""
+
+    ranks: Annotated[tuple[RankInfo, ...], msgspec.Meta(max_length=4096)]
+
+
+class Join(Message, frozen=True, tag="join"):
+    """A decode rank takes part in a room. Answered by Ready when prefill is done; that may take long.
+
+    reader: epoch of its endpoint, which is connected already. ranks: how many decode ranks take part.
+    reads: whether it needs bytes of this prefill rank.
+    """
+
+    room: Room
+    reader: Epoch
+    rank: Rank
+    ranks: Ranks
+    reads: bool
+
+
+class Ready(Message, frozen=True, tag="ready"):
+    """The request is computed. offer: pages of the whole prompt, leased; None for who reads nothing here.
+
+    metadata: SGLang's metadata row (first token, log probabilities, counts), buffer after buffer.
+    """
+
+    offer: Offer | None
+    metadata: Blob
+
+
+class Done(Message, frozen=True, tag="done"):
+    """A decode rank needs nothing more of a room; its lease, if it has one, ends. Answered by Ok."""
+
+    room: Room
+    reader: Epoch
+
+
+class Abort(Message, frozen=True, tag="abort"):
+    """The request is over on decode. Answered by Ok."""
+
+    room: Room
+    reader: Epoch
+    reason: Name
+
+
+class Ok(Message, frozen=True, tag="ok"):
+    """Taken note of."""
+
+
+Ask = Register | Lookup | Join | Done | Abort
+Answer = Ok | Topology | Ready | Refused
+
+ASKS: Codec[Ask] = Codec(Ask)
+ANSWERS: Codec[Answer] = Codec(Answer)

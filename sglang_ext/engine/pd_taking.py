@@ -1,0 +1,261 @@
+"""Decode's side of hand-overs: rooms of one rank. `disagg.handover` is the table; this applies it.
+
+The scheduler's thread calls `open`, `read`, `abort` and `settle`, and looks at `TakingRoom.state`; the rest
+is one task per room on the transfer thread's event loop. Slots and metadata row that `read` names are used
+until the room has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from sglang_ext.clock import Clock
+from sglang_ext.disagg.errors import PeerGoneError, PeerProtocolError, StaleReadError
+from sglang_ext.disagg.handover import (
+    FACTS,
+    LEASE_SECONDS,
+    READ_SECONDS,
+    RENEW_SECONDS,
+    Event,
+    Taking,
+    after,
+)
+from sglang_ext.disagg.messages import Offer
+from sglang_ext.disagg.runs import Ids
+from sglang_ext.engine.pd_messages import Ready
+from sglang_ext.engine.pd_peers import PrefillPeer, PrefillPeers
+from sglang_ext.errors import SglangExtError
+from sglang_ext.wire import pack_ids, unpack_ids
+
+POOL = "hbm"
+SETTLE_SECONDS = 30.0
+
+
+class MetadataRows(Protocol):
+    """SGLang's metadata buffers."""
+
+    def write(self, row: int, metadata: bytes) -> None:
+        """Fill a row; raises ValueError when the size is wrong."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the engine has set aside. pages: ours, for the prompt after `skip` pages."""
+
+    pages: Ids
+    skip: int
+    row: int
+
+
+@dataclass(slots=True, eq=False)
+class TakingRoom:
+    """One request. `stopped` is set when nothing of ours reads into its slots any more, and will not."""
+
+    address: str
+    number: int
+    state: Taking = Taking.JOINING
+    reason: str = ""
+    wanted: Wanted | None = None
+    asked: asyncio.Event | None = None
+    task: asyncio.Task[None] | None = None
+    stopped: threading.Event = field(default_factory=threading.Event)
+    seconds: float = 0.0
+    """How long the read took."""
+
+
+class TakingRooms:
+    """All rooms of one decode rank."""
+
+    def __init__(
+        self,
+        peers: PrefillPeers,
+        epoch: bytes,
+        rows: MetadataRows,
+        clock: Clock,
+        loop: asyncio.AbstractEventLoop,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._peers = peers
+        self._epoch = epoch
+        self._rows = rows
+        self._clock = clock
+        self._loop = loop
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._live: set[TakingRoom] = set()
+
+    def __repr__(self) -> str:
+        return f"<TakingRooms live={len(self._live)}>"
+
+    @property
+    def live(self) -> int:
+        """Rooms that have a task."""
+        return len(self._live)
+
+    # -- the scheduler's thread -----------------------------------------------------------------
+
+    def open(self, address: str, number: int) -> TakingRoom:
+        """A request has come, whose prefill server is found at a bootstrap address."""
+        room = TakingRoom(address, number)
+        self._loop.call_soon_threadsafe(self._start, room)
+        return room
+
+    def read(self, room: TakingRoom, wanted: Wanted) -> None:
+        """Slots and row are set aside: read into them, once the room is `Taking.READY`."""
+        with self._lock:
+            if room.state is not Taking.READY:
+                return
+            room.wanted = wanted
+            self._move(room, Event.ALLOCATED)
+            asked = room.asked
+        assert asked is not None
+        self._loop.call_soon_threadsafe(asked.set)
+
+    def abort(self, room: TakingRoom, reason: str) -> None:
+        """The engine gives the request up; its slots are free once the state says so."""
+        with self._lock:
+            if FACTS[room.state].end:
+                return
+            room.reason = room.reason or reason
+            self._move(room, Event.ABORT)
+        self._loop.call_soon_threadsafe(self._cancel, room)
+
+    def settle(self, room: TakingRoom) -> None:
+        """Return when nothing of ours uses the room's slots any more; give it up if it has not ended."""
+        with self._lock:
+            busy = FACTS[room.state].pins and not FACTS[room.state].end
+        self.abort(room, "another rank has lost the request")
+        if busy and not room.stopped.wait(SETTLE_SECONDS):
+            raise RuntimeError(f"room {room.number}: a read did not stop within {SETTLE_SECONDS:.0f} s")
+
+    # -- the event loop ---------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """End all rooms."""
+        tasks = [room.task for room in self._live if room.task is not None]
+        for room in list(self._live):
+            self.abort(room, "the server stops")
+            self._cancel(room)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _start(self, room: TakingRoom) -> None:
+        room.asked = asyncio.Event()
+        self._live.add(room)
+        room.task = asyncio.create_task(self._run(room))
+        if FACTS[room.state].end:
+            room.task.cancel()
+
+    def _cancel(self, room: TakingRoom) -> None:
+        if room.task is not None:
+            room.task.cancel()
+
+    async def _run(self, room: TakingRoom) -> None:
+        peer: PrefillPeer | None = None
+        try:
+            peer = await self._peers.get(room.address)
+            self._moved(room, Event.JOINED)
+            ready = await peer.join(room.number, self._epoch)
+            self._moved(room, Event.OFFER)
+            await self._asked(room, peer, ready)
+            started = self._clock.monotonic()
+            await self._read(room, peer, ready)
+            room.seconds = self._clock.monotonic() - started
+            self._moved(room, Event.ARRIVED)
+        except asyncio.CancelledError:
+            self._ends(room, Event.ABORT, "aborted")
+        except PeerGoneError as error:
+            self._ends(room, Event.PEER_DEAD, str(error))
+        except SglangExtError as error:
+            self._ends(room, Event.FAULT, str(error))
+        except Exception as error:  # noqa: BLE001 - a room that ends silently would keep its slots
+            self._ends(room, Event.FAULT, f"{type(error).__name__}: {error}")
+        finally:
+            self._live.discard(room)
+            room.stopped.set()
+            self._wake()
+        if room.state is Taking.FAILED and peer is not None and not peer.gone:
+            await peer.abort(room.number, self._epoch, room.reason)
+
+    async def _asked(self, room: TakingRoom, peer: PrefillPeer, ready: Sequence[Ready]) -> None:
+        """Wait until the engine has slots; meanwhile the KV stays leased."""
+        assert room.asked is not None
+        while True:
+            try:
+                async with asyncio.timeout(RENEW_SECONDS):
+                    await room.asked.wait()
+                    return
+            except TimeoutError:
+                await self._renew(peer, ready)
+
+    async def _renew(self, peer: PrefillPeer, ready: Sequence[Ready]) -> None:
+        for each in ready:
+            if each.offer is not None and not await peer.instance.renew(each.offer, LEASE_SECONDS):
+                raise StaleReadError(each.offer.request, 1, 1)
+
+    async def _read(self, room: TakingRoom, peer: PrefillPeer, ready: Sequence[Ready]) -> None:
+        wanted = room.wanted
+        assert wanted is not None
+        name = f"{room.number:x}"
+        offers = [after_skip(each.offer, wanted) for each in ready if each.offer is not None]
+        reading: list[int] = []
+        if wanted.pages.size and offers:
+            peer.instance.transfer(name, offers, POOL, wanted.pages)
+            try:
+                await peer.instance.complete(name, READ_SECONDS)
+            except BaseException:
+                await peer.instance.drop(name)
+                raise
+            reading = [at for at, each in enumerate(ready) if each.offer is not None]
+        self._rows.write(wanted.row, ready[0].metadata)
+        rest = [at for at in range(len(ready)) if at not in reading]
+        if rest:
+            await peer.done(room.number, self._epoch, rest)
+
+    def _moved(self, room: TakingRoom, event: Event) -> None:
+        """Move on; a room that was given up meanwhile ends as a cancelled one."""
+        with self._lock:
+            if FACTS[room.state].end or room.state is Taking.STOPPING:
+                raise asyncio.CancelledError
+            self._move(room, event)
+        self._wake()
+
+    def _ends(self, room: TakingRoom, event: Event, reason: str) -> None:
+        with self._lock:
+            room.reason = room.reason or reason
+            self._move(room, event)
+            if room.state is Taking.STOPPING:
+                self._move(room, Event.STOPPED)
+
+    @staticmethod
+    def _move(room: TakingRoom, event: Event) -> None:
+        state = after(room.state, event)
+        assert isinstance(state, Taking)
+        room.state = state
+
+
+def after_skip(offer: Offer, wanted: Wanted) -> Offer:
+    """The offer without what decode has already.
+
+    Raises:
+        PeerProtocolError: what remains does not match what was set aside; the two sides saw other prompts.
+    """
+    blocks, generations = unpack_ids(offer.blocks), unpack_ids(offer.generations)
+    if blocks.size - wanted.skip != wanted.pages.size or generations.size != blocks.size:
+        raise PeerProtocolError(
+            f"prefill has {blocks.size} pages, decode {wanted.skip} and room for {wanted.pages.size}"
+        )
+    return msgspec.structs.replace(
+        offer, blocks=pack_ids(blocks[wanted.skip :]), generations=pack_ids(generations[wanted.skip :])
+    )
+
+
+def pages_of(indices: object) -> Ids:
+    """SGLang's page indices as block ids."""
+    return np.asarray(indices, np.int64)
