@@ -39,6 +39,9 @@ COMMANDS: Mapping[str, Command] = {
     "cluster": Command(
         "sglang_ext.cluster.command", "start servers and router on this machine, in one command"
     ),
+    "calibrate": Command(
+        "sglang_ext.calibration.command", "measure a running server for the router's cost model"
+    ),
     "doctor": Command("sglang_ext.cluster.doctor", "check this machine and installation, and say what to do"),
 }
 

@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tiered_store": set(),
     "disagg": set(),
     "cost_model": set(),
+    "calibration": {"cost_model"},
     "mempool": PARTS,
     "engine": PARTS | {"mempool", "cost_model"},
     "patches": {"engine"},
@@ -42,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch_server": {"patches"},
     "router": {"radix_global", "cost_model"},
     "cluster": {"patches", "tiered_store", "disagg"},
-    "cli": {"cluster", "router"},
+    "cli": {"calibration", "cluster", "router"},
     "testing": PARTS | {"cluster", "mempool", "cost_model", "patches"},
     "demo": {"cluster", "testing"},
     "benchmarks": {"*"},
@@ -53,7 +54,7 @@ SGLANG_PARTS = {"engine", "patches", "plugin", "launch_server", "benchmarks"}
 """Parts that may import sglang."""
 
 TORCH_PARTS = SGLANG_PARTS
-LAZY_TORCH_PARTS = {"tiered_store", "cluster", "testing"}
+LAZY_TORCH_PARTS = {"calibration", "tiered_store", "cluster", "testing"}
 """Parts that may import torch, and those that may do so inside a function only."""
 
 PROJECT = ("sglang_ext", "router", "benchmarks", "tests")

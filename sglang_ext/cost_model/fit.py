@@ -60,7 +60,8 @@ def non_negative(columns: npt.ArrayLike, seconds: npt.ArrayLike, *, relative: bo
                 smallest = rest
                 best = np.zeros(matrix.shape[1])
                 best[list(chosen)] = solution
-    return best / size
+    coefficients: Array = best / size
+    return coefficients
 
 
 def relative_errors(predicted: npt.ArrayLike, seconds: npt.ArrayLike) -> Array:

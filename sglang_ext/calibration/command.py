@@ -1,0 +1,263 @@
+"""``sglang-ext calibrate``: measure a running instance, and keep a cost profile of its model and device."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from sglang_ext.calibration import measure, reductions
+from sglang_ext.calibration.instance import Facts, Instance
+from sglang_ext.calibration.plan import Tokens, points
+from sglang_ext.cost_model import fitting, profile
+from sglang_ext.cost_model.fit import relative_errors
+from sglang_ext.cost_model.levels import ArchLevel, OperatorLevel
+from sglang_ext.cost_model.operators import Link
+from sglang_ext.errors import ConfigError, PeerError, SglangExtError
+
+DESCRIPTION = """Measures how long a running SGLang server takes for prompts of several lengths and cached
+shares, and for each operator of its forward pass, and writes a cost profile that the router chooses by
+(--policy cost). The server should do nothing else meanwhile: calibrate waits, and says so, when it does."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="sglang-ext calibrate", description=DESCRIPTION)
+    made.add_argument("--url", required=True, help="the server, http://host:port")
+    made.add_argument("--api-key", metavar="KEY", help="key that the server asks for")
+    made.add_argument(
+        "--profile", type=Path, metavar="FILE", help="write here instead of the user's cache folder"
+    )
+    made.add_argument("--device-name", metavar="NAME", help="what the profile calls the device")
+    made.add_argument(
+        "--longest", type=int, default=4096, help="tokens of the longest prompt (default: 4096)"
+    )
+    made.add_argument("--lengths", type=int, default=7, help="prompt lengths to measure (default: 7)")
+    made.add_argument("--rounds", type=int, default=5, help="times each prompt is measured (default: 5)")
+    made.add_argument(
+        "--no-operators", action="store_true", help="fit times to first token alone (arch level)"
+    )
+    made.add_argument(
+        "--scale-to-tp",
+        type=int,
+        action="append",
+        default=[],
+        metavar="N",
+        help="measure all-reduces between N ranks of this machine, to predict --tp-size N; may be repeated",
+    )
+    made.add_argument("--dram", type=_link, metavar="GB/S", help="bandwidth from DRAM to HBM")
+    made.add_argument("--disk", type=_link, metavar="GB/S", help="bandwidth from disk to HBM")
+    made.add_argument("--transfer", type=_link, metavar="GB/S", help="bandwidth between two instances")
+    made.add_argument("--quiet", action="store_true", help="show no progress")
+    return made
+
+
+def _link(text: str) -> Link:
+    """``10`` (GB/s) or ``10:0.002`` (and seconds for each load)."""
+    speed, _, fixed = text.partition(":")
+    try:
+        value, seconds = float(speed), float(fixed or 0)
+    except ValueError:
+        value, seconds = 0.0, 0.0
+    if not (0 < value < 1e6 and 0 <= seconds < 60):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a bandwidth in GB/s, such as 10, or 10:0.002")
+    return Link(seconds, 1 / (value * 1e9))
+
+
+def run(given: argparse.Namespace, progress: measure.Progress) -> profile.Profile:
+    """Measure and fit.
+
+    Raises:
+        SglangExtError: the instance cannot be measured.
+    """
+    instance = Instance(given.url, given.api_key)
+    try:
+        facts = instance.facts()
+        model = measure.read_model(facts.model_path, facts.dtype)
+        longest = measure.longest_prompt(facts, given.longest)
+        grid = points(longest, given.lengths)
+        tokens = Tokens(model.vocabulary if model else measure.SAFE_VOCABULARY, os.getpid())
+        bench = measure.Bench(instance, tokens, longest)
+        bench.warm_up([grid[0], grid[-1], grid[len(grid) // 2]])
+        found = measure.Measured()
+        found.samples = measure.prefills(bench, grid, given.rounds, progress)
+        if model is None:
+            found.notes.append(f"no config.json at {facts.model_path}: operators were not measured")
+        elif not given.no_operators:
+            try:
+                found.steps, found.units = measure.operators(
+                    bench, instance, facts, grid, max(3, given.rounds), model.shape.hidden, progress
+                )
+            except measure.BusyError:
+                raise
+            except PeerError as error:
+                found.notes.append(f"operators were not measured: {error}")
+        found.decode = measure.decode(bench, instance, tokens, max(2, given.rounds // 2), progress)
+        found.disturbed = bench.disturbed
+    finally:
+        instance.close()
+    links = {
+        str(n): reductions.measure(n, gpu=facts.device == "cuda") for n in sorted(set(given.scale_to_tp))
+    }
+    name = given.device_name or device_name(facts.device, instance.host)
+    return fitted(facts, model, found, longest, name, links, _media(given), given.transfer)
+
+
+def _media(given: argparse.Namespace) -> dict[str, Link]:
+    return {name: link for name, link in (("dram", given.dram), ("disk", given.disk)) if link is not None}
+
+
+def fitted(
+    facts: Facts,
+    model: measure.ModelShape | None,
+    found: measure.Measured,
+    longest: int,
+    device: str,
+    links: dict[str, Link],
+    tiers: dict[str, Link],
+    transfer: Link | None,
+) -> profile.Profile:
+    """The profile of what was measured: no I/O."""
+    notes = list(found.notes)
+    arch = fitting.fit_arch(found.samples, model.shape if model else None, facts.tp, links)
+    operators: OperatorLevel | None = None
+    if found.steps and model is not None:
+        try:
+            operators = fitting.fit_operators(
+                found.steps,
+                found.samples,
+                model.shape,
+                units=found.units,
+                tp=facts.tp,
+                pp=facts.pp,
+                reductions=links,
+            )
+        except ValueError as error:
+            notes.append(f"operators were not fitted: {error}")
+    if found.disturbed:
+        notes.append(f"the instance was found working for others {found.disturbed} times")
+    groups: dict[tuple[int, int], list[float]] = {}
+    for sample in found.samples:
+        groups.setdefault((sample.new, sample.context), []).append(sample.seconds)
+    uneven = float(np.median([fitting.spread(times) for times in groups.values()]))
+    if uneven > fitting.AGREE:
+        notes.append(
+            f"repetitions differ by {uneven:.0%}: something else used the machine; lower quarters were taken"
+        )
+    merged = fitting.merged(found.samples)
+    seconds = [one.seconds for one in merged]
+
+    def mean_error(level: OperatorLevel | ArchLevel) -> float:
+        predicted = [level.seconds(one.new, one.context) for one in merged]
+        return float(np.mean(relative_errors(predicted, seconds)))
+
+    return profile.Profile(
+        schema=profile.SCHEMA,
+        identity=profile.Identity(facts.model, device, facts.dtype, facts.tp, facts.pp),
+        arch=arch,
+        quality=profile.Quality(
+            len(found.samples), mean_error(arch), None if operators is None else mean_error(operators)
+        ),
+        longest_prompt=longest,
+        kv_bytes_per_token=model.kv_bytes_per_token if model else 128 * 1024,
+        operators=operators,
+        decode=found.decode,
+        tiers=tiers,
+        transfer=transfer,
+        measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        notes=tuple(notes),
+    )
+
+
+def device_name(device: str, host: str) -> str:
+    """What the device is called, where it is this machine's; else what the server calls it."""
+    if host not in ("127.0.0.1", "localhost", "::1"):
+        return device
+    try:
+        if device == "cuda":
+            shown = subprocess.run(
+                ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+                capture_output=True,
+                text=True,
+                timeout=10,
+                check=True,
+            )
+            return shown.stdout.splitlines()[0].strip()
+        if device == "cpu":
+            with open("/proc/cpuinfo", encoding="utf-8") as file:
+                return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, subprocess.SubprocessError, StopIteration, IndexError):
+        pass
+    return device
+
+
+def report(made: profile.Profile, path: Path) -> str:
+    """What the command prints at its end."""
+    lines = [f"{made.identity}", f"profile: {path}"]
+    quality = made.quality
+    if quality.operator_mean_error is not None:
+        lines.append(f"operator level: mean error {quality.operator_mean_error:.1%} on what it was fitted to")
+    lines.append(f"arch level:     mean error {quality.arch_mean_error:.1%} on what it was fitted to")
+    lines += [
+        f"prompt of {x:>6} tokens: {made.level.seconds(x, 0) * 1e3:9.1f} ms; "
+        f"3/4 of it cached: {made.level.seconds(x - x * 3 // 4, x * 3 // 4) * 1e3:9.1f} ms"
+        for x in sorted({256, 1024, made.longest_prompt})
+        if x <= made.longest_prompt
+    ]
+    lines += [f"note: {note}" for note in made.notes]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    given = parser().parse_args(arguments)
+    try:
+        if given.longest < 256 or given.lengths < 3 or given.rounds < 1:
+            raise ConfigError("--longest must be at least 256, --lengths 3 and --rounds 1")
+        if any(ranks < 2 for ranks in given.scale_to_tp):
+            raise ConfigError("an all-reduce needs at least two ranks", field="--scale-to-tp")
+        with _Shown(quiet=given.quiet) as shown:
+            made = run(given, shown.progress)
+        path = profile.save(made, given.profile)
+    except SglangExtError as error:
+        sys.stderr.write(f"sglang-ext calibrate: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("sglang-ext calibrate: interrupted, nothing was written\n")
+        return 130
+    sys.stdout.write(report(made, path) + "\n")
+    return 0
+
+
+class _Shown:
+    """A progress bar per kind of measurement, on standard error."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._bars = Progress(console=Console(stderr=True), disable=quiet)
+        self._tasks: dict[str, object] = {}
+
+    def progress(self, what: str, done: int, of: int) -> None:
+        """As ``measure.Progress``."""
+        if what not in self._tasks:
+            self._tasks[what] = self._bars.add_task(what, total=of)
+        self._bars.update(self._tasks[what], completed=done)  # type: ignore[arg-type]
+
+    def __enter__(self) -> _Shown:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,255 @@
+"""Measuring a running instance: prefills of chosen (x, y), their operators, steps of generation."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sglang_ext.calibration import trace
+from sglang_ext.calibration.instance import Facts, Instance
+from sglang_ext.calibration.plan import Point, Tokens, shuffled
+from sglang_ext.cost_model.fitting import Shape, Timed, TimedStep, typical
+from sglang_ext.cost_model.profile import Decode
+from sglang_ext.errors import ConfigError, PeerError
+
+SAFE_VOCABULARY = 1000
+"""Every model has these ids; used where its configuration cannot be read."""
+TRACE_WAIT_S = 30.0
+DECODE_TOKENS = 24
+DECODE_BATCHES = (1, 4)
+POLL_S = 0.2
+
+Progress = Callable[[str, int, int], None]
+"""(what, done, of how many)."""
+
+
+class BusyError(PeerError):
+    """The instance works for others, too: what is measured would not be its own."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the model's configuration file says, where it can be read."""
+
+    shape: Shape
+    kv_bytes_per_token: int
+    vocabulary: int
+
+
+@dataclass
+class Measured:
+    """What a run of measurements found."""
+
+    samples: list[Timed] = field(default_factory=list)
+    steps: list[TimedStep] = field(default_factory=list)
+    units: int = 1
+    decode: Decode | None = None
+    disturbed: int = 0
+    """How often the instance was found working for others."""
+    notes: list[str] = field(default_factory=list)
+
+
+def read_model(path: str, dtype: str) -> ModelShape | None:
+    """The shape of a model from its ``config.json``; None where there is none on this machine."""
+    try:
+        config: dict[str, Any] = json.loads((Path(path) / "config.json").read_text("utf-8"))
+        config = config.get("text_config") or config
+        if dtype == "auto":
+            dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+        number_bytes = 4 if "32" in dtype else 2
+        layers = int(config["num_hidden_layers"])
+        hidden = int(config["hidden_size"])
+        if "kv_lora_rank" in config:
+            numbers = int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"])
+        else:
+            heads = int(config["num_attention_heads"])
+            width = int(config.get("head_dim") or hidden // heads)
+            numbers = 2 * width * int(config.get("num_key_value_heads") or heads)
+        return ModelShape(
+            Shape(layers, hidden, number_bytes),
+            layers * numbers * number_bytes,
+            int(config["vocab_size"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+class Bench:
+    """Sends prompts with a controlled cached prefix to one instance.
+
+    Args:
+        instance: what is measured.
+        tokens: fresh prompts.
+        longest: tokens of the longest prompt.
+        patience_s: how long to wait for others' requests to end.
+    """
+
+    def __init__(self, instance: Instance, tokens: Tokens, longest: int, patience_s: float = 30.0) -> None:
+        self._instance = instance
+        self._tokens = tokens
+        self._patience_s = patience_s
+        self._base = tokens.fresh(longest)
+        """What cached prefixes are cut from."""
+        self._cached = 0
+        self.disturbed = 0
+
+    def sample(self, point: Point) -> Timed:
+        """One prefill of a point. Its ``context`` is what the instance says was cached.
+
+        Raises:
+            BusyError: others keep the instance busy.
+            PeerError: the instance does not keep the prefix.
+        """
+        for _ in range(3):
+            if point.context > self._cached:
+                self._instance.prefill(self._base[: point.context])
+                self._cached = point.context
+            self.require_idle()
+            timed = self._instance.prefill(self._base[: point.context] + self._tokens.fresh(point.new))
+            if timed.context == point.context:
+                return timed
+            self._cached = 0  # it was evicted, or not inserted yet
+        raise PeerError(
+            f"of a prefix of {point.context} tokens that was just computed, {timed.context} are cached",
+            hint="Calibrate a server whose radix cache is on and large enough, "
+            "or measure shorter prompts with --longest",
+        )
+
+    def warm_up(self, points: Sequence[Point]) -> None:
+        """Let the instance allocate and compile what it needs once."""
+        for point in points:
+            self.sample(point)
+
+    def require_idle(self) -> None:
+        """Wait until the instance does nothing.
+
+        Raises:
+            BusyError: it goes on working for others.
+        """
+        deadline = time.monotonic() + self._patience_s
+        while not (load := self._instance.load()).idle:
+            self.disturbed += 1
+            if time.monotonic() > deadline:
+                raise BusyError(
+                    f"{self._instance.url} works for others: {load.running} requests run, "
+                    f"{load.waiting} wait",
+                    hint="Drain it first, or calibrate a server of its own",
+                )
+            time.sleep(POLL_S)
+
+
+def prefills(bench: Bench, grid: Sequence[Point], rounds: int, progress: Progress) -> list[Timed]:
+    """Times to first token of every point, so many times each."""
+    samples = []
+    of = len(grid) * rounds
+    for number, point in enumerate(shuffled(grid, rounds)):
+        progress("prefill", number, of)
+        samples.append(bench.sample(point))
+    progress("prefill", of, of)
+    return samples
+
+
+def operators(
+    bench: Bench,
+    instance: Instance,
+    facts: Facts,
+    grid: Sequence[Point],
+    rounds: int,
+    hidden: int,
+    progress: Progress,
+) -> tuple[list[TimedStep], int]:
+    """Forward passes of every point, by operator, and the device's units.
+
+    Raises:
+        PeerError: the instance's profiler does not say it.
+    """
+    gpu = facts.device not in ("cpu", "unknown")
+    seen = []
+    units = 1
+    with _folder() as folder:
+        for number, point in enumerate(grid):
+            progress("operators", number, len(grid))
+            bench.sample(point)  # its prefix is cached now, so that the profile has its prefills alone
+            name = f"calibrate-{number}"
+            bench.require_idle()
+            instance.start_profile(str(folder), name, gpu=gpu)
+            try:
+                timed = [bench.sample(point) for _ in range(rounds)]
+            finally:
+                instance.stop_profile()
+            found = trace.read(_await(folder, name))
+            units = found.units
+            seen += trace.passes(found.events, [(one.new, one.context) for one in timed])
+    progress("operators", len(grid), len(grid))
+    return trace.condensed(seen, hidden), units
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """A folder that a server of another user can write to, and nobody else knows the name of."""
+    with tempfile.TemporaryDirectory(prefix="sglang-ext-calibrate-") as name:
+        os.chmod(name, 0o733)
+        yield Path(name)
+
+
+def _await(folder: Path, name: str) -> Path:
+    """The first rank's trace, once it is there."""
+    deadline = time.monotonic() + TRACE_WAIT_S
+    while time.monotonic() < deadline:
+        found = sorted(path for path in folder.glob(f"{name}*.trace.json*") if "TP-0" in path.name)
+        if found:
+            return found[0]
+        time.sleep(POLL_S)
+    raise PeerError(
+        "the instance's profiler wrote nothing that can be read here",
+        hint="Run calibrate on the instance's machine to measure operators",
+    )
+
+
+def decode(bench: Bench, instance: Instance, tokens: Tokens, rounds: int, progress: Progress) -> Decode:
+    """Steps of generation of one request and of several."""
+    seconds: dict[int, float] = {}
+    of = rounds * len(DECODE_BATCHES)
+    for place, batch in enumerate(DECODE_BATCHES):
+        times = []
+        for number in range(rounds):
+            progress("decode", place * rounds + number, of)
+            bench.require_idle()
+            times.append(instance.decode_step([tokens.fresh(32) for _ in range(batch)], DECODE_TOKENS))
+        seconds[batch] = typical(times)
+    progress("decode", of, of)
+    (few, one), (many, all_of_them) = seconds.items()
+    per_request = max(0.0, (all_of_them - one) / (many - few))
+    return Decode(max(0.0, one - per_request * few), per_request)
+
+
+def longest_prompt(facts: Facts, wanted: int) -> int:
+    """Tokens of the longest prompt to measure: what was asked for, and what fits.
+
+    Raises:
+        ConfigError: the instance is too small to measure anything, or keeps no prefixes.
+    """
+    if not facts.caches:
+        raise ConfigError(
+            "the instance keeps no prefixes",
+            field="--url",
+            hint="Start it without --disable-radix-cache",
+        )
+    # The base, one prompt beside it, and room for what was computed before and is not evicted yet.
+    fits = facts.capacity // 3
+    if facts.chunk is not None:
+        fits = min(fits, facts.chunk)
+    if fits < 256:
+        raise ConfigError(
+            f"a KV pool of {facts.capacity} tokens and pieces of {facts.chunk} are too small to measure",
+            field="--url",
+            hint="Start it with a larger --max-total-tokens or --chunked-prefill-size",
+        )
+    return min(wanted, fits) // 16 * 16

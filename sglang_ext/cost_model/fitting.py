@@ -1,0 +1,261 @@
+"""From measurements to the two levels of the cost model: least squares, no I/O.
+
+Times that a machine's other work disturbs are too long, never too short. So each time is measured several
+times, and what counts is ``typical``: the median where the repetitions agree, a low quantile where they do
+not. The operators are the ones that gain: a product of 200 µs fits between two disturbances that a prefill
+of a second cannot avoid.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglang_ext.cost_model.fit import non_negative, relative_errors
+from sglang_ext.cost_model.levels import ArchLevel, OperatorLevel, features
+from sglang_ext.cost_model.operators import Attention, Linear, Link, Outside, Rest, Split, Waves
+
+TILE_ROWS = (1, 8, 16, 32, 64, 128, 256)
+TILE_COLUMNS = (16, 64, 128, 256)
+"""Tiles that products may be cut into; the pair that fits best is taken."""
+AGREE = 0.1
+"""Repetitions agree when their quarters lie within this share of the median."""
+LOW_QUANTILE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A prefill: ``new`` tokens behind ``context`` cached ones."""
+
+    new: int
+    context: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TimedLinear:
+    """One run of a matrix product ``[rows, inner] x [inner, columns]``."""
+
+    rows: int
+    inner: int
+    columns: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    """One forward pass of a prefill, by kind of operator."""
+
+    new: int
+    context: int
+    linears: tuple[TimedLinear, ...]
+    attention_s: float
+    """Of all layers."""
+    rest_s: float
+    split_share: float
+    """Of the rest's operators that work on new tokens: those whose work tensor parallelism divides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the model's configuration says."""
+
+    layers: int
+    hidden: int
+    activation_bytes: int
+
+
+def typical(seconds: Iterable[float]) -> float:
+    """The time of repetitions of one thing.
+
+    Raises:
+        ValueError: there is none.
+    """
+    values = np.asarray(list(seconds), np.float64)
+    if not values.size:
+        raise ValueError("no repetition")
+    low, median = np.quantile(values, (LOW_QUANTILE, 0.5))
+    return float(median if median - low <= AGREE * median else low)
+
+
+def spread(seconds: Iterable[float]) -> float:
+    """How much repetitions differ: (median - lowest quarter) / median."""
+    values = np.asarray(list(seconds), np.float64)
+    low, median = np.quantile(values, (LOW_QUANTILE, 0.5))
+    return float((median - low) / median)
+
+
+def merged(samples: Sequence[Timed]) -> list[Timed]:
+    """One per (new, context), with its typical time."""
+    groups: dict[tuple[int, int], list[float]] = {}
+    for one in samples:
+        groups.setdefault((one.new, one.context), []).append(one.seconds)
+    return [Timed(new, context, typical(times)) for (new, context), times in sorted(groups.items())]
+
+
+# -- arch level -------------------------------------------------------------------------------------
+
+
+def fit_arch(
+    samples: Sequence[Timed], shape: Shape | None, tp: int, reductions: Mapping[str, Link]
+) -> ArchLevel:
+    """The arch level, from times to first token alone."""
+    points = merged(samples)
+    rows = [features(one.new, one.context) for one in points]
+    coefficients = non_negative(np.array(rows), [one.seconds for one in points])
+    return ArchLevel(
+        tuple(float(c) for c in coefficients),
+        reductions,
+        shape.layers if shape else 0,
+        shape.hidden if shape else 0,
+        shape.activation_bytes if shape else 0,
+        tp,
+    )
+
+
+# -- operator level ---------------------------------------------------------------------------------
+
+
+def fit_waves(runs: Sequence[TimedLinear], units: int) -> Waves:
+    """How fast the device runs matrix products, and in which tiles.
+
+    Args:
+        runs: of products of any shapes.
+        units: that run tiles side by side.
+    """
+    groups: dict[tuple[int, int, int], list[float]] = {}
+    for run in runs:
+        groups.setdefault((run.rows, run.inner, run.columns), []).append(run.seconds)
+    seconds = np.array([typical(times) for times in groups.values()])
+    best: tuple[float, Waves] | None = None
+    for tile_rows, tile_columns in itertools.product(TILE_ROWS, TILE_COLUMNS):
+        unit = Waves(units, tile_rows, tile_columns, 1.0, 0.0)
+        work = [unit.seconds(Linear(inner, columns, 1), rows) for rows, inner, columns in groups]
+        columns = np.stack([np.ones(len(work)), np.array(work)], axis=1)
+        fixed, per_work = non_negative(columns, seconds)
+        if per_work <= 0:
+            continue
+        error = float(np.mean(relative_errors(columns @ np.array([fixed, per_work]), seconds)))
+        if best is None or error < best[0] * (1 - 1e-6):
+            best = error, Waves(units, tile_rows, tile_columns, 1.0 / per_work, float(fixed))
+    if best is None:
+        raise ValueError("the time of matrix products does not grow with their size")
+    return best[1]
+
+
+def find_linears(steps: Sequence[TimedStep], hidden: int) -> tuple[Linear, ...]:
+    """Which products a forward pass runs, and how often: those of the step with most new tokens.
+
+    How tensor parallelism divides them follows from their shape, as in every model that SGLang divides:
+    what reads the hidden state is cut by columns, what returns to it by the inner dimension.
+    """
+    step = max(steps, key=lambda one: one.new)
+    counts: dict[tuple[int, int, bool], int] = {}
+    for run in step.linears:
+        key = (run.inner, run.columns, run.rows != step.new)
+        counts[key] = counts.get(key, 0) + 1
+    found = []
+    for (inner, columns, single), count in sorted(counts.items()):
+        split: Split = "columns" if inner == hidden else "inner" if columns == hidden else "none"
+        found.append(Linear(inner, columns, count, "one" if single else "tokens", split))
+    return tuple(found)
+
+
+def fit_attention(steps: Sequence[TimedStep]) -> Attention:
+    """Attention of all layers; see ``Attention.of_work`` for what it is a sum of."""
+    points = merged([Timed(s.new, s.context, s.attention_s) for s in steps if s.attention_s > 0])
+    if not points:
+        return Attention(0.0, 0.0, 0.0, 0.0)
+    rows = np.array(
+        [
+            [
+                one.new * (one.context + one.new / 2),
+                one.new * (one.new + one.context),
+                (one.new + one.context) ** 2,
+                one.new + one.context,
+                1.0,
+            ]
+            for one in points
+        ]
+    )
+    return Attention.of_work(*(float(c) for c in non_negative(rows, [one.seconds for one in points])))
+
+
+def fit_rest(steps: Sequence[TimedStep], attention: Attention) -> tuple[Rest, Attention]:
+    """The rest, and attention with what of the rest grows with the whole prompt: reading its KV."""
+    points = merged([Timed(s.new, s.context, s.rest_s) for s in steps if s.rest_s > 0])
+    rows = np.array([[1.0, one.new, one.new + one.context] for one in points])
+    fixed, per_new, per_prompt = non_negative(rows, [one.seconds for one in points])
+    share = float(np.median([step.split_share for step in steps]))
+    rest = Rest(float(fixed), float(per_new) * (1 - share), float(per_new) * share)
+    return rest, Attention(
+        attention.a, attention.b, attention.c + float(per_prompt), attention.d, attention.e
+    )
+
+
+def fit_outside(samples: Sequence[Timed], level: OperatorLevel) -> Outside:
+    """What is left of the times to first token when the forward pass is taken off."""
+    points = merged(samples)
+    left = [one.seconds - level.seconds(one.new, one.context) for one in points]
+    # Errors count in relation to the whole time, of which what is left is a small part.
+    scale = np.array([one.seconds for one in points])
+    rows = np.array([[1.0, one.new, one.new + one.context] for one in points]) / scale[:, None]
+    target = np.array(left) / scale
+    if not np.any(target > 0):
+        return Outside(0.0)
+    # Shifting by a column of its own would hide a bias of the operators; negative rests count as nothing.
+    positive = np.maximum(target, 1e-9)
+    fixed, per_new, per_prompt = non_negative(rows, positive, relative=False)
+    return Outside(float(fixed), float(per_new), float(per_prompt))
+
+
+def fit_operators(
+    steps: Sequence[TimedStep],
+    samples: Sequence[Timed],
+    shape: Shape,
+    *,
+    units: int,
+    tp: int = 1,
+    pp: int = 1,
+    reductions: Mapping[str, Link] | None = None,
+    stage_link: Link | None = None,
+) -> OperatorLevel:
+    """The operator level.
+
+    Args:
+        steps: forward passes, by operator.
+        samples: times to first token.
+        units: of the device (``Waves.units``).
+        tp, pp: of the measured instance; with more than one rank, ``reductions`` has its all-reduce.
+
+    Raises:
+        ValueError: the steps say too little.
+    """
+    if len({(step.new, step.context) for step in steps}) < 3:
+        raise ValueError("at least three different prefills have to be measured")
+    runs = [run for step in steps for run in step.linears]
+    if not runs:
+        raise ValueError("no matrix product was seen")
+    rest, attention = fit_rest(steps, fit_attention(steps))
+    level = OperatorLevel(
+        layers=shape.layers,
+        hidden=shape.hidden,
+        activation_bytes=shape.activation_bytes,
+        linears=find_linears(steps, shape.hidden),
+        waves=fit_waves(runs, units),
+        attention=attention,
+        rest=rest,
+        outside=Outside(0.0),
+        tp=tp,
+        pp=pp,
+        reductions=reductions or {},
+        stage_link=stage_link,
+    )
+    outside = fit_outside(samples, level)
+    return OperatorLevel(
+        **{name: getattr(level, name) for name in level.__struct_fields__ if name != "outside"},
+        outside=outside,
+    )

@@ -1,0 +1,155 @@
+"""Fits recover what made the measurements."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from sglang_ext.cost_model.fitting import (
+    Shape,
+    Timed,
+    TimedLinear,
+    TimedStep,
+    find_linears,
+    fit_arch,
+    fit_attention,
+    fit_operators,
+    fit_rest,
+    fit_waves,
+    typical,
+)
+from sglang_ext.cost_model.levels import OperatorLevel
+from sglang_ext.cost_model.operators import Attention, Linear, Link, Outside, Rest, Waves
+
+SHAPE = Shape(layers=2, hidden=64, activation_bytes=4)
+TRUTH = OperatorLevel(
+    layers=2,
+    hidden=64,
+    activation_bytes=4,
+    linears=(
+        Linear(64, 192, 2, "tokens", "columns"),
+        Linear(64, 1000, 1, "one", "columns"),
+        Linear(256, 64, 2, "tokens", "inner"),
+    ),
+    waves=Waves(4, 64, 64, 3e10, 2e-6),
+    attention=Attention.of_work(4e-9, 0.0, 1e-9, 2e-6, 1e-4),
+    rest=Rest(3e-3, 2e-6, 2e-6),
+    outside=Outside(6e-3, 0.0, 1e-6),
+)
+POINTS = [(new, context) for new in (32, 128, 500, 1500) for context in (0, 300, 1000)]
+UNSEEN = [(70, 0), (333, 150), (900, 700), (2500, 2000)]
+
+
+def step(new: int, context: int) -> TimedStep:
+    """What the truth takes, by operator."""
+    parts = TRUTH.parts(new, context)
+    runs = tuple(
+        TimedLinear(new if one.rows == "tokens" else 1, one.inner, one.columns, TRUTH.waves.seconds(one, new))
+        for one in TRUTH.linears
+        for _ in range(one.count)
+    )
+    return TimedStep(new, context, runs, parts["attention"], parts["rest"], split_share=0.5)
+
+
+STEPS = [step(new, context) for new, context in POINTS]
+SAMPLES = [Timed(new, context, TRUTH.seconds(new, context)) for new, context in POINTS]
+
+
+def test_the_operator_level_predicts_what_it_has_not_seen() -> None:
+    fitted = fit_operators(STEPS, SAMPLES, SHAPE, units=4)
+    for new, context in UNSEEN:
+        assert fitted.seconds(new, context) == pytest.approx(TRUTH.seconds(new, context), rel=0.02)
+    assert fitted.linears == TRUTH.linears
+    assert (fitted.waves.tile_rows, fitted.waves.tile_columns) == (64, 64)
+    assert fitted.waves.flops_per_s == pytest.approx(3e10, rel=0.01)
+
+
+def test_the_arch_level_predicts_smooth_times() -> None:
+    def smooth(new: int, context: int) -> float:
+        return 0.01 + 2e-5 * new + 3e-9 * new * (context + new / 2)
+
+    fitted = fit_arch([Timed(n, c, smooth(n, c)) for n, c in POINTS], SHAPE, 1, {})
+    for new, context in UNSEEN:
+        assert fitted.seconds(new, context) == pytest.approx(smooth(new, context), rel=1e-3)
+
+
+def test_the_papers_four_coefficients_are_recovered() -> None:
+    known = Attention(a=-3e-9, b=5e-9, c=2e-6, d=1e-3)
+    steps = [TimedStep(n, c, (), known.seconds(n, c), 0.0, 0.0) for n, c in POINTS]
+    found = fit_attention(steps)
+    assert (found.a, found.b, found.c, found.d, found.e) == pytest.approx(
+        (known.a, known.b, known.c, known.d, 0.0), rel=1e-5, abs=1e-15
+    )
+
+
+def test_reading_kv_is_attention_wherever_it_was_measured() -> None:
+    steps = [TimedStep(n, c, (), 1e-9, 1e-3 + 2e-6 * n + 5e-7 * (n + c), 0.25) for n, c in POINTS]
+    rest, attention = fit_rest(steps, Attention(0.0, 0.0, 1e-6, 0.0))
+    assert (rest.fixed_s, rest.per_token_s, rest.split_per_token_s) == pytest.approx((1e-3, 1.5e-6, 5e-7))
+    assert attention.c == pytest.approx(1.5e-6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "units"), [(r, c, u) for r in (1, 16, 128) for c in (16, 128) for u in (1, 132)]
+)
+def test_tiles_are_found(rows, columns, units) -> None:
+    truth = Waves(units, rows, columns, 1e12, 1e-6)
+    products = [Linear(256, 1000, 1), Linear(1000, 300, 1), Linear(512, 4000, 1)]
+    runs = [
+        TimedLinear(r, one.inner, one.columns, truth.seconds(one, r))
+        for r in (7, 40, 100, 260, 900, 3000)
+        for one in products
+    ]
+    found = fit_waves(runs, units)
+    for rows_unseen in (1, 55, 1234):
+        for one in products:
+            assert found.seconds(one, rows_unseen) == pytest.approx(truth.seconds(one, rows_unseen), rel=0.01)
+
+
+def test_products_know_how_they_are_divided() -> None:
+    found = {(one.inner, one.columns): (one.rows, one.split, one.count) for one in find_linears(STEPS, 64)}
+    assert found == {
+        (64, 192): ("tokens", "columns", 2),
+        (64, 1000): ("one", "columns", 1),
+        (256, 64): ("tokens", "inner", 2),
+    }
+
+
+def test_a_disturbed_repetition_does_not_count() -> None:
+    assert typical([1.0, 1.01, 1.02, 1.03]) == pytest.approx(1.015)
+    assert typical([1.0, 1.01, 5.0, 9.0]) == pytest.approx(1.0075)
+    with pytest.raises(ValueError, match="no repetition"):
+        typical([])
+
+
+def test_noise_of_a_shared_machine_is_survived() -> None:
+    """Half of all repetitions are lengthened, by up to as much again: the fit stays near the truth."""
+    chance = random.Random(5)
+
+    def noisy(seconds: float) -> float:
+        return seconds * (1 + chance.random() * (chance.random() < 0.5))
+
+    samples = [Timed(s.new, s.context, noisy(s.seconds)) for s in SAMPLES for _ in range(9)]
+    fitted = fit_operators(STEPS, samples, SHAPE, units=4)
+    errors = [abs(fitted.seconds(n, c) / TRUTH.seconds(n, c) - 1) for n, c in UNSEEN]
+    assert sum(errors) / len(errors) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("steps", "why"),
+    [
+        pytest.param(STEPS[:2], "three different", id="too few"),
+        pytest.param(
+            [TimedStep(n, c, (), 1.0, 1.0, 0.0) for n, c in POINTS], "no matrix product", id="no product"
+        ),
+    ],
+)
+def test_what_says_too_little_is_refused(steps, why) -> None:
+    with pytest.raises(ValueError, match=why):
+        fit_operators(steps, SAMPLES, SHAPE, units=4)
+
+
+def test_other_ranks_are_predicted_with_their_reductions() -> None:
+    fitted = fit_operators(STEPS, SAMPLES, SHAPE, units=4, reductions={"2": Link(1e-5, 1e-9)})
+    assert fitted.scaled(2).seconds(1500, 0) < fitted.seconds(1500, 0)
