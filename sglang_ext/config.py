@@ -79,6 +79,19 @@ def parse_id(text: str) -> str:
     return text
 
 
+def parse_urls(text: str) -> str:
+    """URLs of routers, with commas between them.
+
+    Raises:
+        ValueError: when one is not of the form http://host:port.
+    """
+    urls = [url.strip().rstrip("/") for url in text.split(",")]
+    for url in urls:
+        if not re.fullmatch(r"https?://[^/?#@\s]+", url):
+            raise ValueError(f"{url!r} is not of the form http://host:port")
+    return ",".join(dict.fromkeys(urls))
+
+
 def parse_path(text: str) -> str:
     """A path, absolute from here on: other processes may start elsewhere.
 
@@ -114,7 +127,8 @@ class Flag:
     """One setting as the user sees it.
 
     ``field`` is the name in :class:`KvConfig`, ``default`` and ``type`` those of the field, ``metavar`` what
-    stands for the value in ``--help`` (None for a switch), ``parse`` turns text into a value.
+    stands for the value in ``--help`` (None for a switch), ``parse`` turns text into a value; ``repeats``: it
+    may be given several times, which is the same as once with commas.
     """
 
     field: str
@@ -123,6 +137,7 @@ class Flag:
     help: str
     metavar: str | None
     parse: Parser
+    repeats: bool = False
 
     @property
     def name(self) -> str:
@@ -145,11 +160,10 @@ class Flag:
         return self.metavar is None
 
 
-def _flag(default: Any, help: str, metavar: str | None, parse: Parser) -> Any:
+def _flag(default: Any, help: str, metavar: str | None, parse: Parser, *, repeats: bool = False) -> Any:
     kind = str if default is None else type(default)
-    return dataclasses.field(
-        default=default, metadata={"type": kind, "help": help, "metavar": metavar, "parse": parse}
-    )
+    about = {"type": kind, "help": help, "metavar": metavar, "parse": parse, "repeats": repeats}
+    return dataclasses.field(default=default, metadata=about)
 
 
 @dataclass(frozen=True)
@@ -242,6 +256,27 @@ class KvConfig:
         "NAME",
         parse_id,
     )
+    router: str | None = _flag(
+        None,
+        "A router to register with, and to tell of everything that enters or leaves the cache. Give it once "
+        "per router (in the environment: URLs with commas between them).",
+        "URL",
+        parse_urls,
+        repeats=True,
+    )
+    agent_port: int = _flag(
+        0,
+        "The port of the agent, to which routers connect. 0 means any that is free.",
+        "PORT",
+        _within(0, 65535),
+    )
+    cluster_key_file: str | None = _flag(
+        None,
+        "The file with the key of the cluster, the same on every member. Without it the agent listens on "
+        "loopback only.",
+        "PATH",
+        parse_path,
+    )
     load_min_tokens: int = _flag(
         64,
         "The shortest run of tokens worth loading from DRAM or disk; shorter runs are recomputed.",
@@ -279,6 +314,10 @@ class KvConfig:
                 hint="Give the DRAM tier a size too, such as --kv-dram-size 4GB",
             )
 
+        if self.agent_port and self.router is None:
+            raise ConfigError(
+                "there is no agent without a router", field="--kv-agent-port", hint="Give --kv-router"
+            )
         if self.layer_cache_size and self.disk_path is None:
             raise ConfigError(
                 "the layer cache is for KV on disk",

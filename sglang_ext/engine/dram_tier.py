@@ -22,6 +22,7 @@ import numpy as np
 from sglang_ext.engine.disk_writes import Agree, DiskWrites
 from sglang_ext.engine.mover import BlockIds, LayerSink, Mover, Source
 from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
+from sglang_ext.radix_global.observer import CopyObserver, Unobserved
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +108,7 @@ class DramTier:
         self._loads = _Queue()
         self._taken = 0
         self.counters = DramCounters()
+        self.copies: CopyObserver = Unobserved()
 
     # -- HBM to DRAM ----------------------------------------------------------------------------
 
@@ -140,6 +142,7 @@ class DramTier:
         part = node if fits == node.blocks else self._tree.split(node, fits)
         blocks = self._arena.alloc(fits)
         assert blocks is not None
+        self.copies.copy_begins(part, self._dram)
         self._tree.place(part, self._dram, blocks)
         self._tree.lock(part, self._dram)
         self._tree.lock(part, self._copying)
@@ -213,6 +216,7 @@ class DramTier:
         start = 0
         for node in nodes:
             end = start + node.blocks * unit
+            self.copies.copy_begins(node, self._hbm)
             self._tree.place(node, self._hbm, slots[start:end])
             start = end
         self._tree.lock(last, self._dram)
@@ -300,6 +304,7 @@ class DramTier:
                 landed()
                 continue
             self._tree.unlock(node, self._copying)
+            self.copies.copy_ended(node, blocks, self._dram)
             self.counters.written += blocks
             if self.below is not None:
                 self.below.submit(node, blocks)
@@ -313,6 +318,7 @@ class DramTier:
             if node is not None:
                 self._tree.unlock(node, self._dram)
                 self._tree.unlock(node, self._hbm)
+                self.copies.copy_ended(node, blocks, self._hbm)
             self.counters.loaded += blocks
 
     @property

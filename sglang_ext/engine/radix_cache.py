@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    from sglang_ext.engine.events import PlacementFeed
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +108,10 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
         self.dram = dram
         self.promotions = promotions
         self.metrics = metrics
+        self.feed: PlacementFeed | None = None
+        """Tells routers of what changes here; ``None`` without any."""
+        self.on_release: Callable[[], None] = lambda: None
+        """Called before everything ends."""
         self._hbm = hbm
         self._load_min_tokens = load_min_tokens
         self._check_when_idle = check
@@ -332,6 +338,8 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
             self.promotions.drain()
         if self.prefetcher is not None:
             self.prefetcher.drain()
+        if self.feed is not None:
+            self.feed.publish()
         if self.metrics is not None:
             self.metrics.update(self)
 
@@ -339,6 +347,8 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything in every tier (``/flush_cache``). SGLang empties the pools itself."""
+        if self.feed is not None:
+            self.feed.clear()
         if self.pool is not None:
             self.pool.reset()
         if self.prefetcher is not None:
@@ -354,6 +364,8 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
     def weights_changed(self) -> None:
         """New weights are a new namespace: what older ones computed never matches again."""
         self._weights += 1
+        if self.feed is not None:
+            self.feed.clear(self._weights)
         if self.pool is not None:
             self.pool.namespace = self.namespace(None, None)
 
@@ -374,6 +386,8 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
 
     def sanity_check(self) -> None:
         """Called in each idle pass of the scheduler; looks again only after something has changed."""
+        if self.feed is not None:
+            self.feed.publish(idle=True)
         if self._check_when_idle:
             state = repr(self)
             if state != self._checked_state:
@@ -383,6 +397,8 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
     def check(self) -> None:
         """Verify the invariants of tree and tiers. Raises AssertionError naming what is wrong."""
         self.tree.check()
+        if self.feed is not None:
+            self.feed.log.check()
         if self.dram is not None:
             self.dram.check()
         if self.promotions is not None:
@@ -390,6 +406,7 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
 
     def release_host_resources(self) -> None:
         """Bring what is in flight to its end, down to the disk."""
+        self.on_release()
         if self.dram is not None:
             self.dram.close()
         if self.promotions is not None:

@@ -59,7 +59,12 @@ def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
             group.add_argument(flag.name, action="store_true", default=None, help=_help(flag))
         else:
             group.add_argument(
-                flag.name, type=_argument_type(flag), metavar=flag.metavar, default=None, help=_help(flag)
+                flag.name,
+                type=_argument_type(flag),
+                metavar=flag.metavar,
+                default=None,
+                help=_help(flag),
+                action="append" if flag.repeats else "store",
             )
     if runtime.active(os.environ):
         parser.set_defaults(**runtime.FLAG_DEFAULTS)
@@ -67,8 +72,12 @@ def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
 
 def given_values(args: argparse.Namespace) -> dict[str, Any]:
     """What the user gave on the command line, by field of :class:`KvConfig`."""
-    values = {flag.field: getattr(args, flag.dest, None) for flag in flags()}
-    return {field: value for field, value in values.items() if value is not None}
+    given = {flag: getattr(args, flag.dest, None) for flag in flags()}
+    return {
+        flag.field: ",".join(value) if flag.repeats else value
+        for flag, value in given.items()
+        if value is not None
+    }
 
 
 def read_flags(args: argparse.Namespace, environment: Mapping[str, str]) -> KvConfig | None:

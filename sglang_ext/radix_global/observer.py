@@ -19,3 +19,23 @@ class TreeObserver(Protocol):
 
     def split(self, upper: Node, lower: Node) -> None:
         """``lower``, a node that was known, begins with ``upper`` no longer: that is its parent now."""
+
+
+class CopyObserver(Protocol):
+    """Who is told of copies between tiers, whose placement is in the tree before their bytes are there."""
+
+    def copy_begins(self, node: Node, holder: Holder) -> None:
+        """``node`` is about to be placed with ``holder``, whose copy is not there yet."""
+
+    def copy_ended(self, node: Node, blocks: int, holder: Holder) -> None:
+        """The last ``blocks`` blocks of the path that ends at ``node`` are with ``holder`` now."""
+
+
+class Unobserved:
+    """Nobody is told of copies."""
+
+    def copy_begins(self, node: Node, holder: Holder) -> None:
+        pass
+
+    def copy_ended(self, node: Node, blocks: int, holder: Holder) -> None:
+        pass

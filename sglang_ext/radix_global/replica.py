@@ -410,14 +410,15 @@ class Replica:
         """
         blocks: dict[int, int] = {}
         for node in self._tree.nodes():
-            piece = node.placements.get(self._holder)
+            piece: Piece | None = node.placements.get(self._holder)
             if piece is None:
                 continue
-            if self._runs.get(piece.run.number) is not piece.run:
-                raise AssertionError(f"{node!r} is a piece of run {piece.run.number}, which is not known")
+            number = piece.run.number
+            if self._runs.get(number) is not piece.run:
+                raise AssertionError(f"{node!r} is a piece of run {number}, which is not known")
             if len(piece) != node.blocks:
                 raise AssertionError(f"{node!r} has a piece of {len(piece)} blocks")
-            blocks[piece.run.number] = blocks.get(piece.run.number, 0) + node.blocks
+            blocks[number] = blocks.get(number, 0) + node.blocks
         for number, known in self._runs.items():
             if blocks.get(number) != known.blocks:
                 raise AssertionError(f"run {number} has {blocks.get(number)} blocks, not {known.blocks}")
