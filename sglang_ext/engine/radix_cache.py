@@ -110,7 +110,7 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
         self.metrics = metrics
         self.feed: PlacementFeed | None = None
         """Tells routers of what changes here; ``None`` without any."""
-        self.on_release: Callable[[], None] = lambda: None
+        self.before_end: Callable[[], None] = lambda: None
         """Called before everything ends."""
         self._hbm = hbm
         self._load_min_tokens = load_min_tokens
@@ -406,7 +406,7 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
 
     def release_host_resources(self) -> None:
         """Bring what is in flight to its end, down to the disk."""
-        self.on_release()
+        self.before_end()
         if self.dram is not None:
             self.dram.close()
         if self.promotions is not None:

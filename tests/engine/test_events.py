@@ -1,0 +1,207 @@
+"""What routers are told of a server's tiers, under a whole server's traffic: after each pass, a reader has
+exactly what is in the tree, but for copies under way."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from engine_simulation import SCENARIOS, Rank, Scenario, run
+
+from sglang_ext.agent_messages import FROM_AGENT, IN_DRAM, IN_HBM, Hello, PlacementEvent, Welcome
+from sglang_ext.engine.events import Began, Changed, Ended, LeftOut, Part, PlacementFeed
+from sglang_ext.keys import Tier
+from sglang_ext.radix_global import Holder, Node, RadixTree
+from sglang_ext.radix_global.replica import Outcome, Replica, path_key
+from sglang_ext.radix_global.stream import EventStream, Sends
+
+pytestmark = pytest.mark.usefixtures("sglang_config")
+
+
+class Follower:
+    """An agent and a router in one: takes from a feed, and keeps a copy."""
+
+    def __init__(self, feed: PlacementFeed, block_size: int) -> None:
+        self.feed = feed
+        self.stream = EventStream("simulated", b"e" * 16, block_size)
+        self.tree = RadixTree(block_size)
+        self.replica = Replica(self.tree, "simulated")
+        self.gaps = 0
+        self.hello()
+
+    def hello(self) -> None:
+        sends, number = self.stream.hello(b"r", Hello("r"))
+        self.receive(sends)
+        if number is not None:
+            self.feed.snapshot(number)
+
+    def follow(self) -> None:
+        for entry in self.feed.take():
+            if isinstance(entry, Changed):
+                self.receive(self.stream.publish(entry.events))
+            elif isinstance(entry, LeftOut):
+                self.stream.left_out(entry.events)
+            elif isinstance(entry, Began):
+                self.receive(self.stream.begin(entry.number))
+            elif isinstance(entry, Part):
+                self.receive(self.stream.part(entry.number, entry.events))
+            else:
+                assert isinstance(entry, Ended)
+                self.receive(self.stream.end(entry.number))
+        if self.replica.trusted and self.replica.next < self.stream.next:
+            self.replica.lost_touch()  # a beat says which number is next
+            self.gaps += 1
+            self.hello()
+
+    def receive(self, sends: Sends) -> None:
+        broken = False
+        for _, data in sends:
+            message = FROM_AGENT.decode(data)
+            if isinstance(message, Welcome):
+                self.replica.began(message.epoch, message.naming)
+            else:
+                broken = self.replica.apply(message) is Outcome.BROKEN or broken  # type: ignore[arg-type]
+        if broken:
+            self.gaps += 1
+            self.hello()
+
+
+class FollowedRank(Rank):
+    """A rank whose every pass is followed."""
+
+    feed_class: type[PlacementFeed] = PlacementFeed
+    limit = 1000
+
+    def __init__(self, scenario: Scenario, **options: Any) -> None:
+        super().__init__(scenario, **options)
+        feed = self.feed_class(self.tree, self.hbm, self.dram_holder, limit=self.limit)
+        self.cache.feed = feed
+        if self.tier is not None:
+            self.tier.copies = feed.log
+        self.follower = Follower(feed, scenario.block)
+        self.compared = 0
+
+    def check(self) -> None:
+        super().check()
+        feed = self.cache.feed
+        assert feed is not None
+        feed.publish()
+        self.follower.follow()
+        if self.follower.replica.trusted:
+            self.follower.replica.check()
+            mine = self.follower.replica.contents()
+            assert mine == self.truth()
+            self.compared += bool(mine)
+
+    def truth(self) -> dict[tuple[object, bytes], int]:
+        """From the tree and the tiers' queues, not from the log."""
+        pending = set(self._pending())
+        found: dict[tuple[object, bytes], int] = {}
+        step = self.tree.block_bytes
+        for node in self.tree.nodes():
+            if node.namespace[0] != self.cache._weights:  # type: ignore[index]
+                continue
+            tiers = 0
+            for holder, tier in ((self.hbm, IN_HBM), (self.dram_holder, IN_DRAM)):
+                if holder in node.placements and (node, holder) not in pending:
+                    tiers |= tier
+            prefix = path_key(node)
+            if tiers:
+                for end in range(len(prefix) - len(node.key) + step, len(prefix) + step, step):
+                    found[node.namespace[1:], prefix[:end]] = tiers  # type: ignore[index]
+        return found
+
+    def _pending(self) -> Iterator[tuple[Node, Holder]]:
+        if self.tier is None:
+            return
+        for queue, holder in ((self.tier._writes, self.dram_holder), (self.tier._loads, self.hbm)):
+            for node, blocks in queue.pending:
+                while node is not None and blocks > 0:
+                    yield node, holder
+                    blocks -= node.blocks
+                    node = node.parent
+
+    def close(self) -> None:
+        super().close()
+        assert self.cache.feed is not None
+        self.cache.feed.close()
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_a_reader_has_what_the_tiers_have(scenario: Scenario) -> None:
+    rank = FollowedRank(scenario, pace=random.Random(3))
+    rank.look_inside = False
+    try:
+        run(rank, 3, 90)
+        assert rank.compared > 20
+        assert rank.follower.gaps == 0
+        assert rank.follower.replica.contents() == rank.truth()
+    finally:
+        rank.close()
+
+
+def test_a_feed_that_nobody_empties_in_time_is_a_gap_and_then_right_again() -> None:
+    class Slow(FollowedRank):
+        limit = 3
+        passes = 0
+
+        def check(self) -> None:
+            self.passes += 1
+            if self.passes % 7 == 0 or self.scheduler.idle:
+                super().check()
+            else:
+                Rank.check(self)
+
+    rank = Slow(SCENARIOS[0], pace=random.Random(3))
+    rank.look_inside = False
+    try:
+        run(rank, 3, 150)
+        assert rank.follower.gaps > 0
+        assert rank.compared > 3
+    finally:
+        rank.close()
+
+
+class Forgetful(PlacementFeed):
+    """Loses one event and says nothing."""
+
+    def _changed(self, events: Any) -> None:
+        kept: list[PlacementEvent] = [event for event in events if getattr(event, "run", 0) % 11 != 5]
+        if kept:
+            super()._changed(kept)
+
+
+def followed_without_a_gap(rank: FollowedRank) -> None:
+    run(rank, 3, 150)
+    assert rank.follower.gaps == 0
+
+
+def test_an_event_lost_unnoticed_is_found() -> None:
+    class Lossy(FollowedRank):
+        feed_class = Forgetful
+
+    rank = Lossy(SCENARIOS[0], pace=random.Random(3))
+    rank.look_inside = False
+    try:
+        with pytest.raises(AssertionError):
+            followed_without_a_gap(rank)
+    finally:
+        rank.close()
+
+
+def test_the_disk_is_told_from_any_thread_by_name() -> None:
+    tree = RadixTree(4)
+    feed = PlacementFeed(tree, Holder.of("i", 1, Tier.HBM), Holder.of("i", 1, Tier.DRAM))
+    try:
+        follower = Follower(feed, 4)
+        feed.publish()
+        follower.follow()
+        names = [bytes([i]) * 16 for i in range(3)]
+        feed.disk_changed(names, [])
+        feed.disk_changed([], names[:1])
+        follower.follow()
+        assert follower.replica.on_disk == set(names[1:])
+    finally:
+        feed.close()
