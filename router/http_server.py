@@ -96,6 +96,8 @@ class HttpServer:
                     await asyncio.sleep(0.01)
         tasks = [task for connection in list(state.connections) if (task := connection.cancel()) is not None]
         await asyncio.gather(*tasks, return_exceptions=True)
+        while state.connections:  # noqa: ASYNC110 - each ends in the next turn of the loop
+            await asyncio.sleep(0)
         if self._sweeping is not None:
             self._sweeping.cancel()
             await asyncio.gather(self._sweeping, return_exceptions=True)

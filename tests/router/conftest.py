@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 from router import Router, RouterConfig
 from sglang_ext.testing.tokenizer import write_tokenizer
 from sglang_ext.testing.workers import StandInWorker, running_worker
+
+sys.path.insert(0, str(Path(__file__).parent))  # for http_rig.py, which several tests share
 
 StartWorker = Callable[..., Awaitable[StandInWorker]]
 StartRouter = Callable[..., Awaitable[Router]]

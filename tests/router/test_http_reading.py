@@ -1,0 +1,215 @@
+"""What the HTTP server reads and what it refuses: bodies, heads, and bytes of any kind, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import zlib
+from collections.abc import AsyncIterator
+
+import pytest
+from http_rig import CLOSE, GET, Rig, chunked, post, running
+
+from router.http_messages import HTTP2_REFUSAL
+from router.http_state import HttpLimits
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    async with running() as rig:
+        yield rig
+
+
+# -- bodies ------------------------------------------------------------------------------------------
+
+
+async def test_a_large_body(rig: Rig) -> None:
+    wire = await rig.connect()
+    body = bytes(range(256)) * 40_000
+    wire.send(post("/x", body))
+    wire.send(chunked("/y", *(body[i : i + 100_000] for i in range(0, len(body), 100_000))))
+    assert (await wire.answer())[2] == b"POST /x %d" % len(body)
+    assert (await wire.answer())[2] == b"POST /y %d" % len(body)
+    assert [request.body == body for request in rig.echo.requests] == [True, True]
+
+
+@pytest.mark.parametrize("how", ["announced", "chunked", "compressed"])
+async def test_too_large_a_body_is_refused(how: str) -> None:
+    async with running(HttpLimits(max_body_bytes=1000)) as rig:
+        wire = await rig.connect()
+        if how == "announced":
+            wire.send(b"POST /x HTTP/1.1\r\nHost: h\r\nContent-Length: 1001\r\n\r\n")
+        elif how == "chunked":
+            wire.send(chunked("/x", *[b"x" * 100] * 500))
+        else:
+            wire.send(post("/x", gzip.compress(bytes(1001)), "Content-Encoding: gzip"))
+        status, headers, body = await wire.answer()
+        assert status == 413
+        assert b"--max-payload-bytes" in body
+        assert headers["connection"] == "close"
+        assert await wire.ended() == b""
+        assert rig.echo.requests == []
+
+
+async def test_who_asks_whether_to_send_the_body_is_told_to(rig: Rig) -> None:
+    wire = await rig.connect()
+    message = post("/x", b"12345", "Expect: 100-continue")
+    wire.send(b"GET /gate HTTP/1.1\r\nHost: h\r\n\r\n" + message[:-5])
+    await rig.echo.gate.reached()
+    rig.echo.gate.open()
+    assert (await wire.answer())[0] == 200, "what was asked before comes first"
+    assert (await wire.answer())[0] == 100
+    wire.send(b"12345")
+    assert (await wire.answer())[2] == b"POST /x 5"
+    wire.send(post("/x", b"", "Expect: miracles"))
+    assert (await wire.answer())[0] == 417
+
+
+async def test_too_large_a_body_is_refused_instead_of_asked_for() -> None:
+    async with running(HttpLimits(max_body_bytes=1000)) as rig:
+        wire = await rig.connect()
+        wire.send(b"POST /x HTTP/1.1\r\nHost: h\r\nContent-Length: 1001\r\nExpect: 100-continue\r\n\r\n")
+        assert (await wire.answer())[0] == 413
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "bare deflate"])
+async def test_compressed_bodies_are_unpacked(coding: str, rig: Rig) -> None:
+    body = b"some text " * 100_000
+    packer = zlib.compressobj(wbits={"gzip": 31, "deflate": 15, "bare deflate": -15}[coding])
+    packed = packer.compress(body) + packer.flush()
+    wire = await rig.connect()
+    wire.send(post("/x", packed, f"Content-Encoding: {coding.split()[-1]}"))
+    assert (await wire.answer())[2] == b"POST /x %d" % len(body)
+    assert rig.echo.requests[0].body == body
+
+
+@pytest.mark.parametrize(
+    ("coding", "damage", "status"), [("br", 0, 415), ("gzip", 3, 400), ("gzip", -3, 400)]
+)
+async def test_bodies_that_cannot_be_unpacked(coding: str, damage: int, status: int, rig: Rig) -> None:
+    packed = gzip.compress(b"some text " * 100)
+    packed = packed[damage:] if damage >= 0 else packed[:damage]
+    wire = await rig.connect()
+    wire.send(post("/x", packed, f"Content-Encoding: {coding}"))
+    assert (await wire.answer())[0] == status
+    assert rig.echo.requests == []
+
+
+# -- heads -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [10, 1000, None])
+async def test_too_large_a_head_is_refused(cut: int | None) -> None:
+    async with running(HttpLimits(max_head_bytes=5000)) as rig:
+        wire = await rig.connect()
+        head = b"GET / HTTP/1.1\r\nHost: h\r\n" + b"".join(
+            b"x%d: %b\r\n" % (n, b"y" * 90) for n in range(100)
+        )
+        for start in range(0, len(head), cut or len(head)):
+            wire.send(head[start : start + (cut or len(head))])
+            await asyncio.sleep(0)
+        wire.send(b"\r\n")
+        assert (await wire.answer())[0] == 431
+        assert await wire.ended() == b""
+
+
+@pytest.mark.parametrize(
+    ("message", "status"),
+    [
+        (b"PUT / HTTP/1.1\r\nHost: h\r\nContent-Length:4\r\ntransfer-encoding:chunked\r\n\r\n0\r\n\r\n", 400),
+        (b"PUT / HTTP/1.1\r\nHost: h\r\ntransfer-encoding:chunked\r\nContent-Length:4\r\n\r\n0\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\nContent-Length: 5\r\n\r\nabcd", 400),
+        (b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: +4\r\n\r\nabcd", 400),
+        (b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 4,4\r\n\r\nabcd", 400),
+        (b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 501),
+        (b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: \x0bchunked\r\n\r\n0\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding : chunked\r\n\r\n0\r\n\r\n", 400),
+        (b"POST / HTTP/1.0\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n4\nabcd\r\n0\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n0x4\r\nabcd\r\n0\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: h\r\nX: a\r\n b\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\nHost: h\n\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: h\r\nX: a\0b\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: h\r\nHost: i\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\n\r\n", 400),
+        (b"GET / HTTP/2.0\r\nHost: h\r\n\r\n", 505),
+        (b"GET / HTTP/9.9\r\nHost: h\r\n\r\n", 400),
+        (b"GET /a b HTTP/1.1\r\nHost: h\r\n\r\n", 400),
+        (b"CONNECT h:1 HTTP/1.1\r\nHost: h\r\n\r\n", 405),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
+    ],
+)  # fmt: skip
+async def test_what_two_readers_could_read_in_two_ways_is_refused(
+    message: bytes, status: int, rig: Rig
+) -> None:
+    wire = await rig.connect()
+    wire.send(message + GET)
+    assert (await wire.answer())[0] == status
+    assert await wire.ended() == b""
+    assert rig.echo.requests == [], "the rest was not taken for a request"
+
+
+async def test_headers_for_one_connection_stay_here(rig: Rig) -> None:
+    wire = await rig.connect()
+    wire.send(b"GET / HTTP/1.1\r\nHost: h\r\nConnection: keep-alive, X-Mine, Host\r\nX-Mine: 1\r\n")
+    wire.send(b"A: b\r\nA: c\r\n\r\n")
+    assert (await wire.answer())[0] == 200
+    headers = rig.echo.requests[0].headers
+    assert "x-mine" not in headers
+    assert headers["host"] == "h"
+    assert headers["a"] == "b, c"
+
+
+@pytest.mark.parametrize(
+    ("target", "path", "sent_on"),
+    [
+        ("http://elsewhere/a%20b?c", "/a b", "/a%20b?c"),
+        ("http://elsewhere", "/", "/"),
+        ("/a/../b#c", "/a/../b", "/a/../b"),
+        ("/%00", "/\0", "/%00"),
+    ],
+)
+async def test_targets(target: str, path: str, sent_on: str, rig: Rig) -> None:
+    wire = await rig.connect()
+    wire.send(f"GET {target} HTTP/1.1\r\nHost: h\r\n\r\n".encode())
+    assert (await wire.answer())[0] == 200
+    assert (rig.echo.requests[0].path, rig.echo.requests[0].target) == (path, sent_on)
+
+
+@pytest.mark.parametrize("framing", ["length", "chunks", "nothing"])
+async def test_an_offer_of_another_protocol_is_ignored(framing: str, rig: Rig) -> None:
+    """As Java's client and ``curl --http2`` make it; the body must not be taken for a request."""
+    offer = b"Host: h\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+    body = b"GET /hidden HTTP/1.1\r\nHost: h\r\n\r\n"
+    if framing == "length":
+        message = b"POST /x HTTP/1.1\r\n" + offer + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    elif framing == "chunks":
+        head = b"POST /x HTTP/1.1\r\n" + offer + b"Transfer-Encoding: chunked\r\n\r\n"
+        message = head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    else:
+        message = b"GET /x HTTP/1.1\r\n" + offer + b"\r\n"
+    for send in ("whole", "cut"):
+        wire = await rig.connect()
+        rig.echo.requests.clear()
+        if send == "whole":
+            wire.send(message * 3 + CLOSE)
+        else:
+            await wire.dribble(message * 3 + CLOSE)
+        for _ in range(3):
+            assert (await wire.answer())[0] == 200
+        assert (await wire.answer())[2] == b"GET /last 0"
+        assert [request.path for request in rig.echo.requests] == ["/x", "/x", "/x", "/last"]
+        assert {request.body for request in rig.echo.requests[:3]} == {b"" if framing == "nothing" else body}
+
+
+@pytest.mark.parametrize("cut", [1, 5, 24])
+async def test_http_2_is_sent_back_to_http_1_1(cut: int, rig: Rig) -> None:
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+    wire = await rig.connect()
+    wire.send(preface[:cut])
+    await asyncio.sleep(0)
+    wire.send(preface[cut:] + bytes(100))
+    assert await wire.ended() == HTTP2_REFUSAL
+    await wire.close()
+    await rig.until_empty()
