@@ -140,7 +140,7 @@ def fit_waves(runs: Sequence[TimedLinear], units: int) -> Waves:
             continue
         error = float(np.mean(relative_errors(columns @ np.array([fixed, per_work]), seconds)))
         if best is None or error < best[0] * (1 - 1e-6):
-            best = error, Waves(units, tile_rows, tile_columns, 1.0 / per_work, float(fixed))
+            best = error, Waves(units, tile_rows, tile_columns, float(1.0 / per_work), float(fixed))
     if best is None:
         raise ValueError("the time of matrix products does not grow with their size")
     return best[1]

@@ -1,0 +1,183 @@
+"""The line of prompts at an instance, and the costs built on it: by a clock that is moved by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.costs import BOUND_CALIBRATED, BOUND_DEFAULT, Correction, RouterCosts
+from router.policies import Instance, Role
+from router.queue_estimate import QueueEstimate
+from sglang_ext.cost_model import CostModel
+from sglang_ext.keys import Tier
+
+
+def test_prompts_wait_for_each_other() -> None:
+    queue = QueueEstimate()
+    assert queue.seconds(0.0) == 0.0
+    queue.enter(2.0, 0.0, streams=True)
+    queue.enter(3.0, 0.0, streams=True)
+    assert queue.seconds(0.0) == 5.0
+    assert queue.seconds(1.5) == 3.5
+
+
+def test_the_first_is_expected_at_any_moment_once_it_is_overdue() -> None:
+    queue = QueueEstimate()
+    first = queue.enter(2.0, 0.0, streams=True)
+    queue.enter(3.0, 0.0, streams=True)
+    assert queue.seconds(60.0) == 3.0
+    queue.leave(first, 60.0)
+    assert queue.seconds(61.0) == 2.0
+
+
+def test_an_early_first_byte_ends_its_prompt() -> None:
+    queue = QueueEstimate()
+    first = queue.enter(5.0, 0.0, streams=True)
+    queue.enter(1.0, 0.0, streams=True)
+    queue.leave(first, 0.5)
+    queue.leave(first, 0.6)
+    assert queue.seconds(0.5) == 1.0
+
+
+def test_one_that_overtakes_leaves_the_others_as_they_were() -> None:
+    queue = QueueEstimate()
+    queue.enter(5.0, 0.0, streams=True)
+    second = queue.enter(1.0, 0.0, streams=True)
+    queue.leave(second, 2.0)
+    assert queue.seconds(2.0) == 3.0
+
+
+def test_what_does_not_stream_is_computed_when_its_time_is_over() -> None:
+    queue = QueueEstimate()
+    queue.enter(1.0, 0.0, streams=False)
+    queue.enter(2.0, 0.0, streams=False)
+    queue.enter(4.0, 0.5, streams=True)
+    assert queue.seconds(0.5) == 6.5
+    assert (queue.seconds(1.5), queue.waiting(1.5)) == (5.5, 2)
+    assert (queue.seconds(3.5), queue.waiting(3.5)) == (3.5, 1)
+    assert (queue.seconds(100.0), queue.waiting(100.0)) == (0.0, 1)
+
+
+def test_an_idle_time_is_not_worked_off() -> None:
+    queue = QueueEstimate()
+    queue.enter(1.0, 0.0, streams=False)
+    queue.enter(2.0, 10.0, streams=True)
+    assert queue.seconds(10.0) == 2.0
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["enter", "leave", "look"]),
+            st.floats(0, 10),
+            st.floats(0, 5),
+            st.booleans(),
+            st.integers(0, 5),
+        ),
+        max_size=60,
+    )
+)
+def test_it_never_owes_more_than_was_sent_nor_less_than_nothing(events) -> None:
+    queue = QueueEstimate()
+    now, sent, entries = 0.0, 0.0, []
+    for what, seconds, passes, streams, which in events:
+        now += passes
+        if what == "enter":
+            entries.append(queue.enter(seconds, now, streams=streams))
+            sent += seconds
+        elif what == "leave" and entries:
+            queue.leave(entries[which % len(entries)], now)
+        queue.check()
+        assert -1e-9 <= queue.seconds(now) <= sent + 1e-9
+        assert queue.waiting(now) == len(queue) <= len(entries)
+    for entry in entries:
+        queue.leave(entry, now)
+    assert queue.seconds(now) == 0.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def instance(name: str, in_flight: int = 0, role: Role = Role.COLOCATED) -> Instance:
+    return Instance(name, in_flight, 0, 0, 0, role)
+
+
+def test_requests_on_their_way_are_the_queue_until_their_first_byte() -> None:
+    clock = Clock()
+    costs = RouterCosts(CostModel(), clock)
+    alone = costs.exec_s(instance("a"), 1000, 0)
+    with costs.sending("a", 1000, 0, streams=True) as first_byte:
+        assert costs.queue_s(instance("a", 1)) == pytest.approx(alone)
+        assert costs.queue_s(instance("b")) == 0
+        clock.now += alone
+        first_byte()
+        # What is left is the step of generation that the next prompt finds under way.
+        assert costs.queue_s(instance("a", 1)) == pytest.approx(CostModel().decode_s(1))
+    assert costs.queue_s(instance("a")) == 0
+
+
+def test_a_request_that_fails_leaves_nothing_behind() -> None:
+    costs = RouterCosts(CostModel(), Clock())
+    with pytest.raises(RuntimeError), costs.sending("a", 1000, 0, streams=True):
+        raise RuntimeError
+    assert costs.queue_s(instance("a")) == 0
+    assert costs.factor("a") == 1.0
+
+
+@pytest.mark.parametrize("actual", [0.1, 1.0, 30.0])
+def test_an_uncalibrated_instance_is_learnt(actual) -> None:
+    """Ten answers, each ``actual`` times as long as the defaults say."""
+    clock = Clock()
+    costs = RouterCosts(CostModel(), clock)
+    default = CostModel().exec_s(2000, 0)
+    for _ in range(10):
+        with costs.sending("a", 2000, 0, streams=True) as first_byte:
+            clock.now += actual * default
+            first_byte()
+    assert costs.exec_s(instance("a"), 2000, 0) == pytest.approx(actual * default, rel=0.05)
+    assert costs.exec_s(instance("b"), 2000, 0) == pytest.approx(default)
+    costs.forget("a")
+    assert costs.exec_s(instance("a"), 2000, 0) == pytest.approx(default)
+
+
+def test_answers_that_do_not_stream_teach_nothing() -> None:
+    clock = Clock()
+    costs = RouterCosts(CostModel(), clock)
+    with costs.sending("a", 2000, 0, streams=False) as first_byte:
+        clock.now += 60.0
+        first_byte()
+    assert costs.factor("a") == 1.0
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 1e6)), max_size=40))
+def test_corrections_stay_within_their_bounds(answers) -> None:
+    for bound in (BOUND_CALIBRATED, BOUND_DEFAULT):
+        correction = Correction(bound)
+        for expected, observed in answers:
+            correction.observe(expected, observed)
+        assert 1 / bound * 0.999 <= correction.factor <= bound * 1.001
+
+
+def test_a_single_outlier_moves_little_once_something_is_known() -> None:
+    correction = Correction(BOUND_DEFAULT)
+    for _ in range(50):
+        correction.observe(1.0, 1.0)
+    correction.observe(1.0, 20.0)
+    assert correction.factor < 1.4
+
+
+def test_transfers_are_possible_where_they_are() -> None:
+    costs = RouterCosts(CostModel(), Clock())
+    assert costs.transfer_s(instance("a"), instance("b"), 100) == float("inf")
+    hand_over = costs.transfer_s(instance("p", role=Role.PREFILL), instance("d", role=Role.DECODE), 100)
+    assert 0 < hand_over < 1
+    fetching = RouterCosts(CostModel(), Clock(), can_fetch=True)
+    assert fetching.transfer_s(instance("a"), instance("b"), 100) == pytest.approx(hand_over)
+    assert costs.load_s(instance("a"), Tier.DISK, 100) > costs.load_s(instance("a"), Tier.DRAM, 100) > 0
+    assert costs.load_s(instance("a"), Tier.DISK, 0) == costs.load_s(instance("a"), Tier.HBM, 100) == 0
