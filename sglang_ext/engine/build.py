@@ -16,6 +16,7 @@ from sglang_ext.engine.cuda_mover import CudaMover
 from sglang_ext.engine.dram_tier import DramTier
 from sglang_ext.engine.hbm import pool_geometry, pool_planes
 from sglang_ext.engine.layer_gate import LayerGate
+from sglang_ext.engine.mempool import engine_mempool
 from sglang_ext.engine.metrics import CacheMetrics
 from sglang_ext.engine.mover import Mover, ThreadMover
 from sglang_ext.engine.radix_cache import GlobalRadixCache
@@ -48,7 +49,8 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     hbm = Holder.of(instance, epoch, Tier.HBM)
     kvcache = params.token_to_kv_pool_allocator.get_kvcache()
     planes = pool_planes(kvcache)
-    dram = promotions = None
+    geometry = _geometry_of(ctx, config, kvcache, planes)
+    dram = promotions = arena = below = disk = None
     if config.dram_size:
         if params.pp_size > 1:
             # Each stage has a tree of its own; nothing keeps completed copies of the stages in step.
@@ -57,12 +59,10 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
                 field="--kv-dram-size",
                 hint="Set it to 0, or use --tp-size instead of --pp-size",
             )
-        geometry = _geometry_of(ctx, config, kvcache, planes)
         arena = DramArena(geometry.layout, config.dram_size, name=f"dram {instance} tp{ctx.tp_rank}")
         mover = _mover_for(ctx, planes, geometry, arena)
         agree = _consensus(params.tp_cache_group)
         holder = Holder.of(instance, epoch, Tier.DRAM)
-        below = disk = None
         if config.disk_path is not None:
             shard = f"tp{ctx.tp_rank}of{ctx.tp_size}"
             facts = RankFacts(instance, epoch, shard, adapters=_uses_adapters())
@@ -91,12 +91,25 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     )
     if _small_priorities_first():
         cache.priority_sign = -1
+    cache.attach_pool(
+        engine_mempool(
+            cache,
+            hbm,
+            planes,
+            geometry.layout,
+            namespace=cache.namespace(None, None),
+            arena=arena,
+            disk=disk,
+            digest=below.names.digest if below is not None else None,
+            wait=_wait_for(cache.device),
+        )
+    )
     logger.info(
         "Global KV cache of instance %s, epoch %x: blocks of %d tokens, %s, %s, eviction %s",
         instance,
         epoch,
         config.block_size,
-        f"DRAM for {arena.n_blocks * config.block_size} tokens" if dram else "no DRAM tier (--kv-dram-size)",
+        f"DRAM for {arena.n_blocks * config.block_size} tokens" if arena else "no DRAM tier (--kv-dram-size)",
         f"disk {config.disk_path}" if promotions else "no disk tier (--kv-disk-path)",
         config.eviction_policy,
     )
@@ -148,6 +161,13 @@ def _mover_for(
         field="--kv-dram-size",
         hint="Set it to 0",
     )
+
+
+def _wait_for(device: torch.device) -> Callable[[], None]:
+    """What returns when nothing runs on the device any more; on a host, what has been called has run."""
+    if device.type != "cuda":
+        return lambda: None
+    return lambda: torch.cuda.synchronize(device)
 
 
 def _consensus(group: Any) -> Callable[[int], int]:

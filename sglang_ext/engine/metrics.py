@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.engine.load_report import LoadDecisions
 from sglang_ext.metrics import metric_name
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class CacheMetrics:
         self._next = 0.0
         self._rank = str(rank)
         self._seen: dict[tuple[str, str], int] = {}
+        self._decided: dict[tuple[str, str, str], int] = {}
 
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(
@@ -52,16 +54,30 @@ class CacheMetrics:
         self._blocks = gauge("blocks", "Blocks that a tier holds.", "tier")
         self._capacity = gauge("capacity_blocks", "Blocks that a tier can hold.", "tier")
         self._backlog = gauge("disk_backlog_bytes", "Bytes in DRAM that wait to be written to disk.")
-        self._weighed = gauge(
-            "disk_weighed_seconds",
-            "The newest decision to load from disk or to compute: how long each was expected to take.",
-            "way",
+        self._weighed = {
+            tier: gauge(
+                f"{tier}_weighed_seconds",
+                f"The newest decision to load from {name} or to compute: how long each was expected to take.",
+                "way",
+            )
+            for tier, name in (("dram", "DRAM"), ("disk", "disk"))
+        }
+        self._decisions = Counter(
+            metric_name("cache", "load_decisions"),
+            "Requests whose KV was found in a tier below HBM, by what was decided: load, compute, or both "
+            "(the head is loaded while the tail is computed), and why.",
+            ["tier", "decision", "reason", "tp_rank"],
+            registry=registry,
         )
         self._events = {
+            "prefetch": events(
+                "prefetches",
+                "Prompts that were to be brought to HBM ahead of their request, by how that ended.",
+            ),
             "dram": events(
                 "dram_blocks",
-                "Blocks written to DRAM, loaded from it, evicted from it, or skipped because it was full of "
-                "locked blocks.",
+                "Blocks written to DRAM, loaded from it, brought to HBM ahead of a request (prefetched), "
+                "evicted from it, or skipped because it was full of locked blocks.",
             ),
             "disk": events(
                 "disk_blocks",
@@ -88,14 +104,23 @@ class CacheMetrics:
                 self._backlog.labels(self._rank).set(cache.dram.below.pending_bytes)
         if cache.promotions is not None:
             self._count("disk", dataclasses.asdict(cache.promotions.counters))
-            decision = cache.promotions.policy.last
-            if decision is not None:
-                self._weigh("load", decision.read_seconds)
-                self._weigh("compute", decision.recompute_seconds)
+            self._decide("disk", cache.promotions.decisions)
+        if cache.load_back is not None:
+            self._decide("dram", cache.load_back.decisions)
+        if cache.prefetcher is not None:
+            self._count("prefetch", dataclasses.asdict(cache.prefetcher.counters))
 
-    def _weigh(self, way: str, seconds: float | None) -> None:
-        if seconds is not None:
-            self._weighed.labels(way, self._rank).set(seconds)
+    def _decide(self, tier: str, decisions: LoadDecisions) -> None:
+        for (decision, reason), count in decisions.counts.items():
+            more = count - self._decided.get((tier, decision, reason), 0)
+            if more:
+                self._decisions.labels(tier, decision, reason, self._rank).inc(more)
+                self._decided[tier, decision, reason] = count
+        last = decisions.last
+        if last is not None:
+            for way, seconds in (("load", last.load_seconds), ("compute", last.compute_seconds)):
+                if seconds is not None:
+                    self._weighed[tier].labels(way, self._rank).set(seconds)
 
     def _count(self, tier: str, counters: Mapping[str, int]) -> None:
         for event, count in counters.items():

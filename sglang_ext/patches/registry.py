@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from sglang_ext.patches import (
     early_send,
     flags,
+    load_details,
     mla_attention,
     mla_rope,
     paged_allocator,
@@ -39,6 +40,7 @@ PATCHES: tuple[Patch, ...] = (
     transfer_backend.PATCH,
     scheduler_calls.PATCH,
     restarts.PATCH,
+    load_details.PATCH,
     weight_updates.PATCH,
     vocabulary.PATCH,
 )

@@ -22,11 +22,13 @@ from sglang_ext.engine.build_disk import RankFacts, disk_below, promotions_from
 from sglang_ext.engine.disk_writes import DiskWrites
 from sglang_ext.engine.dram_tier import DramTier
 from sglang_ext.engine.layer_gate import LayerGate
+from sglang_ext.engine.mempool import engine_mempool
 from sglang_ext.engine.mover import Mover, ThreadMover
 from sglang_ext.engine.promotions import Promotions
 from sglang_ext.engine.radix_cache import GlobalRadixCache
 from sglang_ext.geometry import Geometry
-from sglang_ext.keys import Namespace, Tier
+from sglang_ext.keys import Namespace, Tier, encode_tokens
+from sglang_ext.mempool import MemType, OutOfBlocksError
 from sglang_ext.radix_global import Holder, Node, RadixTree, policy_by_name
 from sglang_ext.testing.tiers import FaultyTier, MemoryTier, WrappedTier
 from sglang_ext.tiered_store.copy import PoolCopier
@@ -69,6 +71,8 @@ class Scenario:
     """Admit requests while their blocks still come from disk."""
     weigh: bool = False
     """Load from disk only what is expected to be slower to compute."""
+    pool: float = 0.0
+    """Share of the passes before which somebody uses the memory pool."""
     prefetch: float = 0.0
     """Share of the passes before which somebody says which prompt is about to come."""
     memory: int = 12
@@ -127,7 +131,7 @@ class Rank:
         self.tier: DramTier | None = None
         self.writes: DiskWrites | None = None
         self.promotions: Promotions | None = None
-        gate = None
+        gate = disk = None
         if scenario.dram_blocks is not None:
             geometry = self.pools.geometry()
             size = scenario.dram_blocks * (geometry.block_bytes + 8) + 8
@@ -138,7 +142,7 @@ class Rank:
                 self.mover = ThreadMover(copier, geometry.n_layers)
             else:
                 self.mover = HandMover(copier, geometry.n_layers, pace)
-            disk, below = None, None
+            below = None
             if scenario.disk_blocks is not None:
                 config = _WEIGHING if scenario.weigh else _CONFIG
                 disk = disk_class(self._disk(geometry, scenario.disk_blocks))
@@ -174,6 +178,17 @@ class Rank:
             load_min_tokens=scenario.load_min_tokens,
             load_always=not scenario.weigh,
         )
+        self.pool = engine_mempool(
+            self.cache,
+            self.hbm,
+            self.pools.tensors,
+            self.pools.geometry().layout,
+            namespace=self.cache.namespace(None, None),
+            arena=self.arena,
+            disk=disk,
+            digest=self.writes.names.digest if self.writes is not None else None,
+        )
+        self.cache.attach_pool(self.pool)
         self.look_inside = True
         """Compare everything in every tier after each step, not only what a forward pass reads."""
         self.scheduler = SimulatedScheduler(self.pools, self.cache, gate, scenario.settings)
@@ -207,6 +222,8 @@ class Rank:
     def check(self) -> None:
         """Verify everything that must be true between two passes of the loop."""
         self.cache.check()
+        if self.scenario.pool:
+            self.pool.check()
         self._check_counts()
         owned = self._owned_slots()
         self._check_owners(owned)
@@ -237,6 +254,9 @@ class Rank:
         prefetcher = self.cache.prefetcher
         if prefetcher is not None and prefetcher.arriving is not None:
             owned["a prefetch"] = prefetcher.arriving
+        for address in self.pool.ledger.allocated():
+            if address.tier is Tier.HBM:
+                owned[str(address)] = np.array(address.place, np.int64)
         for req in self.scheduler.active():
             row = self.pools.requests.req_to_token[req.kv.req_pool_idx]
             own = row[req.kv.cache_protected_len : req.kv.kv_allocated_len].numpy().astype(np.int64)
@@ -330,6 +350,7 @@ class Traffic:
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.random = random.Random(seed)
         self._hints = random.Random(seed + 1)
+        self._owners = random.Random(seed + 2)
         self._scenario = scenario
         self._known: list[list[int]] = [[0] * 8, self._words(40), self._words(90)]
         self._lull = False
@@ -342,6 +363,8 @@ class Traffic:
         """Do one thing from outside, or nothing, before a pass of the loop."""
         if self._scenario.prefetch and self._hints.random() < self._scenario.prefetch:
             self._hint(scheduler)
+        if self._scenario.pool and self._owners.random() < self._scenario.pool:
+            self._own(scheduler)
         draw = self.random.random()
         if self._lull:
             if scheduler.idle:
@@ -376,6 +399,28 @@ class Traffic:
         salt = "tenant" if self._scenario.tenants and rnd.random() < 0.1 else None
         known = rnd.choice(self._known[-self._scenario.memory :])
         prefetcher.prefetch(f"session {rnd.randrange(4)}", known, cache_salt=salt)
+
+    def _own(self, scheduler: SimulatedScheduler) -> None:
+        """Owners of the memory pool take memory, hold prompts, swap, and give back."""
+        pool, rnd = scheduler.cache.pool, self._owners
+        assert pool is not None
+        owner = f"owner {rnd.randrange(3)}"
+        what = rnd.choice(("alloc", "free", "free", "hold", "swap out", "swap in"))
+        self._count(f"pool {what}")
+        if what == "alloc":
+            try:
+                pool.alloc_mem(rnd.randrange(1, 6), rnd.choice((MemType.HBM, MemType.DRAM)), id=owner)
+            except OutOfBlocksError:
+                self._count("pool full")
+        elif what == "free":
+            pool.free_mem(id=owner)
+        elif what == "swap out":
+            pool.swap_out(rnd.randrange(1, 8))
+        else:
+            hold = pool.match(encode_tokens(rnd.choice(self._known)), id=owner)
+            if what == "swap in":
+                pool.swap_in(hold.addresses[:3])
+                hold.release()
 
     def _submit(self, scheduler: SimulatedScheduler) -> None:
         self._count("submit")
@@ -445,6 +490,7 @@ def finish(rank: Rank) -> None:
         raise AssertionError(f"the scheduler does not become idle: {rank.cache!r}")
     if rank.cache.prefetcher is not None:
         rank.cache.prefetcher.clear()
+    rank.pool.reset()
     if rank.promotions is not None:
         rank.promotions.settle()
     if rank.tier is not None:
@@ -564,6 +610,18 @@ SCENARIOS = (
         threaded=True,
         stream=True,
         settings=Settings(mixed=True, overlap=True, new_token_ratio=0.5),
+    ),
+    Scenario("a memory pool", hbm_tokens=256, dram_blocks=200, memory=40, pool=0.3),
+    Scenario(
+        "a memory pool over a disk, brought ahead, the real mover",
+        hbm_tokens=256,
+        dram_blocks=80,
+        disk_blocks=1000,
+        memory=60,
+        threaded=True,
+        pool=0.3,
+        prefetch=0.2,
+        settings=Settings(overlap=True, new_token_ratio=0.05),
     ),
     Scenario("DRAM, brought ahead", hbm_tokens=256, dram_blocks=250, memory=40, prefetch=0.3),
     Scenario(

@@ -9,7 +9,7 @@ import pytest
 from engine_pools import PoolKind, WrongKvError, chain_of
 from engine_simulation import Rank, Scenario, finish
 
-from sglang_ext.engine.mempool import engine_mempool, owned_tokens
+from sglang_ext.engine.mempool import owned_tokens
 from sglang_ext.keys import Tier
 from sglang_ext.mempool import Hold, MemPool, MemType, Outcome, OutOfBlocksError
 from sglang_ext.tiered_store.tier import BlockTier
@@ -24,19 +24,10 @@ class Served:
     def __init__(self, kind: PoolKind, disk_blocks: int | None = None) -> None:
         self.disk: list[BlockTier] = []
         self.rank = Rank(
-            Scenario("pool", kind, hbm_tokens=64, dram_blocks=20, disk_blocks=disk_blocks),
+            Scenario("pool", kind, hbm_tokens=64, dram_blocks=20, disk_blocks=disk_blocks, pool=1),
             disk_class=self._keep,
         )
-        self.pool: MemPool = engine_mempool(
-            self.rank.cache,
-            self.rank.hbm,
-            self.rank.pools.tensors,
-            self.rank.pools.geometry().layout,
-            namespace=NAMESPACE,
-            arena=self.rank.arena,
-            disk=self.disk[0] if self.disk else None,
-            digest=self.rank.writes.names.digest if self.rank.writes is not None else None,
-        )
+        self.pool: MemPool = self.rank.pool
         self.rank.serve(PROMPT)
         self.blocks = len(PROMPT) // self.rank.scenario.block
 
@@ -105,7 +96,9 @@ def test_allocating_evicts_what_sglang_cached_and_gives_all_back(served: Served)
     pool, cache = served.pool, served.rank.cache
     everything = pool.tiers.regions[Tier.HBM].n_blocks
     found = pool.alloc_mem(everything, id="r")
-    assert (cache.total_size(), owned_tokens(pool)) == (0, everything * served.rank.scenario.block)
+    tokens = everything * served.rank.scenario.block
+    assert (owned_tokens(pool), cache.total_size(), cache.evictable_size()) == (tokens, tokens, 0)
+    served.rank.check()
     assert served.pool.match(PROMPT, id="r").tiers == [Tier.DRAM] * served.blocks
     with pytest.raises(OutOfBlocksError, match=f"1 blocks of HBM asked for, 0 of {everything} are free"):
         pool.alloc_mem(1, id="r")
@@ -166,3 +159,30 @@ def test_blocks_of_an_endpoint_are_pages(served: Served) -> None:
         assert len(opened) == 2 * served.rank.scenario.block // page
         assert not set(opened) & set(ids.tolist())
         region.opening = None
+
+
+def test_a_flush_takes_everything_back_from_owners(served: Served) -> None:
+    pool, rank = served.pool, served.rank
+    pool.alloc_mem(3, id="r")
+    pool.alloc_mem(2, MemType.DRAM, id="r")
+    pool.match(PROMPT, id="r")
+    assert rank.scheduler.flush()
+    rank.check()
+    assert pool.owned_blocks(Tier.HBM) == pool.owned_blocks(Tier.DRAM) == 0
+    assert rank.pools.allocator.available_size() == rank.pools.tokens
+
+
+def test_new_weights_are_a_new_namespace_for_the_pool_too(served: Served) -> None:
+    served.rank.scheduler.change_weights()
+    assert served.pool.match(PROMPT, id="r").blocks == 0
+    assert served.pool.match(PROMPT, id="r", namespace=NAMESPACE).blocks == served.blocks
+
+
+def test_a_request_runs_beside_what_owners_have(served: Served) -> None:
+    """SGLang's own count of slots holds, and it does not ask for more than it can get."""
+    pool, rank = served.pool, served.rank
+    free = pool.tiers.regions[Tier.HBM].n_blocks
+    pool.alloc_mem(free // 2, id="r")
+    req = rank.serve(list(range(700, 700 + rank.pools.tokens // 2 - 8)), new_tokens=2)
+    assert req.finished()
+    assert pool.owned_blocks(Tier.HBM) == free // 2

@@ -119,6 +119,22 @@ def test_writes_yield_to_loads_after_each_layer(mover: ThreadMover, copier: Gate
     assert copier.finished == [write[0], *steps("load", "a"), write[1], *steps("load", "b"), write[2]]
 
 
+def test_what_is_brought_ahead_goes_behind_loads_and_among_the_writes(
+    mover: ThreadMover, copier: GatedCopier
+) -> None:
+    assert mover.load_bytes_per_second is None
+    assert [mover.bring("b0", NO_BLOCKS), mover.write("w1", NO_BLOCKS)] == [0, 1]
+    copier.wait_started(1)
+    assert mover.load("l0", NO_BLOCKS) == 0
+    copier.allow()
+    mover.wait_layer(0, LAYERS - 1)
+    mover.settle()
+    assert (mover.writes_done(), mover.loads_done()) == (2, 1)
+    brought = steps("load", "b0")
+    assert copier.finished == [brought[0], *steps("load", "l0"), *brought[1:], *steps("write", "w1")]
+    assert mover.load_bytes_per_second is not None
+
+
 def test_a_load_that_is_done_out_of_order_completes_after_the_older_one(
     mover: ThreadMover, copier: GatedCopier
 ) -> None:

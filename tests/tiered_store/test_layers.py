@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_ext.tiered_store.layers import ByteBudget, LayerQueue, LayerTask
+from sglang_ext.tiered_store.layers import AHEAD, ByteBudget, LayerQueue, LayerTask
 
 
 def drain(queue: LayerQueue) -> list[tuple[object, int]]:
@@ -35,6 +35,19 @@ def test_then_by_priority_then_by_arrival() -> None:
     order = drain(queue)
     assert order[:3] == [("urgent", 0), ("first", 0), ("last", 0)]
     assert order[3:] == [("urgent", 1), ("first", 1), ("last", 1)]
+
+
+def test_what_is_read_ahead_gives_way_until_somebody_waits_for_it() -> None:
+    queue = LayerQueue(1)
+    queue.add("ahead", [1] * 3, priority=AHEAD)
+    queue.add("request", [1] * 2, priority=-5)
+    assert (queue.waiting_bytes, queue.bytes_left("ahead")) == (2, 3)
+    assert drain(queue) == [("request", 0), ("request", 1), ("ahead", 0), ("ahead", 1), ("ahead", 2)]
+    queue.add("ahead", [1] * 2, priority=AHEAD)
+    queue.add("other", [1] * 2)
+    queue.set_priority("ahead", 0)
+    assert queue.waiting_bytes == 4
+    assert drain(queue) == [("ahead", 0), ("other", 0), ("ahead", 1), ("other", 1)]
 
 
 def test_a_newcomer_starts_with_its_lowest_layer_before_others_go_on() -> None:
