@@ -1,0 +1,152 @@
+"""What an answer says of the decision to load or to compute."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from engine_simulation import Rank, Scenario
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from sglang_ext.engine.load_policy import DramPolicy, PrefillCost
+from sglang_ext.engine.load_report import (
+    Decision,
+    LoadDecisions,
+    LoadReport,
+    Reason,
+    begin_report,
+    details_of,
+)
+from sglang_ext.keys import Tier
+
+BLOCK, BYTES = 16, 1 << 16
+
+
+def test_a_report_becomes_whole_numbers_and_texts_under_sglangs_names() -> None:
+    req = SimpleNamespace()
+    begin_report(req, Tier.DISK).decided(20, Decision(12, 0.0104, 0.25, Reason.OVERLAP), BLOCK, BYTES)
+    begin_report(req, Tier.DRAM).decided(3, Decision(3, None, None, Reason.UNMEASURED), BLOCK, BYTES)
+    assert details_of(req) == {
+        "host_decision": "load",
+        "host_reason": "unmeasured",
+        "host_found_tokens": 48,
+        "host_read_tokens": 48,
+        "host_read_bytes": 3 * BYTES,
+        "storage_decision": "both",
+        "storage_reason": "overlap",
+        "storage_found_tokens": 320,
+        "storage_read_tokens": 192,
+        "storage_read_bytes": 12 * BYTES,
+        "storage_load_us": 10400,
+        "storage_compute_us": 250_000,
+    }
+
+
+def test_nothing_found_says_nothing() -> None:
+    req = SimpleNamespace()
+    assert details_of(req) == {}
+    begin_report(req, Tier.DISK)
+    assert details_of(req) == {}
+
+
+def test_what_came_in_the_end_counts() -> None:
+    report = LoadReport(Tier.DISK)
+    report.decided(20, Decision(20, 0.1, 0.2, Reason.FASTER), BLOCK, BYTES)
+    shared = LoadReport(Tier.DISK)
+    shared.shares(report)
+    report.came(5 * BLOCK, Reason.FAILED)
+    assert (report.decision, report.reason, report.read_bytes) == ("both", Reason.FAILED, 5 * BYTES)
+    assert (shared.decision, shared.read_bytes) == ("load", 20 * BYTES)
+    report.came(0, Reason.LATE)
+    assert (report.decision, report.details()["storage_reason"]) == ("compute", "late")
+
+
+def test_decisions_are_counted_by_what_and_why() -> None:
+    decisions = LoadDecisions()
+    report = LoadReport(Tier.DISK)
+    report.decided(2, Decision(0, 0.2, 0.1, Reason.SLOWER), BLOCK, BYTES)
+    decisions.note(report)
+    decisions.note(report)
+    assert dict(decisions.counts) == {("compute", "slower"): 2}
+    assert decisions.last is report
+
+
+def dram_policy(*, always: bool = False, learnt: bool = True) -> DramPolicy:
+    cost = PrefillCost()
+    if learnt:
+        for _ in range(5):
+            cost.observe(1000, 0.0, 0.1)
+    return DramPolicy(BLOCK, BYTES, always=always, cost=cost)
+
+
+@pytest.mark.parametrize(
+    ("rate", "options", "blocks", "reason"),
+    [
+        (1e9, {}, 10, Reason.FASTER),
+        (1e6, {}, 0, Reason.SLOWER),
+        (1e6, {"always": True}, 10, Reason.ALWAYS),
+        (None, {}, 10, Reason.UNMEASURED),
+        (1e6, {"learnt": False}, 10, Reason.UNMEASURED),
+    ],
+)
+def test_dram_is_weighed_by_its_measured_speed(
+    rate: float | None, options: dict[str, bool], blocks: int, reason: Reason
+) -> None:
+    decision = dram_policy(**options).weigh(10, 0, rate)
+    assert (decision.blocks, decision.reason) == (blocks, reason)
+    if rate is not None:
+        assert decision.read_seconds == pytest.approx(10 * BYTES / rate + DramPolicy.OVERHEAD_SECONDS)
+    if options.get("learnt", True):
+        assert decision.recompute_seconds == pytest.approx(160 * 1e-4)
+
+
+SERVED = Scenario("served", hbm_tokens=240, dram_blocks=40, disk_blocks=400, memory=30)
+
+
+@pytest.mark.usefixtures("sglang_config")
+def test_a_requests_answer_has_the_decisions_of_both_tiers() -> None:
+    rank = Rank(SERVED)
+    try:
+        prompt = [n % 7 for n in range(100)]
+        assert details_of(rank.serve(prompt)) == {}
+        assert rank.tier is not None
+        assert rank.writes is not None
+        rank.tier.settle()
+        rank.writes.settle()
+        rank.cache.evict(EvictParams(num_tokens=rank.pools.tokens))
+        rank.tier.give_back(rank.tier.take(rank.tier.n_blocks))
+        details = details_of(rank.serve(prompt))
+        # It came from disk, and from DRAM to HBM.
+        assert details["storage_decision"] == details["host_decision"] == "load"
+        assert details["storage_found_tokens"] == details["host_read_tokens"] == 96
+        assert details["storage_reason"] == "always"
+        layout = rank.pools.geometry().layout
+        assert details["storage_read_bytes"] == 24 * layout.block_bytes
+        assert rank.promotions is not None
+        assert rank.promotions.decisions.counts["load", "always"] == 1
+    finally:
+        rank.close()
+
+
+@pytest.mark.usefixtures("sglang_config")
+def test_a_dram_hit_that_is_slower_than_computing_is_computed() -> None:
+    rank = Rank(Scenario("slow DRAM", hbm_tokens=240, dram_blocks=100, weigh=True))
+    try:
+        prompt = [n % 7 for n in range(101)]
+        rank.serve(prompt)
+        assert rank.tier is not None
+        rank.tier.settle()
+        for number in (1, 2):
+            rank.serve([number * 100 + n for n in range(150)])
+        assert rank.cache.prefill_clock is not None
+        for _ in range(50):
+            rank.cache.prefill_clock._cost.observe(1000, 0.0, 0.001)
+        assert rank.mover is not None
+        rank.mover.load_bytes_per_second = 1e3  # type: ignore[misc]
+        req = rank.serve(prompt)
+        assert req.cached_tokens == 0
+        details = details_of(req)
+        assert (details["host_decision"], details["host_reason"]) == ("compute", "slower")
+        assert int(details["host_load_us"]) > int(details["host_compute_us"])
+    finally:
+        rank.close()
