@@ -100,7 +100,7 @@ def test_dram_is_weighed_by_its_measured_speed(
         assert decision.recompute_seconds == pytest.approx(160 * 1e-4)
 
 
-SERVED = Scenario("served", hbm_tokens=240, dram_blocks=40, disk_blocks=400, memory=30)
+SERVED = Scenario("served", hbm_tokens=240, dram_blocks=100, disk_blocks=400, memory=30)
 
 
 @pytest.mark.usefixtures("sglang_config")
