@@ -1,0 +1,45 @@
+"""Which cost profile the router calculates with."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from sglang_ext.cost_model import CostModel, load
+from sglang_ext.cost_model.profile import find
+
+logger = logging.getLogger("router.profiles")
+
+AUTO = "auto"
+NONE = "none"
+
+
+def load_named(setting: str) -> CostModel | None:
+    """The cost model of ``--cost-profile``, if it names a file.
+
+    Raises:
+        ConfigError: the file is no profile.
+    """
+    return None if setting in (AUTO, NONE) else CostModel(load(Path(setting)))
+
+
+def cost_model_for(model: str, folder: Path | None = None) -> CostModel:
+    """The cost model of the one profile that is kept for a model; defaults where there is none, or several.
+
+    Nothing that instances tell says on which device they run, so that of several profiles none can be chosen.
+
+    Args:
+        model: its served name.
+        folder: where profiles are kept, instead of the user's.
+    """
+    kept = find(model, folder=folder)
+    if len(kept) == 1:
+        chosen = CostModel(load(kept[0]))
+        logger.info("calculating with the cost profile of %s", chosen.profile and chosen.profile.identity)
+        return chosen
+    if kept:
+        logger.warning(
+            "there are %d cost profiles of %s; name one with --cost-profile: %s",
+            len(kept), model, " ".join(str(path) for path in kept),
+        )  # fmt: skip
+    return CostModel()
