@@ -26,11 +26,16 @@ class RouterConfig:
     """0 lets the system choose; ``RunningRouter.url`` tells."""
     policy: str = "auto"
     """A name in ``policies.POLICIES``, or ``package.module:function``."""
+    cost_profile: str = "auto"
+    """What computing takes: a file of ``sglang-ext calibrate``; ``auto`` for the one that is kept for the
+    model, if there is exactly one; ``none`` for defaults."""
     session_header: str = "x-session-id"
     session_field: str = "session_id"
     session_cookie: str = ""
     """Where a request names its session: the first of these that does. An empty name is not looked for."""
     api_key: str | None = field(default=None, repr=False)
+    api_keys_file: str | None = None
+    """Keys of tenants, with their limits; see ``tenants``. Read again on SIGHUP."""
     worker_api_key: str | None = field(default=None, repr=False)
 
     cache_threshold: float = 0.3
@@ -59,6 +64,14 @@ class RouterConfig:
     request_timeout_secs: float = 1800.0
     max_retries: int = 3
     """Other instances tried for one request when a connection fails before the client was sent anything."""
+    retry_budget: float = 0.8
+    """Retries that are allowed per request, on average over 10 s. 0.8 lets the requests of one of two
+    instances go on elsewhere when it dies, and asks a fleet in which everything fails less than twice."""
+    max_running_per_instance: int = 0
+    """Requests that an instance is given at a time; further ones wait here. 0 for no limit."""
+    queue_size: int = 1024
+    """Requests that may wait; beyond, the least important is refused with a 503."""
+    queue_timeout_secs: float = 30.0
     max_payload_bytes: int = 512 * MIB
     max_header_bytes: int = 64 << 10
     max_connections: int = 16_384
@@ -84,6 +97,13 @@ class RouterConfig:
     log_format: str = "text"
     explain_routing: bool = True
     """Send ``x-kv-route-reason`` with every answer."""
+    cache_details: bool = True
+    """Ask workers which tier cached tokens came from (``return_cached_tokens_details``), where the answer is
+    in one piece: what they found is then known even without their ``--enable-cache-report``."""
+    explain_max_bytes: int = 32 * MIB
+    """Memory for recent requests that ``/explain`` can tell of."""
+    otel_endpoint: str | None = None
+    """OTLP/HTTP address for traces; nothing is traced without it."""
 
     def __post_init__(self) -> None:
         if not self.worker_urls:
@@ -94,11 +114,11 @@ class RouterConfig:
         if len(set(self.worker_urls)) != len(self.worker_urls):
             raise ConfigError(f"a worker is named twice: {' '.join(self.worker_urls)}", field="--worker-urls")
         policy_named(self.policy)
-        if not is_loopback(self.host) and not self.api_key:
+        if not is_loopback(self.host) and not self.api_key and not self.api_keys_file:
             raise ConfigError(
                 f"{self.host} can be reached from other machines, and no key is set",
                 field="--api-key",
-                hint="Give --api-key, or bind with --host 127.0.0.1",
+                hint="Give --api-key or --api-keys-file, or bind with --host 127.0.0.1",
             )
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"{self.port} is not a port", field="--port")
@@ -111,10 +131,13 @@ class RouterConfig:
             "health_check_timeout_secs", "health_failure_threshold", "connect_timeout_secs",
             "request_timeout_secs", "max_payload_bytes", "max_header_bytes", "max_connections",
             "max_concurrent_requests", "header_timeout_secs", "keep_alive_secs",
-            "tokenizer_threads", "tokenizer_cache_bytes",
+            "tokenizer_threads", "tokenizer_cache_bytes", "queue_timeout_secs",
         ):  # fmt: skip
             self._require(name, getattr(self, name) > 0, "must be greater than 0")
-        for name in ("balance_abs_threshold", "balance_cache_factor", "max_retries"):
+        for name in (
+            "balance_abs_threshold", "balance_cache_factor", "max_retries", "retry_budget",
+            "max_running_per_instance", "queue_size", "explain_max_bytes",
+        ):  # fmt: skip
             self._require(name, getattr(self, name) >= 0, "must not be negative")
         self._require("balance_rel_threshold", self.balance_rel_threshold >= 1.0, "must be at least 1")
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
@@ -163,10 +186,22 @@ class RouterConfig:
             f"how an instance is chosen: {', '.join(POLICIES)}, or one's own as package.module:function",
             metavar="NAME",
         )
+        flag(
+            "cost_profile",
+            str,
+            "what computing takes: a file written by sglang-ext calibrate, auto, or none",
+            metavar="FILE",
+        )
         flag("session_header", str, "header in which a client names its session", metavar="NAME")
         flag("session_field", str, "field of the body that names the session", metavar="NAME")
         flag("session_cookie", str, "cookie that names the session", metavar="NAME")
         flag("api_key", str, "key that clients must send as 'Authorization: Bearer KEY'", metavar="KEY")
+        flag(
+            "api_keys_file",
+            str,
+            "JSON or TOML file with the keys of tenants and their limits (mode 0600)",
+            metavar="FILE",
+        )
         flag("worker_api_key", str, "key that the workers ask for (their --api-key)", metavar="KEY")
         flag("cache_threshold", float, "share of a prompt that a common beginning must be to decide")
         flag("balance_abs_threshold", int, "requests an instance may be ahead of the least loaded one")
@@ -185,6 +220,10 @@ class RouterConfig:
         flag("connect_timeout_secs", float, "seconds to connect to a worker")
         flag("request_timeout_secs", float, "seconds a request may take in all")
         flag("max_retries", int, "other workers tried when a connection fails before anything was sent")
+        flag("retry_budget", float, "retries allowed per request, on average over 10 s")
+        flag("max_running_per_instance", int, "requests given to a worker at a time; 0 for no limit")
+        flag("queue_size", int, "requests that may wait for a worker with room")
+        flag("queue_timeout_secs", float, "seconds that a request may wait for a worker with room")
         flag("max_payload_bytes", int, "largest request body")
         flag("max_header_bytes", int, "largest head of a request")
         flag("max_connections", int, "most connections of clients; one more gets a 503")
@@ -207,6 +246,14 @@ class RouterConfig:
         )
         flag("log_level", str, "what to log", choices=list(LOG_LEVELS))
         flag("log_format", str, "how to log", choices=list(LOG_FORMATS))
+        flag("explain_max_bytes", int, "memory for recent requests that /explain can tell of")
+        flag("otel_endpoint", str, "OTLP/HTTP address to send traces to (extra 'otel')", metavar="URL")
+        parser.add_argument(
+            "--no-cache-details",
+            dest="cache_details",
+            action="store_false",
+            help="do not ask workers which tier cached tokens came from",
+        )
         parser.add_argument(
             "--hide-routing",
             dest="explain_routing",

@@ -27,14 +27,27 @@ class TokenBucket:
 
         What exceeds ``burst`` is let through by a full bucket and paid for later: else it never would be.
         """
-        self._filled = min(self.burst, self._filled + self.rate * max(0.0, now - self._then))
-        self._then = max(self._then, now)
+        self._fill(now)
         needed = min(amount, self.burst)
         # Rounding must not turn the second that was promised into another refusal.
         if self._filled + 1e-9 * self.burst >= needed:
             self._filled -= amount
             return 0.0
         return (needed - self._filled) / self.rate
+
+    def wait(self, now: float, amount: float = 1.0) -> float:
+        """Seconds after which ``amount`` would be there; nothing is taken."""
+        self._fill(now)
+        return max(0.0, (min(amount, self.burst) - self._filled) / self.rate)
+
+    def charge(self, now: float, amount: float) -> None:
+        """Take what was used already, whether it is there or not; later uses wait for the debt."""
+        self._fill(now)
+        self._filled -= amount
+
+    def _fill(self, now: float) -> None:
+        self._filled = min(self.burst, self._filled + self.rate * max(0.0, now - self._then))
+        self._then = max(self._then, now)
 
     def give_back(self, amount: float = 1.0) -> None:
         """Undo a part of what was taken and not used."""

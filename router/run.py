@@ -10,18 +10,32 @@ from types import TracebackType
 
 import uvloop
 
+from router.choosing import Chooser
 from router.config import RouterConfig
+from router.control import Control
 from router.costs import RouterCosts
-from router.fleet import USABLE, Fleet, InstanceFacts
-from router.generation import Generation
+from router.explain import Stories
+from router.facts import InstanceFacts
+from router.fleet import USABLE, Fleet
+from router.flight import Flights, Homes
+from router.generation import Generation, generation_routes
 from router.health import HealthWatch
 from router.http_server import HttpServer
 from router.http_tls import server_context, worker_context
 from router.http_upstream import HttpUpstream
-from router.observability import RouterMetrics, configure_logging
+from router.information import Information
+from router.key_file import read_key_file
+from router.logs import configure_logging
+from router.observability import RouterMetrics
+from router.profiles import AUTO, cost_model_for, load_named
 from router.prompt_trees import PromptTrees
+from router.queueing import Admission
+from router.relaying import Relay
+from router.routes import RouteTable
 from router.service import Service
+from router.tenants import KeyRing
 from router.tokenizing import TokenizerService
+from router.tracing import open_tracing
 from router.worker import LEARN_TIMEOUT_S, WorkerApi
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.cost_model import CostModel
@@ -53,7 +67,7 @@ class Router:
             ttl_s=config.tree_ttl_secs,
             max_bytes=config.tree_max_bytes,
         )
-        self.costs = RouterCosts(CostModel(), self.clock.monotonic)
+        self.costs = RouterCosts(load_named(config.cost_profile) or CostModel(), self.clock.monotonic)
         self.fleet = Fleet(
             config.worker_urls,
             failure_threshold=config.health_failure_threshold,
@@ -72,26 +86,55 @@ class Router:
             config.connect_timeout_secs, tls=lambda: worker_context(config.tls_worker_ca_file)
         )
         self._api = WorkerApi(self._upstream, config.worker_api_key)
-        self._generation = Generation(
+        self.keys = KeyRing(self.clock, api_key=config.api_key)
+        self.stories = Stories(config.explain_max_bytes)
+        self.flights = Flights()
+        homes = Homes()
+        self.tracing = open_tracing(config.otel_endpoint)
+        chooser = Chooser(config, self.fleet, self.trees, self.costs, self.metrics)
+        self.admission = Admission(
+            chooser.capacity, self.clock, size=config.queue_size, patience_s=config.queue_timeout_secs
+        )
+        relay = Relay(
             config,
             self.fleet,
             self.trees,
             self.costs,
             self.tokenizers,
             self._upstream,
+            homes,
+            self.metrics,
+            self.clock,
+            self.tracing,
+        )
+        self._generation = Generation(
+            config,
+            self.fleet,
+            chooser,
+            relay,
+            self.tokenizers,
+            self.admission,
+            self.flights,
+            homes,
+            self.stories,
             self.metrics,
             self.clock,
         )
-        self._service = Service(
+        information = Information(
             config,
-            self._generation,
             self.fleet,
             self.trees,
             self.tokenizers,
+            self.admission,
             self._api,
             self.metrics,
-            self.clock,
+            self.stories,
         )
+        control = Control(self.fleet, self.trees, self._api, self.flights, homes)
+        self.routes = RouteTable(
+            [*generation_routes(self._generation), *information.routes(), *control.routes()]
+        )
+        self._service = Service(self.routes, self.keys, self.metrics, self.clock, self.tracing)
         self._server = HttpServer(
             self._service,
             config.http_limits(),
@@ -126,6 +169,7 @@ class Router:
             ConfigError: the workers serve different models, or the address cannot be bound.
         """
         self._ended = asyncio.get_running_loop().create_future()
+        self.read_keys()
         try:
             await self.watch.first_round()
             if self._adopting is not None:
@@ -149,6 +193,16 @@ class Router:
             self.url, self.config.policy, usable, len(self.fleet.rows), self.tokenizers.status,
         )  # fmt: skip
 
+    def read_keys(self) -> None:
+        """Read the file of API keys, at the start and whenever it has changed.
+
+        Raises:
+            ConfigError: it cannot be used; the keys stay as they were.
+        """
+        if self.config.api_keys_file is not None:
+            self.keys.replace(read_key_file(self.config.api_keys_file))
+            logger.info("%r from %s", self.keys, self.config.api_keys_file)
+
     async def stop(self) -> None:
         """Stop listening, cut what is running, and end every task and thread."""
         await self.watch.stop()
@@ -160,6 +214,7 @@ class Router:
         await self._generation.stop()
         await self._upstream.close()
         self.tokenizers.close()
+        self.tracing.close()
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
 
@@ -189,6 +244,7 @@ class Router:
         """Verify every invariant of every part."""
         self.fleet.check()
         self.trees.check()
+        self.admission.check()
         self._server.check()
 
     # -- tasks ------------------------------------------------------------------------------------
@@ -211,6 +267,8 @@ class Router:
     def _adopt(self, facts: InstanceFacts) -> None:
         """The fleet takes on a model: nothing known of the former one holds."""
         self.trees.clear()
+        if self.config.cost_profile == AUTO:
+            self.costs.use(cost_model_for(facts.model.name))
         if self._adopting is not None:
             self._adopting.cancel()
         self._adopting = asyncio.create_task(self._load_tokenizer(facts), name="load the tokenizer")
@@ -244,6 +302,7 @@ async def serve(config: RouterConfig) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     async with Router(config) as router:
+        loop.add_signal_handler(signal.SIGHUP, _read_keys_again, router)
         stopping = asyncio.create_task(stop.wait())
         ending = asyncio.create_task(router.ended())
         try:
@@ -255,6 +314,13 @@ async def serve(config: RouterConfig) -> None:
             for task in (stopping, ending):
                 task.cancel()
             await asyncio.gather(stopping, ending, return_exceptions=True)
+
+
+def _read_keys_again(router: Router) -> None:
+    try:
+        router.read_keys()
+    except ConfigError as error:
+        logger.error("the API keys stay as they were: %s", error)
 
 
 def run(config: RouterConfig) -> None:

@@ -6,6 +6,7 @@ saying nothing.
 
 from __future__ import annotations
 
+import enum
 import re
 from array import array
 from collections.abc import Iterable
@@ -15,13 +16,34 @@ from typing import Any
 import orjson
 
 from router.sse import EventSplitter
+from router.validation import Endpoint
 from sglang_ext.keys import encode_tokens
 
 DONE = b"[DONE]"
 MAX_TEXT_BYTES = 1 << 20
 """Events of a stream that are kept to learn what was generated."""
 _SAYS_FINISHED = re.compile(rb'"finish_reason"\s*:\s*\{')
-_SAYS_USAGE = re.compile(rb'"usage"\s*:\s*\{')
+_SAYS_USAGE = re.compile(rb'"(usage|sglext)"\s*:\s*\{')
+_TIERS = {"device": "hbm", "host": "dram", "storage": "disk"}
+
+
+class Form(enum.Enum):
+    """Whose form an answer has."""
+
+    NATIVE = enum.auto()
+    """``/generate``: every event of a stream carries the whole answer so far, or the new part."""
+    OPENAI = enum.auto()
+    RESPONSES = enum.auto()
+    ANTHROPIC = enum.auto()
+
+
+FORMS = {
+    Endpoint.GENERATE: Form.NATIVE,
+    Endpoint.CHAT: Form.OPENAI,
+    Endpoint.COMPLETIONS: Form.OPENAI,
+    Endpoint.RESPONSES: Form.RESPONSES,
+    Endpoint.MESSAGES: Form.ANTHROPIC,
+}
 
 
 @dataclass(slots=True)
@@ -31,6 +53,10 @@ class Usage:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
+    tiers: dict[str, int] = field(default_factory=dict)
+    """Tier (hbm, dram, disk) -> cached tokens that were found there, where the worker tells."""
+    response_id: str | None = None
+    """Of ``/v1/responses``: the name under which the worker keeps the answer."""
     output_keys: dict[int, bytes] = field(default_factory=dict)
     """Index of the prompt -> its generated tokens, encoded; where there is one choice per prompt."""
     output_texts: dict[int, str] = field(default_factory=dict)
@@ -44,6 +70,7 @@ class Usage:
         if index % choices == 0:
             self.prompt_tokens = _sum(self.prompt_tokens, meta.get("prompt_tokens"))
             self.cached_tokens = _sum(self.cached_tokens, meta.get("cached_tokens"))
+            self._add_tiers(meta.get("cached_tokens_details"))
         ids = answer.get("output_ids")
         # With --incremental-streaming-output an event has the latest ids only, which are no prefix.
         if choices == 1 and isinstance(ids, list) and ids and len(ids) == meta.get("completion_tokens"):
@@ -65,6 +92,45 @@ class Usage:
         for choice in _choices(answer):
             if isinstance(meta := choice.get("meta_info"), dict):
                 self.cached_tokens = _count(meta.get("cached_tokens"))
+        if isinstance(extension := answer.get("sglext"), dict):
+            self._add_tiers(extension.get("cached_tokens_details"))
+            if self.tiers and self.cached_tokens is None:
+                self.cached_tokens = sum(self.tiers.values())
+
+    def add_responses(self, answer: Any) -> None:
+        """Take in a response, or the event of a stream that carries one."""
+        if isinstance(answer, dict) and isinstance(answer.get("response"), dict):
+            answer = answer["response"]
+        if not isinstance(answer, dict):
+            return
+        if isinstance(name := answer.get("id"), str) and answer.get("object") == "response":
+            self.response_id = name
+        if isinstance(usage := answer.get("usage"), dict):
+            self.prompt_tokens = _count(usage.get("input_tokens"))
+            self.completion_tokens = _count(usage.get("output_tokens"))
+            if isinstance(details := usage.get("input_tokens_details"), dict):
+                # Without --enable-cache-report this is always 0, which says nothing.
+                self.cached_tokens = _count(details.get("cached_tokens")) or None
+
+    def add_anthropic(self, answer: Any) -> None:
+        """Take in a message, or an event of a stream that carries usage."""
+        if isinstance(answer, dict) and isinstance(answer.get("message"), dict):
+            answer = answer["message"]
+        if not isinstance(answer, dict) or not isinstance(usage := answer.get("usage"), dict):
+            return
+        cached = _count(usage.get("cache_read_input_tokens"))
+        if (fresh := _count(usage.get("input_tokens"))) is not None:
+            self.prompt_tokens = fresh + (cached or 0)
+            self.cached_tokens = cached
+        if (output := _count(usage.get("output_tokens"))) is not None:
+            self.completion_tokens = output
+
+    def _add_tiers(self, details: Any) -> None:
+        if not isinstance(details, dict):
+            return
+        for theirs, tier in _TIERS.items():
+            if tokens := _count(details.get(theirs)):
+                self.tiers[tier] = self.tiers.get(tier, 0) + tokens
 
 
 def _choices(answer: Any) -> list[dict[str, Any]]:
@@ -93,6 +159,44 @@ def texts_of(answers: Iterable[Any]) -> dict[int, str]:
     return {index: text for index, text in texts.items() if index not in mixed}
 
 
+def anthropic_text(answers: Iterable[Any]) -> dict[int, str]:
+    """As ``texts_of``, for messages and their streams: ``{0: text}``, or nothing of what is not all text."""
+    text = ""
+    for answer in answers:
+        if not isinstance(answer, dict):
+            continue
+        blocks = answer.get("content") or [answer.get("content_block") or answer.get("delta")]
+        for block in blocks if isinstance(blocks, list) else ():
+            if not isinstance(block, dict):
+                continue
+            if block.get("type") not in (None, "text", "text_delta"):
+                return {}
+            if isinstance(part := block.get("text"), str):
+                text += part
+    return {0: text} if text else {}
+
+
+def responses_text(answers: Iterable[Any]) -> dict[int, str]:
+    """As ``texts_of``, for responses; of a stream, the last event has the whole."""
+    for answer in reversed(list(answers)):
+        response = answer.get("response", answer) if isinstance(answer, dict) else None
+        output = response.get("output") if isinstance(response, dict) else None
+        if not isinstance(output, list) or not output:
+            continue
+        text = ""
+        for item in output:
+            if not isinstance(item, dict) or item.get("type") != "message":
+                return {}
+            parts = item.get("content")
+            for part in parts if isinstance(parts, list) else ():
+                text += part.get("text", "") if isinstance(part, dict) else ""
+        return {0: text} if text else {}
+    return {}
+
+
+_TEXTS = {Form.OPENAI: texts_of, Form.ANTHROPIC: anthropic_text, Form.RESPONSES: responses_text}
+
+
 def _count(value: Any) -> int | None:
     return value if type(value) is int and value >= 0 else None
 
@@ -102,11 +206,11 @@ def _sum(total: int | None, value: Any) -> int | None:
     return total if count is None else (total or 0) + count
 
 
-def read_answer(body: bytes, *, native: bool, choices: int) -> Usage:
+def read_answer(body: bytes, *, form: Form, choices: int) -> Usage:
     """The usage that a complete JSON answer states.
 
     Args:
-        native: whether it answers ``/generate``.
+        form: whose form it has.
         choices: answers per prompt (``n``); a batch lists all choices of a prompt one after another.
     """
     usage = Usage()
@@ -114,27 +218,33 @@ def read_answer(body: bytes, *, native: bool, choices: int) -> Usage:
         answer = orjson.loads(body)
     except orjson.JSONDecodeError:
         return usage
-    if not native:
-        usage.add_openai(answer)
-        if choices == 1:
-            usage.output_texts = texts_of([answer])
+    if form is Form.NATIVE:
+        for index, element in enumerate(answer if isinstance(answer, list) else [answer]):
+            usage.add_native(element, index, choices)
         return usage
-    for index, element in enumerate(answer if isinstance(answer, list) else [answer]):
-        usage.add_native(element, index, choices)
+    _ADDERS[form](usage, answer)
+    if choices == 1:
+        usage.output_texts = _TEXTS[form]([answer])
     return usage
+
+
+_ADDERS = {
+    Form.OPENAI: Usage.add_openai,
+    Form.ANTHROPIC: Usage.add_anthropic,
+    Form.RESPONSES: Usage.add_responses,
+}
 
 
 class StreamReader:
     """Reads the usage of a stream from its pieces. Only events that matter are parsed.
 
     Args:
-        native: whether the stream answers ``/generate``, whose every event carries the whole answer so
-            far (or, with incremental output, the new part).
+        form: whose form the stream has.
         choices: answers per prompt.
     """
 
-    def __init__(self, *, native: bool, choices: int) -> None:
-        self._native = native
+    def __init__(self, *, form: Form, choices: int) -> None:
+        self._form = form
         self._choices = choices
         self._splitter = EventSplitter()
         self._events: list[bytes] = []
@@ -154,18 +264,27 @@ class StreamReader:
             if data == DONE:
                 self.done = True
                 continue
-            if not self._native and self._size <= MAX_TEXT_BYTES:
+            if self._form is not Form.NATIVE and self._size <= MAX_TEXT_BYTES:
                 self._events.append(data)
                 self._size += len(data)
-            if (_SAYS_FINISHED if self._native else _SAYS_USAGE).search(data):
-                self._read(data)
+            if (_SAYS_FINISHED if self._form is Form.NATIVE else _SAYS_USAGE).search(data):
+                self._take(self.usage, data)
+
+    def first(self, chunk: bytes) -> Usage:
+        """What the first piece says already, so that it can be told in the head of the answer; ``feed`` is
+        still to be called with it."""
+        usage = Usage()
+        for data in EventSplitter().feed(chunk)[:1]:
+            if self._form is Form.NATIVE or _SAYS_USAGE.search(data):
+                self._take(usage, data)
+        return usage
 
     def output_texts(self) -> dict[int, str]:
         """What was generated, by choice, where only its text is told; nothing of very long answers.
 
         Parses every event, so it is called off the event loop, when the stream has ended.
         """
-        if self._choices != 1 or self._size > MAX_TEXT_BYTES:
+        if self._choices != 1 or self._size > MAX_TEXT_BYTES or self._form is Form.NATIVE:
             return {}
         events = []
         for data in self._events:
@@ -173,15 +292,15 @@ class StreamReader:
                 events.append(orjson.loads(data))
             except orjson.JSONDecodeError:
                 return {}
-        return texts_of(events)
+        return _TEXTS[self._form](events)
 
-    def _read(self, data: bytes) -> None:
+    def _take(self, usage: Usage, data: bytes) -> None:
         try:
             event = orjson.loads(data)
         except orjson.JSONDecodeError:
             return
-        if not self._native:
-            self.usage.add_openai(event)
+        if self._form is not Form.NATIVE:
+            _ADDERS[self._form](usage, event)
             return
         index = event.get("index", 0) if isinstance(event, dict) else 0
-        self.usage.add_native(event, index if type(index) is int else 0, self._choices)
+        usage.add_native(event, index if type(index) is int else 0, self._choices)

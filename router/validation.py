@@ -29,6 +29,8 @@ class Endpoint(enum.StrEnum):
     GENERATE = "/generate"
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
+    RESPONSES = "/v1/responses"
+    MESSAGES = "/v1/messages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class Job:
     choices: int = 1
     echoes: bool = False
     """The answers repeat their prompts."""
+    pinned_to: str | None = None
+    """The response that it goes on from; the instance that keeps it must serve it."""
 
 
 def parse_json_object(body: bytes) -> Json:

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from router import Router, RouterConfig
-from router.observability import JsonFormatter, TextFormatter
+from router.logs import JsonFormatter, TextFormatter
 from sglang_ext.errors import ConfigError
 from sglang_ext.testing.workers import Gate
 

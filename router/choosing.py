@@ -1,0 +1,114 @@
+"""From a request to an instance: who holds its prompt, who has room, what the policy says."""
+
+from __future__ import annotations
+
+import math
+
+from router.config import RouterConfig
+from router.costs import RouterCosts
+from router.explain import Choice
+from router.fleet import Fleet
+from router.flight import Flight
+from router.observability import RouterMetrics
+from router.policies import Decision, Instance, Match, PolicyOptions, Prompt, Reason, beginners, policy_named
+from router.policies.prompt_tree import NOTHING
+from router.prompt_trees import PromptTrees
+
+
+class Chooser:
+    """Decides, and tells the index the guess that the chosen instance will hold the prompt.
+
+    Args:
+        config: the policy and its thresholds.
+        fleet: who can take requests.
+        trees: who holds which prefix.
+        costs: what computing takes where, and what is on its way.
+        metrics: counts decisions.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        fleet: Fleet,
+        trees: PromptTrees,
+        costs: RouterCosts,
+        metrics: RouterMetrics,
+    ) -> None:
+        self._name = config.policy
+        self._most_running = config.max_running_per_instance
+        self._fleet = fleet
+        self._trees = trees
+        self._costs = costs
+        self._metrics = metrics
+        self._policy = policy_named(config.policy)
+        self._options = PolicyOptions(
+            cache_threshold=config.cache_threshold,
+            balance_abs_threshold=config.balance_abs_threshold,
+            balance_rel_threshold=config.balance_rel_threshold,
+            balance_cache_factor=config.balance_cache_factor,
+            tie_tokens=config.block_size,
+        )
+
+    def capacity(self) -> float:
+        """Requests that the fleet may have now; infinite without ``--max-running-per-instance``."""
+        if not self._most_running:
+            return math.inf
+        return self._most_running * len(beginners(self._fleet.usable()))
+
+    def choose(self, flight: Flight, excluded: frozenset[str]) -> tuple[Decision, Choice] | None:
+        """An instance for a request, and what was seen; ``None`` when there is none."""
+        record = flight.record
+        fleet = self._with_room(self._fleet.usable(excluded))
+        if not beginners(fleet):
+            return None
+        matches: dict[str, Match] = {}
+        for encoded in flight.prompts:
+            for name, match in self._trees.match(encoded.namespace, encoded.key).items():
+                before = matches.get(name, NOTHING)
+                matches[name] = Match(
+                    before.tokens + match.tokens,
+                    before.own or match.own,
+                    before.dram + match.dram,
+                    before.disk + match.disk,
+                )
+        prompt = Prompt(flight.units, flight.session, record.priority, request_id=record.request_id)
+        decision = self._policy(prompt, fleet, matches, self._costs, self._options)
+        self._guess(flight, decision.instance)
+        record.instance, record.reason = decision.instance, decision.reason.value
+        record.matched_tokens = None if record.prompt_tokens is None else decision.matched
+        self._metrics.decided(self._name, decision.reason.value)
+        return decision, _choice(decision, matches, fleet)
+
+    def pinned(self, flight: Flight, instance: str) -> tuple[Decision, Choice] | None:
+        """The instance that keeps what a request goes on from, if it can take requests."""
+        fleet = tuple(known for known in self._fleet.usable() if known.name == instance)
+        if not fleet:
+            return None
+        decision = Decision(instance, Reason.SESSION)
+        self._guess(flight, instance)
+        flight.record.instance, flight.record.reason = instance, decision.reason.value
+        self._metrics.decided(self._name, decision.reason.value)
+        return decision, _choice(decision, {}, fleet)
+
+    def _guess(self, flight: Flight, instance: str) -> None:
+        for encoded in flight.prompts:
+            self._trees.guess(encoded.namespace, encoded.key, instance)
+
+    def _with_room(self, fleet: tuple[Instance, ...]) -> tuple[Instance, ...]:
+        """Leave out who has as many requests as it may, unless that is everybody: having waited for its
+        place, a request is not turned away because an instance has gone meanwhile."""
+        if not self._most_running:
+            return fleet
+        roomy = tuple(known for known in fleet if known.in_flight < self._most_running)
+        return roomy if beginners(roomy) else fleet
+
+
+def _choice(decision: Decision, matches: dict[str, Match], fleet: tuple[Instance, ...]) -> Choice:
+    return Choice(
+        decision.instance,
+        decision.reason.value,
+        decision.matched,
+        {name: {"hbm": m.hbm, "dram": m.dram, "disk": m.disk} for name, m in matches.items()},
+        decision.scores,
+        [known.name for known in fleet if not known.trusted],
+    )

@@ -1,0 +1,141 @@
+"""Requests that are on their way, and where the answers are that instances keep."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from router.anthropic_answers import AnthropicAnswer
+from router.exchange import Request, RequestRefused, Responder
+from router.record import CLIENT_GONE, Record
+from router.tokenizing import Encoded
+from router.usage import Form
+from router.validation import Job
+
+MAX_HOMES = 50_000
+
+
+@dataclass(eq=False, slots=True)
+class Flight:
+    """One generation request on its way."""
+
+    job: Job
+    prompts: Sequence[Encoded]
+    request: Request
+    responder: Responder
+    record: Record
+    body: bytes
+    """What is sent to a worker: as it came, unless the tenant's salt had to be put in."""
+    target: str
+    """Path and query at the worker."""
+    form: Form
+    """Of the worker's answer."""
+    session: str | None = None
+    translation: AnthropicAnswer | None = None
+    """Turns the worker's answer into the form that the client expects."""
+    rids: tuple[str, ...] = ()
+    """What the worker calls the request, where the client chose it."""
+    units: int = 0
+    """Length of all prompts, in the unit of matches."""
+    aborted: bool = False
+    task: asyncio.Task[object] | None = None
+
+
+class Flights:
+    """All requests on their way, by the names under which they can be aborted."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, set[Flight]] = {}
+        self._all: set[Flight] = set()
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @contextmanager
+    def carrying(self, flight: Flight) -> Iterator[None]:
+        """Keep a flight while the block runs, and end the block when it is aborted.
+
+        Raises:
+            RequestRefused: it was aborted.
+        """
+        flight.task = asyncio.current_task()
+        before = flight.task.cancelling() if flight.task is not None else 0
+        names = {flight.record.request_id, *flight.rids}
+        self._all.add(flight)
+        for name in names:
+            self._by_name.setdefault(name, set()).add(flight)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if flight.aborted and flight.task is not None and flight.task.uncancel() <= before:
+                raise RequestRefused(
+                    "the request was aborted", status=CLIENT_GONE, code="aborted", kind="aborted"
+                ) from None
+            raise
+        finally:
+            flight.task = None
+            self._all.discard(flight)
+            for name in names:
+                flights = self._by_name[name]
+                flights.discard(flight)
+                if not flights:
+                    del self._by_name[name]
+
+    def named(self, name: str, scope: str) -> list[Flight]:
+        """Flights with this request id or ``rid``, of the callers with this scope."""
+        return [flight for flight in self._by_name.get(name, ()) if flight.record.caller.scope == scope]
+
+    def of(self, scope: str) -> list[Flight]:
+        """All flights of the callers with this scope."""
+        return [flight for flight in self._all if flight.record.caller.scope == scope]
+
+    def __repr__(self) -> str:
+        return f"Flights({len(self._all)})"
+
+
+def abort(flight: Flight) -> None:
+    """End a flight from outside: its connection to the worker closes, on which the worker aborts."""
+    if flight.task is not None and not flight.aborted:
+        flight.aborted = True
+        flight.task.cancel()
+
+
+class Homes:
+    """Response -> the instance that keeps it; the oldest are forgotten.
+
+    Args:
+        size: most responses that are known.
+    """
+
+    def __init__(self, size: int = MAX_HOMES) -> None:
+        self._size = size
+        self._homes: OrderedDict[tuple[str, str], str] = OrderedDict()
+
+    def keep(self, scope: str, response_id: str, instance: str) -> None:
+        """An instance has answered with this response."""
+        self._homes[scope, response_id] = instance
+        self._homes.move_to_end((scope, response_id))
+        while len(self._homes) > self._size:
+            self._homes.popitem(last=False)
+
+    def find(self, scope: str, response_id: str) -> str:
+        """Where a response is.
+
+        Raises:
+            RequestRefused: 404, for one that is not known, or is another tenant's.
+        """
+        instance = self._homes.get((scope, response_id))
+        if instance is None:
+            raise RequestRefused(
+                f"there is no response {response_id[:80]!r} here",
+                status=404,
+                param="response_id",
+                code="response_not_found",
+            )
+        return instance
+
+    def __len__(self) -> int:
+        return len(self._homes)

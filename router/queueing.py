@@ -1,0 +1,201 @@
+"""Waiting for a place when every instance has as many requests as it may have.
+
+``Line`` decides who is next: larger priority first, then who came first. ``Admission`` is the small
+asynchronous part around it. Places are counted for the fleet as a whole: with places for ``n`` requests on
+each of ``m`` instances and less than ``n * m`` requests admitted, at least one instance has room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from sglang_ext.clock import Clock
+from sglang_ext.errors import InternalError, UserError
+
+RECHECK_S = 0.25
+"""How often those who wait look whether the fleet has grown; a request that ends is noticed at once."""
+
+
+class QueueFull(UserError):
+    """As many requests wait as may, and this one is not more important than any of them."""
+
+
+class QueueTimeout(UserError):
+    """A request has waited as long as it may."""
+
+
+@dataclass(order=True, slots=True)
+class Ticket:
+    """One place in the line."""
+
+    rank: tuple[int, int]
+    """(negated priority, arrival): smaller goes first."""
+    gone: bool = field(default=False, compare=False)
+    """It has left the line: admitted, displaced, or its client went away."""
+    displaced: bool = field(default=False, compare=False)
+    """Somebody more important took its place in a full line."""
+    wake: asyncio.Future[None] | None = field(default=None, compare=False)
+
+
+class Line:
+    """Who waits, and who is next. Pure: no clock, no I/O.
+
+    Args:
+        size: most that wait.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._heap: list[Ticket] = []
+        self._arrivals = itertools.count()
+        self._waiting = 0
+
+    def __len__(self) -> int:
+        return self._waiting
+
+    def join(self, priority: int) -> tuple[Ticket, Ticket | None]:
+        """Stand in line. Returns (the ticket, who was displaced for it or ``None``).
+
+        Raises:
+            QueueFull: the line is full of requests that are at least as important.
+        """
+        ticket = Ticket((-priority, next(self._arrivals)))
+        displaced = None
+        if self._waiting >= self.size:
+            last = max((t for t in self._heap if not t.gone), default=None)
+            if last is None or last.rank[0] <= -priority:
+                raise QueueFull(f"{self._waiting} requests wait already", field="--queue-size")
+            self.leave(last)
+            last.displaced = True
+            displaced = last
+        heapq.heappush(self._heap, ticket)
+        self._waiting += 1
+        return ticket, displaced
+
+    def leave(self, ticket: Ticket) -> None:
+        """Give the place up; a second time changes nothing."""
+        if not ticket.gone:
+            ticket.gone = True
+            self._waiting -= 1
+
+    def next(self) -> Ticket | None:
+        """Take out who is to go first; ``None`` when nobody waits."""
+        while self._heap:
+            ticket = heapq.heappop(self._heap)
+            if not ticket.gone:
+                self.leave(ticket)
+                return ticket
+        return None
+
+    def check(self) -> None:
+        """Verify the count.
+
+        Raises:
+            InternalError: it is wrong.
+        """
+        there = sum(not ticket.gone for ticket in self._heap)
+        if there != self._waiting:
+            raise InternalError(f"{there} tickets in the line, {self._waiting} counted")
+
+
+class Admission:
+    """Lets requests through while there are places.
+
+    Args:
+        capacity: places in the fleet now; infinite when there is no limit.
+        clock: seconds.
+        size: most requests that wait.
+        patience_s: how long one waits.
+    """
+
+    def __init__(
+        self, capacity: Callable[[], float], clock: Clock, *, size: int = 1024, patience_s: float = 30.0
+    ) -> None:
+        self._capacity = capacity
+        self._clock = clock
+        self._patience_s = patience_s
+        self.line = Line(size)
+        self.admitted = 0
+        """Requests that have a place."""
+
+    @asynccontextmanager
+    async def place(self, priority: int = 0) -> AsyncIterator[float]:
+        """Hold a place; yields the seconds that were waited for it.
+
+        Raises:
+            QueueFull, QueueTimeout: there is none.
+        """
+        waited = 0.0
+        if len(self.line) or self.admitted >= self._capacity():
+            waited = await self._wait(priority)
+        else:
+            self.admitted += 1
+        try:
+            yield waited
+        finally:
+            self.admitted -= 1
+            if len(self.line):
+                self._grant()
+
+    async def _wait(self, priority: int) -> float:
+        """Returns with a place taken."""
+        since = self._clock.monotonic()
+        ticket, displaced = self.line.join(priority)
+        ticket.wake = asyncio.get_running_loop().create_future()
+        if displaced is not None and displaced.wake is not None and not displaced.wake.done():
+            displaced.wake.set_result(None)
+        try:
+            while True:
+                self._grant()
+                remaining = self._patience_s - (self._clock.monotonic() - since)
+                await self._until(ticket.wake, min(RECHECK_S, remaining))
+                if ticket.displaced:
+                    raise QueueFull("more important requests have taken the places in the line")
+                if ticket.wake.done():
+                    return self._clock.monotonic() - since
+                if remaining <= 0:
+                    raise QueueTimeout(f"no instance had room within {self._patience_s:g} s")
+        except BaseException:
+            if ticket.gone and not ticket.displaced:  # granted in the very moment in which it gave up
+                self.admitted -= 1
+            self.line.leave(ticket)
+            self._grant()
+            raise
+
+    async def _until(self, wake: asyncio.Future[None], seconds: float) -> None:
+        timer = asyncio.ensure_future(self._clock.sleep(max(0.0, seconds)))
+        try:
+            await asyncio.wait({wake, timer}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            timer.cancel()
+
+    def _grant(self) -> None:
+        """Give free places to those who are next."""
+        while len(self.line) and self.admitted < self._capacity():
+            ticket = self.line.next()
+            if ticket is None:
+                return
+            self.admitted += 1
+            if ticket.wake is not None and not ticket.wake.done():
+                ticket.wake.set_result(None)
+
+    def check(self) -> None:
+        """Verify the counters.
+
+        Raises:
+            InternalError: one of them is impossible.
+        """
+        self.line.check()
+        if self.admitted < 0:
+            raise InternalError(f"{self.admitted} requests admitted")
+
+    def __repr__(self) -> str:
+        capacity = self._capacity()
+        most = "any" if math.isinf(capacity) else str(int(capacity))
+        return f"Admission({self.admitted} of {most}, waiting={len(self.line)} of {self.line.size})"

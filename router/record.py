@@ -1,0 +1,41 @@
+"""What happened to one request, as it is counted, logged, traced and explained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from router.tenants import ANYBODY, Caller
+
+CLIENT_GONE = 499
+"""Status under which a request is counted whose client went away (nginx's number)."""
+
+
+@dataclass(slots=True)
+class Record:
+    """One request. Times are seconds of the clock."""
+
+    request_id: str
+    method: str
+    path: str
+    started: float
+    status: int = 0
+    caller: Caller = ANYBODY
+    priority: int = 0
+    stream: bool = False
+    instance: str | None = None
+    reason: str | None = None
+    prompt_tokens: int | None = None
+    matched_tokens: int | None = None
+    """Tokens that the router believed the chosen instance to hold."""
+    cached_tokens: int | None = None
+    """Tokens that the instance says it found."""
+    tiers: dict[str, int] = field(default_factory=dict)
+    """Tier -> tokens that were found there."""
+    completion_tokens: int | None = None
+    attempts: int = 0
+    stages: dict[str, float] = field(default_factory=dict)
+    """Seconds the router itself spent, by stage; waiting for a place is not one of them."""
+    queued_s: float = 0.0
+    first_byte: float | None = None
+    error: str | None = None
+    trace_id: str | None = None

@@ -1,0 +1,267 @@
+"""One attempt at one instance: sending a request on, passing its answer back, learning from both."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+
+import orjson
+
+from router.config import RouterConfig
+from router.costs import RouterCosts
+from router.exchange import (
+    EVENT_STREAM_TYPE,
+    HOP_BY_HOP,
+    ConnectionLost,
+    RequestTimeout,
+    Upstream,
+    UpstreamResponse,
+)
+from router.fleet import Fleet, Load
+from router.flight import Flight, Homes
+from router.observability import RouterMetrics
+from router.policies import Decision
+from router.prompt_trees import PromptTrees
+from router.record import Record
+from router.tenancy import OVERRIDES
+from router.tokenizing import Encoded, TokenizerService
+from router.tracing import NO_TRACING, TRACE_HEADERS, Tracing
+from router.usage import Form, StreamReader, Usage, read_answer
+from sglang_ext.clock import Clock
+
+logger = logging.getLogger("router.relaying")
+
+MAX_READ_BYTES = 4 << 20
+"""Longer answers are passed on unread."""
+_NOT_FORWARDED = HOP_BY_HOP | {"host", "content-length", "content-encoding", "accept-encoding", "expect"}
+_NOT_RETURNED = HOP_BY_HOP | {"content-length", "date", "server"}
+
+
+class Relay:
+    """Sends requests to instances.
+
+    Args:
+        config: time-outs, keys, what is told to clients.
+        fleet: counts what is in flight.
+        trees: learns who computed what.
+        costs: learns how long it took.
+        tokenizers: for the tokens of answers.
+        upstream: connections to workers.
+        homes: learns where responses are kept.
+        metrics: counts streams that broke off.
+        clock: seconds.
+        tracing: headers with which workers continue a trace.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        fleet: Fleet,
+        trees: PromptTrees,
+        costs: RouterCosts,
+        tokenizers: TokenizerService,
+        upstream: Upstream,
+        homes: Homes,
+        metrics: RouterMetrics,
+        clock: Clock,
+        tracing: Tracing = NO_TRACING,
+    ) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._trees = trees
+        self._costs = costs
+        self._tokenizers = tokenizers
+        self._upstream = upstream
+        self._homes = homes
+        self._metrics = metrics
+        self._clock = clock
+        self._tracing = tracing
+        self._asks_for_key = config.api_key is not None or config.api_keys_file is not None
+        self._learning: set[asyncio.Task[None]] = set()
+
+    async def attempt(self, flight: Flight, decision: Decision) -> None:
+        """Send a request to the chosen instance, and its answer to the client.
+
+        Raises:
+            ConnectFailed, ConnectionLost: the instance went away. If the responder has not started, another
+                one can be tried.
+        """
+        queued = max(0, flight.units - decision.matched)
+        sending = self._costs.sending(decision.instance, queued, decision.matched, streams=flight.job.stream)
+        with self._fleet.carrying(decision.instance, queued) as load, sending as first_byte:
+            with load.until_lost():
+                response = await self._upstream.open(
+                    flight.request.method,
+                    decision.instance + flight.target,
+                    headers=self._request_headers(flight),
+                    body=flight.body,
+                    timeout_s=self._config.request_timeout_secs,
+                )
+            try:
+                is_stream = response.headers.get("content-type", "").startswith(EVENT_STREAM_TYPE)
+                if response.status == 200 and is_stream:
+                    await self._stream(flight, decision, response, load, first_byte)
+                else:
+                    await self._whole(flight, decision, response, load)
+            finally:
+                response.close()
+
+    async def _whole(
+        self, flight: Flight, decision: Decision, response: UpstreamResponse, load: Load
+    ) -> None:
+        """Pass on an answer in one piece; until it is complete, another instance can be tried."""
+        with load.until_lost():
+            body = await response.read()
+        record = flight.record
+        record.first_byte = self._clock.monotonic()
+        record.status = response.status
+        usage = Usage()
+        if response.status == 200:
+            if len(body) <= MAX_READ_BYTES:
+                usage = read_answer(body, form=flight.form, choices=flight.job.choices)
+            self._learn(flight, decision.instance, usage)
+            self._learn_texts(flight, decision.instance, lambda: usage.output_texts)
+        _note(record, usage)
+        headers = self._response_headers(response, record, usage)
+        if flight.translation is not None:
+            body = flight.translation.whole(response.status, body)
+        await flight.responder.send(response.status, headers, body)
+
+    async def _stream(
+        self,
+        flight: Flight,
+        decision: Decision,
+        response: UpstreamResponse,
+        load: Load,
+        first_byte: Callable[[], None],
+    ) -> None:
+        """Pass on an answer as it comes; until its first byte, another instance can be tried."""
+        record, responder, translation = flight.record, flight.responder, flight.translation
+        reader = StreamReader(form=flight.form, choices=flight.job.choices)
+        async with aclosing(response.chunks()) as chunks:
+            with load.until_lost():
+                first = await anext(chunks, b"")
+            load.prefilled()
+            first_byte()
+            record.first_byte = self._clock.monotonic()
+            record.status = response.status
+            self._learn(flight, decision.instance, Usage())
+            head = self._response_headers(response, record, reader.first(first))
+            await responder.start(response.status, head)
+            try:
+                if first:
+                    await self._pass_on(flight, first)
+                    reader.feed(first)
+                async for chunk in chunks:
+                    await self._pass_on(flight, chunk)
+                    reader.feed(chunk)
+            except (ConnectionLost, RequestTimeout) as error:
+                record.error = str(error)
+                self._metrics.broken_streams.inc()
+                message = f"the worker went away in mid-answer: {error}"
+                if translation is not None:
+                    await responder.write(translation.broken(message))
+                else:
+                    await responder.write(_broken_off(message, flight.form, in_event=reader.in_event))
+        self._learn(flight, decision.instance, reader.usage)
+        self._learn_texts(flight, decision.instance, reader.output_texts)
+        _note(record, reader.usage)
+        await responder.finish()
+
+    async def _pass_on(self, flight: Flight, chunk: bytes) -> None:
+        if flight.translation is None:
+            await flight.responder.write(chunk)
+        elif translated := flight.translation.feed(chunk):
+            await flight.responder.write(translated)
+
+    # -- learning ---------------------------------------------------------------------------------
+
+    def _learn(self, flight: Flight, instance: str, usage: Usage) -> None:
+        """The instance has computed these prompts, and what it generated from them."""
+        for index, prompt in enumerate(flight.prompts):
+            generated = usage.output_keys.get(index, b"") if prompt.tokens is not None else b""
+            self._trees.confirm(prompt.namespace, prompt.key + generated, instance)
+        if usage.response_id is not None:
+            self._homes.keep(flight.record.caller.scope, usage.response_id, instance)
+
+    def _learn_texts(self, flight: Flight, instance: str, texts: Callable[[], Mapping[int, str]]) -> None:
+        """As ``_learn``, for answers that tell the text only; the client does not wait for it."""
+        prompts: Sequence[Encoded] = flight.prompts
+        tells_ids = flight.form is Form.NATIVE
+        if tells_ids or flight.job.echoes or all(prompt.tokens is None for prompt in prompts):
+            return
+
+        async def learn() -> None:
+            for index, key in (await self._tokenizers.continuations(texts)).items():
+                if index < len(prompts) and prompts[index].tokens is not None:
+                    self._trees.confirm(prompts[index].namespace, prompts[index].key + key, instance)
+
+        task = asyncio.create_task(learn(), name="learn what was generated")
+        self._learning.add(task)
+        task.add_done_callback(self._learnt)
+
+    def _learnt(self, task: asyncio.Task[None]) -> None:
+        self._learning.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("cannot learn what was generated", exc_info=error)
+
+    async def stop(self) -> None:
+        """End what goes on after the answers."""
+        for task in self._learning:
+            task.cancel()
+        await asyncio.gather(*self._learning, return_exceptions=True)
+
+    # -- headers ----------------------------------------------------------------------------------
+
+    def _request_headers(self, flight: Flight) -> dict[str, str]:
+        headers = {
+            name: value for name, value in flight.request.headers.items() if name not in _NOT_FORWARDED
+        }
+        if self._config.worker_api_key:
+            headers["authorization"] = f"Bearer {self._config.worker_api_key}"
+        elif self._asks_for_key:
+            headers.pop("authorization", None)  # it is our key, not theirs
+        if self._asks_for_key:
+            headers.pop("x-api-key", None)
+        if flight.record.caller.tenant is not None:
+            headers = {name: value for name, value in headers.items() if not name.startswith(OVERRIDES)}
+        if continued := self._tracing.headers():
+            for name in TRACE_HEADERS[:2]:
+                headers.pop(name, None)
+            headers.update(continued)
+        headers["x-request-id"] = flight.record.request_id
+        return headers
+
+    def _response_headers(self, response: UpstreamResponse, record: Record, usage: Usage) -> dict[str, str]:
+        headers = {name: value for name, value in response.headers.items() if name not in _NOT_RETURNED}
+        headers["x-request-id"] = record.request_id
+        headers["x-kv-instance"] = record.instance or ""
+        if self._config.explain_routing and record.reason is not None:
+            headers["x-kv-route-reason"] = record.reason
+            if record.matched_tokens is not None:
+                headers["x-kv-matched-tokens"] = str(record.matched_tokens)
+        if usage.cached_tokens is not None:
+            headers["x-kv-cached-tokens"] = str(usage.cached_tokens)
+        return headers
+
+
+def _note(record: Record, usage: Usage) -> None:
+    record.prompt_tokens = usage.prompt_tokens if usage.prompt_tokens is not None else record.prompt_tokens
+    record.cached_tokens = usage.cached_tokens
+    record.tiers = usage.tiers
+    record.completion_tokens = usage.completion_tokens
+
+
+def _broken_off(message: str, form: Form, *, in_event: bool) -> bytes:
+    """The event that ends a stream whose worker went away; the end mark is left out on purpose."""
+    payload: Mapping[str, object]
+    if form is Form.ANTHROPIC:
+        payload = {"type": "error", "error": {"type": "api_error", "message": message}}
+    else:
+        payload = {
+            "error": {"message": message, "type": "server_error", "param": None, "code": "worker_lost"}
+        }
+    name = b"event: error\n" if form is Form.ANTHROPIC else b""
+    return (b"\n\n" if in_event else b"") + name + b"data: " + orjson.dumps(payload) + b"\n\n"

@@ -1,0 +1,119 @@
+"""What a tenant's request may say, and what the router puts into it. Pure functions on bodies."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from router.exchange import RequestRefused
+from router.tenants import Caller
+from router.validation import Job, Json, take_int
+
+RESERVED = (
+    "cache_salt", "session_params", "request_id", "conversation_id", "bootstrap_host", "bootstrap_port",
+    "bootstrap_room", "bootstrap_pair_key", "decode_tp_size", "routed_dp_rank", "data_parallel_rank",
+    "disagg_prefill_dp_rank",
+)  # fmt: skip
+"""Fields that the router alone sets for tenants: they choose namespaces, servers and names of others."""
+SCOPED = ("rid", "session_id")
+"""Names that clients choose and servers look up; each tenant has its own."""
+OVERRIDES = "x-override-"
+"""Headers by which SGLang lets body fields be overridden."""
+
+
+def check_reserved(payload: Json, caller: Caller) -> None:
+    """Refuse what a tenant must not choose.
+
+    Raises:
+        RequestRefused: 400, naming the field.
+    """
+    if caller.tenant is None:
+        return
+    for name in RESERVED:
+        if payload.get(name) is not None:
+            raise RequestRefused(
+                f"{name} is set by the router and cannot be chosen", param=name, code="reserved_field"
+            )
+    for name in SCOPED:
+        value = payload.get(name)
+        items = value if isinstance(value, list) else [value]
+        if any(item is not None and not isinstance(item, str) for item in items):
+            raise RequestRefused(
+                f"{name} must be a string or an array of strings", param=name, code="invalid_type"
+            )
+
+
+def priority_of(payload: Json, caller: Caller) -> int:
+    """The priority of a request: its own, no higher than its key's.
+
+    Raises:
+        RequestRefused: it is no integer, or higher than the key allows.
+    """
+    asked = take_int(payload, "priority")
+    if caller.priority is None:
+        return asked or 0
+    if asked is None:
+        return caller.priority
+    if asked > caller.priority:
+        raise RequestRefused(
+            f"priority must be at most {caller.priority}, not {asked}", param="priority", code="out_of_range"
+        )
+    return asked
+
+
+def additions(payload: Json, caller: Caller) -> Json:
+    """Fields to be put into a tenant's body, in place of those of the same name."""
+    fields: Json = {}
+    if caller.tenant is None:
+        return fields
+    if caller.salt is not None:
+        fields["cache_salt"] = caller.salt
+    for name in SCOPED:
+        value = payload.get(name)
+        if isinstance(value, str):
+            fields[name] = caller.scope + value
+        elif isinstance(value, list):
+            fields[name] = [None if item is None else caller.scope + item for item in value]
+    return fields
+
+
+def with_salt(job: Job, caller: Caller) -> Job:
+    """The job with the tenant's salt in the namespace of every prompt."""
+    if caller.salt is None:
+        return job
+    prompts = tuple(
+        dataclasses.replace(prompt, namespace=(*prompt.namespace[:2], caller.salt)) for prompt in job.prompts
+    )
+    return dataclasses.replace(job, prompts=prompts)
+
+
+def rids_of(payload: Json) -> tuple[str, ...]:
+    """What the client calls the request at the worker."""
+    value = payload.get("rid")
+    items = value if isinstance(value, list) else [value]
+    return tuple(item for item in items if isinstance(item, str) and item)
+
+
+def splice(body: bytes, fields: Mapping[str, Any]) -> bytes:
+    """Put fields into a JSON object without parsing it; they win over fields of the same name.
+
+    Of equal keys every JSON parser at hand takes the last (orjson in the router, ``json`` and pydantic in
+    SGLang), so what stands at the end is what counts; the router has checked the parsed body besides.
+
+    Args:
+        body: a JSON object that is not empty.
+    """
+    if not fields:
+        return body
+    end = body.rstrip()
+    if not end.endswith(b"}"):
+        raise ValueError("not a JSON object")
+    return end[:-1] + b"," + orjson.dumps(fields)[1:]
+
+
+def put_in_front(body: bytes, fields: Mapping[str, Any]) -> bytes:
+    """Put defaults into a JSON object: fields of the same name in it win."""
+    return orjson.dumps(fields)[:-1] + b"," + body.lstrip()[1:]
