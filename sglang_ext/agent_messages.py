@@ -11,6 +11,8 @@ goes on there, or a snapshot follows:
                        <------------- Beat(epoch, next, load, tiers)       every second
     Ping               -------------> (every second)
     PeerDead           -------------> (an instance died: free what it held)
+    Advise, Withdraw   -------------> (a request is expected, or no more)
+                       <------------- Advised(id, tokens)                 when all was brought that could be
 
 Events name *runs*: a run is a number for consecutive blocks that are held in the same tiers, drawn by the
 instance and never used again in its epoch. What a run stands for is told once, by its parent run and its
@@ -166,6 +168,26 @@ class PeerDead(Message, frozen=True, tag="dead"):
     epoch: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
 
 
+class Advise(Message, frozen=True, tag="advise"):
+    """A request with this prompt is expected: bring what is known of it up to HBM (Symphony, section 3.2).
+
+    id: the router's name of the hint. tokens: encoded. ttl_s: how long the request is expected.
+    """
+
+    id: Name
+    tokens: Blob
+    extra_key: Tag | None = None
+    cache_salt: Tag | None = None
+    priority: int = 0
+    ttl_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
+
+
+class Withdraw(Message, frozen=True, tag="withdraw"):
+    """The request of a hint has come, or is not expected any more: do no more for it."""
+
+    id: Name
+
+
 class Welcome(Message, frozen=True, tag="welcome"):
     """The agent's answer to `Hello`. resumed: the events go on where the router left off."""
 
@@ -230,9 +252,22 @@ class Beat(Message, frozen=True, tag="beat"):
     disk: Fill = Fill()
 
 
-ToAgent: TypeAlias = Hello | Ping | PeerDead
-"""Room for Advise and Fetch."""
-FromAgent: TypeAlias = Welcome | SnapshotBegin | SnapshotPart | SnapshotEnd | Events | Beat
+class Advised(Message, frozen=True, tag="advised"):
+    """What was done for a hint, when nothing more is done for it.
+
+    end: why it ended, as ``engine.prefetch.PrefetchEnd`` has it. tokens: of the prompt's beginning that are
+    in HBM. brought: how many of them were brought for this hint.
+    """
+
+    epoch: Epoch
+    id: Name
+    end: Name
+    tokens: Count
+    brought: Count
+
+
+ToAgent: TypeAlias = Hello | Ping | PeerDead | Advise | Withdraw
+FromAgent: TypeAlias = Welcome | SnapshotBegin | SnapshotPart | SnapshotEnd | Events | Beat | Advised
 
 TO_AGENT: Codec[ToAgent] = Codec(ToAgent, limit=1 << 20)
 FROM_AGENT: Codec[FromAgent] = Codec(FromAgent)

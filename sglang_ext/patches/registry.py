@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sglang_ext.patches import (
+    commands,
     early_send,
     flags,
     load_details,
@@ -41,6 +42,7 @@ PATCHES: tuple[Patch, ...] = (
     scheduler_calls.PATCH,
     restarts.PATCH,
     load_details.PATCH,
+    commands.PATCH,
     weight_updates.PATCH,
     vocabulary.PATCH,
 )

@@ -1,0 +1,69 @@
+"""Hints at coming requests, in the scheduler's thread of every rank (Symphony, section 3.2: the node's part).
+
+The agent puts what a router says into the inbox (``engine/commands.py``); here it becomes a prefetch, and
+what came of it goes back through the agent of rank 0. A hint never changes an answer, and a bad one never
+harms a server: it is logged, and forgotten.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from sglang_ext.agent_messages import TO_AGENT, Advise, Withdraw
+from sglang_ext.engine.prefetch import PrefetchResult
+from sglang_ext.wire import WireError
+
+logger = logging.getLogger(__name__)
+
+Tell = Callable[[PrefetchResult], None]
+"""Takes what came of a hint; called in the scheduler's thread, must not block."""
+
+
+class Brings(Protocol):
+    """What of ``engine.prefetch.Prefetcher`` is used here."""
+
+    def prefetch(
+        self, id: str, tokens: bytes, *, extra_key: str | None = None, cache_salt: str | None = None
+    ) -> None: ...
+
+    def cancel(self, id: str) -> bool: ...
+
+    def take_ended(self) -> list[PrefetchResult]: ...
+
+
+class Advice:
+    """See the module's docstring.
+
+    Args:
+        brings: the rank's prefetcher.
+        tell: for rank 0; None on the others.
+    """
+
+    def __init__(self, brings: Brings, tell: Tell | None = None) -> None:
+        self._brings = brings
+        self._tell = tell
+
+    def obey(self, payload: bytes) -> None:
+        """Do what a router's message says. What is none for us is left out."""
+        try:
+            message = TO_AGENT.decode(payload)
+        except WireError as error:
+            logger.warning("a command for the KV cache is left out: %s", error)
+            return
+        match message:
+            case Advise():
+                self._brings.prefetch(
+                    message.id, message.tokens, extra_key=message.extra_key, cache_salt=message.cache_salt
+                )
+            case Withdraw():
+                self._brings.cancel(message.id)
+            case _:
+                logger.warning("a %s is no command for the KV cache", type(message).__name__)
+
+    def drain(self) -> None:
+        """Tell what has ended. Once per pass."""
+        for result in self._brings.take_ended():
+            if self._tell is not None:
+                self._tell(result)

@@ -1,0 +1,76 @@
+"""From any thread to the scheduler's thread of every rank, in one order.
+
+What changes a cache has to reach all ranks of an instance between the same two passes of their loops, or
+their trees part. SGLang has a way on which that holds: what rank 0 receives is broadcast with the requests
+of the pass. Commands are put into it (``patches/commands.py``), so they need no collective of their own, and
+they come in one order with the requests.
+
+An idle scheduler that sleeps (``--sleep-on-idle``) is woken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from typing import Any
+
+from sglang.srt.managers.io_struct import BaseReq
+
+MOST_WAITING = 10_000
+"""Commands that wait for the next pass. More than that comes only when the loop stands still."""
+
+
+class KvCommand(BaseReq, kw_only=True, tag=True):  # type: ignore[misc, call-arg]
+    """A command on its way over the ranks. payload: encoded, as the agent got it."""
+
+    payload: bytes
+
+
+class Inbox:
+    """Commands for the scheduler of this process. Any thread may put; the scheduler's takes."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[bytes] = deque()
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable when there may be something to do."""
+
+    def put(self, payload: bytes) -> bool:
+        """Hand a command over. False when too many wait already, and it was dropped."""
+        if len(self._waiting) >= MOST_WAITING:
+            return False
+        self._waiting.append(payload)
+        self.wake()
+        return True
+
+    def wake(self) -> None:
+        """End the scheduler's sleep."""
+        with contextlib.suppress(OSError):  # closed meanwhile
+            os.eventfd_write(self.fd, 1)
+
+    def take(self) -> list[KvCommand]:
+        """What has been put since, in its order. The scheduler's thread only."""
+        if not self._waiting:
+            return []
+        commands = []
+        with contextlib.suppress(IndexError):
+            while True:
+                commands.append(KvCommand(payload=self._waiting.popleft()))
+        return commands
+
+    def slept(self) -> None:
+        """Take the wake-ups up to now as seen."""
+        with contextlib.suppress(BlockingIOError, OSError):
+            os.eventfd_read(self.fd)
+
+    def close(self) -> None:
+        """Nothing is put any more."""
+        os.close(self.fd)
+
+    def __repr__(self) -> str:
+        return f"Inbox({len(self._waiting)} waiting)"
+
+
+def poller_of(scheduler: Any) -> Any | None:
+    """What an idle scheduler sleeps on, where it does."""
+    return getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)

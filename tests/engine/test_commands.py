@@ -1,0 +1,204 @@
+"""Commands reach the scheduler's thread in order and wake it; hints become prefetches, bad ones nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.utils import TypeBasedDispatcher
+
+from sglang_ext.agent_messages import TO_AGENT, Advise, Ping, Withdraw
+from sglang_ext.engine.advice import Advice
+from sglang_ext.engine.commands import MOST_WAITING, Inbox, KvCommand
+from sglang_ext.engine.prefetch import PrefetchEnd, PrefetchResult
+from sglang_ext.keys import encode_tokens
+from sglang_ext.patches import commands, scheduler_calls
+
+
+@pytest.fixture
+def inbox() -> Iterator[Inbox]:
+    made = Inbox()
+    yield made
+    with contextlib.suppress(OSError):
+        made.close()
+
+
+def readable(fd: int) -> bool:
+    return bool(select.select([fd], [], [], 0)[0])
+
+
+def test_commands_come_in_their_order(inbox: Inbox) -> None:
+    for number in range(5):
+        assert inbox.put(b"%d" % number)
+    assert [command.payload for command in inbox.take()] == [b"0", b"1", b"2", b"3", b"4"]
+    assert inbox.take() == []
+
+
+def test_nothing_is_lost_between_threads(inbox: Inbox) -> None:
+    def put(first: int) -> None:
+        for number in range(first, first + 500):
+            inbox.put(b"%d" % number)
+
+    threads = [threading.Thread(target=put, args=(1000 * each,)) for each in range(4)]
+    for thread in threads:
+        thread.start()
+    taken: list[bytes] = []
+    while any(thread.is_alive() for thread in threads):
+        taken += [command.payload for command in inbox.take()]
+    for thread in threads:
+        thread.join()
+    taken += [command.payload for command in inbox.take()]
+    numbers = [int(payload) for payload in taken]
+    assert sorted(numbers) == [1000 * each + i for each in range(4) for i in range(500)]
+    for each in range(4):
+        own = [number for number in numbers if number // 1000 == each]
+        assert own == sorted(own)
+
+
+def test_a_command_wakes_until_it_was_seen(inbox: Inbox) -> None:
+    assert not readable(inbox.fd)
+    inbox.put(b"x")
+    assert readable(inbox.fd)
+    inbox.slept()
+    assert not readable(inbox.fd)
+    inbox.slept()
+
+
+def test_a_loop_that_stands_still_does_not_fill_the_memory(inbox: Inbox) -> None:
+    assert all(inbox.put(b"") for _ in range(MOST_WAITING))
+    assert not inbox.put(b"")
+    inbox.take()
+    assert inbox.put(b"")
+
+
+def test_a_command_survives_the_way_over_the_ranks() -> None:
+    """SGLang broadcasts with pickle; what arrives has to be equal."""
+    command = KvCommand(payload=bytes(range(256)))
+    assert pickle.loads(pickle.dumps([command])) == [command]
+
+
+# -- hooks ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Cache:
+    obeyed: list[bytes] = field(default_factory=list)
+
+    def obey(self, payload: bytes) -> None:
+        if payload == b"bad":
+            raise RuntimeError("a fault of ours")
+        self.obeyed.append(payload)
+
+
+@pytest.fixture
+def hooked(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Cache]:
+    cache = Cache()
+    scheduler = SimpleNamespace(tree_cache=cache, _request_dispatcher=TypeBasedDispatcher([]))
+    monkeypatch.setattr(commands, "_process", commands._Process(inbox))
+    monkeypatch.setattr(scheduler_calls, "_called", cache)
+    commands.after_dispatcher(None, scheduler)
+    return scheduler, cache
+
+
+def test_commands_follow_what_sglang_received(inbox: Inbox, hooked: tuple[Any, Cache]) -> None:
+    inbox.put(b"one")
+    requests: list[Any] = ["a request"]
+    commands.after_pull(requests, None)
+    assert requests == ["a request", KvCommand(payload=b"one")]
+    commands.after_pull(None, None)  # a rank that is told by others
+
+
+def test_a_command_goes_to_the_cache_and_is_answered_by_nobody(hooked: tuple[Any, Cache]) -> None:
+    scheduler, cache = hooked
+    assert scheduler._request_dispatcher(KvCommand(payload=b"one")) is None
+    assert cache.obeyed == [b"one"]
+
+
+def test_a_fault_of_a_command_does_not_end_the_scheduler(
+    hooked: tuple[Any, Cache], caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler, cache = hooked
+    assert scheduler._request_dispatcher(KvCommand(payload=b"bad")) is None
+    assert "a fault of ours" in caplog.text
+    assert cache.obeyed == []
+
+
+def test_another_cache_than_ours_is_told_nothing(hooked: tuple[Any, Cache]) -> None:
+    scheduler, cache = hooked
+    scheduler.tree_cache = object()
+    assert scheduler._request_dispatcher(KvCommand(payload=b"one")) is None
+    assert cache.obeyed == []
+
+
+def test_the_inbox_wakes_an_idle_scheduler(inbox: Inbox, hooked: tuple[Any, Cache]) -> None:
+    import zmq
+
+    scheduler, _ = hooked
+    scheduler.idle_sleeper = SimpleNamespace(poller=zmq.Poller())
+    commands.before_sleep(scheduler)
+    assert scheduler.idle_sleeper.poller.poll(0) == []
+    inbox.put(b"x")
+    assert scheduler.idle_sleeper.poller.poll(0) != []
+    commands.before_sleep(scheduler)
+    assert scheduler.idle_sleeper.poller.poll(0) == []
+    del scheduler.idle_sleeper
+    commands.before_sleep(scheduler)  # one that does not sleep
+
+
+# -- hints ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Bringer:
+    asked: list[tuple[Any, ...]] = field(default_factory=list)
+    ended: list[PrefetchResult] = field(default_factory=list)
+
+    def prefetch(
+        self, id: str, tokens: bytes, *, extra_key: str | None = None, cache_salt: str | None = None
+    ) -> None:
+        self.asked.append(("prefetch", id, tokens, extra_key, cache_salt))
+
+    def cancel(self, id: str) -> bool:
+        self.asked.append(("cancel", id))
+        return True
+
+    def take_ended(self) -> list[PrefetchResult]:
+        ended, self.ended = self.ended, []
+        return ended
+
+
+def test_a_hint_becomes_a_prefetch_in_the_tenants_namespace() -> None:
+    brings = Bringer()
+    tokens = encode_tokens([1, 2, 3])
+    advice = Advice(brings)
+    advice.obey(TO_AGENT.encode(Advise("h1", tokens, extra_key="lora", cache_salt="tenant")))
+    advice.obey(TO_AGENT.encode(Withdraw("h1")))
+    assert brings.asked == [("prefetch", "h1", tokens, "lora", "tenant"), ("cancel", "h1")]
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", os.urandom(64), TO_AGENT.encode(Ping("router"))])
+def test_what_is_no_command_is_left_out(payload: bytes) -> None:
+    brings = Bringer()
+    Advice(brings).obey(payload)
+    assert brings.asked == []
+
+
+def test_what_has_ended_is_told_once_and_by_rank_0_only() -> None:
+    result = PrefetchResult("h1", PrefetchEnd.DONE, 64, 32)
+    brings = Bringer(ended=[result])
+    told: list[PrefetchResult] = []
+    advice = Advice(brings, told.append)
+    advice.drain()
+    advice.drain()
+    assert told == [result]
+    silent = Bringer(ended=[result])
+    Advice(silent).drain()
+    assert silent.ended == []
