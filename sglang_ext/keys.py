@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
+import json
 from array import array
 from collections.abc import Sequence
 from typing import TypeAlias, cast
@@ -62,6 +63,11 @@ class Namespace:
             h.update(len(value).to_bytes(4, "little"))
             h.update(value)
         return h.digest()
+
+
+def tenant_salt(extra_key: str | None, cache_salt: str | None) -> str:
+    """The salt of a tenant's namespace: different for every pair."""
+    return json.dumps([extra_key, cache_salt])
 
 
 def encode_tokens(tokens: TokenIds | bytes, count: int | None = None) -> bytes:

@@ -6,15 +6,15 @@ from: model and weights, layout and shard, the tenant, and the tokens of the who
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import json
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.keys import BLOCK_KEY_BYTES, Namespace, block_keys
+from sglang_ext.keys import BLOCK_KEY_BYTES, Namespace, block_keys, tenant_salt
 from sglang_ext.radix_global import Holder, Node
 
 Names = npt.NDArray[np.void]
@@ -49,29 +49,29 @@ class BlockNames:
     def __init__(
         self, identity: Namespace, block_tokens: int, disk: Holder, fresh: str, *, adapters: bool = False
     ) -> None:
-        self._identity = identity
+        self.identity = identity
         self._block_tokens = block_tokens
         self._disk = disk
         self._fresh = fresh
-        self._adapters = adapters
+        self.adapters = adapters
         self.digest: Callable[[Hashable], bytes] = functools.lru_cache(_TENANTS_CACHED)(self._digest)
         """The name of a namespace of the tree: 16 bytes."""
 
     def _digest(self, namespace: Any) -> bytes:
         weights, extra_key, salt = namespace
-        version = self._identity.weights_version
-        if weights or (self._adapters and extra_key):
-            # Updated in place, or an adapter's: no later process can know that it has the same weights.
-            version = f"{version}+{self._fresh}.{weights}"
-        tenant = json.dumps([extra_key, salt])
-        return Namespace(
-            model=self._identity.model,
-            weights_version=version,
-            dtype=self._identity.dtype,
-            geometry=self._identity.geometry,
-            shard=self._identity.shard,
-            salt=tenant,
+        adapted = bool(self.adapters and extra_key)
+        version = self.weights(weights, adapted=adapted)
+        return dataclasses.replace(
+            self.identity, weights_version=version, salt=tenant_salt(extra_key, salt)
         ).digest()
+
+    def weights(self, updates: int, *, adapted: bool = False) -> str:
+        """The version of the weights after so many updates in place; adapted: by an adapter."""
+        version = self.identity.weights_version
+        if updates or adapted:
+            # No later process can know that it has the same weights.
+            version = f"{version}+{self._fresh}.{updates}"
+        return version
 
     def of_path(self, node: Node, blocks: int) -> list[bytes]:
         """Names of the last ``blocks`` blocks of the path that ends at ``node``, in order."""

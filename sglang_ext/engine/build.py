@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_ext.config import KvConfig, check_block_size, with_instance_id
-from sglang_ext.engine.build_disk import RankFacts, disk_below, identity_of, open_disk, promotions_from
+from sglang_ext.engine.agent import AgentFacts
+from sglang_ext.engine.build_agent import attach_agent, naming_of
+from sglang_ext.engine.build_disk import (
+    RankFacts,
+    disk_below,
+    identity_of,
+    names_on,
+    open_disk,
+    promotions_from,
+)
 from sglang_ext.engine.cuda_mover import CudaMover
 from sglang_ext.engine.dram_tier import DramTier
 from sglang_ext.engine.hbm import pool_geometry, pool_planes
@@ -104,6 +113,20 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             wait=_wait_for(cache.device),
         )
     )
+    if config.router is not None and ctx.tp_rank == 0 and params.pp_rank == 0:
+        names = below.names if below is not None else None
+        attach_agent(
+            cache,
+            ctx.server_args,
+            config,
+            AgentFacts(
+                instance, epoch.to_bytes(16, "big"), config.block_size, naming_of(names) if names else None
+            ),
+            epoch=epoch,
+            names=names,
+            disk=names_on(disk),
+            namespace=identity_of(ctx, geometry, "", weights=names is not None),
+        )
     logger.info(
         "Global KV cache of instance %s, epoch %x: blocks of %d tokens, %s, %s, eviction %s",
         instance,

@@ -23,6 +23,7 @@ from sglang_ext.tiered_store.dram import DramArena
 from sglang_ext.tiered_store.layer_cache import LayerCache
 from sglang_ext.tiered_store.loader import Loader
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier
+from sglang_ext.tiered_store.wrapped import WrappedTier
 from sglang_ext.tiered_store.write_behind import LagPolicy, WriteBehind
 
 _MOST_BACKLOG_BYTES = 1 << 30
@@ -42,12 +43,15 @@ class RankFacts:
     adapters: bool = False
 
 
-def identity_of(ctx: Any, geometry: Geometry, shard: str) -> Namespace:
-    """What all KV of this rank has in common with KV that may take its place."""
+def identity_of(ctx: Any, geometry: Geometry, shard: str, *, weights: bool = True) -> Namespace:
+    """What all KV of this rank has in common with KV that may take its place.
+
+    weights: read them all, which is what tells them apart; without, the identity is for people.
+    """
     runner = ctx.tp_worker.model_runner
     return Namespace(
         model=config_digest(ctx.model_config.hf_config),
-        weights_version=weights_digest(runner.model),
+        weights_version=weights_digest(runner.model) if weights else "",
         dtype=f"{ctx.model_config.dtype} {geometry.planes[0].dtype}",
         geometry=geometry.layout.facts(),
         shard=shard,
@@ -71,6 +75,13 @@ def open_disk(config: KvConfig, facts: RankFacts, layout: BlockLayout) -> BlockT
     except ConfigError:
         disk.close()
         raise
+
+
+def names_on(disk: BlockTier | None) -> DiskTier | None:
+    """The tier that can list what is on disk, below whatever is in front of it."""
+    while isinstance(disk, WrappedTier):
+        disk = disk.inner
+    return disk if isinstance(disk, DiskTier) else None
 
 
 def disk_below(

@@ -186,7 +186,11 @@ class PlacementFeed:
         self._queue.append(entry)
         if not self._woken:
             self._woken = True
-            os.eventfd_write(self.wakeup, 1)
+            self.wake()
+
+    def wake(self) -> None:
+        """Let the agent look, though nothing may have come."""
+        os.eventfd_write(self.wakeup, 1)
 
     # -- the agent's thread ---------------------------------------------------------------------
 

@@ -110,6 +110,8 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
         self.metrics = metrics
         self.feed: PlacementFeed | None = None
         """Tells routers of what changes here; ``None`` without any."""
+        self.scheduler: Any = None
+        """SGLang's, once it is there."""
         self.before_end: Callable[[], None] = lambda: None
         """Called before everything ends."""
         self._hbm = hbm

@@ -44,6 +44,9 @@ class CalledCache(Protocol):
     def ready_to_load_host_cache(self) -> int:
         """Start the loads that ``init_load_back`` queued for the batch; its number, or -1 for none."""
 
+    scheduler: Any
+    """Set once, to the scheduler."""
+
     uses_storage: bool
     """Whether it follows the protocol for storage below the host."""
 
@@ -112,7 +115,10 @@ def after_prefill_batch(result: tuple[Any, Any], scheduler: Any, *_args: Any, **
 def after_running_status(_result: None, scheduler: Any) -> None:
     """After ``init_running_status``, which comes once the cache is there and before any request."""
     cache = called_cache(scheduler)
-    if cache is not None and cache.uses_storage:
+    if cache is None:
+        return
+    cache.scheduler = scheduler
+    if cache.uses_storage:
         scheduler.enable_hicache_storage = True
 
 

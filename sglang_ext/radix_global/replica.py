@@ -349,7 +349,7 @@ class Replica:
         self._tree.drop_holder(self._holder)
         self._runs.clear()
         if self.naming is not None:
-            self.naming = _with_weights(self.naming, event.weights)
+            self.naming = with_weights(self.naming, event.weights)
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -448,5 +448,6 @@ def _at_least_one(tiers: int) -> int:
     return tiers
 
 
-def _with_weights(naming: Naming, weights: str) -> Naming:
+def with_weights(naming: Naming, weights: str) -> Naming:
+    """``naming`` after an update of the weights."""
     return Naming(naming.model, weights, naming.dtype, naming.geometry, naming.shard, naming.adapters)

@@ -99,7 +99,7 @@ class EventStream:
     def goodbye(self, reader: Reader) -> list[int]:
         """A reader is gone. Returns numbers of snapshots that nobody wants any more."""
         self._readers.discard(reader)
-        unwanted = [number for number, snapshot in self._snapshots.items() if snapshot.reader == reader]
+        unwanted = self.snapshots_of(reader)
         for number in unwanted:
             del self._snapshots[number]
         return unwanted
@@ -112,6 +112,10 @@ class EventStream:
         """Who waits for a snapshot."""
         snapshot = self._snapshots.get(number)
         return None if snapshot is None else snapshot.reader
+
+    def snapshots_of(self, reader: Reader) -> list[int]:
+        """Snapshots that a reader waits for."""
+        return [number for number, snapshot in self._snapshots.items() if snapshot.reader == reader]
 
     def _missed(self, message: Hello) -> list[bytes] | None:
         """Messages that the reader lacks; ``None`` when they are not known any more."""

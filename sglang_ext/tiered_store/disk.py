@@ -37,7 +37,7 @@ from sglang_ext.tiered_store.disk_reclaim import Reclaimer
 from sglang_ext.tiered_store.disk_state import DiskConfig, DiskHealth, DiskState, IoMode, Run
 from sglang_ext.tiered_store.disk_write import DiskPut, DiskWriter
 from sglang_ext.tiered_store.files import Files
-from sglang_ext.tiered_store.index import Change, Index, IndexDamagedError, IndexFailedError, Snapshot
+from sglang_ext.tiered_store.index import Change, Index, IndexDamagedError, IndexFailedError, Snapshot, Watch
 from sglang_ext.tiered_store.owner import DirectoryOwner
 from sglang_ext.tiered_store.segments import SUFFIX, ScanResult, SegmentFiles, file_size
 from sglang_ext.tiered_store.tier import (
@@ -185,6 +185,22 @@ class DiskTier(BlockTier):
                 return 0
             state.remove_empty_segments()
             return before - state.index.blocks
+
+    # --- what is here, for others ---
+
+    def watch(self, watch: Watch) -> None:
+        """From now on, tell of every block that comes or goes, by key, after it has."""
+        self._state.index.watch = watch
+
+    def names_after(self, place: bytes, limit: int) -> tuple[list[bytes], bytes | None]:
+        """Up to ``limit`` keys of blocks, and the place to go on from; ``b""`` to begin with, ``None`` at the
+        end. From any thread. What comes or goes between two calls may be missed: ``watch`` tells of it.
+        """
+        try:
+            return self._state.index.names_after(place, limit)
+        except IndexFailedError as error:
+            self._state.note_index_failure(error)
+            return [], None
 
     def stats(self) -> TierStats:
         state = self._state

@@ -68,6 +68,11 @@ class IndexFailedError(Exception):
         self.full = isinstance(error, lmdb.MapFullError) or getattr(error, "code", 0) == errno.ENOSPC
 
 
+Watch = Callable[[Sequence[bytes], Sequence[bytes]], None]
+"""Takes the keys of blocks that can be found now, and of such that cannot be found any more. The first may
+name some that could be found before. Must not block."""
+
+
 @dataclasses.dataclass(slots=True)
 class Change:
     """One transaction.
@@ -120,6 +125,9 @@ class Index:
         self.path = path
         self.readonly = readonly
         self._step = step
+        self.watch: Watch | None = None
+        """Told of every change that was committed, by the thread that made it."""
+        self._changed: tuple[list[bytes], list[bytes]] = ([], [])
         if not readonly:
             path.mkdir(exist_ok=True)
         if (path / DATA_FILE).exists():
@@ -137,6 +145,7 @@ class Index:
         index = cls.__new__(cls)
         index.path = path
         index.readonly = True
+        index.watch = None
         index._env = None
         return index
 
@@ -282,6 +291,22 @@ class Index:
             raise IndexFailedError(error) from error
         return found
 
+    def names_after(self, place: bytes, limit: int) -> tuple[list[bytes], bytes | None]:
+        """Up to ``limit`` keys, and the place to go on from; ``b""`` to begin with, ``None`` at the end."""
+        found: list[bytes] = []
+        if self._env is None:
+            return found, None
+        try:
+            with self._env.begin() as txn:
+                cursor = txn.cursor(db=self._blocks)
+                more = cursor.set_range(place) if place else cursor.first()
+                while more and len(found) < limit:
+                    found.append(cursor.key()[NAMESPACE_BYTES:])
+                    more = cursor.next()
+                return found, cursor.key() if more else None
+        except lmdb.Error as error:
+            raise IndexFailedError(error) from error
+
     @property
     def closed(self) -> bool:
         return self._env is None
@@ -312,6 +337,7 @@ class Index:
         Raises:
             IndexFailedError: nothing has changed.
         """
+        self._changed = ([], [])
         try:
             with self._env.begin(write=True) as txn:
                 alive = self._apply(txn, change)
@@ -319,6 +345,8 @@ class Index:
         except lmdb.Error as error:
             self._recover(error)
             raise IndexFailedError(error) from error
+        if self.watch is not None:
+            self.watch(*self._changed)
         return alive
 
     def _apply(self, txn: Any, change: Change) -> dict[int, int]:
@@ -343,6 +371,7 @@ class Index:
         for namespace, key in change.drop_blocks:
             value = txn.pop(namespace + key, db=self._blocks)
             if value is not None:
+                self._changed[1].append(key)
                 lowered[decode_entry(value)[0]] += 1
         for run, count in lowered.items():
             left = self._lower(txn, run, count, touched)
@@ -368,6 +397,7 @@ class Index:
                     return False
                 lowered[run] += 1
         txn.put(name, ENTRY.pack(row.run, position), db=self._blocks)
+        self._changed[0].append(key)
         return True
 
     def _lower(self, txn: Any, run: int, count: int, touched: dict[int, RunUse]) -> int | None:
@@ -395,6 +425,7 @@ class Index:
             entry = txn.get(namespace + key, db=self._blocks)
             if entry is not None and decode_entry(entry)[0] == run:
                 txn.delete(namespace + key, db=self._blocks)
+                self._changed[1].append(key)
 
     def _recover(self, error: lmdb.Error) -> None:
         """After a failed write LMDB may refuse everything; opening it again brings back the last good

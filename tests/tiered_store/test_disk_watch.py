@@ -1,0 +1,76 @@
+"""What the disk tells of blocks that come and go: whoever started with a listing has what is there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from sglang_ext.testing.blocks import LAYOUT, NAMESPACE, OTHER, prefix_keys, put_all
+from sglang_ext.tiered_store.disk import DiskTier
+from sglang_ext.tiered_store.disk_state import DiskConfig
+
+
+def listed(tier: DiskTier, limit: int) -> set[bytes]:
+    names: set[bytes] = set()
+    place: bytes | None = b""
+    while place is not None:
+        some, place = tier.names_after(place, limit)
+        assert len(some) <= limit
+        names.update(some)
+    return names
+
+
+class Watcher:
+    def __init__(self, tier: DiskTier) -> None:
+        self.names = listed(tier, 3)
+        self.stored = self.removed = 0
+        tier.watch(self.changed)
+
+    def changed(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        self.names.update(stored)
+        self.names.difference_update(removed)
+        self.stored += len(stored)
+        self.removed += len(removed)
+
+
+def traffic(tier: DiskTier, watcher: Watcher, seed: int) -> None:
+    rnd = random.Random(seed)
+    prefixes = [prefix_keys(i, 6) for i in range(12)]
+    for _ in range(60):
+        keys = rnd.choice(prefixes)
+        draw = rnd.random()
+        if draw < 0.8:
+            put_all(tier, NAMESPACE, keys[: rnd.randrange(1, 7)])
+        elif draw < 0.97:
+            tier.drop(NAMESPACE, keys[rnd.randrange(6) :])
+        else:
+            tier.clear(rnd.choice([None, OTHER]))
+        assert watcher.names == listed(tier, 5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_watcher_has_what_is_there(tmp_path: Path, seed: int) -> None:
+    tier = DiskTier(DiskConfig(tmp_path, 24 * (16 << 10)), LAYOUT)
+    watcher = Watcher(tier)
+    traffic(tier, watcher, seed)
+    assert watcher.stored > 20
+    assert watcher.removed > 5
+    tier.close()
+    again = DiskTier(DiskConfig(tmp_path, 24 * (16 << 10)), LAYOUT)
+    assert Watcher(again).names == watcher.names
+    again.close()
+
+
+def test_a_watcher_that_misses_removals_is_found(tmp_path: Path) -> None:
+    class Deaf(Watcher):
+        def changed(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+            super().changed(stored, [])
+
+    tier = DiskTier(DiskConfig(tmp_path, 24 * (16 << 10)), LAYOUT)
+    watcher = Deaf(tier)
+    with pytest.raises(AssertionError):
+        traffic(tier, watcher, 0)
+    tier.close()
