@@ -4,27 +4,32 @@ Two processes: the owner of a pool in shared memory, and this one, which reads 1
 its own. Ours is timed from `transfer` until the bytes are in place and their generations verified; COMPLETE's
 acknowledgement follows off that path and is a column of its own. Every size has legs that take turns:
 
-    copy        memcpy of the same pattern inside one process: the limit
+    copy        memcpy of the same pattern inside one process, from and to the same kind of memory: the limit
     shm cma tcp our transports           raw cma, raw tcp: their system calls with nothing around them
-    message     KVDirect's baseline: ids, gather, send, scatter, per 256 KiB buffer
+    message     KVDirect's baseline (figures 3 and 7a): ids, gather, send, scatter, notify, per 256 KiB buffer
     mooncake    Mooncake's engine over TCP, in a network namespace of its own       nixl    NIXL over UCX
 
-Scattered: random blocks on both sides. Contiguous: one run. `coalescing` rows read 8 KiB blocks in runs of
-a given length, with coalescing on and off (KVDirect, figure 17). `granularity` rows compare MemServe's
-by-layer, by-request and by-request aggregated (section 5.2).
+Scattered: random blocks on both sides. Contiguous: one run. All legs write to one destination that was
+touched before, and a leg has other blocks each time, so that no cache holds them still: what is shared by
+legs that take turns must not help some of them. Ours are timed inside an event loop that runs. `coalescing`
+rows read small blocks in runs of a given length, with coalescing on and off (KVDirect, figure 17).
+`granularity` rows compare MemServe's by-layer, by-request and by-request aggregated (section 5.2).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import collections
 import importlib.util
+import itertools
 import json
 import os
 import shutil
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -32,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import transfer_legs as legs
-from benchmarks.common import SEED, Report, paired, parse
+from benchmarks.common import SEED, Report, Samples, paired, parse
 from sglang_ext.disagg.config import EndpointConfig
 from sglang_ext.disagg.instance import Instance
 from sglang_ext.disagg.memory import SharedMemory
@@ -44,6 +49,11 @@ KIB = 1024
 SIZES = [4 * KIB, 8 * KIB, 16 * KIB, 32 * KIB, 256 * KIB, 1024 * KIB]
 BLOCKS = 1024
 OURS = ("shm", "cma", "tcp")
+RUN_SIZES = [2 * KIB, 4 * KIB, 8 * KIB]
+"""Blocks of the rows about coalescing, up to the 8 KiB of KVDirect's example (figure 5)."""
+POOLS = sorted({*SIZES, *RUN_SIZES})
+SPREAD = 64 << 20
+"""Bytes over which a leg's blocks are spread at least, one request after the other: beyond the caches."""
 NAMESPACE_VARIABLE = "TRANSFER_BENCHMARK_NETNS"
 
 
@@ -57,8 +67,8 @@ class Reader:
         self.lanes = lanes
         self.instances: dict[str, Instance] = {}
         self.endpoints: list[Endpoint] = []
-        self.offers: dict[tuple[str, str], Offer] = {}
         self.number = 0
+        self.seconds: dict[str, list[float]] = collections.defaultdict(list)
 
     async def connect(self) -> None:
         """Connect by every transport, with and without coalescing."""
@@ -74,27 +84,43 @@ class Reader:
                     coalescing=not off,
                     piece_bytes=64 << 20,
                 )
-                endpoint = await Endpoint.start(config, legs.specs(self.memory, SIZES))
+                endpoint = await Endpoint.start(config, legs.specs(self.memory, POOLS))
                 self.endpoints.append(endpoint)
                 self.instances[name + "-off" * off] = await endpoint.connect([self.found["control"]])
+
+    def offer(self, transport: str, request: str, pool: str) -> Offer:
+        """What the owner has published for a transport."""
+        instance = self.instances[transport]
+        return self.loop.run_until_complete(instance.offer(0, f"{request}/{transport}", pool, 30.0))
 
     def leg(self, transport: str, request: str, pool: str, here: legs.Ids) -> Callable[[], None]:
         """One request: TRANSFER, and the wait until it has landed and is verified."""
         instance = self.instances[transport]
-        offer = self.loop.run_until_complete(instance.offer(0, f"{request}/{transport}", pool, 30.0))
-        self.offers[transport, request] = offer
+        offer = self.offer(transport, request, pool)
 
         async def read() -> None:
             self.number += 1
             name = f"{request}#{self.number}"
+            start = time.perf_counter()
             instance.transfer(name, [offer], pool, here)
             await instance.landed(name, 120.0)
+            self.seconds[transport].append(time.perf_counter() - start)
 
         return lambda: self.loop.run_until_complete(read())
 
-    def complete_us(self, transport: str, request: str, pool: str, here: legs.Ids) -> float:
+    def paired(self, running: dict[str, Callable[[], Any]], **how: Any) -> Samples:
+        """As `common.paired`; legs that are named for a transport are timed inside the event loop.
+
+        A server's loop runs anyway: starting and stopping it is no part of a transfer.
+        """
+        self.seconds.clear()
+        times = paired(running, **how)
+        inside = {n: self.seconds[n][-len(s) :] for n, s in times.seconds.items() if n in self.seconds}
+        return Samples({**times.seconds, **inside})
+
+    def complete_us(self, transport: str, request: str, pool: str) -> float:
         """Microseconds that COMPLETE and its acknowledgement take after the bytes have landed."""
-        offer = self.offers[transport, request]
+        offer = self.offer(transport, request, pool)
         link = self.instances[transport].links[0]
 
         async def ask() -> float:
@@ -102,7 +128,6 @@ class Reader:
             await link.complete(request, offer.lease, False, 30.0)
             return (self.loop.time() - start) * 1e6
 
-        del pool, here
         return self.loop.run_until_complete(ask())
 
     async def close(self) -> None:
@@ -159,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     size = BLOCKS * SIZES[-1]
     command = {
         "bytes": size,
-        "sizes": SIZES,
+        "sizes": POOLS,
         "lanes": options.extra.lanes,
         "mooncake": peers["mooncake"] is None,
         "nixl": peers["nixl"] is None,
@@ -187,12 +212,12 @@ def run(
     while line and not line.startswith("READY "):
         line = child.stdout.readline()
     found = json.loads(line.removeprefix("READY "))
-    target = SharedMemory(size, "target")
-    private = np.random.default_rng(SEED).integers(0, 256, size, dtype=np.uint8)
-    into = np.zeros(size, np.uint8)
-    into[:] = 1
+    # Shared memory on both sides, as the pools are: private memory would have huge pages.
+    target, source = SharedMemory(size, "target"), SharedMemory(size, "source")
+    target.array[:] = 1
+    source.array[:] = np.random.default_rng(SEED).integers(0, 256, size, dtype=np.uint8)
     fixed: dict[str, legs.Leg] = {
-        "copy": legs.memory_copy(private, into),
+        "copy": legs.memory_copy(source.array, target.array),
         "raw cma": legs.raw_cma(found["pid"], found["address"], target.array),
         "raw tcp": legs.raw_sockets(found["raw"], target.array),
         "message": legs.message_based(found["message"], target.array),
@@ -206,13 +231,15 @@ def run(
     try:
         ratios = by_size(report, child, reader, fixed, sizes, quick=quick)
         gains = by_fragmentation(report, child, reader, quick=quick)
+        for name in OURS:
+            ratios[f"coalescing_gain_{name}"] = gains[name]
         by_granularity(report, reader, child, quick=quick)
     finally:
         reader.loop.run_until_complete(reader.close())
         reader.loop.close()
     for key, values in ratios.items():
         report.summary[key] = statistics.median(values) if values else None
-    report.summary["coalescing_gain"] = statistics.median(gains)
+    report.summary["coalescing_gain"] = statistics.median(itertools.chain(*gains.values()))
 
 
 def publish(child: subprocess.Popen[str], pool: str, request: str, blocks: legs.Ids) -> None:
@@ -252,21 +279,25 @@ def by_size(
     for size in sizes:
         total = reader.memory.nbytes // size
         for pattern in ("scattered", "contiguous"):
+            sets = min(total // BLOCKS, -(-SPREAD // (BLOCKS * size)))
             if pattern == "scattered":
-                there, here = (np.sort(rng.permutation(total)[:BLOCKS]) for _ in range(2))
-                there, here = rng.permutation(there), rng.permutation(here)
+                shape = (sets, BLOCKS)
+                there, here = (rng.permutation(total)[: sets * BLOCKS].reshape(shape) for _ in range(2))
             else:
-                there = here = np.arange(total - BLOCKS, total)
-            pool, request = f"b{size}", f"{size}-{pattern}"
-            publish(child, pool, request, there)
-            running: dict[str, Callable[[], Any]] = {
-                name: partial(leg, there, here, size) for name, leg in fixed.items()
+                there = here = np.arange(total - sets * BLOCKS, total).reshape(sets, BLOCKS)
+            pool, requests = f"b{size}", [f"{size}-{pattern}-{i}" for i in range(sets)]
+            for request, blocks in zip(requests, there, strict=True):
+                publish(child, pool, request, blocks)
+            every: dict[str, list[Callable[[], Any]]] = {
+                name: [partial(leg, there[i], here[i], size) for i in range(sets)]
+                for name, leg in fixed.items()
             }
             for name in OURS:
-                running[name] = reader.leg(name, request, pool, here)
+                every[name] = [reader.leg(name, requests[i], pool, here[i]) for i in range(sets)]
+            running = {name: in_turn(steps, i) for i, (name, steps) in enumerate(every.items())}
             big = size >= 256 * KIB
             rounds = (4 if quick else 9) if big else (9 if quick else 41)
-            times = paired(running, rounds=rounds, deadline=(4 if quick else 30))
+            times = reader.paired(running, rounds=rounds, deadline=(4 if quick else 30))
             gb = BLOCKS * size / 1e9
             row: dict[str, Any] = {
                 f"{name} GB/s": gb / times.median(name)
@@ -274,7 +305,7 @@ def by_size(
             }
             best = min(OURS, key=times.median)
             row |= {f"{name} us": times.median(name) * 1e6 for name in OURS}
-            row["ack us"] = reader.complete_us("shm", request, pool, here)
+            row["ack us"] = statistics.median(reader.complete_us("shm", r, pool) for r in requests)
             report.add(f"{pattern} {size // KIB} KiB", **row)
             ratios["shm_vs_copy"].append(times.ratio("copy", "shm"))
             ratios["cma_vs_raw"].append(times.ratio("raw cma", "cma"))
@@ -289,27 +320,36 @@ def by_size(
     return ratios
 
 
+def in_turn(steps: Sequence[Callable[[], Any]], start: int) -> Callable[[], Any]:
+    """One after the other, round and round. Legs that start elsewhere are not at the same blocks together."""
+    turns = itertools.cycle(range(len(steps)))
+    for _ in range(start % len(steps)):
+        next(turns)
+    return lambda: steps[next(turns)]()
+
+
 def by_fragmentation(
     report: Report, child: subprocess.Popen[str], reader: Reader, *, quick: bool
-) -> list[float]:
-    """What coalescing gains at 8 KiB, by the length of contiguous runs (KVDirect, figure 17)."""
-    size, gains = 8 * KIB, []
+) -> dict[str, list[float]]:
+    """What coalescing gains for small blocks, by the length of contiguous runs (KVDirect, figure 17)."""
+    gains: dict[str, list[float]] = {name: [] for name in OURS}
     rng = np.random.default_rng(SEED + 1)
-    for run_length in (1, 4, 16, 64, 1024):
-        starts = rng.permutation(reader.memory.nbytes // size // run_length)[: BLOCKS // run_length]
-        ids = (starts[:, None] * run_length + np.arange(run_length)[None, :]).reshape(-1)
-        request = f"run{run_length}"
-        publish(child, f"b{size}", request, ids)
-        row: dict[str, Any] = {"run blocks": run_length}
-        for name in OURS:
-            times = paired(
-                {n: reader.leg(n, request, f"b{size}", ids) for n in (name, f"{name}-off")},
-                rounds=9 if quick else 31,
-            )
-            row[f"{name} gain"] = times.ratio(f"{name}-off", name)
-            if run_length > 1:
-                gains.append(row[f"{name} gain"])
-        report.add("coalescing", **row)
+    for size in RUN_SIZES:
+        for length in (1, 4, 16, 64, 1024):
+            starts = rng.permutation(reader.memory.nbytes // size // length)[: BLOCKS // length]
+            ids = (starts[:, None] * length + np.arange(length)[None, :]).reshape(-1)
+            request = f"{size}-run{length}"
+            publish(child, f"b{size}", request, ids)
+            row: dict[str, Any] = {"run blocks": length}
+            for name in OURS:
+                times = reader.paired(
+                    {n: reader.leg(n, request, f"b{size}", ids) for n in (name, f"{name}-off")},
+                    rounds=15 if quick else 41,
+                )
+                row[f"{name} gain"] = times.ratio(f"{name}-off", name)
+                if length > 1:
+                    gains[name].append(row[f"{name} gain"])
+            report.add(f"coalescing {size // KIB} KiB", **row)
     return gains
 
 

@@ -78,8 +78,8 @@ def serve_raw(memory: SharedMemory, sock: socket.socket) -> None:
 
 
 def serve_messages(memory: SharedMemory, sock: socket.socket) -> None:
-    """KVDirect's baseline (figures 3 and 7a): told block ids, gathers them into a buffer, sends the
-    buffer.
+    """KVDirect's baseline (figures 3 and 7a): told block ids, gathers them into its buffer and sends that;
+    the next round begins when it is told that the blocks are in place.
     """
     buffer = np.zeros(MESSAGE_BUFFER + (1 << 20), np.uint8)
     base, own = np.array([memory.address]), np.array([buffer.ctypes.data])
@@ -89,6 +89,8 @@ def serve_messages(memory: SharedMemory, sock: socket.socket) -> None:
         ids = unpack_ids(_exactly(sock, count * 8))
         copy_runs(table(ids, np.arange(count), size), own, 2, base, 0, 0, flag)
         sock.sendall(memoryview(buffer.data)[: count * size])
+        if not _exactly(sock, 1):
+            return
 
 
 def _exactly(sock: socket.socket, n: int) -> bytes:
@@ -120,7 +122,7 @@ Leg = Callable[[Ids, Ids, int], None]
 
 
 def memory_copy(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]) -> Leg:
-    """The limit: memcpy of the same pattern inside one process, both sides private memory."""
+    """The limit: memcpy of the same pattern inside one process, with `shm`'s own loop."""
     a, b = np.array([source.ctypes.data]), np.array([target.ctypes.data])
     flag = np.zeros(1, np.int64)
     return lambda there, here, size: copy_runs(table(there, here, size), b, 2, a, 0, 0, flag) and None
@@ -160,7 +162,7 @@ def raw_sockets(port: int, target: npt.NDArray[np.uint8]) -> Leg:
 
 
 def message_based(port: int, target: npt.NDArray[np.uint8]) -> Leg:
-    """KVDirect's baseline: per buffer, ask for blocks, receive the buffer, scatter it."""
+    """KVDirect's baseline: per buffer, ask for blocks, receive the buffer, scatter it, say so."""
     sock = socket.create_connection(("127.0.0.1", port))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     buffer = np.zeros(MESSAGE_BUFFER + (1 << 20), np.uint8)
@@ -176,13 +178,14 @@ def message_based(port: int, target: npt.NDArray[np.uint8]) -> Leg:
             while len(view):
                 view = view[sock.recv_into(view) :]
             copy_runs(table(np.arange(ids.size), into, size), local, 2, own, 0, 0, flag)
+            sock.sendall(b"\1")
 
     return leg
 
 
 def mooncake_engine(memory: Any) -> tuple[Any, int]:
     """Mooncake's transfer engine over TCP, with `memory` registered. It binds every interface."""
-    from mooncake.engine import TransferEngine  # type: ignore[import-not-found,unused-ignore]
+    from mooncake.engine import TransferEngine  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     engine = TransferEngine()
     if engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") != 0:
@@ -211,7 +214,7 @@ def mooncake(port: int, address: int, target: npt.NDArray[np.uint8]) -> Leg:
 
 def nixl_agent_of(name: str, memory: tuple[int, int]) -> Any:
     """A NIXL agent with the UCX backend and `memory` registered; no progress thread, which would spin."""
-    from nixl._api import nixl_agent, nixl_agent_config  # type: ignore[import-not-found,unused-ignore]
+    from nixl._api import nixl_agent, nixl_agent_config  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
     agent.register_memory([(*memory, 0, "")], "DRAM")

@@ -20,7 +20,9 @@ class EndpointConfig:
     transports: which to use, best first; empty for all, in the order of TransportName.
     numa, near: NUMA node, and path below /sys/devices, of this rank's accelerator: its RDMA adapter is the
     nearest. lanes: threads, and connections or queue pairs, per connected rank. piece_bytes: what a lane
-    moves at a time. max_peers: connected ranks at a time; each needs some scratch.
+    moves at a time. inline_bytes: reads up to this are made by the event loop's own thread, if no lane is at
+        work and the transport waits for nobody (shm up to 32 MiB, cma 16); 0 for never.
+    verifications: lanes of all connections that may compare generations at a time.
     dead_after: a peer that is silent for so long is gone: its leases end, reads from it fail.
     """
 
@@ -35,6 +37,7 @@ class EndpointConfig:
     near: str = ""
     lanes: int = 1
     piece_bytes: int = 8 << 20
+    inline_bytes: int = 64 << 20
     coalescing: bool = True
     verifications: int = 8
     lease_ttl: float = 30.0

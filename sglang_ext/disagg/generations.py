@@ -72,7 +72,10 @@ class GenerationTable:
             raise ValueError("generation counters must be a contiguous int64 vector")
         self._counters = counters
         self._counters[:] = 1
-        _bump(self._counters, np.empty(0, np.int64), 0)  # loads the compiled loop before it is needed
+        # Loads the compiled loops before they are needed.
+        none = np.empty(0, np.int64)
+        _bump(self._counters, none, 0)
+        changed(none, HEADER_BYTES, none, none)
 
     def __len__(self) -> int:
         return int(self._counters.shape[0])
@@ -174,6 +177,31 @@ def counter_runs(
     runs[1:, 0], runs[1:, 1] = 0, table_at + first
     runs[1:, 2], runs[1:, 3], runs[1:, 4] = scratch_region, scratch_at + places, sizes
     return runs, where
+
+
+@kernel
+def _changed(counters, first, blocks, generations):  # type: ignore[no-untyped-def]
+    found = 0
+    for i in range(blocks.shape[0]):
+        k = first + blocks[i]
+        if blocks[i] < 0 or k < 0 or k >= counters.shape[0]:
+            return -1
+        if counters[k] != generations[i]:
+            found += 1
+    return found
+
+
+def changed(
+    counters: npt.NDArray[np.int64], table_at: int, blocks: Ids, generations: npt.NDArray[np.int64]
+) -> int:
+    """How many of `blocks` have another counter now than `generations`; -1 when one lies outside.
+
+    counters: an owner's control region, mapped here. table_at: offset of the pool's first counter, in bytes.
+    The caller has fenced: the data were loaded before.
+    """
+    if table_at < HEADER_BYTES or table_at % COUNTER_BYTES or blocks.size != generations.size:
+        return -1
+    return int(_changed(counters, table_at // COUNTER_BYTES, blocks, generations))
 
 
 def counters_at_a_time(scratch_bytes: int, gap: int) -> int:

@@ -35,10 +35,10 @@ from sglang_ext.disagg.messages import (
     Want,
     Written,
 )
-from sglang_ext.disagg.peer import Expect
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.disagg.tensors import PoolMeta
 from sglang_ext.disagg.transactions import Direction
+from sglang_ext.disagg.verify import Expect
 from sglang_ext.wire import WireError, pack_ids, unpack_ids
 
 log = logging.getLogger(__name__)

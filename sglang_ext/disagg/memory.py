@@ -223,7 +223,19 @@ class PeerMapping:
         finally:
             os.close(fd)
         self._view = np.frombuffer(self._map, np.uint8)
-        self.address = int(self._view.ctypes.data) + meta.fd_offset - low
+        self._first = meta.fd_offset - low
+        self.nbytes = meta.nbytes
+        self.address = int(self._view.ctypes.data) + self._first
+
+    def words(self) -> npt.NDArray[np.int64] | None:
+        """The region as int64, without what is left over at its end; None when it is not aligned to them.
+
+        Unmapped only when this view is gone too.
+        """
+        if self.address % 8:
+            return None
+        words: npt.NDArray[np.int64] = self._view[self._first :][: self.nbytes // 8 * 8].view(np.int64)
+        return words
 
     def close(self) -> None:
         """Unmap."""

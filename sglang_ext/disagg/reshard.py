@@ -62,8 +62,6 @@ class RankPlan:
             RangeError: an id is out of range, or the lists do not cover the same tokens.
         """
         remote, local = _ids(remote), _ids(local)
-        _in_range("remote", remote, self.blocks_remote)
-        _in_range("local", local, self.blocks_local)
         if remote.size * self.split_remote != local.size * self.split_local:
             raise RangeError(
                 f"{remote.size} remote blocks of {self.split_remote} units cannot fill {local.size} local "
@@ -76,9 +74,9 @@ class RankPlan:
             template,
             _units(remote, self.split_remote),
             _units(local, self.split_local),
-            self.split_remote,
-            self.split_local,
+            (self.split_remote, self.split_local),
             merge,
+            (self.blocks_remote * self.split_remote, self.blocks_local * self.split_local),
         )
 
 
@@ -198,11 +196,6 @@ def push_plan(
 
 def _ids(blocks: Ids) -> Ids:
     return np.ascontiguousarray(np.asarray(blocks, np.int64))
-
-
-def _in_range(side: str, blocks: Ids, limit: int) -> None:
-    if blocks.size and (int(blocks.min()) < 0 or int(blocks.max()) >= limit):
-        raise RangeError(f"{side} block ids must lie in [0, {limit}), got {blocks.min()} to {blocks.max()}")
 
 
 def _units(blocks: Ids, split: int) -> Ids:

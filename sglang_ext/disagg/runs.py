@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.disagg._jit import kernel
+from sglang_ext.disagg.errors import RangeError
 
 Runs = npt.NDArray[np.int64]
 """Shape (n, 5), C order."""
@@ -41,10 +42,16 @@ def total_bytes(runs: Runs) -> int:
 
 
 @kernel
-def _expand(template, remote, local, split_remote, split_local, merge, out):  # type: ignore[no-untyped-def]
+def _expand(template, remote, local, splits, limits, merge, out):  # type: ignore[no-untyped-def]
     """Rows for every template row and unit, merging a row into the one before where both sides continue
-    it.
+    it; -1 when a remote id leaves its limit, -2 when a local one does.
     """
+    split_remote, split_local = splits
+    for i in range(remote.shape[0]):
+        if remote[i] < 0 or remote[i] >= limits[0]:
+            return -1
+        if local[i] < 0 or local[i] >= limits[1]:
+            return -2
     n = 0
     for t in range(template.shape[0]):
         size = template[t, 4]
@@ -73,16 +80,31 @@ def _expand(template, remote, local, split_remote, split_local, merge, out):  # 
 
 
 def expand(
-    template: Runs, remote: Ids, local: Ids, split_remote: int = 1, split_local: int = 1, merge: bool = True
+    template: Runs,
+    remote: Ids,
+    local: Ids,
+    splits: tuple[int, int] = (1, 1),
+    merge: bool = True,
+    limits: tuple[int, int] = (1 << 48, 1 << 48),
 ) -> Runs:
     """The runs of the units `remote[i] -> local[i]`, for every row of a plan's template.
 
-    split_remote, split_local: units per block of each side; a unit's id is block * split + index in the
+    splits: units per block of the remote and the local side; a unit's id is block * split + index in the
         block.
     merge: join a run to the one before where both sides continue it; off only to measure what that is worth.
+    limits: units of the remote and the local side.
+
+    Raises:
+        RangeError: a unit's id is not below its side's limit.
     """
     out = np.empty((template.shape[0] * remote.shape[0], RUN_COLUMNS), np.int64)
-    n = _expand(template, remote, local, split_remote, split_local, merge, out)
+    n = _expand(template, remote, local, splits, limits, merge, out)
+    if n < 0:
+        side, ids, split, limit = (
+            ("remote", remote, splits[0], limits[0]) if n == -1 else ("local", local, splits[1], limits[1])
+        )
+        found = f"{ids.min() // split} to {ids.max() // split}"
+        raise RangeError(f"{side} block ids must lie in [0, {limit // split}), got {found}")
     return out[:n]
 
 
@@ -153,6 +175,8 @@ def coalesce(runs: Runs) -> tuple[Runs, npt.NDArray[np.int64]]:
     Returns the merged runs and, for each input row, the merged row that holds it. Empty runs must not occur.
     """
     n = runs.shape[0]
+    if n < 2:
+        return runs, np.zeros(n, np.int64)
     size = 16
     while size < 2 * n:
         size *= 2
@@ -221,6 +245,29 @@ def outside(runs: Runs, side: int, sizes: npt.NDArray[np.int64]) -> int:
     return int(_outside(runs, side, sizes))
 
 
+@kernel
+def _survey(runs, remote_sizes, local_sizes):  # type: ignore[no-untyped-def]
+    total = 0
+    for i in range(runs.shape[0]):
+        n = runs[i, 4]
+        for side in (0, 2):
+            sizes = local_sizes if side else remote_sizes
+            r = runs[i, side]
+            at = runs[i, side + 1]
+            if r < 0 or r >= sizes.shape[0] or n <= 0 or at < 0 or at > sizes[r] or n > sizes[r] - at:
+                return i, total
+        total += n
+    return -1, total
+
+
+def survey(
+    runs: Runs, remote_sizes: npt.NDArray[np.int64], local_sizes: npt.NDArray[np.int64]
+) -> tuple[int, int]:
+    """The first row that leaves its region on either side, -1 when all lie inside; and the bytes of all."""
+    bad, total = _survey(runs, remote_sizes, local_sizes)
+    return int(bad), int(total)
+
+
 def warm() -> None:
     """Load the compiled loops, or compile them where they are not cached: not while a peer waits."""
     one = np.array([(0, 0, 0, 0, 1)], np.int64)
@@ -228,3 +275,4 @@ def warm() -> None:
     expand(np.zeros((1, TEMPLATE_COLUMNS), np.int64), ids, ids)
     cut(coalesce(one)[0], 1)
     outside(one, REMOTE, ids)
+    survey(one, ids, ids)

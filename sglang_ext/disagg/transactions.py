@@ -50,7 +50,7 @@ class RequestState(enum.Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """What one lane of a transport is given at a time. Every piece must be answered by `landed` or
     `failed`.
@@ -61,6 +61,7 @@ class Piece:
     grant: tuple[int, int]
     """Of a write: slot and number of the grant it is made under."""
     runs: Runs
+    nbytes: int
     requests: frozenset[str]
     """Requests with bytes in this piece."""
 
@@ -185,6 +186,15 @@ class TransactionQueue:
             self._queue.popleft()
         return self._batch(taken)
 
+    def ends(self, piece: Piece) -> str | None:
+        """The request that is LANDED once this piece is, when the piece is its alone."""
+        if len(piece.requests) > 1:
+            return None
+        (request,) = piece.requests
+        known = self._requests[request]
+        last = known.state is RequestState.CLOSING and not known.queued and len(known.pieces) == 1
+        return request if last else None
+
     def landed(self, piece: Piece) -> tuple[str, ...]:
         """A piece's bytes are all in place. Returns the requests that are LANDED by it."""
         self._end(piece)
@@ -251,8 +261,9 @@ class TransactionQueue:
         merged, group = coalesce(runs) if self._coalescing else (runs, np.arange(runs.shape[0]))
         single = len(set(names)) == 1
         owner = None if single else np.repeat(np.arange(len(taken)), [t.runs.shape[0] for t in taken])
-        if total_bytes(merged) <= self._piece_bytes:
-            pieces = [self._piece(taken[0], merged, frozenset(names))]
+        total = total_bytes(merged)
+        if total <= self._piece_bytes:
+            pieces = [self._piece(taken[0], merged, total, frozenset(names))]
         else:
             rows, of = cut(merged, self._piece_bytes)
             bounds = np.flatnonzero(np.diff(of[:, 0], prepend=-1))
@@ -263,13 +274,14 @@ class TransactionQueue:
                     # Merged rows of a piece are consecutive, and so say which transfers are in it.
                     low, high = of[start, 1], of[stop - 1, 1]
                     inside = frozenset(names[i] for i in np.unique(owner[(group >= low) & (group <= high)]))
-                pieces.append(self._piece(taken[0], rows[start:stop], inside))
+                part = rows[start:stop]
+                pieces.append(self._piece(taken[0], part, total_bytes(part), inside))
         for t in taken:
             self._requests[t.request].queued -= 1
         return Batch(tuple(pieces), runs.shape[0], merged.shape[0])
 
-    def _piece(self, like: _Transfer, runs: Runs, requests: frozenset[str]) -> Piece:
-        piece = Piece(self._next_piece, like.direction, like.grant, runs, requests)
+    def _piece(self, like: _Transfer, runs: Runs, nbytes: int, requests: frozenset[str]) -> Piece:
+        piece = Piece(self._next_piece, like.direction, like.grant, runs, nbytes, requests)
         self._next_piece += 1
         self._pieces[piece.number] = piece
         for request in requests:

@@ -56,7 +56,8 @@ from sglang_ext.disagg.messages import (
     Take,
 )
 from sglang_ext.disagg.owner import Owner, Receiver
-from sglang_ext.disagg.peer import SCRATCH_BYTES, Peer, PeerStats, Scratch, header_runs
+from sglang_ext.disagg.peer import Peer
+from sglang_ext.disagg.peer_state import PeerStats
 from sglang_ext.disagg.pools import OwnedPool, PoolSpec, counters_bytes
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.disagg.tensors import dtypes, pool_strided
@@ -68,6 +69,7 @@ from sglang_ext.disagg.transports import (
     host_identity,
 )
 from sglang_ext.disagg.transports.select import make_transports
+from sglang_ext.disagg.verify import Scratch, header_runs
 from sglang_ext.wire import pack_ids, unpack_ids
 
 log = logging.getLogger(__name__)
@@ -91,7 +93,7 @@ class Endpoint:
         self.regions = RegionTable()
         tables = HEADER_BYTES + counters_bytes(pools)
         first = tables + -tables % 64
-        self._control = SharedMemory(first + config.verifications * SCRATCH_BYTES, "kv-control")
+        self._control = SharedMemory(first + Scratch.nbytes(config.verifications), "kv-control")
         self._scratch = Scratch(first, config.verifications)
         self._control.array[:HEADER_BYTES] = np.frombuffer(header(self.epoch), np.uint8)
         self.regions.add(self._control.address, self._control.nbytes, fd=self._control.fd, keep=self._control)
@@ -345,6 +347,7 @@ class Endpoint:
             self._scratch,
             piece_bytes=self.config.piece_bytes,
             coalescing=self.config.coalescing,
+            inline_bytes=self.config.inline_bytes,
         )
         return Link(who, reply.session, client, peer, self.config.heartbeat, self.config.dead_after)
 

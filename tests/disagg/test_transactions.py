@@ -119,7 +119,9 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def land(self, data: st.DataObject) -> None:
         piece = self.flying.pop(data.draw(st.sampled_from(sorted(self.flying)), label="piece"))
+        last = self.queue.ends(piece)
         ready = self.queue.landed(piece)
+        assert (last,) == ready if last is not None else len(ready) != 1 or len(piece.requests) > 1
         for request in piece.requests - self.dead:
             self.landed_bytes.setdefault(request, Counter()).update(
                 self.landed_share.pop((piece.number, request), Counter())

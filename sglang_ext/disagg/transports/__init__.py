@@ -104,10 +104,25 @@ class Channel(ABC):
     """How many reads and writes may run at a time."""
     gap: ClassVar[int] = 256
     """Bytes that cost as much as another run: what is worth reading between two counters."""
+    counters: npt.NDArray[np.int64] | None = None
+    """The owner's control region, where this side has it mapped: generations are compared where they lie. A
+    load from it after `read` has returned sees at least what a `read` would."""
+    inline: int = 0
+    """Bytes that a read moves in two or three milliseconds without waiting for anybody. A channel that has
+    any, has `counters` too, and a lane more, number `lanes`: the event loop's own thread reads so much at
+    once, which saves the way to a lane and back."""
 
     @abstractmethod
     def read(self, lane: int, runs: Runs, token: CancelToken) -> None:
         """Copy the remote ranges of `runs` to their local ranges. Blocks."""
+
+    ordered: ClassVar[bool] = False
+    """Whether `read_then` is one way to the owner and back, not two."""
+
+    def read_then(self, lane: int, runs: Runs, then: Runs, token: CancelToken) -> None:
+        """As `read` of both; whatever `then` names is loaded after every byte of `runs` was."""
+        self.read(lane, runs, token)
+        self.read(lane, then, token)
 
     @abstractmethod
     def write(self, lane: int, runs: Runs, token: CancelToken, grant: tuple[int, int]) -> None:

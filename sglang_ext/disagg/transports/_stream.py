@@ -169,12 +169,17 @@ def serve(fd, bases, sizes, grants, ranges, head, iov, message, state, flag):  #
 
 
 @kernel
-def _next_request(runs, at, ranges, remote):  # type: ignore[no-untyped-def]
-    """Fill `ranges` from (row, bytes done) `at`; returns (ranges, bytes, row, bytes done) after it."""
+def _next_request(runs, at, ranges, remote, barrier):  # type: ignore[no-untyped-def]
+    """Fill `ranges` from (row, bytes done) `at`; returns (ranges, bytes, row, bytes done) after it.
+
+    barrier: a row that begins a request of its own: it is served after the rows before it.
+    """
     row, done = at
     count = 0
     total = 0
     while row < runs.shape[0] and count < 1024 and total < 4194304:
+        if row == barrier and count and done == 0:
+            break
         take = min(runs[row, 4] - done, 4194304 - total)
         column = 0 if remote else 2
         ranges[count, 0] = runs[row, column]
@@ -190,15 +195,17 @@ def _next_request(runs, at, ranges, remote):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def read(fd, runs, bases, ranges, head, iov, message, flag):  # type: ignore[no-untyped-def]
-    """Ask for all runs, WINDOW requests ahead, and receive them in place."""
+def read(fd, runs, barrier, bases, ranges, head, iov, message, flag):  # type: ignore[no-untyped-def]
+    """Ask for all runs, WINDOW requests ahead, and receive them in place. Rows from `barrier` on are loaded
+    after those before it: the owner answers one request after the other.
+    """
     ask = (0, 0)
     take = (0, 0)
     asked = 0
     taken = 0
     while take[0] < runs.shape[0]:
         while asked - taken < 3 and ask[0] < runs.shape[0]:
-            count, total, row, done = _next_request(runs, ask, ranges[0], True)
+            count, total, row, done = _next_request(runs, ask, ranges[0], True, barrier)
             ask = (row, done)
             head[0, 0], head[0, 1], head[0, 2] = 0x4B5658444154413A, 1, asked
             head[0, 3], head[0, 4], head[0, 5] = count, total, 0
@@ -216,7 +223,7 @@ def read(fd, runs, bases, ranges, head, iov, message, flag):  # type: ignore[no-
             return -3
         if head[1, 1] != 0:
             return -100 - head[1, 1] if 0 < head[1, 1] < 100 else -3
-        count, total, row, done = _next_request(runs, take, ranges[1], False)
+        count, total, row, done = _next_request(runs, take, ranges[1], False, barrier)
         take = (row, done)
         if head[1, 2] != taken or head[1, 3] != total:
             return -3
@@ -235,8 +242,8 @@ def write(fd, runs, bases, grant, ranges, head, iov, message, flag):  # type: ig
     acknowledged = 0
     while at[0] < runs.shape[0] or acknowledged < sent:
         if at[0] < runs.shape[0]:
-            _next_request(runs, at, ranges[1], False)
-            count, total, row, done = _next_request(runs, at, ranges[0], True)
+            _next_request(runs, at, ranges[1], False, -1)
+            count, total, row, done = _next_request(runs, at, ranges[0], True, -1)
             at = (row, done)
             head[0, 0], head[0, 1], head[0, 2] = 0x4B5658444154413A, 2, sent
             head[0, 3], head[0, 4], head[0, 5] = count, total, grant
@@ -267,5 +274,5 @@ def warm() -> None:
     zero = np.zeros(1, np.int64)
     loops = (s.ranges, s.head, s.iov, s.message)
     serve(-1, zero, zero, zero, *loops, s.state, zero)
-    read(-1, none, zero, *loops, zero)
+    read(-1, none, 0, zero, *loops, zero)
     write(-1, none, zero, 0, *loops, zero)
