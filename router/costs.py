@@ -1,9 +1,16 @@
 """The costs that policies see: cost models by instance, corrected by the times to first token observed.
 
 A cost model is a measurement from another day, or an order of magnitude (``DefaultExecution``); what an
-instance does today is in its answers. ``Corrections`` keeps one factor per instance, the exponential average
-of observed over expected time, in logarithms, so that being twice too slow and twice too fast weigh the same.
-It is bounded, narrowly where there is a profile: an outlier must not make routing forget what was measured.
+instance does today is in its answers. A ``Correction`` is observed over expected computing time, both
+summed over the last answers: sums, because prompts that are computed together have their first bytes
+together, and only all of them tell how long each took. It is bounded, narrowly where there is a profile: an
+outlier must not make routing forget what was measured.
+
+There is one for the fleet, and one per instance for what it differs from the fleet by; of that, the first
+20 % do not count. Instances of one kind differ by chance, and a policy that followed chance would send
+whatever is new to whoever was lucky last. What is learnt from is the time of a prompt that was the first in
+line, not the time in the line: a correction that follows a queue comes when the queue has gone, and makes
+the next one.
 """
 
 from __future__ import annotations
@@ -17,43 +24,59 @@ from router.queue_estimate import QueueEstimate
 from sglang_ext.cost_model import CostModel
 from sglang_ext.keys import Tier
 
-LEARNING_RATE = 0.1
-"""Weight of the newest answer: about ten answers are remembered."""
+REMEMBERED = 0.9
+"""Weight of all former answers when a new one comes: about ten are remembered."""
+PRIOR_ANSWERS = 3.0
+"""As many answers of the fleet's factor are taken to have come from an instance before its first."""
+FADING = 0.98
+"""What is left of an instance's answers with each answer of another one: whoever was taken for slow is sent
+nothing, and could not show that it is not."""
+CHANCE = math.log(1.2)
+"""What an instance may differ from the fleet by without being taken for another kind."""
+OUTLIER = 8.0
+"""An answer counts as if it had taken at most so many times what was expected of it."""
 BOUND_CALIBRATED = 4.0
 """The factor stays within 1/4 … 4 of what was measured,"""
 BOUND_DEFAULT = 256.0
 """and within 1/256 … 256 of the defaults, which cover a laptop and a large accelerator."""
-SHORTEST_S = 1e-4
-"""Shorter times are taken to be this long: they say nothing, and have no logarithm at 0."""
 
 
 class Correction:
-    """The factor of one instance."""
+    """Observed over expected time, of the last answers."""
 
-    __slots__ = ("_bound", "_log", "answers")
+    __slots__ = ("expected_s", "observed_s")
 
-    def __init__(self, bound: float) -> None:
-        self._bound = math.log(bound)
-        self._log = 0.0
-        self.answers = 0
-
-    @property
-    def factor(self) -> float:
-        """What expected times are multiplied with."""
-        return math.exp(self._log)
+    def __init__(self) -> None:
+        self.observed_s = 0.0
+        self.expected_s = 0.0
 
     def observe(self, expected_s: float, observed_s: float) -> None:
         """An answer has begun.
 
         Args:
-            expected_s: what was expected when it was sent, this factor included.
+            expected_s: what the cost model said, uncorrected.
             observed_s: what it took.
         """
-        error = math.log(max(observed_s, SHORTEST_S) / max(expected_s, SHORTEST_S))
-        # The first answers count more, or the tenth would still be told by the starting value.
-        self.answers += 1
-        weight = max(LEARNING_RATE, 1 / self.answers)
-        self._log = min(self._bound, max(-self._bound, self._log + weight * error))
+        self.scale(REMEMBERED)
+        self.observed_s += observed_s
+        self.expected_s += expected_s
+
+    def scale(self, share: float) -> None:
+        """Let all that was observed count less."""
+        self.observed_s *= share
+        self.expected_s *= share
+
+    def factor(self, bound: float, prior: float = 1.0, prior_s: float = 0.0) -> float:
+        """What expected times are to be multiplied with.
+
+        Args:
+            bound: the least and the greatest are 1 / bound and bound.
+            prior: the factor before anything was observed, with the weight of ``prior_s`` expected seconds.
+        """
+        expected = self.expected_s + prior_s
+        if expected <= 0:
+            return prior
+        return min(bound, max(1 / bound, (self.observed_s + prior * prior_s) / expected))
 
 
 class RouterCosts:
@@ -78,6 +101,7 @@ class RouterCosts:
         self._monotonic = monotonic
         self._models = models
         self._can_fetch = can_fetch
+        self._fleet = Correction()
         self._corrections: dict[str, Correction] = {}
         self._queues: dict[str, QueueEstimate] = {}
 
@@ -88,6 +112,7 @@ class RouterCosts:
     def use(self, model: CostModel) -> None:
         """Calculate with another model from now on; what was learnt about the former one is dropped."""
         self.model = model
+        self._fleet = Correction()
         self._corrections.clear()
 
     @property
@@ -137,11 +162,9 @@ class RouterCosts:
             new_tokens: to compute, behind ``context_tokens``.
             streams: whether the first byte comes with the first token.
         """
-        sent = self._monotonic()
-        exec_s = self.factor(name) * self.of(name).exec_s(new_tokens, context_tokens)
+        model_s = self.of(name).exec_s(new_tokens, context_tokens)
         queue = self._queues.setdefault(name, QueueEstimate())
-        expected_s = queue.seconds(sent) + exec_s
-        entry = queue.enter(exec_s, sent, streams=streams)
+        entry = queue.enter(self.factor(name) * model_s, self._monotonic(), streams=streams)
         first = True
 
         def first_byte() -> None:
@@ -149,10 +172,9 @@ class RouterCosts:
             if not first:
                 return
             first = False
-            now = self._monotonic()
-            queue.leave(entry, now)
+            took = queue.leave(entry, self._monotonic())
             if streams:
-                self.observe(name, expected_s, now - sent)
+                self.observe(name, model_s, took)
 
         try:
             yield first_byte
@@ -163,16 +185,35 @@ class RouterCosts:
 
     def factor(self, name: str) -> float:
         """What an instance's expected times are multiplied with."""
-        correction = self._corrections.get(name)
-        return 1.0 if correction is None else correction.factor
+        bound = BOUND_CALIBRATED if self.of(name).calibrated else BOUND_DEFAULT
+        fleet = self._fleet.factor(bound)
+        own = self._corrections.get(name)
+        if own is None:
+            return fleet
+        # Ten answers are remembered, so a tenth of the fleet's sum is one answer.
+        prior_s = self._fleet.expected_s * (1 - REMEMBERED) * PRIOR_ANSWERS
+        apart = math.log(own.factor(bound, fleet, prior_s) / fleet)
+        counts = math.copysign(max(0.0, abs(apart) - CHANCE), apart)
+        return min(bound, max(1 / bound, fleet * math.exp(counts)))
 
     def observe(self, name: str, expected_s: float, observed_s: float) -> None:
-        """An answer of ``name`` has begun ``observed_s`` after it was sent; ``expected_s`` was expected."""
-        correction = self._corrections.get(name)
-        if correction is None:
-            bound = BOUND_CALIBRATED if self.of(name).calibrated else BOUND_DEFAULT
-            correction = self._corrections[name] = Correction(bound)
-        correction.observe(expected_s, observed_s)
+        """An answer of ``name`` has begun; computing its prompt took ``observed_s``.
+
+        Args:
+            expected_s: what its cost model says, uncorrected.
+        """
+        if expected_s <= 0:
+            return
+        factor = self.factor(name)
+        # The first answer of all may be off by as much as the defaults are.
+        if self._fleet.expected_s > 0:
+            observed_s = min(observed_s, OUTLIER * factor * expected_s)
+        self._fleet.observe(expected_s, observed_s)
+        own = self._corrections.setdefault(name, Correction())
+        own.observe(expected_s, observed_s)
+        for other in self._corrections.values():
+            if other is not own:
+                other.scale(FADING)
 
     def forget(self, name: str) -> None:
         """An instance left, or was started anew. What is on its way to it still ends its own way."""
@@ -180,5 +221,5 @@ class RouterCosts:
         self._queues.pop(name, None)
 
     def __repr__(self) -> str:
-        factors = ", ".join(f"{name}: x{c.factor:.2f}" for name, c in self._corrections.items())
+        factors = ", ".join(f"{name}: x{self.factor(name):.2f}" for name in self._corrections)
         return f"RouterCosts({self.model!r}, {factors or 'uncorrected'})"

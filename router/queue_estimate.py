@@ -47,15 +47,23 @@ class QueueEstimate:
         self._line.append(entry)
         return entry
 
-    def leave(self, entry: Entry, now: float) -> None:
-        """Its first byte is there, or it was given up. Repeating it is harmless."""
+    def leave(self, entry: Entry, now: float) -> float:
+        """Its first byte is there, or it was given up. Repeating it is harmless.
+
+        Returns:
+            The seconds that computing it took: since it became the first in line. One that overtakes the
+            first took none: its time is part of the first's, so that over all of them the sum is right.
+        """
         self._advance(now)
         for place, waiting in enumerate(self._line):
             if waiting is entry:
                 del self._line[place]
-                if place == 0:
-                    self._busy_since = now
-                return
+                if place:
+                    return 0.0
+                took = max(0.0, now - self._busy_since)
+                self._busy_since = now
+                return took
+        return 0.0
 
     def seconds(self, now: float) -> float:
         """Until the instance begins with a prompt that is sent to it now."""

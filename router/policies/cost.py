@@ -7,9 +7,11 @@ For each instance p that can begin with the request:
         exec(what is left, after what p has in HBM)                        loading costs more than computing
         transfer(what p' holds beyond p) + exec(what is left after that)   where fetching is possible
 
-The smallest sum wins (equation 1). If it is one with a transfer, the decision names p' (equation 2: transfer
-is taken where it is no longer than what it saves). With prefill and decode apart, the pair is chosen
-together: to p's sum comes what the hand-over to the best decode instance takes.
+The smallest sum wins (equation 1), where each second of exec counts ``1 + work_weight`` times: what is
+computed here keeps whoever comes next waiting, and what another holds need not be computed at all. With a
+weight of 0 it is the paper's equation. If the smallest is one with a transfer, the decision names p'
+(equation 2: transfer is taken where it is no longer than what it saves). With prefill and decode apart, the
+pair is chosen together: to p's sum comes what the hand-over to the best decode instance takes.
 
 Sums within the time that one block of the prompt takes are equal; then load decides. And as in
 ``prompt_tree``, rule 3: a *common beginning* that p holds is not counted where p caches more than the
@@ -95,7 +97,8 @@ def price(
     room = options.balance_cache_factor * held.tokens
     crowded = bool(held.tokens) and not held.own and instance.cached_tokens - emptiest > room
     counted = NOTHING if crowded else held
-    seconds = _prefill_s(prompt, instance, counted, costs)
+    weight = 1.0 + options.work_weight
+    seconds = _prefill_s(prompt, instance, counted, costs, weight)
     fetch = None
     for source in fleet:
         there = min(matches.get(source.name, NOTHING).tokens, prompt.tokens)
@@ -104,7 +107,7 @@ def price(
         with_fetch = (
             costs.transfer_s(source, instance, there - held.tokens)
             + _load_s(instance, held, costs)
-            + _exec_s(prompt, instance, there, costs)
+            + weight * _exec_s(prompt, instance, there, costs)
         )
         if with_fetch < seconds or (with_fetch == seconds and fetch is None):
             seconds, fetch = with_fetch, Fetch(source.name, there)
@@ -117,12 +120,14 @@ def price(
     return Price(instance, seconds, held, fetch, decode, crowded)
 
 
-def _prefill_s(prompt: Prompt, instance: Instance, held: Match, costs: Costs) -> float:
-    """To the first token with what the instance itself holds, once it begins. It loads a tier only where
-    that is faster than computing, as its own load policy does."""
+def _prefill_s(prompt: Prompt, instance: Instance, held: Match, costs: Costs, weight: float) -> float:
+    """To the first token with what the instance itself holds, once it begins; computing counts ``weight``
+    times. It loads a tier only where that is faster than computing, as its own load policy does."""
     in_memory = Match(held.hbm + held.dram, dram=held.dram)
-    ways = (held, in_memory, Match(held.hbm))
-    return min(_load_s(instance, way, costs) + _exec_s(prompt, instance, way.tokens, costs) for way in ways)
+    return min(
+        _load_s(instance, way, costs) + weight * _exec_s(prompt, instance, way.tokens, costs)
+        for way in (held, in_memory, Match(held.hbm))
+    )
 
 
 def _load_s(instance: Instance, held: Match, costs: Costs) -> float:

@@ -30,7 +30,8 @@ from router.policies.hashing import rendezvous
 from sglang_ext.errors import ConfigError
 from sglang_ext.keys import Tier
 
-OPTIONS = PolicyOptions()
+OPTIONS = PolicyOptions(work_weight=0.0)
+"""The paper's equations; ``test_work_counts`` has the default."""
 BUILT_IN = sorted(POLICIES)
 
 
@@ -201,6 +202,15 @@ def test_the_scores_are_equation_1() -> None:
     matches = {"a": FULL, "b": Match(500, own=True, dram=200)}
     decision = choose((A, B, C), matches, Seconds({"a": 30, "c": 7}))
     assert decision.scores == {"a": -(30 + 100), "b": -(500 + 0.1 * 200), "c": -(7 + 1000)}
+
+
+def test_work_counts() -> None:
+    """Computing 900 tokens elsewhere saves 50 s of this request, and costs whoever comes next 900."""
+    matches, costs = {"b": FULL}, Seconds({"b": 950})
+    assert choose((A, B), matches, costs).instance == "a"
+    assert choose((A, B), matches, costs, options=PolicyOptions()).instance == "b"
+    later = Seconds({"b": 1900})
+    assert choose((A, B), matches, later, options=PolicyOptions()).instance == "a"
 
 
 P, Q = instance("p", role=Role.PREFILL), instance("q", role=Role.PREFILL)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.costs import BOUND_CALIBRATED, BOUND_DEFAULT, Correction, RouterCosts
+from router.costs import BOUND_DEFAULT, RouterCosts
 from router.policies import Instance, Role
 from router.queue_estimate import QueueEstimate
 from sglang_ext.cost_model import CostModel
@@ -130,20 +132,75 @@ def test_a_request_that_fails_leaves_nothing_behind() -> None:
     assert costs.factor("a") == 1.0
 
 
+def answer(costs: RouterCosts, clock: Clock, name: str, seconds: float, tokens: int = 2000) -> None:
+    """One prompt, alone at ``name``, whose first byte comes after so many seconds."""
+    with costs.sending(name, tokens, 0, streams=True) as first_byte:
+        clock.now += seconds
+        first_byte()
+
+
+DEFAULT = CostModel().exec_s(2000, 0)
+
+
 @pytest.mark.parametrize("actual", [0.1, 1.0, 30.0])
-def test_an_uncalibrated_instance_is_learnt(actual) -> None:
-    """Ten answers, each ``actual`` times as long as the defaults say."""
+def test_an_uncalibrated_fleet_is_learnt(actual) -> None:
+    """Every answer takes ``actual`` times what the defaults say."""
     clock = Clock()
     costs = RouterCosts(CostModel(), clock)
-    default = CostModel().exec_s(2000, 0)
-    for _ in range(10):
-        with costs.sending("a", 2000, 0, streams=True) as first_byte:
-            clock.now += actual * default
+    answer(costs, clock, "a", actual * DEFAULT)
+    for name in ("a", "b"):
+        assert costs.exec_s(instance(name), 2000, 0) == pytest.approx(actual * DEFAULT)
+    costs.use(CostModel())
+    assert costs.exec_s(instance("a"), 2000, 0) == pytest.approx(DEFAULT)
+
+
+def test_a_slow_instance_is_told_from_the_others_and_forgiven_in_time() -> None:
+    clock = Clock()
+    costs = RouterCosts(CostModel(), clock)
+    for _ in range(20):
+        for name, times in (("a", 1.0), ("b", 1.0), ("c", 3.0)):
+            answer(costs, clock, name, times * DEFAULT)
+    assert costs.factor("a") == pytest.approx(costs.factor("b"), rel=0.01)
+    assert costs.factor("c") > 1.5 * costs.factor("a")
+    for _ in range(300):
+        answer(costs, clock, "a", DEFAULT)
+        answer(costs, clock, "b", DEFAULT)
+    assert costs.factor("c") == pytest.approx(costs.factor("a"))
+
+
+def test_differences_by_chance_do_not_count() -> None:
+    clock = Clock()
+    costs = RouterCosts(CostModel(), clock)
+    for _ in range(20):
+        answer(costs, clock, "a", 0.95 * DEFAULT)
+        answer(costs, clock, "b", 1.05 * DEFAULT)
+    assert costs.factor("a") == pytest.approx(costs.factor("b")) == pytest.approx(1.0, rel=0.05)
+
+
+def test_time_in_the_line_teaches_nothing() -> None:
+    """Five prompts at once, one after the other as expected: the last waits five times as long."""
+    clock = Clock()
+    costs = RouterCosts(CostModel(), clock)
+    with ExitStack() as stack:
+        first_bytes = [stack.enter_context(costs.sending("a", 2000, 0, streams=True)) for _ in range(5)]
+        for first_byte in first_bytes:
+            clock.now += DEFAULT
             first_byte()
-    assert costs.exec_s(instance("a"), 2000, 0) == pytest.approx(actual * default, rel=0.05)
-    assert costs.exec_s(instance("b"), 2000, 0) == pytest.approx(default)
-    costs.forget("a")
-    assert costs.exec_s(instance("a"), 2000, 0) == pytest.approx(default)
+    assert costs.factor("a") == pytest.approx(1.0)
+
+
+def test_prompts_that_are_computed_together_are_taken_together() -> None:
+    """Four first bytes at one moment, after half of what one after the other would take."""
+    clock = Clock()
+    costs = RouterCosts(CostModel(), clock)
+    for _ in range(10):
+        with ExitStack() as stack:
+            first_bytes = [stack.enter_context(costs.sending("a", 2000, 0, streams=True)) for _ in range(4)]
+            clock.now += 2 * DEFAULT
+            for first_byte in first_bytes:
+                first_byte()
+    # The whole time is the first one's; how much of it is remembered depends on who came last.
+    assert 0.4 < costs.factor("a") < 0.6
 
 
 def test_answers_that_do_not_stream_teach_nothing() -> None:
@@ -157,19 +214,23 @@ def test_answers_that_do_not_stream_teach_nothing() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 1e6)), max_size=40))
 def test_corrections_stay_within_their_bounds(answers) -> None:
-    for bound in (BOUND_CALIBRATED, BOUND_DEFAULT):
-        correction = Correction(bound)
-        for expected, observed in answers:
-            correction.observe(expected, observed)
-        assert 1 / bound * 0.999 <= correction.factor <= bound * 1.001
+    costs = RouterCosts(CostModel(), Clock())
+    for number, (expected, observed) in enumerate(answers):
+        costs.observe("ab"[number % 2], expected, observed)
+    for name in "abc":
+        assert 1 / BOUND_DEFAULT <= costs.factor(name) <= BOUND_DEFAULT
 
 
-def test_a_single_outlier_moves_little_once_something_is_known() -> None:
-    correction = Correction(BOUND_DEFAULT)
+def test_a_single_outlier_is_not_believed_whole() -> None:
+    clock = Clock()
+    costs = RouterCosts(CostModel(), clock)
     for _ in range(50):
-        correction.observe(1.0, 1.0)
-    correction.observe(1.0, 20.0)
-    assert correction.factor < 1.4
+        answer(costs, clock, "a", DEFAULT)
+    answer(costs, clock, "a", 1000 * DEFAULT)
+    assert costs.factor("a") < 2
+    for _ in range(30):
+        answer(costs, clock, "a", DEFAULT)
+    assert costs.factor("a") == pytest.approx(1.0, rel=0.1)
 
 
 def test_transfers_are_possible_where_they_are() -> None:
