@@ -171,12 +171,11 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
             AgentConfig(
                 str(with_instance_id(config, server_args, socket.gethostname()).instance_id),
                 _namespace(scheduler, server_args),
-                Local(
-                    parallel.attn_tp_rank, parallel.attn_tp_size, args.page_size, self.buffers.row_bytes
-                ),
+                Local(parallel.attn_tp_rank, parallel.attn_tp_size, args.page_size, self.buffers.row_bytes),
                 host=_reachable(host),
                 keys=keys,
                 bootstrap=f"{_reachable(host)}:{port}" if prefill else "",
+                metrics=server_args.enable_metrics,
             ),
             _pool(scheduler, args.page_size),
             self.buffers,

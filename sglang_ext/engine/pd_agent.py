@@ -27,6 +27,7 @@ from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine.pd_bootstrap import REGISTER_SECONDS
 from sglang_ext.engine.pd_giving import POOL, GivingRooms
 from sglang_ext.engine.pd_messages import ANSWERS, ASKS, Abort, Ask, Done, Join, Ok, RankInfo, Register
+from sglang_ext.engine.pd_metrics import AgentMetrics, AgentState
 from sglang_ext.engine.pd_peers import Local, PrefillPeers
 from sglang_ext.engine.pd_taking import MetadataRows, TakingRooms
 from sglang_ext.engine.pd_thread import LoopThread
@@ -39,7 +40,7 @@ TICK_SECONDS = 0.25
 @dataclass(frozen=True)
 class AgentConfig:
     """Who this rank is. host: where to listen. bootstrap: host:port of the server's own bootstrap port, for
-    prefill. transports: see `EndpointConfig`.
+    prefill. transports: see `EndpointConfig`. metrics: whether to publish them.
     """
 
     instance: str
@@ -49,6 +50,7 @@ class AgentConfig:
     keys: CurveKeys | None = None
     bootstrap: str = ""
     transports: tuple[TransportName, ...] = ()
+    metrics: bool = False
 
 
 class Agent:
@@ -78,6 +80,15 @@ class Agent:
     def __repr__(self) -> str:
         return f"<Agent {self.config.instance} {self.giving!r} {self.taking!r} {self.endpoint!r}>"
 
+    def state(self) -> AgentState:
+        """What is going on, counted."""
+        return AgentState(
+            rooms={"prefill": self.giving.live, "decode": self.taking.live},
+            ends={"prefill": dict(self.giving.ends), "decode": dict(self.taking.ends)},
+            leased_pages=self.endpoint.pools[POOL].pinned,
+            transport_bytes={str(name): stats.bytes for name, stats in self.endpoint.totals().items()},
+        )
+
     def wake(self) -> None:
         """Make `wake_fd` readable. From any thread."""
         with contextlib.suppress(OSError):
@@ -89,10 +100,13 @@ class Agent:
             os.eventfd_read(self.wake_fd)
 
     def close(self) -> None:
-        """Leave: end rooms, leases and connections."""
+        """Leave: end rooms, leases and connections. Safe to call again."""
+        if self.wake_fd < 0:
+            return
         self._thread.run(self._stop())
         self._thread.close()
         os.close(self.wake_fd)
+        self.wake_fd = -1
 
     async def _start(self, pool: PoolSpec) -> None:
         config, loop = self.config, asyncio.get_running_loop()
@@ -148,9 +162,12 @@ class Agent:
         raise PeerProtocolError(f"{type(message).__name__} is not for this port")
 
     async def _ticking(self) -> None:
+        metrics = AgentMetrics(self.config.local.rank) if self.config.metrics else None
         while True:
             try:
                 self.giving.tick([session.reader.epoch for session in self.endpoint.owner.sessions])
+                if metrics is not None:
+                    metrics.update(self.state())
             except Exception:
                 # Rooms must go on ending whatever one of them does.
                 log.exception("a room could not be ended")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -98,9 +99,17 @@ class GivingRooms:
         self._rooms: dict[int, Room] = {}
         self._leases: dict[int, tuple[Room, bytes]] = {}
         self._parked: dict[int, list[asyncio.Future[None]]] = {}
+        self.ends: Counter[str] = Counter()
+        """Rooms that have ended, by how: `released`, or the event by which they were lost."""
 
     def __repr__(self) -> str:
         return f"<GivingRooms rooms={len(self._rooms)} leases={len(self._leases)} parked={len(self._parked)}>"
+
+    @property
+    def live(self) -> int:
+        """Rooms that have not ended."""
+        with self._lock:
+            return sum(not FACTS[room.state].end for room in self._rooms.values())
 
     # -- the scheduler's thread -----------------------------------------------------------------
 
@@ -181,13 +190,15 @@ class GivingRooms:
             self._release_if_all_done(room)
 
     def peer_aborts(self, number: int, epoch: bytes, reason: str) -> None:
-        """The request is over on decode.
+        """The request is over on decode, perhaps before it could join.
 
         Raises:
-            RefusedError: it has no part in such a room.
+            RefusedError: there is no such room, or other decode ranks have it.
         """
         with self._lock:
-            room, _ = self._part_of(number, epoch)
+            room = self._rooms.get(number)
+            if room is None or (room.readers and epoch not in room.readers):
+                raise RefusedError("room", f"room {number} is unknown here")
         self._lose(room, Event.PEER_ABORT, f"decode gave the request up: {reason}")
 
     def lease_ended(self, ended: Ended) -> None:
@@ -286,6 +297,7 @@ class GivingRooms:
         if all(reader.done for reader in room.readers.values()):
             room.released_at = self._clock.monotonic()
             self._move(room, Event.RELEASE)
+            self.ends["released"] += 1
             self._wake()
 
     def _lose(self, room: Room, event: Event, reason: str) -> None:
@@ -301,6 +313,7 @@ class GivingRooms:
             room.reason = reason
             # Last: from here on the engine may give the slots to others.
             self._move(room, event)
+            self.ends[event.value] += 1
         self._wake()
 
     def _move(self, room: Room, event: Event) -> None:

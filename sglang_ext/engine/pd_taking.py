@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,7 +18,7 @@ import msgspec
 import numpy as np
 
 from sglang_ext.clock import Clock
-from sglang_ext.disagg.errors import PeerGoneError, PeerProtocolError, StaleReadError
+from sglang_ext.disagg.errors import PeerGoneError, PeerProtocolError, RefusedError, StaleReadError
 from sglang_ext.disagg.handover import (
     FACTS,
     LEASE_SECONDS,
@@ -90,6 +91,8 @@ class TakingRooms:
         self._wake = wake
         self._lock = threading.Lock()
         self._live: set[TakingRoom] = set()
+        self.ends: Counter[str] = Counter()
+        """Rooms that have ended, by how: `held`, or the event by which they failed."""
 
     def __repr__(self) -> str:
         return f"<TakingRooms live={len(self._live)}>"
@@ -158,6 +161,7 @@ class TakingRooms:
 
     async def _run(self, room: TakingRoom) -> None:
         peer: PrefillPeer | None = None
+        refused = False
         try:
             peer = await self._peers.get(room.address)
             self._moved(room, Event.JOINED)
@@ -168,11 +172,13 @@ class TakingRooms:
             await self._read(room, peer, ready)
             room.seconds = self._clock.monotonic() - started
             self._moved(room, Event.ARRIVED)
+            self.ends["held"] += 1
         except asyncio.CancelledError:
             self._ends(room, Event.ABORT, "aborted")
         except PeerGoneError as error:
             self._ends(room, Event.PEER_DEAD, str(error))
         except SglangExtError as error:
+            refused = isinstance(error, RefusedError)
             self._ends(room, Event.FAULT, str(error))
         except Exception as error:  # noqa: BLE001 - a room that ends silently would keep its slots
             self._ends(room, Event.FAULT, f"{type(error).__name__}: {error}")
@@ -180,7 +186,8 @@ class TakingRooms:
             self._live.discard(room)
             room.stopped.set()
             self._wake()
-        if room.state is Taking.FAILED and peer is not None and not peer.gone:
+        # A room that refused us may be another request's: leave it alone.
+        if room.state is Taking.FAILED and not refused and peer is not None and not peer.gone:
             await peer.abort(room.number, self._epoch, room.reason)
 
     async def _asked(self, room: TakingRoom, peer: PrefillPeer, ready: Sequence[Ready]) -> None:
@@ -228,6 +235,7 @@ class TakingRooms:
 
     def _ends(self, room: TakingRoom, event: Event, reason: str) -> None:
         with self._lock:
+            self.ends[event.value] += 1
             room.reason = room.reason or reason
             self._move(room, event)
             if room.state is Taking.STOPPING:

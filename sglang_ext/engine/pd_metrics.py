@@ -1,0 +1,67 @@
+"""Metrics of hand-overs, in the scheduler process; see `engine.metrics` for how they reach ``/metrics``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from sglang_ext.metrics import metric_name
+
+
+@dataclass(frozen=True)
+class AgentState:
+    """What one rank's agent is doing, and what it has done since it was started.
+
+    rooms: by side, those that have not ended. ends: by side and by how. transport_bytes: read from peers.
+    """
+
+    rooms: Mapping[str, int]
+    ends: Mapping[str, Mapping[str, int]]
+    leased_pages: int
+    transport_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+class AgentMetrics:
+    """Publishes an agent's state."""
+
+    def __init__(self, rank: int) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Gauge
+
+        registry = CollectorRegistry()
+        self._rank = str(rank)
+        self._seen: dict[tuple[str, ...], int] = {}
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            name = metric_name("pd", name)
+            return Gauge(name, text, [*labels, "tp_rank"], registry=registry, multiprocess_mode="mostrecent")
+
+        self._rooms = gauge("rooms", "Requests whose hand-over has not ended.", "side")
+        self._leased = gauge("leased_pages", "Pages that peers may be reading.")
+        self._ends = Counter(
+            metric_name("pd", "handovers"),
+            "Hand-overs that have ended: released (prefill) and held (decode) are good, fault, abort, "
+            "peer_abort and peer_dead are not.",
+            ["side", "end", "tp_rank"],
+            registry=registry,
+        )
+        self._bytes = Counter(
+            metric_name("pd", "read_bytes"),
+            "Bytes of KV read from other servers.",
+            ["transport", "tp_rank"],
+            registry=registry,
+        )
+
+    def update(self, state: AgentState) -> None:
+        """Publish it."""
+        for side, rooms in state.rooms.items():
+            self._rooms.labels(side, self._rank).set(rooms)
+        self._leased.labels(self._rank).set(state.leased_pages)
+        for side, ends in state.ends.items():
+            for end, count in ends.items():
+                self._ends.labels(side, end, self._rank).inc(self._more(count, side, end))
+        for transport, count in state.transport_bytes.items():
+            self._bytes.labels(transport, self._rank).inc(self._more(count, "bytes", transport))
+
+    def _more(self, count: int, *key: str) -> int:
+        before, self._seen[key] = self._seen.get(key, 0), count
+        return max(0, count - before)

@@ -1,0 +1,127 @@
+"""Agents over random pools in one process: what `kv_transfer` puts over SGLang, without SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.disagg.memory import MemoryKind
+from sglang_ext.disagg.pools import MemoryRange, PoolSpec
+from sglang_ext.engine.pd_agent import Agent, AgentConfig
+from sglang_ext.engine.pd_bootstrap import BootstrapService
+from sglang_ext.engine.pd_giving import POOL
+from sglang_ext.engine.pd_peers import Local
+from sglang_ext.geometry import mha_geometry
+from sglang_ext.testing.servers import wait_until
+
+LAYERS, HEADS, WIDTH, PAGES = 3, 4, 8, 64
+METADATA = 48
+
+Planes = dict[tuple[int, str], npt.NDArray[np.float32]]
+
+
+class Rows:
+    """Metadata rows in a dictionary."""
+
+    def __init__(self) -> None:
+        self.written: dict[int, bytes] = {}
+
+    def write(self, row: int, metadata: bytes) -> None:
+        if len(metadata) != METADATA:
+            raise ValueError("a row of another size")
+        self.written[row] = metadata
+
+
+@dataclass
+class Side:
+    """One rank: its agent, its pool and its metadata rows.
+
+    planes: by (layer, kind), float32 of shape (slots, heads of this rank, WIDTH).
+    """
+
+    agent: Agent
+    planes: Planes
+    rows: Rows = field(default_factory=Rows)
+    first_head: int = 0
+
+    def kv(self, pages: Sequence[int], page: int) -> npt.NDArray[np.float32]:
+        """What lies in pages: shape (planes, tokens, heads, WIDTH)."""
+        slots = (np.asarray(pages)[:, None] * page + np.arange(page)).ravel()
+        return np.stack([plane[slots] for plane in self.planes.values()])
+
+
+def pool(rank: int, ranks: int, page: int, seed: int) -> tuple[PoolSpec, Planes]:
+    """The pool of one rank of `ranks` that share the heads."""
+    rng = np.random.default_rng(seed)
+    heads = HEADS // ranks
+    planes = {
+        (layer, kind): rng.standard_normal((PAGES * page, heads, WIDTH)).astype(np.float32)
+        for layer in range(LAYERS)
+        for kind in "kv"
+    }
+    geometry = mha_geometry(
+        k_addresses=tuple(int(planes[layer, "k"].ctypes.data) for layer in range(LAYERS)),
+        v_addresses=tuple(int(planes[layer, "v"].ctypes.data) for layer in range(LAYERS)),
+        slots=PAGES * page,
+        heads=heads,
+        head_dim=WIDTH,
+        dtype="float32",
+        first_head=rank * heads,
+        model_heads=HEADS,
+        block_tokens=page,
+        page_tokens=page,
+    )
+    memory = [
+        MemoryRange(int(plane.ctypes.data), plane.nbytes, MemoryKind.HOST, keep=plane)
+        for plane in planes.values()
+    ]
+    return PoolSpec.of_geometry(POOL, geometry, memory, lease_budget=PAGES), planes
+
+
+@dataclass
+class Rig:
+    """A prefill and a decode server of one or more ranks each."""
+
+    prefill: list[Side]
+    decode: list[Side]
+    address: str
+    page: int
+
+    def wait(self, condition: object, what: str, seconds: float = 20) -> None:
+        wait_until(condition, seconds=seconds, what=what)  # type: ignore[arg-type]
+
+    def check(self) -> None:
+        for side in (*self.prefill, *self.decode):
+            side.agent.endpoint.check()
+            side.agent.giving.check()
+
+
+@contextmanager
+def rig(prefill: int = 1, decode: int = 1, page: int = 4, namespace: str = "model") -> Iterator[Rig]:
+    """Servers with so many ranks, each over a pool of its own."""
+    with ExitStack() as stack:
+        bootstrap = BootstrapService("127.0.0.1", 0, None)
+        stack.callback(bootstrap.close)
+
+        def side(name: str, rank: int, ranks: int, address: str) -> Side:
+            spec, planes = pool(rank, ranks, page, seed=rank + 10 * len(name))
+            rows = Rows()
+            config = AgentConfig(name, namespace, Local(rank, ranks, page, METADATA), bootstrap=address)
+            agent = Agent(config, spec, rows)
+            stack.callback(agent.close)
+            return Side(agent, planes, rows, rank * HEADS // ranks)
+
+        servers = Rig(
+            [side("prefill", rank, prefill, bootstrap.address) for rank in range(prefill)],
+            [side("decode", rank, decode, "") for rank in range(decode)],
+            bootstrap.address,
+            page,
+        )
+        # pytest keeps what a fixture has yielded; the agents' memory has to go with the rig.
+        stack.callback(servers.prefill.clear)
+        stack.callback(servers.decode.clear)
+        yield servers

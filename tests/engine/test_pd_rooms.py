@@ -1,0 +1,224 @@
+"""Hand-overs between agents of one process: what arrives, what is pinned meanwhile, and how rooms end."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from pd_rig import METADATA, PAGES, Rig, rig
+
+from sglang_ext.disagg.errors import PeerProtocolError, RefusedError
+from sglang_ext.disagg.handover import Giving, Taking
+from sglang_ext.disagg.messages import Offer
+from sglang_ext.engine import pd_giving
+from sglang_ext.engine.pd_bootstrap import FORGET_SECONDS, Registry, listen_host
+from sglang_ext.engine.pd_giving import POOL, Room
+from sglang_ext.engine.pd_messages import RankInfo
+from sglang_ext.engine.pd_taking import TakingRoom, Wanted, after_skip
+from sglang_ext.testing.fakes import FakeClock
+from sglang_ext.wire import pack_ids
+
+ROWS = bytes(range(METADATA))
+NUMBERS = itertools.count(1)
+
+
+@pytest.fixture
+def one() -> Iterator[Rig]:
+    """One rank each."""
+    with rig() as servers:
+        yield servers
+
+
+def hand_over(
+    servers: Rig, here: list[int], there: list[int], skip: int = 0
+) -> tuple[list[Room], list[TakingRoom]]:
+    """A request from prefill's pages `here` into decode's pages `there`, at every rank; up to its end."""
+    number = next(NUMBERS)
+    taking = [side.agent.taking.open(servers.address, number) for side in servers.decode]
+    giving = [side.agent.giving.open(number) for side in servers.prefill]
+    for side, room in zip(servers.prefill, giving, strict=True):
+        side.agent.giving.complete(room, np.array(here), ROWS)
+    servers.wait(lambda: all(room.state is Taking.READY for room in taking), "an offer")
+    for side, room in zip(servers.decode, taking, strict=True):
+        side.agent.taking.read(room, Wanted(np.array(there), skip, row=number % 7))
+    servers.wait(lambda: all(room.state is Taking.HELD for room in taking), "the KV")
+    servers.wait(lambda: all(room.state is Giving.RELEASED for room in giving), "the release")
+    return giving, taking
+
+
+def test_what_prefill_computed_is_what_decode_gets(one: Rig) -> None:
+    here, there = [5, 3, 9, 10, 11], [40, 2, 7, 6, 21]
+    giving, taking = hand_over(one, here, there)
+    assert np.array_equal(one.prefill[0].kv(here, one.page), one.decode[0].kv(there, one.page))
+    assert one.decode[0].rows.written[taking[0].number % 7] == ROWS
+    one.prefill[0].agent.giving.forget(giving[0])
+    one.check()
+
+
+def test_a_cached_prefix_is_not_sent(one: Rig) -> None:
+    here, there = [1, 2, 3, 4], [50, 51]
+    side = one.decode[0]
+    before = side.agent.state().transport_bytes
+    hand_over(one, here, there, skip=2)
+    assert np.array_equal(one.prefill[0].kv(here[2:], one.page), side.kv(there, one.page))
+    after = side.agent.state().transport_bytes
+    page_bytes = side.kv([0], one.page).nbytes
+    moved = sum(after.values()) - sum(before.values())
+    assert 2 * page_bytes <= moved < 3 * page_bytes
+
+
+def test_everything_may_be_cached(one: Rig) -> None:
+    giving, _ = hand_over(one, [1, 2], [], skip=2)
+    assert giving[0].state is Giving.RELEASED
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (2, 2), (4, 2)])
+def test_ranks_may_cut_the_heads_differently(prefill: int, decode: int) -> None:
+    here, there = [5, 3, 9], [40, 2, 7]
+    with rig(prefill, decode) as servers:
+        hand_over(servers, here, there)
+        given = np.concatenate([side.kv(here, servers.page) for side in servers.prefill], axis=2)
+        taken = np.concatenate([side.kv(there, servers.page) for side in servers.decode], axis=2)
+        assert np.array_equal(given, taken)
+        servers.check()
+
+
+def test_pages_are_sealed_only_while_they_are_leased(one: Rig) -> None:
+    side, decode = one.prefill[0], one.decode[0].agent
+    pages = side.agent.endpoint.pools[POOL]
+    numbers = [next(NUMBERS), next(NUMBERS)]
+    rooms = [side.agent.giving.open(number) for number in numbers]
+    taking = [decode.taking.open(one.address, number) for number in numbers]
+    # Both share a prefix, as requests do whose prompts begin alike.
+    for room, own in zip(rooms, (4, 5), strict=True):
+        side.agent.giving.complete(room, np.array([1, 2, own]), ROWS)
+    one.wait(lambda: all(room.state is Taking.READY for room in taking), "offers")
+    assert pages.is_sealed(np.array([1, 2, 4, 5])).all()
+    side.agent.giving.abort(rooms[0], "gone")
+    assert pages.is_sealed(np.array([1, 2, 5])).all(), "the other request's"
+    assert not pages.is_sealed(np.array([4])).any(), "nobody's"
+    one.wait(lambda: taking[0].state is Taking.FAILED, "the end of the first")
+    assert taking[0].reason
+    decode.taking.read(taking[1], Wanted(np.array([30, 31, 32]), 0, 0))
+    one.wait(lambda: rooms[1].state is Giving.RELEASED, "the release of the second")
+    assert not pages.is_sealed(np.arange(PAGES)).any()
+    one.check()
+
+
+def test_an_abort_on_decode_frees_prefill_at_once(one: Rig) -> None:
+    number = next(NUMBERS)
+    side, decode = one.prefill[0].agent, one.decode[0].agent
+    room = side.giving.open(number)
+    taking = decode.taking.open(one.address, number)
+    side.giving.complete(room, np.array([1]), ROWS)
+    one.wait(lambda: taking.state is Taking.READY, "an offer")
+    decode.taking.abort(taking, "the client is gone")
+    assert taking.state is Taking.FAILED
+    one.wait(lambda: room.state is Giving.LOST, "prefill to hear of it")
+    assert "the client is gone" in room.reason
+    one.wait(lambda: decode.taking.live == 0, "the task's end")
+
+
+def test_an_abort_on_prefill_ends_decode_with_the_reason(one: Rig) -> None:
+    number = next(NUMBERS)
+    room = one.prefill[0].agent.giving.open(number)
+    taking = one.decode[0].agent.taking.open(one.address, number)
+    one.wait(lambda: bool(room.readers), "decode to join")
+    one.prefill[0].agent.giving.abort(room, "no more memory")
+    one.wait(lambda: taking.state is Taking.FAILED, "decode to hear of it")
+    assert "no more memory" in taking.reason
+
+
+def test_decode_that_leaves_frees_what_prefill_held() -> None:
+    with rig() as servers:
+        number = next(NUMBERS)
+        giving = servers.prefill[0].agent.giving
+        room = giving.open(number)
+        taking = servers.decode[0].agent.taking.open(servers.address, number)
+        giving.complete(room, np.array([1, 2]), ROWS)
+        servers.wait(lambda: taking.state is Taking.READY, "an offer")
+        servers.decode[0].agent.close()
+        servers.wait(lambda: room.state is Giving.LOST, "prefill to notice", seconds=5)
+        assert giving.live == 0
+        giving.check()
+
+
+def test_prefill_that_leaves_fails_what_decode_waits_for() -> None:
+    with rig() as servers:
+        number = next(NUMBERS)
+        room = servers.prefill[0].agent.giving.open(number)
+        taking = servers.decode[0].agent.taking.open(servers.address, number)
+        servers.wait(lambda: bool(room.readers), "decode to join")
+        servers.prefill[0].agent.close()
+        servers.wait(lambda: taking.state is Taking.FAILED, "decode to notice", seconds=5)
+
+
+def test_an_unknown_room_is_refused(one: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pd_giving, "JOIN_SECONDS", 0.2)
+    taking = one.decode[0].agent.taking.open(one.address, next(NUMBERS))
+    one.wait(lambda: taking.state is Taking.FAILED, "the refusal")
+    assert "unknown" in taking.reason
+    for call in ("done", "peer_aborts"):
+        arguments = (next(NUMBERS), b"x" * 16, "why")[: 3 if call == "peer_aborts" else 2]
+        with pytest.raises(RefusedError, match="unknown"):
+            getattr(one.prefill[0].agent.giving, call)(*arguments)
+
+
+@pytest.mark.parametrize("number", [0, 1 << 63, -1])
+def test_a_number_that_is_no_room_is_refused(one: Rig, number: int) -> None:
+    with pytest.raises(RefusedError, match="bootstrap_room"):
+        one.prefill[0].agent.giving.open(number)
+
+
+def test_a_room_in_use_is_refused(one: Rig) -> None:
+    number = next(NUMBERS)
+    giving = one.prefill[0].agent.giving
+    room = giving.open(number)
+    with pytest.raises(RefusedError, match="in use"):
+        giving.open(number)
+    giving.abort(room, "over")
+    assert giving.open(number) is not room
+    giving.abort(giving.open(next(NUMBERS)), "over")
+
+
+def test_nothing_answers_at_the_address(one: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_ext.engine import pd_peers
+
+    monkeypatch.setattr(pd_peers, "CONNECT_SECONDS", 0.3)
+    taking = one.decode[0].agent.taking.open("127.0.0.1:9", next(NUMBERS))
+    one.wait(lambda: taking.state is Taking.FAILED, "the end")
+    assert "no prefill server answers at 127.0.0.1:9" in taking.reason
+
+
+def test_prompts_that_differ_in_length_are_noticed() -> None:
+    offer = Offer("p", 0, b"e" * 16, POOL, "r", 1, pack_ids([4, 5, 6]), pack_ids([2, 2, 2]), 1000)
+    kept = after_skip(offer, Wanted(np.array([1, 2]), 1, 0))
+    assert kept.blocks == pack_ids([5, 6])
+    with pytest.raises(PeerProtocolError, match="3 pages"):
+        after_skip(offer, Wanted(np.array([1, 2]), 2, 0))
+
+
+def rank_info(rank: int, ranks: int = 2) -> RankInfo:
+    return RankInfo("p", b"e" * 16, rank, ranks, 16, METADATA, f"127.0.0.1:{rank + 1}", "127.0.0.1:9")
+
+
+def test_a_topology_is_complete_or_refused() -> None:
+    clock = FakeClock()
+    registry = Registry(clock)
+    for rank in (1, 0):
+        with pytest.raises(RefusedError, match="prefill ranks have registered"):
+            registry.topology()
+        registry.register(rank_info(rank))
+    assert [who.rank for who in registry.topology()] == [0, 1]
+    clock.advance(FORGET_SECONDS - 0.1)
+    registry.register(rank_info(0))
+    clock.advance(0.2)
+    with pytest.raises(RefusedError, match="1 of 2"):
+        registry.topology()
+
+
+def test_without_a_key_nothing_listens_beyond_loopback() -> None:
+    assert listen_host("0.0.0.0", None) == "127.0.0.1"
+    assert listen_host("10.0.0.7", None) == "127.0.0.1"

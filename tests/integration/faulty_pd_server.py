@@ -1,0 +1,88 @@
+"""SGLang's server as ``sglang_ext.launch_server`` starts it, whose hand-overs can be stopped and damaged.
+
+The folder in ``FAULTS`` says what is wrong now. With a file ``hold-STEP`` in it, hand-overs wait at that
+step, and leave a file ``at-STEP`` there; the steps are those of ``STEPS``. With a file ``damage``, one bit of
+the last page that was read is inverted before SGLang is told that the KV is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from sglang_ext import launch_server
+
+FAULTS = "SGLANG_TEST_PD_FAULTS"
+STEPS = ("joining", "waiting", "ready", "reading", "computed")
+
+
+def make_faulty(folder: Path) -> None:
+    """Disturb the hand-overs of this process."""
+    from sglang_ext.disagg.instance import Instance
+    from sglang_ext.engine.kv_transfer import GlobalKVReceiver, GlobalKVSender
+    from sglang_ext.engine.pd_peers import PrefillPeer, PrefillPeers
+    from sglang_ext.engine.pd_taking import TakingRooms
+
+    async def gate(step: str) -> None:
+        while (folder / f"hold-{step}").exists():
+            (folder / f"at-{step}").touch()
+            await asyncio.sleep(0.02)
+
+    def held(step: str, function: Any) -> Any:
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            await gate(step)
+            return await function(*args, **kwargs)
+
+        return call
+
+    PrefillPeers.get = held("joining", PrefillPeers.get)  # type: ignore[method-assign]
+    PrefillPeer.join = held("waiting", PrefillPeer.join)  # type: ignore[method-assign]
+    Instance.complete = held("reading", Instance.complete)  # type: ignore[method-assign]
+
+    send, poll = GlobalKVSender.poll, GlobalKVReceiver.poll
+
+    def sender_poll(self: GlobalKVSender) -> int:
+        found = send(self)
+        if found == 3 and (folder / "hold-computed").exists():
+            (folder / "at-computed").touch()
+        return found
+
+    def receiver_poll(self: GlobalKVReceiver) -> int:
+        found = poll(self)
+        if found == 2 and (folder / "hold-ready").exists():
+            # To SGLang the request is not ready yet, so nothing is allocated.
+            (folder / "at-ready").touch()
+            return 1
+        return found
+
+    GlobalKVSender.poll = sender_poll  # type: ignore[method-assign]
+    GlobalKVReceiver.poll = receiver_poll  # type: ignore[method-assign]
+
+    read = TakingRooms._read
+
+    async def read_and_damage(self: TakingRooms, room: Any, peer: Any, ready: Any) -> None:
+        await read(self, room, peer, ready)
+        if (folder / "damage").exists() and room.wanted.pages.size:
+            flip(int(room.wanted.pages[-1]))
+
+    def flip(page: int) -> None:
+        from sglang_ext.engine import kv_transfer
+
+        scheduler = kv_transfer._process.scheduler
+        allocator = scheduler.token_to_kv_pool_allocator
+        values = allocator.get_kvcache().v_buffer[-1]
+        # The highest bit of an exponent: whatever the value is, it becomes another order of magnitude.
+        first = values[page * allocator.page_size].view(-1)[:1].numpy().view("uint32")
+        first ^= 1 << 30
+
+    TakingRooms._read = read_and_damage  # type: ignore[method-assign]
+
+
+if __name__ == "__mp_main__" and FAULTS in os.environ:  # in the scheduler's process
+    make_faulty(Path(os.environ[FAULTS]))
+
+if __name__ == "__main__":
+    launch_server.main(sys.argv[1:])
