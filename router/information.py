@@ -141,7 +141,9 @@ class Information:
             "tokenizer": self._tokenizers.status,
             "prompt_tree": {"blocks": self._trees.blocks, "bytes": self._trees.size_bytes},
             "queue": {"admitted": self._admission.admitted, "waiting": len(self._admission.line)},
-            "workers": [
+        }
+        if record.caller.admin:
+            info["router"]["workers"] = [
                 {
                     "url": row.name,
                     "state": row.state.value,
@@ -150,8 +152,7 @@ class Information:
                     "cached_tokens": self._trees.tokens_of(row.name),
                 }
                 for row in self._fleet.rows.values()
-            ],
-        }
+            ]
         record.status, record.instance = answer.status, name
         await send_json(responder, answer.status, info, {"x-kv-instance": name})
 

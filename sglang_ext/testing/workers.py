@@ -15,14 +15,15 @@ import json
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
 from sglang_ext.keys import Tier, encode_tokens
 from sglang_ext.radix_global import Holder, RadixTree
-
-Json = dict[str, Any]
+from sglang_ext.testing import worker_dialects as dialects
+from sglang_ext.testing.worker_dialects import Json, headers_of, plain
 
 _serial = itertools.count(1)
 
@@ -114,6 +115,10 @@ class StandInWorker:
 
         self.requests: list[tuple[str, Json, dict[str, str]]] = []
         """(path, body, headers) of every generation request."""
+        self.rids_aborted: list[Json] = []
+        """Bodies of ``/abort_request``."""
+        self.kept: dict[str, Json] = {}
+        """Responses of ``/v1/responses``, by id."""
         self.targets: list[str] = []
         """Path and query of every request, as sent."""
         self.aborted = 0
@@ -129,7 +134,8 @@ class StandInWorker:
         async with asyncio.timeout(timeout_s), self._changed:
             await self._changed.wait_for(condition)
 
-    async def _notify(self) -> None:
+    async def notify(self) -> None:
+        """Let ``until`` look again."""
         async with self._changed:
             self._changed.notify_all()
 
@@ -152,13 +158,18 @@ class StandInWorker:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def _generate(self, prompt: list[int], count: int) -> tuple[list[int], int]:
-        """(generated ids, cached tokens of the prompt); caches the sequence as SGLang does."""
+    def generate(self, prompt: list[int], count: int, body: Json) -> tuple[list[int], int]:
+        """(generated ids, cached tokens of the prompt); caches the sequence as SGLang does.
+
+        Args:
+            body: has the ``extra_key`` and ``cache_salt`` that keep the prompt apart from others.
+        """
+        space = (body.get("extra_key"), body.get("cache_salt"))
         key = encode_tokens(array("q", prompt))
-        cached = self._cache.holders("", key).get(self._holder, 0)
+        cached = self._cache.holders(space, key).get(self._holder, 0)
         span = min(1000, self.vocab_size)
         output = [self.vocab_size - span + (prompt[-1] + i + 1) % span for i in range(count)]
-        self._cache.insert("", encode_tokens(array("q", prompt + output[:-1])), self._holder)
+        self._cache.insert(space, encode_tokens(array("q", prompt + output[:-1])), self._holder)
         return output, min(cached, len(prompt) - 1)
 
     # -- endpoints --------------------------------------------------------------------------------
@@ -172,6 +183,14 @@ class StandInWorker:
             "/server_info": self._server_info,
             "/v1/models": self._models,
             "/v1/tokenize": self._tokenize,
+            "/tokenize": self._tokenize,
+            "/detokenize": partial(dialects.detokenize, self),
+            "/health_generate": self._health,
+            "/abort_request": partial(dialects.abort_request, self),
+            "/start_profile": self._health,
+            "/v1/messages": partial(dialects.messages, self),
+            "/v1/messages/count_tokens": partial(dialects.count_tokens, self),
+            "/v1/responses": partial(dialects.responses, self),
             "/flush_cache": self._flush,
             "/generate": self._native,
             "/v1/chat/completions": self._openai,
@@ -183,6 +202,8 @@ class StandInWorker:
             if request.path == "/v1/tokenize" and not self.has_tokenize:
                 return web.Response(status=404)
             route = routes.get(request.path)
+            if route is None and request.path.startswith("/v1/responses/"):
+                route = partial(dialects.kept_response, self)
             if route is None:
                 return web.Response(status=404)
             answer: web.StreamResponse = await route(request)
@@ -210,7 +231,7 @@ class StandInWorker:
         if "messages" in body:
             if body.get("tools") and self.refuses_tools:
                 return _error("tools are not supported")
-            messages = [{**m, "content": _plain(m["content"])} for m in body["messages"]]
+            messages = [{**m, "content": plain(m["content"])} for m in body["messages"]]
             tokens = self.render(messages)
         else:
             tokens = self.tokenize(body["prompt"])
@@ -234,19 +255,19 @@ class StandInWorker:
                 "token_ids_logprob contains out-of-vocabulary token id "
                 f"{body['token_ids_logprob'][0]}; valid range is [0, {self.vocab_size})."
             )
-        self.requests.append((request.path, body, _lowered(request)))
+        self.requests.append((request.path, body, headers_of(request)))
         batch: Any = body.get("text", body.get("input_ids"))
         is_batch = isinstance(batch, list) and bool(batch) and not isinstance(batch[0], int)
         prompts = [self._ids(item) for item in (batch if is_batch else [batch])]
         sampling = body.get("sampling_params") or {}
         count = (sampling[0] if isinstance(sampling, list) else sampling).get("max_new_tokens") or 4
-        generated = [self._generate(prompt, count) for prompt in prompts]
+        generated = [self.generate(prompt, count, body) for prompt in prompts]
 
         def event(index: int, upto: int) -> Json:
             output, cached = generated[index]
             finished = upto == len(output)
             answer: Json = {
-                "text": self._text(output[:upto]),
+                "text": self.text(output[:upto]),
                 "output_ids": output[:upto],
                 "meta_info": {
                     "id": request.headers.get("x-request-id", ""),
@@ -260,13 +281,13 @@ class StandInWorker:
 
         if body.get("stream"):
             events = [event(index, upto + 1) for upto in range(count) for index in range(len(prompts))]
-            return await self._answer(request, events, stream=True)
+            return await self.answer(request, events, stream=True)
         answers = [event(index, count) for index in range(len(prompts))]
-        return await self._answer(request, answers if is_batch else answers[0], stream=False)
+        return await self.answer(request, answers if is_batch else answers[0], stream=False)
 
     async def _openai(self, request: web.BaseRequest) -> web.StreamResponse:
         body: Json = json.loads(await request.content.read())
-        self.requests.append((request.path, body, _lowered(request)))
+        self.requests.append((request.path, body, headers_of(request)))
         is_chat = request.path.endswith("chat/completions")
         if is_chat:
             prompt = body.get("input_ids") or self.render(body["messages"])
@@ -274,7 +295,7 @@ class StandInWorker:
         else:
             prompt = self._ids(body["prompt"])
             count = body.get("max_tokens") or 4
-        output, cached = self._generate(prompt, count)
+        output, cached = self.generate(prompt, count, body)
         usage = {
             "prompt_tokens": len(prompt),
             "completion_tokens": count,
@@ -288,19 +309,20 @@ class StandInWorker:
             return {"index": 0, **content, "finish_reason": finish}
 
         if not body.get("stream"):
-            answer = {**base, "choices": [choice(self._text(output), "length", "message")], "usage": usage}
-            return await self._answer(request, answer, stream=False)
+            answer = {**base, "choices": [choice(self.text(output), "length", "message")], "usage": usage}
+            return await self.answer(request, answer, stream=False)
         events: list[Json] = [
-            {**base, "choices": [choice(self._text([token]), None, "delta")], "usage": None}
+            {**base, "choices": [choice(self.text([token]), None, "delta")], "usage": None}
             for token in output
         ]
         if (body.get("stream_options") or {}).get("include_usage"):
             events.append({**base, "choices": [], "usage": usage})
-        return await self._answer(request, events, stream=True)
+        return await self.answer(request, events, stream=True)
 
     # -- answering --------------------------------------------------------------------------------
 
-    async def _answer(self, request: web.BaseRequest, answer: Any, *, stream: bool) -> web.StreamResponse:
+    async def answer(self, request: web.BaseRequest, answer: Any, *, stream: bool) -> web.StreamResponse:
+        """Answer with JSON, or with a list of events, as the knobs say."""
         try:
             if self.before_head is not None:
                 await self.before_head.wait()
@@ -310,10 +332,10 @@ class StandInWorker:
             response = await self._stream(request, answer) if stream else web.json_response(answer)
         except asyncio.CancelledError:
             self.aborted += 1
-            await asyncio.shield(self._notify())
+            await asyncio.shield(self.notify())
             raise
         self.finished += 1
-        await self._notify()
+        await self.notify()
         return response
 
     async def _stream(self, request: web.BaseRequest, events: list[Json]) -> web.StreamResponse:
@@ -322,19 +344,22 @@ class StandInWorker:
         for index, event in enumerate(events):
             if self.between_chunks is not None and index == self.chunks_before_gate:
                 await self.between_chunks.wait()
-            data = b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
+            name = b"event: " + event["type"].encode() + b"\n" if "type" in event else b""
+            data = name + b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
             if self.die_after_chunks is not None and index == self.die_after_chunks:
                 await response.write(data[: len(data) // 2])
                 _cut(request)
             await response.write(data)
-        await response.write(b"data: [DONE]\n\n")
+        if not events or "type" not in events[-1]:
+            await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
 
     def _ids(self, prompt: Any) -> list[int]:
         return self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def _text(self, ids: Sequence[int]) -> str:
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of generated ids."""
         if self.tokenizer is None:
             return "".join(f" {token}" for token in ids)
         text: str = self.tokenizer.decode(ids)
@@ -345,15 +370,6 @@ class StandInWorker:
             f"StandInWorker({self.url}, requests={len(self.requests)}, finished={self.finished}, "
             f"aborted={self.aborted})"
         )
-
-
-def _lowered(request: web.BaseRequest) -> dict[str, str]:
-    return {name.lower(): value for name, value in request.headers.items()}
-
-
-def _plain(content: Any) -> Any:
-    """Content parts as text."""
-    return content if isinstance(content, str) else " ".join(part["text"] for part in content or ())
 
 
 def _error(message: str) -> web.Response:

@@ -1,0 +1,143 @@
+"""How a stand-in speaks Anthropic's messages and OpenAI's responses; the rest is in `workers.py`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+if TYPE_CHECKING:
+    from sglang_ext.testing.workers import StandInWorker
+
+Json = dict[str, Any]
+_serial = itertools.count(1)
+
+
+def headers_of(request: web.BaseRequest) -> dict[str, str]:
+    """Its headers, names in lower case."""
+    return {name.lower(): value for name, value in request.headers.items()}
+
+
+def plain(content: Any) -> str:
+    """Content as text, parts joined by blanks."""
+    return content if isinstance(content, str) else " ".join(part.get("text", "") for part in content or ())
+
+
+def _conversation(body: Json) -> list[Json]:
+    """The messages of a body of ``/v1/messages``, texts only."""
+    system = [{"role": "system", "content": plain(body["system"])}] if body.get("system") else []
+    return system + [{"role": m["role"], "content": plain(m["content"])} for m in body["messages"]]
+
+
+async def messages(worker: StandInWorker, request: web.BaseRequest) -> web.StreamResponse:
+    """``/v1/messages``. Salts are not looked at: SGLang's does not take any."""
+    body: Json = json.loads(await request.content.read())
+    worker.requests.append((request.path, body, headers_of(request)))
+    prompt = worker.render(_conversation(body))
+    output, cached = worker.generate(prompt, body["max_tokens"], {})
+    usage: Json = {"input_tokens": len(prompt) - cached, "output_tokens": len(output)}
+    if cached:
+        usage["cache_read_input_tokens"] = cached
+    block = {"type": "text", "text": worker.text(output)}
+    message: Json = {
+        "id": f"msg_{next(_serial)}",
+        "type": "message",
+        "role": "assistant",
+        "model": body["model"],
+        "content": [block],
+        "stop_reason": "max_tokens",
+        "usage": usage,
+    }
+    if not body.get("stream"):
+        return await worker.answer(request, message, stream=False)
+    deltas = [{"type": "text_delta", "text": worker.text([token])} for token in output]
+    events: list[Json] = [
+        {
+            "type": "message_start",
+            "message": {**message, "content": [], "usage": {**usage, "output_tokens": 0}},
+        },
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+        *({"type": "content_block_delta", "index": 0, "delta": delta} for delta in deltas),
+        {"type": "content_block_stop", "index": 0},
+        {
+            "type": "message_delta",
+            "delta": {"stop_reason": "max_tokens"},
+            "usage": {"output_tokens": len(output)},
+        },
+        {"type": "message_stop"},
+    ]
+    return await worker.answer(request, events, stream=True)
+
+
+async def count_tokens(worker: StandInWorker, request: web.BaseRequest) -> web.StreamResponse:
+    """``/v1/messages/count_tokens``."""
+    body: Json = json.loads(await request.content.read())
+    return web.json_response({"input_tokens": len(worker.render(_conversation(body)))})
+
+
+async def responses(worker: StandInWorker, request: web.BaseRequest) -> web.StreamResponse:
+    """``/v1/responses``; what it answers is kept."""
+    body: Json = json.loads(await request.content.read())
+    worker.requests.append((request.path, body, headers_of(request)))
+    previous = body.get("previous_response_id")
+    if previous is not None and previous not in worker.kept:
+        return web.json_response({"error": {"message": f"no response {previous}"}}, status=404)
+    given = body["input"]
+    said = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    instructions = body.get("instructions")
+    system = [{"role": "system", "content": instructions}] if instructions else []
+    prompt = worker.render([*system, *({**m, "content": plain(m["content"])} for m in said)])
+    output, cached = worker.generate(prompt, body.get("max_output_tokens") or 4, body)
+    name = f"resp_{next(_serial)}"
+    response: Json = {
+        "id": name,
+        "object": "response",
+        "status": "completed",
+        "model": body.get("model"),
+        "output": [
+            {
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": worker.text(output)}],
+            }
+        ],
+        "usage": {
+            "input_tokens": len(prompt),
+            "input_tokens_details": {"cached_tokens": cached},
+            "output_tokens": len(output),
+        },
+    }
+    worker.kept[name] = response
+    if not body.get("stream"):
+        return await worker.answer(request, response, stream=False)
+    begun = {**response, "output": [], "usage": None}
+    deltas = [{"type": "response.output_text.delta", "delta": worker.text([token])} for token in output]
+    events = [
+        {"type": "response.created", "response": begun},
+        *deltas,
+        {"type": "response.completed", "response": response},
+    ]
+    return await worker.answer(request, events, stream=True)
+
+
+async def kept_response(worker: StandInWorker, request: web.BaseRequest) -> web.StreamResponse:
+    """``GET /v1/responses/{id}``."""
+    response = worker.kept.get(request.path.split("/")[3])
+    if response is None:
+        return web.json_response({"error": {"message": "no such response"}}, status=404)
+    return web.json_response(response)
+
+
+async def detokenize(worker: StandInWorker, request: web.BaseRequest) -> web.StreamResponse:
+    """``/detokenize``."""
+    body = json.loads(await request.content.read())
+    return web.json_response({"text": worker.text(body["tokens"])})
+
+
+async def abort_request(worker: StandInWorker, request: web.BaseRequest) -> web.StreamResponse:
+    """``/abort_request``: noted, nothing is aborted."""
+    worker.rids_aborted.append(json.loads(await request.content.read()))
+    await worker.notify()
+    return web.Response()

@@ -1,0 +1,231 @@
+"""Aborting, waiting for room, retries within their budget, explanations, and what is asked of one worker."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from router.explain import Cause, Choice, Stories, Story, causes
+from router.record import Record
+from router.tokenizing import Encoded
+from sglang_ext.keys import encode_tokens
+from sglang_ext.testing.workers import Gate
+
+BODY: dict[str, Any] = {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 2}}
+
+
+async def test_an_abort_reaches_the_instance_that_runs_the_request(
+    start_worker, start_router, client, eventually
+) -> None:
+    workers = [await start_worker() for _ in range(3)]
+    router = await start_router(*workers)
+    for worker in workers:
+        worker.before_head = Gate()
+    request = asyncio.ensure_future(client.post(router.url + "/generate", json={**BODY, "rid": "r1"}))
+    await eventually(lambda: any(worker.requests for worker in workers))
+    async with client.post(router.url + "/abort_request", json={"rid": "r1"}) as answer:
+        assert await answer.json() == {"aborted": 1}
+    for worker in workers:
+        assert worker.rids_aborted == ([{"rid": "r1"}] if worker.requests else [])
+        worker.before_head.open()
+    async with await request as answer:
+        assert answer.status == 200  # the worker's own answer
+
+
+@pytest.mark.parametrize("by", ["x-request-id", "abort_all"])
+async def test_a_request_without_rid_is_aborted_by_its_connection(
+    by: str, start_worker, start_router, client, eventually
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    worker.before_head = Gate()
+    headers = {"x-request-id": "q1"}
+    request = asyncio.ensure_future(client.post(router.url + "/generate", json=BODY, headers=headers))
+    await eventually(lambda: bool(worker.requests))
+    body = {"rid": "q1"} if by == "x-request-id" else {"abort_all": True}
+    async with client.post(router.url + "/abort_request", json=body) as answer:
+        assert await answer.json() == {"aborted": 1}
+    async with await request as answer:
+        assert (answer.status, (await answer.json())["error"]["code"]) == (499, "aborted")
+    await worker.until(lambda: worker.aborted == 1)
+    assert len(router.flights) == 0
+    async with client.post(router.url + "/abort_request", json=body) as answer:
+        assert await answer.json() == {"aborted": 0}
+    async with client.post(router.url + "/abort_request", json={}) as answer:
+        assert answer.status == 400
+
+
+async def test_requests_wait_for_room_by_priority(start_worker, start_router, client, eventually) -> None:
+    worker = await start_worker()
+    router = await start_router(worker, max_running_per_instance=1, queue_size=2)
+    worker.before_head = Gate()
+    done: list[str] = []
+
+    async def ask(name: str, priority: int) -> int:
+        body = {**BODY, "priority": priority}
+        async with client.post(router.url + "/generate", json=body) as answer:
+            await answer.read()
+            done.append(name)
+            return answer.status
+
+    first = asyncio.create_task(ask("first", 0))
+    await eventually(lambda: len(worker.requests) == 1)
+    low = asyncio.create_task(ask("low", 0))
+    await eventually(lambda: len(router.admission.line) == 1)
+    high = asyncio.create_task(ask("high", 7))
+    await eventually(lambda: len(router.admission.line) == 2)
+    async with client.post(router.url + "/generate", json=BODY) as answer:
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+        assert (await answer.json())["error"]["code"] == "queue_full"
+    assert len(worker.requests) == 1
+    async with client.get(router.url + "/metrics") as answer:
+        metrics = await answer.text()
+    assert "sglang_ext_router_queue_waiting 2.0" in metrics
+    assert 'sglang_ext_router_refused_total{why="queue_full"} 1.0' in metrics
+    worker.before_head.open()
+    assert await asyncio.gather(first, low, high) == [200, 200, 200]
+    assert done == ["first", "high", "low"]
+
+
+async def test_waiting_ends(start_worker, start_router, client, eventually) -> None:
+    worker = await start_worker()
+    router = await start_router(worker, max_running_per_instance=1, queue_timeout_secs=0.05)
+    worker.before_head = Gate()
+    first = asyncio.create_task(client.post(router.url + "/generate", json=BODY))
+    await eventually(lambda: len(worker.requests) == 1)
+    async with client.post(router.url + "/generate", json=BODY) as answer:
+        assert (answer.status, (await answer.json())["error"]["code"]) == (503, "queue_timeout")
+    worker.before_head.open()
+    async with await first as answer:
+        assert answer.status == 200
+
+
+async def test_a_full_instance_is_passed_over_for_one_with_room(
+    start_worker, start_router, client, eventually
+) -> None:
+    workers = [await start_worker() for _ in range(2)]
+    router = await start_router(*workers, max_running_per_instance=1, policy="prompt-tree")
+    async with client.post(router.url + "/generate", json=BODY) as answer:
+        home = answer.headers["x-kv-instance"]
+    (holder,) = [worker for worker in workers if worker.url == home]
+    holder.before_head = Gate()
+    first = asyncio.create_task(client.post(router.url + "/generate", json=BODY))
+    await eventually(lambda: len(holder.requests) == 2)
+    async with client.post(router.url + "/generate", json=BODY) as answer:
+        assert answer.headers["x-kv-instance"] != home
+    holder.before_head.open()
+    async with await first:
+        pass
+
+
+async def test_the_retry_budget_ends_retries(start_worker, start_router, client, monkeypatch) -> None:
+    workers = [await start_worker() for _ in range(2)]
+    router = await start_router(*workers, retry_budget=0.0)
+    monkeypatch.setattr(router._generation._budget, "reserve", 0)
+    for worker in workers:
+        worker.deaths_before_head = 1
+    async with client.post(router.url + "/generate", json=BODY) as answer:
+        assert answer.status == 502
+    assert sum(len(worker.requests) for worker in workers) == 1
+    async with client.get(router.url + "/metrics") as answer:
+        assert "sglang_ext_router_retries_denied_total 1.0" in await answer.text()
+
+
+async def test_what_one_worker_is_asked(start_worker, start_router, client) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    for path in ("/tokenize", "/v1/tokenize"):
+        async with client.post(router.url + path, json={"prompt": "Hello"}) as answer:
+            tokens = (await answer.json())["tokens"]
+            assert tokens
+            assert answer.headers["x-kv-instance"] == worker.url
+    async with client.post(router.url + "/detokenize", json={"tokens": tokens}) as answer:
+        assert (await answer.json())["text"] == "Hello"
+    for body in ({"tokens": [10**9]}, {"tokens": "x"}, {"tokens": [-1]}, {"tokens": [[1], [-1]]}):
+        async with client.post(router.url + "/detokenize", json=body) as answer:
+            assert answer.status == 400
+    for path in ("/health", "/ready", "/health_generate"):
+        async with client.get(router.url + path) as answer:
+            assert answer.status == 200
+
+
+# -- explanations ---------------------------------------------------------------------------------
+
+
+def story(
+    *,
+    total: int | None = 100,
+    cached: int | None = 0,
+    matched: int = 0,
+    reason: str = "no-prefix",
+    holders: dict[str, int] | None = None,
+    untrusted: tuple[str, ...] = (),
+) -> Story:
+    record = Record("r", "POST", "/generate", 0.0)
+    record.prompt_tokens, record.cached_tokens = total, cached
+    held = {name: {"hbm": tokens} for name, tokens in (holders or {}).items()}
+    return Story(record, [], 0.0, [Choice("i", reason, matched, held, {}, untrusted)])
+
+
+EVICTION = [{"instance": "i", "tier": "hbm", "at": 1.0, "tokens": 96}]
+
+
+@pytest.mark.parametrize(
+    ("told", "evictions", "elsewhere", "expected"),
+    [
+        (story(cached=96, matched=96), [], 0, [Cause.HIT]),
+        (story(cached=99, matched=0), None, 0, [Cause.HIT]),
+        (story(), [], 0, [Cause.NEVER_STORED]),
+        (story(), None, 0, [Cause.HISTORY_UNKNOWN]),
+        (story(), EVICTION, 0, [Cause.EVICTED]),
+        (story(), [], 64, [Cause.OTHER_SALT, Cause.NEVER_STORED]),
+        (story(untrusted=("j",)), [], 0, [Cause.INDEX_NOT_TRUSTED, Cause.NEVER_STORED]),
+        (story(matched=96, holders={"i": 96}), [], 0, [Cause.BELIEVED_ONLY]),
+        (story(reason="short-prefix", holders={"j": 16}), [], 0, [Cause.BELOW_THRESHOLD]),
+        (story(reason="rebalanced", holders={"j": 96}), [], 0, [Cause.OTHER_INSTANCE]),
+        (story(cached=None, matched=96), [], 0, [Cause.HIT, Cause.NOT_REPORTED]),
+    ],
+)
+def test_causes(told: Story, evictions: Any, elsewhere: int, expected: list[Cause]) -> None:
+    assert causes(told, evictions, elsewhere, 16) == expected
+
+
+def test_stories_are_bounded_and_the_oldest_go() -> None:
+    stories = Stories(20_000)
+    key = encode_tokens(range(500))
+    for number in range(50):
+        record = Record(f"r{number}", "POST", "/generate", 0.0)
+        stories.add(Story(record, [Encoded(("tokens",), key, 500)], 0.0))
+        assert stories.size_bytes <= 20_000
+    assert 0 < len(stories) < 10
+    assert stories.find("r49", tenant=None, admin=True) is not None
+    assert stories.find("r0", tenant=None, admin=True) is None
+    assert stories.size_bytes == sum(s.size_bytes for s in stories._stories.values())
+    none = Stories(0)
+    none.add(Story(record, [], 0.0))
+    assert len(none) == 0
+
+
+async def test_a_request_is_explained(start_worker, start_router, client) -> None:
+    worker = await start_worker()
+    router = await start_router(worker, policy="prompt-tree")
+
+    async def explain(name: str) -> Any:
+        async with client.get(f"{router.url}/explain/{name}") as answer:
+            return await answer.json()
+
+    for name, change in (("first", {}), ("again", {}), ("salted", {"extra_key": "k"})):
+        headers = {"x-request-id": name}
+        async with client.post(router.url + "/generate", json={**BODY, **change}, headers=headers) as answer:
+            assert answer.status == 200
+    first, again, salted = [await explain(name) for name in ("first", "again", "salted")]
+    assert "hit" not in first["causes"]
+    assert again["causes"] == ["hit"]
+    assert again["cached"]["tokens"] == 63
+    assert again["routing"][0]["holders"] == {worker.url: {"hbm": 64, "dram": 0, "disk": 0}}
+    assert "other-salt" in salted["causes"]
+    assert salted["same_prompt_under_another_salt"] == 64
+    async with client.get(router.url + "/explain/none") as answer:
+        assert answer.status == 404
