@@ -16,7 +16,7 @@ from router.fleet import Fleet, Row
 from router.health import HealthWatch
 from router.lifecycle import USABLE, Event, State
 from router.membership import Membership, RouterStatus, Seen
-from router.roster import Change, Intent, Member, Roster
+from router.roster import LEFT_KEPT_S, Change, Intent, Member, Roster
 from sglang_ext.clock import Clock
 from sglang_ext.cluster_messages import (
     VERDICT_S,
@@ -100,6 +100,8 @@ class Members:
         self._tell_session = on_session
         self.drains: dict[str, float] = {}
         """When each drain began, by URL; ``monotonic``."""
+        self._said: dict[str, float] = {}
+        """When each instance last registered here; ``monotonic``."""
         fleet.on_event = self._on_event
 
     async def start(self, urls: Iterable[str]) -> None:
@@ -133,6 +135,7 @@ class Members:
         """
         before = self.roster.get(registration.instance)
         alive = before is not None and self.age(before.url) < VERDICT_S and self._is_usable(before.url)
+        self._said[registration.instance] = self.clock.monotonic()
         self._publish(self.roster.registered(registration, self.clock.wall(), alive=alive))
         row = self.fleet.rows.get(registration.url)
         state = State.LEFT if row is None else row.state
@@ -283,14 +286,21 @@ class Members:
                 logger.warning(
                     "instance %s is forgotten: no sign of life for %d s", member.instance, FORGET_S
                 )
-                self._part(member.url, "no sign of life for long")
-                self.roster.forget(member.instance)
+                self._forget(member)
         for instance in self.roster.expired(wall):
-            self.roster.forget(instance)
+            if self.clock.monotonic() - self._said.get(instance, -LEFT_KEPT_S) > LEFT_KEPT_S:
+                self._said.pop(instance, None)
+                self._forget(self.roster.get(instance))
         for name, row in list(self.fleet.rows.items()):
             if row.state is State.LEFT and not self.serves(name):
                 self.fleet.forget(name)
         self.store.tell(self._status())
+
+    def _forget(self, member: Member | None) -> None:
+        if member is not None:
+            self.roster.forget(member.instance)
+            if not self.serves(member.url):
+                self._part(member.url, "nothing was heard of it for long")
 
     def _status(self) -> RouterStatus:
         seen = {}

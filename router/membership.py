@@ -1,6 +1,6 @@
 """Where membership is kept: by one router for itself, or shared by several.
 
-The contract, which ``testing.membership`` holds every implementation to.
+The contract, which ``tests/router/membership_contract.py`` holds every implementation to.
 
 The caller (``members.Members``)
 - calls ``start`` once, with a listener, and ``stop`` once; everything in one event loop;

@@ -123,8 +123,14 @@ class Roster:
         self._members.pop(instance, None)
 
     def expired(self, now: float) -> list[str]:
-        """Instances that are gone for so long that nobody can still have an older record."""
-        return [m.instance for m in self if m.intent is Intent.GONE and m.stamp / 1e3 + LEFT_KEPT_S < now]
+        """Instances that went so long ago that nobody can still have an older record. The wish that one goes
+        which was listed holds as long as the list."""
+        return [
+            member.instance
+            for member in self
+            if member.stamp / 1e3 + LEFT_KEPT_S < now
+            and (member.intent is Intent.GONE or (member.intent is Intent.GO and member.registration))
+        ]
 
     # -- what happens, as records; the caller merges them ------------------------------------------------
 

@@ -1,0 +1,205 @@
+"""The conformance suite of memberships: what ``router.membership`` promises, for every implementation.
+
+A subclass makes memberships (``make``) and says whether what one publishes reaches the others (``shared``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from router.membership import Membership, RouterStatus, Seen
+from router.roster import Intent, Member, Roster, encode_member
+from sglang_ext.clock import SystemClock
+from sglang_ext.cluster_messages import Registration
+
+Make = Callable[[str], Membership]
+URL = "http://127.0.0.1:1001"
+
+
+def member(name: str = "a", stamp: int | None = None, **more: object) -> Member:
+    """A record of now."""
+    registration = Registration(url=URL, instance=name, epoch="0" * 32)
+    now = int(SystemClock().wall() * 1e3) if stamp is None else stamp
+    values = {"instance": name, "url": URL, "registration": registration, "stamp": now, **more}
+    return msgspec.convert(values, Member)
+
+
+@dataclass
+class Ear:
+    """A router as far as a membership sees it."""
+
+    roster: Roster = field(default_factory=Roster)
+    others: Mapping[str, RouterStatus] = field(default_factory=dict)
+    sessions: dict[str, str] = field(default_factory=dict)
+    alive: set[str] = field(default_factory=set)
+    told: int = 0
+
+    def on_member(self, member: Member) -> None:
+        self.told += 1
+        self.roster.merge(member)
+
+    def on_routers(self, others: Mapping[str, RouterStatus]) -> None:
+        self.others = others
+
+    def on_session(self, session: str, instance: str) -> None:
+        self.sessions[session] = instance
+
+    def records(self) -> Iterable[Member]:
+        return self.roster
+
+    def heard(self, instance: str) -> bool:
+        return instance in self.alive
+
+    def texts(self) -> set[bytes]:
+        return {encode_member(m) for m in self.roster}
+
+
+@dataclass
+class Router:
+    """A membership and who listens to it."""
+
+    store: Membership
+    ear: Ear
+
+    def publish(self, record: Member) -> None:
+        """As ``Members`` does it: into the own roster first."""
+        self.ear.roster.merge(record)
+        self.store.publish(record)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
+    """Wait until a condition that nobody announces holds."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+class MembershipContract:
+    """Inherit as ``class TestX(MembershipContract)`` with fixtures ``make`` and ``shared``."""
+
+    @pytest.fixture
+    def shared(self) -> bool:
+        raise NotImplementedError
+
+    @pytest.fixture
+    async def begin(self, make: Make) -> Callable[..., Awaitable[Router]]:
+        async with AsyncExitStack() as stack:
+
+            async def start(name: str, ear: Ear | None = None) -> Router:
+                router = Router(make(name), ear or Ear())
+                await router.store.start(router.ear)
+                stack.push_async_callback(router.store.stop)
+                return router
+
+            yield start  # type: ignore[misc]
+
+    async def test_nothing_fails_before_the_start_and_after_the_end(self, make: Make) -> None:
+        store = make("one")
+        for _ in range(2):
+            store.publish(member())
+            store.tell(RouterStatus("one", {"a": Seen("ready", 1)}))
+            store.remember("session", "a")
+            assert store.others == {}
+            assert store.view().kind
+            await store.start(Ear())
+            await store.stop()
+        await store.stop()
+
+    async def test_it_says_how_it_is(self, begin) -> None:
+        view = (await begin("one")).store.view()
+        assert view.connected
+        assert view.error == ""
+        assert view.since_s >= 0
+
+    async def test_a_router_alone_sees_no_other(self, begin) -> None:
+        one = await begin("one")
+        one.store.tell(RouterStatus("one", {}))
+        one.publish(member())
+        assert one.store.others == {}
+        assert one.ear.others == {}
+
+    async def test_a_record_reaches_the_others(self, begin, shared: bool) -> None:
+        if not shared:
+            pytest.skip("nothing is shared")
+        one, two = await begin("one"), await begin("two")
+        one.publish(member())
+        await until(lambda: two.ear.roster.get("a") is not None)
+        two.publish(member(intent=Intent.GO, deadline=5.0, stamp=one.ear.roster.get("a").stamp + 1))
+        await until(lambda: one.ear.roster.get("a").intent is Intent.GO)
+        assert one.ear.texts() == two.ear.texts()
+
+    async def test_who_begins_later_learns_everything(self, begin, shared: bool) -> None:
+        if not shared:
+            pytest.skip("nothing is shared")
+        one = await begin("one")
+        for number in range(50):
+            one.publish(member(f"i{number}"))
+        one.publish(member("i7", intent=Intent.GONE, stamp=one.ear.roster.get("i7").stamp + 1))
+        one.store.remember("s", "i3")
+        watcher = await begin("watcher")
+        await until(lambda: watcher.ear.texts() == one.ear.texts() and "s" in watcher.ear.sessions)
+        two = await begin("two")
+        assert two.ear.texts() == one.ear.texts()
+        assert two.ear.sessions == {"s": "i3"}
+
+    async def test_the_newest_record_counts_whoever_writes_last(self, begin, shared: bool) -> None:
+        if not shared:
+            pytest.skip("nothing is shared")
+        one, two = await begin("one"), await begin("two")
+        new, old = member(stamp=member().stamp + 1000, intent=Intent.GO), member()
+        one.publish(new)
+        await until(lambda: two.ear.roster.get("a") == new)
+        two.store.publish(old)
+        two.store.publish(member("last"))
+        await until(lambda: one.ear.roster.get("last") is not None)
+        three = await begin("three")
+        assert three.ear.roster.get("a") == new
+
+    async def test_among_equal_stamps_all_agree(self, begin, shared: bool) -> None:
+        if not shared:
+            pytest.skip("nothing is shared")
+        one, two = await begin("one"), await begin("two")
+        stamp = member().stamp
+        one.publish(member(stamp=stamp, deadline=1.0))
+        two.publish(member(stamp=stamp, deadline=2.0))
+        await until(lambda: one.ear.told > 0 and two.ear.told > 0)
+        await until(lambda: one.ear.texts() == two.ear.texts())
+        three = await begin("three")
+        assert three.ear.texts() == one.ear.texts()
+
+    async def test_routers_see_each_other_until_one_goes(self, begin, make: Make, shared: bool) -> None:
+        if not shared:
+            pytest.skip("nothing is shared")
+        one = await begin("one")
+        two = make("two")
+        await two.start(Ear())
+        two.tell(RouterStatus("two", {"a": Seen("draining", 4)}))
+
+        def seen() -> bool:
+            one.store.tell(RouterStatus("one", {}))
+            return one.ear.others.get("two") == RouterStatus("two", {"a": Seen("draining", 4)})
+
+        await until(seen)
+        await two.stop()
+
+        def gone() -> bool:
+            one.store.tell(RouterStatus("one", {}))
+            return one.ear.others == {} and one.store.others == {}
+
+        await until(gone)
+
+    async def test_a_session_reaches_the_others_and_not_its_own(self, begin, shared: bool) -> None:
+        if not shared:
+            pytest.skip("nothing is shared")
+        one, two = await begin("one"), await begin("two")
+        one.store.remember("conversation-1", "a")
+        one.store.remember("x" * 100_000, "a")
+        two.store.remember("conversation-2", "b")
+        await until(lambda: two.ear.sessions == {"conversation-1": "a"})
+        await until(lambda: one.ear.sessions == {"conversation-2": "b"})
