@@ -345,6 +345,11 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
         if self.metrics is not None:
             self.metrics.update(self)
 
+    @property
+    def keeps_awake(self) -> bool:
+        """Whether something is brought in ahead of a request, so that an idle scheduler must not sleep."""
+        return self.prefetcher is not None and self.prefetcher.busy
+
     # -- whole ----------------------------------------------------------------------------------
 
     def reset(self) -> None:

@@ -15,7 +15,8 @@ idleness only when HiCache, LMCache, FlexKV or an external linker is on. Seven h
 - no prefill batch was formed and nothing runs: ``batch_is_full`` is taken back, as SGLang does for HiCache,
   because slots that a copy still locks come free without a request finishing;
 - each idle pass, after SGLang's own leak check and before it sleeps: ``sanity_check()``, which SGLang itself
-  calls only for models with sliding windows or Mamba layers.
+  calls only for models with sliding windows or Mamba layers. It sleeps for a moment only while the cache
+  ``keeps_awake``, because it brings KV in ahead of requests.
 
 Why no extension point serves: a registered cache backend is only constructed; the calls are guarded by the
 flags of the built-in tiers.
@@ -26,11 +27,13 @@ Can go: when SGLang calls these for every cache that has them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from sglang_ext.patches.base import Target
 from sglang_ext.patches.hooks import Hook, hook_patch
+
+NAP_MILLISECONDS = 1
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
@@ -64,6 +67,9 @@ class CalledCache(Protocol):
     def sanity_check(self) -> None:
         """Nothing runs and nothing waits. Every pass: about once a second with --sleep-on-idle, else
         thousands of times a second."""
+
+    keeps_awake: bool
+    """Whether the next passes have something to do though nothing runs and nothing waits."""
 
     def weights_changed(self) -> None:
         """The model's weights are about to change: KV from before must not match afterwards."""
@@ -129,11 +135,18 @@ def after_batch_result(_result: None, scheduler: Any, batch: Any, *_args: Any, *
         cache.prefill_ended()
 
 
-def before_sleep(scheduler: Any) -> None:
-    """Before ``maybe_sleep_on_idle``, the end of SGLang's idle work."""
+def around_sleep(sleep: Callable[[Any], None], scheduler: Any) -> None:
+    """Around ``maybe_sleep_on_idle``, the end of SGLang's idle work."""
     cache = called_cache(scheduler)
-    if cache is not None:
-        cache.sanity_check()
+    if cache is None:
+        sleep(scheduler)
+        return
+    cache.sanity_check()
+    if not cache.keeps_awake:
+        sleep(scheduler)
+    elif scheduler.idle_sleeper is not None:
+        # Until a request comes, or there may be something to do: a whole sleep takes a second.
+        scheduler.idle_sleeper.poller.poll(NAP_MILLISECONDS)
 
 
 PATCH = hook_patch(
@@ -160,5 +173,5 @@ PATCH = hook_patch(
         "after",
         after_batch_result,
     ),
-    Hook(Target(f"{_SCHEDULER}.maybe_sleep_on_idle", "(self)", "3c39e1fe8220"), "before", before_sleep),
+    Hook(Target(f"{_SCHEDULER}.maybe_sleep_on_idle", "(self)", "3c39e1fe8220"), "around", around_sleep),
 )

@@ -111,6 +111,8 @@ class Cache:
     def prefill_ended(self) -> None:
         self.calls.append("prefill ended")
 
+    keeps_awake = False
+
     def sanity_check(self) -> None:
         self.calls.append("idle")
 
@@ -178,10 +180,23 @@ def test_loop_queue_idleness_weights_and_memory_are_told(cache: Cache) -> None:
     manager = SimpleNamespace(scheduler=scheduler)
     scheduler_calls.after_events(None, scheduler)
     scheduler_calls.before_decode_queue(scheduler)
-    scheduler_calls.before_sleep(scheduler)
+    slept: list[Any] = []
+    scheduler_calls.around_sleep(slept.append, scheduler)
+    assert slept == [scheduler]
     weight_updates.before_weights_change(manager, "request")
     weight_updates.before_memory_release(manager, "request")
     assert cache.calls == ["events", "events", "idle", "weights", "settle"]
+
+
+def test_a_cache_that_brings_something_in_sleeps_for_a_moment_only(cache: Cache) -> None:
+    naps: list[int] = []
+    slept: list[Any] = []
+    sleeper = SimpleNamespace(poller=SimpleNamespace(poll=naps.append))
+    cache.keeps_awake = True
+    scheduler_calls.around_sleep(slept.append, SimpleNamespace(tree_cache=cache, idle_sleeper=sleeper))
+    scheduler_calls.around_sleep(slept.append, SimpleNamespace(tree_cache=cache, idle_sleeper=None))
+    assert (naps, slept) == ([scheduler_calls.NAP_MILLISECONDS], [])
+    assert cache.calls == ["idle", "idle"]
 
 
 def test_every_call_that_changes_weights_is_hooked() -> None:
@@ -212,7 +227,9 @@ def test_another_cache_is_not_called(cache: Cache) -> None:
     for scheduler in (SimpleNamespace(tree_cache=Cache()), SimpleNamespace(), None):
         batch, idle = Batch(), Batch(empty=True)
         scheduler_calls.after_events(None, scheduler)
-        scheduler_calls.before_sleep(scheduler)
+        slept: list[Any] = []
+        scheduler_calls.around_sleep(slept.append, scheduler)
+        assert slept == [scheduler]
         scheduler_calls.after_prefill_batch((batch, idle), scheduler)
         scheduler_calls.after_prefill_batch((None, idle), scheduler)
         assert batch.hicache_consumer_index == -1

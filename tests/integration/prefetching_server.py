@@ -1,0 +1,44 @@
+"""SGLang's server as ``sglang_ext.launch_server`` starts it, which brings prompts to HBM when a file says so.
+
+A file ``NAME.ask`` in the folder of ``ASKED`` holds token ids as JSON. What becomes of it is in ``NAME.told``
+when it has ended: how, and how many tokens are in HBM. In a cluster, an agent asks in this place: the
+scheduler's pass.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from sglang_ext import launch_server
+
+ASKED = "SGLANG_TEST_PREFETCHES"
+
+
+def listen(folder: Path) -> None:
+    """Look for files in each pass of this process's scheduler."""
+    from sglang_ext.engine.radix_cache import GlobalRadixCache
+
+    events = GlobalRadixCache.check_hicache_events
+
+    def check_hicache_events(self: GlobalRadixCache) -> None:
+        assert self.prefetcher is not None
+        for path in folder.glob("*.ask"):
+            self.prefetcher.prefetch(path.stem, json.loads(path.read_text()))
+            path.unlink()
+        events(self)
+        for ended in self.prefetcher.take_ended():
+            told = folder / f"{ended.id}.part"
+            told.write_text(json.dumps([ended.end.value, ended.tokens, ended.brought]))
+            told.rename(folder / f"{ended.id}.told")
+
+    GlobalRadixCache.check_hicache_events = check_hicache_events  # type: ignore[method-assign]
+
+
+if __name__ == "__mp_main__" and ASKED in os.environ:  # in the scheduler's process
+    listen(Path(os.environ[ASKED]))
+
+if __name__ == "__main__":
+    launch_server.main(sys.argv[1:])

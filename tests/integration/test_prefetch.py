@@ -1,0 +1,161 @@
+"""A prompt is brought to HBM before its request comes, on a real server; and what answers say of loads."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from dram_damage import arena_files, flip_bit, snapshot
+from prefetching_server import ASKED
+
+from sglang_ext.testing.compare import Answer, assert_same
+from sglang_ext.testing.servers import ServerProcess, ServerSpec, wait_until
+
+pytestmark = pytest.mark.integration
+
+BLOCK = 16
+BLOCKS = 20
+TOKENS = BLOCK * BLOCKS
+TOKEN_BYTES = 4096
+"""Of the model `tiny`."""
+
+
+@dataclass(frozen=True)
+class PrefetchingSpec(ServerSpec):
+    """A server that can be told what will be asked."""
+
+    def command(self, port: int) -> list[str]:
+        script = Path(__file__).with_name("prefetching_server.py")
+        return [sys.executable, str(script), *super().command(port)[3:]]
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kv")
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("asked")
+
+
+@pytest.fixture(scope="module")
+def server(disk: Path, asked: Path) -> Iterator[ServerProcess]:
+    spec = PrefetchingSpec(
+        flags=(
+            *("--radix-cache-backend", "global", "--kv-check", "--kv-load-policy", "always"),
+            *("--kv-dram-size", "16MB", "--kv-disk-path", str(disk), "--kv-disk-size", "1GB"),
+            *("--max-total-tokens", "2400", "--chunked-prefill-size", "256", "--enable-metrics"),
+        ),
+        environment={
+            ASKED: str(asked),
+            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+        },
+    )
+    with ServerProcess(spec) as server:
+        yield server
+
+
+def metric(server: ServerProcess, name: str, label: str = "") -> float:
+    samples = server.metrics().items()
+    return sum(v for k, v in samples if k.startswith(f"sglang_ext_cache_{name}{{") and label in k)
+
+
+def push_out(server: ServerProcess, rng: random.Random) -> None:
+    """More than DRAM holds, at the speed of the disk."""
+    for _ in range(6):
+        server.generate([rng.randrange(100, 30_000) for _ in range(1000)], max_new_tokens=1)
+        wait_until(lambda: metric(server, "disk_backlog_bytes") == 0, seconds=20, what="everything written")
+
+
+@pytest.fixture
+def prompt(server: ServerProcess, request: pytest.FixtureRequest) -> list[int]:
+    """A prompt that is on disk and nowhere else."""
+    rng = random.Random(request.node.name)
+    prompt = [rng.randrange(100, 30_000) for _ in range(TOKENS + 4)]
+    server.generate(prompt, max_new_tokens=1)
+    push_out(server, rng)
+    return prompt
+
+
+def prefetch(asked: Path, name: str, prompt: list[int]) -> list[object]:
+    """Ask for a prompt; how that ended."""
+    part, told = asked / f"{name}.part", asked / f"{name}.told"
+    part.write_text(json.dumps(prompt))
+    part.rename(asked / f"{name}.ask")
+    wait_until(told.exists, seconds=20, what="the prefetch to end")
+    ended: list[object] = json.loads(told.read_text())
+    return ended
+
+
+def cold(server: ServerProcess, prompt: list[int]) -> Answer:
+    return server.generate(prompt, max_new_tokens=8, cache_salt="cold")
+
+
+def test_what_was_on_disk_is_hit_in_hbm(server: ServerProcess, asked: Path, prompt: list[int]) -> None:
+    assert prefetch(asked, "sound", prompt) == ["done", TOKENS, TOKENS]
+    answer = server.generate(prompt, max_new_tokens=8)
+    assert (answer.hbm_tokens, answer.dram_tokens, answer.disk_tokens) == (TOKENS, 0, 0)
+    assert_same(cold(server, prompt), answer)
+    wait_until(
+        lambda: metric(server, "dram_blocks_total", '"prefetched"') >= BLOCKS, seconds=10, what="the count"
+    )
+    assert metric(server, "prefetches_total", '"done"') >= 1
+
+
+def test_a_flipped_bit_gives_another_answer(server: ServerProcess, asked: Path) -> None:
+    """The twin: what the request hits in HBM is what the prefetch has copied there."""
+    server.flush()
+    (arena,) = arena_files(server.pid)
+    rng = random.Random(7)
+    prompt = [rng.randrange(100, 30_000) for _ in range(TOKENS + 4)]
+    empty = snapshot(arena)
+    before = server.generate(prompt, max_new_tokens=8)
+    last = wait_until(lambda: last_change(arena, empty), seconds=20, what="write-through")
+    for _ in range(3):  # more than HBM holds, less than DRAM
+        server.generate([rng.randrange(100, 30_000) for _ in range(900)], max_new_tokens=1)
+    # The last plane of a block holds float32 values; bit 6 of the last byte is the highest of the exponent.
+    flip_bit(arena, last // 4 * 4 + 3, bit=6)
+    ended = prefetch(asked, "damaged", prompt)
+    damaged = server.generate(prompt, max_new_tokens=8)
+    assert ended[:2] == ["done", TOKENS]
+    assert damaged.hbm_tokens == TOKENS
+    with pytest.raises(AssertionError):
+        assert_same(before, damaged)
+    server.flush()
+
+
+def last_change(arena: Path, before: npt.NDArray[np.uint8]) -> int:
+    """The offset of the last byte that has changed; 0 while none has or more are changing."""
+    now = snapshot(arena)
+    changed = np.flatnonzero(now != before)
+    return int(changed[-1]) if changed.size and np.array_equal(now, snapshot(arena)) else 0
+
+
+def test_an_answer_says_what_was_decided_and_by_which_numbers(
+    server: ServerProcess, prompt: list[int]
+) -> None:
+    body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
+    details = server.post("/generate", body)["meta_info"]["cached_tokens_details"]
+    assert details["storage"] == details["storage_found_tokens"] == details["storage_read_tokens"] == TOKENS
+    assert (details["storage_decision"], details["storage_reason"]) == ("load", "always")
+    assert details["storage_read_bytes"] == TOKENS * TOKEN_BYTES
+    assert details["storage_compute_us"] > 0
+    wait_until(
+        lambda: metric(server, "load_decisions_total", 'tier="disk"') >= 1, seconds=10, what="the count"
+    )
+    push_out(server, random.Random(8))
+    measured = server.post("/generate", body)["meta_info"]["cached_tokens_details"]
+    assert measured["storage_decision"] == "load"
+    assert measured["storage_load_us"] > 0
+    again = server.post("/generate", body)["meta_info"]["cached_tokens_details"]
+    assert again["device"] == TOKENS
+    assert "storage_decision" not in again
