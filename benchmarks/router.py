@@ -1,0 +1,42 @@
+"""What the router costs a request, and how much of the caches it brings to use, beside sglang-router.
+
+With fast stand-in workers: requests per second and added latency, one core for the router. With real servers:
+tokens reused and time to first token by policy, in ordinary operation, with caches too small for the load,
+and right after an instance has restarted; and the tail of the time to first token when some sessions share
+their beginning (MemServe, figure 15).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.common import Report, parse
+from benchmarks.router_speed import measure_speed
+
+PARTS = ("speed",)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--sglang-router-python",
+        type=Path,
+        metavar="PYTHON",
+        help="interpreter of an environment of its own with sglang-router==0.3.2, to measure it too",
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    options = parse(argv, "router", __doc__, add_flags)
+    report = Report("router")
+    if "speed" in options.extra.parts:
+        measure_speed(options, report, options.extra.sglang_router_python)
+    return report.finish(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
