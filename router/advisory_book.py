@@ -127,6 +127,8 @@ class Entry:
     """Why it ended, for people."""
     ready_at: float | None = None
     ended_at: float | None = None
+    ended_from: State | None = None
+    """What it was when it ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +323,10 @@ class HintBook:
         entry = self._entries.get(id)
         return entry if entry is not None and entry.hint.tenant == tenant else None
 
+    def find(self, id: str) -> Entry | None:
+        """Any tenant's hint by its id."""
+        return self._entries.get(id)
+
     def live(self) -> Iterator[Entry]:
         """What has not ended."""
         for entries in list(self._live.values()):
@@ -358,8 +364,8 @@ class HintBook:
         self._moving[entry.hint.tenant] += entry.hint.tokens
 
     def _end(self, entry: Entry, state: State, now: float, why: str) -> None:
+        entry.ended_at, entry.ended_from, entry.why = now, entry.state, why
         self._move_on(entry, state)
-        entry.ended_at, entry.why = now, why
         self._ended.append(entry)
         self.counts[state.value] += 1
         self._leave_place(entry)
@@ -393,6 +399,10 @@ class HintBook:
             self._places[entry.instance] -= 1
             if not self._places[entry.instance]:
                 del self._places[entry.instance]
+
+    def __len__(self) -> int:
+        """How many have not ended."""
+        return len(self._entries) - len(self._ended)
 
     def __repr__(self) -> str:
         live = sum(len(entries) for entries in self._live.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 from router.config import RouterConfig
 from router.costs import RouterCosts
@@ -11,8 +12,17 @@ from router.fleet import Fleet
 from router.flight import Flight
 from router.observability import RouterMetrics
 from router.policies import Decision, Instance, Match, PolicyOptions, Prompt, Reason, beginners, policy_named
+from router.policies import Fleet as Instances
+from router.policies.base import matched_tokens
 from router.policies.prompt_tree import NOTHING
 from router.prompt_trees import PromptTrees
+
+
+class Expectations(Protocol):
+    """Where requests are expected (``advising``)."""
+
+    def expected_at(self, flight: Flight, fleet: Instances) -> str | None:
+        """The instance at which a request was announced, if it was, and can still go there."""
 
 
 class Chooser:
@@ -40,14 +50,16 @@ class Chooser:
         self._trees = trees
         self._costs = costs
         self._metrics = metrics
-        self._policy = policy_named(config.policy)
-        self._options = PolicyOptions(
+        self.policy = policy_named(config.policy)
+        self.options = PolicyOptions(
             cache_threshold=config.cache_threshold,
             balance_abs_threshold=config.balance_abs_threshold,
             balance_rel_threshold=config.balance_rel_threshold,
             balance_cache_factor=config.balance_cache_factor,
             tie_tokens=config.block_size,
         )
+        self.expectations: Expectations | None = None
+        """Told of each request before it is decided on."""
 
     def capacity(self) -> float:
         """Requests that the fleet may have now; infinite without ``--max-running-per-instance``."""
@@ -71,8 +83,14 @@ class Chooser:
                     before.dram + match.dram,
                     before.disk + match.disk,
                 )
-        prompt = Prompt(flight.units, flight.session, record.priority, request_id=record.request_id)
-        decision = self._policy(prompt, fleet, matches, self._costs, self._options)
+        decision = None
+        if self.expectations is not None and not excluded:
+            expected = self.expectations.expected_at(flight, fleet)
+            if expected is not None:
+                decision = Decision(expected, Reason.ADVISED, matched_tokens(matches, expected))
+        if decision is None:
+            prompt = Prompt(flight.units, flight.session, record.priority, request_id=record.request_id)
+            decision = self.policy(prompt, fleet, matches, self._costs, self.options)
         self._guess(flight, decision.instance)
         record.instance, record.reason = decision.instance, decision.reason.value
         record.matched_tokens = None if record.prompt_tokens is None else decision.matched

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import orjson
 
@@ -28,6 +29,7 @@ from router.exchange import ConnectFailed, ConnectionLost, Request, RequestRefus
 from router.explain import Choice, Stories, Story
 from router.fleet import Fleet
 from router.flight import Flight, Flights, Homes
+from router.hints import only_a_hint
 from router.native import parse_generate
 from router.observability import RouterMetrics
 from router.openai import parse_chat, parse_completion
@@ -62,6 +64,18 @@ _PROMPT_FIELD = {
     Endpoint.MESSAGES: "messages",
 }
 _TELL_TIERS = {"return_cached_tokens_details": True}
+
+
+class Hinting(Protocol):
+    """What takes the hints in generation requests (``advisory_api``)."""
+
+    async def serve_prewarm(
+        self, endpoint: Endpoint, payload: Json, responder: Responder, record: Record
+    ) -> None:
+        """Answer a request that is only a hint."""
+
+    def note(self, payload: Json, record: Record) -> None:
+        """Take the hints that a request carries beside itself, without being waited for."""
 
 
 class Generation:
@@ -107,6 +121,8 @@ class Generation:
         self._metrics = metrics
         self._clock = clock
         self._budget = RetryBudget(config.retry_budget)
+        self.hinting: Hinting | None = None
+        """Takes the hints in requests."""
 
     async def serve(self, endpoint: Endpoint, request: Request, responder: Responder, record: Record) -> None:
         """Answer one request.
@@ -136,7 +152,15 @@ class Generation:
     async def _serve(
         self, endpoint: Endpoint, request: Request, responder: Responder, record: Record, start: float
     ) -> None:
-        flight = await self._prepare(endpoint, request, responder, record, start)
+        payload = parse_json_object(request.body)
+        if self.hinting is not None and only_a_hint(endpoint, payload):
+            check_reserved(payload, record.caller)
+            record.priority = priority_of(payload, record.caller)
+            await self.hinting.serve_prewarm(endpoint, payload, responder, record)
+            return
+        flight = await self._prepare(endpoint, payload, request, responder, record, start)
+        if self.hinting is not None and "kv_hints" in payload:
+            self.hinting.note(payload, record)
         story = Story(record, flight.prompts, self._clock.wall())
         self._stories.add(story)
         with self._flights.carrying(flight):
@@ -150,10 +174,15 @@ class Generation:
                 raise _no_room(str(error), "queue_timeout") from error
 
     async def _prepare(
-        self, endpoint: Endpoint, request: Request, responder: Responder, record: Record, start: float
+        self,
+        endpoint: Endpoint,
+        payload: Json,
+        request: Request,
+        responder: Responder,
+        record: Record,
+        start: float,
     ) -> Flight:
         """Check a request, and find the keys of its prompts."""
-        payload = parse_json_object(request.body)
         model = self._fleet.model
         if model is None:
             raise no_worker(self._fleet)

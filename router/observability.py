@@ -31,6 +31,11 @@ class RouterMetrics:
             "tier_tokens", "Prompt tokens that workers report as cached, where they tell the tier", "tier"
         )
         self.completion_tokens = self.counter("completion_tokens", "Tokens generated")
+        self.hints = self.counter("hints", "Hints at coming requests", "verdict")
+        self.hints_used = self.counter(
+            "hints_used", "Hints whose request came when all was moved, before that, or never", "when"
+        )
+        self.hint_tokens = self.counter("hint_tokens", "Tokens brought to HBM ahead of their request")
         self.retries = self.counter("retries", "Attempts on another worker", "why")
         self.retries_denied = self.counter(
             "retries_denied", "Attempts on another worker that were not made: the budget was spent"

@@ -80,6 +80,8 @@ class Relay:
         self._tracing = tracing
         self._asks_for_key = config.api_key is not None or config.api_keys_file is not None
         self._learning: set[asyncio.Task[None]] = set()
+        self.on_learnt: Callable[[Flight, tuple[str | None, ...], bytes], None] = lambda *_: None
+        """Told of each prompt with what was generated from it, as far as that is known."""
 
     async def attempt(self, flight: Flight, decision: Decision) -> None:
         """Send a request to the chosen instance, and its answer to the client.
@@ -183,6 +185,7 @@ class Relay:
         for index, prompt in enumerate(flight.prompts):
             generated = usage.output_keys.get(index, b"") if prompt.tokens is not None else b""
             self._trees.confirm(prompt.namespace, prompt.key + generated, instance)
+            self.on_learnt(flight, prompt.namespace, prompt.key + generated)
         if usage.response_id is not None:
             self._homes.keep(flight.record.caller.scope, usage.response_id, instance)
 
@@ -196,7 +199,9 @@ class Relay:
         async def learn() -> None:
             for index, key in (await self._tokenizers.continuations(texts)).items():
                 if index < len(prompts) and prompts[index].tokens is not None:
-                    self._trees.confirm(prompts[index].namespace, prompts[index].key + key, instance)
+                    whole = prompts[index].key + key
+                    self._trees.confirm(prompts[index].namespace, whole, instance)
+                    self.on_learnt(flight, prompts[index].namespace, whole)
 
         task = asyncio.create_task(learn(), name="learn what was generated")
         self._learning.add(task)

@@ -12,6 +12,7 @@ instance which saw the same beginning, and cannot tell lengths.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import functools
 import logging
@@ -23,13 +24,21 @@ from typing import Any
 
 from router.chat_template import CannotRender, content_format, prepare, text_of, unsupported
 from router.facts import InstanceFacts
-from router.segments import Segmenter, TokenCache
+from router.segments import Segmenter, TokenCache, TooMuchNew
 from router.trial import Theirs, Trust, compare
 from router.validation import Job, Json, PromptInput
 from sglang_ext.errors import UserError
 from sglang_ext.keys import TOKEN_BYTES, decode_tokens, encode_tokens
 
 logger = logging.getLogger("router.tokenizing")
+
+
+INLINE_BYTES = 1 << 16
+"""Prompts up to this length, of which at most ``INLINE_NEW`` characters have to be tokenized, are rendered and
+looked up on the event loop: a thread and back takes longer than that, and waits for the interpreter besides."""
+INLINE_NEW = 512
+LARGE = 8192
+"""What is taken for the length of what is not plain text."""
 
 
 class Fallback(enum.StrEnum):
@@ -84,12 +93,23 @@ class PromptTokenizer:
         bare, whole = encode(["a"])[0], tokenizer(["a"])["input_ids"][0]
         self._before, self._after = _wrapping(list(bare), list(whole))
 
-    def encode_text(self, text: str) -> bytes:
-        """The tokens of a prompt as ``/generate`` and ``/v1/completions`` take it, special tokens added."""
-        return self._before + self.segmenter.encode(text) + self._after
+    def encode_text(self, text: str, most_new: int | None = None) -> bytes:
+        """The tokens of a prompt as ``/generate`` and ``/v1/completions`` take it, special tokens added.
 
-    def encode_chat(self, payload: Json) -> bytes:
+        Args:
+            most_new: see ``Segmenter.encode``.
+        """
+        return self._before + self.segmenter.encode(text, most_new) + self._after
+
+    def encode_chat(
+        self, payload: Json, *, answer_follows: bool = True, most_new: int | None = None
+    ) -> bytes:
         """The tokens of a conversation.
+
+        Args:
+            answer_follows: they end with what makes the model answer. Without it they are how a longer
+                conversation begins.
+            most_new: see ``Segmenter.encode``.
 
         Raises:
             CannotRender: they cannot be known here.
@@ -99,15 +119,15 @@ class PromptTokenizer:
         rendering = prepare(payload, self._chat, self._format)
         tools = rendering.tools
         try:
-            text = self._render(rendering.messages, tools, rendering.kwargs)
+            text = self._render(rendering.messages, tools, rendering.kwargs, answer_follows)
         except Exception as first:  # noqa: BLE001 - templates are programs, and fail in any way
             # As SGLang does: some templates take functions without OpenAI's wrapper.
             flat = None if tools is None else [tool["function"] for tool in tools]
             try:
-                text = self._render(rendering.messages, flat, rendering.kwargs)
+                text = self._render(rendering.messages, flat, rendering.kwargs, answer_follows)
             except Exception as second:  # noqa: BLE001
                 raise CannotRender(f"the chat template failed: {second}") from first
-        key = self.segmenter.encode(text)
+        key = self.segmenter.encode(text, most_new)
         if rendering.assistant_prefix is not None:
             prefix = self.encode_text(rendering.assistant_prefix)
             bos = self._tokenizer.bos_token_id
@@ -116,9 +136,16 @@ class PromptTokenizer:
             key += prefix
         return key
 
-    def _render(self, messages: list[Json], tools: list[Json] | None, kwargs: Json) -> str:
+    def _render(
+        self, messages: list[Json], tools: list[Json] | None, kwargs: Json, answer_follows: bool
+    ) -> str:
         rendered: str = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, tools=tools, return_dict=False, **kwargs
+            messages,
+            tokenize=False,
+            add_generation_prompt=answer_follows,
+            tools=tools,
+            return_dict=False,
+            **kwargs,
         )
         return rendered
 
@@ -254,17 +281,25 @@ class TokenizerService:
         tokenizer = load_tokenizer(path, trust_remote_code=self._trust_remote_code)
         return PromptTokenizer(tokenizer, facts, self.cache)
 
-    async def encode(self, job: Job, *, completion_template: bool = False) -> list[Encoded]:
+    async def encode(
+        self, job: Job, *, completion_template: bool = False, answer_follows: bool = True
+    ) -> list[Encoded]:
         """The keys of all prompts of a job.
 
         Args:
             completion_template: the server rewrites the prompts of ``/v1/completions``.
+            answer_follows: see ``PromptTokenizer.encode_chat``.
         """
         prompts = job.prompts
         if all(prompt.ids is not None for prompt in prompts):
             return [_from_ids(prompt) for prompt in prompts]
+        if sum(map(_size, prompts)) <= INLINE_BYTES:
+            with contextlib.suppress(TooMuchNew):
+                return self.encode_all(prompts, completion_template, answer_follows, INLINE_NEW)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, self.encode_all, prompts, completion_template)
+        return await loop.run_in_executor(
+            self._pool, self.encode_all, prompts, completion_template, answer_follows
+        )
 
     async def verify(self, theirs: Theirs) -> None:
         """Compare with a worker's own tokens, and trust what agrees.
@@ -289,11 +324,26 @@ class TokenizerService:
             return None
         return [int(token) for token in decode_tokens(key)]
 
-    def encode_all(self, prompts: Sequence[PromptInput], completion_template: bool = False) -> list[Encoded]:
-        """``encode`` in the calling thread."""
-        return [self._encode_one(prompt, completion_template) for prompt in prompts]
+    def encode_all(
+        self,
+        prompts: Sequence[PromptInput],
+        completion_template: bool = False,
+        answer_follows: bool = True,
+        most_new: int | None = None,
+    ) -> list[Encoded]:
+        """``encode`` in the calling thread.
 
-    def _encode_one(self, prompt: PromptInput, completion_template: bool) -> Encoded:
+        Args:
+            most_new: see ``Segmenter.encode``, for each prompt.
+
+        Raises:
+            TooMuchNew: one of them has more.
+        """
+        return [self._encode_one(prompt, completion_template, answer_follows, most_new) for prompt in prompts]
+
+    def _encode_one(
+        self, prompt: PromptInput, completion_template: bool, answer_follows: bool, most_new: int | None
+    ) -> Encoded:
         if prompt.ids is not None:
             return _from_ids(prompt)
         tokenizer = self.tokenizer
@@ -301,9 +351,11 @@ class TokenizerService:
         if fallback is None and tokenizer is not None:
             try:
                 if prompt.chat is not None:
-                    key = tokenizer.encode_chat(prompt.chat.payload)
+                    key = tokenizer.encode_chat(
+                        prompt.chat.payload, answer_follows=answer_follows, most_new=most_new
+                    )
                 else:
-                    key = tokenizer.encode_text(prompt.text or "")
+                    key = tokenizer.encode_text(prompt.text or "", most_new)
                 return Encoded(("tokens", *prompt.namespace), key, len(key) // TOKEN_BYTES)
             except CannotRender as error:
                 logger.debug("matched by text: %s", error)
@@ -349,6 +401,21 @@ class TokenizerService:
 
     def __repr__(self) -> str:
         return f"TokenizerService({self.status}, {self.trust}, {self.cache})"
+
+
+def _size(prompt: PromptInput) -> int:
+    """About how many characters there are to look at."""
+    if prompt.text is not None:
+        return len(prompt.text)
+    if prompt.chat is None:
+        return 0
+    messages = prompt.chat.payload.get("messages")
+    tools = LARGE if prompt.chat.payload.get("tools") else 0
+    return tools + sum(
+        len(content) if isinstance(content := message.get("content"), str) else LARGE
+        for message in (messages if isinstance(messages, list) else ())
+        if isinstance(message, dict)
+    )
 
 
 def _from_ids(prompt: PromptInput) -> Encoded:

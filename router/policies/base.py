@@ -113,6 +113,8 @@ class Reason(enum.StrEnum):
     """The request names no session; it is the least loaded instance."""
     FETCH = "fetch"
     """Another instance holds more of it, and sending that takes less time than computing it."""
+    ADVISED = "advised"
+    """A hint announced the request, and its KV was brought there."""
     UNTRUSTED = "untrusted"
     """No index that is believed knows any of it, and some are not believed: load decides."""
     POLICY_FAILED = "policy-failed"

@@ -1,0 +1,352 @@
+"""Advisory requests: the KV is there before the request is (Symphony, section 3.2).
+
+A hint names a session, or carries the conversation so far. At once the router decides where the request that
+it announces will run, tells that instance's agent, which brings the KV up, and remembers the place. When the
+request comes, it goes there, unless the instance died or filled up meanwhile: then it is routed like any
+other. So no session sticks to an instance, and a hint that is wrong, late or repeated costs nobody anything
+but what the book (``advisory_book``) allows.
+
+The decision is the policy's, over a fleet in which expected requests count as load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from router.advisory_book import ENDED, Answer, Entry, Hint, HintBook, State
+from router.costs import RouterCosts
+from router.fleet import Fleet
+from router.flight import Flight
+from router.hints import Advisory
+from router.observability import RouterMetrics
+from router.policies import Fleet as Instances
+from router.policies import Match, Policy, PolicyOptions, Prompt, beginners
+from router.policies.prompt_tree import NOTHING, is_ahead
+from router.prompt_trees import PromptTrees
+from router.session_memory import SessionMemory
+from router.tenants import Caller
+from router.tokenizing import TokenizerService
+from sglang_ext.agent_messages import Advise, Advised, Withdraw
+from sglang_ext.clock import Clock
+
+logger = logging.getLogger("router.advising")
+
+TICK_S = 0.5
+"""Between two looks for what has expired."""
+
+
+class HintLinks(Protocol):
+    """The channels to the instances' agents, as hints use them. Names are URLs."""
+
+    def tell(self, name: str, message: Advise | Withdraw) -> bool:
+        """Send a message to an instance's agent. False when it has none, or it cannot be reached now."""
+
+
+class NoLinks:
+    """For a router that knows no agents: hints decide where requests go, and nothing is moved."""
+
+    def tell(self, name: str, message: Advise | Withdraw) -> bool:
+        """Nobody to tell."""
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where the KV of a conversation is, seen from one instance: tokens."""
+
+    hbm: int = 0
+    dram: int = 0
+    disk: int = 0
+    elsewhere: int = 0
+    """More than the instance has, on another one."""
+    nowhere: int = 0
+
+    def brought_up(self, tokens: int) -> Whereabouts:
+        """The same after so many tokens have been brought to HBM: the first of them are those in DRAM."""
+        from_dram = min(tokens, self.dram)
+        from_disk = min(tokens - from_dram, self.disk)
+        return dataclasses.replace(
+            self,
+            hbm=self.hbm + from_dram + from_disk,
+            dram=self.dram - from_dram,
+            disk=self.disk - from_disk,
+        )
+
+
+@dataclass(eq=False, slots=True)
+class _Kept:
+    """What is kept of a hint besides the book's entry."""
+
+    where: Whereabouts
+    tokens: int
+    changed: asyncio.Event
+    moved: int = 0
+    """Tokens that were brought to HBM for it."""
+
+
+class Advisor:
+    """Takes hints, and tells requests where they are expected.
+
+    Args:
+        fleet: who can take requests.
+        trees: who holds which prefix.
+        tokenizers: from conversations to keys.
+        costs: what things are expected to take.
+        policy, options: how requests are placed.
+        links: to the agents.
+        sessions: what sessions sent last.
+        metrics: counts hints.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        trees: PromptTrees,
+        tokenizers: TokenizerService,
+        costs: RouterCosts,
+        policy: Policy,
+        options: PolicyOptions,
+        links: HintLinks,
+        sessions: SessionMemory,
+        metrics: RouterMetrics,
+        clock: Clock,
+        book: HintBook | None = None,
+    ) -> None:
+        self._fleet = fleet
+        self._trees = trees
+        self._tokenizers = tokenizers
+        self._costs = costs
+        self._policy = policy
+        self._options = options
+        self._links = links
+        self.sessions = sessions
+        self._metrics = metrics
+        self._clock = clock
+        self.book = book or HintBook()
+        self._kept: dict[str, _Kept] = {}
+
+    # -- hints ------------------------------------------------------------------------------------
+
+    async def hint(self, advisory: Advisory, caller: Caller, priority: int) -> Hint | None:
+        """What an advisory request stands for; None when it names a session only, which is not known."""
+        session = None if advisory.session is None else caller.scope + advisory.session
+        known = None
+        if advisory.job is not None:
+            model = self._fleet.model
+            template = model is not None and model.chat.completion_template is not None
+            (encoded,) = await self._tokenizers.encode(
+                advisory.job, completion_template=template, answer_follows=False
+            )
+            known = (encoded.namespace, encoded.key)
+        elif session is not None:
+            known = self.sessions.find(session)
+        if known is None:
+            return None
+        namespace, key = known
+        return Hint(caller.scope, namespace, key, session, priority, advisory.earliest_s, advisory.ttl_s)
+
+    def offer(self, hint: Hint) -> tuple[Answer, dict[str, Any]]:
+        """Take a hint; the book's answer, and what the client is told."""
+        answer = self.book.offer(uuid.uuid4().hex, hint, self._clock.monotonic())
+        self._metrics.hints.labels(answer.verdict.value).inc()
+        entry = answer.entry
+        if entry is None:
+            return answer, {"verdict": answer.verdict.value, "reason": answer.reason, "id": None}
+        if entry.id not in self._kept:
+            self._kept[entry.id] = _Kept(Whereabouts(nowhere=hint.tokens), hint.tokens, asyncio.Event())
+        if answer.start:
+            self._start(entry)
+        return answer, {"verdict": answer.verdict.value, "reason": answer.reason, **self.told(entry)}
+
+    def told(self, entry: Entry) -> dict[str, Any]:
+        """What a client is told of its hint."""
+        kept = self._kept[entry.id]
+        now = self._clock.monotonic()
+        return {
+            "id": entry.id,
+            "object": "advisory",
+            "state": entry.state.value,
+            "why": entry.why or None,
+            "instance": entry.instance,
+            "session": entry.hint.session is not None,
+            "tokens": dataclasses.asdict(kept.where),
+            "moved_tokens": kept.moved,
+            "expires_in_s": round(max(0.0, entry.expires - now), 3),
+            "ready_after_s": None if entry.ready_at is None else round(entry.ready_at - entry.born, 6),
+        }
+
+    def find(self, id: str, caller: Caller) -> Entry | None:
+        """A caller's hint by its id."""
+        entry = self.book.get(id, caller.scope)
+        return entry if entry is not None and entry.id in self._kept else None
+
+    def withdraw(self, entry: Entry) -> None:
+        """The client takes a hint back."""
+        if entry.state not in ENDED:
+            started = self.book.cancel(entry, self._clock.monotonic())
+            self._ended(entry)
+            self._start_all(started)
+
+    async def changed(self, entry: Entry) -> None:
+        """Wait until the hint has changed. Returns at once for one that has ended."""
+        kept = self._kept.get(entry.id)
+        if kept is not None and entry.state not in ENDED:
+            await kept.changed.wait()
+
+    # -- where --------------------------------------------------------------------------------------
+
+    def _start(self, entry: Entry) -> None:
+        """Decide where the request will run, and have its KV brought there."""
+        hint = entry.hint
+        fleet = self._expecting(self._fleet.usable())
+        if not beginners(fleet):
+            why = self._fleet.obstacle() or "no instance"
+            started = self.book.failed(entry, self._clock.monotonic(), why)
+            self._ended(entry)
+            self._start_all(started)
+            return
+        matches = self._trees.match(hint.namespace, hint.key)
+        prompt = Prompt(hint.tokens, hint.session, hint.priority, request_id=entry.id)
+        chosen = self._policy(prompt, fleet, matches, self._costs, self._options).instance
+        self.book.placed(entry, chosen)
+        kept = self._kept[entry.id]
+        kept.where = whereabouts(matches, chosen, kept.tokens)
+        if not self._bring(entry, kept.where):
+            # Nothing to move, or nobody who could: the request goes there all the same.
+            self._arrived(entry, 0)
+        else:
+            self._changed(entry)
+
+    def _expecting(self, fleet: Instances) -> Instances:
+        """The fleet with the requests that are expected as load."""
+        return tuple(
+            dataclasses.replace(known, in_flight=known.in_flight + self.book.promised(known.name))
+            for known in fleet
+        )
+
+    def _bring(self, entry: Entry, where: Whereabouts) -> bool:
+        hint = entry.hint
+        names = hint.namespace
+        assert isinstance(names, tuple)
+        kind, adapter, extra_key, salt = names
+        if kind != "tokens" or adapter is not None or not (where.dram or where.disk) or not entry.instance:
+            return False
+        message = Advise(
+            entry.id,
+            hint.key,
+            extra_key=extra_key,
+            cache_salt=salt,
+            priority=hint.priority,
+            ttl_s=max(0.0, entry.expires - self._clock.monotonic()),
+        )
+        return self._links.tell(entry.instance, message)
+
+    # -- what becomes of them -----------------------------------------------------------------------
+
+    def on_advised(self, name: str, advised: Advised) -> None:
+        """An instance has done for a hint what it could."""
+        entry = self.book.find(advised.id)
+        if entry is None or entry.instance != name or entry.state is not State.MOVING:
+            return
+        kept = self._kept[entry.id]
+        kept.moved = advised.brought
+        kept.where = kept.where.brought_up(advised.brought)
+        self._arrived(entry, advised.brought)
+
+    def on_lost(self, name: str) -> None:
+        """An instance is gone: what was expected there is not any more."""
+        for entry in self.book.lost(name, self._clock.monotonic()):
+            self._changed(entry)  # there is nobody to tell
+        self._start_all(self.book.startable())
+
+    def _arrived(self, entry: Entry, brought: int) -> None:
+        self._metrics.hint_tokens.inc(brought)
+        self._start_all(self.book.arrived(entry, self._clock.monotonic()))
+        self._changed(entry)
+
+    def _start_all(self, entries: list[Entry]) -> None:
+        for entry in entries:
+            self._start(entry)
+
+    def _ended(self, entry: Entry) -> None:
+        """A hint has ended: nothing more needs to be brought for it."""
+        if entry.instance is not None and entry.ended_from is State.MOVING:
+            self._links.tell(entry.instance, Withdraw(entry.id))
+        self._changed(entry)
+
+    def _changed(self, entry: Entry) -> None:
+        kept = self._kept.get(entry.id)
+        if kept is not None:
+            kept.changed.set()
+            kept.changed = asyncio.Event()
+
+    # -- requests -----------------------------------------------------------------------------------
+
+    def expected_at(self, flight: Flight, fleet: Instances) -> str | None:
+        """Where a request was announced to run, if it was and can. Ends its hint."""
+        if not len(self.book) or len(flight.prompts) != 1:
+            return None
+        (prompt,) = flight.prompts
+        scope, now = flight.record.caller.scope, self._clock.monotonic()
+        entry = self.book.claim(scope, prompt.namespace, prompt.key, flight.session, now)
+        if entry is None:
+            return None
+        self._metrics.hints_used.labels("early" if entry.ready_at is None else "ready").inc()
+        self._ended(entry)
+        self._start_all(self.book.startable())
+        least = min(known.in_flight for known in fleet)
+        for known in fleet:
+            if known.name == entry.instance and not is_ahead(known, least, self._options):
+                return known.name
+        return None
+
+    def learn(self, flight: Flight, namespace: tuple[str | None, ...], key: bytes) -> None:
+        """A session's conversation ends with ``key`` now."""
+        if flight.session is not None and len(flight.prompts) == 1 and namespace[0] == "tokens":
+            self.sessions.learn(flight.session, namespace, key)
+
+    # -- time ---------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """End what was not used in time or has lost its instance, and forget what has ended long ago."""
+        usable = {known.name for known in self._fleet.usable()}
+        for name in {entry.instance for entry in self.book.live() if entry.instance} - usable:
+            self.on_lost(name)
+        for entry in self.book.expire(self._clock.monotonic()):
+            self._metrics.hints_used.labels("never").inc()
+            self._ended(entry)
+        self._start_all(self.book.startable())
+        for id in [id for id in self._kept if self.book.find(id) is None]:
+            del self._kept[id]
+
+    async def run(self) -> None:
+        """Tick until cancelled."""
+        while True:
+            await self._clock.sleep(TICK_S)
+            self.tick()
+
+    def check(self) -> None:
+        """Verify every invariant.
+
+        Raises:
+            InternalError: names the first that does not hold.
+        """
+        self.book.check()
+
+
+def whereabouts(matches: Mapping[str, Match], chosen: str, tokens: int) -> Whereabouts:
+    """Where ``tokens`` of a conversation are, seen from the chosen instance."""
+    here = matches.get(chosen, NOTHING)
+    most = max((match.tokens for match in matches.values()), default=0)
+    held = min(here.tokens, tokens)
+    hbm = min(here.hbm, held)
+    dram = min(here.dram, held - hbm)
+    elsewhere = max(0, min(most, tokens) - held)
+    return Whereabouts(hbm, dram, held - hbm - dram, elsewhere, tokens - held - elsewhere)

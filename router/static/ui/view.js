@@ -1,0 +1,83 @@
+// What is drawn. No state of its own; all text goes in as text, never as HTML.
+
+const TIERS = [
+  ["hbm", "HBM"],
+  ["dram", "DRAM"],
+  ["disk", "disk"],
+  ["elsewhere", "another instance"],
+  ["nowhere", "to be computed"],
+];
+
+export function element(tag, className, text) {
+  const node = document.createElement(tag);
+  if (className) node.className = className;
+  if (text !== undefined) node.textContent = text;
+  return node;
+}
+
+export function message(role, text) {
+  const node = element("article", `message ${role}`);
+  const body = element("div", "text", text);
+  const foot = element("footer");
+  node.append(body, foot);
+  return { node, body, foot };
+}
+
+export function where(stack, legend, tokens) {
+  stack.replaceChildren();
+  legend.replaceChildren();
+  for (const [name, label] of TIERS) {
+    const count = tokens?.[name] ?? 0;
+    if (!count) continue;
+    const part = element("span", name);
+    part.style.flexGrow = count;
+    part.title = `${label}: ${count} tokens`;
+    stack.append(part);
+    const item = element("li", "", `${label} ${count}`);
+    item.prepend(element("i", name));
+    legend.append(item);
+  }
+}
+
+export function hint(answer) {
+  const at = answer.instance ? ` at ${answer.instance}` : "";
+  const state = answer.state ?? answer.verdict;
+  const reason = answer.reason ? ` (${answer.reason})` : "";
+  return `Hint ${state}${at}${reason}`;
+}
+
+export function turns(chart, rows) {
+  const most = Math.max(...rows.map((row) => row.ttft), 1);
+  chart.replaceChildren(
+    ...rows.map((row, index) => {
+      const bar = element("span", row.hinted ? "with" : "without");
+      bar.style.height = `${Math.max(2, (100 * row.ttft) / most)}%`;
+      bar.title = `turn ${index + 1}: ${row.ttft.toFixed(0)} ms, ${row.cached} of ${row.prompt} tokens cached`;
+      return bar;
+    }),
+  );
+}
+
+export function instances(list, rows, chosen) {
+  list.replaceChildren(
+    ...rows.map((row) => {
+      const here = row.instance === chosen || row.url === chosen;
+      const card = element("div", `instance state-${row.state}${here ? " chosen" : ""}`);
+      const head = element("h3", "", row.instance);
+      head.append(element("span", "quiet", `${row.state}, ${row.in_flight} running`));
+      card.append(head);
+      for (const [name, label] of TIERS.slice(0, 3)) {
+        const fill = row.tiers?.[name];
+        if (!fill?.size) continue;
+        const line = element("div", "tier");
+        const meter = element("meter");
+        meter.max = fill.size;
+        meter.value = fill.used;
+        meter.title = `${fill.used} of ${fill.size} blocks`;
+        line.append(element("span", "", label), meter, element("span", "", `${Math.round((100 * fill.used) / fill.size)} %`));
+        card.append(line);
+      }
+      return card;
+    }),
+  );
+}
