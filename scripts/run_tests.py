@@ -4,7 +4,8 @@
 
 The first wait for servers most of the time, the others compute. Each has a temporary folder of its own,
 because tests look for what they leave there. The output of the first is shown as it comes, that of the others
-at the end. Exits with the worst status of both.
+at the end. Once the others are through, the RDMA transport's tests run in a virtual machine (tests/rdma,
+under a minute), unless arguments select tests. Exits with the worst status of all.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+RDMA = Path(__file__).resolve().parent.parent / "tests" / "rdma" / "run.sh"
+SKIPPED = 77
+"""The status of the RDMA tests where they cannot run; the last line of their output says why."""
 NO_TESTS = 5
 """pytest's status when nothing was selected, as -k may do for one of the two."""
 
@@ -34,24 +38,50 @@ def start(marker: str, arguments: Sequence[str], folder: Path, log: Path | None)
         return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
 
+def start_rdma(log: Path) -> subprocess.Popen[bytes]:
+    """The verbs transport's tests, in their virtual machine."""
+    with log.open("wb") as output:
+        return subprocess.Popen(["bash", str(RDMA), sys.executable], stdout=output, stderr=subprocess.STDOUT)
+
+
+def rdma_status(status: int, log: Path) -> int:
+    """Show how the RDMA tests ended; being skipped is no failure."""
+    text = log.read_text(errors="replace")
+    if status == SKIPPED:
+        print(
+            f"\n--- RDMA tests skipped: {(text.strip().splitlines() or ['no reason given'])[-1]} ---",
+            flush=True,
+        )
+        return 0
+    print("\n--- RDMA tests, in a virtual machine ---", flush=True)
+    sys.stdout.write(text)
+    return status
+
+
 def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="tests-") as name:
         folder = Path(name)
         log = folder / "others.log"
         others = start("not integration", arguments, folder / "o", log)
         servers = start("integration", arguments, folder / "i", None)
+        running = [servers, others]
         try:
+            others_status = others.wait()
+            if not arguments:
+                running.append(start_rdma(folder / "rdma.log"))
             statuses = [servers.wait()]
             print("\n--- tests that start no server ---", flush=True)
-            statuses.append(others.wait())
+            statuses.append(others_status)
             sys.stdout.write(log.read_text(errors="replace"))
+            for rdma in running[2:]:
+                statuses.append(rdma_status(rdma.wait(), folder / "rdma.log"))
         except KeyboardInterrupt:
-            # The terminal has told both as well; they clean up after themselves.
-            servers.wait()
-            others.wait()
+            # The terminal has told them as well; they clean up after themselves.
+            for process in running:
+                process.wait()
             return 130
         finally:
-            for process in (servers, others):
+            for process in running:
                 if process.poll() is None:
                     process.terminate()
                     process.wait()

@@ -12,11 +12,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
 
 from sglang_ext.clock import Clock
 from sglang_ext.disagg.errors import PeerProtocolError, RefusedError, TransferError
@@ -46,60 +41,12 @@ from sglang_ext.disagg.messages import (
     Written,
 )
 from sglang_ext.disagg.pools import OwnedPool
-from sglang_ext.disagg.runs import Ids
+from sglang_ext.disagg.sessions import MAX_GRANTS, Receiver, Session, process_born
 from sglang_ext.disagg.tensors import dtypes, pool_strided
-from sglang_ext.disagg.transports import Served, Transport, TransportName
+from sglang_ext.disagg.transports import Transport, TransportName
 from sglang_ext.wire import pack_ids, unpack_ids
 
 log = logging.getLogger(__name__)
-
-MAX_GRANTS = 4096
-"""Grants of one session at a time; a slot each."""
-
-
-class Receiver(Protocol):
-    """What the memory pool does at the receiving end of a transfer (MemServe, 4.3). Called on the event
-    loop.
-    """
-
-    async def allocate(self, pool: str, count: int, request: str, private: bytes) -> Ids:
-        """Blocks of `pool` for a transfer, opened (`OwnedPool.open`). Raises RefusedError when there are
-        none.
-        """
-
-    async def claim(self, pool: str, blocks: Ids, request: str, private: bytes) -> None:
-        """The sender names the blocks: returns when they were set aside for transfers, and are open.
-
-        Raises:
-            RefusedError: they were not, so that nobody may write to them.
-        """
-
-    async def insert(
-        self, pool: str, blocks: Ids, tokens: bytes, flags: int, request: str, private: bytes
-    ) -> bool:
-        """The blocks are filled. Seal them; index them under `tokens` unless that is empty; whether it
-        did.
-        """
-
-    async def discard(self, pool: str, blocks: Ids, request: str) -> None:
-        """The transfer failed: the blocks are free again, and still open."""
-
-
-@dataclass(slots=True, eq=False)
-class Session:
-    """One connected reader."""
-
-    number: bytes
-    reader: Identity
-    identity: bytes
-    served: dict[str, Served]
-    last_seen: float
-    born: int
-    """When its process started, by this host's clock; 0 when it is not on this host."""
-    transport: str = ""
-    grants: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(MAX_GRANTS, np.int64))
-    slots: dict[int, int] = field(default_factory=dict)
-    """Grant number to slot."""
 
 
 class Owner:
@@ -402,15 +349,3 @@ class Owner:
         if session.reader.host != self._who().host:
             return True
         return session.born != 0 and process_born(session.reader.pid) == session.born
-
-
-def process_born(pid: int) -> int:
-    """When a process on this host started, in clock ticks; 0 when there is none. Tells it from a later
-    one.
-    """
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as f:
-            fields = f.read().rpartition(b")")[2].split()
-    except OSError:
-        return 0
-    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])

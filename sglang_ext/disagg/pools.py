@@ -48,6 +48,10 @@ class PoolSpec:
     name: `hbm`, `dram`, or another that both sides know. blocks: ids run over [0, blocks).
     memory: ranges that together hold every tensor; each tensor must lie inside one of them.
     lease_budget: most blocks that leases may pin at a time; 0 for half of the pool.
+    borrowed: the blocks' real owner, an engine's allocator, reuses them without calling `open`. Then a lease
+        seals what is open, and its end opens what no other lease holds, before anybody is told of the end.
+        Whoever leases keeps the engine from reusing the blocks until then (by a lock on tree nodes, or a
+        request that has not been freed), and gives that up in `on_ended`.
     """
 
     name: str
@@ -57,10 +61,15 @@ class PoolSpec:
     shard: Shard
     memory: tuple[MemoryRange, ...]
     lease_budget: int = 0
+    borrowed: bool = False
 
     @staticmethod
     def of_geometry(
-        name: str, geometry: Geometry, memory: Sequence[MemoryRange], lease_budget: int = 0
+        name: str,
+        geometry: Geometry,
+        memory: Sequence[MemoryRange],
+        lease_budget: int = 0,
+        borrowed: bool = True,
     ) -> PoolSpec:
         """The engine's pool, in blocks of one page: with page size 1 a block is one token slot."""
         from sglang_ext.disagg.tensors import tensors_of
@@ -74,6 +83,7 @@ class PoolSpec:
             geometry.shard,
             tuple(memory),
             lease_budget,
+            borrowed,
         )
 
     def meta(self, generations: int) -> PoolMeta:
@@ -106,6 +116,7 @@ class OwnedPool:
         self.name = spec.name
         self.meta = meta
         self.blocks = spec.blocks
+        self._borrowed = spec.borrowed
         self._generations = GenerationTable(counters)
         self._leases = LeaseTable(spec.blocks, spec.lease_budget or max(1, spec.blocks // 2), numbers)
         self._granted: npt.NDArray[np.bool_] = np.zeros(spec.blocks, np.bool_)
@@ -160,16 +171,26 @@ class OwnedPool:
         """Pin sealed blocks for a reader; returns the lease's number and their generations.
 
         Raises:
-            RangeError: a block is open. RefusedError: the lease budget is spent.
+            RangeError: a block is open (of a borrowed pool: is granted to a writer).
+            RefusedError: the lease budget is spent.
         """
         blocks = np.asarray(blocks, np.int64)
         with self._lock:
             sealed = self._generations.is_sealed(blocks)
-            if not sealed.all():
+            if self._borrowed:
+                if self._granted[blocks].any():
+                    raise RangeError(f"a block of {request!r} is granted to a writer")
+                self._generations.seal(blocks[~sealed])
+            elif not sealed.all():
                 raise RangeError(
                     f"{int((~sealed).sum())} blocks of {request!r} are open; seal them before publishing"
                 )
-            lease = self._leases.grant(request, blocks, self._clock.monotonic() + ttl, reader)
+            try:
+                lease = self._leases.grant(request, blocks, self._clock.monotonic() + ttl, reader)
+            except BaseException:
+                if self._borrowed:
+                    self._generations.open(blocks[~sealed])
+                raise
             return lease.number, self._generations.current(blocks)
 
     def offer(self, request: str, reader: bytes, instance: str, rank: int, epoch: bytes) -> Offer | None:
@@ -194,7 +215,9 @@ class OwnedPool:
     def complete(self, lease: int, reader: bytes) -> Ended | None:
         """COMPLETE of a reader; None when the lease was over or is another's."""
         with self._lock:
-            return self._leases.complete(lease, reader)
+            ended = self._leases.complete(lease, reader)
+            self._open_freed(ended)
+            return ended
 
     def renew(self, lease: int, reader: bytes, ttl: float) -> bool:
         """Extend a reader's lease."""
@@ -206,7 +229,9 @@ class OwnedPool:
     def withdraw(self, lease: int) -> Ended | None:
         """Take a lease back; its reader will find other generations once the blocks are reused."""
         with self._lock:
-            return self._leases.withdraw(lease)
+            ended = self._leases.withdraw(lease)
+            self._open_freed(ended)
+            return ended
 
     def expire(self, dead: Sequence[bytes] = ()) -> tuple[Ended, ...]:
         """End leases whose time is over or whose reader is dead."""
@@ -214,7 +239,15 @@ class OwnedPool:
             ended = self._leases.expire(self._clock.monotonic())
             for reader in dead:
                 ended += self._leases.reader_dead(reader)
+            self._open_freed(*ended)
             return ended
+
+    def _open_freed(self, *ended: Ended | None) -> None:
+        """What of a borrowed pool is no longer leased may be reused as soon as our caller is told."""
+        if self._borrowed:
+            for end in ended:
+                if end is not None:
+                    self._generations.open(end.freed[self._generations.is_sealed(end.freed)])
 
     def hold(self, blocks: Ids) -> None:
         """Blocks that a peer may write from now on. They must be open, and nobody's.

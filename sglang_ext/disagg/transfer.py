@@ -30,14 +30,11 @@ from zmq.asyncio import Context
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.disagg import runs
 from sglang_ext.disagg.config import EndpointConfig
-from sglang_ext.disagg.control import ControlClient, ControlServer
+from sglang_ext.disagg.connecting import Connector
+from sglang_ext.disagg.control import ControlServer
 from sglang_ext.disagg.errors import (
-    PeerGoneError,
-    PeerProtocolError,
     RangeError,
     RefusedError,
-    TransferError,
-    TransportUnavailableError,
 )
 from sglang_ext.disagg.generations import HEADER_BYTES, header
 from sglang_ext.disagg.instance import Instance
@@ -46,30 +43,24 @@ from sglang_ext.disagg.link import Link
 from sglang_ext.disagg.memory import RegionTable, SharedMemory
 from sglang_ext.disagg.messages import (
     VERSION,
-    Bye,
-    Connect,
-    Connected,
     Identity,
     Offer,
     Placed,
     Reply,
     Take,
 )
-from sglang_ext.disagg.owner import Owner, Receiver
-from sglang_ext.disagg.peer import Peer
+from sglang_ext.disagg.owner import Owner
 from sglang_ext.disagg.peer_state import PeerStats
 from sglang_ext.disagg.pools import OwnedPool, PoolSpec, counters_bytes
 from sglang_ext.disagg.runs import Ids
-from sglang_ext.disagg.tensors import dtypes, pool_strided
+from sglang_ext.disagg.sessions import Receiver
+from sglang_ext.disagg.tensors import pool_strided
 from sglang_ext.disagg.transports import (
-    CancelToken,
-    Channel,
-    PeerInfo,
     TransportName,
     host_identity,
 )
 from sglang_ext.disagg.transports.select import make_transports
-from sglang_ext.disagg.verify import Scratch, header_runs
+from sglang_ext.disagg.verify import Scratch
 from sglang_ext.wire import pack_ids, unpack_ids
 
 log = logging.getLogger(__name__)
@@ -102,6 +93,16 @@ class Endpoint:
         runs.warm()
         self._context = Context()
         self.transports = make_transports(config, self.regions)
+        self._connector = Connector(
+            self._context,
+            config,
+            self.identity,
+            self.regions,
+            self._control,
+            self._scratch,
+            self._metas,
+            self.transports,
+        )
         self.instances: list[Instance] = []
         self._left: dict[TransportName, PeerStats] = {}
         self._returning: dict[tuple[str, ...], Instance] = {}
@@ -225,7 +226,7 @@ class Endpoint:
         links: list[Link] = []
         try:
             for address in addresses:
-                links.append(await self._connect(address))
+                links.append(await self._connector.connect(address))
             instance = Instance(links, self._metas, self.regions, self.config.rank, self._disconnected)
             for name in self._metas:
                 if any(name in link.pools for link in links) and len(links) == len(addresses):
@@ -291,111 +292,6 @@ class Endpoint:
             pools[spec.name] = OwnedPool(spec, meta, counters, self._clock, numbers)
             at += spec.blocks * 8
         return pools
-
-    async def _connect(self, address: str) -> Link:
-        holder: list[Link] = []
-        client = ControlClient(
-            self._context, address, self.config.keys, lambda m: holder[0].unasked(m) if holder else None
-        )
-        try:
-            link = await self._handshake(address, client)
-        except BaseException:
-            await client.close()
-            raise
-        holder.append(link)
-        return link
-
-    async def _handshake(self, address: str, client: ControlClient) -> Link:
-        offers: dict[TransportName, bytes] = {}
-        reasons: dict[TransportName, str] = {}
-        for name, transport in self.transports.items():
-            reason = transport.unavailable()
-            try:
-                if reason is None:
-                    offers[name] = transport.offer()
-            except TransferError as error:
-                reason = str(error)
-            reasons[name] = reason or "not offered by the owner"
-        try:
-            reply = await client.ask(
-                Connect(self.identity(), {str(n): o for n, o in offers.items()}), self.config.connect_timeout
-            )
-            if not isinstance(reply, Connected):
-                raise PeerProtocolError(f"expected CONNECTED, got {type(reply).__name__}")
-            self._agree(reply.who)
-            who = reply.who
-            info = PeerInfo(
-                who.instance, who.epoch, who.host, address.rpartition(":")[0], who.pid, who.regions
-            )
-            try:
-                channel = await asyncio.to_thread(self._open, info, reply, offers, reasons)
-            except BaseException:
-                with contextlib.suppress(TransferError):
-                    await client.ask(Bye(reply.session), self.config.connect_timeout)
-                raise
-        except BaseException:
-            for name, offer in offers.items():
-                self.transports[name].withdraw(offer)
-            raise
-        for name, offer in offers.items():
-            if name != channel.name:
-                self.transports[name].withdraw(offer)
-        peer = Peer(
-            info,
-            channel,
-            self.regions,
-            self._scratch,
-            piece_bytes=self.config.piece_bytes,
-            coalescing=self.config.coalescing,
-            inline_bytes=self.config.inline_bytes,
-        )
-        return Link(who, reply.session, client, peer, self.config.heartbeat, self.config.dead_after)
-
-    def _agree(self, who: Identity) -> None:
-        if who.version != VERSION:
-            raise RefusedError("version", f"protocol {who.version} there, {VERSION} here; run one release")
-        if who.namespace != self.config.namespace:
-            raise RefusedError("namespace", f"{who.namespace!r} there, {self.config.namespace!r} here")
-        if not who.regions or who.regions[0].nbytes < HEADER_BYTES:
-            raise PeerProtocolError("the peer describes no control region")
-        for theirs in who.pools:
-            try:
-                found = dtypes(pool_strided(theirs))
-            except ValueError as error:
-                raise PeerProtocolError(f"the peer's pool {theirs.name}: {error}") from None
-            mine = self._metas.get(theirs.name)
-            if mine is not None and dtypes(pool_strided(mine)) != found:
-                raise RefusedError(
-                    "dtype", f"pool {theirs.name} is {found} there; set --kv-cache-dtype alike"
-                )
-
-    def _open(
-        self,
-        info: PeerInfo,
-        reply: Connected,
-        offers: Mapping[TransportName, bytes],
-        reasons: dict[TransportName, str],
-    ) -> Channel:
-        """The first transport, in order of preference, by which the owner's header can really be read."""
-        reasons.update({TransportName(n): r for n, r in reply.reasons.items() if n in set(TransportName)})
-        for name, transport in self.transports.items():
-            if name not in offers or name not in reply.transports:
-                continue
-            channel: Channel | None = None
-            try:
-                channel = transport.open(info, reply.session, offers[name], reply.transports[name])
-                with self._scratch.slot() as at:
-                    channel.read(0, header_runs(at), CancelToken())
-                    found = self._control.array[at : at + HEADER_BYTES].tobytes()
-                if found != header(info.epoch):
-                    raise PeerGoneError("what is read there is not the peer's memory")
-                return channel
-            except TransferError as error:
-                reasons[name] = str(error)
-                if channel is not None:
-                    channel.close()
-        text = "; ".join(f"{n}: {r}" for n, r in reasons.items())
-        raise TransportUnavailableError(f"no transport reaches {info.instance}: {text}")
 
     async def _take(self, message: Take, receiver: Receiver) -> Placed:
         """The pull form of a transfer, at the receiver: allocate, read, insert; the sender waits for one
