@@ -80,7 +80,7 @@ def read_model(path: str, dtype: str) -> ModelShape | None:
             layers * numbers * number_bytes,
             int(config["vocab_size"]),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -31,7 +31,8 @@ def lengths(longest: int, count: int) -> list[int]:
     shortest = min(4 * LEAST_TOKENS, longest)
     ratio = (longest / shortest) ** (1 / max(1, count - 1))
     exact = (shortest * ratio**number for number in range(count))
-    return sorted({max(LEAST_TOKENS, round(x / 16) * 16) for x in exact} | {longest // 16 * 16})
+    whole = longest // 16 * 16
+    return sorted({min(whole, max(LEAST_TOKENS, round(x / 16) * 16)) for x in exact} | {whole})
 
 
 def points(longest: int, count: int, ratios: Sequence[float] = RATIOS) -> list[Point]:

@@ -1,0 +1,65 @@
+"""``sglang-ext calibrate`` against a real server, and what is done with its profile."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sglang_ext.calibration.command import main
+from sglang_ext.cost_model import CostModel, load
+from sglang_ext.testing.servers import ServerProcess, ServerSpec
+
+SPEC = ServerSpec(
+    flags=("--max-total-tokens", "8000", "--mem-fraction-static", "0.5", "--chunked-prefill-size", "-1")
+)
+
+
+def test_a_running_server_is_calibrated(get_server, tmp_path, capsys) -> None:
+    server: ServerProcess = get_server(SPEC)
+    path = tmp_path / "profile.json"
+    arguments = ["--url", server.url, "--profile", str(path), "--device-name", "a CPU", "--quiet"]
+    assert main([*arguments, "--longest", "512", "--lengths", "3", "--rounds", "2", "--dram", "5"]) == 0
+    shown = capsys.readouterr().out
+    assert "operator level: mean error" in shown
+    profile = load(path)
+    assert (profile.identity.device, profile.identity.tp, profile.identity.dtype) == ("a CPU", 1, "float32")
+    assert profile.longest_prompt == 512
+    # 4 layers, K and V, 4 heads of 32 numbers, 4 bytes each.
+    assert profile.kv_bytes_per_token == 4 * 2 * 4 * 32 * 4
+    operators = profile.operators
+    assert operators is not None
+    products = {(one.inner, one.columns, one.rows): one.count for one in operators.linears}
+    assert products == {
+        (256, 512, "tokens"): 4,  # q, k and v
+        (256, 256, "tokens"): 4,  # behind attention
+        (256, 4096, "tokens"): 4,  # gate and up
+        (2048, 256, "tokens"): 4,  # down
+        (256, 32_000, "one"): 1,  # logits
+    }
+    parts = operators.parts(512, 0)
+    assert all(parts[name] > 0 for name in ("linear", "attention", "rest"))
+    model = CostModel(profile)
+    assert model.exec_s(512, 0) > model.exec_s(16, 496) > 0
+    assert profile.decode is not None
+    assert profile.decode.seconds(1) > 0
+    assert json.loads(path.read_text())["schema"] == 1
+
+
+def test_what_is_no_server_is_named(tmp_path, capsys) -> None:
+    assert main(["--url", "http://127.0.0.1:9", "--profile", str(tmp_path / "p.json"), "--quiet"]) == 1
+    assert "cannot reach http://127.0.0.1:9" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--longest", "5"], "--longest must be at least 256"),
+        (["--scale-to-tp", "1"], "at least two ranks"),
+        (["--url", "ftp://x"], "not of the form"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(flags, said, capsys) -> None:
+    assert main(["--url", "http://127.0.0.1:9", "--quiet", *flags]) == 1
+    assert said in capsys.readouterr().err
