@@ -37,8 +37,10 @@ AGENT_PROTOCOL: Final = 1
 
 MAX_EVENTS: Final = 20_000
 """Events of one message."""
-BATCH_BYTES: Final = 1 << 20
-"""A message is sent when its tokens and names pass this."""
+BATCH_EVENTS: Final = 1000
+BATCH_BYTES: Final = 256 << 10
+"""A message is sent when its events, or their tokens and names, pass this: a few milliseconds of a reader's
+time."""
 
 Tag = Annotated[str, msgspec.Meta(max_length=4096)]
 """A tenant's ``extra_key`` or ``cache_salt``; KV of longer ones is not told."""

@@ -22,7 +22,8 @@ piece of. Pure: one thread, no clock.
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Final
 
 from sglang_ext.agent_messages import (
@@ -113,9 +114,22 @@ class Replica:
     Args:
         tree: shared by the copies of all instances of a role.
         instance: its name here.
+        serial: numbers for holders.
+        abandon: takes over a holder whose placements are of no use any more. Not given: they are taken out of
+            the tree at once, which takes a while for many.
+        left: told when a run leaves a tier: its last node, its blocks, the tiers it left, and those it is
+            still in.
     """
 
-    def __init__(self, tree: RadixTree, instance: str) -> None:
+    def __init__(
+        self,
+        tree: RadixTree,
+        instance: str,
+        *,
+        serial: Iterator[int] | None = None,
+        abandon: Callable[[Holder], None] | None = None,
+        left: Callable[[Node, int, int, int], None] | None = None,
+    ) -> None:
         self.instance = instance
         self.state = State.BLANK
         self.epoch = b""
@@ -129,7 +143,10 @@ class Replica:
         self.events = 0
         """Events applied since the start."""
         self._tree = tree
-        self._holder = Holder.of(instance, 0, Tier.HBM)
+        self._serial = serial or itertools.count()
+        self._abandon = abandon
+        self._left = left
+        self._holder = Holder.of(instance, next(self._serial), Tier.HBM)
         self._runs: dict[int, Run] = {}
         self._past: list[bytes] = []
         self._number = -1
@@ -249,10 +266,19 @@ class Replica:
         self._empty()
 
     def _empty(self) -> None:
-        self._tree.drop_holder(self._holder)
-        self._runs.clear()
-        self.on_disk.clear()
+        self._empty_memory()
+        self.on_disk = set()
         self.partial = False
+
+    def _empty_memory(self) -> None:
+        if not self._runs:
+            return
+        if self._abandon is None:
+            self._tree.drop_holder(self._holder)
+        else:
+            self._abandon(self._holder)
+        self._holder = Holder.of(self.instance, next(self._serial), Tier.HBM)
+        self._runs = {}
 
     # -- events ---------------------------------------------------------------------------------
 
@@ -260,7 +286,11 @@ class Replica:
         if isinstance(event, Stored):
             self._stored(event)
         elif isinstance(event, Moved):
-            self._run(event.run).tiers = _at_least_one(event.tiers)
+            run = self._run(event.run)
+            gone = run.tiers & ~_at_least_one(event.tiers)
+            run.tiers = event.tiers
+            if gone and self._left is not None:
+                self._left(run.node, run.blocks, gone, run.tiers)
         elif isinstance(event, Removed):
             self._removed(self._run(event.run))
         elif isinstance(event, Split):
@@ -338,6 +368,8 @@ class Replica:
 
     def _removed(self, run: Run) -> None:
         node, left = run.node, run.blocks
+        if self._left is not None:
+            self._left(node, left, run.tiers, 0)
         while left > node.blocks:
             left -= node.blocks
             assert node.parent is not None
@@ -346,8 +378,7 @@ class Replica:
             self._runs.pop(evicted.address.run.number, None)
 
     def _cleared(self, event: Cleared) -> None:
-        self._tree.drop_holder(self._holder)
-        self._runs.clear()
+        self._empty_memory()
         if self.naming is not None:
             self.naming = with_weights(self.naming, event.weights)
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from sglang_ext.agent_messages import (
     AGENT_PROTOCOL,
     BATCH_BYTES,
+    BATCH_EVENTS,
     FROM_AGENT,
-    MAX_EVENTS,
     DiskRemoved,
     DiskStored,
     Events,
@@ -189,7 +189,7 @@ def _batches(events: Sequence[PlacementEvent]) -> Iterator[Sequence[PlacementEve
     start, size = 0, 0
     for index, event in enumerate(events):
         size += _bytes_of(event)
-        if size >= BATCH_BYTES or index + 1 - start >= MAX_EVENTS:
+        if size >= BATCH_BYTES or index + 1 - start >= BATCH_EVENTS:
             yield events[start : index + 1]
             start, size = index + 1, 0
     if start < len(events):

@@ -1,0 +1,303 @@
+"""Agent and router over real sockets: what changes in a tree is known to the router's index at once, and what
+is lost, late or of another epoch never makes it lie."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from router.agents import Agents
+from router.index import Index
+from router.policies import Match
+from sglang_ext.agent_messages import FROM_AGENT, TO_AGENT, Fill, Hello, Load, Naming, PeerDead, Welcome
+from sglang_ext.clock import SystemClock
+from sglang_ext.cluster_key import ClusterKey
+from sglang_ext.cluster_messages import Registration
+from sglang_ext.engine.agent import Agent, AgentFacts
+from sglang_ext.engine.agent_socket import AgentSocket
+from sglang_ext.engine.events import PlacementFeed
+from sglang_ext.errors import ConfigError
+from sglang_ext.keys import Namespace, Tier, block_keys, encode_tokens, tenant_salt
+from sglang_ext.radix_global import Holder, RadixTree
+
+BLOCK = 4
+NAME = "http://127.0.0.1:1"
+PLAIN = ("tokens", None, None, None)
+NAMING = Naming("m", "w0", "f32", "layout", "tp0of1")
+KEY = ClusterKey(b"k" * 20 + b"0123456789abcdef")
+
+
+class Gauges:
+    def load(self) -> Load:
+        return Load(2, 1, 30)
+
+    def fill(self) -> Mapping[Tier, Fill]:
+        return {Tier.HBM: Fill(3, 9)}
+
+
+class Disk:
+    """Lists names, as the disk tier does."""
+
+    def __init__(self, names: list[bytes]) -> None:
+        self.names = sorted(names)
+
+    def names_after(self, place: bytes, limit: int) -> tuple[list[bytes], bytes | None]:
+        there = [name for name in self.names if name >= place]
+        return there[:limit], there[limit] if len(there) > limit else None
+
+    def watch(self, watch: object) -> None:
+        """Nothing changes."""
+
+
+class Instance:
+    """A tree that is changed by hand, and its agent."""
+
+    epochs = itertools.count(1)
+
+    def __init__(self, *, key: ClusterKey | None = None, disk: Disk | None = None, port: int = 0) -> None:
+        self.tree = RadixTree(BLOCK)
+        epoch = next(self.epochs)
+        self.hbm, self.dram = Holder.of("a", epoch, Tier.HBM), Holder.of("a", epoch, Tier.DRAM)
+        self.feed = PlacementFeed(self.tree, self.hbm, self.dram, lambda n: f"w{n}")
+        facts = AgentFacts("a", epoch.to_bytes(16, "big"), BLOCK, NAMING if disk else None)
+        self.said: list[object] = []
+        self.agent = Agent(
+            facts,
+            self.feed,
+            Gauges(),
+            AgentSocket("127.0.0.1", port, key),
+            disk=disk,
+            others=lambda reader, message: self.said.append(message),
+        )
+        self.registration = Registration(
+            url=NAME,
+            instance="a",
+            epoch=facts.epoch.hex(),
+            agent=f"tcp://127.0.0.1:{self.agent.socket.port}",
+            agent_key=self.agent.socket.public_key,
+            block_size=BLOCK,
+        )
+        self.agent.start()
+        self.closed = False
+
+    def insert(self, tokens: list[int], holder: Holder | None = None, salt: str | None = None) -> None:
+        self.tree.insert((0, None, salt), encode_tokens(tokens), holder or self.hbm)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.agent.close()
+            self.feed.close()
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.beats = 0
+        self.silent = 0
+
+    def on_heartbeat(self, name: str, epoch: str) -> None:
+        self.beats += 1
+
+    def on_silent(self, name: str) -> None:
+        self.silent += 1
+
+
+class Side:
+    """The router's side."""
+
+    def __init__(self, key: ClusterKey | None = None) -> None:
+        self.index = Index(SystemClock(), block_size=BLOCK)
+        self.listener = Listener()
+        self.agents = Agents(self.index, SystemClock(), router="r", key=key, listener=self.listener)
+
+    def match(self, tokens: list[int], namespace: tuple[str | None, ...] = PLAIN) -> Match | None:
+        return self.index.match(namespace, encode_tokens(tokens)).get(NAME)
+
+
+@contextlib.asynccontextmanager
+async def connected(instance: Instance, key: ClusterKey | None = None) -> AsyncIterator[Side]:
+    side = Side(key)
+    try:
+        side.agents.connect(NAME, instance.registration)
+        yield side
+    finally:
+        await side.agents.close()
+        instance.close()
+
+
+async def until(
+    condition: Callable[[], object], instance: Instance | None = None, seconds: float = 10
+) -> None:
+    """Wait for a condition, while the instance's scheduler goes round."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            if instance is not None and not instance.closed:
+                instance.feed.publish()
+            await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["loopback", "curve"])
+async def test_a_router_knows_what_an_instance_holds(key: ClusterKey | None) -> None:
+    instance = Instance(key=key)
+    instance.insert([1] * 8)
+    async with connected(instance, key) as side:
+        await until(lambda: side.index.trusted(NAME), instance)
+        assert side.match([1] * 12) == Match(8, own=True)
+        instance.insert([1] * 8 + [2] * 4)
+        instance.insert([1] * 8, instance.dram)
+        await until(lambda: side.match([1] * 8 + [2] * 4 + [3]) == Match(12, own=True), instance)
+        assert side.match([1] * 12) == Match(8, own=False)
+        instance.tree.evict(instance.hbm, 2)
+        await until(lambda: side.match([1] * 12) == Match(8, own=True, dram=4), instance)
+        instance.feed.clear()
+        instance.tree.drop_holder(instance.hbm)
+        instance.tree.drop_holder(instance.dram)
+        await until(lambda: side.match([1] * 12) is None, instance)
+        assert side.index.trusted(NAME)
+        side.index.check()
+        await until(lambda: side.listener.beats > 1, instance)
+
+
+async def test_tenants_do_not_match_each_other() -> None:
+    instance = Instance()
+    instance.insert([1] * 8, salt="one")
+    async with connected(instance) as side:
+        await until(lambda: side.index.trusted(NAME), instance)
+        assert side.match([1] * 8, ("tokens", None, None, "one")) == Match(8, own=True)
+        for other in (
+            PLAIN,
+            ("tokens", None, "one", None),
+            ("tokens", "one", None, None),
+            ("text", None, None),
+        ):
+            assert side.match([1] * 8, other) is None
+
+
+async def test_a_disk_is_told_by_name_and_found_after_what_is_in_memory() -> None:
+    tokens = [5] * 16
+    space = Namespace("m", "w0", "f32", "layout", "tp0of1", tenant_salt(None, "s"))
+    names = block_keys(space.digest(), encode_tokens(tokens), BLOCK)
+    instance = Instance(disk=Disk(names[:3] + [bytes([i]) * 16 for i in range(200)]))
+    instance.insert(tokens[:4], salt="s")
+    async with connected(instance) as side:
+        await until(lambda: side.index.trusted(NAME), instance)
+        mine = ("tokens", None, None, "s")
+        assert side.match(tokens, mine) == Match(12, own=True, disk=8)
+        assert side.match(tokens) is None
+        instance.feed.disk_changed([], names[2:3])
+        await until(lambda: side.match(tokens, mine) == Match(8, own=True, disk=4), instance)
+        (gone,) = side.index.history(mine, encode_tokens(tokens))
+        assert (gone.instance, gone.tier, gone.tokens) == (NAME, "disk", 12)
+        instance.feed.clear(1)
+        await until(lambda: side.match(tokens, mine) is None, instance)
+
+
+async def test_who_has_another_key_is_told_nothing() -> None:
+    instance = Instance(key=KEY)
+    instance.insert([1] * 8)
+    async with connected(instance, ClusterKey(b"another" * 8)) as side:
+        await until(lambda: instance.agent.socket.port, instance)
+        with pytest.raises(TimeoutError):
+            await until(lambda: side.listener.beats, instance, seconds=1.5)
+        assert not side.index.trusted(NAME)
+        assert not instance.agent.stream.readers
+
+
+async def test_a_silent_instance_is_not_trusted_and_a_restarted_one_known_anew() -> None:
+    instance = Instance()
+    instance.insert([1] * 8)
+    async with connected(instance) as side:
+        await until(lambda: side.index.trusted(NAME), instance)
+        port = instance.agent.socket.port
+        instance.close()
+        started = SystemClock().monotonic()
+        await until(lambda: side.listener.silent)
+        assert SystemClock().monotonic() - started < 5  # 3 s, and a slow machine
+        assert not side.index.trusted(NAME)
+        assert side.match([1] * 8) is None
+        again = Instance(port=port)
+        try:
+            again.insert([2] * 8)
+            side.agents.connect(NAME, again.registration)
+            await until(lambda: side.index.trusted(NAME), again)
+            assert side.match([1] * 8) is None
+            assert side.match([2] * 8) == Match(8, own=True)
+        finally:
+            again.close()
+
+
+async def test_dropped_events_are_noticed_by_the_next_beat() -> None:
+    instance = Instance()
+    instance.insert([1] * 8)
+    async with connected(instance) as side:
+        await until(lambda: side.index.trusted(NAME), instance)
+        instance.feed._limit = 0
+        instance.insert([2] * 8)
+        instance.feed.publish()
+        instance.feed._limit = 100
+        await until(lambda: side.match([2] * 8) == Match(8, own=True), instance)
+        assert side.agents.counters()[NAME].gaps == 1
+        assert side.agents.counters()[NAME].snapshots == 2
+
+
+async def test_a_reader_that_takes_nothing_holds_up_nobody() -> None:
+    instance = Instance()
+    context = zmq.asyncio.Context()
+    deaf = context.socket(zmq.DEALER)
+    deaf.setsockopt(zmq.RCVHWM, 1)
+    deaf.setsockopt(zmq.RCVBUF, 4096)
+    deaf.connect(instance.registration.agent)
+    try:
+        async with connected(instance) as side:
+            await until(lambda: side.index.trusted(NAME), instance)
+            await deaf.send(TO_AGENT.encode(Hello("deaf")))
+            assert isinstance(FROM_AGENT.decode(await deaf.recv()), Welcome)
+            prompts = 400
+            for start in range(prompts):
+                instance.insert([start, *range(40_000)])
+                instance.feed.publish()
+                if start % 50 == 49:
+                    tokens = [start, *range(40_000)]
+                    await until(lambda tokens=tokens: side.match(tokens) is not None, instance)
+            await until(lambda: len(instance.agent.stream.readers) == 1, instance, seconds=20)
+            assert side.agents.counters()[NAME].gaps == 0
+            side.index.check()
+    finally:
+        deaf.close(linger=0)
+        context.term()
+
+
+async def test_routers_pass_on_that_somebody_died() -> None:
+    instance = Instance()
+    async with connected(instance) as side:
+        await until(lambda: side.index.trusted(NAME), instance)
+        side.agents.peer_dead("a", "00" * 16)  # that is itself
+        side.agents.peer_dead("b", "01" * 16)
+        await until(lambda: instance.said, instance)
+        assert instance.said == [PeerDead("b", b"\1" * 16)]
+
+
+async def test_what_is_no_message_is_counted() -> None:
+    instance = Instance()
+    context = zmq.asyncio.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(instance.registration.agent)
+    try:
+        for frames in ([b"x"], [b"", b""], [b"\xff" * 1000]):
+            await stranger.send_multipart(frames)
+        await until(lambda: instance.agent.socket.refused == 3)
+    finally:
+        stranger.close(linger=0)
+        context.term()
+        instance.close()
+
+
+def test_nothing_listens_beyond_loopback_without_a_key() -> None:
+    with pytest.raises(ConfigError, match="--kv-cluster-key-file"):
+        AgentSocket("0.0.0.0", 0, None)
