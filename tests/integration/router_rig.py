@@ -1,0 +1,63 @@
+"""What the tests of the router in front of real servers share: the servers' flags, and running programs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from sglang_ext.testing.servers import ServerProcess, ServerSpec
+
+FLAGS = ("--radix-cache-backend", "global", "--max-total-tokens", "8192", "--enable-cache-report")
+SPECS = (ServerSpec(flags=FLAGS), ServerSpec(flags=(*FLAGS, "--random-seed", "7")))
+ROOT = Path(__file__).resolve().parents[2]
+
+_WITH_SGLANG = """
+import os, runpy, sys
+from sglang_ext.patches import runtime
+runtime.prepare_process(os.environ)
+kind, name, *sys.argv[1:] = sys.argv[1:]
+sys.argv[0] = name
+if kind == "module":
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+else:
+    runpy.run_path(name, run_name="__main__")
+"""
+
+
+def running(servers: list[ServerProcess]) -> int:
+    """Requests that the servers have."""
+    loads = [load for server in servers for load in server.get("/v1/loads?include=core")["loads"]]
+    return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Wait until a condition that takes a blocking call to see holds."""
+    async with asyncio.timeout(seconds):
+        while not await asyncio.to_thread(condition):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def sglang_program(kind: str, name: str, *arguments: str, cwd: Path, seconds: float = 240.0) -> str:
+    """Run a program that imports SGLang, on a host that may have no accelerator. Returns what it prints.
+
+    Args:
+        kind: ``module`` or ``script``.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _WITH_SGLANG, kind, name, *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        cwd=cwd,
+        env={**os.environ, "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    try:
+        out, _ = await asyncio.wait_for(process.communicate(), seconds)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, out.decode()[-4000:]
+    return out.decode()
