@@ -44,14 +44,14 @@ TICK_S = 0.5
 class HintLinks(Protocol):
     """The channels to the instances' agents, as hints use them. Names are URLs."""
 
-    def tell(self, name: str, message: Advise | Withdraw) -> bool:
+    def send(self, name: str, message: Advise | Withdraw) -> bool:
         """Send a message to an instance's agent. False when it has none, or it cannot be reached now."""
 
 
 class NoLinks:
     """For a router that knows no agents: hints decide where requests go, and nothing is moved."""
 
-    def tell(self, name: str, message: Advise | Withdraw) -> bool:
+    def send(self, name: str, message: Advise | Withdraw) -> bool:
         """Nobody to tell."""
         return False
 
@@ -246,7 +246,7 @@ class Advisor:
             priority=hint.priority,
             ttl_s=max(0.0, entry.expires - self._clock.monotonic()),
         )
-        return self._links.tell(entry.instance, message)
+        return self._links.send(entry.instance, message)
 
     # -- what becomes of them -----------------------------------------------------------------------
 
@@ -278,7 +278,7 @@ class Advisor:
     def _ended(self, entry: Entry) -> None:
         """A hint has ended: nothing more needs to be brought for it."""
         if entry.instance is not None and entry.ended_from is State.MOVING:
-            self._links.tell(entry.instance, Withdraw(entry.id))
+            self._links.send(entry.instance, Withdraw(entry.id))
         self._changed(entry)
 
     def _changed(self, entry: Entry) -> None:

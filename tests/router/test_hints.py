@@ -1,0 +1,159 @@
+"""What counts as a hint, and what is wrong with one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from router.exchange import RequestRefused
+from router.hints import advisory_of, only_a_hint, parse_advisory, prefetch_actions
+from router.session_memory import ENTRY_BYTES, SessionMemory
+from router.validation import Endpoint, Limits
+
+LIMITS = Limits(vocab_size=1000, context_length=4096)
+MESSAGES = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello!"}]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"messages": MESSAGES}, "chat"),
+        ({"messages": MESSAGES, "session": "s"}, "chat"),
+        ({"text": "Once upon a time"}, "text"),
+        ({"prompt": "Once upon a time", "model": "m"}, "text"),
+        ({"input_ids": [1, 2, 3]}, "ids"),
+    ],
+)
+def test_a_hint_carries_the_conversation_in_any_form(body: dict[str, Any], field: str) -> None:
+    advisory = parse_advisory(body, LIMITS)
+    assert advisory.job is not None
+    (prompt,) = advisory.job.prompts
+    assert getattr(prompt, field) is not None
+    assert advisory.session == body.get("session")
+
+
+def test_a_hint_may_name_its_session_only() -> None:
+    advisory = parse_advisory({"session": "s", "earliest_s": 2, "ttl_s": 30.5}, LIMITS)
+    assert (advisory.job, advisory.session) == (None, "s")
+    assert (advisory.earliest_s, advisory.ttl_s) == (2.0, 30.5)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "session"),
+        ({"session": ""}, "session"),
+        ({"session": 3}, "session"),
+        ({"text": "a", "input_ids": [1]}, "input_ids"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"input_ids": [1, 1000]}, "input_ids[1]"),
+        ({"input_ids": [[1], [2]]}, "input_ids"),
+        ({"text": ["a", "b"]}, "text"),
+        ({"session": "s", "ttl_s": -1}, "ttl_s"),
+        ({"session": "s", "ttl_s": "long"}, "ttl_s"),
+        ({"session": "s", "ttl_s": True}, "ttl_s"),
+        ({"session": "s", "earliest_s": float("nan")}, "earliest_s"),
+    ],
+)
+def test_what_is_wrong_is_named(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestRefused) as refused:
+        parse_advisory(body, LIMITS)
+    assert refused.value.status == 400
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "is_hint"),
+    [
+        (Endpoint.CHAT, {"prompt_cache_options": {"prewarm": True}}, True),
+        (Endpoint.RESPONSES, {"prompt_cache_options": {"prewarm": True, "ttl": "30m"}}, True),
+        (Endpoint.CHAT, {"prompt_cache_options": {"prewarm": False}}, False),
+        (Endpoint.CHAT, {"prompt_cache_options": {"prewarm": "yes"}}, False),
+        (Endpoint.CHAT, {"prompt_cache_options": {"ttl": "30m"}}, False),
+        (Endpoint.CHAT, {"prompt_cache_options": [True]}, False),
+        (Endpoint.CHAT, {"max_tokens": 0}, False),
+        (Endpoint.MESSAGES, {"max_tokens": 0}, True),
+        (Endpoint.MESSAGES, {"max_tokens": 1}, False),
+        (Endpoint.MESSAGES, {"max_tokens": False}, False),
+        (Endpoint.MESSAGES, {}, False),
+    ],
+)
+def test_which_requests_only_warm_the_cache(endpoint: Endpoint, body: dict[str, Any], is_hint: bool) -> None:
+    assert only_a_hint(endpoint, body) is is_hint
+
+
+@pytest.mark.parametrize(
+    ("ttl", "seconds"),
+    [(None, None), (90, 90.0), (1.5, 1.5), ("45s", 45.0), ("30m", 1800.0), ("24h", 86400.0), ("7", 7.0)],
+)
+def test_the_time_to_live_of_a_prewarm(ttl: Any, seconds: float | None) -> None:
+    body = {"messages": MESSAGES, "prompt_cache_options": {"prewarm": True, "ttl": ttl}}
+    advisory = advisory_of(Endpoint.CHAT, body, LIMITS)
+    assert advisory.ttl_s == seconds
+    assert advisory.job is not None
+
+
+@pytest.mark.parametrize("ttl", ["soon", -1, True, float("inf"), [], "1d"])
+def test_a_wrong_time_to_live_is_refused(ttl: Any) -> None:
+    body = {"messages": MESSAGES, "prompt_cache_options": {"prewarm": True, "ttl": ttl}}
+    with pytest.raises(RequestRefused) as refused:
+        advisory_of(Endpoint.CHAT, body, LIMITS)
+    assert refused.value.param == "prompt_cache_options.ttl"
+
+
+def test_anthropics_way() -> None:
+    body = {"model": "m", "max_tokens": 0, "messages": MESSAGES[:1], "system": "Be brief."}
+    advisory = advisory_of(Endpoint.MESSAGES, body, LIMITS)
+    assert advisory.job is not None
+    assert advisory.job.prompts[0].chat is not None
+
+
+@pytest.mark.parametrize(
+    ("envelope", "payloads"),
+    [
+        ({"actions": [{"action_type": "prefetch", "payload": {"session": "s"}}]}, [{"session": "s"}]),
+        ({"actions": [{"action_type": "pin", "payload": {"session": "s"}}]}, []),
+        ({"actions": [{"action_type": "prefetch", "payload": "s"}, 3]}, []),
+        ({"actions": "prefetch"}, []),
+        ({}, []),
+        ([], []),
+        (None, []),
+    ],
+)
+def test_prefetch_actions_of_an_envelope(envelope: Any, payloads: list[Any]) -> None:
+    assert list(prefetch_actions({"kv_hints": envelope})) == payloads
+    assert list(prefetch_actions({})) == []
+
+
+# -- what sessions sent last --------------------------------------------------------------------------
+
+SPACE = ("tokens", None, None, None)
+
+
+def test_a_session_is_known_by_what_it_sent_last() -> None:
+    memory = SessionMemory(10_000)
+    memory.learn("s", SPACE, b"one")
+    memory.learn("s", SPACE, b"one and two")
+    assert memory.find("s") == (SPACE, b"one and two")
+    assert memory.find("other") is None
+    memory.forget("s")
+    assert (memory.find("s"), memory.size_bytes, len(memory)) == (None, 0, 0)
+
+
+def test_who_was_not_seen_for_longest_is_forgotten_first() -> None:
+    memory = SessionMemory(3 * (ENTRY_BYTES + 4))
+    for name in "abc":
+        memory.learn(name, SPACE, b"1234")
+    memory.find("a")
+    memory.learn("d", SPACE, b"1234")
+    assert memory.find("b") is None
+    assert all(memory.find(name) for name in "acd")
+    assert memory.size_bytes <= 3 * (ENTRY_BYTES + 4)
+
+
+def test_what_alone_exceeds_the_memory_is_not_kept() -> None:
+    memory = SessionMemory(100)
+    memory.learn("s", SPACE, bytes(1000))
+    assert (memory.find("s"), memory.size_bytes) == (None, 0)
