@@ -13,5 +13,4 @@ disk.py           the disk tier             (disk_state, disk_read, disk_write, 
 layers.py         which layer of which request is read next
 loader.py         threads that read layers in that order
 write_behind.py   a thread that writes blocks to a slower tier in groups
-store.py          DRAM over disk
 """

@@ -26,7 +26,7 @@ from sglang_ext.engine.mempool import engine_mempool
 from sglang_ext.engine.mover import Mover, ThreadMover
 from sglang_ext.engine.promotions import Promotions
 from sglang_ext.engine.radix_cache import GlobalRadixCache
-from sglang_ext.geometry import Geometry
+from sglang_ext.geometry import BlockLayout, Geometry
 from sglang_ext.keys import Namespace, Tier, encode_tokens
 from sglang_ext.mempool import MemType, OutOfBlocksError
 from sglang_ext.radix_global import Holder, Node, RadixTree, policy_by_name
@@ -69,6 +69,8 @@ class Scenario:
     """Share of the disk's calls that fail."""
     stream: bool = False
     """Admit requests while their blocks still come from disk."""
+    write: bool = True
+    """Whether anything new is written to DRAM and disk by itself (``--kv-durability``)."""
     weigh: bool = False
     """Load from disk only what is expected to be slower to compute."""
     pool: float = 0.0
@@ -152,7 +154,14 @@ class Rank:
                     disk, config, facts, identity, self.tree, self.dram_holder, self.arena, agree
                 )
             self.tier = tier_class(
-                self.tree, self.hbm, self.dram_holder, self.arena, self.mover, agree, below=below
+                self.tree,
+                self.hbm,
+                self.dram_holder,
+                self.arena,
+                self.mover,
+                agree,
+                below=below,
+                write=scenario.write,
             )
             if disk is not None and below is not None:
                 self.writes = below
@@ -192,6 +201,12 @@ class Rank:
         self.look_inside = True
         """Compare everything in every tier after each step, not only what a forward pass reads."""
         self.scheduler = SimulatedScheduler(self.pools, self.cache, gate, scenario.settings)
+
+    @staticmethod
+    def layout_of(scenario: Scenario) -> BlockLayout:
+        """Of the blocks of a rank of this scenario."""
+        pools = Pools(scenario.kind, scenario.hbm_tokens, block=scenario.block, rows=scenario.rows, context=8)
+        return pools.geometry().layout
 
     def _disk(self, geometry: Geometry, blocks: int) -> BlockTier:
         disk: BlockTier = MemoryTier(geometry.layout, blocks)

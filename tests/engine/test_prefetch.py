@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -166,6 +167,38 @@ def test_more_than_a_piece_comes_piece_by_piece(make_rank: MakeRank) -> None:
         settle(rank)
     assert [tokens for tokens in arriving if tokens] == [64, 64, 32]
     assert PIECE_BLOCKS >= 16
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_hbm_alone_has_does_not_hide_what_is_on_disk_behind_it(make_rank: MakeRank, ahead: bool) -> None:
+    """With ``--kv-durability off``: DRAM gets the beginning from HBM, so that the disk can continue it."""
+    inner: list[BlockTier] = []
+
+    def shared(tier: BlockTier) -> BlockTier:
+        inner.append(inner[0] if inner else tier)
+        return inner[-1]
+
+    first = Scenario("disk", hbm_tokens=240, dram_blocks=60, disk_blocks=400)
+    rank = make_rank(first, disk=shared)
+    tokens = prompt(1, 20)
+    rank.serve(tokens)
+    settle(rank)
+    again = make_rank(dataclasses.replace(first, name="off", write=False), disk=shared)
+    inner[0].clear = lambda namespace=None: 0  # type: ignore[method-assign]
+    assert again.writes is not None
+    assert rank.writes is not None
+    assert again.writes.names.digest((0, None, None)) == rank.writes.names.digest((0, None, None))
+    assert again.tier is not None
+    assert again.promotions is not None
+    again.promotions.policy._least_tokens = 1000
+    again.serve(tokens[:25])  # computed: HBM alone has six blocks now
+    again.promotions.policy._least_tokens = 0
+    assert (in_hbm(again, tokens), again.tier.used_blocks) == (24, 0)
+    if ahead:
+        assert prefetch(again, tokens).tokens == 80
+    else:
+        assert again.serve(tokens).cached_tokens == 80
+    assert again.promotions.counters.promoted == 14
 
 
 def test_what_nobody_knows_is_not_brought(make_rank: MakeRank) -> None:

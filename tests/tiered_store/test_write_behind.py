@@ -1,0 +1,133 @@
+"""Writing behind: bounded, in groups with one sync, with an outcome for every key."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from sglang_ext.errors import DeadlineError
+from sglang_ext.testing.blocks import (
+    LAYOUT,
+    NAMESPACE,
+    get_all,
+    memory_of,
+    prefix_keys,
+    put_all,
+)
+from sglang_ext.testing.tiers import FaultyTier, GatedTier, MemoryTier, WrappedTier
+from sglang_ext.tiered_store.disk import DiskTier
+from sglang_ext.tiered_store.disk_state import DiskConfig
+from sglang_ext.tiered_store.tier import Outcome
+from sglang_ext.tiered_store.write_behind import LagPolicy, WriteBehind, Written
+
+
+def submit(
+    writer: WriteBehind, prefix: int, blocks: int, results: list[Written], **options: float
+) -> Outcome:
+    keys = prefix_keys(prefix, blocks)
+    memory, _ = memory_of(LAYOUT, NAMESPACE, keys)
+    return writer.submit(NAMESPACE, keys, memory, range(blocks), on_written=results.append, **options)
+
+
+def test_a_lagging_writer_skips_and_counts() -> None:
+    disk = GatedTier(MemoryTier(LAYOUT, 50))
+    writer = WriteBehind(disk, backlog_bytes=5 * LAYOUT.block_bytes, lag=LagPolicy.SKIP)
+    results: list[Written] = []
+    disk.close_gate("put_layer")
+    assert submit(writer, 1, 3, results) is Outcome.DONE
+    disk.wait_until_stopped("put_layer")
+    assert submit(writer, 2, 2, results) is Outcome.DONE
+    assert submit(writer, 3, 1, results) is Outcome.BEHIND
+    assert writer.pending_bytes == 5 * LAYOUT.block_bytes
+    writer.check()
+    disk.open_gate("put_layer")
+    writer.flush(30)
+    assert submit(writer, 4, 9, results) is Outcome.DONE  # larger than the backlog, alone
+    writer.close()
+    writer.close()
+    assert submit(writer, 5, 1, results) is Outcome.CLOSED
+    assert writer.counters == {Outcome.DONE: 14, Outcome.BEHIND: 1, Outcome.CLOSED: 1}
+    assert [len(result.keys) for result in results] == [3, 2, 9]
+    assert all(result.done for result in results)
+    assert get_all(disk, NAMESPACE, prefix_keys(4, 9)) == 9
+
+
+def test_a_lagging_writer_makes_submissions_wait() -> None:
+    disk = GatedTier(MemoryTier(LAYOUT, 50))
+    writer = WriteBehind(disk, backlog_bytes=3 * LAYOUT.block_bytes, lag=LagPolicy.WAIT)
+    results: list[Written] = []
+    disk.close_gate("put_layer")
+    submit(writer, 1, 3, results)
+    disk.wait_until_stopped("put_layer")
+    with pytest.raises(DeadlineError, match="--kv-lag"):
+        submit(writer, 2, 2, results, timeout=0.0)
+    accepted: list[Outcome] = []
+    thread = threading.Thread(target=lambda: accepted.append(submit(writer, 2, 2, results, timeout=30)))
+    thread.start()
+    disk.open_gate("put_layer")
+    thread.join(timeout=30)
+    assert accepted == [Outcome.DONE]
+    writer.close()
+    assert [len(result.keys) for result in results] == [3, 2]
+
+
+def test_groups_share_a_sync(tmp_path: Path) -> None:
+    disk = DiskTier(DiskConfig(tmp_path, 64 << 20), LAYOUT)
+    writer = WriteBehind(disk, backlog_bytes=1 << 30, group_bytes=8 * LAYOUT.block_bytes, threaded=False)
+    results: list[Written] = []
+    for prefix in range(6):
+        submit(writer, prefix, 3, results)
+    assert [writer.step() for _ in range(4)] == [2, 2, 2, 0]
+    assert disk.stats().extra["syncs"] == 3
+    assert disk.stats().extra["commits"] == 3
+    writer.close()
+    disk.close()
+
+
+def test_each_key_is_told_its_outcome() -> None:
+    inner = MemoryTier(LAYOUT, 4)
+    disk = FaultyTier(inner, seed=1, rate=0.0)
+    writer = WriteBehind(disk, backlog_bytes=1 << 30, threaded=False)
+    put_all(inner, NAMESPACE, prefix_keys(1, 2))
+    results: list[Written] = []
+    submit(writer, 1, 7, results)
+    writer.step()
+    assert results[-1].outcomes == (Outcome.DONE,) * 4 + (Outcome.FULL,) * 3  # it holds four
+    disk.rate = 1.0
+    submit(writer, 1, 2, results)
+    submit(writer, 2, 2, results)
+    writer.step()
+    assert all(outcome is not Outcome.DONE for outcome in results[-1].outcomes)
+    writer.close()
+
+
+class Broken(WrappedTier):
+    def put_layer(self, *_: object) -> Outcome:  # type: ignore[override]
+        raise ZeroDivisionError
+
+
+def test_a_writer_that_breaks_gives_the_memory_back_and_takes_nothing_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    writer = WriteBehind(Broken(MemoryTier(LAYOUT, 50)), backlog_bytes=1 << 30)
+    results: list[Written] = []
+    submit(writer, 1, 3, results)
+    submit(writer, 2, 2, results)
+    writer.flush(30)
+    writer.close()
+    assert [result.outcomes for result in results if not result.done] == [
+        (Outcome.IO_ERROR,) * len(result.keys) for result in results
+    ]
+    assert sum(len(result.keys) for result in results) in (3, 5)
+    assert "nothing more is written" in caplog.text
+    assert submit(writer, 3, 1, results) is Outcome.CLOSED
+    assert "failed" in repr(writer)
+
+
+def test_wrong_numbers_of_ids_are_refused() -> None:
+    writer = WriteBehind(MemoryTier(LAYOUT, 4), backlog_bytes=1, threaded=False)
+    memory, _ = memory_of(LAYOUT, NAMESPACE, prefix_keys(1, 2))
+    with pytest.raises(ValueError, match="ids for 2 keys"):
+        writer.submit(NAMESPACE, prefix_keys(1, 2), memory, [0])
