@@ -61,8 +61,8 @@ def prompt(number: int, size: int) -> str:
     return "".join(parts)[:size]
 
 
-_TEXT = """the a of to in is that it was for on are with as his they at be this from have or by one had not but
-all were when we there can your which their said if do will each about how up out them then many would"""
+_TEXT = """the a of to in is that it was for on are with as his they at be this from have or by one had not
+but all were when we there can your which their said if do will each about how up out them then many would"""
 _WORDS = [f"{word} " for word in _TEXT.split()]
 
 

@@ -11,6 +11,7 @@ import asyncio
 import functools
 import json
 import sys
+from collections.abc import Callable
 from typing import Any, cast
 
 import httptools
@@ -142,7 +143,7 @@ def facts(tokenizer: str, serial: int) -> dict[str, Any]:
         "is_generation": True, "weight_version": "default", "disaggregation_mode": "null",
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "preferred_sampling_params": None,
     }  # fmt: skip
-    server = {
+    server: dict[str, Any] = {
         "startup_time": float(serial), "random_seed": serial, "allow_auto_truncate": False,
         "chat_template": None, "completion_template": None, "version": "0.5.21", "internal_states": [{}],
         "model_path": "stand-in", "served_model_name": "stand-in", "tp_size": 1, "dp_size": 1,
@@ -160,9 +161,9 @@ async def serve(tokenizer: str, service_s: float, count: int) -> None:
     """Run `count` stand-ins on ports of their own until the process is killed."""
     loop = asyncio.get_running_loop()
     ports = []
-    servers: list[asyncio.Server] = []
+    servers: list[Any] = []
     for serial in range(count):
-        factory = functools.partial(StandIn, facts(tokenizer, serial), service_s)
+        factory: Callable[[], StandIn] = functools.partial(StandIn, facts(tokenizer, serial), service_s)
         server = await loop.create_server(factory, "127.0.0.1", 0, backlog=1024)
         servers.append(server)
         ports.append(server.sockets[0].getsockname()[1])

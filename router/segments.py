@@ -38,6 +38,10 @@ _AWKWARD = (
 """Texts that a tokenizer might treat otherwise at the start, or beside a special token."""
 
 
+class TooMuchNew(Exception):
+    """Tokenizing would take longer than the caller has time for."""
+
+
 class TokenCache:
     """Segment -> tokens, bounded in bytes; the least recently used go first. For many threads."""
 
@@ -107,8 +111,15 @@ class Segmenter:
         """Whether parts of a text are cached, rather than whole texts only."""
         return self._borders is not None
 
-    def encode(self, text: str) -> bytes:
-        """The tokens of ``text`` as ``keys.encode_tokens`` writes them."""
+    def encode(self, text: str, most_new: int | None = None) -> bytes:
+        """The tokens of ``text`` as ``keys.encode_tokens`` writes them.
+
+        Args:
+            most_new: characters that may have to be tokenized; by default any number.
+
+        Raises:
+            TooMuchNew: there are more.
+        """
         segments = self._cut(text)
         digests = [xxhash.xxh3_128_digest(segment.encode("utf-8", "surrogatepass")) for segment in segments]
         # The first segment may be treated as the start of a text, and no other is.
@@ -116,6 +127,8 @@ class Segmenter:
         known = [self._cache.get(digest) for digest in digests]
         missing = [index for index, tokens in enumerate(known) if tokens is None]
         if missing:
+            if most_new is not None and sum(len(segments[index]) for index in missing) > most_new:
+                raise TooMuchNew
             for index, ids in zip(missing, self._encode([segments[i] for i in missing]), strict=True):
                 known[index] = np.asarray(ids, dtype="<i4").tobytes()
                 self._cache.put(digests[index], known[index] or b"")

@@ -34,8 +34,8 @@ logger = logging.getLogger("router.tokenizing")
 
 
 INLINE_BYTES = 1 << 16
-"""Prompts up to this length, of which at most ``INLINE_NEW`` characters have to be tokenized, are rendered and
-looked up on the event loop: a thread and back takes longer than that, and waits for the interpreter besides."""
+"""Prompts up to this length are rendered and looked up on the event loop, if no more than ``INLINE_NEW``
+characters of them have to be tokenized: a thread and back takes longer than that."""
 INLINE_NEW = 512
 LARGE = 8192
 """What is taken for the length of what is not plain text."""

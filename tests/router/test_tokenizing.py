@@ -345,3 +345,17 @@ async def test_tokenizing_does_not_hold_up_the_event_loop(start_worker, start_ro
     assert not request.done()
     async with await request as answer:
         assert answer.status == 200
+
+
+async def test_what_is_known_or_short_is_not_handed_to_a_thread(service, tokenizer_dir, monkeypatch) -> None:
+    await service.load(replace(FACTS, tokenizer_path=str(tokenizer_dir)))
+    service.trust = EVERYTHING
+    long = job(PromptInput(text="word " * 500))
+    first = await service.encode(long)
+    with monkeypatch.context() as no_threads:
+        no_threads.setattr(service, "_pool", object())
+        assert await service.encode(long) == first
+        assert (await service.encode(job(PromptInput(text="and one more"))))[0].tokens
+        with pytest.raises(AttributeError):
+            await service.encode(job(PromptInput(text="new " * 500)))
+    assert (await service.encode(job(PromptInput(text="new " * 500))))[0].tokens
