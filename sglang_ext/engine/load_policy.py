@@ -112,6 +112,7 @@ class DramPolicy:
         self.block_tokens = block_tokens
         self.block_bytes = block_bytes
         self._always = always
+        self._hope = 1.0
         self.cost = cost
 
     def weigh(self, blocks: int, start: int, bytes_per_second: float | None) -> Decision:
@@ -122,14 +123,17 @@ class DramPolicy:
         """
         load = None
         if bytes_per_second:
-            load = self.OVERHEAD_SECONDS + blocks * self.block_bytes / bytes_per_second
+            load = self.OVERHEAD_SECONDS + blocks * self.block_bytes / (bytes_per_second * self._hope)
         compute = self.cost.seconds(blocks * self.block_tokens, start * self.block_tokens)
         if self._always:
             return Decision(blocks, load, compute, Reason.ALWAYS)
         if load is None or compute is None:
             return Decision(blocks, load, compute, Reason.UNMEASURED)
         if load < compute:
+            self._hope = 1.0
             return Decision(blocks, load, compute, Reason.FASTER)
+        # Nothing is learnt about loads that do not happen: believe in them a little more each time.
+        self._hope *= _HOPE
         return Decision(0, load, compute, Reason.SLOWER)
 
 

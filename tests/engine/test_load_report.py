@@ -100,6 +100,15 @@ def test_dram_is_weighed_by_its_measured_speed(
         assert decision.recompute_seconds == pytest.approx(160 * 1e-4)
 
 
+def test_dram_that_was_too_slow_is_tried_again_after_a_while() -> None:
+    policy = dram_policy()
+    tries = 1
+    while not policy.weigh(10, 0, 2e7).blocks:
+        tries += 1
+    assert 5 < tries < 20
+    assert not policy.weigh(10, 0, 2e7).blocks
+
+
 SERVED = Scenario("served", hbm_tokens=240, dram_blocks=100, disk_blocks=400, memory=30)
 
 
