@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from router.cluster_setup import EMBEDDED, add_cluster_args, check_cluster
 from router.http_state import HttpLimits
 from router.policies import POLICIES, policy_named
 from sglang_ext.errors import ConfigError
@@ -20,7 +21,8 @@ MIB = 1 << 20
 class RouterConfig:
     """Everything the router can be told. Field names are the flags' names with underscores."""
 
-    worker_urls: tuple[str, ...]
+    worker_urls: tuple[str, ...] = ()
+    """Instances that are there from the start; others register themselves."""
     host: str = "127.0.0.1"
     port: int = 30000
     """0 lets the system choose; ``RunningRouter.url`` tells."""
@@ -37,6 +39,10 @@ class RouterConfig:
     api_keys_file: str | None = None
     """Keys of tenants, with their limits; see ``tenants``. Read again on SIGHUP."""
     worker_api_key: str | None = field(default=None, repr=False)
+    cluster: str = field(default=EMBEDDED, repr=False)
+    """Where membership is kept; may hold a password."""
+    cluster_name: str = "default"
+    cluster_key_file: str | None = None
 
     cache_threshold: float = 0.3
     """A common beginning of prompts counts when it is at least this share of the prompt; see
@@ -106,14 +112,11 @@ class RouterConfig:
     """OTLP/HTTP address for traces; nothing is traced without it."""
 
     def __post_init__(self) -> None:
-        if not self.worker_urls:
-            raise ConfigError(
-                "no worker given", field="--worker-urls", hint="Name at least one SGLang server"
-            )
         object.__setattr__(self, "worker_urls", tuple(normalize_url(url) for url in self.worker_urls))
         if len(set(self.worker_urls)) != len(self.worker_urls):
             raise ConfigError(f"a worker is named twice: {' '.join(self.worker_urls)}", field="--worker-urls")
         policy_named(self.policy)
+        check_cluster(self.cluster, self.cluster_name, is_loopback)
         if not is_loopback(self.host) and not self.api_key and not self.api_keys_file:
             raise ConfigError(
                 f"{self.host} can be reached from other machines, and no key is set",
@@ -176,8 +179,13 @@ class RouterConfig:
             )
 
         parser.add_argument(
-            "--worker-urls", nargs="+", required=True, metavar="URL", help="the SGLang servers to route to"
+            "--worker-urls",
+            nargs="*",
+            default=(),
+            metavar="URL",
+            help="SGLang servers to route to; those with --kv-router register themselves",
         )
+        add_cluster_args(parser)
         flag("host", str, "address to listen on; beyond loopback only with --api-key")
         flag("port", int, "port to listen on; 0 lets the system choose")
         flag(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -113,9 +113,20 @@ class Homes:
     def __init__(self, size: int = MAX_HOMES) -> None:
         self._size = size
         self._homes: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self.share: Callable[[str, str], None] = lambda name, instance: None
+        """Told of every response that an instance answered with here, for other routers' ``learn``."""
 
     def keep(self, scope: str, response_id: str, instance: str) -> None:
         """An instance has answered with this response."""
+        self._keep(scope, response_id, instance)
+        self.share(f"{response_id}\n{scope}", instance)
+
+    def learn(self, name: str, instance: str) -> None:
+        """Another router was answered with this response."""
+        response_id, _, scope = name.partition("\n")
+        self._keep(scope, response_id, instance)
+
+    def _keep(self, scope: str, response_id: str, instance: str) -> None:
         self._homes[scope, response_id] = instance
         self._homes.move_to_end((scope, response_id))
         while len(self._homes) > self._size:

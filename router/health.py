@@ -65,7 +65,8 @@ class HealthWatch:
         Raises:
             ConfigError: workers serve different models; the message says which and how they differ.
         """
-        await asyncio.gather(*(self.check_once(name) for name in self._fleet.rows))
+        rows = self._fleet.rows.items()
+        await asyncio.gather(*(self.check_once(name) for name, row in rows if row.state is not State.LEFT))
         for row in self._fleet.rows.values():
             if row.other_model:
                 raise ConfigError(

@@ -59,6 +59,11 @@ class NoAgents:
         """Nobody to tell."""
 
 
+def new_router_name() -> str:
+    """What a router calls itself: another name after each start."""
+    return f"router-{uuid.uuid4().hex[:12]}"
+
+
 class Unknown(UserError):
     """There is no such instance."""
 
@@ -76,6 +81,7 @@ class Members:
         store: shares them.
         links: their agents.
         clock: seconds.
+        router: which router this is.
         on_session: told that another router has sent a session (first) to an instance (its URL).
     """
 
@@ -86,17 +92,17 @@ class Members:
         store: Membership,
         clock: Clock,
         *,
+        router: str = "",
         links: AgentLinks | None = None,
         on_session: Callable[[str, str], None] = lambda session, name: None,
     ) -> None:
-        self.router = f"router-{uuid.uuid4().hex[:12]}"
-        """Which router this is; another one after each start."""
+        self.router = router or new_router_name()
         self.roster = Roster()
         self.store = store
         self.fleet = fleet
         self._watch = watch
         self.clock = clock
-        self._links = links or NoAgents()
+        self.links: AgentLinks = links or NoAgents()
         self._tell_session = on_session
         self.drains: dict[str, float] = {}
         """When each drain began, by URL; ``monotonic``."""
@@ -232,7 +238,7 @@ class Members:
         if before is not None and before.url != after.url and not self.serves(before.url):
             self._part(before.url, f"it is at {after.url} now")
         if before is not None and before.epoch and before.epoch != after.epoch:
-            self._links.peer_dead(before.instance, before.epoch)
+            self.links.peer_dead(before.instance, before.epoch)
         if after.intent is Intent.GONE:
             if not self.serves(after.url):
                 self._part(after.url, "it said that it goes")
@@ -241,7 +247,7 @@ class Members:
         restarted = was_there and self.fleet.rows[after.url].epoch != after.epoch and bool(after.epoch)
         self.fleet.join(after.url, after.registration)
         if after.registration is not None and after.registration.agent:
-            self._links.connect(after.url, after.registration)
+            self.links.connect(after.url, after.registration)
         if after.intent is Intent.GO:
             self.drains.setdefault(after.url, self.clock.monotonic())
             self.fleet.drain(after.url, "somebody wishes it to go")
@@ -259,16 +265,16 @@ class Members:
     def _part(self, url: str, why: str) -> None:
         self.drains.pop(url, None)
         self.fleet.leave(url, why)
-        self._links.disconnect(url)
+        self.links.disconnect(url)
         self.fleet.forget(url)
 
     def _on_event(self, row: Row, event: Event, before: State) -> None:
         """Follow up on what happened to an instance."""
         is_gone = event in (Event.LOST, Event.LEAVE) and row.state is not before
         if is_gone and row.registration is not None:
-            self._links.peer_dead(row.registration.instance, row.registration.epoch)
+            self.links.peer_dead(row.registration.instance, row.registration.epoch)
         if row.state is State.LEFT and before is not State.LEFT:
-            self._links.disconnect(row.name)
+            self.links.disconnect(row.name)
 
     # -- time -----------------------------------------------------------------------------------------------
 

@@ -11,7 +11,9 @@ from types import TracebackType
 import uvloop
 
 from router.choosing import Chooser
-from router.config import RouterConfig
+from router.cluster_api import ClusterApi
+from router.cluster_setup import open_membership, show_membership
+from router.config import RouterConfig, is_loopback
 from router.control import Control
 from router.costs import RouterCosts
 from router.explain import Stories
@@ -26,6 +28,7 @@ from router.http_upstream import HttpUpstream
 from router.information import Information
 from router.key_file import read_key_file
 from router.logs import configure_logging
+from router.members import Members, new_router_name
 from router.observability import RouterMetrics
 from router.profiles import AUTO, cost_model_for, load_named
 from router.prompt_trees import PromptTrees
@@ -38,6 +41,7 @@ from router.tokenizing import TokenizerService
 from router.tracing import open_tracing
 from router.worker import LEARN_TIMEOUT_S, WorkerApi
 from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.cluster_key import read_cluster_key
 from sglang_ext.cost_model import CostModel
 from sglang_ext.errors import ConfigError, DeadlineError, InternalError, PeerError
 
@@ -69,11 +73,11 @@ class Router:
         )
         self.costs = RouterCosts(load_named(config.cost_profile) or CostModel(), self.clock.monotonic)
         self.fleet = Fleet(
-            config.worker_urls,
             failure_threshold=config.health_failure_threshold,
             on_restart=self.trees.forget,
             on_model=self._adopt,
             cached_tokens=self.trees.tokens_of,
+            now=self.clock.monotonic,
         )
         self.tokenizers = TokenizerService(
             threads=config.tokenizer_threads,
@@ -89,7 +93,7 @@ class Router:
         self.keys = KeyRing(self.clock, api_key=config.api_key)
         self.stories = Stories(config.explain_max_bytes)
         self.flights = Flights()
-        homes = Homes()
+        self.homes = homes = Homes()
         self.tracing = open_tracing(config.otel_endpoint)
         chooser = Chooser(config, self.fleet, self.trees, self.costs, self.metrics)
         self.admission = Admission(
@@ -131,8 +135,28 @@ class Router:
             self.stories,
         )
         control = Control(self.fleet, self.trees, self._api, self.flights, homes)
+        self.watch = HealthWatch(
+            self.fleet,
+            self._api,
+            self.clock,
+            interval_s=config.health_check_interval_secs,
+            timeout_s=config.health_check_timeout_secs,
+            on_crash=self._crash,
+        )
+        key = read_cluster_key(config.cluster_key_file) if config.cluster_key_file else None
+        name = new_router_name()
+        store = open_membership(config.cluster, config.cluster_name, name, self.clock, self._crash)
+        show_membership(store, self.metrics)
+        self.members = Members(self.fleet, self.watch, store, self.clock, router=name, on_session=homes.learn)
+        homes.share = self.members.remember_session
+        cluster = ClusterApi(self.members, key, self.keys, self.clock, local=is_loopback(config.host))
         self.routes = RouteTable(
-            [*generation_routes(self._generation), *information.routes(), *control.routes()]
+            [
+                *generation_routes(self._generation),
+                *information.routes(),
+                *control.routes(),
+                *cluster.routes(),
+            ]
         )
         self._service = Service(self.routes, self.keys, self.metrics, self.clock, self.tracing)
         self._server = HttpServer(
@@ -142,16 +166,9 @@ class Router:
             clock=self.clock,
             on_crash=self._crash,
         )
-        self.watch = HealthWatch(
-            self.fleet,
-            self._api,
-            self.clock,
-            interval_s=config.health_check_interval_secs,
-            timeout_s=config.health_check_timeout_secs,
-            on_crash=self._crash,
-        )
         self._adopting: asyncio.Task[None] | None = None
         self._tidying: asyncio.Task[None] | None = None
+        self._managing: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[None] | None = None
 
     @property
@@ -171,6 +188,7 @@ class Router:
         self._ended = asyncio.get_running_loop().create_future()
         self.read_keys()
         try:
+            await self.members.start(self.config.worker_urls)
             await self.watch.first_round()
             if self._adopting is not None:
                 await asyncio.wait({self._adopting}, timeout=TOKENIZER_WAIT_S)
@@ -187,6 +205,8 @@ class Router:
         self.watch.start()
         self._tidying = asyncio.create_task(self._tidy(), name="tidy the prompt tree")
         self._tidying.add_done_callback(self._task_ended)
+        self._managing = asyncio.create_task(self.members.run(), name="manage the cluster")
+        self._managing.add_done_callback(self._task_ended)
         usable = sum(row.state in USABLE for row in self.fleet.rows.values())
         logger.info(
             "listening at %s: policy %s, %d of %d workers usable, %s",
@@ -206,11 +226,12 @@ class Router:
     async def stop(self) -> None:
         """Stop listening, cut what is running, and end every task and thread."""
         await self.watch.stop()
-        for task in (self._tidying, self._adopting):
+        for task in (self._managing, self._tidying, self._adopting):
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
         await self._server.stop()
+        await self.members.stop()
         await self._generation.stop()
         await self._upstream.close()
         self.tokenizers.close()
@@ -243,6 +264,7 @@ class Router:
     def check(self) -> None:
         """Verify every invariant of every part."""
         self.fleet.check()
+        self.members.roster.check()
         self.trees.check()
         self.admission.check()
         self._server.check()

@@ -205,7 +205,6 @@ async def test_the_routing_reason_can_be_hidden(start_worker, start_router, clie
         ({"host": "::"}, "--api-key"),
         ({"host": "example.org"}, "--api-key"),
         ({"host": "0.0.0.0", "api_key": ""}, "--api-key"),
-        ({"worker_urls": ()}, "--worker-urls"),
         ({"worker_urls": ("ftp://x",)}, "--worker-urls"),
         ({"worker_urls": ("http://x:99999",)}, "--worker-urls"),
         ({"worker_urls": ("http://x:1", "x:1/")}, "--worker-urls"),

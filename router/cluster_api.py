@@ -1,0 +1,210 @@
+"""The endpoints under ``/cluster``: instances register and leave here, people look, drain and change.
+
+Who may: instances with the key of the cluster; people with that key or an administrator's API key. Without a
+cluster key, whoever reaches a router that listens on loopback only may register instances of this machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from router.config import is_loopback
+from router.exchange import JSON_TYPE, Request, RequestRefused, Responder
+from router.members import CannotChangeRole, Members, Unknown
+from router.members_view import cluster, instance_view, instances
+from router.record import Record
+from router.roster import Taken
+from router.routes import Access, Route
+from router.tenants import KeyRing
+from sglang_ext.clock import Clock
+from sglang_ext.cluster_key import ClusterKey
+from sglang_ext.cluster_messages import (
+    PATH,
+    ChangeRole,
+    Drain,
+    Instances,
+    Registration,
+    decode,
+    encode,
+)
+from sglang_ext.errors import SglangExtError, UserError
+
+T = TypeVar("T")
+ACTIONS = ("drain", "role")
+
+
+class ClusterApi:
+    """Answers requests under ``/cluster``.
+
+    Args:
+        members: who is asked and told.
+        key: of the cluster; ``None`` when there is none.
+        keys: API keys; those of administrators are good here.
+        local: whether the router listens on loopback only.
+        clock: for signatures.
+    """
+
+    def __init__(
+        self, members: Members, key: ClusterKey | None, keys: KeyRing, clock: Clock, *, local: bool
+    ) -> None:
+        self._members = members
+        self._key = key
+        self._keys = keys
+        self._local = local
+        self._clock = clock
+
+    def routes(self) -> Iterator[Route]:
+        """The endpoints."""
+        yield Route("/cluster", frozenset({"GET"}), self._cluster, Access.OWN)
+        yield Route(PATH, frozenset({"GET", "POST"}), self._all, Access.OWN)
+        yield Route(PATH + "/", frozenset({"GET", "POST", "DELETE"}), self._one, Access.OWN)
+
+    # -- endpoints ------------------------------------------------------------------------------------------
+
+    async def _cluster(self, request: Request, responder: Responder, record: Record) -> None:
+        self._check_admin(request)
+        await self._send(responder, record, cluster(self._members))
+
+    async def _all(self, request: Request, responder: Responder, record: Record) -> None:
+        if request.method == "GET":
+            self._check_admin(request)
+            await self._send(responder, record, Instances(instances=instances(self._members)))
+            return
+        self._check_member(request)
+        registration = _decoded(request, Registration)
+        if self._key is None and not is_loopback(urlsplit(registration.url).hostname or ""):
+            raise RequestRefused(
+                f"{registration.url} is not on this machine, and this router has no cluster key; "
+                "start it with --cluster-key-file",
+                status=403,
+                param="url",
+                code="no_cluster_key",
+                kind="permission_error",
+            )
+        try:
+            answer = self._members.register(registration)
+        except Taken as error:
+            raise _refused(error, 409, "name_taken") from None
+        await self._send(responder, record, answer)
+
+    async def _one(self, request: Request, responder: Responder, record: Record) -> None:
+        name, action = _split(request.path)
+        if request.method == "DELETE" and not action:
+            self._check_member(request, or_admin=True)
+        else:
+            self._check_admin(request)
+        try:
+            member = self._members.member(name)
+            if request.method == "DELETE" and not action:
+                self._members.leave(member.instance)
+            elif request.method == "POST" and action == "drain":
+                self._drain(member.instance, _decoded(request, Drain))
+            elif request.method == "POST" and action == "role":
+                self._members.change_role(member.instance, _decoded(request, ChangeRole).role)
+            elif request.method != "GET" or action:
+                raise _not_allowed(request, action)
+        except Unknown as error:
+            raise _refused(error, 404, "no_such_instance") from None
+        except CannotChangeRole as error:
+            raise _refused(error, 409, "role_is_fixed") from None
+        usable = {instance.name: instance for instance in self._members.fleet.usable()}
+        member = self._members.roster.get(member.instance) or member
+        await self._send(responder, record, instance_view(self._members, member, usable))
+
+    def _drain(self, instance: str, wish: Drain) -> None:
+        if wish.cancel:
+            self._members.resume(instance)
+        else:
+            self._members.drain(instance, wish.deadline_s)
+
+    async def _send(self, responder: Responder, record: Record, answer: Any) -> None:
+        record.status = 200
+        headers = {"content-type": JSON_TYPE, "x-request-id": record.request_id}
+        await responder.send(200, headers, encode(answer))
+
+    # -- who may --------------------------------------------------------------------------------------------
+
+    def _check_member(self, request: Request, *, or_admin: bool = False) -> None:
+        """Refuse what is not signed by a member, where there is a key to sign with."""
+        if self._key is None:
+            if self._local:
+                self._refuse_browsers(request)
+                return
+            raise RequestRefused(
+                "instances cannot register: this router can be reached from other machines and has no "
+                "cluster key; start it with --cluster-key-file",
+                status=403,
+                code="no_cluster_key",
+                kind="permission_error",
+            )
+        given = request.headers.get("authorization", "")
+        why = self._key.problem(given, request.method, request.target, request.body, self._clock.wall())
+        if why is None or (or_admin and self._is_admin(request)):
+            return
+        raise RequestRefused(
+            f"the request is refused: {why}", status=401, kind="authentication_error", code="not_a_member"
+        )
+
+    def _check_admin(self, request: Request) -> None:
+        """Refuse what is neither signed by a member nor has an administrator's key."""
+        if self._is_admin(request):
+            if not self._keys.asks:
+                self._refuse_browsers(request)
+            return
+        if self._key is not None:
+            given = request.headers.get("authorization", "")
+            why = self._key.problem(given, request.method, request.target, request.body, self._clock.wall())
+            if why is None:
+                return
+        raise RequestRefused(
+            "this needs an administrator's key ('Authorization: Bearer KEY') or the key of the cluster",
+            status=401,
+            kind="authentication_error",
+            code="not_an_admin",
+            headers={"www-authenticate": "Bearer"},
+        )
+
+    def _is_admin(self, request: Request) -> bool:
+        if not self._keys.asks:
+            return self._key is None and self._local
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        caller = self._keys.caller(given.strip()) if scheme.lower() == "bearer" else None
+        return caller is not None and caller.admin
+
+    @staticmethod
+    def _refuse_browsers(request: Request) -> None:
+        """A web page can make a browser send requests to loopback; it cannot hide that it does."""
+        if request.method != "GET" and "origin" in request.headers:
+            raise RequestRefused(
+                "not from a web page", status=403, code="cross_site", kind="permission_error"
+            )
+
+
+def _split(path: str) -> tuple[str, str]:
+    """(instance, action or nothing) of a path under ``PATH``."""
+    rest = path[len(PATH) + 1 :]
+    name, _, action = rest.rpartition("/")
+    return (name, action) if name and action in ACTIONS else (rest, "")
+
+
+def _decoded(request: Request, kind: type[T]) -> T:
+    try:
+        return decode(request.body, kind)
+    except UserError as error:
+        raise RequestRefused(str(error), param=error.field, code="invalid_body") from None
+
+
+def _refused(error: SglangExtError, status: int, code: str) -> RequestRefused:
+    return RequestRefused(str(error), status=status, param=error.field, code=code)
+
+
+def _not_allowed(request: Request, action: str) -> RequestRefused:
+    allowed = "POST" if action else "GET, DELETE"
+    return RequestRefused(
+        f"{request.path[:200]} takes {allowed}, not {request.method}",
+        status=405,
+        code="method_not_allowed",
+        headers={"allow": allowed},
+    )
