@@ -226,7 +226,8 @@ class Index(PromptTrees):
             blocks, end = ends.get(holder, (0, None))
             hbm = in_hbm.get(holder, 0)
             disk = self._on_disk(known.replica, tenant, key, blocks, names)
-            own = blocks + disk == whole or (end is not None and _ends_at(end, holder, blocks))
+            # What a disk has after the last block that matches, nobody can say.
+            own = blocks + disk == whole or (not disk and end is not None and _ends_at(end, holder, blocks))
             if blocks + disk:
                 found[known.replica.instance] = Match(
                     (blocks + disk) * size, own, (blocks - hbm) * size, disk * size
