@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from router.cluster_setup import EMBEDDED, add_cluster_args, check_cluster
 from router.http_state import HttpLimits
+from router.index import MODES as INDEX_MODES
 from router.policies import POLICIES, policy_named
 from sglang_ext.errors import ConfigError
 
@@ -55,6 +56,8 @@ class RouterConfig:
     """A common beginning of prompts stops attracting new ones to an instance that caches more than the
     emptiest one by more than this factor times that beginning."""
 
+    index: str = "auto"
+    """What is known of instances' caches: see ``index``."""
     block_size: int = 16
     """Tokens per block of the prompt tree; shorter common prefixes are not seen."""
     tree_ttl_secs: float = 600.0
@@ -148,6 +151,7 @@ class RouterConfig:
                 "a certificate and its key are given together",
                 field="--tls-cert-file" if self.tls_cert_file is None else "--tls-key-file",
             )
+        self._require("index", self.index in INDEX_MODES, f"is not one of {', '.join(INDEX_MODES)}")
         self._require("log_level", self.log_level in LOG_LEVELS, f"is not one of {', '.join(LOG_LEVELS)}")
         self._require("log_format", self.log_format in LOG_FORMATS, f"is not one of {', '.join(LOG_FORMATS)}")
 
@@ -218,6 +222,13 @@ class RouterConfig:
             "balance_cache_factor",
             float,
             "factor of a common beginning its holder may cache more than others",
+        )
+        flag(
+            "index",
+            str,
+            "who holds what: exact (what agents tell), approximate (what passes by), or auto (exact for "
+            "instances that register, approximate for others)",
+            choices=list(INDEX_MODES),
         )
         flag("block_size", int, "tokens per block of the prompt tree")
         flag("tree_ttl_secs", float, "seconds an unused prefix is believed to stay cached")

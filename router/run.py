@@ -10,6 +10,8 @@ from types import TracebackType
 
 import uvloop
 
+from router.agents import Agents
+from router.agents_metrics import show_agents
 from router.choosing import Chooser
 from router.cluster_api import ClusterApi
 from router.cluster_setup import open_membership, show_membership
@@ -25,13 +27,13 @@ from router.health import HealthWatch
 from router.http_server import HttpServer
 from router.http_tls import server_context, worker_context
 from router.http_upstream import HttpUpstream
+from router.index import Index
 from router.information import Information
 from router.key_file import read_key_file
 from router.logs import configure_logging
 from router.members import Members, new_router_name
 from router.observability import RouterMetrics
 from router.profiles import AUTO, cost_model_for, load_named
-from router.prompt_trees import PromptTrees
 from router.queueing import Admission
 from router.relaying import Relay
 from router.routes import RouteTable
@@ -65,11 +67,12 @@ class Router:
         self.config = config
         self.clock = clock or SystemClock()
         self.metrics = RouterMetrics()
-        self.trees = PromptTrees(
+        self.trees = Index(
             self.clock,
             block_size=config.block_size,
             ttl_s=config.tree_ttl_secs,
             max_bytes=config.tree_max_bytes,
+            mode=config.index,
         )
         self.costs = RouterCosts(load_named(config.cost_profile) or CostModel(), self.clock.monotonic)
         self.fleet = Fleet(
@@ -77,6 +80,7 @@ class Router:
             on_restart=self.trees.forget,
             on_model=self._adopt,
             cached_tokens=self.trees.tokens_of,
+            trusted=self.trees.trusted,
             now=self.clock.monotonic,
         )
         self.tokenizers = TokenizerService(
@@ -147,7 +151,18 @@ class Router:
         name = new_router_name()
         store = open_membership(config.cluster, config.cluster_name, name, self.clock, self._crash)
         show_membership(store, self.metrics)
-        self.members = Members(self.fleet, self.watch, store, self.clock, router=name, on_session=homes.learn)
+        self.agents = Agents(self.trees, self.clock, router=name, key=key)
+        self.members = Members(
+            self.fleet,
+            self.watch,
+            store,
+            self.clock,
+            router=name,
+            links=self.agents,
+            on_session=homes.learn,
+        )
+        self.agents.listener = self.members
+        show_agents(self.agents, self.fleet, self.metrics)
         homes.share = self.members.remember_session
         cluster = ClusterApi(self.members, key, self.keys, self.clock, local=is_loopback(config.host))
         self.routes = RouteTable(
@@ -232,6 +247,7 @@ class Router:
                 await asyncio.gather(task, return_exceptions=True)
         await self._server.stop()
         await self.members.stop()
+        await self.agents.close()
         await self._generation.stop()
         await self._upstream.close()
         self.tokenizers.close()
