@@ -12,6 +12,8 @@ from sglang_ext.errors import ConfigError, InternalError
 
 LOOPBACK = "127.0.0.1"
 DISK_FLAG = "--kv-disk-path"
+ROUTER_TLS_FLAG = "--tls-cert-file"
+"""With it, the servers do not register: they would have to trust a certificate that they do not know."""
 CACHE_FLAGS = ("--radix-cache-backend", "--disable-radix-cache", "--enable-hierarchical-cache")
 """Flags by which a user chooses a cache; any of them keeps ours from being set."""
 ENVIRONMENT = {
@@ -78,13 +80,18 @@ def make_plan(
     """
     if len(server_ports) != config.colocated:
         raise InternalError(f"{len(server_ports)} ports for {config.colocated} servers")
-    servers = tuple(_server(config, host, index, port) for index, port in enumerate(server_ports))
+    router_url = f"http://{_connectable(config.host)}:{router_port}"
+    tells = None if any(word.startswith(ROUTER_TLS_FLAG) for word in config.router_args) else router_url
+    servers = tuple(_server(config, host, index, port, tells) for index, port in enumerate(server_ports))
     urls = tuple(server.url for server in servers)
     patience = "--health-check-timeout-secs"
     on_cpu = any(_on_cpu(config, host, index) for index in range(config.colocated))
     router_args = config.router_args
     if on_cpu and flag_value(router_args, patience) is None:
         router_args = (patience, CPU_PROBE_TIMEOUT_S, *router_args)
+    block_size = flag_value(config.flags_of(0), "--kv-block-size")
+    if block_size is not None and flag_value(router_args, "--block-size") is None:
+        router_args = ("--block-size", block_size, *router_args)
     router = Part(
         name="router",
         command=(
@@ -94,17 +101,21 @@ def make_plan(
             *router_args,
         ),
         environment=ENVIRONMENT,
-        url=f"http://{_connectable(config.host)}:{router_port}",
+        url=router_url,
         needs=tuple(server.name for server in servers),
     )  # fmt: skip
     return (*servers, router)
 
 
-def _server(config: ClusterConfig, host: HostFacts, index: int, port: int) -> Part:
+def _server(config: ClusterConfig, host: HostFacts, index: int, port: int, tells: str | None) -> Part:
+    """One server. tells: the router to which it tells what it holds."""
     flags = config.flags_of(index)
     ours = ["--model-path", config.model_path, "--host", LOOPBACK, "--port", str(port)]
     if all(flag_value(flags, name) is None for name in CACHE_FLAGS):
         ours += ["--radix-cache-backend", "global"]
+    is_global = flag_value((*ours, *flags), CACHE_FLAGS[0]) == "global"
+    if is_global and tells is not None and flag_value(flags, "--kv-router") is None:
+        ours += ["--kv-router", tells]
     on_cpu = _on_cpu(config, host, index)
     if not on_cpu:
         ours += _devices(config, host, index)

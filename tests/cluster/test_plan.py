@@ -52,6 +52,34 @@ def test_our_cache_unless_another_is_chosen(flags: tuple[str, ...], backend: str
     assert flag_value(plan(server_args=flags)[0].command, "--radix-cache-backend") == backend
 
 
+def test_servers_tell_the_router_what_they_hold() -> None:
+    first, _, router = plan(host="0.0.0.0", router_args=("--api-key", "k"))
+    assert flag_value(first.command, "--kv-router") == router.url == "http://127.0.0.1:30000"
+
+
+@pytest.mark.parametrize(
+    ("server_args", "router_args", "told"),
+    [
+        (("--kv-router", "http://other:1"), (), "http://other:1"),
+        (("--radix-cache-backend", "other"), (), None),
+        (("--disable-radix-cache",), (), None),
+        ((), ("--tls-cert-file", "c"), None),
+    ],
+)
+def test_what_the_user_says_of_routers_stays(
+    server_args: tuple[str, ...], router_args: tuple[str, ...], told: str | None
+) -> None:
+    first, *_ = plan(server_args=server_args, router_args=router_args)
+    assert flag_value(first.command, "--kv-router") == told
+
+
+def test_the_router_has_the_servers_blocks() -> None:
+    *_, router = plan(server_args=("--kv-block-size", "32"))
+    assert flag_value(router.command, "--block-size") == "32"
+    *_, router = plan(server_args=("--kv-block-size", "32"), router_args=("--block-size", "8"))
+    assert flag_value(router.command, "--block-size") == "8"
+
+
 def test_each_server_has_a_folder_of_its_own_on_disk() -> None:
     first, second, _ = plan(server_args=("--kv-disk-path", "/kv", "--kv-disk-size", "1GB"))
     assert flag_value(first.command, "--kv-disk-path") == "/kv/server-0"
