@@ -84,7 +84,8 @@ def _server(model: str, cores: str, tp: int) -> Iterator[tuple[ServerProcess, st
             # On a CPU, attention looks at the whole prompt again for each piece: one piece is one prefill.
             *("--chunked-prefill-size", "-1"),
         ),
-        environment={"SGLANG_CPU_OMP_THREADS_BIND": cores},
+        # One thread per rank: without SGLang's own CPU kernels the binding alone leaves each rank all cores.
+        environment={"SGLANG_CPU_OMP_THREADS_BIND": cores, "OMP_NUM_THREADS": "1"},
     )
     with ServerProcess(spec) as server:
         ours = [os.getpid(), *descendants(server.pid)]

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from sglang_ext.cost_model.fit import non_negative, relative_errors
@@ -24,6 +25,8 @@ TILE_COLUMNS = (16, 64, 128, 256)
 AGREE = 0.1
 """Repetitions agree when their quarters lie within this share of the median."""
 LOW_QUANTILE = 0.25
+MOST_PROFILED = 1.5
+"""The most that profiling may be taken to lengthen operators, or a quieter moment to have shortened them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,20 +199,36 @@ def fit_rest(steps: Sequence[TimedStep], attention: Attention) -> tuple[Rest, At
     )
 
 
-def fit_outside(samples: Sequence[Timed], level: OperatorLevel) -> Outside:
-    """What is left of the times to first token when the forward pass is taken off."""
+def fit_outside(samples: Sequence[Timed], level: OperatorLevel) -> OperatorLevel:
+    """The level brought to agree with times to first token: with what goes on outside of the forward pass,
+    and with one factor on all operators for what the profiler itself added to each of them."""
     points = merged(samples)
-    left = [one.seconds - level.seconds(one.new, one.context) for one in points]
-    # Errors count in relation to the whole time, of which what is left is a small part.
-    scale = np.array([one.seconds for one in points])
-    rows = np.array([[1.0, one.new, one.new + one.context] for one in points]) / scale[:, None]
-    target = np.array(left) / scale
-    if not np.any(target > 0):
-        return Outside(0.0)
-    # Shifting by a column of its own would hide a bias of the operators; negative rests count as nothing.
-    positive = np.maximum(target, 1e-9)
-    fixed, per_new, per_prompt = non_negative(rows, positive, relative=False)
-    return Outside(float(fixed), float(per_new), float(per_prompt))
+    seconds = [one.seconds for one in points]
+    inside = [level.seconds(one.new, one.context) for one in points]
+    rows = np.array(
+        [[passed, 1.0, one.new, one.new + one.context] for passed, one in zip(inside, points, strict=True)]
+    )
+    factor, fixed, per_new, per_prompt = (float(c) for c in non_negative(rows, seconds))
+    if not 1 / MOST_PROFILED <= factor <= MOST_PROFILED:
+        # Times that say so are not of what was profiled: the operators are believed as they are.
+        factor = min(MOST_PROFILED, max(1 / MOST_PROFILED, factor))
+        left = np.array(seconds) - factor * np.array(inside)
+        scale = np.array(seconds)
+        rest = np.maximum(left / scale, 1e-9)
+        fixed, per_new, per_prompt = (
+            float(c) for c in non_negative(rows[:, 1:] / scale[:, None], rest, relative=False)
+        )
+    return msgspec.structs.replace(
+        level,
+        waves=msgspec.structs.replace(
+            level.waves,
+            flops_per_s=level.waves.flops_per_s / factor,
+            fixed_s=level.waves.fixed_s * factor,
+        ),
+        attention=level.attention.times(factor),
+        rest=level.rest.times(factor),
+        outside=Outside(fixed, per_new, per_prompt),
+    )
 
 
 def fit_operators(
@@ -254,8 +273,4 @@ def fit_operators(
         reductions=reductions or {},
         stage_link=stage_link,
     )
-    outside = fit_outside(samples, level)
-    return OperatorLevel(
-        **{name: getattr(level, name) for name in level.__struct_fields__ if name != "outside"},
-        outside=outside,
-    )
+    return fit_outside(samples, level)

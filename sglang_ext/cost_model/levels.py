@@ -14,6 +14,15 @@ REDUCTIONS_PER_LAYER = 2
 """All-reduces of a layer under tensor parallelism: behind attention and behind the MLP."""
 REDUCTIONS_BESIDES = 1
 """And behind the embedding, whose vocabulary is divided too."""
+SMALL_EXCHANGES = 4
+"""What ranks tell each other besides, a few bytes each, around one prefill: the requests that have come
+(their size, then they themselves), the logits, the next token."""
+
+
+def communication_s(link: Link, layers: int, nbytes: float) -> float:
+    """Seconds that the ranks of a forward pass exchange activations of so many bytes."""
+    reductions = REDUCTIONS_PER_LAYER * layers + REDUCTIONS_BESIDES
+    return reductions * link.seconds(nbytes) + SMALL_EXCHANGES * link.fixed_s
 
 
 class OperatorLevel(Part, frozen=True):
@@ -57,9 +66,7 @@ class OperatorLevel(Part, frozen=True):
         nbytes = new * self.hidden * self.activation_bytes
         seconds = 0.0
         if self.tp > 1:
-            reduction = self.reductions[str(self.tp)]
-            count = REDUCTIONS_PER_LAYER * self.layers + REDUCTIONS_BESIDES
-            seconds += count * reduction.seconds(nbytes)
+            seconds += communication_s(self.reductions[str(self.tp)], self.layers, nbytes)
         if self.pp > 1 and self.stage_link is not None:
             seconds += (self.pp - 1) * self.stage_link.seconds(nbytes)
         return seconds
@@ -121,8 +128,7 @@ class ArchLevel(Part, frozen=True):
         seconds = fitted / self.divided_by
         if self.divided_by != 1.0 and self.tp > 1:
             nbytes = new * self.hidden * self.activation_bytes
-            count = REDUCTIONS_PER_LAYER * self.layers + REDUCTIONS_BESIDES
-            seconds += count * self.reductions[str(self.tp)].seconds(nbytes)
+            seconds += communication_s(self.reductions[str(self.tp)], self.layers, nbytes)
         return seconds
 
     def scaled(self, tp: int) -> ArchLevel:

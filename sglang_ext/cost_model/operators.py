@@ -108,6 +108,10 @@ class Attention(Part, frozen=True):
         """With ``factor`` times as many ranks, each with its share of the heads; what is fixed stays."""
         return Attention(self.a / factor, self.b / factor, self.c / factor, self.d, self.e / factor)
 
+    def times(self, factor: float) -> Attention:
+        """On a device so many times slower."""
+        return Attention(self.a * factor, self.b * factor, self.c * factor, self.d * factor, self.e * factor)
+
 
 class Rest(Part, frozen=True):
     """The operators that take a share of the time that hardly changes: norms, activations, rotations."""
@@ -122,7 +126,12 @@ class Rest(Part, frozen=True):
         return self.fixed_s + (self.per_token_s + self.split_per_token_s) * new
 
     def scaled(self, factor: float) -> Rest:
+        """With ``factor`` times as many ranks."""
         return Rest(self.fixed_s, self.per_token_s, self.split_per_token_s / factor)
+
+    def times(self, factor: float) -> Rest:
+        """On a device so many times slower."""
+        return Rest(self.fixed_s * factor, self.per_token_s * factor, self.split_per_token_s * factor)
 
 
 class Outside(Part, frozen=True):
