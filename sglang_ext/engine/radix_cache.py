@@ -42,6 +42,7 @@ from sglang_ext.engine.prefill_clock import PrefillClock
 from sglang_ext.engine.promotions import Promotions
 from sglang_ext.engine.slots import slot_ops
 from sglang_ext.engine.storage_prefetch import StoragePrefetch
+from sglang_ext.engine.whole_cache import WholeCache
 from sglang_ext.keys import Tier, encode_tokens
 from sglang_ext.mempool import MemPool
 from sglang_ext.radix_global import EvictionPolicy, Holder, Node, RadixTree
@@ -71,7 +72,7 @@ class _RootView:
         return self._tree.roots
 
 
-class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
+class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: ignore[misc]
     """See the module's docstring.
 
     Args:
@@ -112,6 +113,8 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
         """Tells routers of what changes here; ``None`` without any."""
         self.scheduler: Any = None
         """SGLang's, once it is there."""
+        self.request_ended: Callable[[Req, Any], None] = lambda req, tokens: None
+        """Told of a request that has ended, and of the tokens whose KV is in the tree."""
         self.before_end: Callable[[], None] = lambda: None
         """Called before everything ends."""
         self._hbm = hbm
@@ -234,6 +237,7 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
             return
         tokens = (req.origin_input_ids + req.output_ids)[:up_to]
         self._insert_row(req, tokens)
+        self.request_ended(req, tokens)
 
     def cache_unfinished_req(self, req: Req, chunked: bool = False, **kwargs: Any) -> None:
         """A prefill or a part of it is done: others may use its whole blocks from now on."""
@@ -344,85 +348,6 @@ class GlobalRadixCache(StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
             self.feed.publish()
         if self.metrics is not None:
             self.metrics.update(self)
-
-    @property
-    def keeps_awake(self) -> bool:
-        """Whether something is brought in ahead of a request, so that an idle scheduler must not sleep."""
-        return self.prefetcher is not None and self.prefetcher.busy
-
-    # -- whole ----------------------------------------------------------------------------------
-
-    def reset(self) -> None:
-        """Forget everything in every tier (``/flush_cache``). SGLang empties the pools itself."""
-        if self.feed is not None:
-            self.feed.clear()
-        if self.pool is not None:
-            self.pool.reset()
-        if self.prefetcher is not None:
-            self.prefetcher.clear()
-        if self.promotions is not None:
-            self.promotions.settle()
-        if self.dram is not None:
-            self.dram.clear()
-        if self.promotions is not None:
-            self.promotions.clear()
-        self.tree.drop_holder(self._hbm)
-
-    def weights_changed(self) -> None:
-        """New weights are a new namespace: what older ones computed never matches again."""
-        self._weights += 1
-        if self.feed is not None:
-            self.feed.clear(self._weights)
-        if self.pool is not None:
-            self.pool.namespace = self.namespace(None, None)
-
-    def settle(self) -> None:
-        """Wait until no copy reads or writes the pool, which is about to be unmapped."""
-        if self.dram is not None:
-            self.dram.settle()
-
-    def blocks_by_tier(self) -> dict[Tier, tuple[int, int]]:
-        """Blocks held and blocks that fit, per tier."""
-        slots = self.token_to_kv_pool_allocator.size if self.token_to_kv_pool_allocator is not None else 0
-        held = {Tier.HBM: (self.tree.blocks_of(self._hbm), slots // self.block_size)}
-        if self.dram is not None:
-            held[Tier.DRAM] = (self.dram.used_blocks, self.dram.n_blocks)
-        if self.promotions is not None:
-            held[Tier.DISK] = self.promotions.disk_blocks()
-        return held
-
-    def sanity_check(self) -> None:
-        """Called in each idle pass of the scheduler; looks again only after something has changed."""
-        if self.feed is not None:
-            self.feed.publish(idle=True)
-        if self._check_when_idle:
-            state = repr(self)
-            if state != self._checked_state:
-                self.check()
-                self._checked_state = state
-
-    def check(self) -> None:
-        """Verify the invariants of tree and tiers. Raises AssertionError naming what is wrong."""
-        self.tree.check()
-        if self.feed is not None:
-            self.feed.log.check()
-        if self.dram is not None:
-            self.dram.check()
-        if self.promotions is not None:
-            self.promotions.check()
-
-    def release_host_resources(self) -> None:
-        """Bring what is in flight to its end, down to the disk."""
-        self.before_end()
-        if self.dram is not None:
-            self.dram.close()
-        if self.promotions is not None:
-            self.promotions.close()
-
-    def pretty_print(self) -> None:
-        logger.info("%r", self)
-        for node in self.tree.nodes():
-            logger.info("  %r", node)
 
     def __repr__(self) -> str:
         return f"GlobalRadixCache(tree={self.tree!r}, dram={self.dram!r}, disk={self.promotions!r})"

@@ -1,0 +1,117 @@
+"""What concerns all tiers of a rank's cache at once: emptying, new weights, waiting, checking, ending."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
+
+from sglang_ext.keys import Tier
+from sglang_ext.radix_global import Holder, RadixTree
+
+if TYPE_CHECKING:
+    from sglang_ext.engine.dram_tier import DramTier
+    from sglang_ext.engine.events import PlacementFeed
+    from sglang_ext.engine.prefetch import Prefetcher
+    from sglang_ext.engine.promotions import Promotions
+    from sglang_ext.mempool import MemPool
+
+logger = logging.getLogger(__name__)
+
+
+class WholeCache:
+    """The part of the cache that does that. Every part but the tree may be missing."""
+
+    tree: RadixTree
+    block_size: int
+    token_to_kv_pool_allocator: Any
+    dram: DramTier | None
+    promotions: Promotions | None
+    prefetcher: Prefetcher | None
+    pool: MemPool | None
+    feed: PlacementFeed | None
+    before_end: Callable[[], None]
+    _hbm: Holder
+    _weights: int
+    _check_when_idle: bool
+    _checked_state: str
+
+    def namespace(self, extra_key: str | None, cache_salt: str | None) -> Hashable:
+        raise NotImplementedError
+
+    @property
+    def keeps_awake(self) -> bool:
+        """Whether something is brought in ahead of a request, so that an idle scheduler must not sleep."""
+        return self.prefetcher is not None and self.prefetcher.busy
+
+    def reset(self) -> None:
+        """Forget everything in every tier (``/flush_cache``). SGLang empties the pools itself."""
+        if self.feed is not None:
+            self.feed.clear()
+        if self.pool is not None:
+            self.pool.reset()
+        if self.prefetcher is not None:
+            self.prefetcher.clear()
+        if self.promotions is not None:
+            self.promotions.settle()
+        if self.dram is not None:
+            self.dram.clear()
+        if self.promotions is not None:
+            self.promotions.clear()
+        self.tree.drop_holder(self._hbm)
+
+    def weights_changed(self) -> None:
+        """New weights are a new namespace: what older ones computed never matches again."""
+        self._weights += 1
+        if self.feed is not None:
+            self.feed.clear(self._weights)
+        if self.pool is not None:
+            self.pool.namespace = self.namespace(None, None)
+
+    def settle(self) -> None:
+        """Wait until no copy reads or writes the pool, which is about to be unmapped."""
+        if self.dram is not None:
+            self.dram.settle()
+
+    def blocks_by_tier(self) -> dict[Tier, tuple[int, int]]:
+        """Blocks held and blocks that fit, per tier."""
+        slots = self.token_to_kv_pool_allocator.size if self.token_to_kv_pool_allocator is not None else 0
+        held = {Tier.HBM: (self.tree.blocks_of(self._hbm), slots // self.block_size)}
+        if self.dram is not None:
+            held[Tier.DRAM] = (self.dram.used_blocks, self.dram.n_blocks)
+        if self.promotions is not None:
+            held[Tier.DISK] = self.promotions.disk_blocks()
+        return held
+
+    def sanity_check(self) -> None:
+        """Called in each idle pass of the scheduler; looks again only after something has changed."""
+        if self.feed is not None:
+            self.feed.publish(idle=True)
+        if self._check_when_idle:
+            state = repr(self)
+            if state != self._checked_state:
+                self.check()
+                self._checked_state = state
+
+    def check(self) -> None:
+        """Verify the invariants of tree and tiers. Raises AssertionError naming what is wrong."""
+        self.tree.check()
+        if self.feed is not None:
+            self.feed.log.check()
+        if self.dram is not None:
+            self.dram.check()
+        if self.promotions is not None:
+            self.promotions.check()
+
+    def release_host_resources(self) -> None:
+        """Bring what is in flight to its end, down to the disk."""
+        self.before_end()
+        if self.dram is not None:
+            self.dram.close()
+        if self.promotions is not None:
+            self.promotions.close()
+
+    def pretty_print(self) -> None:
+        logger.info("%r", self)
+        for node in self.tree.nodes():
+            logger.info("  %r", node)
