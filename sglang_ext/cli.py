@@ -42,6 +42,8 @@ COMMANDS: Mapping[str, Command] = {
     "calibrate": Command(
         "sglang_ext.calibration.command", "measure a running server for the router's cost model"
     ),
+    "cluster-status": Command("sglang_ext.cluster.status", "show who is in a cluster, as its router sees it"),
+    "drain": Command("sglang_ext.cluster.drain", "let an instance of a cluster finish what it has, and go"),
     "doctor": Command("sglang_ext.cluster.doctor", "check this machine and installation, and say what to do"),
 }
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import aiohttp
 import pytest
+from yarl import URL
 
 from router import Router, RouterConfig
 from router.fleet import State
 from sglang_ext.clock import SystemClock
+from sglang_ext.cluster.router_client import quoted
 from sglang_ext.cluster_key import read_cluster_key
 from sglang_ext.cluster_messages import PATH, instance_path
 from sglang_ext.errors import ConfigError
@@ -40,7 +42,7 @@ class Client:
     async def call(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Json]:
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         async with self._session.request(
-            method, self._url + path, data=data, headers={**self._headers, **headers}
+            method, URL(self._url + path, encoded=True), data=data, headers={**self._headers, **headers}
         ) as answer:
             return answer.status, await answer.json()
 
@@ -83,6 +85,8 @@ async def test_an_instance_registers_serves_and_leaves(start, start_worker, even
     assert (view["state"], view["usable"], view["registered"]) == ("ready", True, True)
     status, one = await client.call("GET", instance_path("a"))
     assert (status, one["url"]) == (200, worker.url)
+    by_url = f"{PATH}/{quoted(worker.url)}"
+    assert (await client.call("GET", by_url))[1]["instance"] == "a"
     status, _ = await client.call("DELETE", instance_path("a"))
     assert status == 200
     assert await client.instances() == {}

@@ -1,0 +1,116 @@
+"""Asking a router about its cluster, from a command line: plain HTTP, with a key if there is one."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import ssl
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from sglang_ext.cluster_key import ClusterKey, read_cluster_key
+from sglang_ext.errors import ConfigError, PeerError, UserError
+
+T = TypeVar("T")
+TIMEOUT_S = 10.0
+MAX_ANSWER_BYTES = 64 << 20
+KEY_VARIABLE = "SGLANG_EXT_API_KEY"
+
+
+@dataclass(frozen=True)
+class RouterClient:
+    """One router.
+
+    Args:
+        url: where it is.
+        api_key: an administrator's key.
+        key: of the cluster; used when there is no API key.
+    """
+
+    url: str
+    api_key: str | None = None
+    key: ClusterKey | None = None
+    tls: ssl.SSLContext | None = None
+
+    def call(self, method: str, path: str, kind: type[T], body: Any = None) -> T:
+        """One call.
+
+        Raises:
+            UserError: the router says that what was asked is wrong.
+            PeerError: it cannot be reached, or does not answer as a router.
+        """
+        data = b"" if body is None else msgspec.json.encode(body)
+        headers = {"content-type": "application/json"} if data else {}
+        if self.api_key:
+            headers["authorization"] = f"Bearer {self.api_key}"
+        elif self.key is not None:
+            headers["authorization"] = self.key.sign(method, path, data, time.time())
+        request = urllib.request.Request(self.url + path, data=data or None, headers=headers, method=method)
+        # No proxy: what is meant is this router, and no one else shall see the key.
+        opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=self.tls)
+        )
+        try:
+            with opener.open(request, timeout=TIMEOUT_S) as answer:
+                return msgspec.json.decode(answer.read(MAX_ANSWER_BYTES), type=kind)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise UserError(_told(error)) from None
+        except urllib.error.URLError as error:
+            raise PeerError(f"cannot reach {self.url}: {error.reason}", field="--router") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise PeerError(f"cannot reach {self.url}: {error}", field="--router") from None
+        except msgspec.MsgspecError as error:
+            raise PeerError(f"{self.url} does not answer as this router does: {error}") from None
+
+
+def _told(error: urllib.error.HTTPError) -> str:
+    """What the router says of a request that it refuses."""
+    try:
+        return str(json.loads(error.read(1 << 20))["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the answer is {error.code} {error.reason}"
+
+
+def add_router_args(parser: argparse.ArgumentParser) -> None:
+    """Add the flags by which a router is found and spoken to."""
+    parser.add_argument(
+        "--router", default="http://127.0.0.1:30000", metavar="URL", help="the router (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--api-key", metavar="KEY", help=f"an administrator's key (default: the variable {KEY_VARIABLE})"
+    )
+    parser.add_argument(
+        "--cluster-key-file", metavar="FILE", help="key of the cluster, instead of an API key"
+    )
+    parser.add_argument("--ca-file", metavar="FILE", help="who vouches for a router with an https URL")
+
+
+def router_of(args: argparse.Namespace) -> RouterClient:
+    """The router that the flags name.
+
+    Raises:
+        ConfigError: a file of theirs cannot be used.
+    """
+    url = args.router if "://" in args.router else f"http://{args.router}"
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{url!r} is not of the form http://host:port", field="--router")
+    try:
+        tls = ssl.create_default_context(cafile=args.ca_file) if url.startswith("https:") else None
+    except OSError as error:
+        raise ConfigError(f"cannot use {args.ca_file}: {error}", field="--ca-file") from None
+    key = read_cluster_key(args.cluster_key_file) if args.cluster_key_file else None
+    return RouterClient(url.rstrip("/"), args.api_key or os.environ.get(KEY_VARIABLE), key, tls)
+
+
+def quoted(instance: str) -> str:
+    """The id of an instance, or its URL, as it stands in a path."""
+    return quote(instance, safe=":")

@@ -1,0 +1,100 @@
+"""``sglang-ext cluster-status``: who is in a cluster, as a router sees it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from sglang_ext.cluster.router_client import add_router_args, router_of
+from sglang_ext.cluster_messages import Cluster, InstanceView
+from sglang_ext.errors import SglangExtError
+
+PROG = "sglang-ext cluster-status"
+STYLES: Mapping[str, str] = {
+    "ready": "green",
+    "suspect": "yellow",
+    "draining": "yellow",
+    "down": "bold red",
+    "unfit": "red",
+}
+WIDE = 250
+NOBODY_SERVES = 3
+"""Exit status when no request can be served now."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Show it. Returns the exit status: 0, 1 when the router cannot be asked, 3 when nobody can serve."""
+    parser = argparse.ArgumentParser(
+        prog=PROG,
+        description="Show the instances of a cluster as one of its routers sees them.",
+        epilog=f"Exit status: 0, 1 when the router cannot be asked, {NOBODY_SERVES} when no request can be "
+        "served now.",
+    )
+    add_router_args(parser)
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    args = parser.parse_args(arguments)
+    try:
+        seen = router_of(args).call("GET", "/cluster", Cluster)
+    except SglangExtError as error:
+        sys.stderr.write(f"{PROG}: {error}\n")
+        return 1
+    if args.json:
+        sys.stdout.write(msgspec.json.encode(seen).decode() + "\n")
+    else:
+        # In a file or a pipe nothing is cut off.
+        show(seen, Console(width=None if sys.stdout.isatty() else WIDE))
+    return NOBODY_SERVES if seen.unusable else 0
+
+
+def show(seen: Cluster, console: Console) -> None:
+    """Print it for people."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("instance", "role", "state", "running", "waiting tokens", "cached tokens", "heard", "url"):
+        table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
+    for view in seen.instances:
+        style = STYLES.get(view.state, "dim")
+        table.add_row(
+            escape(view.instance),
+            view.role,
+            f"[{style}]{escape(view.state)}[/{style}]",
+            str(view.in_flight),
+            str(view.queued_tokens),
+            str(view.cached_tokens) if view.trusted else f"{view.cached_tokens}?",
+            "never" if view.heard_s is None else f"{view.heard_s:.1f} s ago",
+            escape(view.url),
+        )
+    console.print(table)
+    for line in notes(seen):
+        console.print(escape(line))
+
+
+_NUMBERS = frozenset({"running", "waiting tokens", "cached tokens", "heard"})
+
+
+def notes(seen: Cluster) -> list[str]:
+    """What the table does not say."""
+    lines = [f"{view.instance}: {view.why}" for view in seen.instances if view.state not in ("ready", "left")]
+    lines += [_drain_note(view) for view in seen.instances if view.draining and view.state == "draining"]
+    if seen.store.kind != "embedded":
+        state = "shared through" if seen.store.connected else f"cut off for {seen.store.since_s:.0f} s from"
+        why = f" ({seen.store.error})" if seen.store.error else ""
+        lines.append(f"membership is {state} {seen.store.address}{why}, {len(seen.routers)} routers")
+    if seen.unusable:
+        lines.append(f"no request can be served: {seen.unusable}")
+    return lines
+
+
+def _drain_note(view: InstanceView) -> str:
+    running = view.in_flight + sum(other.in_flight for other in view.elsewhere)
+    left = view.draining.deadline_s if view.draining else 0.0
+    return f"{view.instance} goes when {running} requests have ended, in {left:.0f} s at the latest"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
