@@ -272,6 +272,11 @@ class DramTier:
         return bool(self._loads.pending)
 
     @property
+    def loading_blocks(self) -> int:
+        """Blocks of loads that are not known to be complete."""
+        return sum(blocks for _, blocks in self._loads.pending)
+
+    @property
     def writing(self) -> bool:
         return bool(self._writes.pending)
 

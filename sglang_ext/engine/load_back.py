@@ -96,8 +96,11 @@ class LoadBack:
     def _worth(self, req: Req | None, tokens: int, before: int) -> bool:
         """Weigh loading against computing. Noted with the request."""
         blocks = tokens // self._block_size
-        decision = self._policy.weigh(blocks, before, self._dram.load_bytes_per_second)
-        worth = bool(self._dram.agree(decision.blocks))
+        dram = self._dram
+        decision = self._policy.weigh(
+            blocks, before, dram.load_bytes_per_second, waiting_blocks=dram.loading_blocks
+        )
+        worth = bool(dram.agree(decision.blocks))
         report = begin_report(req, Tier.DRAM)
         report.decided(blocks, decision, self._block_size, self._policy.block_bytes)
         self.decisions.note(report)

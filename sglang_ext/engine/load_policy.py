@@ -115,15 +115,19 @@ class DramPolicy:
         self._hope = 1.0
         self.cost = cost
 
-    def weigh(self, blocks: int, start: int, bytes_per_second: float | None) -> Decision:
+    def weigh(
+        self, blocks: int, start: int, bytes_per_second: float | None, *, waiting_blocks: int = 0
+    ) -> Decision:
         """What becomes of ``blocks`` blocks of DRAM that follow ``start`` blocks: all are loaded, or none.
 
         Args:
             bytes_per_second: how fast loads have been of late; None when unknown.
+            waiting_blocks: that are being loaded already.
         """
         load = None
         if bytes_per_second:
-            load = self.OVERHEAD_SECONDS + blocks * self.block_bytes / (bytes_per_second * self._hope)
+            nbytes = (waiting_blocks + blocks) * self.block_bytes
+            load = self.OVERHEAD_SECONDS + nbytes / (bytes_per_second * self._hope)
         compute = self.cost.seconds(blocks * self.block_tokens, start * self.block_tokens)
         if self._always:
             return Decision(blocks, load, compute, Reason.ALWAYS)

@@ -10,7 +10,6 @@ All methods run in the scheduler's thread.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
@@ -54,8 +53,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     from sglang_ext.engine.events import PlacementFeed
-
-logger = logging.getLogger(__name__)
 
 _NAMESPACE = "sglang_ext_namespace"
 """Attribute of a request: the namespace it was matched in, which is where its KV belongs."""

@@ -100,6 +100,12 @@ def test_dram_is_weighed_by_its_measured_speed(
         assert decision.recompute_seconds == pytest.approx(160 * 1e-4)
 
 
+def test_loads_under_way_count() -> None:
+    policy = dram_policy()
+    assert policy.weigh(10, 0, 1e8).blocks == 10
+    assert policy.weigh(10, 0, 1e8, waiting_blocks=50).reason is Reason.SLOWER
+
+
 def test_dram_that_was_too_slow_is_tried_again_after_a_while() -> None:
     policy = dram_policy()
     tries = 1
