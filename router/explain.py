@@ -80,8 +80,7 @@ class History(Protocol):
     """What an index may tell of the past."""
 
     def __call__(self, namespace: Hashable, key: bytes) -> Iterable[Any]:
-        """Evictions of blocks of a prompt, oldest first; each has ``instance``, ``tier``, ``at`` (seconds
-        since the epoch) and ``tokens``, how many leading tokens the block ends at."""
+        """What left tiers of a prompt's blocks, oldest first: ``index_history.Departure`` or the like."""
 
 
 class Stories:
@@ -180,31 +179,34 @@ def causes(
     if best > choice.matched:
         below = choice.reason == "short-prefix"
         found.append(Cause.BELOW_THRESHOLD if below else Cause.OTHER_INSTANCE)
-    if evictions:
+    lost = [event for event in evictions or () if not event["still_in"]]
+    if lost:
         found.append(Cause.EVICTED)
     if choice.untrusted:
         found.append(Cause.INDEX_NOT_TRUSTED)
     if elsewhere >= MATCHING_UNITS and elsewhere > reached:
         found.append(Cause.OTHER_SALT)
-    if not best and not evictions and not reached:
+    if not best and not lost and not reached:
         found.append(Cause.HISTORY_UNKNOWN if evictions is None else Cause.NEVER_STORED)
     return found
 
 
 def evictions_of(story: Story, history: History | None) -> list[dict[str, Any]] | None:
-    """What the index remembers of evicted blocks of a request's prompts, as JSON."""
+    """What left tiers of the blocks of a request's prompts before it came, as JSON."""
     if history is None:
         return None
     return [
         {
-            "instance": str(getattr(event, "instance", "")),
-            "tier": str(getattr(event, "tier", "")),
-            "at": getattr(event, "at", None),
-            "tokens": getattr(event, "tokens", None),
+            "instance": event.instance,
+            "tier": event.tier,
+            "at": event.at,
+            "tokens": event.tokens,
+            "still_in": event.still_in,
         }
         for prompt in story.prompts
         if prompt.tokens is not None
         for event in history(prompt.namespace, prompt.key)
+        if event.at <= story.at
     ]
 
 

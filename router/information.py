@@ -15,9 +15,9 @@ from router.exchange import JSON_TYPE, Request, RequestRefused, Responder
 from router.explain import History, Stories, told
 from router.fleet import USABLE, Fleet
 from router.generation import no_worker
+from router.index import Index
 from router.observability import RouterMetrics
 from router.openapi import description
-from router.prompt_trees import PromptTrees
 from router.queueing import Admission
 from router.record import Record
 from router.routes import Access, Route
@@ -52,7 +52,7 @@ class Information:
         self,
         config: RouterConfig,
         fleet: Fleet,
-        trees: PromptTrees,
+        trees: Index,
         tokenizers: TokenizerService,
         admission: Admission,
         api: WorkerApi,
@@ -67,8 +67,6 @@ class Information:
         self._api = api
         self._metrics = metrics
         self._stories = stories
-        self.history: History | None = getattr(trees, "history", None)
-        """What the index remembers of evictions, if it does."""
 
     def routes(self) -> Iterator[Route]:
         """The endpoints."""
@@ -168,9 +166,14 @@ class Information:
             )
         record.status = 200
         value = told(
-            story, self._stories, self.history, block_size=self._trees.block_size, admin=caller.admin
+            story, self._stories, self._history(), block_size=self._trees.block_size, admin=caller.admin
         )
         await send_json(responder, 200, value)
+
+    def _history(self) -> History | None:
+        """What the index remembers of evictions; nothing where no instance tells of them."""
+        tells = any(self._trees.replica(name) is not None for name in self._fleet.rows)
+        return self._trees.history if tells and self._trees.mode != "approximate" else None
 
     async def _openapi(self, request: Request, responder: Responder, record: Record) -> None:
         record.status = 200

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from router.explain import Cause, Choice, Stories, Story, causes
+from router.explain import Cause, Choice, Stories, Story, causes, told
+from router.index_history import Departure
 from router.record import Record
 from router.tokenizing import Encoded
 from sglang_ext.keys import encode_tokens
@@ -169,7 +170,8 @@ def story(
     return Story(record, [], 0.0, [Choice("i", reason, matched, held, {}, untrusted)])
 
 
-EVICTION = [{"instance": "i", "tier": "hbm", "at": 1.0, "tokens": 96}]
+EVICTION = [{"instance": "i", "tier": "hbm", "at": 1.0, "tokens": 96, "still_in": ""}]
+DEMOTION = [{**EVICTION[0], "still_in": "dram"}]
 
 
 @pytest.mark.parametrize(
@@ -180,6 +182,7 @@ EVICTION = [{"instance": "i", "tier": "hbm", "at": 1.0, "tokens": 96}]
         (story(), [], 0, [Cause.NEVER_STORED]),
         (story(), None, 0, [Cause.HISTORY_UNKNOWN]),
         (story(), EVICTION, 0, [Cause.EVICTED]),
+        (story(), DEMOTION, 0, [Cause.NEVER_STORED]),
         (story(), [], 64, [Cause.OTHER_SALT, Cause.NEVER_STORED]),
         (story(untrusted=("j",)), [], 0, [Cause.INDEX_NOT_TRUSTED, Cause.NEVER_STORED]),
         (story(matched=96, holders={"i": 96}), [], 0, [Cause.BELIEVED_ONLY]),
@@ -229,3 +232,22 @@ async def test_a_request_is_explained(start_worker, start_router, client) -> Non
     assert salted["same_prompt_under_another_salt"] == 64
     async with client.get(router.url + "/explain/none") as answer:
         assert answer.status == 404
+
+
+def test_evictions_before_the_request_explain_it_and_later_ones_do_not() -> None:
+    key = encode_tokens(range(96))
+    missed = story()
+    missed.prompts = [Encoded(("tokens", None, None, None), key, 96)]
+    missed.at = 100.0
+
+    def history(namespace: Any, asked: bytes) -> list[Departure]:
+        assert (namespace, asked) == (("tokens", None, None, None), key)
+        return [Departure("i", "hbm", 40.0, 64, "dram"), *([Departure("i", "dram", moment, 64)])]
+
+    stories = Stories(1 << 20)
+    for moment, expected in ((50.0, "evicted"), (150.0, "never-stored")):
+        value = told(missed, stories, history, block_size=16, admin=True)
+        assert value["causes"] == [expected]
+        tiers = [event["tier"] for event in value["evictions"]]
+        assert tiers == (["hbm", "dram"] if moment < 100 else ["hbm"])
+    assert told(missed, stories, None, block_size=16, admin=True)["causes"] == ["history-unknown"]
