@@ -33,7 +33,7 @@ class ClusterConfig:
     host: str = "127.0.0.1"
     port: int = 30000
     """The router's. The servers listen on loopback, on the free ports after it."""
-    policy: str = "prompt-tree"
+    policy: str = "auto"
     server_args: tuple[str, ...] = ()
     """SGLang flags for every server."""
     instance_args: Mapping[int, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
