@@ -58,7 +58,7 @@ class Row:
     def role(self) -> Role:
         """What it tells, or registered with; COLOCATED while nothing is known."""
         told = self.facts.role if self.facts else self.registration.role if self.registration else ""
-        return Role(told) if told in _ROLES else Role.COLOCATED
+        return _ROLES.get(told, Role.COLOCATED)
 
     @property
     def epoch(self) -> str:
@@ -66,7 +66,7 @@ class Row:
         return self.registration.epoch if self.registration else ""
 
 
-_ROLES = frozenset(Role)
+_ROLES: dict[str, Role] = {role.value: role for role in Role}
 Listener = Callable[[Row, Event, State], None]
 """Called with a row, what happened to it, and the state in which it was before."""
 
