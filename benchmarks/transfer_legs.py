@@ -6,13 +6,14 @@ python -m benchmarks.transfer_legs OPTIONS     the owner: a pool, our endpoint, 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -243,6 +244,20 @@ def nixl(metadata: bytes, address: int, target: npt.NDArray[np.uint8]) -> Leg:
     return leg
 
 
+def in_turn(steps: Sequence[Callable[[], Any]], start: int) -> Callable[[], Any]:
+    """One after the other, round and round. Legs that start elsewhere are not at the same blocks together."""
+    turns = itertools.cycle(range(len(steps)))
+    for _ in range(start % len(steps)):
+        next(turns)
+    return lambda: steps[next(turns)]()
+
+
+def one_by_one(steps: Sequence[Callable[[], None]]) -> None:
+    """Each after the one before."""
+    for step in steps:
+        step()
+
+
 async def owner(options: dict[str, Any]) -> None:
     """Serve everything until standard input ends."""
     memory = SharedMemory(options["bytes"], "bench")
@@ -283,7 +298,6 @@ async def owner(options: dict[str, Any]) -> None:
         name, request, blocks = json.loads(line)
         for instance in ("shm", "cma", "tcp"):
             endpoint.publish(name, f"{request}/{instance}", np.array(blocks), 3600.0)
-            endpoint.publish(name, f"{request}/{instance}-off", np.array(blocks), 3600.0)
         sys.stdout.write("OK\n")
         sys.stdout.flush()
     stop.set()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from sglang_ext.disagg.errors import TransferError
 from sglang_ext.disagg.peer_state import PeerStats
 from sglang_ext.disagg.runs import Runs, coalesce
-from sglang_ext.disagg.transactions import Direction
+from sglang_ext.disagg.transactions import Direction, TransactionQueue
 from sglang_ext.disagg.transports import CancelToken, Channel
 from sglang_ext.disagg.verify import Expect, Verifier
 
@@ -35,14 +35,16 @@ class Transfer:
 class Express:
     """At most one transfer of a connection, on the event loop.
 
-    waiting: the transfer, None when there is none. stats: where it is counted.
+    waiting: the transfer, None when there is none. stats: where it is counted. queue: what it passes by.
     """
 
-    def __init__(self, channel: Channel, verifier: Verifier, stats: PeerStats, *, coalescing: bool) -> None:
+    def __init__(
+        self, channel: Channel, verifier: Verifier, stats: PeerStats, queue: TransactionQueue
+    ) -> None:
         self._channel = channel
         self._verifier = verifier
         self._stats = stats
-        self._coalescing = coalescing
+        self._queue = queue
         self.waiting: Transfer | None = None
 
     def take(self) -> Transfer | None:
@@ -58,7 +60,7 @@ class Express:
         """
         alone = self.take()
         assert alone is not None
-        runs = coalesce(alone.runs)[0] if self._coalescing else alone.runs
+        runs = coalesce(alone.runs)[0] if self._queue.coalescing else alone.runs
         stats, lane = self._stats, self._channel.lanes
         stats.runs += alone.runs.shape[0]
         stats.transactions += runs.shape[0]

@@ -152,7 +152,7 @@ class Instance:
                 raise PeerProtocolError(str(error)) from None
             if generations.size != remote.size:
                 raise PeerProtocolError("the offer has not one generation per block")
-            runs = part.runs(remote, blocks, layers, link.peer.coalescing)
+            runs = part.runs(remote, blocks, layers, link.peer.queue.coalescing)
             prepared.append((part.rank, link, offer, runs, Expect(meta.generations, remote, generations)))
         reading = self._readings.setdefault(request, _Reading())
         for rank, link, offer, runs, expect in prepared:

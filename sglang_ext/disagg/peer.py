@@ -66,14 +66,13 @@ class Peer:
         self.channel = channel
         self.stats = PeerStats()
         self._regions = regions
-        self.coalescing = coalescing
         self._remote_sizes: npt.NDArray[np.int64] = np.array([m.nbytes for m in info.regions], np.int64)
         self._verifier = Verifier(info, channel, regions, scratch, self._remote_sizes)
-        self._express = Express(channel, self._verifier, self.stats, coalescing=coalescing)
+        self.queue = TransactionQueue(piece_bytes, coalescing=coalescing)
+        self._express = Express(channel, self._verifier, self.stats, self.queue)
         self._inline_bytes = min(channel.inline, inline_bytes)
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
-        self._queue = TransactionQueue(piece_bytes, coalescing=coalescing)
         self._requests: dict[str, Request] = {}
         self._pump_scheduled = False
         self._gone: TransferError | None = None
@@ -89,7 +88,7 @@ class Peer:
         self._lanes.start()
 
     def __repr__(self) -> str:
-        return f"<Peer {self.info.instance} by {self.channel.name} {self._queue!r} gone={self._gone}>"
+        return f"<Peer {self.info.instance} by {self.channel.name} {self.queue!r} gone={self._gone}>"
 
     @property
     def gone(self) -> TransferError | None:
@@ -146,7 +145,7 @@ class Peer:
         self._enqueue(self._express.take())
         with self._lock:
             known = self._known(request)
-            ready = self._queue.complete(request)
+            ready = self.queue.complete(request)
             if ready and not self._inline_bytes:
                 self._verify(request, known, 0)
         if self.channel.ordered and known.checks is None:
@@ -228,8 +227,8 @@ class Peer:
     def check(self) -> None:
         """Verify the queue, and that all under way is in it."""
         with self._lock:
-            self._queue.check()
-            assert self._lanes.idle or not self._queue.idle, "a lane moves what nobody asked for"
+            self.queue.check()
+            assert self._lanes.idle or not self.queue.idle, "a lane moves what nobody asked for"
 
     def _known(self, request: str) -> Request:
         known = self._requests.get(request)
@@ -243,7 +242,7 @@ class Peer:
         if transfer is not None:
             with self._lock:
                 known = self._known(transfer.request)
-                self._queue.transfer(transfer.request, transfer.runs, transfer.direction, transfer.grant)
+                self.queue.transfer(transfer.request, transfer.runs, transfer.direction, transfer.grant)
                 if transfer.expect is not None:
                     known.expects.append(transfer.expect)
 
@@ -258,7 +257,7 @@ class Peer:
         self._enqueue(self._express.take())
         while True:
             with self._lock:
-                batch = self._queue.take()
+                batch = self.queue.take()
                 if batch is None:
                     return
                 self.stats.runs += batch.uncoalesced
@@ -306,7 +305,7 @@ class Peer:
         known: Request | None = None
         if self.channel.ordered:
             with self._lock:
-                request = self._queue.ends(piece)
+                request = self.queue.ends(piece)
                 known = self._requests.get(request) if request is not None else None
         if known is None or known.checks is None or len(known.checks) != 1:
             self.channel.read(lane, piece.runs, token)
@@ -331,8 +330,8 @@ class Peer:
     def _settle(self, piece: Piece, error: TransferError | None) -> tuple[str, ...]:
         """A piece has ended; returns the requests that have landed by it. Under the lock."""
         if error is None:
-            return self._queue.landed(piece)
-        for request in self._queue.failed(piece):
+            return self.queue.landed(piece)
+        for request in self.queue.failed(piece):
             known = self._requests.get(request)
             if known is not None and known.error is None:
                 known.error = error
@@ -356,8 +355,8 @@ class Peer:
         with self._lock:
             known.phase = Phase.DONE
             known.error = known.error or error
-            if self._queue.state(request) is not None:
-                self._queue.acknowledged(request)
+            if self.queue.state(request) is not None:
+                self.queue.acknowledged(request)
 
     def _report(self, requests: Collection[str], error: TransferError | None) -> None:
         """On the event loop: resolve the futures of requests that are over."""
@@ -366,7 +365,7 @@ class Peer:
             if known is None or known.landed.done():
                 continue
             with self._lock:
-                over = self._queue.state(request) is None and (
+                over = self.queue.state(request) is None and (
                     known.phase is not Phase.VERIFYING or known.error is not None
                 )
                 failure = known.error
@@ -387,7 +386,7 @@ class Peer:
             if known.phase is Phase.DONE:
                 return
             known.error = known.error or error
-            stop = {p.number for p in self._queue.cancel(request)}
+            stop = {p.number for p in self.queue.cancel(request)}
             for piece, token in self._lanes.under_way:
                 if piece.number not in stop and not (shared and request in piece.requests):
                     continue

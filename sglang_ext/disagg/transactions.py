@@ -111,7 +111,7 @@ class TransactionQueue:
         if piece_bytes < 1:
             raise ValueError("piece_bytes must be at least 1")
         self._piece_bytes = piece_bytes
-        self._coalescing = coalescing
+        self.coalescing = coalescing
         self._queue: deque[_Transfer | _Complete] = deque()
         self._requests: dict[str, _Request] = {}
         self._pieces: dict[int, Piece] = {}
@@ -258,7 +258,7 @@ class TransactionQueue:
     def _batch(self, taken: list[_Transfer]) -> Batch:
         names = [t.request for t in taken]
         runs = taken[0].runs if len(taken) == 1 else np.concatenate([t.runs for t in taken])
-        merged, group = coalesce(runs) if self._coalescing else (runs, np.arange(runs.shape[0]))
+        merged, group = coalesce(runs) if self.coalescing else (runs, np.arange(runs.shape[0]))
         single = len(set(names)) == 1
         owner = None if single else np.repeat(np.arange(len(taken)), [t.runs.shape[0] for t in taken])
         total = total_bytes(merged)
