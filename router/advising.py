@@ -32,7 +32,7 @@ from router.prompt_trees import PromptTrees
 from router.session_memory import SessionMemory
 from router.tenants import Caller
 from router.tokenizing import TokenizerService
-from sglang_ext.agent_messages import Advise, Advised, Withdraw
+from sglang_ext.agent_messages import Advise, Advised, FromAgent, Withdraw
 from sglang_ext.clock import Clock
 
 logger = logging.getLogger("router.advising")
@@ -48,12 +48,11 @@ class HintLinks(Protocol):
         """Send a message to an instance's agent. False when it has none, or it cannot be reached now."""
 
 
-class NoLinks:
-    """For a router that knows no agents: hints decide where requests go, and nothing is moved."""
+class Placement(Protocol):
+    """How requests are placed (``choosing.Chooser``)."""
 
-    def send(self, name: str, message: Advise | Withdraw) -> bool:
-        """Nobody to tell."""
-        return False
+    policy: Policy
+    options: PolicyOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ class Advisor:
         trees: who holds which prefix.
         tokenizers: from conversations to keys.
         costs: what things are expected to take.
-        policy, options: how requests are placed.
+        placement: how requests are placed.
         links: to the agents.
         sessions: what sessions sent last.
         metrics: counts hints.
@@ -111,8 +110,7 @@ class Advisor:
         trees: PromptTrees,
         tokenizers: TokenizerService,
         costs: RouterCosts,
-        policy: Policy,
-        options: PolicyOptions,
+        placement: Placement,
         links: HintLinks,
         sessions: SessionMemory,
         metrics: RouterMetrics,
@@ -123,13 +121,12 @@ class Advisor:
         self._trees = trees
         self._tokenizers = tokenizers
         self._costs = costs
-        self._policy = policy
-        self._options = options
+        self._placement = placement
         self._links = links
         self.sessions = sessions
         self._metrics = metrics
         self._clock = clock
-        self.book = book or HintBook()
+        self.book = HintBook() if book is None else book
         self._kept: dict[str, _Kept] = {}
 
     # -- hints ------------------------------------------------------------------------------------
@@ -214,7 +211,8 @@ class Advisor:
             return
         matches = self._trees.match(hint.namespace, hint.key)
         prompt = Prompt(hint.tokens, hint.session, hint.priority, request_id=entry.id)
-        chosen = self._policy(prompt, fleet, matches, self._costs, self._options).instance
+        policy, options = self._placement.policy, self._placement.options
+        chosen = policy(prompt, fleet, matches, self._costs, options).instance
         self.book.placed(entry, chosen)
         kept = self._kept[entry.id]
         kept.where = whereabouts(matches, chosen, kept.tokens)
@@ -249,6 +247,11 @@ class Advisor:
         return self._links.send(entry.instance, message)
 
     # -- what becomes of them -----------------------------------------------------------------------
+
+    def on_message(self, name: str, message: FromAgent) -> None:
+        """What an agent says that concerns neither the index nor its life."""
+        if isinstance(message, Advised):
+            self.on_advised(name, message)
 
     def on_advised(self, name: str, advised: Advised) -> None:
         """An instance has done for a hint what it could."""
@@ -303,7 +306,7 @@ class Advisor:
         self._start_all(self.book.startable())
         least = min(known.in_flight for known in fleet)
         for known in fleet:
-            if known.name == entry.instance and not is_ahead(known, least, self._options):
+            if known.name == entry.instance and not is_ahead(known, least, self._placement.options):
                 return known.name
         return None
 

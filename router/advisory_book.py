@@ -276,21 +276,22 @@ class HintBook:
     ) -> Entry | None:
         """A request has come: the hint that expected it, which ends with this.
 
-        By its session, else by its prompt: the longest hint whose conversation the prompt continues.
+        By its session, else by its prompt: the longest hint whose conversation the prompt continues, and
+        which is not another session's.
         """
         self.expire(now)
         entry = self._by_session.get((tenant, session)) if session is not None else None
         if entry is None:
-            entry = self._continued(tenant, namespace, key)
+            entry = self._continued(tenant, namespace, key, any_session=session is None)
         if entry is not None:
             self._end(entry, State.USED, now, "its request has come")
         return entry
 
-    def _continued(self, tenant: str, namespace: Hashable, key: bytes) -> Entry | None:
+    def _continued(self, tenant: str, namespace: Hashable, key: bytes, *, any_session: bool) -> Entry | None:
         lengths = self._lengths.get((tenant, namespace), ())
         for length in heapq.nlargest(LENGTHS_TRIED, (each for each in lengths if each <= len(key))):
             entry = self._by_prompt.get((tenant, namespace, key[:length]))
-            if entry is not None:
+            if entry is not None and (any_session or entry.hint.session is None):
                 return entry
         return None
 

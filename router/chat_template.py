@@ -96,13 +96,15 @@ def _is_message(node: jinja2.nodes.Node) -> bool:
     return isinstance(node, jinja2.nodes.Name) and node.ctx == "load" and node.name in ("message", "msg", "m")
 
 
-def prepare(payload: Json, chat: ChatFacts, fmt: str) -> Rendering:
+def prepare(payload: Json, chat: ChatFacts, fmt: str, *, answer_follows: bool = True) -> Rendering:
     """What SGLang passes to the chat template for the body of a chat request.
 
     Args:
         payload: a body that ``openai.parse_chat`` has accepted; it is not changed.
         chat: the server's settings.
         fmt: ``content_format`` of the template.
+        answer_follows: whether the model is to go on from here. Otherwise an answer at the end is one that
+            was given, and stays one.
 
     Raises:
         CannotRender: the request uses something that is not repeated here.
@@ -112,7 +114,11 @@ def prepare(payload: Json, chat: ChatFacts, fmt: str) -> Rendering:
         raise CannotRender("tools inside messages")
     rendered = [_for_template(message, fmt) for message in messages]
     prefix = None
-    if rendered[-1].get("role") == "assistant" and isinstance(rendered[-1].get("content"), str):
+    if (
+        answer_follows
+        and rendered[-1].get("role") == "assistant"
+        and isinstance(rendered[-1].get("content"), str)
+    ):
         content = rendered[-1]["content"]
         if payload.get("continue_final_message"):
             prefix = content

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from router.advisory_book import HintLimits
 from router.cluster_setup import EMBEDDED, add_cluster_args, check_cluster
 from router.http_state import HttpLimits
 from router.index import MODES as INDEX_MODES
@@ -111,6 +112,14 @@ class RouterConfig:
     in one piece: what they found is then known even without their ``--enable-cache-report``."""
     explain_max_bytes: int = 32 * MIB
     """Memory for recent requests that ``/explain`` can tell of."""
+    hint_ttl_secs: float = 120.0
+    """How long a request is expected that a hint announces, unless the hint says."""
+    hints_per_second: float = 50.0
+    hints_live: int = 1000
+    hint_tokens: int = 1 << 20
+    """Of each tenant: hints a second, hints at once, and tokens being moved for them at once."""
+    session_memory_bytes: int = 64 * MIB
+    """Memory for what each session sent last, so that a hint need only name the session."""
     otel_endpoint: str | None = None
     """OTLP/HTTP address for traces; nothing is traced without it."""
 
@@ -137,12 +146,14 @@ class RouterConfig:
             "health_check_timeout_secs", "health_failure_threshold", "connect_timeout_secs",
             "request_timeout_secs", "max_payload_bytes", "max_header_bytes", "max_connections",
             "max_concurrent_requests", "header_timeout_secs", "keep_alive_secs",
-            "tokenizer_threads", "tokenizer_cache_bytes", "queue_timeout_secs",
+            "tokenizer_threads", "tokenizer_cache_bytes", "queue_timeout_secs", "hint_ttl_secs",
+            "hints_per_second", "hints_live", "hint_tokens",
         ):  # fmt: skip
             self._require(name, getattr(self, name) > 0, "must be greater than 0")
         for name in (
             "balance_abs_threshold", "balance_cache_factor", "max_retries", "retry_budget",
             "max_running_per_instance", "queue_size", "explain_max_bytes",
+            "session_memory_bytes",
         ):  # fmt: skip
             self._require(name, getattr(self, name) >= 0, "must not be negative")
         self._require("balance_rel_threshold", self.balance_rel_threshold >= 1.0, "must be at least 1")
@@ -168,6 +179,16 @@ class RouterConfig:
             max_concurrent_requests=self.max_concurrent_requests,
             head_timeout_s=self.header_timeout_secs,
             idle_timeout_s=self.keep_alive_secs,
+        )
+
+    def hint_limits(self) -> HintLimits:
+        """What a tenant may cause with hints."""
+        return HintLimits(
+            per_second=self.hints_per_second,
+            burst=max(1, round(4 * self.hints_per_second)),
+            live=self.hints_live,
+            moving_tokens=self.hint_tokens,
+            ttl_s=self.hint_ttl_secs,
         )
 
     @classmethod
@@ -265,6 +286,11 @@ class RouterConfig:
         )
         flag("log_level", str, "what to log", choices=list(LOG_LEVELS))
         flag("log_format", str, "how to log", choices=list(LOG_FORMATS))
+        flag("hint_ttl_secs", float, "seconds a request is expected that a hint announces")
+        flag("hints_per_second", float, "hints (/v1/advisory) that a tenant may send per second")
+        flag("hints_live", int, "hints of a tenant that may wait for their request at a time")
+        flag("hint_tokens", int, "tokens that may be moved at a time for the hints of a tenant")
+        flag("session_memory_bytes", int, "memory for what each session sent last, for hints that name it")
         flag("explain_max_bytes", int, "memory for recent requests that /explain can tell of")
         flag("otel_endpoint", str, "OTLP/HTTP address to send traces to (extra 'otel')", metavar="URL")
         parser.add_argument(

@@ -116,7 +116,7 @@ class PromptTokenizer:
         """
         if self.by_server_only is not None:
             raise CannotRender(self.by_server_only)
-        rendering = prepare(payload, self._chat, self._format)
+        rendering = prepare(payload, self._chat, self._format, answer_follows=answer_follows)
         tools = rendering.tools
         try:
             text = self._render(rendering.messages, tools, rendering.kwargs, answer_follows)

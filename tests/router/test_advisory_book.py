@@ -65,6 +65,13 @@ def test_a_request_without_a_session_is_known_by_the_longest_conversation_it_con
     assert book.claim("a", SPACE, key(64) + key(3, 8), None, 0.0) is None
 
 
+def test_another_sessions_request_does_not_take_a_hint() -> None:
+    book = HintBook()
+    entry = accepted(book, "h", hint(session="s"))
+    assert book.claim("a", SPACE, key(64), "t", 0.0) is None
+    assert book.claim("a", SPACE, key(64), None, 0.0) is entry
+
+
 def test_another_tenant_or_namespace_claims_nothing() -> None:
     book = HintBook()
     entry = accepted(book, "h", hint(session="s"))

@@ -1,0 +1,352 @@
+"""Hints through a router: where requests then go, what is told, what a flood does. Workers are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from router import Router
+from router.advising import Whereabouts, whereabouts
+from router.policies import Match
+from sglang_ext.agent_messages import Advise, Advised, Withdraw
+
+CHAT = [{"role": "user", "content": "Tell me of the sea. " * 20}]
+NEXT = [*CHAT, {"role": "assistant", "content": "It is deep. " * 20}, {"role": "user", "content": "And?"}]
+OTHER = [{"role": "user", "content": "Something else."}]
+EPOCH = bytes(16)
+
+
+@dataclass
+class Links:
+    """Agents that take every hint, and are heard only when the test wants."""
+
+    told: list[tuple[str, Advise | Withdraw]] = field(default_factory=list)
+    reachable: bool = True
+
+    def send(self, name: str, message: Advise | Withdraw) -> bool:
+        if self.reachable:
+            self.told.append((name, message))
+        return self.reachable
+
+    def hints(self) -> list[Advise]:
+        return [message for _, message in self.told if isinstance(message, Advise)]
+
+    def withdrawn(self) -> list[str]:
+        return [message.id for _, message in self.told if isinstance(message, Withdraw)]
+
+
+def link(router: Router) -> Links:
+    links = Links()
+    router.advisor._links = links
+    return links
+
+
+def in_dram(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the index say that what it knows lies in DRAM."""
+    real = router.trees.match
+
+    def match(namespace: Any, key: bytes) -> dict[str, Match]:
+        found = real(namespace, key)
+        return {name: Match(each.tokens, each.own, dram=each.tokens) for name, each in found.items()}
+
+    monkeypatch.setattr(router.trees, "match", match)
+
+
+async def post(client: Any, router: Router, path: str, body: Any, **headers: str) -> tuple[int, Any, Any]:
+    async with client.post(router.url + path, json=body, headers=headers) as answer:
+        return answer.status, await answer.json(), answer.headers
+
+
+async def chat(client: Any, router: Router, messages: Any, session: str | None = None) -> Any:
+    headers = {} if session is None else {"x-session-id": session}
+    body = {"model": "m", "messages": messages, "max_tokens": 2}
+    status, _, told = await post(client, router, "/v1/chat/completions", body, **headers)
+    assert status == 200
+    return told
+
+
+async def advise(client: Any, router: Router, **body: Any) -> dict[str, Any]:
+    status, told, _ = await post(client, router, "/v1/advisory", body)
+    assert status == 200, told
+    assert isinstance(told, dict)
+    return told
+
+
+async def test_a_request_goes_where_its_hint_said(start_worker, start_router, client) -> None:
+    one, two = await start_worker(), await start_worker()
+    router = await start_router(one, two, policy="round-robin")
+    for turn in range(4):
+        told = await advise(client, router, messages=CHAT, session=f"s{turn}")
+        assert told["verdict"] == "accepted"
+        await chat(client, router, OTHER)  # another request comes between, and takes its turn
+        answered = await chat(client, router, NEXT, session=f"s{turn}")
+        assert answered["x-kv-instance"] == told["instance"]
+        assert answered["x-kv-route-reason"] == "advised"
+
+
+async def test_a_request_without_a_session_is_known_by_its_conversation(
+    start_worker, start_router, client, eventually: Callable[..., Any]
+) -> None:
+    router = await start_router(await start_worker(), await start_worker(), policy="round-robin")
+    await eventually(lambda: router.tokenizers.trust.chat)
+    told = await advise(client, router, messages=NEXT[:2])
+    answered = await chat(client, router, NEXT)
+    assert (answered["x-kv-route-reason"], answered["x-kv-instance"]) == ("advised", told["instance"])
+    again = await chat(client, router, NEXT)
+    assert again["x-kv-route-reason"] == "round-robin", "a hint is good for one request"
+
+
+async def test_expected_requests_count_as_load(start_worker, start_router, client) -> None:
+    workers = [await start_worker() for _ in range(3)]
+    router = await start_router(*workers, policy="least-load")
+    placed = [(await advise(client, router, text=f"Conversation {i}"))["instance"] for i in range(6)]
+    assert sorted(placed) == sorted([worker.url for worker in workers] * 2)
+
+
+async def test_what_is_below_hbm_is_brought_and_the_client_can_see_it(
+    start_worker, start_router, client, monkeypatch
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    links = link(router)
+    in_dram(router, monkeypatch)
+    await chat(client, router, NEXT, session="s")
+    told = await advise(client, router, session="s", priority=3, ttl_s=60)
+    assert told["state"] == "moving"
+    assert told["tokens"]["dram"] > 0
+    assert told["tokens"]["hbm"] == 0
+    (hint,) = links.hints()
+    assert (hint.id, hint.priority) == (told["id"], 3)
+    assert 0 < hint.ttl_s <= 60
+    url = f"{router.url}/v1/advisory/{told['id']}"
+    async with client.get(url) as answer:
+        assert (await answer.json())["state"] == "moving"
+
+    waiting = asyncio.create_task(client.get(url + "?wait_s=20"))
+    streaming = asyncio.create_task(client.get(url, headers={"accept": "text/event-stream"}))
+    await asyncio.sleep(0)
+    brought = told["tokens"]["dram"]
+    router.advisor.on_advised(worker.url, Advised(EPOCH, told["id"], "done", brought, brought))
+    async with await waiting as answer:
+        ready = await answer.json()
+    assert (ready["state"], ready["moved_tokens"]) == ("ready", brought)
+    assert (ready["tokens"]["hbm"], ready["tokens"]["dram"]) == (brought, 0)
+    async with await streaming as answer:
+        events = [line[6:] for line in (await answer.text()).split("\n\n") if line]
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[-2])["state"] == "ready"
+
+
+async def test_the_agent_is_told_when_the_request_has_come(
+    start_worker, start_router, client, monkeypatch
+) -> None:
+    router = await start_router(await start_worker())
+    links = link(router)
+    in_dram(router, monkeypatch)
+    await chat(client, router, NEXT, session="s")
+    told = await advise(client, router, session="s")
+    await chat(client, router, NEXT, session="s")
+    assert links.withdrawn() == [told["id"]], "bringing more would only compete with the request"
+    async with client.get(f"{router.url}/v1/advisory/{told['id']}") as answer:
+        assert (await answer.json())["state"] == "used"
+
+
+async def test_a_hint_that_is_taken_back_is_withdrawn(
+    start_worker, start_router, client, monkeypatch
+) -> None:
+    router = await start_router(await start_worker())
+    links = link(router)
+    in_dram(router, monkeypatch)
+    await chat(client, router, NEXT, session="s")
+    told = await advise(client, router, session="s")
+    async with client.delete(f"{router.url}/v1/advisory/{told['id']}") as answer:
+        assert (await answer.json())["state"] == "cancelled"
+    assert links.withdrawn() == [told["id"]]
+    answered = await chat(client, router, NEXT, session="s")
+    assert answered["x-kv-route-reason"] != "advised"
+
+
+async def test_an_unreachable_agent_costs_the_hint_its_move_and_not_its_place(
+    start_worker, start_router, client, monkeypatch
+) -> None:
+    router = await start_router(await start_worker())
+    link(router).reachable = False
+    in_dram(router, monkeypatch)
+    await chat(client, router, NEXT, session="s")
+    told = await advise(client, router, session="s")
+    assert (told["verdict"], told["state"], told["moved_tokens"]) == ("accepted", "ready", 0)
+    answered = await chat(client, router, NEXT, session="s")
+    assert answered["x-kv-route-reason"] == "advised"
+
+
+async def test_a_hint_does_not_survive_its_instance(
+    start_worker, start_router, client, eventually: Callable[..., Any]
+) -> None:
+    one, two = await start_worker(), await start_worker()
+    router = await start_router(one, two)
+    told = await advise(client, router, messages=NEXT[:2], session="s")
+    (gone,) = [worker for worker in (one, two) if worker.url == told["instance"]]
+    router.fleet.lost(gone.url, "the test says so")
+    router.advisor.tick()
+    async with client.get(f"{router.url}/v1/advisory/{told['id']}") as answer:
+        assert (await answer.json())["state"] == "failed"
+    answered = await chat(client, router, NEXT, session="s")
+    assert answered["x-kv-route-reason"] != "advised"
+
+
+async def test_an_instance_that_filled_up_meanwhile_is_not_insisted_on(
+    start_worker, start_router, client
+) -> None:
+    one, two = await start_worker(), await start_worker()
+    router = await start_router(one, two, balance_abs_threshold=2)
+    told = await advise(client, router, messages=NEXT[:2], session="s")
+    row = router.fleet.rows[told["instance"]]
+    row.in_flight += 10
+    try:
+        answered = await chat(client, router, NEXT, session="s")
+    finally:
+        row.in_flight -= 10
+    assert answered["x-kv-instance"] != told["instance"]
+
+
+async def test_a_session_that_is_not_known_needs_its_conversation(start_worker, start_router, client) -> None:
+    router = await start_router(await start_worker())
+    status, body, _ = await post(client, router, "/v1/advisory", {"session": "never seen"})
+    assert (status, body["error"]["code"]) == (404, "unknown_session")
+
+
+async def test_a_flood_is_refused_with_the_time_to_come_back(start_worker, start_router, client) -> None:
+    router = await start_router(await start_worker(), hints_per_second=0.001)
+    answers = [await post(client, router, "/v1/advisory", {"text": f"Prompt {i}"}) for i in range(6)]
+    assert [status for status, _, _ in answers] == [200] + [429] * 5
+    assert int(answers[-1][2]["retry-after"]) >= 1
+    assert answers[-1][1]["error"]["code"] == "hint_refused"
+    await chat(client, router, CHAT)  # requests are served all the same
+
+
+async def test_hints_expire_and_leave_nothing_behind(start_worker, start_router, client) -> None:
+    router = await start_router(await start_worker())
+    told = await advise(client, router, text="Once", ttl_s=0.01)
+    async with asyncio.timeout(5):
+        while router.advisor.book.find(told["id"]).state.value != "expired":
+            await asyncio.sleep(0.01)
+            router.advisor.tick()
+    assert router.advisor.book.promised(told["instance"]) == 0
+
+
+async def test_one_tenants_hints_are_not_anothers(start_worker, start_router, client, tmp_path) -> None:
+    keys = {"keys": [{"key": "key-of-a-1", "tenant": "a"}, {"key": "key-of-b-1", "tenant": "b"}]}
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps(keys))
+    path.chmod(0o600)
+    router = await start_router(await start_worker(), await start_worker(), api_keys_file=str(path))
+    a, b = {"authorization": "Bearer key-of-a-1"}, {"authorization": "Bearer key-of-b-1"}
+    status, told, _ = await post(client, router, "/v1/advisory", {"messages": NEXT[:2], "session": "s"}, **a)
+    assert status == 200
+    async with client.get(f"{router.url}/v1/advisory/{told['id']}", headers=b) as answer:
+        assert answer.status == 404
+    body = {"model": "m", "messages": NEXT, "max_tokens": 2}
+    _, _, theirs = await post(client, router, "/v1/chat/completions", body, **{**b, "x-session-id": "s"})
+    assert theirs["x-kv-route-reason"] != "advised"
+    _, _, own = await post(client, router, "/v1/chat/completions", body, **{**a, "x-session-id": "s"})
+    assert own["x-kv-route-reason"] == "advised"
+    status, refused, _ = await post(
+        client, router, "/v1/advisory", {"text": "x", "cache_salt": "stolen"}, **a
+    )
+    assert (status, refused["error"]["code"]) == (400, "reserved_field")
+
+
+# -- hints in other requests --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "text_of"),
+    [
+        (
+            "/v1/chat/completions",
+            {"model": "m", "messages": CHAT, "prompt_cache_options": {"prewarm": True, "ttl": "1m"}},
+            lambda answer: answer["choices"][0]["message"]["content"],
+        ),
+        (
+            "/v1/completions",
+            {"model": "m", "prompt": "Once", "prompt_cache_options": {"prewarm": True}},
+            lambda answer: answer["choices"][0]["text"],
+        ),
+        (
+            "/v1/messages",
+            {"model": "m", "messages": CHAT, "max_tokens": 0},
+            lambda answer: "".join(part["text"] for part in answer["content"]),
+        ),
+        (
+            "/generate",
+            {"text": "Once", "prompt_cache_options": {"prewarm": True}},
+            lambda answer: answer["text"],
+        ),
+    ],
+)
+async def test_a_prewarm_is_a_hint_and_generates_nothing(
+    start_worker, start_router, client, path, body, text_of
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    before = len(worker.requests)
+    status, answer, headers = await post(client, router, path, body)
+    assert status == 200
+    assert text_of(answer) == ""
+    assert headers["x-kv-advisory"] == "accepted"
+    assert len(worker.requests) == before, "no worker has to do with it"
+    assert router.advisor.book.find(headers["x-kv-advisory-id"]) is not None
+    async with client.post(router.url + path, json={**body, "stream": True}) as streamed:
+        assert streamed.status == 200
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+        assert b"data: " in await streamed.read()
+
+
+async def test_an_envelope_is_taken_beside_its_request(
+    start_worker, start_router, client, eventually: Callable[..., Any]
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    actions = [
+        {"action_id": "1", "action_type": "prefetch", "action_version": "1", "payload": {"text": "Next"}},
+        {"action_id": "2", "action_type": "prefetch", "action_version": "1", "payload": {"text": 3}},
+        {"action_id": "3", "action_type": "other", "action_version": "1", "payload": {}},
+    ]
+    hints = {"protocol_version": "1", "message_id": "m", "actions": actions}
+    body = {"text": "Now", "sampling_params": {"max_new_tokens": 1}, "kv_hints": hints}
+    status, _, _ = await post(client, router, "/generate", body)
+    assert status == 200
+    await eventually(lambda: len(router.advisor.book) == 1)
+
+
+# -- where the KV is ------------------------------------------------------------------------------------
+
+
+def test_whereabouts_add_up_whatever_the_index_says() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        tokens = int(rng.integers(0, 200))
+        matches = {}
+        for name in ("one", "two"):
+            total = int(rng.integers(0, 250))
+            dram = int(rng.integers(0, total + 1))
+            matches[name] = Match(total, dram=dram, disk=int(rng.integers(0, total - dram + 1)))
+        where = whereabouts(matches, "one", tokens)
+        parts = (where.hbm, where.dram, where.disk, where.elsewhere, where.nowhere)
+        assert min(parts) >= 0
+        assert sum(parts) == tokens
+        moved = where.brought_up(int(rng.integers(0, 300)))
+        assert moved.hbm + moved.dram + moved.disk == where.hbm + where.dram + where.disk
+        assert moved.hbm >= where.hbm
+
+
+def test_whereabouts_of_what_another_has() -> None:
+    matches = {"one": Match(32, dram=16), "two": Match(96)}
+    assert whereabouts(matches, "one", 100) == Whereabouts(16, 16, 0, 64, 4)
+    assert whereabouts({}, "one", 10) == Whereabouts(nowhere=10)
