@@ -103,6 +103,8 @@ class RouterCosts:
         self._can_fetch = can_fetch
         self._fleet = Correction()
         self._corrections: dict[str, Correction] = {}
+        self._factors: dict[str, float] = {}
+        """By instance, until the next answer."""
         self._queues: dict[str, QueueEstimate] = {}
 
     def of(self, name: str) -> CostModel:
@@ -114,6 +116,7 @@ class RouterCosts:
         self.model = model
         self._fleet = Correction()
         self._corrections.clear()
+        self._factors.clear()
 
     @property
     def calibrated(self) -> bool:
@@ -185,6 +188,12 @@ class RouterCosts:
 
     def factor(self, name: str) -> float:
         """What an instance's expected times are multiplied with."""
+        found = self._factors.get(name)
+        if found is None:
+            found = self._factors[name] = self._factor(name)
+        return found
+
+    def _factor(self, name: str) -> float:
         bound = BOUND_CALIBRATED if self.of(name).calibrated else BOUND_DEFAULT
         fleet = self._fleet.factor(bound)
         own = self._corrections.get(name)
@@ -214,10 +223,12 @@ class RouterCosts:
         for other in self._corrections.values():
             if other is not own:
                 other.scale(FADING)
+        self._factors.clear()
 
     def forget(self, name: str) -> None:
         """An instance left, or was started anew. What is on its way to it still ends its own way."""
         self._corrections.pop(name, None)
+        self._factors.clear()
         self._queues.pop(name, None)
 
     def __repr__(self) -> str:

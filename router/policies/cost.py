@@ -63,7 +63,10 @@ def cost(prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: 
     known = believed(fleet, matches)
     candidates = beginners(fleet)
     emptiest = min(instance.cached_tokens for instance in candidates)
-    prices = [price(prompt, instance, emptiest, fleet, known, costs, options) for instance in candidates]
+    holders = tuple(instance for instance in fleet if known.get(instance.name, NOTHING).tokens)
+    prices = [
+        price(prompt, instance, emptiest, holders, fleet, known, costs, options) for instance in candidates
+    ]
     least = min(prices, key=lambda one: (one.seconds, load_of(one.instance)))
     tie = _block_s(prompt, least.instance, costs, options)
     chosen = min(
@@ -83,6 +86,7 @@ def price(
     prompt: Prompt,
     instance: Instance,
     emptiest: int,
+    holders: Fleet,
     fleet: Fleet,
     matches: Matches,
     costs: Costs,
@@ -92,6 +96,7 @@ def price(
 
     Args:
         emptiest: tokens that the emptiest instance caches.
+        holders: those of the fleet that hold any of the prompt.
     """
     held = matches.get(instance.name, NOTHING)
     room = options.balance_cache_factor * held.tokens
@@ -100,15 +105,14 @@ def price(
     weight = 1.0 + options.work_weight
     seconds = _prefill_s(prompt, instance, counted, costs, weight)
     fetch = None
-    for source in fleet:
-        there = min(matches.get(source.name, NOTHING).tokens, prompt.tokens)
-        if source is instance or there <= held.tokens or crowded:
+    for source in () if crowded else holders:
+        there = min(matches[source.name].tokens, prompt.tokens)
+        if source is instance or there <= held.tokens:
             continue
-        with_fetch = (
-            costs.transfer_s(source, instance, there - held.tokens)
-            + _load_s(instance, held, costs)
-            + weight * _exec_s(prompt, instance, there, costs)
-        )
+        moving = costs.transfer_s(source, instance, there - held.tokens) + _load_s(instance, held, costs)
+        if moving > seconds:
+            continue
+        with_fetch = moving + weight * _exec_s(prompt, instance, there, costs)
         if with_fetch < seconds or (with_fetch == seconds and fetch is None):
             seconds, fetch = with_fetch, Fetch(source.name, there)
     seconds += costs.queue_s(instance)
@@ -123,10 +127,13 @@ def price(
 def _prefill_s(prompt: Prompt, instance: Instance, held: Match, costs: Costs, weight: float) -> float:
     """To the first token with what the instance itself holds, once it begins; computing counts ``weight``
     times. It loads a tier only where that is faster than computing, as its own load policy does."""
-    in_memory = Match(held.hbm + held.dram, dram=held.dram)
+    ways = [held]
+    if held.disk:
+        ways.append(Match(held.hbm + held.dram, dram=held.dram))
+    if held.dram or held.disk:
+        ways.append(Match(held.hbm))
     return min(
-        _load_s(instance, way, costs) + weight * _exec_s(prompt, instance, way.tokens, costs)
-        for way in (held, in_memory, Match(held.hbm))
+        _load_s(instance, way, costs) + weight * _exec_s(prompt, instance, way.tokens, costs) for way in ways
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Protocol
 
@@ -33,6 +34,8 @@ class DefaultExecution:
         return self.FIXED_S + self.PER_TOKEN_S * new + self.PER_PAIR_S * new * (context + new / 2)
 
 
+REMEMBERED = 4096
+"""Results of exec that are kept; one takes some 10 µs at the operator level."""
 DEFAULT_KV_BYTES = 128 * 1024
 """Of a token: 32 layers, 8 KV heads of 128, 2 bytes."""
 DEFAULT_TIERS = {
@@ -59,6 +62,8 @@ class CostModel:
             self._tiers |= {Tier[name.upper()]: link for name, link in profile.tiers.items()}
         self._transfer = (profile and profile.transfer) or DEFAULT_TRANSFER
         self._decode = (profile and profile.decode) or DEFAULT_DECODE
+        # A router asks of every instance, most of which hold the same of a prompt: nothing.
+        self._seconds = functools.lru_cache(maxsize=REMEMBERED)(self.execution.seconds)
 
     @property
     def calibrated(self) -> bool:
@@ -70,7 +75,7 @@ class CostModel:
 
         At least one token is always computed: the last one's logits are the answer's beginning.
         """
-        return self.execution.seconds(max(1, new), max(0, context))
+        return self._seconds(max(1, new), max(0, context))
 
     def load_s(self, tier: Tier, nbytes: float) -> float:
         """load(tier, bytes): from a tier of the instance's own to HBM."""
