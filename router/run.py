@@ -6,10 +6,12 @@ import asyncio
 import functools
 import logging
 import signal
+from collections.abc import Callable
 from types import TracebackType
 
 import uvloop
 
+from router import garbage
 from router.agents import Agents
 from router.agents_metrics import show_agents
 from router.choosing import Chooser
@@ -61,9 +63,17 @@ class Router:
     Args:
         config: see ``RouterConfig``.
         clock: seconds.
+        on_loaded: called when a tokenizer has been loaded.
     """
 
-    def __init__(self, config: RouterConfig, *, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        clock: Clock | None = None,
+        on_loaded: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._on_loaded = on_loaded
         self.config = config
         self.clock = clock or SystemClock()
         self.metrics = RouterMetrics()
@@ -314,6 +324,7 @@ class Router:
 
     async def _load_tokenizer(self, facts: InstanceFacts) -> None:
         await self.tokenizers.load(facts)
+        self._on_loaded()
         if self.tokenizers.tokenizer is None:
             return
         while True:
@@ -339,7 +350,7 @@ async def serve(config: RouterConfig) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    async with Router(config) as router:
+    async with Router(config, on_loaded=garbage.settle) as router:
         loop.add_signal_handler(signal.SIGHUP, _read_keys_again, router)
         stopping = asyncio.create_task(stop.wait())
         ending = asyncio.create_task(router.ended())
