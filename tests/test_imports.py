@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tiered_store": set(),
     "disagg": set(),
     "cost_model": set(),
-    "calibration": {"cost_model"},
+    "calibration": {"cluster", "cost_model"},
     "mempool": PARTS,
     "engine": PARTS | {"mempool", "cost_model"},
     "patches": {"engine"},

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from sglang_ext.calibration import measure, reductions
 from sglang_ext.calibration.instance import Facts, Instance
 from sglang_ext.calibration.plan import Tokens, points
+from sglang_ext.calibration.started import started
 from sglang_ext.cost_model import fitting, profile
 from sglang_ext.cost_model.fit import relative_errors
 from sglang_ext.cost_model.levels import ArchLevel, OperatorLevel
@@ -29,7 +31,15 @@ shares, and for each operator of its forward pass, and writes a cost profile tha
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(prog="sglang-ext calibrate", description=DESCRIPTION)
-    made.add_argument("--url", required=True, help="the server, http://host:port")
+    what = made.add_mutually_exclusive_group(required=True)
+    what.add_argument("--url", help="the server, http://host:port")
+    what.add_argument("--model-path", metavar="M", help="start a server of this model, and end it afterwards")
+    made.add_argument(
+        "--server-args", default="", metavar="FLAGS", help="with --model-path: SGLang flags, in one argument"
+    )
+    made.add_argument(
+        "--start-timeout-secs", type=float, default=600.0, help="how long its start may take (default: 600)"
+    )
     made.add_argument("--api-key", metavar="KEY", help="key that the server asks for")
     made.add_argument(
         "--profile", type=Path, metavar="FILE", help="write here instead of the user's cache folder"
@@ -222,7 +232,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError("--longest must be at least 256, --lengths 3 and --rounds 1")
         if any(ranks < 2 for ranks in given.scale_to_tp):
             raise ConfigError("an all-reduce needs at least two ranks", field="--scale-to-tp")
-        with _Shown(quiet=given.quiet) as shown:
+        with ExitStack() as stack:
+            if given.url is None:
+                given.url = stack.enter_context(
+                    started(given.model_path, given.server_args, given.start_timeout_secs)
+                )
+            shown = stack.enter_context(_Shown(quiet=given.quiet))
             made = run(given, shown.progress)
         path = profile.save(made, given.profile)
     except SglangExtError as error:

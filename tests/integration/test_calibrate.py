@@ -8,6 +8,7 @@ import pytest
 
 from sglang_ext.calibration.command import main
 from sglang_ext.cost_model import CostModel, load
+from sglang_ext.testing.models import model_path
 from sglang_ext.testing.servers import ServerProcess, ServerSpec
 
 SPEC = ServerSpec(
@@ -46,6 +47,23 @@ def test_a_running_server_is_calibrated(get_server, tmp_path, capsys) -> None:
     assert json.loads(path.read_text())["schema"] == 1
 
 
+def test_a_server_is_started_measured_and_ended(tmp_path, capsys) -> None:
+    path = tmp_path / "profile.json"
+    flags = "--dtype float32 --mem-fraction-static 0.5 --max-total-tokens 8000 --chunked-prefill-size -1"
+    arguments = ["--model-path", str(model_path("tiny", "float32")), "--server-args", flags]
+    more = ["--longest", "256", "--lengths", "3", "--rounds", "1", "--no-operators", "--quiet"]
+    assert main([*arguments, *more, "--profile", str(path)]) == 0
+    assert load(path).operators is None
+    assert "arch level" in capsys.readouterr().out
+
+
+def test_a_server_that_does_not_start_shows_its_log(tmp_path, capsys) -> None:
+    assert main(["--model-path", str(tmp_path / "gone"), "--quiet"]) == 1
+    said = capsys.readouterr().err
+    assert "ended with exit status" in said
+    assert "gone" in said
+
+
 def test_what_is_no_server_is_named(tmp_path, capsys) -> None:
     assert main(["--url", "http://127.0.0.1:9", "--profile", str(tmp_path / "p.json"), "--quiet"]) == 1
     assert "cannot reach http://127.0.0.1:9" in capsys.readouterr().err
@@ -62,4 +80,16 @@ def test_what_is_no_server_is_named(tmp_path, capsys) -> None:
 )
 def test_flags_that_cannot_work_are_refused(flags, said, capsys) -> None:
     assert main(["--url", "http://127.0.0.1:9", "--quiet", *flags]) == 1
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--server-args=--port 5"], "--port is set by calibrate itself"),
+        (["--server-args=--model-path=x"], "--model-path is set by calibrate itself"),
+    ],
+)
+def test_flags_of_the_server_that_calibrate_sets_are_refused(flags, said, capsys) -> None:
+    assert main(["--model-path", "x", "--quiet", *flags]) == 1
     assert said in capsys.readouterr().err
