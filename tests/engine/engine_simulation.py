@@ -496,6 +496,7 @@ def run(
 
 def finish(rank: Rank) -> None:
     """Let everything end, then check that nothing is held and that a flush empties all."""
+    rank.pool.reset()  # a request may be waiting for memory that owners have
     for _ in range(5000):
         if rank.scheduler.idle:
             break
@@ -505,7 +506,6 @@ def finish(rank: Rank) -> None:
         raise AssertionError(f"the scheduler does not become idle: {rank.cache!r}")
     if rank.cache.prefetcher is not None:
         rank.cache.prefetcher.clear()
-    rank.pool.reset()
     if rank.promotions is not None:
         rank.promotions.settle()
     if rank.tier is not None:
