@@ -291,6 +291,13 @@ class KvConfig:
         "{basic,1,2,3}",
         _one_of("basic", "1", "2", "3"),
     )
+    transfer_mode: str = _flag(
+        "pull",
+        "With --disaggregation-transfer-backend global: pull (prefill computes at once, decode allocates and "
+        "reads when it is done) or push (decode allocates first, prefill writes). The same on every server.",
+        "{pull,push}",
+        _one_of("pull", "push"),
+    )
     check: bool = _flag(
         False,
         "Verify all invariants of the cache whenever the server is idle. For debugging; slow.",

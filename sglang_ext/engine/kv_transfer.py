@@ -7,7 +7,6 @@ in `pd_agent`, on a thread of its own; SGLang polls.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import socket
@@ -25,29 +24,36 @@ from sglang.srt.disaggregation.base.conn import (
     KVTransferMetric,
 )
 from sglang.srt.disaggregation.common.conn import KVTransferError
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.schedule_policy import match_prefix_for_req
+from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 from sglang.srt.runtime_context import get_parallel
 from zmq.constants import POLLIN
 
-from sglang_ext.cluster_key import read_cluster_key
 from sglang_ext.config import KvConfig, with_instance_id
-from sglang_ext.disagg.control import CurveKeys
 from sglang_ext.disagg.errors import RefusedError
 from sglang_ext.disagg.handover import Giving, Taking
-from sglang_ext.disagg.memory import MemoryKind
-from sglang_ext.disagg.pools import MemoryRange, PoolSpec
-from sglang_ext.engine.hbm import pool_geometry, pool_planes
-from sglang_ext.engine.model_identity import config_digest
 from sglang_ext.engine.pd_agent import Agent, AgentConfig
 from sglang_ext.engine.pd_bootstrap import BootstrapService, listen_host
-from sglang_ext.engine.pd_giving import POOL, Room
+from sglang_ext.engine.pd_giving import Room
 from sglang_ext.engine.pd_peers import Local
+from sglang_ext.engine.pd_returns import Blocks, ReturnGiver, ReturnTaker, hbm_holder
+from sglang_ext.engine.pd_setup import (
+    BACKEND,
+    FLAG,
+    MetadataBuffers,
+    keys_of,
+    namespace_of,
+    pool_of,
+    reachable,
+    require_supported,
+)
 from sglang_ext.engine.pd_taking import TakingRoom, Wanted, pages_of
-from sglang_ext.errors import ConfigError
+from sglang_ext.engine.radix_cache import GlobalRadixCache
 
 logger = logging.getLogger(__name__)
 
-BACKEND = "global"
-FLAG = f"--disaggregation-transfer-backend {BACKEND}"
 IDLE_MILLISECONDS = 5
 """How long a scheduler that only waits for transfers sleeps at most before it looks again."""
 
@@ -96,43 +102,6 @@ def settings() -> KvConfig:
     return _process.config or KvConfig.from_user({}, os.environ)
 
 
-def keys_of(config: KvConfig) -> CurveKeys | None:
-    """The cluster's CURVE pair, or None, with which nothing listens beyond loopback.
-
-    Raises:
-        ConfigError: the key file cannot be used.
-    """
-    path = getattr(config, "cluster_key_file", None)
-    if not path:
-        return None
-    return CurveKeys(*read_cluster_key(path, field="--kv-cluster-key-file").curve_pair())
-
-
-class MetadataBuffers:
-    """SGLang's metadata buffers as rows of bytes: first token, log probabilities, counts."""
-
-    def __init__(self, pointers: list[int], item_bytes: list[int]) -> None:
-        self._buffers = list(zip(pointers, item_bytes, strict=True))
-        self.row_bytes = sum(item_bytes)
-
-    def read(self, row: int) -> bytes:
-        """One row, buffer after buffer."""
-        return b"".join(ctypes.string_at(at + row * size, size) for at, size in self._buffers)
-
-    def write(self, row: int, metadata: bytes) -> None:
-        """Fill one row. Its last buffer holds the room, by which SGLang sees that the row is complete.
-
-        Raises:
-            ValueError: it has another size.
-        """
-        if len(metadata) != self.row_bytes:
-            raise ValueError(f"a metadata row has {self.row_bytes} bytes, got {len(metadata)}")
-        start = 0
-        for at, size in self._buffers:
-            ctypes.memmove(at + row * size, metadata[start : start + size], size)
-            start += size
-
-
 class AnyPrefill:
     """SGLang asks here whether it knows a prefill server's layout; the agent finds out, without being waited
     for.
@@ -162,6 +131,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         require_supported(args, server_args)
         self.buffers = MetadataBuffers(args.aux_data_ptrs, args.aux_item_lens)
         self.page_bytes = sum(args.kv_item_lens)
+        self.pushes = config.transfer_mode == "push"
         parallel = get_parallel()
         prefill = disaggregation_mode.value == "prefill"
         keys = keys_of(config)
@@ -170,21 +140,47 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         self.agent = Agent(
             AgentConfig(
                 str(with_instance_id(config, server_args, socket.gethostname()).instance_id),
-                _namespace(scheduler, server_args),
-                Local(parallel.attn_tp_rank, parallel.attn_tp_size, args.page_size, self.buffers.row_bytes),
-                host=_reachable(host),
+                namespace_of(scheduler, server_args),
+                Local(
+                    parallel.attn_tp_rank,
+                    parallel.attn_tp_size,
+                    args.page_size,
+                    self.buffers.row_bytes,
+                    config.transfer_mode,
+                ),
+                host=reachable(host),
                 keys=keys,
-                bootstrap=f"{_reachable(host)}:{port}" if prefill else "",
+                bootstrap=f"{reachable(host)}:{port}" if prefill else "",
                 metrics=server_args.enable_metrics,
             ),
-            _pool(scheduler, args.page_size),
+            pool_of(scheduler, args.page_size),
             self.buffers,
         )
         _process.manager = self
+        cache = scheduler.tree_cache
+        if config.pd_caching == "3" and isinstance(cache, GlobalRadixCache):
+            blocks = Blocks(cache, hbm_holder(cache))
+            if prefill:
+                self.agent.returns = ReturnTaker(blocks, self.agent, lambda: bool(scheduler.waiting_queue))
+            else:
+                self.agent.giver = ReturnGiver(blocks, self.agent)
+                cache.request_ended = self._request_ended
         poller = getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)
         if poller is not None:
             poller.register(self.agent.wake_fd, POLLIN)
         logger.info("KV transfer backend %s: %r", BACKEND, self.agent)
+
+    def _request_ended(self, req: Any, tokens: Any) -> None:
+        """A request's KV was inserted for good, on decode."""
+        taken = req.finished() and not isinstance(req.finished_reason, FINISH_ABORT)
+        if taken and req.bootstrap_host not in (None, FAKE_BOOTSTRAP_HOST) and self.agent.giver is not None:
+            self.agent.giver.ended(req, tokens)
+
+    def each_pass(self) -> None:
+        """Once per pass of the scheduler's loop."""
+        for part in (self.agent.returns, self.agent.giver):
+            if part is not None:
+                part.each_pass()
 
     def register_to_bootstrap(self) -> None:
         """The agent does, again and again."""
@@ -240,7 +236,20 @@ class GlobalKVSender(BaseKVSender):  # type: ignore[misc]
         )
 
     def poll(self) -> int:
-        return int(KVPoll.Failed if self._room is None else _GIVING_POLL[self._room.state])
+        if self._room is None:
+            return int(KVPoll.Failed)
+        if self._room.state is Giving.COMPUTING and self.kv_mgr.pushes:
+            # Push: prefill has to know decode's slots before it computes.
+            granted = self.kv_mgr.agent.giving.granted(self._room) is not None
+            return int(KVPoll.WaitingForInput if granted else KVPoll.Bootstrapping)
+        return int(_GIVING_POLL[self._room.state])
+
+    def pop_decode_prefix_len(self) -> int:
+        """Tokens that decode has, which need not be sent. Pulling, decode leaves them out by itself."""
+        if self._room is None or not self.kv_mgr.pushes:
+            return 0
+        pages = self.kv_mgr.agent.giving.granted(self._room) or 0
+        return int(pages * self.kv_mgr.kv_args.page_size)
 
     def get_transfer_metric(self) -> KVTransferMetric:
         pages = sum(len(part) for part in self._pages)
@@ -292,7 +301,12 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
         self.kv_mgr.agent.taking.read(self._room, Wanted(pages_of(kv_indices), skip, aux_index))
 
     def poll(self) -> int:
-        return int(KVPoll.Bootstrapping if self._room is None else _TAKING_POLL[self._room.state])
+        if self._room is None:
+            return int(KVPoll.Bootstrapping)
+        if self._room.state is Taking.WAITING and self.kv_mgr.pushes:
+            # Push: decode allocates before prefill computes.
+            return int(KVPoll.WaitingForInput)
+        return int(_TAKING_POLL[self._room.state])
 
     def failure_exception(self) -> None:
         """Raise why it failed, when nothing uses the slots any more: SGLang frees them next."""
@@ -325,6 +339,28 @@ class GlobalKVBootstrapServer(BaseKVBootstrapServer):  # type: ignore[misc]
         self._service.close()
 
 
+def each_pass(scheduler: Any) -> None:
+    """A pass of the scheduler's loop begins."""
+    if _process.manager is not None and scheduler is _process.scheduler:
+        _process.manager.each_pass()
+
+
+def match_on_decode(stock: Any, queue: Any, req: Any) -> Any:
+    """What of a prompt decode has. Around SGLang's own match, which finds HBM only: DRAM is brought there."""
+    cache = queue.tree_cache
+    if not isinstance(cache, GlobalRadixCache):
+        return stock(queue, req)
+    if cache.dram is not None:
+        found = match_prefix_for_req(cache, req, req.origin_input_ids, include_req=True)
+        if found.host_hit_length:
+            cache.init_load_back(InitLoadBackParams(found.best_match_node, found.host_hit_length, req=req))
+            cache.settle()
+    match = stock(queue, req)
+    # What is still in DRAM only will come from prefill: nothing would wait for it here.
+    match.l2_host_hit_length = 0
+    return match
+
+
 def idle(scheduler: Any) -> None:
     """Nothing to compute: when only transfers are waited for, sleep until one moves or a request comes."""
     manager = _process.manager
@@ -334,66 +370,3 @@ def idle(scheduler: Any) -> None:
     if poller is not None and not scheduler.is_fully_idle():
         poller.poll(IDLE_MILLISECONDS)
     manager.agent.slept()
-
-
-def require_supported(args: Any, server_args: Any) -> None:
-    """Refuse what this backend cannot move.
-
-    Raises:
-        ConfigError: naming it.
-    """
-    if args.state_types:
-        raise ConfigError(
-            f"does not move the state of this model's layers ({', '.join(map(str, args.state_types))})",
-            field=FLAG,
-            hint="Use another transfer backend",
-        )
-    for value, flag in (
-        (server_args.pp_size, "--pp-size"),
-        (server_args.dp_size, "--dp-size"),
-        (server_args.nnodes, "--nnodes"),
-    ):
-        if value > 1:
-            raise ConfigError(f"does not support {flag} above 1", field=FLAG, hint="Use --tp-size")
-    if args.num_draft_entries:
-        raise ConfigError(
-            "does not move the KV of a draft model", field=FLAG, hint="Use --speculative-algorithm NGRAM"
-        )
-
-
-def _reachable(host: str) -> str:
-    """An address that peers can use for a server that listens everywhere."""
-    if host not in ("0.0.0.0", "::"):
-        return host
-    from sglang.srt.utils.network import get_local_ip_auto
-
-    return str(get_local_ip_auto())
-
-
-def _namespace(scheduler: Any, server_args: Any) -> str:
-    """What prefill and decode must share, however each cuts the model."""
-    dtype = scheduler.token_to_kv_pool_allocator.get_kvcache().dtype
-    return f"{config_digest(scheduler.model_config.hf_config)} {server_args.weight_version} {dtype}"
-
-
-def _pool(scheduler: Any, page_tokens: int) -> PoolSpec:
-    """The engine's pool in pages, as peers may read it."""
-    parallel = get_parallel()
-    kvcache = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    planes = pool_planes(kvcache)
-    geometry = pool_geometry(
-        planes,
-        block_tokens=page_tokens,
-        page_tokens=page_tokens,
-        first_layer=kvcache.start_layer,
-        model_layers=scheduler.model_config.num_hidden_layers,
-        tp_rank=parallel.attn_tp_rank,
-        tp_size=parallel.attn_tp_size,
-        model_kv_heads=scheduler.model_config.get_total_num_kv_heads(),
-    )
-    kind = MemoryKind.HOST if planes[0][0].device.type == "cpu" else MemoryKind.CUDA
-    memory = [
-        MemoryRange(plane.data_ptr(), plane.nbytes, kind, keep=plane) for layer in planes for plane in layer
-    ]
-    # Every request may be leased: its slots are held by the engine anyway.
-    return PoolSpec.of_geometry(POOL, geometry, memory, lease_budget=geometry.slots)

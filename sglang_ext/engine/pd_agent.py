@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,18 +20,35 @@ from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.disagg.config import EndpointConfig
 from sglang_ext.disagg.control import ControlClient, ControlServer, CurveKeys
 from sglang_ext.disagg.errors import PeerProtocolError, TransferError
-from sglang_ext.disagg.handover import HEARTBEAT_SECONDS, LEASE_SECONDS, VERDICT_SECONDS
+from sglang_ext.disagg.handover import HEARTBEAT_SECONDS, LEASE_SECONDS, VERDICT_SECONDS, WRITE_SECONDS
+from sglang_ext.disagg.instance import Instance
 from sglang_ext.disagg.leases import Ended
 from sglang_ext.disagg.pools import PoolSpec
+from sglang_ext.disagg.runs import Ids
 from sglang_ext.disagg.transfer import Endpoint
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine.pd_bootstrap import REGISTER_SECONDS
-from sglang_ext.engine.pd_giving import POOL, GivingRooms
-from sglang_ext.engine.pd_messages import ANSWERS, ASKS, Abort, Ask, Done, Join, Ok, RankInfo, Register
+from sglang_ext.engine.pd_giving import GivingRooms
+from sglang_ext.engine.pd_leases import POOL, LeaseBook
+from sglang_ext.engine.pd_messages import (
+    ANSWERS,
+    ASKS,
+    Abort,
+    Ask,
+    Done,
+    Join,
+    Ok,
+    Push,
+    RankInfo,
+    Register,
+    Return,
+)
 from sglang_ext.engine.pd_metrics import AgentMetrics, AgentState
-from sglang_ext.engine.pd_peers import Local, PrefillPeers
-from sglang_ext.engine.pd_taking import MetadataRows, TakingRooms
+from sglang_ext.engine.pd_peers import Local, PrefillPeer, PrefillPeers
+from sglang_ext.engine.pd_returns import ReturnGiver, ReturnTaker, refused
+from sglang_ext.engine.pd_taking import Claims, MetadataRows, TakingRooms
 from sglang_ext.engine.pd_thread import LoopThread
+from sglang_ext.wire import unpack_ids
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +87,10 @@ class Agent:
         self._clock = clock or SystemClock()
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._tasks: list[asyncio.Task[None]] = []
+        self._started: set[asyncio.Future[None]] = set()
+        self._backs: dict[str, Instance] = {}
+        self.returns: ReturnTaker | None = None
+        self.giver: ReturnGiver | None = None
         self._thread = LoopThread("kv-transfer")
         try:
             self._thread.run(self._start(pool))
@@ -86,6 +108,12 @@ class Agent:
             rooms={"prefill": self.giving.live, "decode": self.taking.live},
             ends={"prefill": dict(self.giving.ends), "decode": dict(self.taking.ends)},
             leased_pages=self.endpoint.pools[POOL].pinned,
+            returns={
+                side: dict(part.outcomes)
+                for side, part in (("prefill", self.returns), ("decode", self.giver))
+                if part is not None
+            },
+            returned_tokens=sum(part.tokens for part in (self.returns, self.giver) if part is not None),
             transport_bytes={str(name): stats.bytes for name, stats in self.endpoint.totals().items()},
         )
 
@@ -99,6 +127,34 @@ class Agent:
         with contextlib.suppress(OSError):
             os.eventfd_read(self.wake_fd)
 
+    def peer(self, address: str) -> PrefillPeer | None:
+        """A connected prefill server, by its bootstrap address. From any thread."""
+        return self._peers.known(address)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run something on the transfer thread. From any thread."""
+        self._thread.loop.call_soon_threadsafe(self._keep, work)
+
+    def settle(self, future: asyncio.Future[None]) -> None:
+        """Let what waits for a future go on. From any thread."""
+        self._thread.loop.call_soon_threadsafe(lambda: future.done() or future.set_result(None))
+
+    async def back(self, control: str) -> Instance:
+        """The connection to a decode server that offers something; made once, remade after a death."""
+        async with self._back_lock:
+            known = self._backs.get(control)
+            if known is not None and not known.gone:
+                return known
+            if known is not None:
+                await known.close()
+            self._backs[control] = fresh = await self.endpoint.connect([control])
+            return fresh
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._started.add(task)
+        task.add_done_callback(self._started.discard)
+
     def close(self) -> None:
         """Leave: end rooms, leases and connections. Safe to call again."""
         if self.wake_fd < 0:
@@ -110,7 +166,9 @@ class Agent:
 
     async def _start(self, pool: PoolSpec) -> None:
         config, loop = self.config, asyncio.get_running_loop()
+        claims, pushes = Claims(), config.local.mode == "push"
         self._context = Context()
+        self._back_lock = asyncio.Lock()
         self.endpoint = await Endpoint.start(
             EndpointConfig(
                 config.instance,
@@ -126,11 +184,20 @@ class Agent:
             [pool],
             clock=self._clock,
             on_ended=self._lease_ended,
+            receiver=claims if pushes else None,
         )
-        pages = self.endpoint.pools[POOL]
-        self.giving = GivingRooms(pages, self.endpoint, self._clock, loop, self.wake)
+        self.book = LeaseBook(self.endpoint.pools[POOL], self.endpoint)
+        self.giving = GivingRooms(self.book, self._clock, loop, self.wake, self._write)
         self._peers = PrefillPeers(self.endpoint, self._context, config.keys, config.local)
-        self.taking = TakingRooms(self._peers, self.endpoint.epoch, self._rows, self._clock, loop, self.wake)
+        self.taking = TakingRooms(
+            self._peers,
+            self.endpoint.epoch,
+            self._rows,
+            self._clock,
+            loop,
+            self.wake,
+            (claims, self.endpoint.address) if pushes else None,
+        )
         self._server = ControlServer(self._context, config.host, config.keys, self._answer, ASKS, ANSWERS)
         self._tasks.append(asyncio.create_task(self._ticking(), name="kv-pd-tick"))
         if config.bootstrap:
@@ -140,6 +207,9 @@ class Agent:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for started in list(self._started):
+            started.cancel()
+        await asyncio.gather(*self._started, return_exceptions=True)
         await self.taking.close()
         await self._server.close()
         await self._peers.close()
@@ -147,18 +217,34 @@ class Agent:
         self._context.destroy(linger=0)
 
     def _lease_ended(self, _pool: str, ended: Ended) -> None:
-        self.giving.lease_ended(ended)
+        self.book.ended(ended)
+
+    async def _write(self, room: int, target: Push, pages: Ids) -> None:
+        """Fill a decode rank's pages from ours."""
+        wanted = unpack_ids(target.pages)
+        if wanted.size != pages.size:
+            raise PeerProtocolError(f"decode has room for {wanted.size} pages, there are {pages.size}")
+        if not wanted.size:
+            return
+        instance = await self.back(target.control)
+        await instance.push(f"{room:x}", POOL, pages, POOL, seconds=WRITE_SECONDS, destination=wanted)
 
     async def _answer(self, _identity: bytes, message: Ask) -> Any:
         match message:
             case Join():
                 return await self.giving.join(message)
+            case Push():
+                return await self.giving.push(message)
             case Done():
                 self.giving.done(message.room, message.reader)
                 return Ok()
             case Abort():
                 self.giving.peer_aborts(message.room, message.reader, message.reason)
                 return Ok()
+            case Return():
+                if self.returns is None:
+                    raise refused(message)
+                return await self.returns.take(message)
         raise PeerProtocolError(f"{type(message).__name__} is not for this port")
 
     async def _ticking(self) -> None:
@@ -184,6 +270,7 @@ class Agent:
             self.config.local.metadata_bytes,
             self.endpoint.address,
             self._server.address,
+            self.config.local.mode,
         )
         client = ControlClient(
             self._context, self.config.bootstrap, self.config.keys, lambda _: None, ASKS, ANSWERS

@@ -9,11 +9,10 @@ decode rank has a lease on them, and opened before the room ends: so nobody take
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -27,27 +26,16 @@ from sglang_ext.disagg.handover import (
     Giving,
     after,
 )
-from sglang_ext.disagg.leases import Ended, LeaseEnd
-from sglang_ext.disagg.messages import Offer
-from sglang_ext.disagg.pools import OwnedPool
+from sglang_ext.disagg.leases import LeaseEnd
 from sglang_ext.disagg.runs import Ids
-from sglang_ext.engine.pd_messages import MAX_ROOM, Join, Ready
+from sglang_ext.engine.pd_leases import LeaseBook
+from sglang_ext.engine.pd_messages import MAX_ROOM, Join, Push, Ready
+from sglang_ext.errors import SglangExtError
 
 T = TypeVar("T")
 
-POOL = "hbm"
 MAX_PARKED = 4096
 """Decode ranks that may wait for rooms that this rank has not heard of yet."""
-
-
-class Publisher(Protocol):
-    """What is needed of an `Endpoint`."""
-
-    def publish(self, pool: str, request: str, blocks: Ids, ttl: float | None, reader: bytes | None) -> Offer:
-        """Lease sealed blocks."""
-
-    def withdraw(self, pool: str, lease: int) -> bool:
-        """End a lease; `GivingRooms.lease_ended` is called before this returns."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +43,8 @@ class Reader:
     """A decode rank in a room."""
 
     reads: bool
+    target: Push | None = None
+    """Where to write; None where it reads."""
     lease: int = 0
     done: bool = False
     answer: asyncio.Future[Ready] | None = None
@@ -72,38 +62,38 @@ class Room:
     metadata: bytes = b""
     readers: dict[bytes, Reader] = field(default_factory=dict)
     expected: int = 0
+    writing: asyncio.Task[None] | None = None
     released_at: float = 0.0
 
 
 class GivingRooms:
     """All rooms of one prefill rank.
 
-    pool: the pages, whose generations this opens and seals. loop: where the other methods are called.
-    wake: called when a room may have ended.
+    book: leases the pages. loop: where the other methods are called. wake: called when a room has moved.
+    write: fills a decode rank's pages from ours (push).
     """
 
     def __init__(
         self,
-        pool: OwnedPool,
-        publisher: Publisher,
+        book: LeaseBook,
         clock: Clock,
         loop: asyncio.AbstractEventLoop,
         wake: Callable[[], None] = lambda: None,
+        write: Callable[[int, Push, Ids], Awaitable[None]] | None = None,
     ) -> None:
-        self._pool = pool
-        self._publisher = publisher
+        self._write = write
+        self._book = book
         self._clock = clock
         self._loop = loop
         self._wake = wake
-        self._lock = threading.RLock()
+        self._lock = book.lock
         self._rooms: dict[int, Room] = {}
-        self._leases: dict[int, tuple[Room, bytes]] = {}
         self._parked: dict[int, list[asyncio.Future[None]]] = {}
         self.ends: Counter[str] = Counter()
         """Rooms that have ended, by how: `released`, or the event by which they were lost."""
 
     def __repr__(self) -> str:
-        return f"<GivingRooms rooms={len(self._rooms)} leases={len(self._leases)} parked={len(self._parked)}>"
+        return f"<GivingRooms rooms={len(self._rooms)} {self._book!r} parked={len(self._parked)}>"
 
     @property
     def live(self) -> int:
@@ -138,6 +128,10 @@ class GivingRooms:
                 return
             room.pages, room.metadata = np.asarray(pages, np.int64), metadata
             self._move(room, Event.COMPUTED)
+            if any(reader.target is not None for reader in room.readers.values()):
+                self._move(room, Event.WRITE)
+                self._loop.call_soon_threadsafe(self._begin_writing, room)
+                return
             for epoch, reader in room.readers.items():
                 if reader.answer is not None:
                     self._loop.call_soon_threadsafe(_settle, reader.answer, self._offer(room, epoch, reader))
@@ -176,6 +170,32 @@ class GivingRooms:
             reader.answer = self._loop.create_future()
         return await reader.answer
 
+    async def push(self, message: Push) -> Ready:
+        """A decode rank names pages to be filled; returns when they are.
+
+        Raises:
+            RefusedError: as `join`.
+        """
+        room = await self._appears(message.room)
+        with self._lock:
+            if FACTS[room.state].end:
+                raise RefusedError("room", room.reason or "the request is over")
+            if room.state is not Giving.COMPUTING or message.reader in room.readers:
+                raise RefusedError("room", "the request is computed already; set --kv-transfer-mode alike")
+            room.expected = message.readers
+            reader = room.readers[message.reader] = Reader(False, message)
+            self._move(room, Event.JOINED)
+            reader.answer = self._loop.create_future()
+        self._wake()
+        return await reader.answer
+
+    def granted(self, room: Room) -> int | None:
+        """How many pages decode has already, once every decode rank has named the pages to fill."""
+        with self._lock:
+            if not room.expected or len(room.readers) < room.expected:
+                return None
+            return min((r.target.skip for r in room.readers.values() if r.target is not None), default=0)
+
     def done(self, number: int, epoch: bytes) -> None:
         """A decode rank needs nothing more.
 
@@ -201,22 +221,15 @@ class GivingRooms:
                 raise RefusedError("room", f"room {number} is unknown here")
         self._lose(room, Event.PEER_ABORT, f"decode gave the request up: {reason}")
 
-    def lease_ended(self, ended: Ended) -> None:
-        """A lease is over: open what nobody reads any more, and move its room."""
-        with self._lock:
-            freed = ended.freed[self._pool.may_reuse(ended.freed) & self._pool.is_sealed(ended.freed)]
-            self._pool.open(freed)
-            room, epoch = self._leases.pop(ended.lease.number, (None, b""))
-            if room is None or ended.how is LeaseEnd.WITHDRAWN:
-                return
-            reader = room.readers[epoch]
-            reader.lease = 0
-            if ended.how is LeaseEnd.COMPLETED:
-                reader.done = True
-                self._release_if_all_done(room)
-                return
-        event = Event.PEER_DEAD if ended.how is LeaseEnd.READER_DEAD else Event.FAULT
-        self._lose(room, event, f"a decode rank did not take the KV: {ended.how.value}")
+    def _lease_ended(self, room: Room, reader: Reader, how: LeaseEnd) -> None:
+        """A lease is over, and its pages are open. Under the lock."""
+        reader.lease = 0
+        if how is LeaseEnd.COMPLETED:
+            reader.done = True
+            self._release_if_all_done(room)
+            return
+        event = Event.PEER_DEAD if how is LeaseEnd.READER_DEAD else Event.FAULT
+        self._lose(room, event, f"a decode rank did not take the KV: {how.value}")
 
     def tick(self, connected: Iterable[bytes]) -> None:
         """End what is overdue. connected: epochs of the decode ranks that live."""
@@ -279,17 +292,41 @@ class GivingRooms:
         self._move(room, Event.JOINED)
         offer = None
         if reader.reads and room.pages.size:
-            opened = ~self._pool.is_sealed(room.pages)
-            self._pool.seal(room.pages[opened])
-            offer = self._publisher.publish(POOL, f"{room.number:x}", room.pages, LEASE_SECONDS, epoch)
+            offer = self._book.lease(
+                f"{room.number:x}",
+                room.pages,
+                LEASE_SECONDS,
+                epoch,
+                lambda how: self._lease_ended(room, reader, how),
+            )
             reader.lease = offer.lease
-            self._leases[offer.lease] = (room, epoch)
         return Ready(offer, room.metadata)
+
+    def _begin_writing(self, room: Room) -> None:
+        room.writing = asyncio.create_task(self._fill(room))
+
+    async def _fill(self, room: Room) -> None:
+        """Write to every decode rank, then tell them."""
+        assert self._write is not None
+        try:
+            for reader in list(room.readers.values()):
+                if reader.target is not None and room.pages.size:
+                    await self._write(room.number, reader.target, room.pages)
+        except SglangExtError as error:
+            self._lose(room, Event.FAULT, f"writing to decode failed: {error}")
+            return
+        with self._lock:
+            if FACTS[room.state].end:
+                return
+            for reader in room.readers.values():
+                reader.done = True
+                if reader.answer is not None:
+                    _settle(reader.answer, Ready(None, room.metadata))
+            self._release_if_all_done(room)
 
     def _withdraw(self, reader: Reader) -> None:
         lease, reader.lease = reader.lease, 0
-        self._publisher.withdraw(POOL, lease)
-        self._leases.pop(lease, None)
+        self._book.withdraw(lease)
 
     def _release_if_all_done(self, room: Room) -> None:
         if FACTS[room.state].end or len(room.readers) < room.expected:
@@ -310,6 +347,8 @@ class GivingRooms:
                 if reader.answer is not None:
                     error = RefusedError("room", reason)
                     self._loop.call_soon_threadsafe(_fail, reader.answer, error)
+            if room.writing is not None:
+                self._loop.call_soon_threadsafe(room.writing.cancel)
             room.reason = reason
             # Last: from here on the engine may give the slots to others.
             self._move(room, event)
@@ -323,14 +362,12 @@ class GivingRooms:
             room.state, room.since = state, self._clock.monotonic()
 
     def check(self) -> None:
-        """Verify that exactly the leased pages are sealed, and that leases belong to live rooms."""
+        """Verify that leases belong to live rooms, and the book's invariants."""
         with self._lock:
-            for lease, (room, epoch) in self._leases.items():
-                assert room.readers[epoch].lease == lease, f"lease {lease} is not its reader's"
-                assert not FACTS[room.state].end, f"lease {lease} of a room that is over"
-            every = np.arange(self._pool.blocks)
-            sealed = self._pool.is_sealed(every)
-            assert not (sealed & self._pool.may_reuse(every)).any(), "a page is sealed without a lease"
+            self._book.check()
+            for room in self._rooms.values():
+                for reader in room.readers.values():
+                    assert not (reader.lease and FACTS[room.state].end), "a lease of a room that is over"
 
 
 def _settle(future: asyncio.Future[T], value: T) -> None:

@@ -3,7 +3,8 @@
 Bootstrap: each rank of a prefill server says `Register` to its server's bootstrap port, again and again; a
 decode rank says `Lookup` there and is told all ranks. Hand-over: a decode rank says `Join` to every rank of
 the prefill server and is answered by `Ready` once the request is computed, or refused; then `Done`, or
-`Abort`. The bytes travel by `disagg`. See `sglang_ext.wire` for the rules of messages.
+`Abort`. When a request has ended, decode may say `Return` (PD-Caching-3). The bytes travel by `disagg`. See
+`sglang_ext.wire` for the rules of messages.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 
 
 class RankInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One rank of a prefill server. endpoint, handover: addresses of its two control sockets."""
+    """One rank of a prefill server. endpoint, handover: addresses of its two control sockets. mode:
+    how KV travels.
+    """
 
     instance: Name
     epoch: Epoch
@@ -35,6 +38,7 @@ class RankInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metadata_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
     endpoint: Name
     handover: Name
+    mode: Name = "pull"
     protocol: int = PROTOCOL
 
 
@@ -78,6 +82,21 @@ class Ready(Message, frozen=True, tag="ready"):
     metadata: Blob
 
 
+class Push(Message, frozen=True, tag="push"):
+    """A decode rank has set pages aside and wants them filled (push). Answered by Ready when they are.
+
+    readers: how many decode ranks this prefill rank fills. control: of decode's endpoint. pages: for the
+    prompt after `skip` pages, which decode has.
+    """
+
+    room: Room
+    reader: Epoch
+    readers: Ranks
+    control: Name
+    pages: Blob
+    skip: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
 class Done(Message, frozen=True, tag="done"):
     """A decode rank needs nothing more of a room; its lease, if it has one, ends. Answered by Ok."""
 
@@ -93,12 +112,33 @@ class Abort(Message, frozen=True, tag="abort"):
     reason: Name
 
 
+class Return(Message, frozen=True, tag="return"):
+    """A request has ended on decode: its KV, for prefill to insert. Answered by Returned.
+
+    offer: pages of the whole blocks of `tokens`, leased. control: address of decode's endpoint.
+    extra_key, cache_salt: whose prompts they are.
+    """
+
+    offer: Offer
+    control: Name
+    tokens: Blob
+    extra_key: Name | None = None
+    cache_salt: Name | None = None
+
+
+class Returned(Message, frozen=True, tag="returned"):
+    """tokens: how many prefill has by it that it had not. skipped: why none; empty when it read them."""
+
+    tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+    skipped: Name = ""
+
+
 class Ok(Message, frozen=True, tag="ok"):
     """Taken note of."""
 
 
-Ask = Register | Lookup | Join | Done | Abort
-Answer = Ok | Topology | Ready | Refused
+Ask = Register | Lookup | Join | Push | Done | Abort | Return
+Answer = Ok | Topology | Ready | Returned | Refused
 
 ASKS: Codec[Ask] = Codec(Ask)
 ANSWERS: Codec[Answer] = Codec(Answer)

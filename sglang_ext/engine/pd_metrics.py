@@ -13,12 +13,15 @@ class AgentState:
     """What one rank's agent is doing, and what it has done since it was started.
 
     rooms: by side, those that have not ended. ends: by side and by how. transport_bytes: read from peers.
+    returns: by side and outcome. returned_tokens: given (decode), got (prefill).
     """
 
     rooms: Mapping[str, int]
     ends: Mapping[str, Mapping[str, int]]
     leased_pages: int
     transport_bytes: Mapping[str, int] = field(default_factory=dict)
+    returns: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    returned_tokens: int = 0
 
 
 class AgentMetrics:
@@ -51,6 +54,19 @@ class AgentMetrics:
             registry=registry,
         )
 
+        self._returns = Counter(
+            metric_name("pd", "returns"),
+            "Requests whose KV went back to prefill (returned), or why not.",
+            ["side", "outcome", "tp_rank"],
+            registry=registry,
+        )
+        self._returned = Counter(
+            metric_name("pd", "returned_tokens"),
+            "Tokens of KV that went back from decode to prefill.",
+            ["tp_rank"],
+            registry=registry,
+        )
+
     def update(self, state: AgentState) -> None:
         """Publish it."""
         for side, rooms in state.rooms.items():
@@ -59,6 +75,12 @@ class AgentMetrics:
         for side, ends in state.ends.items():
             for end, count in ends.items():
                 self._ends.labels(side, end, self._rank).inc(self._more(count, side, end))
+        for side, outcomes in state.returns.items():
+            for outcome, count in outcomes.items():
+                self._returns.labels(side, outcome, self._rank).inc(
+                    self._more(count, "return", side, outcome)
+                )
+        self._returned.labels(self._rank).inc(self._more(state.returned_tokens, "returned"))
         for transport, count in state.transport_bytes.items():
             self._bytes.labels(transport, self._rank).inc(self._more(count, "bytes", transport))
 

@@ -24,8 +24,11 @@ from sglang_ext.engine.pd_messages import (
     Done,
     Join,
     Lookup,
+    Push,
     RankInfo,
     Ready,
+    Return,
+    Returned,
     Topology,
 )
 
@@ -44,6 +47,7 @@ class Local:
     ranks: int
     page_tokens: int
     metadata_bytes: int
+    mode: str = "pull"
 
 
 class PrefillPeer:
@@ -90,11 +94,37 @@ class PrefillPeer:
             raise PeerProtocolError("a prefill rank answers a join with something else")
         return list(answers)
 
+    async def push(self, room: int, epoch: bytes, control: str, pages: bytes, skip: int) -> list[Ready]:
+        """Have pages of ours filled; returns when they are.
+
+        Raises:
+            RefusedError: several prefill ranks would have to fill one of ours. As `join`.
+        """
+        if len(self._needed) != 1:
+            raise RefusedError("shard", "several ranks there fill one here; set --kv-transfer-mode pull")
+        (at,) = self._needed
+        readers = max(1, self._local.ranks // len(self.ranks))
+        answer = await self._clients[at].ask(Push(room, epoch, readers, control, pages, skip), None)
+        if not isinstance(answer, Ready):
+            raise PeerProtocolError("a prefill rank answers a push with something else")
+        return [answer]
+
     async def done(self, room: int, epoch: bytes, ranks: Sequence[int]) -> None:
         """Say to some ranks that nothing more is needed of a room."""
         for at in ranks:
             with contextlib.suppress(TransferError):
                 await self._clients[at].ask(Done(room, epoch), LOOKUP_SECONDS)
+
+    async def give_back(self, message: Return, seconds: float) -> Returned:
+        """Offer a request's KV to the only rank; returns when it has been read, or is not wanted.
+
+        Raises:
+            RefusedError, TransferDeadlineError, PeerGoneError: it may have been read.
+        """
+        answer = await self._clients[0].ask(message, seconds)
+        if not isinstance(answer, Returned):
+            raise PeerProtocolError("a prefill rank answers a return with something else")
+        return answer
 
     async def abort(self, room: int, epoch: bytes, reason: str) -> None:
         """Say to every rank that the request is over here."""
@@ -135,6 +165,11 @@ class PrefillPeers:
     def connected(self) -> tuple[PrefillPeer, ...]:
         """Those that live, as far as is known."""
         return tuple(peer for peer in self._peers.values() if not peer.gone)
+
+    def known(self, address: str) -> PrefillPeer | None:
+        """The server behind an address, if it is connected. From any thread."""
+        peer = self._peers.get(address)
+        return None if peer is None or peer.gone else peer
 
     async def get(self, address: str) -> PrefillPeer:
         """The server behind a bootstrap address.
@@ -208,6 +243,10 @@ class PrefillPeers:
                 "page_size",
                 f"pages of {first.page_tokens} tokens there, {self._local.page_tokens} here; set --page-size "
                 "alike",
+            )
+        if first.mode != self._local.mode:
+            raise RefusedError(
+                "mode", f"{first.mode} there, {self._local.mode} here; set --kv-transfer-mode alike"
             )
         if first.metadata_bytes != self._local.metadata_bytes:
             raise RefusedError("metadata", "the metadata rows differ; run one release, with the same model")

@@ -8,11 +8,12 @@ until the room has ended.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -30,12 +31,12 @@ from sglang_ext.disagg.handover import (
 )
 from sglang_ext.disagg.messages import Offer
 from sglang_ext.disagg.runs import Ids
+from sglang_ext.engine.pd_leases import POOL
 from sglang_ext.engine.pd_messages import Ready
 from sglang_ext.engine.pd_peers import PrefillPeer, PrefillPeers
 from sglang_ext.errors import SglangExtError
 from sglang_ext.wire import pack_ids, unpack_ids
 
-POOL = "hbm"
 SETTLE_SECONDS = 30.0
 
 
@@ -69,6 +70,59 @@ class TakingRoom:
     stopped: threading.Event = field(default_factory=threading.Event)
     seconds: float = 0.0
     """How long the read took."""
+    claimed: bool = False
+    """Whether a peer may be writing to its pages (push)."""
+    unclaimed: asyncio.Event | None = None
+
+
+class Claims:
+    """Pages that prefill ranks may write (push): an `owner.Receiver` for pages that were named beforehand."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[str, TakingRoom] = {}
+        self._over: set[str] = set()
+
+    def add(self, name: str, room: TakingRoom) -> None:
+        """From now on a prefill rank may claim the room's pages, under this name."""
+        room.unclaimed = asyncio.Event()
+        self._rooms[name] = room
+
+    async def remove(self, name: str) -> None:
+        """Nobody may claim them any more; returns when who has claimed them writes no more."""
+        room = self._rooms[name]
+        self._over.add(name)
+        try:
+            while room.claimed:
+                assert room.unclaimed is not None
+                await room.unclaimed.wait()
+        finally:
+            self._over.discard(name)
+            del self._rooms[name]
+
+    async def allocate(self, pool: str, count: int, request: str, private: bytes) -> Ids:
+        raise RefusedError("blocks", "name the pages: SGLang allocates them here")
+
+    async def claim(self, pool: str, blocks: Ids, request: str, private: bytes) -> None:
+        room = self._rooms.get(request)
+        wanted = room.wanted if room is not None and request not in self._over else None
+        if room is None or wanted is None or not np.array_equal(wanted.pages, blocks):
+            raise RefusedError("blocks", f"no such pages were set aside for {request!r}")
+        room.claimed = True
+
+    async def insert(
+        self, pool: str, blocks: Ids, tokens: bytes, flags: int, request: str, private: bytes
+    ) -> bool:
+        self._unclaim(request)
+        return False
+
+    async def discard(self, pool: str, blocks: Ids, request: str) -> None:
+        self._unclaim(request)
+
+    def _unclaim(self, name: str) -> None:
+        room = self._rooms.get(name)
+        if room is not None and room.unclaimed is not None:
+            room.claimed = False
+            room.unclaimed.set()
 
 
 class TakingRooms:
@@ -82,7 +136,10 @@ class TakingRooms:
         clock: Clock,
         loop: asyncio.AbstractEventLoop,
         wake: Callable[[], None] = lambda: None,
+        pushed: tuple[Claims, str] | None = None,
     ) -> None:
+        """pushed: with push, where peers claim pages, and our endpoint's address."""
+        self._pushed = pushed
         self._peers = peers
         self._epoch = epoch
         self._rows = rows
@@ -113,7 +170,7 @@ class TakingRooms:
     def read(self, room: TakingRoom, wanted: Wanted) -> None:
         """Slots and row are set aside: read into them, once the room is `Taking.READY`."""
         with self._lock:
-            if room.state is not Taking.READY:
+            if room.state is not (Taking.READY if self._pushed is None else Taking.WAITING):
                 return
             room.wanted = wanted
             self._move(room, Event.ALLOCATED)
@@ -165,12 +222,15 @@ class TakingRooms:
         try:
             peer = await self._peers.get(room.address)
             self._moved(room, Event.JOINED)
-            ready = await peer.join(room.number, self._epoch)
-            self._moved(room, Event.OFFER)
-            await self._asked(room, peer, ready)
-            started = self._clock.monotonic()
-            await self._read(room, peer, ready)
-            room.seconds = self._clock.monotonic() - started
+            if self._pushed is None:
+                ready = await peer.join(room.number, self._epoch)
+                self._moved(room, Event.OFFER)
+                await self._asked(room, peer, ready)
+                started = self._clock.monotonic()
+                await self._read(room, peer, ready)
+                room.seconds = self._clock.monotonic() - started
+            else:
+                await self._let_write(room, peer, *self._pushed)
             self._moved(room, Event.ARRIVED)
             self.ends["held"] += 1
         except asyncio.CancelledError:
@@ -189,6 +249,30 @@ class TakingRooms:
         # A room that refused us may be another request's: leave it alone.
         if room.state is Taking.FAILED and not refused and peer is not None and not peer.gone:
             await peer.abort(room.number, self._epoch, room.reason)
+
+    async def _let_write(self, room: TakingRoom, peer: PrefillPeer, claims: Claims, control: str) -> None:
+        """Push: wait for slots, name them to prefill, and return when they are filled."""
+        assert room.asked is not None
+        while not room.asked.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RENEW_SECONDS):
+                    await room.asked.wait()
+            if peer.gone:
+                raise PeerGoneError("the prefill server is gone")
+        wanted = room.wanted
+        assert wanted is not None
+        name = f"{room.number:x}"
+        claims.add(name, room)
+        try:
+            (ready,) = await peer.push(room.number, self._epoch, control, pack_ids(wanted.pages), wanted.skip)
+        except BaseException as error:
+            if not isinstance(error, RefusedError) and not peer.gone:
+                # So that it stops writing; until it has, the slots are in use.
+                await peer.abort(room.number, self._epoch, "given up")
+            await _at_last(claims.remove(name))
+            raise
+        await claims.remove(name)
+        self._rows.write(wanted.row, ready.metadata)
 
     async def _asked(self, room: TakingRoom, peer: PrefillPeer, ready: Sequence[Ready]) -> None:
         """Wait until the engine has slots; meanwhile the KV stays leased."""
@@ -246,6 +330,14 @@ class TakingRooms:
         state = after(room.state, event)
         assert isinstance(state, Taking)
         room.state = state
+
+
+async def _at_last(work: Coroutine[Any, Any, None]) -> None:
+    """Run something to its end, however often we are cancelled meanwhile."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(task)
 
 
 def after_skip(offer: Offer, wanted: Wanted) -> Offer:

@@ -4,8 +4,10 @@ What: ``global`` becomes a member of ``TransferBackend`` and a choice of
 ``--disaggregation-transfer-backend``; ``get_kv_class`` answers for it with the classes of
 ``engine/kv_transfer.py``. Before the command line is made into a server's settings, ``--kv-pd-caching``
 chooses which of SGLang's caching flags are set. Before ``init_disaggregation`` our classes are told the
-scheduler, whose pool they serve. After ``on_idle`` a scheduler that only waits for transfers sleeps until one
-of them moves, where stock SGLang spins.
+scheduler, whose pool they serve; after ``ingest_requests``, in each pass, they change its cache for returns.
+Around decode's ``_match_prefix_and_lock``, which would count on HiCache for what is in DRAM, that is loaded.
+After ``on_idle`` a scheduler that only waits for transfers sleeps until one of them moves, where stock SGLang
+spins.
 
 Why no extension point serves: ``add_disagg_transfer_backend_choices`` extends the command line only; the
 enumeration and the function are closed, and the classes are constructed with pointers instead of the pool.
@@ -97,6 +99,23 @@ def after_idle(_result: None, scheduler: Any) -> None:
         kv_transfer.idle(scheduler)
 
 
+def after_ingest(_result: Any, scheduler: Any) -> None:
+    """After ``ingest_requests``, with which each pass of a loop begins."""
+    if scheduler.server_args.disaggregation_transfer_backend == BACKEND:
+        from sglang_ext.engine import kv_transfer
+
+        kv_transfer.each_pass(scheduler)
+
+
+def match_and_lock(stock: Any, queue: Any, req: Any) -> Any:
+    """Around decode's ``_match_prefix_and_lock``."""
+    if queue.transfer_backend.value != BACKEND:
+        return stock(queue, req)
+    from sglang_ext.engine import kv_transfer
+
+    return kv_transfer.match_on_decode(stock, queue, req)
+
+
 def add_member() -> None:
     """Make ``global`` a member of the enumeration and a choice of the flag."""
     choices = resolve(_CHOICES)
@@ -141,6 +160,16 @@ _HOOKS = hook_patch(
         Target(f"{_SCHEDULER}.init_disaggregation", "(self)", "98d20bd26ea5"),
         "before",
         before_init_disaggregation,
+    ),
+    Hook(Target(f"{_SCHEDULER}.ingest_requests", "(self)", "3f8ec429f127"), "after", after_ingest),
+    Hook(
+        Target(
+            "sglang.srt.disaggregation.decode.DecodePreallocQueue._match_prefix_and_lock",
+            "(self, req)",
+            "a3994d47ad84",
+        ),
+        "around",
+        match_and_lock,
     ),
     Hook(Target(f"{_SCHEDULER}.on_idle", "(self)", "5dff528d6b13"), "after", after_idle),
 )

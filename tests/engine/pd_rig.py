@@ -13,7 +13,7 @@ from sglang_ext.disagg.memory import MemoryKind
 from sglang_ext.disagg.pools import MemoryRange, PoolSpec
 from sglang_ext.engine.pd_agent import Agent, AgentConfig
 from sglang_ext.engine.pd_bootstrap import BootstrapService
-from sglang_ext.engine.pd_giving import POOL
+from sglang_ext.engine.pd_leases import POOL
 from sglang_ext.engine.pd_peers import Local
 from sglang_ext.geometry import mha_geometry
 from sglang_ext.testing.servers import wait_until
@@ -101,7 +101,7 @@ class Rig:
 
 
 @contextmanager
-def rig(prefill: int = 1, decode: int = 1, page: int = 4, namespace: str = "model") -> Iterator[Rig]:
+def rig(prefill: int = 1, decode: int = 1, page: int = 4, mode: str = "pull") -> Iterator[Rig]:
     """Servers with so many ranks, each over a pool of its own."""
     with ExitStack() as stack:
         bootstrap = BootstrapService("127.0.0.1", 0, None)
@@ -110,7 +110,7 @@ def rig(prefill: int = 1, decode: int = 1, page: int = 4, namespace: str = "mode
         def side(name: str, rank: int, ranks: int, address: str) -> Side:
             spec, planes = pool(rank, ranks, page, seed=rank + 10 * len(name))
             rows = Rows()
-            config = AgentConfig(name, namespace, Local(rank, ranks, page, METADATA), bootstrap=address)
+            config = AgentConfig(name, "model", Local(rank, ranks, page, METADATA, mode), bootstrap=address)
             agent = Agent(config, spec, rows)
             stack.callback(agent.close)
             return Side(agent, planes, rows, rank * HEADS // ranks)

@@ -14,7 +14,8 @@ from sglang_ext.disagg.handover import Giving, Taking
 from sglang_ext.disagg.messages import Offer
 from sglang_ext.engine import pd_giving
 from sglang_ext.engine.pd_bootstrap import FORGET_SECONDS, Registry, listen_host
-from sglang_ext.engine.pd_giving import POOL, Room
+from sglang_ext.engine.pd_giving import Room
+from sglang_ext.engine.pd_leases import POOL
 from sglang_ext.engine.pd_messages import RankInfo
 from sglang_ext.engine.pd_taking import TakingRoom, Wanted, after_skip
 from sglang_ext.testing.fakes import FakeClock
@@ -222,3 +223,68 @@ def test_a_topology_is_complete_or_refused() -> None:
 def test_without_a_key_nothing_listens_beyond_loopback() -> None:
     assert listen_host("0.0.0.0", None) == "127.0.0.1"
     assert listen_host("10.0.0.7", None) == "127.0.0.1"
+
+
+def push(
+    servers: Rig, here: list[int], there: list[int], skip: int = 0
+) -> tuple[list[Room], list[TakingRoom]]:
+    """As `hand_over`, pushed: decode names its pages before prefill computes."""
+    number = next(NUMBERS)
+    giving = [side.agent.giving.open(number) for side in servers.prefill]
+    taking = [side.agent.taking.open(servers.address, number) for side in servers.decode]
+    servers.wait(lambda: all(room.state is Taking.WAITING for room in taking), "a connection")
+    for side, room in zip(servers.decode, taking, strict=True):
+        side.agent.taking.read(room, Wanted(np.array(there), skip, row=number % 7))
+    for side, room in zip(servers.prefill, giving, strict=True):
+        servers.wait(lambda s=side, r=room: s.agent.giving.granted(r) is not None, "decode's pages")
+        assert side.agent.giving.granted(room) == skip
+        side.agent.giving.complete(room, np.array(here), ROWS)
+    servers.wait(lambda: all(room.state in (Taking.HELD, Taking.FAILED) for room in taking), "the KV")
+    return giving, taking
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (1, 2), (2, 2)])
+def test_pushed_pages_are_what_prefill_computed(prefill: int, decode: int) -> None:
+    here, there = [5, 3, 9], [40, 2, 7]
+    with rig(prefill, decode, mode="push") as servers:
+        giving, taking = push(servers, here, there, skip=4)
+        assert [room.reason for room in (*giving, *taking)] == [""] * (prefill + decode)
+        given = np.concatenate([side.kv(here, servers.page) for side in servers.prefill], axis=2)
+        taken = np.concatenate([side.kv(there, servers.page) for side in servers.decode], axis=2)
+        assert np.array_equal(given, taken)
+        servers.wait(lambda: all(room.state is Giving.RELEASED for room in giving), "the release")
+        assert all(side.rows.written[taking[0].number % 7] == ROWS for side in servers.decode)
+        servers.check()
+
+
+def test_a_push_that_several_ranks_would_have_to_make_is_refused() -> None:
+    with rig(2, 1, mode="push") as servers:
+        number = next(NUMBERS)
+        taking = servers.decode[0].agent.taking.open(servers.address, number)
+        servers.wait(lambda: taking.state is Taking.WAITING, "a connection")
+        servers.decode[0].agent.taking.read(taking, Wanted(np.array([1]), 0, 0))
+        servers.wait(lambda: taking.state is Taking.FAILED, "the refusal")
+        assert "--kv-transfer-mode pull" in taking.reason
+
+
+def test_an_abort_of_a_push_frees_decodes_pages_only_when_nobody_writes() -> None:
+    with rig(mode="push") as servers:
+        number = next(NUMBERS)
+        giving, taking = servers.prefill[0].agent.giving, servers.decode[0].agent.taking
+        given = giving.open(number)
+        taken = taking.open(servers.address, number)
+        servers.wait(lambda: taken.state is Taking.WAITING, "a connection")
+        taking.read(taken, Wanted(np.array([1, 2]), 0, 0))
+        servers.wait(lambda: giving.granted(given) is not None, "decode's pages")
+        taking.abort(taken, "the client is gone")
+        servers.wait(lambda: taken.state is Taking.FAILED, "the end on decode")
+        servers.wait(lambda: given.state is Giving.LOST, "the end on prefill")
+        taking.settle(taken)
+        servers.check()
+
+
+def test_modes_that_differ_are_refused() -> None:
+    with rig() as servers, rig(mode="push") as others:
+        taking = others.decode[0].agent.taking.open(servers.address, next(NUMBERS))
+        servers.wait(lambda: taking.state is Taking.FAILED, "the refusal")
+        assert "--kv-transfer-mode" in taking.reason

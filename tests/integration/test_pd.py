@@ -6,72 +6,29 @@ answers are the truth.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from faulty_pd_server import FAULTS
+from pd_fleet import (
+    ANSWER_TOKENS,
+    COMMON,
+    TRUTH,
+    FaultySpec,
+    Rig,
+    ends_in_error,
+    fault,
+    nothing_is_left,
+    prompt_of,
+)
 
 from sglang_ext.testing.compare import Answer, assert_same, random_conversations
-from sglang_ext.testing.pd import PdServers, pd_servers
-from sglang_ext.testing.servers import ServerProcess, ServerSpec, wait_until
+from sglang_ext.testing.pd import pd_servers
+from sglang_ext.testing.servers import ServerProcess, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
-ANSWER_TOKENS = 8
-POOL_TOKENS = 6000
-STRICT = {
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-}
-COMMON = (
-    *("--max-total-tokens", str(POOL_TOKENS), "--chunked-prefill-size", "256"),
-    *("--max-running-requests", "8", "--kv-check", "--enable-metrics"),
-)
-
-
-@dataclass(frozen=True)
-class FaultySpec(ServerSpec):
-    """A server whose hand-overs can be stopped and damaged."""
-
-    def command(self, port: int) -> list[str]:
-        script = Path(__file__).with_name("faulty_pd_server.py")
-        return [sys.executable, str(script), *super().command(port)[3:]]
-
-
-class Faults:
-    """The folders in which the two servers look for what is wrong."""
-
-    def __init__(self, folder: Path) -> None:
-        self.prefill, self.decode = folder / "prefill", folder / "decode"
-        self.prefill.mkdir()
-        self.decode.mkdir()
-
-    @contextmanager
-    def on(self, folder: Path, what: str) -> Iterator[Path]:
-        (folder / what).touch()
-        marker = folder / what.replace("hold-", "at-")
-        try:
-            yield marker
-        finally:
-            (folder / what).unlink()
-            if marker.name.startswith("at-"):
-                marker.unlink(missing_ok=True)
-
-
-@dataclass
-class Rig:
-    pd: PdServers
-    truth: ServerProcess
-    faults: Faults
-
-    def expected(self, prompt: list[int], tokens: int = ANSWER_TOKENS) -> Answer:
-        return self.truth.generate(prompt, max_new_tokens=tokens)
+RETURNED = "sglang_ext_pd_returned_tokens"
 
 
 @pytest.fixture(
@@ -86,18 +43,11 @@ class Rig:
 )
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     caching, page = request.param
-    faults = Faults(tmp_path_factory.mktemp("faults"))
-    flags = (*COMMON, "--kv-pd-caching", caching, "--page-size", str(page))
-    prefill = FaultySpec(flags=flags, environment={**STRICT, FAULTS: str(faults.prefill)})
-    decode = replace(prefill, environment={**STRICT, FAULTS: str(faults.decode)})
-    truth = ServerSpec(flags=("--disable-radix-cache", "--max-total-tokens", "8000"))
-    with pd_servers([prefill], [decode], [truth]) as (servers, others):
-        yield Rig(servers, others[0], faults)
-
-
-def prompt_of(seed: int, tokens: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(100, 30_000) for _ in range(tokens)]
+    folder = tmp_path_factory.mktemp("faults")
+    spec = FaultySpec(flags=(*COMMON, "--kv-pd-caching", caching, "--page-size", str(page)))
+    prefill, decode = spec.looking_at(folder / "prefill"), spec.looking_at(folder / "decode")
+    with pd_servers([prefill], [decode], [TRUTH]) as (servers, others):
+        yield Rig(servers, others[0], [folder / "prefill"], [folder / "decode"])
 
 
 def test_conversations_get_the_answers_of_one_server(rig: Rig, long_run: bool) -> None:
@@ -125,7 +75,7 @@ def test_conversations_get_the_answers_of_one_server(rig: Rig, long_run: bool) -
 def test_one_damaged_bit_is_seen(rig: Rig) -> None:
     """The twin: if this did not fail, the test above would prove nothing."""
     prompt = prompt_of(5, 203)
-    with rig.faults.on(rig.faults.decode, "damage"):
+    with fault(rig.decode_faults[0], "damage"):
         damaged = rig.pd.generate(prompt, max_new_tokens=ANSWER_TOKENS)
     with pytest.raises(AssertionError):
         assert_same(rig.expected(prompt), damaged)
@@ -135,8 +85,8 @@ def test_one_damaged_bit_is_seen(rig: Rig) -> None:
 def test_prefill_computes_while_decode_holds_nothing(rig: Rig) -> None:
     """Pull: a decode server that has no room for a request does not keep prefill from computing it."""
     with (
-        rig.faults.on(rig.faults.decode, "hold-ready") as at,
-        rig.faults.on(rig.faults.prefill, "hold-computed") as computed,
+        fault(rig.decode_faults[0], "hold-ready") as at,
+        fault(rig.prefill_faults[0], "hold-computed") as computed,
     ):
         prompt = prompt_of(6, 300)
         _, answer = rig.pd.start(prompt, max_new_tokens=ANSWER_TOKENS)
@@ -153,7 +103,7 @@ STEPS_OF_DECODE = ("joining", "waiting", "ready", "reading")
 def test_an_abort_at_any_step_frees_both_sides(rig: Rig, step: str, side: str) -> None:
     server = rig.pd.prefill[0].server if side == "prefill" else rig.pd.decode[0]
     rid = f"abort-{step}-{side}"
-    with rig.faults.on(rig.faults.decode, f"hold-{step}") as at:
+    with fault(rig.decode_faults[0], f"hold-{step}") as at:
         both = rig.pd.start(prompt_of(hash_of(rid), 150), max_new_tokens=4, rid=rid)
         wait_until(at.exists, seconds=30, what=step)
         server.post("/abort_request", {"rid": rid})
@@ -163,7 +113,7 @@ def test_an_abort_at_any_step_frees_both_sides(rig: Rig, step: str, side: str) -
     assert ends_in_error(both[1])
     assert ends_in_error(both[0])
     rig.pd.wait_idle()
-    assert nothing_is_left(rig.pd)
+    assert nothing_is_left(rig.pd.servers)
     prompt = prompt_of(hash_of(rid) + 1, 100)
     assert_same(rig.expected(prompt), rig.pd.generate(prompt, max_new_tokens=ANSWER_TOKENS))
 
@@ -176,12 +126,12 @@ def test_a_room_that_nobody_else_hears_of_is_given_up(rig: Rig) -> None:
         )
         assert ends_in_error(lonely, seconds=40)
     rig.pd.wait_idle()
-    assert nothing_is_left(rig.pd)
+    assert nothing_is_left(rig.pd.servers)
 
 
 def test_two_requests_cannot_have_one_room(rig: Rig) -> None:
     room = rig.pd.pair()["bootstrap_room"]
-    with rig.faults.on(rig.faults.decode, "hold-ready") as at:
+    with fault(rig.decode_faults[0], "hold-ready") as at:
         prompt = prompt_of(9, 80)
         first = rig.pd.start(prompt, max_new_tokens=ANSWER_TOKENS, bootstrap_room=room)
         wait_until(at.exists, seconds=30, what="the first request")
@@ -195,26 +145,42 @@ def hash_of(text: str) -> int:
     return sum(text.encode())
 
 
-def ends_in_error(answer: Future[Answer], seconds: float = 30) -> bool:
-    """Whether a request ended as one that a client may try again: an error, or no token."""
-    try:
-        found = answer.result(seconds)
-    except (AssertionError, KeyError):
-        return True
-    return not found.tokens
+def test_the_next_turn_finds_what_its_design_keeps(rig: Rig) -> None:
+    """MemServe, table 4: 1 keeps prompts on prefill; 2 sends decode only what it lacks; 3 returns answers."""
+    caching = design_of(rig)
+    decode = rig.pd.decode[0]
+    prompt = prompt_of(40, 100)
+    earlier = [count(server, RETURNED) for server in rig.pd.servers]
+    first = rig.pd.generate(prompt, max_new_tokens=60)
+    if caching == "3":
+        wait_until(lambda: all(returned(rig, earlier)), seconds=10, what="the return")
+    rig.pd.wait_idle()
+    before = count(decode, "sglang_ext_pd_read_bytes")
+    history = prompt + first.tokens + prompt_of(41, 40)
+    both = rig.pd.start(history, max_new_tokens=ANSWER_TOKENS)
+    assert_same(rig.expected(history), both[1].result())
+    found = both[0].result().cached_tokens
+    kept = {"basic": range(1), "1": range(96, 101), "2": range(96, 101), "3": range(144, 161)}[caching]
+    assert found in kept
+    token_bytes = 4096
+    sent = wait_until(
+        lambda: count(decode, "sglang_ext_pd_read_bytes") - before, seconds=5, what="bytes to be counted"
+    )
+    # A page more or less: whether the last generated token's KV was computed is the scheduler's affair.
+    least = len(history) - (160 if caching in "23" else 0)
+    most = len(history) - (144 if caching in "23" else 0) + 16
+    assert least * token_bytes <= sent <= most * token_bytes
 
 
-def nothing_is_left(servers: PdServers) -> bool:
-    """Whether no room, lease or page of a hand-over is left; the metrics are a second old at most."""
-    names = ("sglang_ext_pd_rooms", "sglang_ext_pd_leased_pages")
+def returned(rig: Rig, earlier: list[float]) -> list[bool]:
+    """Whether each server has counted another return."""
+    return [count(server, RETURNED) > before for server, before in zip(rig.pd.servers, earlier, strict=True)]
 
-    def held() -> float:
-        return sum(
-            value
-            for server in servers.servers
-            for sample, value in server.metrics().items()
-            if sample.startswith(names)
-        )
 
-    wait_until(lambda: held() == 0, seconds=5, what="rooms and leases to end")
-    return True
+def design_of(rig: Rig) -> str:
+    flags = rig.pd.decode[0].spec.flags
+    return flags[flags.index("--kv-pd-caching") + 1]
+
+
+def count(server: ServerProcess, name: str) -> float:
+    return sum(value for sample, value in server.metrics().items() if sample.startswith(name))

@@ -1,0 +1,121 @@
+"""What the backend `global` learns from SGLang when it starts: pool, metadata rows, names, limits."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_ext.cluster_key import read_cluster_key
+from sglang_ext.config import KvConfig
+from sglang_ext.disagg.control import CurveKeys
+from sglang_ext.disagg.memory import MemoryKind
+from sglang_ext.disagg.pools import MemoryRange, PoolSpec
+from sglang_ext.engine.hbm import pool_geometry, pool_planes
+from sglang_ext.engine.model_identity import config_digest
+from sglang_ext.engine.pd_leases import POOL
+from sglang_ext.errors import ConfigError
+
+BACKEND = "global"
+FLAG = f"--disaggregation-transfer-backend {BACKEND}"
+
+
+def keys_of(config: KvConfig) -> CurveKeys | None:
+    """The cluster's CURVE pair, or None, with which nothing listens beyond loopback.
+
+    Raises:
+        ConfigError: the key file cannot be used.
+    """
+    path = getattr(config, "cluster_key_file", None)
+    if not path:
+        return None
+    return CurveKeys(*read_cluster_key(path, field="--kv-cluster-key-file").curve_pair())
+
+
+class MetadataBuffers:
+    """SGLang's metadata buffers as rows of bytes: first token, log probabilities, counts."""
+
+    def __init__(self, pointers: list[int], item_bytes: list[int]) -> None:
+        self._buffers = list(zip(pointers, item_bytes, strict=True))
+        self.row_bytes = sum(item_bytes)
+
+    def read(self, row: int) -> bytes:
+        """One row, buffer after buffer."""
+        return b"".join(ctypes.string_at(at + row * size, size) for at, size in self._buffers)
+
+    def write(self, row: int, metadata: bytes) -> None:
+        """Fill one row. Its last buffer holds the room, by which SGLang sees that the row is complete.
+
+        Raises:
+            ValueError: it has another size.
+        """
+        if len(metadata) != self.row_bytes:
+            raise ValueError(f"a metadata row has {self.row_bytes} bytes, got {len(metadata)}")
+        start = 0
+        for at, size in self._buffers:
+            ctypes.memmove(at + row * size, metadata[start : start + size], size)
+            start += size
+
+
+def require_supported(args: Any, server_args: Any) -> None:
+    """Refuse what this backend cannot move.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if args.state_types:
+        raise ConfigError(
+            f"does not move the state of this model's layers ({', '.join(map(str, args.state_types))})",
+            field=FLAG,
+            hint="Use another transfer backend",
+        )
+    for value, flag in (
+        (server_args.pp_size, "--pp-size"),
+        (server_args.dp_size, "--dp-size"),
+        (server_args.nnodes, "--nnodes"),
+    ):
+        if value > 1:
+            raise ConfigError(f"does not support {flag} above 1", field=FLAG, hint="Use --tp-size")
+    if args.num_draft_entries:
+        raise ConfigError(
+            "does not move the KV of a draft model", field=FLAG, hint="Use --speculative-algorithm NGRAM"
+        )
+
+
+def reachable(host: str) -> str:
+    """An address that peers can use for a server that listens everywhere."""
+    if host not in ("0.0.0.0", "::"):
+        return host
+    from sglang.srt.utils.network import get_local_ip_auto
+
+    return str(get_local_ip_auto())
+
+
+def namespace_of(scheduler: Any, server_args: Any) -> str:
+    """What prefill and decode must share, however each cuts the model."""
+    dtype = scheduler.token_to_kv_pool_allocator.get_kvcache().dtype
+    return f"{config_digest(scheduler.model_config.hf_config)} {server_args.weight_version} {dtype}"
+
+
+def pool_of(scheduler: Any, page_tokens: int) -> PoolSpec:
+    """The engine's pool in pages, as peers may read it."""
+    parallel = get_parallel()
+    kvcache = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    planes = pool_planes(kvcache)
+    geometry = pool_geometry(
+        planes,
+        block_tokens=page_tokens,
+        page_tokens=page_tokens,
+        first_layer=kvcache.start_layer,
+        model_layers=scheduler.model_config.num_hidden_layers,
+        tp_rank=parallel.attn_tp_rank,
+        tp_size=parallel.attn_tp_size,
+        model_kv_heads=scheduler.model_config.get_total_num_kv_heads(),
+    )
+    kind = MemoryKind.HOST if planes[0][0].device.type == "cpu" else MemoryKind.CUDA
+    memory = [
+        MemoryRange(plane.data_ptr(), plane.nbytes, kind, keep=plane) for layer in planes for plane in layer
+    ]
+    # Every request may be leased: its slots are held by the engine anyway.
+    return PoolSpec.of_geometry(POOL, geometry, memory, lease_budget=geometry.slots)

@@ -1,0 +1,100 @@
+"""What tests of prefill and decode apart share: servers whose hand-overs can be stopped, and checks."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+from faulty_pd_server import FAULTS
+
+from sglang_ext.testing.compare import Answer
+from sglang_ext.testing.pd import PdServers
+from sglang_ext.testing.servers import ServerProcess, ServerSpec, wait_until
+
+ANSWER_TOKENS = 8
+POOL_TOKENS = 6000
+STRICT = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+}
+COMMON = (
+    *("--max-total-tokens", str(POOL_TOKENS), "--chunked-prefill-size", "256"),
+    *("--max-running-requests", "8", "--kv-check", "--enable-metrics"),
+)
+TRUTH = ServerSpec(flags=("--disable-radix-cache", "--max-total-tokens", "8000"))
+
+
+@dataclass(frozen=True)
+class FaultySpec(ServerSpec):
+    """A server whose hand-overs can be stopped and damaged."""
+
+    def command(self, port: int) -> list[str]:
+        script = Path(__file__).with_name("faulty_pd_server.py")
+        return [sys.executable, str(script), *super().command(port)[3:]]
+
+    def looking_at(self, folder: Path) -> ServerSpec:
+        """The same, looking for its faults in a folder of its own."""
+        folder.mkdir()
+        return replace(self, environment={**STRICT, FAULTS: str(folder)})
+
+
+@contextmanager
+def fault(folder: Path, what: str) -> Iterator[Path]:
+    """Something is wrong at the server that looks there; yields the file by which a held step shows."""
+    (folder / what).touch()
+    marker = folder / what.replace("hold-", "at-")
+    try:
+        yield marker
+    finally:
+        (folder / what).unlink()
+        if marker.name.startswith("at-"):
+            marker.unlink(missing_ok=True)
+
+
+@dataclass
+class Rig:
+    """Servers, the folders in which they look for faults, and a server whose answers are the truth."""
+
+    pd: PdServers
+    truth: ServerProcess
+    prefill_faults: list[Path]
+    decode_faults: list[Path]
+
+    def expected(self, prompt: list[int], tokens: int = ANSWER_TOKENS) -> Answer:
+        return self.truth.generate(prompt, max_new_tokens=tokens)
+
+
+def prompt_of(seed: int, tokens: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(100, 30_000) for _ in range(tokens)]
+
+
+def ends_in_error(answer: Future[Answer], seconds: float = 30) -> bool:
+    """Whether a request ended as one that a client may try again: an error, or no token."""
+    try:
+        found = answer.result(seconds)
+    except (AssertionError, KeyError, httpx.HTTPError):
+        return True
+    return not found.tokens
+
+
+def nothing_is_left(servers: Sequence[ServerProcess], seconds: float = 5) -> bool:
+    """Whether no room or lease of a hand-over is left; metrics are a moment old."""
+    names = ("sglang_ext_pd_rooms", "sglang_ext_pd_leased_pages")
+
+    def held() -> float:
+        return sum(
+            value
+            for server in servers
+            for sample, value in server.metrics().items()
+            if sample.startswith(names)
+        )
+
+    wait_until(lambda: held() == 0, seconds=seconds, what="rooms and leases to end")
+    return True

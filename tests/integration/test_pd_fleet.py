@@ -1,0 +1,152 @@
+"""Several prefill and decode servers: any pair serves, and whoever dies takes nothing of the others along.
+
+Deaths are placed: a hand-over is held at a step, and then one of its sides is killed or stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+
+import pytest
+from pd_fleet import (
+    ANSWER_TOKENS,
+    COMMON,
+    TRUTH,
+    FaultySpec,
+    Rig,
+    ends_in_error,
+    fault,
+    nothing_is_left,
+    prompt_of,
+)
+
+from sglang_ext.testing.compare import assert_same
+from sglang_ext.testing.leaks import descendants
+from sglang_ext.testing.pd import decode_spec, pd_servers
+from sglang_ext.testing.servers import ServerProcess, wait_until
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
+
+FREED_SECONDS = 5.0
+"""Within which a survivor has freed what a dead peer's requests held."""
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """Two prefill and two decode servers; the second of each is for killing."""
+    folder = tmp_path_factory.mktemp("faults")
+    spec = FaultySpec(flags=(*COMMON, "--kv-pd-caching", "2", "--page-size", "16"))
+    names = ("prefill0", "prefill1", "decode0", "decode1")
+    folders = [folder / name for name in names]
+    specs = [spec.looking_at(each) for each in folders]
+    with pd_servers(specs[:2], specs[2:], [TRUTH]) as (servers, others):
+        yield Rig(servers, others[0], folders[:2], folders[2:])
+
+
+def test_any_pair_serves_and_some_at_the_same_time(rig: Rig) -> None:
+    prompts = {
+        (prefill, decode, number): prompt_of(1, 120) + prompt_of(100 * prefill + 10 * decode + number, 90)
+        for prefill, decode, number in product(range(2), range(2), range(2))
+    }
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = {
+            pair: pool.submit(
+                rig.pd.generate, prompt, max_new_tokens=ANSWER_TOKENS, prefill=pair[0], decode=pair[1]
+            )
+            for pair, prompt in prompts.items()
+        }
+    for pair, prompt in prompts.items():
+        assert_same(rig.expected(prompt), answers[pair].result())
+
+
+@pytest.mark.parametrize("step", ["ready", "reading"])
+def test_a_stopped_decode_server_holds_prefill_for_seconds_only(rig: Rig, step: str) -> None:
+    prefill, decode = rig.pd.prefill[0].server, rig.pd.decode[0]
+    (scheduler,) = decode.processes("sglang::scheduler")
+    with fault(rig.decode_faults[0], f"hold-{step}") as at:
+        both = rig.pd.start(prompt_of(2, 200), max_new_tokens=ANSWER_TOKENS)
+        wait_until(at.exists, seconds=60, what=step)
+        os.kill(scheduler, signal.SIGSTOP)
+        try:
+            stopped = time.monotonic()
+            assert ends_in_error(both[0], seconds=FREED_SECONDS)
+            nothing_is_left([prefill], seconds=FREED_SECONDS - (time.monotonic() - stopped) + 1.0)
+            # Its pages are given to others, and are not taken for the request's when decode goes on.
+            other = prompt_of(3, 200)
+            assert_same(rig.expected(other), rig.pd.generate(other, max_new_tokens=ANSWER_TOKENS, decode=1))
+        finally:
+            os.kill(scheduler, signal.SIGCONT)
+    assert ends_in_error(both[1])
+    nothing_is_left([decode])
+    again = prompt_of(4, 100)
+    assert_same(rig.expected(again), rig.pd.generate(again, max_new_tokens=ANSWER_TOKENS))
+
+
+def test_a_stopped_prefill_server_fails_its_requests_in_seconds(rig: Rig) -> None:
+    decode = rig.pd.decode[0]
+    (scheduler,) = rig.pd.prefill[0].server.processes("sglang::scheduler")
+    with fault(rig.decode_faults[0], "hold-ready") as at:
+        both = rig.pd.start(prompt_of(5, 200), max_new_tokens=ANSWER_TOKENS)
+        wait_until(at.exists, seconds=60, what="ready")
+        os.kill(scheduler, signal.SIGSTOP)
+        try:
+            assert ends_in_error(both[1], seconds=FREED_SECONDS)
+            nothing_is_left([decode])
+        finally:
+            os.kill(scheduler, signal.SIGCONT)
+    ends_in_error(both[0])
+    again = prompt_of(6, 100)
+    assert_same(rig.expected(again), rig.pd.generate(again, max_new_tokens=ANSWER_TOKENS))
+
+
+def test_a_killed_decode_server_frees_prefill_and_the_other_serves(rig: Rig) -> None:
+    with fault(rig.decode_faults[1], "hold-reading") as at:
+        both = rig.pd.start(prompt_of(7, 200), max_new_tokens=ANSWER_TOKENS, decode=1)
+        wait_until(at.exists, seconds=60, what="reading")
+        kill(rig.pd.decode[1])
+        killed = time.monotonic()
+        assert ends_in_error(both[0], seconds=FREED_SECONDS)
+        nothing_is_left([rig.pd.prefill[0].server], seconds=FREED_SECONDS - (time.monotonic() - killed) + 1.0)
+    assert ends_in_error(both[1])
+    prompt = prompt_of(8, 100)
+    assert_same(rig.expected(prompt), rig.pd.generate(prompt, max_new_tokens=ANSWER_TOKENS))
+
+
+def test_a_killed_prefill_server_frees_decode_and_the_other_serves(rig: Rig) -> None:
+    decode = rig.pd.decode[0]
+    with fault(rig.decode_faults[0], "hold-reading") as at:
+        both = rig.pd.start(prompt_of(9, 200), max_new_tokens=ANSWER_TOKENS, prefill=1)
+        wait_until(at.exists, seconds=60, what="reading")
+        kill(rig.pd.prefill[1].server)
+    assert ends_in_error(both[1], seconds=FREED_SECONDS)
+    assert ends_in_error(both[0])
+    nothing_is_left([decode])
+    prompt = prompt_of(10, 100)
+    assert_same(rig.expected(prompt), rig.pd.generate(prompt, max_new_tokens=ANSWER_TOKENS))
+
+
+def test_a_decode_server_that_joins_while_others_serve_is_served(rig: Rig) -> None:
+    spec = decode_spec(FaultySpec(flags=(*COMMON, "--kv-pd-caching", "2", "--page-size", "16")))
+    with ServerProcess(spec) as joined:
+        rig.pd.decode.append(joined)
+        try:
+            prompt = prompt_of(11, 150)
+            answer = rig.pd.generate(prompt, max_new_tokens=ANSWER_TOKENS, decode=len(rig.pd.decode) - 1)
+            assert_same(rig.expected(prompt), answer)
+        finally:
+            rig.pd.decode.pop()
+    nothing_is_left([rig.pd.prefill[0].server])
+
+
+def kill(server: ServerProcess) -> None:
+    """SIGKILL to everything of a server at once, its schedulers first."""
+    for pid in (*server.processes("sglang::scheduler"), *descendants(server.pid)):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
