@@ -14,7 +14,7 @@ import os
 from typing import Any
 
 from sglang_ext.engine.support import BACKEND
-from sglang_ext.patches import flags, readiness, runtime, scheduler_calls, vocabulary
+from sglang_ext.patches import commands, flags, readiness, runtime, scheduler_calls, vocabulary
 from sglang_ext.patches.base import Patch, PatchMismatchError, Scope
 from sglang_ext.patches.registry import apply_all, check_all, require_applied, select
 
@@ -74,4 +74,5 @@ def create_cache(ctx: Any) -> Any:
 
     cache = create_global_radix_cache(ctx, config)
     scheduler_calls.call(cache)
+    commands.use(cache.inbox)
     return cache

@@ -8,14 +8,20 @@ harms a server: it is logged, and forgotten.
 from __future__ import annotations
 
 import logging
+import threading
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
-from sglang_ext.agent_messages import TO_AGENT, Advise, Withdraw
-from sglang_ext.engine.prefetch import PrefetchResult
+from sglang_ext.agent_messages import TO_AGENT, Advise, Advised, FromAgent, ToAgent, Withdraw
+from sglang_ext.engine.commands import Inbox
+from sglang_ext.engine.prefetch import PrefetchEnd, PrefetchResult
 from sglang_ext.wire import WireError
 
 logger = logging.getLogger(__name__)
+
+MOST_ASKERS: Final = 10_000
+"""Hints whose router is remembered."""
 
 Tell = Callable[[PrefetchResult], None]
 """Takes what came of a hint; called in the scheduler's thread, must not block."""
@@ -43,7 +49,7 @@ class Advice:
 
     def __init__(self, brings: Brings, tell: Tell | None = None) -> None:
         self._brings = brings
-        self._tell = tell
+        self.tell = tell
 
     def obey(self, payload: bytes) -> None:
         """Do what a router's message says. What is none for us is left out."""
@@ -65,5 +71,43 @@ class Advice:
     def drain(self) -> None:
         """Tell what has ended. Once per pass."""
         for result in self._brings.take_ended():
-            if self._tell is not None:
-                self._tell(result)
+            if self.tell is not None:
+                self.tell(result)
+
+
+class HintDesk:
+    """Between the agent of rank 0, which hears the routers, and the schedulers, which do what they say.
+
+    Args:
+        inbox: of this process's scheduler.
+        epoch: of the instance.
+        post: sends a message to a router, from any thread.
+    """
+
+    def __init__(self, inbox: Inbox, epoch: bytes, post: Callable[[bytes, FromAgent], None]) -> None:
+        self._inbox = inbox
+        self._epoch = epoch
+        self._post = post
+        self._askers: OrderedDict[str, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def take(self, reader: bytes, message: ToAgent) -> None:
+        """What a router says, in the agent's thread; what is no hint is left to others."""
+        if not isinstance(message, Advise | Withdraw):
+            return
+        if isinstance(message, Advise):
+            with self._lock:
+                self._askers[message.id] = reader
+                while len(self._askers) > MOST_ASKERS:
+                    self._askers.popitem(last=False)
+        if not self._inbox.put(TO_AGENT.encode(message)):
+            self.tell(PrefetchResult(message.id, PrefetchEnd.DROPPED, 0, 0))
+
+    def tell(self, result: PrefetchResult) -> None:
+        """Say to the router that asked what came of a hint; any thread."""
+        with self._lock:
+            reader = self._askers.pop(result.id, None)
+        if reader is not None:
+            self._post(
+                reader, Advised(self._epoch, result.id, result.end.value, result.tokens, result.brought)
+            )

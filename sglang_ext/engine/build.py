@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_ext.config import KvConfig, check_block_size, with_instance_id
+from sglang_ext.engine.advice import Advice
 from sglang_ext.engine.agent import AgentFacts
-from sglang_ext.engine.build_agent import attach_agent, naming_of
+from sglang_ext.engine.build_agent import attach_agent, attach_hints, naming_of
 from sglang_ext.engine.build_disk import (
     RankFacts,
     disk_below,
@@ -113,9 +114,11 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             wait=_wait_for(cache.device),
         )
     )
+    if cache.prefetcher is not None:
+        cache.advice = Advice(cache.prefetcher)
     if config.router is not None and ctx.tp_rank == 0 and params.pp_rank == 0:
         names = below.names if below is not None else None
-        attach_agent(
+        agent = attach_agent(
             cache,
             ctx.server_args,
             config,
@@ -127,6 +130,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             disk=names_on(disk),
             namespace=identity_of(ctx, geometry, "", weights=names is not None),
         )
+        attach_hints(cache, agent)
     logger.info(
         "Global KV cache of instance %s, epoch %x: blocks of %d tokens, %s, %s, eviction %s",
         instance,

@@ -12,9 +12,11 @@ from sglang_ext.cluster_key import ClusterKey, read_cluster_key
 from sglang_ext.cluster_messages import Registration, RoleName
 from sglang_ext.config import KvConfig
 from sglang_ext.disagg.control import is_loopback
+from sglang_ext.engine.advice import HintDesk
 from sglang_ext.engine.agent import Agent, AgentFacts, DiskNames
 from sglang_ext.engine.agent_socket import AgentSocket
 from sglang_ext.engine.block_names import BlockNames
+from sglang_ext.engine.commands import Inbox
 from sglang_ext.engine.events import PlacementFeed
 from sglang_ext.engine.registration import Registrar
 from sglang_ext.keys import Namespace, Tier
@@ -128,6 +130,16 @@ def attach_agent(
         "Agent of instance %s at %s, for routers %s", facts.instance, registration.agent, config.router
     )
     return agent
+
+
+def attach_hints(cache: GlobalRadixCache, agent: Agent) -> None:
+    """Let the agent pass hints on to the schedulers of all ranks, and what came of them back."""
+    if cache.advice is None:
+        return  # without DRAM there is nothing to bring up; routers find out by the index
+    cache.inbox = Inbox()
+    desk = HintDesk(cache.inbox, agent.facts.epoch, agent.post)
+    cache.advice.tell = desk.tell
+    agent.others = desk.take
 
 
 def naming_of(names: BlockNames) -> Naming:

@@ -29,6 +29,8 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 
+from sglang_ext.engine.advice import Advice
+from sglang_ext.engine.commands import Inbox
 from sglang_ext.engine.dram_tier import DramTier
 from sglang_ext.engine.hbm_room import HbmRoom
 from sglang_ext.engine.layer_gate import NOTHING_TO_WAIT_FOR
@@ -112,6 +114,10 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
         """SGLang's, once it is there."""
         self.request_ended: Callable[[Req, Any], None] = lambda req, tokens: None
         """Told of a request that has ended, and of the tokens whose KV is in the tree."""
+        self.advice: Advice | None = None
+        """Takes hints at coming requests."""
+        self.inbox: Inbox | None = None
+        """Commands for this process's scheduler, in rank 0 of an instance with an agent."""
         self.before_end: Callable[[], None] = lambda: None
         """Called before everything ends."""
         self._hbm = hbm
@@ -341,10 +347,17 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
             self.promotions.drain()
         if self.prefetcher is not None:
             self.prefetcher.drain()
+        if self.advice is not None:
+            self.advice.drain()
         if self.feed is not None:
             self.feed.publish()
         if self.metrics is not None:
             self.metrics.update(self)
+
+    def obey(self, payload: bytes) -> None:
+        """Do what a command says. Comes to every rank between the same two passes."""
+        if self.advice is not None:
+            self.advice.obey(payload)
 
     def __repr__(self) -> str:
         return f"GlobalRadixCache(tree={self.tree!r}, dram={self.dram!r}, disk={self.promotions!r})"

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_ext.agent_messages import TO_AGENT, Advise, Ping, Withdraw
-from sglang_ext.engine.advice import Advice
+from sglang_ext.agent_messages import TO_AGENT, Advise, Advised, Ping, Withdraw
+from sglang_ext.engine.advice import Advice, HintDesk
 from sglang_ext.engine.commands import MOST_WAITING, Inbox, KvCommand
 from sglang_ext.engine.prefetch import PrefetchEnd, PrefetchResult
 from sglang_ext.keys import encode_tokens
@@ -202,3 +202,25 @@ def test_what_has_ended_is_told_once_and_by_rank_0_only() -> None:
     silent = Bringer(ended=[result])
     Advice(silent).drain()
     assert silent.ended == []
+
+
+def test_what_came_of_a_hint_goes_to_the_router_that_gave_it(inbox: Inbox) -> None:
+    posted: list[tuple[bytes, Any]] = []
+    desk = HintDesk(inbox, bytes(16), lambda reader, message: posted.append((reader, message)))
+    desk.take(b"one", Advise("h1", b"", ttl_s=1.0))
+    desk.take(b"two", Advise("h2", b""))
+    desk.take(b"two", Ping("two"))
+    assert [TO_AGENT.decode(command.payload).id for command in inbox.take()] == ["h1", "h2"]  # type: ignore[union-attr]
+    desk.tell(PrefetchResult("h2", PrefetchEnd.NO_ROOM, 64, 32))
+    desk.tell(PrefetchResult("h2", PrefetchEnd.DONE, 64, 32))
+    desk.tell(PrefetchResult("unknown", PrefetchEnd.DONE, 64, 32))
+    assert posted == [(b"two", Advised(bytes(16), "h2", "no_room", 64, 32))]
+
+
+def test_a_hint_that_the_inbox_cannot_take_is_answered(inbox: Inbox) -> None:
+    posted: list[Any] = []
+    desk = HintDesk(inbox, bytes(16), lambda reader, message: posted.append(message))
+    for _ in range(MOST_WAITING):
+        inbox.put(b"")
+    desk.take(b"one", Advise("h1", b""))
+    assert posted == [Advised(bytes(16), "h1", "dropped", 0, 0)]
