@@ -129,4 +129,5 @@ def _choice(decision: Decision, matches: dict[str, Match], fleet: tuple[Instance
         {name: {"hbm": m.hbm, "dram": m.dram, "disk": m.disk} for name, m in matches.items()},
         decision.scores,
         [known.name for known in fleet if not known.trusted],
+        decision.decode,
     )

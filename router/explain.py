@@ -59,6 +59,7 @@ class Choice:
     """Instance -> tokens by tier that it was believed to hold."""
     scores: Mapping[str, float]
     untrusted: Sequence[str]
+    decode: str | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -234,6 +235,7 @@ def told(
         "routing": [
             {
                 "instance": choice.instance,
+                "decode": choice.decode,
                 "reason": choice.reason,
                 "believed_tokens": choice.matched,
                 "holders": {name: dict(tiers) for name, tiers in choice.holders.items()},

@@ -51,4 +51,6 @@ class InstanceFacts:
     truncates: bool = False
     """``--allow-auto-truncate``: too long prompts are cut instead of refused."""
     is_generation: bool = True
+    bootstrap_port: int | None = None
+    """Of a prefill server: where decode servers ask it for KV."""
     chat: ChatFacts = ChatFacts()

@@ -38,6 +38,8 @@ class Flight:
     """Turns the worker's answer into the form that the client expects."""
     rids: tuple[str, ...] = ()
     """What the worker calls the request, where the client chose it."""
+    failed: str | None = None
+    """The instance at which the last attempt failed, where it is not the chosen one."""
     units: int = 0
     """Length of all prompts, in the unit of matches."""
     aborted: bool = False

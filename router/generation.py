@@ -274,9 +274,10 @@ class Generation:
                 if flight.responder.started:
                     raise
                 failure = error
-                excluded |= {decision.instance}
+                where, flight.failed = flight.failed or decision.instance, None
+                excluded |= {where}
                 if isinstance(error, ConnectFailed):
-                    self._fleet.lost(decision.instance, str(error))
+                    self._fleet.lost(where, str(error))
                     continue
                 # The worker may have died of this very request: give it one more chance, not a whole fleet.
                 lost += 1

@@ -27,6 +27,7 @@ def log_access(record: Record, now: float) -> None:
         "stream": record.stream or None,
         "tenant": record.caller.tenant,
         "instance": record.instance,
+        "prefill": record.prefill_instance,
         "reason": record.reason,
         "prompt": record.prompt_tokens,
         "matched": record.matched_tokens,

@@ -23,6 +23,9 @@ class Record:
     priority: int = 0
     stream: bool = False
     instance: str | None = None
+    """Who answers; with prefill and decode apart, who decodes."""
+    prefill_instance: str | None = None
+    """Who prefilled, where that is another one."""
     reason: str | None = None
     prompt_tokens: int | None = None
     matched_tokens: int | None = None

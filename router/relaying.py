@@ -14,7 +14,9 @@ from router.costs import RouterCosts
 from router.exchange import (
     EVENT_STREAM_TYPE,
     HOP_BY_HOP,
+    ConnectFailed,
     ConnectionLost,
+    RequestRefused,
     RequestTimeout,
     Upstream,
     UpstreamResponse,
@@ -22,13 +24,15 @@ from router.exchange import (
 from router.fleet import Fleet, Load
 from router.flight import Flight, Homes
 from router.observability import RouterMetrics
+from router.pairs import HEADERS, beside, meeting_point
 from router.policies import Decision
 from router.prompt_trees import PromptTrees
 from router.record import Record
-from router.tenancy import OVERRIDES
+from router.tenancy import OVERRIDES, splice
 from router.tokenizing import Encoded, TokenizerService
 from router.tracing import NO_TRACING, TRACE_HEADERS, Tracing
 from router.usage import Form, StreamReader, Usage, read_answer
+from router.validation import Endpoint
 from sglang_ext.clock import Clock
 
 logger = logging.getLogger("router.relaying")
@@ -90,17 +94,74 @@ class Relay:
             ConnectFailed, ConnectionLost: the instance went away. If the responder has not started, another
                 one can be tried.
         """
+        if decision.decode is None:
+            await self._answer(flight, decision, decision.instance, flight.body, {})
+            return
+        facts = self._fleet.rows[decision.instance].facts
+        meeting = meeting_point(decision.instance, facts)
+        body = flight.body
+        headers: dict[str, str] = {}
+        if flight.job.endpoint is Endpoint.MESSAGES and flight.translation is None:
+            headers = {HEADERS[name]: str(value) for name, value in meeting.items()}
+        else:
+            body = splice(body, meeting)
+        async with beside(
+            lambda: self._prefill(flight, decision, body, headers),
+            lambda: not flight.responder.started,
+        ):
+            try:
+                await self._answer(flight, decision, decision.decode, body, headers)
+            except (ConnectFailed, ConnectionLost):
+                flight.failed = decision.decode
+                raise
+
+    async def _prefill(
+        self, flight: Flight, decision: Decision, body: bytes, headers: Mapping[str, str]
+    ) -> None:
+        """The half of a request whose answer nobody reads."""
+        queued = max(0, flight.units - decision.matched)
+        try:
+            with self._fleet.carrying(decision.instance, queued) as load, load.until_lost():
+                response = await self._open(flight, decision.instance, body, headers)
+                status = response.status
+                try:
+                    answer = await response.read()
+                finally:
+                    response.close()
+            if status >= 500:
+                raise ConnectionLost(f"prefill at {decision.instance} answered {status}")
+        except (ConnectFailed, ConnectionLost):
+            flight.failed = decision.instance
+            raise
+        if status != 200:
+            text = answer[:1000].decode("utf-8", "replace")
+            raise RequestRefused(
+                f"{decision.instance}, which prefills, refused the request: {text}", status=status
+            )
+
+    async def _open(
+        self, flight: Flight, instance: str, body: bytes, headers: Mapping[str, str]
+    ) -> UpstreamResponse:
+        return await self._upstream.open(
+            flight.request.method,
+            instance + flight.target,
+            headers={**self._request_headers(flight), **headers},
+            body=body,
+            timeout_s=self._config.request_timeout_secs,
+        )
+
+    async def _answer(
+        self, flight: Flight, decision: Decision, instance: str, body: bytes, headers: Mapping[str, str]
+    ) -> None:
+        """Have ``instance`` answer the client."""
         queued = max(0, flight.units - decision.matched)
         sending = self._costs.sending(decision.instance, queued, decision.matched, streams=flight.job.stream)
-        with self._fleet.carrying(decision.instance, queued) as load, sending as first_byte:
+        here = queued if decision.decode is None else 0
+        with self._fleet.carrying(instance, here) as load, sending as first_byte:
             with load.until_lost():
-                response = await self._upstream.open(
-                    flight.request.method,
-                    decision.instance + flight.target,
-                    headers=self._request_headers(flight),
-                    body=flight.body,
-                    timeout_s=self._config.request_timeout_secs,
-                )
+                response = await self._open(flight, instance, body, headers)
+            flight.record.instance = instance
+            flight.record.prefill_instance = decision.instance if decision.decode is not None else None
             try:
                 is_stream = response.headers.get("content-type", "").startswith(EVENT_STREAM_TYPE)
                 if response.status == 200 and is_stream:
@@ -123,8 +184,8 @@ class Relay:
         if response.status == 200:
             if len(body) <= MAX_READ_BYTES:
                 usage = read_answer(body, form=flight.form, choices=flight.job.choices)
-            self._learn(flight, decision.instance, usage)
-            self._learn_texts(flight, decision.instance, lambda: usage.output_texts)
+            self._learn(flight, decision, usage)
+            self._learn_texts(flight, decision.decode or decision.instance, lambda: usage.output_texts)
         _note(record, usage)
         headers = self._response_headers(response, record, usage)
         if flight.translation is not None:
@@ -149,7 +210,7 @@ class Relay:
             first_byte()
             record.first_byte = self._clock.monotonic()
             record.status = response.status
-            self._learn(flight, decision.instance, Usage())
+            self._learn(flight, decision, Usage())
             head = self._response_headers(response, record, reader.first(first))
             await responder.start(response.status, head)
             try:
@@ -167,8 +228,8 @@ class Relay:
                     await responder.write(translation.broken(message))
                 else:
                     await responder.write(_broken_off(message, flight.form, in_event=reader.in_event))
-        self._learn(flight, decision.instance, reader.usage)
-        self._learn_texts(flight, decision.instance, reader.output_texts)
+        self._learn(flight, decision, reader.usage)
+        self._learn_texts(flight, decision.decode or decision.instance, reader.output_texts)
         _note(record, reader.usage)
         await responder.finish()
 
@@ -180,14 +241,17 @@ class Relay:
 
     # -- learning ---------------------------------------------------------------------------------
 
-    def _learn(self, flight: Flight, instance: str, usage: Usage) -> None:
-        """The instance has computed these prompts, and what it generated from them."""
+    def _learn(self, flight: Flight, decision: Decision, usage: Usage) -> None:
+        """The instances have computed these prompts, and what was generated from them."""
+        answering = decision.decode or decision.instance
         for index, prompt in enumerate(flight.prompts):
             generated = usage.output_keys.get(index, b"") if prompt.tokens is not None else b""
-            self._trees.confirm(prompt.namespace, prompt.key + generated, instance)
+            self._trees.confirm(prompt.namespace, prompt.key + generated, answering)
+            if decision.decode is not None:
+                self._trees.confirm(prompt.namespace, prompt.key, decision.instance)
             self.on_learnt(flight, prompt.namespace, prompt.key + generated)
         if usage.response_id is not None:
-            self._homes.keep(flight.record.caller.scope, usage.response_id, instance)
+            self._homes.keep(flight.record.caller.scope, usage.response_id, answering)
 
     def _learn_texts(self, flight: Flight, instance: str, texts: Callable[[], Mapping[int, str]]) -> None:
         """As ``_learn``, for answers that tell the text only; the client does not wait for it."""
@@ -243,6 +307,8 @@ class Relay:
         headers = {name: value for name, value in response.headers.items() if name not in _NOT_RETURNED}
         headers["x-request-id"] = record.request_id
         headers["x-kv-instance"] = record.instance or ""
+        if record.prefill_instance is not None:
+            headers["x-kv-prefill-instance"] = record.prefill_instance
         if self._config.explain_routing and record.reason is not None:
             headers["x-kv-route-reason"] = record.reason
             if record.matched_tokens is not None:

@@ -12,6 +12,9 @@ from types import TracebackType
 import uvloop
 
 from router import garbage
+from router.advising import Advisor
+from router.advisory_api import AdvisoryApi
+from router.advisory_book import HintBook
 from router.agents import Agents
 from router.agents_metrics import show_agents
 from router.choosing import Chooser
@@ -35,11 +38,13 @@ from router.key_file import read_key_file
 from router.logs import configure_logging
 from router.members import Members, new_router_name
 from router.observability import RouterMetrics
+from router.pages import page_routes
 from router.profiles import AUTO, cost_model_for, load_named
 from router.queueing import Admission
 from router.relaying import Relay
 from router.routes import RouteTable
 from router.service import Service
+from router.session_memory import SessionMemory
 from router.tenants import KeyRing
 from router.tokenizing import TokenizerService
 from router.tracing import open_tracing
@@ -87,7 +92,7 @@ class Router:
         self.costs = RouterCosts(load_named(config.cost_profile) or CostModel(), self.clock.monotonic)
         self.fleet = Fleet(
             failure_threshold=config.health_failure_threshold,
-            on_restart=self.trees.forget,
+            on_restart=self._forget,
             on_model=self._adopt,
             cached_tokens=self.trees.tokens_of,
             trusted=self.trees.trusted,
@@ -174,6 +179,23 @@ class Router:
         self.agents.listener = self.members
         show_agents(self.agents, self.fleet, self.metrics)
         homes.share = self.members.remember_session
+        self.advisor = Advisor(
+            self.fleet,
+            self.trees,
+            self.tokenizers,
+            self.costs,
+            chooser,
+            self.agents,
+            SessionMemory(config.session_memory_bytes),
+            self.metrics,
+            self.clock,
+            HintBook(config.hint_limits()),
+        )
+        self._advisory = AdvisoryApi(self.advisor, self.fleet, self.clock)
+        chooser.expectations = self.advisor
+        relay.on_learnt = self.advisor.learn
+        self._generation.hinting = self._advisory
+        self.agents.others = self.advisor.on_message
         cluster = ClusterApi(self.members, key, self.keys, self.clock, local=is_loopback(config.host))
         self.routes = RouteTable(
             [
@@ -181,6 +203,8 @@ class Router:
                 *information.routes(),
                 *control.routes(),
                 *cluster.routes(),
+                *self._advisory.routes(),
+                *page_routes(),
             ]
         )
         self._service = Service(self.routes, self.keys, self.metrics, self.clock, self.tracing)
@@ -192,8 +216,7 @@ class Router:
             on_crash=self._crash,
         )
         self._adopting: asyncio.Task[None] | None = None
-        self._tidying: asyncio.Task[None] | None = None
-        self._managing: asyncio.Task[None] | None = None
+        self._background: list[asyncio.Task[None]] = []
         self._ended: asyncio.Future[None] | None = None
 
     @property
@@ -228,10 +251,14 @@ class Router:
             await self.stop()
             raise
         self.watch.start()
-        self._tidying = asyncio.create_task(self._tidy(), name="tidy the prompt tree")
-        self._tidying.add_done_callback(self._task_ended)
-        self._managing = asyncio.create_task(self.members.run(), name="manage the cluster")
-        self._managing.add_done_callback(self._task_ended)
+        for name, work in (
+            ("tidy the prompt tree", self._tidy()),
+            ("manage the cluster", self.members.run()),
+            ("watch the hints", self.advisor.run()),
+        ):
+            task = asyncio.create_task(work, name=name)
+            task.add_done_callback(self._task_ended)
+            self._background.append(task)
         usable = sum(row.state in USABLE for row in self.fleet.rows.values())
         logger.info(
             "listening at %s: policy %s, %d of %d workers usable, %s",
@@ -251,13 +278,14 @@ class Router:
     async def stop(self) -> None:
         """Stop listening, cut what is running, and end every task and thread."""
         await self.watch.stop()
-        for task in (self._managing, self._tidying, self._adopting):
+        for task in (*self._background, self._adopting):
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
         await self._server.stop()
         await self.members.stop()
         await self.agents.close()
+        await self._advisory.stop()
         await self._generation.stop()
         await self._upstream.close()
         self.tokenizers.close()
@@ -293,6 +321,7 @@ class Router:
         self.members.roster.check()
         self.trees.check()
         self.admission.check()
+        self.advisor.check()
         self._server.check()
 
     # -- tasks ------------------------------------------------------------------------------------
@@ -312,6 +341,11 @@ class Router:
         while True:
             await self.clock.sleep(0 if self.trees.tidy() else TIDY_INTERVAL_S)
 
+    def _forget(self, name: str) -> None:
+        """An instance was started anew or is gone: neither its cache nor its speed is what it was."""
+        self.trees.forget(name)
+        self.costs.forget(name)
+
     def _adopt(self, facts: InstanceFacts) -> None:
         """The fleet takes on a model: nothing known of the former one holds."""
         self.trees.clear()
@@ -328,7 +362,7 @@ class Router:
         if self.tokenizers.tokenizer is None:
             return
         while True:
-            for instance in self.fleet.usable():
+            for instance in [row for row in self.fleet.rows.values() if row.state in USABLE]:
                 theirs = functools.partial(self._api.tokenize, instance.name, timeout_s=LEARN_TIMEOUT_S)
                 try:
                     await self.tokenizers.verify(theirs)

@@ -132,6 +132,7 @@ class WorkerApi:
             tokenizer_path=str(model.get("tokenizer_path") or model.get("model_path")),
             truncates=bool(server.get("allow_auto_truncate")),
             is_generation=generates,
+            bootstrap_port=_port(server.get("disaggregation_bootstrap_port")),
             chat=_chat_facts(model, server),
         )
 
@@ -174,6 +175,10 @@ class WorkerApi:
         """Make the worker forget its KV cache; it refuses while it has requests."""
         target = f"/flush_cache?{query}" if query else "/flush_cache"
         return await self.call(url, "POST", target, timeout_s=FLUSH_TIMEOUT_S)
+
+
+def _port(value: object) -> int | None:
+    return value if isinstance(value, int) and 0 < value < 65536 else None
 
 
 def _identity(server: Json) -> str:

@@ -1,0 +1,180 @@
+"""Prefill and decode apart: one request, two instances, one answer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from router.exchange import ConnectionLost
+from router.pairs import beside
+from sglang_ext.testing.workers import Gate, StandInWorker
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/generate": {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 3}},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello " * 30}], "max_tokens": 3},
+    "/v1/messages": {
+        "model": "m",
+        "messages": [{"role": "user", "content": "Hello " * 30}],
+        "max_tokens": 3,
+    },
+}
+
+
+@pytest.fixture
+def start_pair(start_worker: Any) -> Any:
+    async def start(role: str, port: int = 0) -> StandInWorker:
+        worker: StandInWorker = await start_worker()
+        worker.model_info["disaggregation_mode"] = role
+        if port:
+            worker.server_info["disaggregation_bootstrap_port"] = port
+        return worker
+
+    return start
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+async def test_both_get_the_request_and_decode_answers(
+    path: str, stream: bool, start_pair, start_router, client
+) -> None:
+    prefill, decode = await start_pair("prefill", 7001), await start_pair("decode")
+    router = await start_router(prefill, decode)
+    rooms = set()
+    for _ in range(2):
+        async with client.post(router.url + path, json={**BODIES[path], "stream": stream}) as answer:
+            assert answer.status == 200
+            assert await answer.read()
+            assert answer.headers["x-kv-instance"] == decode.url
+            assert answer.headers["x-kv-prefill-instance"] == prefill.url
+        (_, first, first_headers), (_, second, second_headers) = prefill.requests[-1], decode.requests[-1]
+        assert first == second
+        where = first if path != "/v1/messages" else {
+            name.removeprefix("x-override-").replace("-", "_"): value for name, value in first_headers.items()
+        }  # fmt: skip
+        assert (where["bootstrap_host"], int(where["bootstrap_port"])) == ("127.0.0.1", 7001)
+        assert 0 < int(where["bootstrap_room"]) < 1 << 63
+        rooms.add(where["bootstrap_room"])
+        if path == "/v1/messages":
+            for name in ("x-override-bootstrap-room", "x-override-bootstrap-host"):
+                assert first_headers[name] == second_headers[name]
+    assert len(rooms) == 2
+    for worker in (prefill, decode):
+        assert router.trees.tokens_of(worker.url) > 0
+    assert all(row.in_flight == 0 for row in router.fleet.rows.values())
+
+
+async def test_an_instance_of_one_kind_alone_serves_nothing(start_pair, start_router, client) -> None:
+    router = await start_router(await start_pair("prefill"))
+    async with client.post(router.url + "/generate", json=BODIES["/generate"]) as answer:
+        assert answer.status == 503
+        assert "decode" in (await answer.json())["error"]["message"]
+
+
+@pytest.mark.parametrize("dies", ["prefill", "decode"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_either_half_may_die_before_the_first_byte(
+    dies: str, stream: bool, start_pair, start_router, client
+) -> None:
+    workers = {role: [await start_pair(role) for _ in range(2)] for role in ("prefill", "decode")}
+    router = await start_router(*workers["prefill"], *workers["decode"])
+    for worker in workers[dies]:
+        worker.deaths_before_head = 1
+    workers[dies][1].deaths_before_head = 0
+    for _ in range(2):
+        body = {**BODIES["/generate"], "stream": stream}
+        async with client.post(router.url + "/generate", json=body) as answer:
+            assert answer.status == 200
+            assert await answer.read()
+    assert all(row.in_flight == 0 for row in router.fleet.rows.values())
+
+
+async def test_decode_does_not_wait_for_a_prefill_that_failed(
+    start_pair, start_router, client, eventually
+) -> None:
+    prefills = [await start_pair("prefill") for _ in range(2)]
+    decode = await start_pair("decode")
+    router = await start_router(*prefills, decode)
+    decode.before_head = Gate()
+    for worker in prefills:
+        worker.deaths_before_head = 1
+    prefills[1].deaths_before_head = 0
+    request = asyncio.ensure_future(client.post(router.url + "/generate", json=BODIES["/generate"]))
+    if not prefills[1].requests:
+        await eventually(lambda: len(prefills[1].requests) == 1)
+    if prefills[0].requests:
+        await decode.until(lambda: decode.aborted == 1)
+    decode.before_head.open()
+    async with await request as answer:
+        assert answer.status == 200, await answer.text()
+        assert answer.headers["x-kv-prefill-instance"] == prefills[1].url
+
+
+async def test_a_client_that_goes_away_ends_both_halves(start_pair, start_router, client, eventually) -> None:
+    prefill, decode = await start_pair("prefill"), await start_pair("decode")
+    router = await start_router(prefill, decode)
+    prefill.before_head, decode.before_head = Gate(), Gate()
+    request = asyncio.ensure_future(client.post(router.url + "/generate", json=BODIES["/generate"]))
+    await eventually(lambda: bool(prefill.requests and decode.requests))
+    request.cancel()
+    await asyncio.gather(request, return_exceptions=True)
+    await prefill.until(lambda: prefill.aborted == 1)
+    await decode.until(lambda: decode.aborted == 1)
+    await eventually(lambda: all(row.in_flight == 0 for row in router.fleet.rows.values()))
+
+
+# -- the two halves, moment by moment -------------------------------------------------------------
+
+
+async def halves(leg_ends: int, block_ends: int, *, cancel_at: int | None = None, fails: bool = True) -> str:
+    """What comes of a block that takes ``block_ends`` turns beside a leg that fails after ``leg_ends``."""
+
+    async def leg() -> None:
+        for _ in range(leg_ends):
+            await asyncio.sleep(0)
+        if fails:
+            raise ConnectionLost("the leg")
+
+    async def run() -> str:
+        async with beside(leg, lambda: True):
+            for _ in range(block_ends):
+                await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return "done"
+
+    task = asyncio.ensure_future(run())
+    for turn in range(40):
+        if turn == cancel_at:
+            task.cancel()
+        await asyncio.sleep(0)
+    try:
+        return await task
+    except ConnectionLost:
+        return "leg failed"
+    except asyncio.CancelledError:
+        return "cancelled"
+
+
+@pytest.mark.parametrize("leg_ends", range(10))
+@pytest.mark.parametrize("block_ends", range(10))
+async def test_a_failing_half_interrupts_the_other_or_comes_too_late(leg_ends: int, block_ends: int) -> None:
+    outcome = await halves(leg_ends, block_ends)
+    if leg_ends + 2 < block_ends:
+        assert outcome == "leg failed"
+    elif leg_ends > block_ends + 1:
+        assert outcome == "done"
+    else:
+        assert outcome in ("done", "leg failed")
+    assert await halves(leg_ends, block_ends, fails=False) == "done"
+
+
+@pytest.mark.parametrize("cancel_at", range(12))
+@pytest.mark.parametrize("leg_ends", range(8))
+async def test_a_cancellation_is_never_swallowed(leg_ends: int, cancel_at: int) -> None:
+    outcome = await halves(leg_ends, 30, cancel_at=cancel_at)
+    if cancel_at > leg_ends + 3:
+        assert outcome == "leg failed"
+    else:
+        assert outcome in ("cancelled", "leg failed")
+    assert await halves(50, 30, cancel_at=cancel_at) == "cancelled"
