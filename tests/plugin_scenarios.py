@@ -132,7 +132,7 @@ def outdated_hook() -> dict[str, Any]:
     return {
         "global": refusal(lambda: prepare_server_args(GLOBAL)),
         "stock": refusal(lambda: prepare_server_args(["--model-path", "none"])),
-        "hooked": hasattr(Scheduler.maybe_sleep_on_idle, "__wrapped__"),
+        "hooked": hasattr(Scheduler._get_new_batch_prefill_raw, "__wrapped__"),
     }
 
 
