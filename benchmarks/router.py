@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common import Report, parse
+from benchmarks.router_serving import measure_serving
 from benchmarks.router_speed import measure_speed
 
-PARTS = ("speed",)
+PARTS = ("speed", "serving")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report("router")
     if "speed" in options.extra.parts:
         measure_speed(options, report, options.extra.sglang_router_python)
+    if "serving" in options.extra.parts:
+        measure_serving(options, report, options.extra.sglang_router_python)
     return report.finish(options)
 
 

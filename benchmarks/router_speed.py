@@ -101,7 +101,7 @@ def measure_speed(options: Options, report: Report, peer_python: Path | None) ->
                     leg.results[case].append(result)
         for case in CASES:
             _report_case(report, case, legs)
-        _summarise(report, legs)
+        summarise(report, legs)
 
 
 @contextlib.contextmanager
@@ -174,7 +174,7 @@ def _median_added(legs: dict[str, Leg], name: str, case: Case, key: str) -> floa
     return statistics.median(_added(legs, name, case, key))
 
 
-def _summarise(report: Report, legs: dict[str, Leg]) -> None:
+def summarise(report: Report, legs: dict[str, Leg]) -> None:
     """Of several cases, the one that is worst for us counts."""
     single = [case for case in CASES if case.connections == ONE]
     for key in ("p50", "p99"):

@@ -1,0 +1,138 @@
+"""Real servers and routers in front of them, for the part of the router benchmark with real servers."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+from benchmarks.router_processes import PEER, free_port, our_router, peer_router, process, wait_for
+from sglang_ext.testing.servers import ServerSpec
+
+START_S = 300.0
+MODEL = "small"
+
+
+class RealFleet:
+    """Servers that tell the router on ``router_port`` what they cache.
+
+    Args:
+        folder: for logs.
+        instances: how many.
+        pool_tokens: of each one's pool, which is all the cache it has.
+    """
+
+    def __init__(self, folder: Path, instances: int, pool_tokens: int) -> None:
+        self._folder = folder
+        self.router_port = free_port()
+        self._ports = [free_port() for _ in range(instances)]
+        self._stacks = [contextlib.ExitStack() for _ in self._ports]
+        self._spec = ServerSpec(
+            model=MODEL,
+            flags=(
+                *("--radix-cache-backend", "global", "--kv-router", f"http://127.0.0.1:{self.router_port}"),
+                *("--kv-dram-size", "0", "--chunked-prefill-size", "-1"),
+                *("--max-total-tokens", str(pool_tokens), "--mem-fraction-static", "0.5"),
+            ),
+        )
+
+    @property
+    def urls(self) -> list[str]:
+        """Of the servers."""
+        return [f"http://127.0.0.1:{port}" for port in self._ports]
+
+    def __enter__(self) -> RealFleet:
+        try:
+            running = [self._launch(index) for index in range(len(self._ports))]
+            for index, server in enumerate(running):
+                self._wait(index, server)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stack in self._stacks:
+            stack.close()
+
+    def restart(self, index: int) -> None:
+        """Kill a server and start it anew at its address, with empty caches."""
+        self._stacks[index].close()
+        self._wait(index, self._launch(index))
+
+    def flush(self) -> None:
+        """Empty every cache, once the servers are idle."""
+        for url in self.urls:
+            end = time.monotonic() + 30
+            while httpx.post(f"{url}/flush_cache", timeout=30, trust_env=False).status_code != 200:
+                if time.monotonic() > end:
+                    raise RuntimeError(f"{url} does not become idle")
+                time.sleep(0.05)
+
+    def _launch(self, index: int) -> subprocess.Popen[str]:
+        command = self._spec.command(self._ports[index])
+        log = self._folder / f"server-{index}.log"
+        return self._stacks[index].enter_context(process(command, core=None, log=log))
+
+    def _wait(self, index: int, server: subprocess.Popen[str]) -> None:
+        end = time.monotonic() + START_S
+        while time.monotonic() < end:
+            if server.poll() is not None:
+                raise RuntimeError(f"a server ended: {self._log(index)}")
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{self.urls[index]}/health", timeout=5, trust_env=False).status_code == 200:
+                    return
+            time.sleep(0.2)
+        raise RuntimeError(f"a server does not start: {self._log(index)}")
+
+    def _log(self, index: int) -> str:
+        lines = (self._folder / f"server-{index}.log").read_text(errors="replace").splitlines()
+        return "\n".join(lines[-15:])
+
+    @contextlib.contextmanager
+    def routed(self, policy: str, peer_python: Path | None) -> Iterator[int]:
+        """A router over empty caches; gives its port.
+
+        Args:
+            policy: one of ours, or the name of the peer.
+        """
+        self.flush()
+        log = self._folder / f"router-{policy.split()[0]}.log"
+        if policy == PEER:
+            assert peer_python is not None
+            port = free_port()
+            command = peer_router(peer_python, port, self.urls, "--log-level", "warn")
+        else:
+            port = self.router_port
+            command = our_router(port, (), "--policy", policy, "--log-level", "info")
+            command = [word for word in command if word != "--worker-urls"]
+        with process(command, core=None, log=log) as running:
+            if policy == PEER:
+                wait_for(port, running)
+            else:
+                self._wait_registered(port, running, log)
+            yield port
+
+    def wait_registered(self, port: int) -> None:
+        """Wait until our router at ``port`` uses every server and believes its index."""
+        self._wait_registered(port, None, None)
+
+    def _wait_registered(self, port: int, running: subprocess.Popen[str] | None, log: Path | None) -> None:
+        end = time.monotonic() + 30
+        seen: list[dict[str, object]] = []
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=5, trust_env=False) as client:
+            while time.monotonic() < end:
+                if running is not None and running.poll() is not None:
+                    break
+                with contextlib.suppress(httpx.HTTPError):
+                    seen = client.get("/server_info").json().get("router", {}).get("workers", [])
+                    ready = [row for row in seen if row.get("state") == "ready" and row.get("trusted", True)]
+                    if len(ready) == len(self._ports):
+                        return
+                time.sleep(0.05)
+        text = "" if log is None else log.read_text(errors="replace")[-2000:]
+        raise RuntimeError(f"the servers did not register: {seen}\n{text}")

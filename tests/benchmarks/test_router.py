@@ -1,0 +1,96 @@
+"""The benchmark of the router runs, its parts do what they say, and its summary has its keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.common import Report
+from benchmarks.router import main
+from benchmarks.router_load import Job
+from benchmarks.router_processes import PEER, generator, peer_missing, stand_ins
+from benchmarks.router_sessions import Words, conversations, play_arriving, play_rounds
+from benchmarks.router_speed import CASES, DIRECT, MANY, ONE, OURS, Leg, summarise
+from sglang_ext.testing.tokenizer import write_tokenizer
+
+
+@pytest.fixture
+def workers(tmp_path: Path):
+    with stand_ins(tmp_path, tokenizer=tmp_path, service_s=0.001, count=2, core=None) as ports:
+        yield ports
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
+def test_the_load_generator_counts_answers(path: str, stream: bool, tmp_path: Path, workers) -> None:
+    with generator(tmp_path, core=None) as load:
+        result = load.measure(Job(workers[0], path, 1024, stream, 4, seconds=0.3))
+    assert set(result["statuses"]) == {"200"}
+    assert result["requests"] == result["statuses"]["200"] > 4
+    assert 0.001 <= result["first_p50"] <= result["p50"] <= result["p99"]
+
+
+def test_conversations_share_their_beginnings_and_nothing_else(tmp_path: Path) -> None:
+    talks = conversations(Words(), 6, 3, shared_by=3, prefix_tokens=50, turn_tokens=10)
+    first = [talk.turns[0] for talk in talks]
+    write_tokenizer(tmp_path, 4096)
+    from router.tokenizing import load_tokenizer
+
+    tokenizer = load_tokenizer(str(tmp_path), trust_remote_code=False)
+    ids = [tokenizer(text)["input_ids"] for text in first]
+    assert {len(one) for one in ids} == {60}
+    assert ids[0][:50] == ids[2][:50] != ids[3][:50] == ids[5][:50]
+    assert len({tuple(one) for one in ids}) == 6
+    again = conversations(Words(), 6, 3, shared_by=3, prefix_tokens=50, turn_tokens=10)
+    assert [talk.turns for talk in again] == [talk.turns for talk in talks]
+
+
+def test_sessions_are_played_turn_by_turn(workers) -> None:
+    talks = conversations(Words(), 4, 3, shared_by=2, prefix_tokens=20, turn_tokens=5)
+    assert len(play_rounds(workers[0], talks, 2, at_once=2)) == 8
+    assert {talk.next for talk in talks} == {2}
+    seen = play_rounds(workers[0], talks, 1, at_once=2)
+    assert [(one.prompt, one.cached) for one in seen] == [(300, 0)] * 4
+    assert all(one.ttft > 0 for one in seen)
+    assert talks[0].said.startswith(talks[0].turns[0])
+    assert len(play_arriving(workers[0], conversations(
+        Words(), 3, 2, shared_by=1, prefix_tokens=5, turn_tokens=5
+    ), 1000.0)) == 6  # fmt: skip
+
+
+def test_the_summary_takes_the_worst_case() -> None:
+    def result(p50: float, requests: int) -> dict[str, object]:
+        return {"p50": p50, "p99": p50 * 2, "requests": requests, "seconds": 1.0}
+
+    legs = {name: Leg(0, None) for name in (DIRECT, OURS, PEER)}
+    for case in CASES:
+        is_worst = case.prompt_bytes > 1024 and case.stream
+        legs[DIRECT].results[case] = [result(0.001, 1000)] * 3
+        legs[OURS].results[case] = [result(0.004 if is_worst else 0.002, 100 if is_worst else 900)] * 3
+        legs[PEER].results[case] = [result(0.002, 200)] * 3
+    report = Report("router")
+    summarise(report, legs)
+    assert {case.connections for case in CASES} == {ONE, MANY}
+    assert report.summary == pytest.approx({
+        "added_p50_ms": 3.0,
+        "added_p99_ms": 6.0,
+        "added_p50_vs_sglang_router": 3.0,
+        "added_p99_vs_sglang_router": 3.0,
+        "rps_vs_sglang_router": 0.5,
+    })  # fmt: skip
+
+
+def test_a_peer_that_is_not_there_is_said_so(tmp_path: Path) -> None:
+    assert "--sglang-router-python" in str(peer_missing(None))
+    assert "left out" in str(peer_missing(tmp_path / "python"))
+
+
+@pytest.mark.long
+def test_quick_run(tmp_path: Path) -> None:
+    assert main(["--quick", "--json", str(tmp_path / "out.json")]) == 0
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["name"] == "router"
+    assert set(report["summary"]) >= {"added_p50_ms", "added_p99_ms", "p99_ttft_vs_session_share2"}
+    assert {row["case"] for row in report["rows"]} >= {"ordinary", "scarce", "restart", "share ratio 2"}
