@@ -76,7 +76,7 @@ async def running_cluster(
     """
     with Ports() as ports:
         router_port = ports.take(config.host, config.port, "--port")
-        server_ports = ports.free_after(router_port, config.colocated)
+        server_ports = ports.free_after(router_port, config.ports)
         parts = make_plan(config, host or host_facts(), router_port, server_ports)
         cluster = Cluster(
             parts,
@@ -138,7 +138,8 @@ def parser() -> argparse.ArgumentParser:
         description="Run SGLang servers and the router on this machine; Ctrl-C ends all of it. The SGLang "
         "flags after -- are for every server; --radix-cache-backend global is set unless you choose another "
         "cache.",
-        usage="%(prog)s --model-path MODEL [--colocated N] [--port PORT] [options] [-- SGLANG-FLAGS]",
+        usage="%(prog)s --model-path MODEL [--colocated N] [--prefill N --decode M] [--port PORT] [options] "
+        "[-- SGLANG-FLAGS]",
         epilog="example: sglang-ext cluster --model-path my/model --colocated 2 -- --kv-dram-size 4GiB",
     )
     add_cli_args(found)

@@ -30,6 +30,9 @@ class ClusterConfig:
     model_path: str
     colocated: int = 1
     """Servers that both prefill and decode."""
+    prefill: int = 0
+    decode: int = 0
+    """Servers that do one of the two; the router sends each request to one of each."""
     host: str = "127.0.0.1"
     port: int = 30000
     """The router's. The servers listen on loopback, on the free ports after it."""
@@ -48,9 +51,18 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         if not self.model_path:
             raise ConfigError("is empty", field="--model-path", hint="Give the folder of a model")
-        if self.colocated < 1:
+        for name in ("colocated", "prefill", "decode"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{getattr(self, name)} is negative", field=f"--{name}")
+        if bool(self.prefill) != bool(self.decode):
             raise ConfigError(
-                f"{self.colocated} servers make no cluster", field="--colocated", hint="Give 1 or more"
+                "neither serves without the other",
+                field="--prefill, --decode",
+                hint="Give both, or --colocated",
+            )
+        if self.servers < 1:
+            raise ConfigError(
+                f"{self.servers} servers make no cluster", field="--colocated", hint="Give 1 or more"
             )
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"{self.port} is not a port", field="--port", hint="Give 0 (free) to 65535")
@@ -62,17 +74,35 @@ class ClusterConfig:
                     f"{getattr(self, name)} is not greater than 0", field="--" + name.replace("_", "-")
                 )
         for index in self.instance_args:
-            if not 0 <= index < self.colocated:
+            if not 0 <= index < self.servers:
                 raise ConfigError(
                     f"there is no server {index}",
                     field="--instance-args",
-                    hint=f"With --colocated {self.colocated} they are 0 to {self.colocated - 1}",
+                    hint=f"There are {self.servers}: 0 to {self.servers - 1}",
                 )
         for where, arguments in [("after --", self.server_args)] + [
             (f"in --instance-args {index}:", given) for index, given in self.instance_args.items()
         ]:
             _refuse(arguments, OURS, where)
         _refuse(self.router_args, ROUTERS, "in --router-args")
+
+    @property
+    def servers(self) -> int:
+        """How many there are: first those that do both, then those that prefill, then those that decode."""
+        return self.colocated + self.prefill + self.decode
+
+    @property
+    def ports(self) -> int:
+        """Ports that the servers need: one each, then one more for each that prefills."""
+        return self.servers + self.prefill
+
+    def role_of(self, index: int) -> tuple[str, int]:
+        """What server ``index`` does (colocated, prefill or decode), and its number among those."""
+        for role in ("colocated", "prefill"):
+            if index < getattr(self, role):
+                return role, index
+            index -= getattr(self, role)
+        return "decode", index
 
     def flags_of(self, index: int) -> tuple[str, ...]:
         """The SGLang flags of server ``index``, those that win last."""
@@ -113,7 +143,14 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model-path", "--model", required=True, help="the model, as for python -m sglang.launch_server"
     )
-    flag("colocated", int, "servers that both prefill and decode", metavar="N")
+    parser.add_argument(
+        "--colocated",
+        type=int,
+        metavar="N",
+        help="servers that both prefill and decode (default: 1, without --prefill and --decode)",
+    )
+    flag("prefill", int, "servers that only prefill; needs --decode", metavar="N")
+    flag("decode", int, "servers that only decode; their KV comes from those that prefill", metavar="N")
     flag("host", str, "address of the router; beyond loopback it asks for --router-args '--api-key KEY'")
     flag("port", int, "port of the router, 0 for a free one; the servers take free ports after it")
     flag("policy", str, "how the router chooses a server; see python -m router --help")
@@ -150,6 +187,8 @@ def from_cli_args(args: argparse.Namespace, server_args: Sequence[str]) -> Clust
         ConfigError: a value cannot work; the message names the flag.
     """
     values: dict[str, Any] = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(ClusterConfig)}
+    if values["colocated"] is None:
+        values["colocated"] = 0 if values["prefill"] or values["decode"] else 1
     values["server_args"] = tuple(server_args)
     values["router_args"] = split_flags(args.router_args, "--router-args")
     values["instance_args"] = parse_instance_args(args.instance_args)

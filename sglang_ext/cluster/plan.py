@@ -14,6 +14,7 @@ LOOPBACK = "127.0.0.1"
 DISK_FLAG = "--kv-disk-path"
 ROUTER_TLS_FLAG = "--tls-cert-file"
 """With it, the servers do not register: they would have to trust a certificate that they do not know."""
+TRANSFER_FLAG = "--disaggregation-transfer-backend"
 CACHE_FLAGS = ("--radix-cache-backend", "--disable-radix-cache", "--enable-hierarchical-cache")
 """Flags by which a user chooses a cache; any of them keeps ours from being set."""
 ENVIRONMENT = {
@@ -73,19 +74,25 @@ def make_plan(
         config: what the user asked for.
         host: this machine.
         router_port: where the router will listen.
-        server_ports: one per server.
+        server_ports: one per server, then one more per server that prefills.
 
     Raises:
         ConfigError: this machine cannot run it.
     """
-    if len(server_ports) != config.colocated:
-        raise InternalError(f"{len(server_ports)} ports for {config.colocated} servers")
+    if len(server_ports) != config.ports:
+        raise InternalError(
+            f"{len(server_ports)} ports for {config.servers} servers, which need {config.ports}"
+        )
     router_url = f"http://{_connectable(config.host)}:{router_port}"
     tells = None if any(word.startswith(ROUTER_TLS_FLAG) for word in config.router_args) else router_url
-    servers = tuple(_server(config, host, index, port, tells) for index, port in enumerate(server_ports))
+    bootstrap_ports = server_ports[config.servers :]
+    servers = tuple(
+        _server(config, host, index, port, bootstrap_ports, tells)
+        for index, port in enumerate(server_ports[: config.servers])
+    )
     urls = tuple(server.url for server in servers)
     patience = "--health-check-timeout-secs"
-    on_cpu = any(_on_cpu(config, host, index) for index in range(config.colocated))
+    on_cpu = any(_on_cpu(config, host, index) for index in range(config.servers))
     router_args = config.router_args
     if on_cpu and flag_value(router_args, patience) is None:
         router_args = (patience, CPU_PROBE_TIMEOUT_S, *router_args)
@@ -107,19 +114,40 @@ def make_plan(
     return (*servers, router)
 
 
-def _server(config: ClusterConfig, host: HostFacts, index: int, port: int, tells: str | None) -> Part:
+def _server(
+    config: ClusterConfig,
+    host: HostFacts,
+    index: int,
+    port: int,
+    bootstrap_ports: Sequence[int],
+    tells: str | None,
+) -> Part:
     """One server. tells: the router to which it tells what it holds."""
     flags = config.flags_of(index)
+    role, number = config.role_of(index)
     ours = ["--model-path", config.model_path, "--host", LOOPBACK, "--port", str(port)]
-    if all(flag_value(flags, name) is None for name in CACHE_FLAGS):
+    if role != "colocated":
+        ours += ["--disaggregation-mode", role]
+        if flag_value(flags, TRANSFER_FLAG) is None:
+            ours += [TRANSFER_FLAG, "global"]
+        if role == "prefill":
+            ours += ["--disaggregation-bootstrap-port", str(bootstrap_ports[number])]
+    hands_over = flag_value((*ours, *flags), TRANSFER_FLAG) == "global"
+    if not hands_over and all(flag_value(flags, name) is None for name in CACHE_FLAGS):
         ours += ["--radix-cache-backend", "global"]
-    is_global = flag_value((*ours, *flags), CACHE_FLAGS[0]) == "global"
+    # With our transfer backend, --kv-pd-caching chooses the cache.
+    keeps = ("1", "2", "3") if role == "prefill" else ("2", "3")
+    is_global = (
+        (flag_value(flags, "--kv-pd-caching") or "3") in keeps
+        if hands_over
+        else flag_value((*ours, *flags), CACHE_FLAGS[0]) == "global"
+    )
     if is_global and tells is not None and flag_value(flags, "--kv-router") is None:
         ours += ["--kv-router", tells]
     on_cpu = _on_cpu(config, host, index)
     if not on_cpu:
         ours += _devices(config, host, index)
-    name = f"server-{index}"
+    name = f"server-{index}" if role == "colocated" else f"{role}-{number}"
     return Part(
         name=name,
         command=(sys.executable, "-m", "sglang_ext.launch_server", *ours, *flags, *_own_disk(flags, name)),
@@ -166,7 +194,7 @@ def _devices(config: ClusterConfig, host: HostFacts, index: int) -> list[str]:
         places = host.accelerators // _ranks(flags)
         return ["--base-gpu-id", str(index % places * _ranks(flags))]
     raise ConfigError(
-        f"{config.colocated} servers need more than the {host.accelerators} GPUs there are",
+        f"{config.servers} servers need more than the {host.accelerators} GPUs there are",
         field="--colocated",
         hint="Give fewer, or let servers share GPUs with --mem-fraction-static after --, "
         "such as 0.4 for two on one GPU",
@@ -180,7 +208,7 @@ def _cpu_environment(config: ClusterConfig, host: HostFacts, index: int) -> Mapp
     rank the kernel places the threads; with several, SGLang wants the cores of each rank spelled out.
     """
     flags = config.flags_of(index)
-    share = max(1, host.cores // sum(_ranks(config.flags_of(i)) for i in range(config.colocated)))
+    share = max(1, host.cores // sum(_ranks(config.flags_of(i)) for i in range(config.servers)))
     found = {"OMP_NUM_THREADS": str(share)}
     if (ranks := _ranks(flags)) > 1:
         first = index * ranks * share

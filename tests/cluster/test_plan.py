@@ -16,7 +16,7 @@ CPU = HostFacts(cores=8, accelerators=0)
 
 def plan(facts: HostFacts = CPU, **values: Any) -> tuple[Part, ...]:
     config = ClusterConfig(**{"model_path": "m", "colocated": 2, **values})
-    return make_plan(config, facts, 30_000, range(30_001, 30_001 + config.colocated))
+    return make_plan(config, facts, 30_000, range(30_001, 30_001 + config.ports))
 
 
 def gpu_ids(parts: tuple[Part, ...]) -> list[str | None]:
@@ -50,6 +50,36 @@ def test_servers_and_their_router() -> None:
 )
 def test_our_cache_unless_another_is_chosen(flags: tuple[str, ...], backend: str | None) -> None:
     assert flag_value(plan(server_args=flags)[0].command, "--radix-cache-backend") == backend
+
+
+def test_prefill_and_decode_apart() -> None:
+    *servers, router = plan(colocated=0, prefill=2, decode=1)
+    assert [part.name for part in servers] == ["prefill-0", "prefill-1", "decode-0"]
+    assert router.needs == ("prefill-0", "prefill-1", "decode-0")
+
+    def values(flag: str) -> list[str | None]:
+        return [flag_value(part.command, flag) for part in servers]
+
+    assert values("--disaggregation-mode") == ["prefill", "prefill", "decode"]
+    assert values("--disaggregation-transfer-backend") == ["global"] * 3
+    assert values("--port") == ["30001", "30002", "30003"]
+    assert values("--disaggregation-bootstrap-port") == ["30004", "30005", None]
+    assert values("--radix-cache-backend") == [None] * 3, "--kv-pd-caching chooses"
+    assert values("--kv-router") == [router.url] * 3
+
+
+@pytest.mark.parametrize(("caching", "told"), [("basic", 0), ("1", 1), ("2", 2), ("3", 2)])
+def test_who_keeps_nothing_tells_nothing(caching: str, told: int) -> None:
+    parts = plan(colocated=0, prefill=1, decode=1, server_args=("--kv-pd-caching", caching))[:-1]
+    assert sum(flag_value(part.command, "--kv-router") is not None for part in parts) == told
+
+
+def test_another_transfer_backend_is_the_users_choice() -> None:
+    chosen = ("--disaggregation-transfer-backend", "mooncake")
+    first, second, _ = plan(colocated=0, prefill=1, decode=1, server_args=chosen)
+    for part in (first, second):
+        assert flag_value(part.command, chosen[0]) == "mooncake"
+        assert flag_value(part.command, "--radix-cache-backend") == "global"
 
 
 def test_servers_tell_the_router_what_they_hold() -> None:
