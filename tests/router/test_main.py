@@ -99,3 +99,52 @@ async def test_a_port_that_is_taken_is_named(start_worker) -> None:
     assert process.returncode == 2
     assert b"--port" in errors
     assert taken.encode() in errors
+
+
+async def test_hanging_up_reads_the_keys_again(start_worker, client, tmp_path) -> None:
+    worker = await start_worker()
+    port, path = free_port(), tmp_path / "keys.toml"
+
+    def write(key: str) -> None:
+        path.write_text(f'[[keys]]\nkey = "{key}"\ntenant = "t"\n')
+        path.chmod(0o600)
+
+    write("sk-first-key")
+    arguments = ("--worker-urls", worker.url, "--port", str(port), "--api-keys-file", str(path))
+    process = await python("-m", "router", *arguments)
+
+    async def until_accepted(key: str) -> None:
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    headers = {"authorization": f"Bearer {key}"}
+                    async with client.get(f"http://127.0.0.1:{port}/v1/models", headers=headers) as answer:
+                        if answer.status == 200:
+                            return
+                except OSError:
+                    pass
+                await asyncio.sleep(0.05)
+
+    try:
+        await until_accepted("sk-first-key")
+        write("sk-second-key")
+        process.send_signal(signal.SIGHUP)
+        await until_accepted("sk-second-key")
+        async with client.get(
+            f"http://127.0.0.1:{port}/v1/models", headers={"authorization": "Bearer sk-first-key"}
+        ) as answer:
+            assert answer.status == 401
+        path.write_text("[[")
+        process.send_signal(signal.SIGHUP)
+        await until_accepted("sk-second-key")
+        process.send_signal(signal.SIGTERM)
+        _, errors = await asyncio.wait_for(process.communicate(), 20)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    log = errors.decode()
+    assert process.returncode == 0, log
+    assert "sk-first-key" not in log
+    assert "sk-second-key" not in log
+    assert "not valid TOML" in log
