@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import re
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -424,6 +426,15 @@ def test_a_policy_that_fails_costs_no_request(module, caplog, answer, said) -> N
         decision = policy(Prompt(10), (instance("a", 1), B, D), {}, Seconds(), OPTIONS)
     assert (decision.instance, decision.reason) == ("b", Reason.POLICY_FAILED)
     assert said in caplog.text
+
+
+def test_the_example_in_the_documentation_is_a_policy(module) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "cost_model.md").read_text("utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(example, module.__dict__)
+    policy = policy_named("a_policy_of_ones_own:shortest_queue")
+    decision = policy(Prompt(10), (A, B), {}, Seconds({"a": 5}), OPTIONS)
+    assert (decision.instance, decision.reason) == ("b", Reason.LEAST_LOAD)
 
 
 # -- what holds for all -----------------------------------------------------------------------------------
