@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from sglang_ext.engine.block_names import Names
 from sglang_ext.engine.load_report import LoadReport
-from sglang_ext.keys import Tier
-from sglang_ext.radix_global import Node
+from sglang_ext.keys import TOKEN_BYTES, Tier
+from sglang_ext.radix_global import Holder, Node, RadixTree
+from sglang_ext.radix_global.node import InsertResult
 from sglang_ext.tiered_store.layers import AHEAD
 from sglang_ext.tiered_store.loader import Load
 from sglang_ext.tiered_store.tier import Ids
@@ -80,3 +83,20 @@ class Promoted:
     tokens: int
     node: Node
     """At which they end; holds one DRAM lock for the request."""
+
+
+def insert_promoted(tree: RadixTree, dram: Holder, promotion: Promotion, blocks: int) -> InsertResult:
+    """Note in the tree that DRAM has the first ``blocks`` blocks of a promotion, behind what it continues."""
+    above: list[Ids] = []
+    current = promotion.parent
+    while current.parent is not None:
+        above.append(current.placements[dram])
+        current = current.parent
+    wanted = promotion.wanted
+    return tree.insert(
+        wanted.namespace,
+        wanted.key[: (promotion.start + blocks) * tree.block_size * TOKEN_BYTES],
+        dram,
+        np.concatenate([*reversed(above), promotion.ids[:blocks]]),
+        same_request=True,
+    )

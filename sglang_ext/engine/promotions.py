@@ -24,8 +24,6 @@ from collections import deque
 from collections.abc import Hashable
 from typing import Any
 
-import numpy as np
-
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.block_names import pack_names
 from sglang_ext.engine.disk_look import DiskLook
@@ -33,13 +31,13 @@ from sglang_ext.engine.disk_writes import Agree, DiskWrites
 from sglang_ext.engine.dram_tier import DramTier
 from sglang_ext.engine.load_policy import DiskPolicy
 from sglang_ext.engine.load_report import LoadDecisions, Reason
-from sglang_ext.engine.promotion import Promoted, Promotion, PromotionCounters, Wanted
+from sglang_ext.engine.promotion import Promoted, Promotion, PromotionCounters, Wanted, insert_promoted
 from sglang_ext.engine.straight_loads import StraightLoad, StraightLoads
 from sglang_ext.errors import InternalError
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.radix_global import Holder, Node, RadixTree
 from sglang_ext.tiered_store.loader import Loader
-from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Ids
+from sglang_ext.tiered_store.tier import BlockMemory, BlockTier
 
 logger = logging.getLogger(__name__)
 
@@ -342,19 +340,7 @@ class Promotions:
 
     def _insert(self, promotion: Promotion, blocks: int) -> Node:
         """Put what has arrived into the tree, where somebody may have put it in the meantime."""
-        above: list[Ids] = []
-        current = promotion.parent
-        while current.parent is not None:
-            above.append(current.placements[self._dram])
-            current = current.parent
-        end = (promotion.start + blocks) * self._tree.block_size * TOKEN_BYTES
-        result = self._tree.insert(
-            promotion.wanted.namespace,
-            promotion.wanted.key[:end],
-            self._dram,
-            np.concatenate([*reversed(above), promotion.ids[:blocks]]),
-            same_request=True,
-        )
+        result = insert_promoted(self._tree, self._dram, promotion, blocks)
         place = result.held_blocks - promotion.start
         self._room.give_back(promotion.ids[:place])
         self._room.inserted(blocks - place)
