@@ -34,6 +34,8 @@ class Flight:
     form: Form
     """Of the worker's answer."""
     session: str | None = None
+    tells_cached: bool = False
+    """The worker was asked what it found cached; an answer that says nothing of it found nothing."""
     translation: AnthropicAnswer | None = None
     """Turns the worker's answer into the form that the client expects."""
     rids: tuple[str, ...] = ()

@@ -226,13 +226,12 @@ class Generation:
             flight.form = Form.OPENAI
             flight.translation = AnthropicAnswer(payload["model"])
             return
-        if (
-            self._config.cache_details
-            and not job.stream
-            and job.endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS)
-            and payload.get("return_cached_tokens_details") is None
-        ):
-            flight.body = put_in_front(flight.body, _TELL_TIERS)
+        if not job.stream and job.endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS):
+            asked = payload.get("return_cached_tokens_details")
+            if asked is None and self._config.cache_details:
+                flight.body = put_in_front(flight.body, _TELL_TIERS)
+                asked = True
+            flight.tells_cached = asked is True
         if fields and job.endpoint is not Endpoint.MESSAGES:
             flight.body = splice(flight.body, fields)
 

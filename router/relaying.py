@@ -184,6 +184,8 @@ class Relay:
         if response.status == 200:
             if len(body) <= MAX_READ_BYTES:
                 usage = read_answer(body, form=flight.form, choices=flight.job.choices)
+                if flight.tells_cached and usage.cached_tokens is None and usage.prompt_tokens is not None:
+                    usage.cached_tokens = 0
             self._learn(flight, decision, usage)
             self._learn_texts(flight, decision.decode or decision.instance, lambda: usage.output_texts)
         _note(record, usage)
