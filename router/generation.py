@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-import uuid
+import random
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -63,6 +63,8 @@ _PROMPT_FIELD = {
     Endpoint.RESPONSES: "input",
     Endpoint.MESSAGES: "messages",
 }
+_ids = random.Random()
+"""Of request ids: they need to be different, not secret, and asking the system for each is slow."""
 _TELL_TIERS = {"return_cached_tokens_details": True}
 
 
@@ -361,4 +363,4 @@ def no_worker(fleet: Fleet) -> RequestRefused:
 
 def new_request_id() -> str:
     """A request id for clients that send none."""
-    return uuid.uuid4().hex
+    return f"{_ids.getrandbits(128):032x}"
