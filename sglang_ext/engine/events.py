@@ -162,6 +162,11 @@ class PlacementFeed:
         self.log.ended(walk)
         del self._walks[number]
 
+    @property
+    def busy(self) -> bool:
+        """Whether a snapshot is under way, which goes on with each pass."""
+        return bool(self._asked or self._walks)
+
     # -- any thread -----------------------------------------------------------------------------
 
     def disk_changed(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
