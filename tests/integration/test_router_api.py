@@ -13,9 +13,11 @@ import aiohttp
 import anthropic
 import openai
 import pytest
+from api_fuzz import BROKEN, fuzz, is_ours, send_broken
 from router_rig import ROOT, SPECS, running, sglang_program, until
 
 from router import Router, RouterConfig
+from router.openapi import description
 from sglang_ext.testing.servers import ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
@@ -352,3 +354,24 @@ async def test_bench_serving_runs(
     await sglang_program("module", "sglang.bench_serving", *flat, "--flush-cache", cwd=tmp_path)
     result = json.loads((tmp_path / "out.jsonl").read_text())
     assert result["completed"] == 6
+
+
+def never_ours(path: str, method: str, body: Any, answer: Any) -> None:
+    assert not is_ours(answer), (method, path, str(body)[:300], answer.status_code, answer.text[:300])
+
+
+async def test_no_request_harms_a_server(
+    start: Callable[..., Any], servers: list[ServerProcess], long_run: bool
+) -> None:
+    """A corpus of broken requests, and what schemathesis makes of the description, at real servers."""
+    router: Router = await start()
+    assert await asyncio.to_thread(send_broken, router.url, never_ours) == len(BROKEN)
+    examples = 60 if long_run else 3
+    sent = await asyncio.to_thread(fuzz, router.url, description(), never_ours, examples=examples)
+    assert sent > 60
+    await until(lambda: running(servers) == 0)
+    for server in servers:
+        assert server.running
+        assert server.generate([1, 2, 3], max_new_tokens=2).prompt_tokens == 3
+    assert len(router.fleet.usable()) == 2
+    assert len(router.flights) == 0
