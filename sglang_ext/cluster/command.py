@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
+import secrets
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -17,7 +19,7 @@ from rich.console import Console
 
 from sglang_ext.cluster.config import ClusterConfig, add_cli_args, from_cli_args
 from sglang_ext.cluster.host import Ports, host_facts
-from sglang_ext.cluster.plan import HostFacts, make_plan
+from sglang_ext.cluster.plan import HostFacts, make_plan, needs_key
 from sglang_ext.cluster.supervisor import Cluster, Observer
 from sglang_ext.cluster.terminal import Display
 from sglang_ext.errors import ConfigError, UserError
@@ -59,6 +61,20 @@ class LogFolder:
             shutil.rmtree(self.path, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def made_key(folder: Path) -> Iterator[Path]:
+    """A key for this cluster, in a file that nobody else can read, until the block ends."""
+    path = folder / "cluster.key"
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "w", encoding="ascii") as file:
+        file.write(secrets.token_urlsafe(48))
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
 @contextlib.asynccontextmanager
 async def running_cluster(
     config: ClusterConfig, log_dir: Path, observer: Observer | None = None, host: HostFacts | None = None
@@ -74,10 +90,11 @@ async def running_cluster(
     Raises:
         ConfigError: it cannot run here; names the flag.
     """
-    with Ports() as ports:
+    with Ports() as ports, contextlib.ExitStack() as keep:
         router_port = ports.take(config.host, config.port, "--port")
         server_ports = ports.free_after(router_port, config.ports)
-        parts = make_plan(config, host or host_facts(), router_port, server_ports)
+        key_file = keep.enter_context(made_key(log_dir)) if needs_key(config) else None
+        parts = make_plan(config, host or host_facts(), router_port, server_ports, key_file)
         cluster = Cluster(
             parts,
             log_dir,

@@ -15,6 +15,8 @@ DISK_FLAG = "--kv-disk-path"
 ROUTER_TLS_FLAG = "--tls-cert-file"
 """With it, the servers do not register: they would have to trust a certificate that they do not know."""
 TRANSFER_FLAG = "--disaggregation-transfer-backend"
+ROUTER_KEY_FLAG = "--cluster-key-file"
+SERVER_KEY_FLAG = "--kv-cluster-key-file"
 CACHE_FLAGS = ("--radix-cache-backend", "--disable-radix-cache", "--enable-hierarchical-cache")
 """Flags by which a user chooses a cache; any of them keeps ours from being set."""
 ENVIRONMENT = {
@@ -66,7 +68,11 @@ class Part:
 
 
 def make_plan(
-    config: ClusterConfig, host: HostFacts, router_port: int, server_ports: Sequence[int]
+    config: ClusterConfig,
+    host: HostFacts,
+    router_port: int,
+    server_ports: Sequence[int],
+    key_file: Path | None = None,
 ) -> tuple[Part, ...]:
     """The servers, then the router.
 
@@ -75,6 +81,7 @@ def make_plan(
         host: this machine.
         router_port: where the router will listen.
         server_ports: one per server, then one more per server that prefills.
+        key_file: a key for the cluster, unless the user has named one; see ``needs_key``.
 
     Raises:
         ConfigError: this machine cannot run it.
@@ -86,14 +93,18 @@ def make_plan(
     router_url = f"http://{_connectable(config.host)}:{router_port}"
     tells = None if any(word.startswith(ROUTER_TLS_FLAG) for word in config.router_args) else router_url
     bootstrap_ports = server_ports[config.servers :]
+    router_args = config.router_args
+    key = flag_value(router_args, ROUTER_KEY_FLAG)
+    if key is None and key_file is not None:
+        key = str(key_file)
+        router_args = (ROUTER_KEY_FLAG, key, *router_args)
     servers = tuple(
-        _server(config, host, index, port, bootstrap_ports, tells)
+        _server(config, host, index, port, bootstrap_ports, tells, key)
         for index, port in enumerate(server_ports[: config.servers])
     )
     urls = tuple(server.url for server in servers)
     patience = "--health-check-timeout-secs"
     on_cpu = any(_on_cpu(config, host, index) for index in range(config.servers))
-    router_args = config.router_args
     if on_cpu and flag_value(router_args, patience) is None:
         router_args = (patience, CPU_PROBE_TIMEOUT_S, *router_args)
     block_size = flag_value(config.flags_of(0), "--kv-block-size")
@@ -114,6 +125,13 @@ def make_plan(
     return (*servers, router)
 
 
+def needs_key(config: ClusterConfig) -> bool:
+    """Whether a key has to be made: without one, a router that others can reach takes no registrations."""
+    host = config.host
+    is_local = host in ("localhost", "::1") or host.startswith("127.")
+    return not is_local and flag_value(config.router_args, ROUTER_KEY_FLAG) is None
+
+
 def _server(
     config: ClusterConfig,
     host: HostFacts,
@@ -121,8 +139,9 @@ def _server(
     port: int,
     bootstrap_ports: Sequence[int],
     tells: str | None,
+    key: str | None,
 ) -> Part:
-    """One server. tells: the router to which it tells what it holds."""
+    """One server. tells: the router to which it tells what it holds. key: the file with the cluster's key."""
     flags = config.flags_of(index)
     role, number = config.role_of(index)
     ours = ["--model-path", config.model_path, "--host", LOOPBACK, "--port", str(port)]
@@ -144,6 +163,8 @@ def _server(
     )
     if is_global and tells is not None and flag_value(flags, "--kv-router") is None:
         ours += ["--kv-router", tells]
+        if key is not None and flag_value(flags, SERVER_KEY_FLAG) is None:
+            ours += [SERVER_KEY_FLAG, key]
     on_cpu = _on_cpu(config, host, index)
     if not on_cpu:
         ours += _devices(config, host, index)

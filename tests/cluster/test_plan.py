@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sglang_ext.cluster.command import made_key
 from sglang_ext.cluster.config import ClusterConfig, flag_value
-from sglang_ext.cluster.plan import HostFacts, Part, make_plan
+from sglang_ext.cluster.plan import HostFacts, Part, make_plan, needs_key
+from sglang_ext.cluster_key import read_cluster_key
 from sglang_ext.errors import ConfigError
 
 CPU = HostFacts(cores=8, accelerators=0)
@@ -50,6 +53,43 @@ def test_servers_and_their_router() -> None:
 )
 def test_our_cache_unless_another_is_chosen(flags: tuple[str, ...], backend: str | None) -> None:
     assert flag_value(plan(server_args=flags)[0].command, "--radix-cache-backend") == backend
+
+
+@pytest.mark.parametrize(
+    ("host", "args", "needed"),
+    [
+        ("127.0.0.1", (), False),
+        ("localhost", (), False),
+        ("::1", (), False),
+        ("0.0.0.0", ("--api-key", "k"), True),
+        ("0.0.0.0", ("--api-key", "k", "--cluster-key-file", "mine"), False),
+    ],
+)
+def test_a_key_is_made_where_others_can_reach_the_router(
+    host: str, args: tuple[str, ...], needed: bool
+) -> None:
+    assert needs_key(ClusterConfig(model_path="m", host=host, router_args=args)) is needed
+
+
+def test_the_key_goes_to_every_member() -> None:
+    config = ClusterConfig(model_path="m", colocated=2, host="0.0.0.0", router_args=("--api-key", "k"))
+    first, second, router = make_plan(config, CPU, 30_000, range(30_001, 30_003), Path("/run/made"))
+    assert flag_value(first.command, "--kv-cluster-key-file") == "/run/made"
+    assert flag_value(second.command, "--kv-cluster-key-file") == "/run/made"
+    assert flag_value(router.command, "--cluster-key-file") == "/run/made"
+    (server, router) = plan(colocated=1, router_args=("--cluster-key-file", "mine"))
+    assert flag_value(server.command, "--kv-cluster-key-file") == "mine"
+    (server, router) = plan(colocated=1)
+    assert flag_value(server.command, "--kv-cluster-key-file") is None
+    assert flag_value(router.command, "--cluster-key-file") is None
+
+
+def test_the_key_is_nobody_elses_and_goes(tmp_path: Path) -> None:
+    (tmp_path / "cluster.key").write_text("left by somebody who was killed")
+    with made_key(tmp_path) as path:
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert read_cluster_key(path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_prefill_and_decode_apart() -> None:
