@@ -187,7 +187,9 @@ class Relay:
                 if flight.tells_cached and usage.cached_tokens is None and usage.prompt_tokens is not None:
                     usage.cached_tokens = 0
             self._learn(flight, decision, usage)
-            self._learn_texts(flight, decision.decode or decision.instance, lambda: usage.output_texts)
+            self._learn_texts(
+                flight, decision.decode or decision.instance, lambda: usage.output_texts, len(body)
+            )
         _note(record, usage)
         headers = self._response_headers(response, record, usage)
         if flight.translation is not None:
@@ -231,7 +233,9 @@ class Relay:
                 else:
                     await responder.write(_broken_off(message, flight.form, in_event=reader.in_event))
         self._learn(flight, decision, reader.usage)
-        self._learn_texts(flight, decision.decode or decision.instance, reader.output_texts)
+        self._learn_texts(
+            flight, decision.decode or decision.instance, reader.output_texts, reader.kept_bytes
+        )
         _note(record, reader.usage)
         await responder.finish()
 
@@ -255,15 +259,21 @@ class Relay:
         if usage.response_id is not None:
             self._homes.keep(flight.record.caller.scope, usage.response_id, answering)
 
-    def _learn_texts(self, flight: Flight, instance: str, texts: Callable[[], Mapping[int, str]]) -> None:
-        """As ``_learn``, for answers that tell the text only; the client does not wait for it."""
+    def _learn_texts(
+        self, flight: Flight, instance: str, texts: Callable[[], Mapping[int, str]], size: int
+    ) -> None:
+        """As ``_learn``, for answers that tell the text only; the client does not wait for it.
+
+        Args:
+            size: bytes of the answer.
+        """
         prompts: Sequence[Encoded] = flight.prompts
         tells_ids = flight.form is Form.NATIVE
         if tells_ids or flight.job.echoes or all(prompt.tokens is None for prompt in prompts):
             return
 
         async def learn() -> None:
-            for index, key in (await self._tokenizers.continuations(texts)).items():
+            for index, key in (await self._tokenizers.continuations(texts, size)).items():
                 if index < len(prompts) and prompts[index].tokens is not None:
                     whole = prompts[index].key + key
                     self._trees.confirm(prompts[index].namespace, whole, instance)

@@ -37,6 +37,8 @@ INLINE_BYTES = 1 << 16
 """Prompts up to this length are rendered and looked up on the event loop, if no more than ``INLINE_NEW``
 characters of them have to be tokenized: a thread and back takes longer than that."""
 INLINE_NEW = 512
+LARGE_ANSWER = 16_384
+"""Bytes of an answer from which it is not parsed on the event loop."""
 LARGE = 8192
 """What is taken for the length of what is not plain text."""
 
@@ -377,22 +379,29 @@ class TokenizerService:
         with_tools = bool(prompt.chat.payload.get("tools"))
         return None if (self.trust.tools if with_tools else self.trust.chat) else Fallback.UNTRUSTED
 
-    async def continuations(self, texts: Callable[[], Mapping[int, str]]) -> dict[int, bytes]:
+    async def continuations(
+        self, texts: Callable[[], Mapping[int, str]], size: int = LARGE_ANSWER
+    ) -> dict[int, bytes]:
         """The tokens of generated texts, to be put behind the tokens of their prompts.
 
         The last token of a prompt and the first of an answer are taken not to merge, which chat templates
         see to; where they would, a little of the next turn's prefix is not foreseen.
 
         Args:
-            texts: gives the texts by prompt; called in a thread, as it may have to parse.
+            texts: gives the texts by prompt; called in a thread, as it may have to parse, or at once if the
+                answer is small.
+            size: bytes of the answer that ``texts`` looks at.
         """
         tokenizer = self.tokenizer
         if tokenizer is None:
             return {}
 
-        def encode() -> dict[int, bytes]:
-            return {index: tokenizer.segmenter.encode(text) for index, text in texts().items()}
+        def encode(most_new: int | None = None) -> dict[int, bytes]:
+            return {index: tokenizer.segmenter.encode(text, most_new) for index, text in texts().items()}
 
+        if size < LARGE_ANSWER:
+            with contextlib.suppress(TooMuchNew):
+                return encode(INLINE_NEW)
         return await asyncio.get_running_loop().run_in_executor(self._pool, encode)
 
     def close(self) -> None:

@@ -254,6 +254,11 @@ class StreamReader:
         """The stream announced its end; a connection that closes before that was broken off."""
 
     @property
+    def kept_bytes(self) -> int:
+        """What ``output_texts`` has to look at."""
+        return self._size
+
+    @property
     def in_event(self) -> bool:
         """Whether the stream stands in the middle of an event."""
         return self._splitter.in_event
