@@ -3,97 +3,23 @@ is lost, late or of another epoch never makes it lie."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import itertools
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator
 
 import pytest
 import zmq
 import zmq.asyncio
+from agent_rig import BLOCK, KEY, NAME, PLAIN, Disk, Instance, until
 
 from router.agents import Agents
 from router.index import Index
 from router.policies import Match
-from sglang_ext.agent_messages import FROM_AGENT, TO_AGENT, Fill, Hello, Load, Naming, PeerDead, Welcome
+from sglang_ext.agent_messages import FROM_AGENT, TO_AGENT, Hello, PeerDead, Welcome
 from sglang_ext.clock import SystemClock
 from sglang_ext.cluster_key import ClusterKey
-from sglang_ext.cluster_messages import Registration
-from sglang_ext.engine.agent import Agent, AgentFacts
 from sglang_ext.engine.agent_socket import AgentSocket
-from sglang_ext.engine.events import PlacementFeed
 from sglang_ext.errors import ConfigError
-from sglang_ext.keys import Namespace, Tier, block_keys, encode_tokens, tenant_salt
-from sglang_ext.radix_global import Holder, RadixTree
-
-BLOCK = 4
-NAME = "http://127.0.0.1:1"
-PLAIN = ("tokens", None, None, None)
-NAMING = Naming("m", "w0", "f32", "layout", "tp0of1")
-KEY = ClusterKey(b"k" * 20 + b"0123456789abcdef")
-
-
-class Gauges:
-    def load(self) -> Load:
-        return Load(2, 1, 30)
-
-    def fill(self) -> Mapping[Tier, Fill]:
-        return {Tier.HBM: Fill(3, 9)}
-
-
-class Disk:
-    """Lists names, as the disk tier does."""
-
-    def __init__(self, names: list[bytes]) -> None:
-        self.names = sorted(names)
-
-    def names_after(self, place: bytes, limit: int) -> tuple[list[bytes], bytes | None]:
-        there = [name for name in self.names if name >= place]
-        return there[:limit], there[limit] if len(there) > limit else None
-
-    def watch(self, watch: object) -> None:
-        """Nothing changes."""
-
-
-class Instance:
-    """A tree that is changed by hand, and its agent."""
-
-    epochs = itertools.count(1)
-
-    def __init__(self, *, key: ClusterKey | None = None, disk: Disk | None = None, port: int = 0) -> None:
-        self.tree = RadixTree(BLOCK)
-        epoch = next(self.epochs)
-        self.hbm, self.dram = Holder.of("a", epoch, Tier.HBM), Holder.of("a", epoch, Tier.DRAM)
-        self.feed = PlacementFeed(self.tree, self.hbm, self.dram, lambda n: f"w{n}")
-        facts = AgentFacts("a", epoch.to_bytes(16, "big"), BLOCK, NAMING if disk else None)
-        self.said: list[object] = []
-        self.agent = Agent(
-            facts,
-            self.feed,
-            Gauges(),
-            AgentSocket("127.0.0.1", port, key),
-            disk=disk,
-            others=lambda reader, message: self.said.append(message),
-        )
-        self.registration = Registration(
-            url=NAME,
-            instance="a",
-            epoch=facts.epoch.hex(),
-            agent=f"tcp://127.0.0.1:{self.agent.socket.port}",
-            agent_key=self.agent.socket.public_key,
-            block_size=BLOCK,
-        )
-        self.agent.start()
-        self.closed = False
-
-    def insert(self, tokens: list[int], holder: Holder | None = None, salt: str | None = None) -> None:
-        self.tree.insert((0, None, salt), encode_tokens(tokens), holder or self.hbm)
-
-    def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            self.agent.close()
-            self.feed.close()
+from sglang_ext.keys import Namespace, block_keys, encode_tokens, tenant_salt
 
 
 class Listener:
@@ -129,17 +55,6 @@ async def connected(instance: Instance, key: ClusterKey | None = None) -> AsyncI
     finally:
         await side.agents.close()
         instance.close()
-
-
-async def until(
-    condition: Callable[[], object], instance: Instance | None = None, seconds: float = 10
-) -> None:
-    """Wait for a condition, while the instance's scheduler goes round."""
-    async with asyncio.timeout(seconds):
-        while not condition():
-            if instance is not None and not instance.closed:
-                instance.feed.publish()
-            await asyncio.sleep(0.002)
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["loopback", "curve"])
@@ -188,10 +103,10 @@ async def test_a_disk_is_told_by_name_and_found_after_what_is_in_memory() -> Non
     async with connected(instance) as side:
         await until(lambda: side.index.trusted(NAME), instance)
         mine = ("tokens", None, None, "s")
-        assert side.match(tokens, mine) == Match(12, own=True, disk=8)
+        assert side.match(tokens, mine) == Match(12, own=False, disk=8)
         assert side.match(tokens) is None
         instance.feed.disk_changed([], names[2:3])
-        await until(lambda: side.match(tokens, mine) == Match(8, own=True, disk=4), instance)
+        await until(lambda: side.match(tokens, mine) == Match(8, own=False, disk=4), instance)
         (gone,) = side.index.history(mine, encode_tokens(tokens))
         assert (gone.instance, gone.tier, gone.tokens) == (NAME, "disk", 12)
         instance.feed.clear(1)

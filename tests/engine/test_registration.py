@@ -1,0 +1,159 @@
+"""Registration and agent of an instance with whole routers, over real sockets; no SGLang server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from agent_rig import BLOCK, PLAIN, Instance, until
+
+from router import Router, RouterConfig
+from sglang_ext.cluster_key import ClusterKey, read_cluster_key
+from sglang_ext.engine.registration import Registrar
+from sglang_ext.keys import encode_tokens
+from sglang_ext.testing.servers import free_port
+from sglang_ext.testing.tokenizer import write_tokenizer
+from sglang_ext.testing.workers import StandInWorker, running_worker
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "cluster.key"
+    path.touch(mode=0o600)
+    path.write_text("a-test-of-registration-0123456789-abcdefgh\n")
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder, 4096)
+    return folder
+
+
+@pytest.fixture
+async def worker(tokenizer_dir: Path) -> AsyncIterator[StandInWorker]:
+    from router.tokenizing import load_tokenizer
+
+    stand_in = StandInWorker(
+        tokenizer=load_tokenizer(str(tokenizer_dir), trust_remote_code=False),
+        tokenizer_path=str(tokenizer_dir),
+    )
+    async with running_worker(stand_in, 0):
+        yield stand_in
+
+
+def router_at(port: int, key_file: Path | None) -> Router:
+    return Router(
+        RouterConfig(
+            port=port,
+            block_size=BLOCK,
+            cluster_key_file=str(key_file) if key_file else None,
+            health_check_interval_secs=0.1,
+        )
+    )
+
+
+def registrar_of(instance: Instance, ports: list[int], key: ClusterKey | None) -> Registrar:
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    return Registrar(urls, instance.registration, key, instance.agent.silent_s)
+
+
+def tells(router: Router, worker: StandInWorker) -> bool:
+    """Whether the router believes what the instance's agent tells."""
+    replica = router.trees.replica(worker.url)
+    return replica is not None and router.trees.trusted(worker.url)
+
+
+def tokens_known(router: Router, instance: Instance, tokens: list[int]) -> int:
+    match = router.trees.match(PLAIN, encode_tokens(tokens)).get(instance.registration.url)
+    return 0 if match is None else match.tokens
+
+
+@pytest.mark.parametrize("with_key", [False, True], ids=["loopback", "key"])
+async def test_two_routers_know_an_instance_until_it_leaves(
+    with_key: bool, key_file: Path, worker: StandInWorker
+) -> None:
+    key = read_cluster_key(key_file) if with_key else None
+    instance = Instance(key=key, url=worker.url)
+    instance.insert([7] * 8)
+    ports = [free_port(), free_port()]
+    registrar = registrar_of(instance, ports, key)
+    try:
+        async with AsyncExitStack() as stack:
+            routers = [
+                await stack.enter_async_context(router_at(port, key_file if with_key else None))
+                for port in ports
+            ]
+            registrar.start()
+            for router in routers:
+                await until(lambda router=router: tells(router, worker), instance)
+                assert tokens_known(router, instance, [7] * 8) == 8
+                await until(lambda router=router: router.fleet.usable(), instance)
+                assert router.fleet.usable()[0].trusted
+            await asyncio.to_thread(registrar.close)
+            for router in routers:
+                await until(lambda router=router: router.trees.replica(worker.url) is None, instance)
+                router.check()
+    finally:
+        registrar.close()
+        instance.close()
+
+
+async def test_a_router_that_was_restarted_finds_its_instances_again(
+    key_file: Path, worker: StandInWorker
+) -> None:
+    key = read_cluster_key(key_file)
+    instance = Instance(key=key, url=worker.url)
+    instance.insert([7] * 8)
+    port = free_port()
+    registrar = registrar_of(instance, [port], key)
+    registrar.start()
+    try:
+        for _ in range(2):
+            async with router_at(port, key_file) as router:
+                await until(
+                    lambda router=router: (
+                        router.trees.trusted(worker.url) and tokens_known(router, instance, [7] * 8) == 8
+                    ),
+                    instance,
+                    seconds=15,
+                )
+    finally:
+        registrar.close()
+        instance.close()
+
+
+async def test_an_instance_with_another_key_is_refused_and_nobody_is_harmed(
+    key_file: Path, worker: StandInWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = ClusterKey(b"wrong" * 10)
+    instance = Instance(key=wrong, url=worker.url)
+    port = free_port()
+    registrar = registrar_of(instance, [port], wrong)
+    try:
+        async with router_at(port, key_file) as router:
+            registrar.start()
+            await until(lambda: "another cluster key" in caplog.text, instance)
+            assert router.trees.replica(worker.url) is None
+            assert not router.fleet.rows
+    finally:
+        registrar.close()
+        instance.close()
+
+
+async def test_a_router_that_is_not_there_is_tried_again(worker: StandInWorker) -> None:
+    instance = Instance(url=worker.url)
+    port = free_port()
+    registrar = registrar_of(instance, [port], None)
+    registrar.start()
+    try:
+        await until(lambda: registrar._routers[0].problem, instance)
+        async with router_at(port, None) as router:
+            await until(lambda: tells(router, worker), instance)
+    finally:
+        registrar.close()
+        instance.close()
