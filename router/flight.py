@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from router.anthropic_answers import AnthropicAnswer
 from router.exchange import Request, RequestRefused, Responder
 from router.record import CLIENT_GONE, Record
+from router.sse import EventFilter
 from router.tokenizing import Encoded
 from router.usage import Form
 from router.validation import Job
@@ -34,6 +35,8 @@ class Flight:
     form: Form
     """Of the worker's answer."""
     session: str | None = None
+    filter: EventFilter | None = None
+    """Takes out of a stream what only the router has asked for."""
     tells_cached: bool = False
     """The worker was asked what it found cached; an answer that says nothing of it found nothing."""
     translation: AnthropicAnswer | None = None

@@ -41,6 +41,7 @@ from router.responses import parse_responses
 from router.retry_budget import RetryBudget
 from router.routes import Handler, Route
 from router.sessions import session_of
+from router.sse import EventFilter
 from router.tenancy import additions, check_reserved, priority_of, put_in_front, rids_of, splice, with_salt
 from router.tokenizing import TokenizerService
 from router.usage import FORMS, Form
@@ -221,6 +222,9 @@ class Generation:
             chat = job.prompts[0].chat
             assert chat is not None
             body = {**chat.payload, **fields}
+            if self._config.cache_details:
+                body |= _TELL_TIERS
+                flight.tells_cached = True
             if job.stream:
                 body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
             flight.body = orjson.dumps(body)
@@ -228,10 +232,11 @@ class Generation:
             flight.form = Form.OPENAI
             flight.translation = AnthropicAnswer(payload["model"])
             return
-        if not job.stream and job.endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS):
+        if job.endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS):
             asked = payload.get("return_cached_tokens_details")
             if asked is None and self._config.cache_details:
                 flight.body = put_in_front(flight.body, _TELL_TIERS)
+                flight.filter = EventFilter(b'"sglext":{', b'"choices":[]') if job.stream else None
                 asked = True
             flight.tells_cached = asked is True
         if fields and job.endpoint is not Endpoint.MESSAGES:

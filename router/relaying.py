@@ -184,8 +184,7 @@ class Relay:
         if response.status == 200:
             if len(body) <= MAX_READ_BYTES:
                 usage = read_answer(body, form=flight.form, choices=flight.job.choices)
-                if flight.tells_cached and usage.cached_tokens is None and usage.prompt_tokens is not None:
-                    usage.cached_tokens = 0
+                _infer_cached(flight, usage)
             self._learn(flight, decision, usage)
             self._learn_texts(
                 flight, decision.decode or decision.instance, lambda: usage.output_texts, len(body)
@@ -231,7 +230,13 @@ class Relay:
                 if translation is not None:
                     await responder.write(translation.broken(message))
                 else:
-                    await responder.write(_broken_off(message, flight.form, in_event=reader.in_event))
+                    rest = _broken_off(message, flight.form, in_event=reader.in_event)
+                    await responder.write(_held_back(flight) + rest)
+            else:
+                if held := _held_back(flight):
+                    await responder.write(held)
+        if reader.done:
+            _infer_cached(flight, reader.usage)
         self._learn(flight, decision, reader.usage)
         self._learn_texts(
             flight, decision.decode or decision.instance, reader.output_texts, reader.kept_bytes
@@ -240,10 +245,12 @@ class Relay:
         await responder.finish()
 
     async def _pass_on(self, flight: Flight, chunk: bytes) -> None:
-        if flight.translation is None:
+        if flight.translation is not None:
+            chunk = flight.translation.feed(chunk)
+        elif flight.filter is not None:
+            chunk = flight.filter.feed(chunk)
+        if chunk:
             await flight.responder.write(chunk)
-        elif translated := flight.translation.feed(chunk):
-            await flight.responder.write(translated)
 
     # -- learning ---------------------------------------------------------------------------------
 
@@ -328,6 +335,16 @@ class Relay:
         if usage.cached_tokens is not None:
             headers["x-kv-cached-tokens"] = str(usage.cached_tokens)
         return headers
+
+
+def _held_back(flight: Flight) -> bytes:
+    return b"" if flight.filter is None else flight.filter.end()
+
+
+def _infer_cached(flight: Flight, usage: Usage) -> None:
+    """SGLang leaves out what it was asked for when nothing was cached."""
+    if flight.tells_cached and usage.cached_tokens is None:
+        usage.cached_tokens = 0
 
 
 def _note(record: Record, usage: Usage) -> None:

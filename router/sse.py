@@ -78,3 +78,37 @@ class EventSplitter:
         self._size = 0
         # What is left of the line must not look like an empty line when it ends.
         self._line[:] = b":"
+
+
+class EventFilter:
+    """Takes events out of a stream that was asked for them on the side; all else passes byte for byte.
+
+    An event that is not complete is held back until it is.
+
+    Args:
+        marks: an event with all of these in it is taken out.
+    """
+
+    __slots__ = ("_held", "_marks")
+
+    def __init__(self, *marks: bytes) -> None:
+        self._marks = marks
+        self._held = b""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Take the next piece; return what is to be passed on of it and of what was held back."""
+        if self._held:
+            chunk = self._held + chunk
+            self._held = b""
+        if not chunk.endswith(b"\n\n"):
+            end = chunk.rfind(b"\n\n") + 2 if b"\n\n" in chunk else 0
+            chunk, self._held = chunk[:end], chunk[end:]
+        if self._marks[0] not in chunk:
+            return chunk
+        events = chunk.split(b"\n\n")
+        return b"\n\n".join(event for event in events if not all(mark in event for mark in self._marks))
+
+    def end(self) -> bytes:
+        """What is held back; nothing comes any more."""
+        held, self._held = self._held, b""
+        return held

@@ -31,6 +31,18 @@ def _conversation(body: Json) -> list[Json]:
     return system + [{"role": m["role"], "content": plain(m["content"])} for m in body["messages"]]
 
 
+def told_on_the_side(body: Json, cached: int) -> Json:
+    """What ``return_cached_tokens_details`` puts into an answer: nothing when nothing was cached."""
+    if not body.get("return_cached_tokens_details") or not cached:
+        return {}
+    return {"sglext": {"cached_tokens_details": {"device": cached, "host": 0}}}
+
+
+def error(message: str) -> web.Response:
+    """A request that is refused."""
+    return web.json_response({"error": {"message": message}}, status=400)
+
+
 async def messages(worker: StandInWorker, request: web.BaseRequest) -> web.StreamResponse:
     """``/v1/messages``. Salts are not looked at: SGLang's does not take any."""
     body: Json = json.loads(await request.content.read())

@@ -23,7 +23,7 @@ from aiohttp import web
 from sglang_ext.keys import Tier, encode_tokens
 from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.testing import worker_dialects as dialects
-from sglang_ext.testing.worker_dialects import Json, headers_of, plain
+from sglang_ext.testing.worker_dialects import Json, error, headers_of, plain
 
 _serial = itertools.count(1)
 
@@ -230,7 +230,7 @@ class StandInWorker:
         body = json.loads(await request.content.read())
         if "messages" in body:
             if body.get("tools") and self.refuses_tools:
-                return _error("tools are not supported")
+                return error("tools are not supported")
             messages = [{**m, "content": plain(m["content"])} for m in body["messages"]]
             tokens = self.render(messages)
         else:
@@ -251,7 +251,7 @@ class StandInWorker:
     async def _native(self, request: web.BaseRequest) -> web.StreamResponse:
         body: Json = json.loads(await request.content.read())
         if body.get("token_ids_logprob"):
-            return _error(
+            return error(
                 "token_ids_logprob contains out-of-vocabulary token id "
                 f"{body['token_ids_logprob'][0]}; valid range is [0, {self.vocab_size})."
             )
@@ -303,18 +303,26 @@ class StandInWorker:
             "prompt_tokens_details": {"cached_tokens": cached} if cached else None,
         }
         base = {"id": "x", "created": 0, "model": body.get("model", "default")}
+        side = dialects.told_on_the_side(body, cached)
 
         def choice(text: str, finish: str | None, key: str) -> Json:
             content: Json = {"text": text} if not is_chat else {key: {"role": "assistant", "content": text}}
             return {"index": 0, **content, "finish_reason": finish}
 
         if not body.get("stream"):
-            answer = {**base, "choices": [choice(self.text(output), "length", "message")], "usage": usage}
+            answer = {
+                **base,
+                "choices": [choice(self.text(output), "length", "message")],
+                "usage": usage,
+                **side,
+            }
             return await self.answer(request, answer, stream=False)
         events: list[Json] = [
             {**base, "choices": [choice(self.text([token]), None, "delta")], "usage": None}
             for token in output
         ]
+        if side:
+            events.append({**base, "choices": [], **side})
         if (body.get("stream_options") or {}).get("include_usage"):
             events.append({**base, "choices": [], "usage": usage})
         return await self.answer(request, events, stream=True)
@@ -370,10 +378,6 @@ class StandInWorker:
             f"StandInWorker({self.url}, requests={len(self.requests)}, finished={self.finished}, "
             f"aborted={self.aborted})"
         )
-
-
-def _error(message: str) -> web.Response:
-    return web.json_response({"error": {"message": message}}, status=400)
 
 
 def _cut(request: web.BaseRequest) -> None:

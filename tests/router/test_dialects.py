@@ -341,3 +341,39 @@ async def test_errors_of_messages_have_anthropics_form(start_worker, start_route
         router.url + "/v1/messages/count_tokens", json=MESSAGES, headers={"x-api-key": "secret-key"}
     ) as answer:
         assert (await answer.json())["input_tokens"] > 0
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_was_cached_is_asked_for_without_clients_noticing(
+    path: str, stream: bool, start_worker, start_router, client
+) -> None:
+    router = await start_router(await start_worker())
+    text = "Hello " * 40
+    body = {"messages": [{"role": "user", "content": text}], "model": "m", "max_tokens": 2, "stream": stream}
+    if path == "/v1/completions":
+        body["prompt"] = text
+    for number in range(2):
+        headers = {"x-request-id": f"q{number}"}
+        async with client.post(router.url + path, json=body, headers=headers) as answer:
+            raw = await answer.read()
+            assert answer.status == 200
+        assert not stream or b"sglext" not in raw
+        record = router.stories.find(f"q{number}", tenant=None, admin=True).record
+        if path != "/v1/messages":
+            assert bool(record.cached_tokens) == bool(number)
+            assert record.tiers == ({"hbm": record.cached_tokens} if number else {})
+    # A client that asks for it itself gets it.
+    if path != "/v1/messages":
+        async with client.post(
+            router.url + path, json={**body, "return_cached_tokens_details": True}
+        ) as answer:
+            assert b"sglext" in await answer.read()
+
+
+async def test_cache_details_need_not_be_asked_for(start_worker, start_router, client) -> None:
+    worker = await start_worker()
+    router = await start_router(worker, cache_details=False)
+    async with client.post(router.url + "/v1/completions", json={"prompt": "x", "max_tokens": 2}) as answer:
+        assert answer.status == 200
+    assert "return_cached_tokens_details" not in worker.requests[-1][1]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router import sse
-from router.sse import EventSplitter
+from router.sse import EventFilter, EventSplitter
 
 
 def split(chunks: list[bytes]) -> list[bytes]:
@@ -92,3 +92,28 @@ def test_it_knows_whether_it_stands_in_the_middle_of_an_event() -> None:
     assert splitter.in_event
     splitter.feed(b"\n")
     assert not splitter.in_event
+
+
+SIDE = b'data: {"choices":[],"sglext":{"cached_tokens_details":{"device":3}}}\n\n'
+PLAIN = [
+    b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n',
+    b'data: {"choices":[{"delta":{"content":"\\"sglext\\":{ \\"choices\\":[]"}}]}\n\n',
+    b'data: {"choices":[],"usage":{"prompt_tokens":3}}\n\n',
+    b"data: [DONE]\n\n",
+]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 50, 10_000])
+@pytest.mark.parametrize("place", range(len(PLAIN) + 1))
+def test_what_was_asked_for_on_the_side_is_taken_out(size: int, place: int) -> None:
+    raw = b"".join([*PLAIN[:place], SIDE, *PLAIN[place:]])
+    events = EventFilter(b'"sglext":{', b'"choices":[]')
+    out = b"".join(events.feed(raw[i : i + size]) for i in range(0, len(raw), size))
+    assert out + events.end() == b"".join(PLAIN)
+
+
+def test_what_is_not_complete_is_held_back_and_never_lost() -> None:
+    events = EventFilter(b'"sglext":{', b'"choices":[]')
+    assert events.feed(PLAIN[0] + b"data: {") == PLAIN[0]
+    assert events.end() == b"data: {"
+    assert events.end() == b""
