@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from yarl import URL
 
 from router import Router, RouterConfig
 from router.fleet import State
+from router.membership import ROUTER_TTL_S
 from sglang_ext.clock import SystemClock
 from sglang_ext.cluster.router_client import quoted
 from sglang_ext.cluster_key import read_cluster_key
 from sglang_ext.cluster_messages import PATH, instance_path
 from sglang_ext.errors import ConfigError
 from sglang_ext.testing.redis_server import HOW_TO_GET_IT, RedisServer, redis_is_installed
+from sglang_ext.testing.servers import free_port
 from sglang_ext.testing.workers import Gate, StandInWorker, running_worker
 
 Json = dict[str, Any]
@@ -303,12 +306,13 @@ async def test_two_routers_share_their_instances(redis, start, start_worker, eve
     two, ask_two = await start(cluster=redis.url)
     worker, listed = await start_worker(), await start_worker()
     await ask_one.register(worker)
-    two.members.list_url(listed.url)
-    await eventually(lambda: len(one.fleet.usable()) == len(two.fleet.usable()) == 2)
+    await eventually(lambda: len(one.fleet.usable()) == len(two.fleet.usable()) == 1)
     # A stream that one router sends is load for the other.
-    worker.before_head = listed.before_head = Gate()
+    worker.before_head = Gate()
     running = [asyncio.create_task(ask_one.generate()) for _ in range(4)]
     await eventually(lambda: sum(i.in_flight for i in two.fleet.usable()) == 4)
+    two.members.list_url(listed.url)
+    await eventually(lambda: len(one.fleet.usable()) == len(two.fleet.usable()) == 2)
     # A drain wished of one router is one for both, and ends when both have finished.
     await ask_two.call("POST", instance_path("a", "drain"))
     await eventually(lambda: [i.name for i in one.fleet.usable()] == [listed.url])
@@ -371,6 +375,35 @@ async def test_a_router_dies_and_the_other_has_everything(
     await eventually(lambda: one.members.store.others == {})
     assert await ask_one.generate() == (200, worker.url)
     assert (await ask_one.register(worker))["state"] == "ready"
+
+
+@needs_redis
+async def test_a_router_is_killed_and_its_requests_are_no_load_any_more(
+    redis, start, start_worker, eventually, client
+) -> None:
+    """Without a goodbye: its word expires."""
+    one, ask_one = await start(cluster=redis.url)
+    worker = await start_worker()
+    await ask_one.register(worker)
+    port = free_port()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "router", "--cluster", redis.url, "--port", str(port)),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        await eventually(lambda: len(one.members.store.others) == 1, 60.0)
+        worker.before_head = Gate()
+        held = asyncio.create_task(client.post(f"http://127.0.0.1:{port}/generate", json=BODY))
+        await eventually(lambda: sum(i.in_flight for i in one.fleet.usable()) == 1, 20.0)
+    finally:
+        process.kill()
+        await process.wait()
+    assert isinstance((await asyncio.gather(held, return_exceptions=True))[0], aiohttp.ClientError)
+    await eventually(lambda: one.members.store.others == {}, 3 * ROUTER_TTL_S)
+    assert [i.in_flight for i in one.fleet.usable()] == [0]
+    worker.before_head.open()
+    assert await ask_one.generate() == (200, worker.url)
 
 
 @needs_redis
