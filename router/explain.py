@@ -93,17 +93,19 @@ class Stories:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._stories: OrderedDict[str, Story] = OrderedDict()
+        self._stories: OrderedDict[tuple[str | None, str], Story] = OrderedDict()
+        """(tenant, request id) -> story; ids are the choice of clients, and may be those of others."""
         self.size_bytes = 0
 
     def add(self, story: Story) -> None:
         """Remember a request; one of the same id is replaced."""
         if self._max_bytes <= 0:
             return
-        former = self._stories.pop(story.record.request_id, None)
+        key = story.record.caller.tenant, story.record.request_id
+        former = self._stories.pop(key, None)
         if former is not None:
             self.size_bytes -= former.size_bytes
-        self._stories[story.record.request_id] = story
+        self._stories[key] = story
         self.size_bytes += story.size_bytes
         while self.size_bytes > self._max_bytes:
             _, oldest = self._stories.popitem(last=False)
@@ -111,10 +113,11 @@ class Stories:
 
     def find(self, request_id: str, *, tenant: str | None, admin: bool) -> Story | None:
         """The story of a request, if the asker may see it."""
-        story = self._stories.get(request_id)
-        if story is None or not (admin or story.record.caller.tenant == tenant):
-            return None
-        return story
+        story = self._stories.get((tenant, request_id))
+        if story is not None or not admin:
+            return story
+        newest_first = reversed(self._stories.values())
+        return next((known for known in newest_first if known.record.request_id == request_id), None)
 
     def elsewhere(self, story: Story) -> int:
         """Leading tokens that other requests have had in common under another namespace."""

@@ -10,6 +10,7 @@ import pytest
 from router.explain import Cause, Choice, Stories, Story, causes, told
 from router.index_history import Departure
 from router.record import Record
+from router.tenants import Caller
 from router.tokenizing import Encoded
 from sglang_ext.keys import encode_tokens
 from sglang_ext.testing.workers import Gate
@@ -206,6 +207,15 @@ def test_stories_are_bounded_and_the_oldest_go() -> None:
     assert stories.find("r49", tenant=None, admin=True) is not None
     assert stories.find("r0", tenant=None, admin=True) is None
     assert stories.size_bytes == sum(s.size_bytes for s in stories._stories.values())
+    other = Record("r49", "POST", "/generate", 0.0, caller=Caller("b", admin=False))
+    stories.add(Story(other, [], 0.0))
+    of_b = stories.find("r49", tenant="b", admin=False)
+    assert of_b is not None
+    assert of_b.record is other
+    assert stories.find("r49", tenant="c", admin=False) is None
+    mine = stories.find("r49", tenant=None, admin=True)
+    assert mine is not None
+    assert mine.record is not other
     none = Stories(0)
     none.add(Story(record, [], 0.0))
     assert len(none) == 0
