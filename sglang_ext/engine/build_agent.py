@@ -120,6 +120,8 @@ def attach_agent(
     registrar.start()
 
     def end() -> None:
+        if disk is not None:
+            disk.watch(lambda stored, removed: None)
         registrar.close()
         agent.close()
         cache.feed = None

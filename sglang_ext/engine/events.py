@@ -127,11 +127,12 @@ class PlacementFeed:
     def clear(self, weights: int | None = None) -> None:
         """Nothing that is in memory will match any more. weights: how often they were updated, if they were.
 
-        Called before anything is taken out of the tree.
+        Called before anything is taken out of the tree. Told at once: a server that is paused has no passes.
         """
         if weights is not None:
             self._weights = weights
         self.log.clear(self._weights_name(self._weights))
+        self.publish()
 
     def _snapshots(self, seconds: float) -> None:
         while self._asked:

@@ -41,8 +41,11 @@ class WholeCache:
 
     @property
     def keeps_awake(self) -> bool:
-        """Whether something is brought in ahead of a request, so that an idle scheduler must not sleep."""
-        return self.prefetcher is not None and self.prefetcher.busy
+        """Whether an idle scheduler must not sleep: something is brought in ahead of a request, or a router is
+        being told all there is.
+        """
+        brings = self.prefetcher is not None and self.prefetcher.busy
+        return brings or (self.feed is not None and self.feed.busy)
 
     def reset(self) -> None:
         """Forget everything in every tier (``/flush_cache``). SGLang empties the pools itself."""
