@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.disagg.control import CurveKeys
 from sglang_ext.disagg.memory import MemoryKind
 from sglang_ext.disagg.pools import MemoryRange, PoolSpec
 from sglang_ext.engine.pd_agent import Agent, AgentConfig
@@ -101,16 +102,29 @@ class Rig:
 
 
 @contextmanager
-def rig(prefill: int = 1, decode: int = 1, page: int = 4, mode: str = "pull") -> Iterator[Rig]:
-    """Servers with so many ranks, each over a pool of its own."""
+def rig(
+    prefill: int = 1,
+    decode: int = 1,
+    page: int = 4,
+    mode: str = "pull",
+    keys: CurveKeys | None = None,
+    decode_keys: CurveKeys | None = None,
+) -> Iterator[Rig]:
+    """Servers with so many ranks, each over a pool of its own. decode_keys: where they are not `keys`."""
     with ExitStack() as stack:
-        bootstrap = BootstrapService("127.0.0.1", 0, None)
+        bootstrap = BootstrapService("127.0.0.1", 0, keys)
         stack.callback(bootstrap.close)
 
         def side(name: str, rank: int, ranks: int, address: str) -> Side:
             spec, planes = pool(rank, ranks, page, seed=rank + 10 * len(name))
             rows = Rows()
-            config = AgentConfig(name, "model", Local(rank, ranks, page, METADATA, mode), bootstrap=address)
+            config = AgentConfig(
+                name,
+                "model",
+                Local(rank, ranks, page, METADATA, mode),
+                bootstrap=address,
+                keys=keys if name == "prefill" else decode_keys or keys,
+            )
             agent = Agent(config, spec, rows)
             stack.callback(agent.close)
             return Side(agent, planes, rows, rank * HEADS // ranks)

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import zmq
 from pd_rig import METADATA, PAGES, Rig, rig
 
+from sglang_ext.disagg.control import CurveKeys
 from sglang_ext.disagg.errors import PeerProtocolError, RefusedError
 from sglang_ext.disagg.handover import Giving, Taking
 from sglang_ext.disagg.messages import Offer
@@ -288,3 +290,26 @@ def test_modes_that_differ_are_refused() -> None:
         taking = others.decode[0].agent.taking.open(servers.address, next(NUMBERS))
         servers.wait(lambda: taking.state is Taking.FAILED, "the refusal")
         assert "--kv-transfer-mode" in taking.reason
+
+
+def key_pair() -> CurveKeys:
+    return CurveKeys(*zmq.curve_keypair())
+
+
+def test_members_of_a_cluster_share_a_key() -> None:
+    with rig(keys=key_pair()) as servers:
+        giving, _ = hand_over(servers, [1, 2], [3, 4])
+        assert giving[0].state is Giving.RELEASED
+
+
+def test_who_has_another_key_gets_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_ext.engine import pd_peers
+
+    monkeypatch.setattr(pd_peers, "CONNECT_SECONDS", 1.0)
+    with rig(keys=key_pair(), decode_keys=key_pair()) as servers:
+        number = next(NUMBERS)
+        room = servers.prefill[0].agent.giving.open(number)
+        taking = servers.decode[0].agent.taking.open(servers.address, number)
+        servers.wait(lambda: taking.state is Taking.FAILED, "the end")
+        assert "no prefill server answers" in taking.reason
+        assert not room.readers

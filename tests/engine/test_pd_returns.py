@@ -1,0 +1,188 @@
+"""Returns between two simulated ranks: what prefill has afterwards, byte by byte, and what is skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_pools import PoolKind, chain_of
+from engine_simulation import Rank, Scenario, finish
+from pd_rig import METADATA, Rows
+
+from sglang_ext.disagg.pools import MemoryRange, PoolSpec
+from sglang_ext.engine.pd_agent import Agent, AgentConfig
+from sglang_ext.engine.pd_bootstrap import BootstrapService
+from sglang_ext.engine.pd_leases import POOL
+from sglang_ext.engine.pd_peers import Local
+from sglang_ext.engine.pd_returns import Blocks, ReturnGiver, ReturnTaker, hbm_holder
+from sglang_ext.testing.servers import wait_until
+
+NAMESPACE = (0, None, None)
+PROMPT = list(range(100, 133))
+ANSWERED = [*PROMPT, *range(300, 320)]
+
+
+def agent_of(rank: Rank, name: str, bootstrap: str) -> Agent:
+    geometry = rank.pools.geometry()
+    memory = [
+        MemoryRange(plane.data_ptr(), plane.nbytes, keep=plane)
+        for layer in rank.pools.tensors
+        for plane in layer
+    ]
+    spec = PoolSpec.of_geometry(POOL, geometry, memory, lease_budget=geometry.slots)
+    local = Local(0, 1, rank.pools.kind.page, METADATA)
+    return Agent(AgentConfig(name, "model", local, bootstrap=bootstrap), spec, Rows())
+
+
+@dataclass
+class Pair:
+    """A prefill and a decode rank, and returns between them."""
+
+    prefill: Rank
+    decode: Rank
+    taker: ReturnTaker
+    giver: ReturnGiver
+    address: str
+
+    def request(self, address: str | None = None) -> Any:
+        host, _, port = (address or self.address).rpartition(":")
+        return SimpleNamespace(bootstrap_host=host, bootstrap_port=port, extra_key=None, cache_salt=None)
+
+    def until(self, outcome: str, times: int = 1) -> None:
+        """Let both schedulers pass until returns have ended so, as decode sees it."""
+
+        def there() -> bool:
+            self.taker.each_pass()
+            self.giver.each_pass()
+            return self.giver.outcomes[outcome] >= times
+
+        wait_until(there, seconds=20, what=f"{outcome}, not {self.giver.outcomes}, {self.taker.outcomes}")
+
+    def compare(self, tokens: list[int]) -> None:
+        """Prefill has all whole blocks of a prompt, and their KV is what the model computes."""
+        block = self.prefill.scenario.block
+        whole = len(tokens) // block * block
+        blocks = self.taker._blocks
+        _, slots, count = blocks.held(NAMESPACE, key_of(tokens))
+        assert count * block == whole
+        chain = np.array(chain_of(NAMESPACE, tokens), np.uint64)[:whole]
+        for layer in range(self.prefill.pools.oracle.layers):
+            self.prefill.pools.oracle.compare(np.concatenate(slots), chain, layer, "returned")
+
+
+def key_of(tokens: list[int]) -> bytes:
+    return np.array(tokens, "<i4").tobytes()
+
+
+@pytest.fixture(params=[PoolKind(), PoolKind(page=4), PoolKind("mla")], ids=str)
+def pair(request: pytest.FixtureRequest, sglang_config: None) -> Iterator[Pair]:
+    with ExitStack() as stack:
+        ranks = [Rank(Scenario(name, request.param, hbm_tokens=256, dram_blocks=20)) for name in ("p", "d")]
+        for rank in ranks:
+            stack.callback(rank.close)
+            stack.callback(finish, rank)
+        bootstrap = BootstrapService("127.0.0.1", 0, None)
+        stack.callback(bootstrap.close)
+        agents = [agent_of(ranks[0], "p", bootstrap.address), agent_of(ranks[1], "d", "")]
+        for agent in agents:
+            stack.callback(agent.close)
+        agents[1]._thread.run(agents[1]._peers.get(bootstrap.address))
+        blocks = [Blocks(rank.cache, hbm_holder(rank.cache)) for rank in ranks]
+        taker = ReturnTaker(blocks[0], agents[0], lambda: False)
+        agents[0].returns = taker
+        found = Pair(ranks[0], ranks[1], taker, ReturnGiver(blocks[1], agents[1]), bootstrap.address)
+        # pytest keeps what a fixture has yielded; the agents' memory has to go with it.
+        stack.callback(vars(found).clear)
+        yield found
+
+
+def test_prefill_gets_what_it_lacks(pair: Pair) -> None:
+    pair.prefill.serve(PROMPT)
+    pair.decode.serve(ANSWERED)
+    pair.giver.ended(pair.request(), ANSWERED)
+    pair.until("returned")
+    pair.compare(ANSWERED)
+    block = pair.prefill.scenario.block
+    assert pair.taker.tokens == pair.giver.tokens == (len(ANSWERED) // block - len(PROMPT) // block) * block
+    for rank in (pair.prefill, pair.decode):
+        rank.check()
+
+
+def test_what_prefill_has_is_not_sent(pair: Pair) -> None:
+    for rank in (pair.prefill, pair.decode):
+        rank.serve(ANSWERED)
+    pair.giver.ended(pair.request(), ANSWERED)
+    pair.until("known")
+    assert pair.taker.tokens == 0
+
+
+def test_what_prefill_computes_meanwhile_is_not_there_twice(pair: Pair) -> None:
+    pair.decode.serve(ANSWERED)
+    pair.giver.ended(pair.request(), ANSWERED)
+    # Set aside, and read, and then not needed any more.
+    wait_until(lambda: pair.taker.each_pass() or pair.taker._aside, seconds=20, what="slots to be set aside")
+    wait_until(lambda: pair.taker._read, seconds=20, what="the read")
+    # Without the simulation's checks, to which the slots that are set aside are nobody's.
+    pair.prefill.scheduler.submit(ANSWERED, new_tokens=1)
+    while not pair.prefill.scheduler.idle:
+        pair.prefill.scheduler.step()
+    pair.until("returned")
+    assert pair.taker.tokens == 0
+    pair.compare(ANSWERED)
+    pair.prefill.check()
+
+
+def test_a_return_has_a_budget_on_both_sides(pair: Pair) -> None:
+    long = list(range(1000, 1100))
+    pair.decode.serve(long)
+    pair.giver.ended(pair.request(), long)
+    assert pair.giver.outcomes["budget"] == 1
+    pair.prefill.cache.token_to_kv_pool_allocator.size, size = 64, pair.prefill.pools.allocator.size
+    try:
+        pair.decode.serve(ANSWERED)
+        pair.giver.ended(pair.request(), ANSWERED)
+        pair.until("budget", times=2)
+    finally:
+        pair.prefill.cache.token_to_kv_pool_allocator.size = size
+    assert pair.taker.outcomes["budget"] == 1
+    assert pair.giver._pinned == 0
+
+
+def test_requests_of_prefill_come_before_returns(pair: Pair) -> None:
+    pair.taker._busy = lambda: True
+    others = [list(range(2000 + 100 * i, 2060 + 100 * i)) for i in range(4)]
+    for other in others:
+        pair.prefill.serve(other)
+    pair.decode.serve(ANSWERED)
+    pair.giver.ended(pair.request(), ANSWERED)
+    pair.until("memory")
+    assert pair.taker.tokens == 0
+
+
+def test_a_server_that_is_not_connected_gets_nothing(pair: Pair) -> None:
+    pair.decode.serve(ANSWERED)
+    pair.giver.ended(pair.request("127.0.0.1:9"), ANSWERED)
+    assert pair.giver.outcomes["prefill_gone"] == 1
+    pair.giver.ended(pair.request(), ANSWERED[:3])
+    assert pair.giver.outcomes["short"] == 1
+
+
+def test_a_read_that_fails_frees_what_was_set_aside(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_ext.disagg.errors import StaleReadError
+    from sglang_ext.disagg.instance import Instance
+
+    async def fails(*_: object) -> None:
+        raise StaleReadError("return", 1, 1)
+
+    monkeypatch.setattr(Instance, "complete", fails)
+    pair.decode.serve(ANSWERED)
+    free = pair.prefill.pools.allocator.available_size()
+    pair.giver.ended(pair.request(), ANSWERED)
+    pair.until("unread")
+    assert pair.prefill.pools.allocator.available_size() == free
+    pair.prefill.check()
