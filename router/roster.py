@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from sglang_ext.cluster_messages import Registration
+from sglang_ext.cluster_messages import Registration, url_problem
 from sglang_ext.errors import InternalError, PeerError
 
 MAX_RECORD_BYTES = 64 << 10
@@ -47,6 +47,14 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """With GO: until when it may finish what it has; seconds since the epoch."""
     stamp: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
     """Milliseconds since the epoch when it changed, or one more than before if the clock went back."""
+
+    def __post_init__(self) -> None:
+        if (problem := url_problem(self.url)) is not None:
+            raise ValueError(f"url: {self.url!r} {problem}")
+        if self.registration is not None and (
+            (self.registration.instance, self.registration.url) != (self.instance, self.url)
+        ):
+            raise ValueError("registration: it is another instance's")
 
     @property
     def epoch(self) -> str:
@@ -153,7 +161,10 @@ class Roster:
         before = self._members.get(registration.instance)
         changed: list[Member] = []
         intent, deadline = Intent.STAY, 0.0
-        if before is not None and before.registration is not None:
+        if before is not None and before.registration is None:
+            if (before.url, before.intent) == (registration.url, Intent.GO):
+                intent, deadline = before.intent, before.deadline  # it was listed, and wished to go
+        elif before is not None:
             if before.epoch == registration.epoch:
                 if before.intent is Intent.GO:
                     intent, deadline = Intent.GO, before.deadline

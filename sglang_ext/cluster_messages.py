@@ -73,7 +73,7 @@ class Registration(Body, frozen=True, kw_only=True):
     protocol: Annotated[int, msgspec.Meta(ge=1, le=65_535)] = PROTOCOL
 
     def __post_init__(self) -> None:
-        problem = _url_problem(self.url)
+        problem = url_problem(self.url)
         if problem is not None:
             raise ValueError(f"url: {self.url!r} {problem}")
         if self.agent and not _is_tcp(self.agent):
@@ -219,7 +219,8 @@ def instance_path(instance: str, action: str = "") -> str:
     return f"{PATH}/{instance}/{action}" if action else f"{PATH}/{instance}"
 
 
-def _url_problem(url: str) -> str | None:
+def url_problem(url: str) -> str | None:
+    """Why no instance can be reached at a URL, as the rest of a sentence; ``None`` when one could."""
     if not url.isprintable() or " " in url:
         return "has characters that no URL has"
     try:
@@ -231,6 +232,8 @@ def _url_problem(url: str) -> str | None:
         return "is not of the form http://host:port"
     if parts.query or parts.fragment or parts.username is not None:
         return "has more than host, port and path"
+    if url.endswith("/"):
+        return "ends with a slash"
     return None
 
 

@@ -49,6 +49,7 @@ def test_a_registration_survives_the_wire() -> None:
         ({"url": "ftp://host:1"}, "http://host:port"),
         ({"url": "http://host:1?x=1"}, "more than host"),
         ({"url": "http://user@host:1"}, "more than host"),
+        ({"url": "http://host:1/"}, "slash"),
         ({"url": "http://host:99999"}, "not a URL"),
         ({"url": "http://ho st:1"}, "characters"),
         ({"url": "http://h/" + "x" * 600}, "<= 512"),

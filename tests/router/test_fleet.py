@@ -207,6 +207,21 @@ def test_a_new_epoch_drops_what_was_known_at_once() -> None:
     fleet.check()
 
 
+def test_one_that_was_listed_and_registers_goes_on() -> None:
+    restarted: list[str] = []
+    fleet = Fleet(("a", "b"), on_restart=restarted.append)
+    for name in "ab":
+        fleet.learnt(name, FACTS)
+    restarted.clear()
+    with fleet.carrying("a", 1) as load:
+        assert fleet.join("a", registration(1)) is State.READY
+        assert not load.doomed
+    assert fleet.join("b", registration(1, role="decode")) is State.UNFIT
+    assert "registered as decode" in fleet.rows["b"].why
+    assert restarted == []
+    fleet.check()
+
+
 def test_an_instance_that_drains_finishes_and_leaves() -> None:
     fleet = Fleet(("a", "b"))
     for name in "ab":
@@ -371,7 +386,7 @@ class LifeOfAFleet(RuleBasedStateMachine):
     @rule(name=names, epoch=st.integers(1, 3))
     def register(self, name: str, epoch: int) -> None:
         before = self.fleet.rows[name]
-        same, state = before.epoch == f"{epoch:032x}", before.state
+        same, state = before.epoch in ("", f"{epoch:032x}"), before.state
         assert self.fleet.join(name, registration(epoch)) is (state if same else State.NEW)
 
     @rule(name=names)

@@ -254,6 +254,22 @@ def test_a_listed_instance_that_was_drained_keeps_away_when_it_registers(rig: Ri
     assert rig.view("a").draining is not None
 
 
+def test_an_instance_may_register_under_the_name_by_which_it_was_listed(rig: Rig) -> None:
+    name = "127.0.0.1:1001"
+    rig.members.list_url(A)
+    rig.fleet.learnt(A, FACTS)
+    rig.members.register(registration(name))
+    assert rig.state() is State.READY or rig.state() is State.NEW
+    assert rig.view(name).registered
+    rig.check()
+    other = Rig()
+    other.members.list_url(A)
+    other.fleet.learnt(A, FACTS)
+    other.members.drain(name, 60.0)
+    assert other.members.register(registration(name)).state != "ready"
+    assert other.view(name).draining is not None
+
+
 def test_roles_are_what_they_were_started_as(rig: Rig) -> None:
     rig.join()
     rig.members.change_role("a", "colocated")
@@ -372,7 +388,19 @@ def test_merging_does_not_depend_on_the_order(records: list[Member], data: st.Da
     assert {encode_member(m) for m in one} == {encode_member(m) for m in two}
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"\xff", b"[" * 5000, b"x" * 70_000, b'{"instance": "a"}'])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{}",
+        b"\xff",
+        b"[" * 5000,
+        b"x" * 70_000,
+        b'{"instance": "a"}',
+        b'{"instance": "a", "url": "no url"}',
+        b'{"instance": "a", "url": "http://a:99999"}',
+    ],
+)
 def test_what_is_no_record_is_refused(data: bytes) -> None:
     with pytest.raises(PeerError):
         decode_member(data)

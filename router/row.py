@@ -1,0 +1,109 @@
+"""One instance in a router's fleet: what is known of it, its counters, and each request's tie to its fate."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from router.exchange import ConnectionLost
+from router.facts import InstanceFacts
+from router.lifecycle import State
+from router.policies.base import Role
+from sglang_ext.cluster_messages import Registration
+
+ROLES: dict[str, Role] = {role.value: role for role in Role}
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """One instance. Only ``Fleet`` writes it."""
+
+    name: str
+    """Its URL."""
+    state: State = State.NEW
+    why: str = "not reached yet"
+    """Why it is in this state, for people."""
+    facts: InstanceFacts | None = None
+    registration: Registration | None = None
+    """What it said when it registered; ``None`` for one that was listed."""
+    in_flight: int = 0
+    elsewhere: int = 0
+    """Requests that other routers have sent it."""
+    queued_tokens: int = 0
+    last_picked: int = 0
+    misses: int = 0
+    fatal: int = 0
+    """How many events of ``lifecycle.FATAL`` have happened to it."""
+    heard: float | None = None
+    """When it last gave a sign of life."""
+    other_model: bool = False
+    """It was found to serve another model than the fleet."""
+    waiting: set[Load] = field(default_factory=set)
+    """Requests that give up when the verdict falls."""
+
+    @property
+    def role(self) -> Role:
+        """What it tells, or registered with; COLOCATED while nothing is known."""
+        told = self.facts.role if self.facts else self.registration.role if self.registration else ""
+        return ROLES.get(told, Role.COLOCATED)
+
+    @property
+    def epoch(self) -> str:
+        """Of its agent; empty for an instance without one."""
+        return self.registration.epoch if self.registration else ""
+
+
+class Load:
+    """One request's share of an instance's counters, and its tie to the instance's fate."""
+
+    __slots__ = ("_cancelling", "_fatal", "_given_up", "_row", "_task", "_tokens")
+
+    def __init__(self, row: Row, tokens: int) -> None:
+        self._row = row
+        self._tokens = tokens
+        self._task: asyncio.Task[object] | None = None
+        self._cancelling = 0
+        self._given_up = False
+        self._fatal = row.fatal
+        row.queued_tokens += tokens
+
+    @property
+    def doomed(self) -> bool:
+        """Whether a verdict has fallen since it was sent."""
+        return self._row.fatal != self._fatal
+
+    def prefilled(self) -> None:
+        """Its prompt has been computed: the first byte of the answer is here. Repeating it is harmless."""
+        self._row.queued_tokens -= self._tokens
+        self._tokens = 0
+
+    @contextmanager
+    def until_lost(self) -> Iterator[None]:
+        """Give up what runs inside when the instance is found to be down.
+
+        Raises:
+            ConnectionLost: it was.
+        """
+        self._task = asyncio.current_task()
+        if self._task is None or self.doomed:
+            raise ConnectionLost(f"{self._row.name} is {self._row.state}: {self._row.why}")
+        self._cancelling = self._task.cancelling()
+        self._row.waiting.add(self)
+        try:
+            yield
+        except asyncio.CancelledError as error:
+            # Ours, unless someone else has cancelled the task too (as asyncio.timeout does it).
+            if self._given_up and self._task.uncancel() <= self._cancelling:
+                raise ConnectionLost(f"{self._row.name} is {self._row.state}: {self._row.why}") from error
+            raise
+        finally:
+            self._row.waiting.discard(self)
+
+    def give_up(self) -> None:
+        """The verdict has fallen."""
+        self._row.waiting.discard(self)
+        if self._task is not None:
+            self._given_up = True
+            self._task.cancel()
