@@ -126,6 +126,12 @@ def _check_content(content: Any, field: str) -> None:
                 param=f"{where}.type",
                 code="invalid_value",
             )
+        if kind == "redacted_thinking":
+            raise RequestRefused(
+                f"{where}: redacted_thinking cannot be read by this server, as it was not written by it",
+                param=where,
+                code="invalid_value",
+            )
         for name in _REQUIRED.get(kind, ()):
             if type(block.get(name)) is not str:
                 raise wrong(f"{where}.{name}", "a string", block.get(name))
@@ -205,6 +211,7 @@ def to_chat(payload: Json) -> Json:
     if tools:
         chat["tools"] = tools
         chat["tool_choice"] = "auto"
+    _add_reasoning(payload, chat)
     choice = payload.get("tool_choice")
     if choice is not None:
         kind = _CHOICES[choice["type"]]
@@ -218,6 +225,18 @@ _PASSED = {
     "max_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k",
     "stop_sequences": "stop", "stream": "stream",
 }  # fmt: skip
+
+
+def _add_reasoning(payload: Json, chat: Json) -> None:
+    """Whether to think, and how hard. SGLang knows its model's switch; here the common ones are set."""
+    thinking = payload.get("thinking")
+    if isinstance(thinking, dict):
+        enabled = thinking.get("type") != "disabled"
+        chat["chat_template_kwargs"] = {"thinking": enabled, "enable_thinking": enabled}
+    output = payload.get("output_config")
+    effort = output.get("effort") if isinstance(output, dict) else None
+    if effort is not None:
+        chat["reasoning_effort"] = "max" if effort == "xhigh" else effort
 
 
 def _tool(tool: Json) -> Json:
@@ -264,6 +283,9 @@ def _add_message(message: Json, messages: list[Json]) -> None:
     if not parts and not calls and role == "user":
         return
     message = {"role": role}
+    thoughts = [b["thinking"] for b in content if b["type"] == "thinking" and b["thinking"]]
+    if thoughts and role == "assistant":
+        message["reasoning_content"] = "\n".join(thoughts)
     if calls:
         message["tool_calls"] = calls
     if parts or not calls:

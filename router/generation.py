@@ -144,7 +144,8 @@ class Generation:
                 try:
                     await self._serve(endpoint, request, responder, record, start)
                 finally:
-                    meter.charge((record.prompt_tokens or 0) + (record.completion_tokens or 0))
+                    if record.first_byte is not None:
+                        meter.charge((record.prompt_tokens or 0) + (record.completion_tokens or 0))
         except RequestRefused as refused:
             if refused.status in (429, 503):
                 self._metrics.refused.labels(refused.code or "other").inc()

@@ -37,6 +37,10 @@ WEATHER = {"name": "weather", "description": "tells", "input_schema": {"properti
             {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{}]}]}]},
             "messages[0].content[0].content[0].type",
         ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}]},
+            "messages[0].content[0]",
+        ),
         ({"system": 3}, "system"),
         ({"tools": [{"name": "x"}]}, "tools[0].input_schema"),
         ({"tools": {}}, "tools"),
@@ -104,6 +108,20 @@ def test_messages_become_the_conversation_that_sglang_makes_of_them() -> None:
     assert (chat["stop"], chat["max_tokens"]) == (["x"], 5)
     assert "input_schema" in WEATHER
     assert "type" not in WEATHER["input_schema"]
+
+
+def test_thinking_goes_along() -> None:
+    thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
+    body = {
+        **MESSAGES,
+        "messages": [HI, {"role": "assistant", "content": [thought, {"type": "text", "text": "yes"}]}, HI],
+        "thinking": {"type": "enabled", "budget_tokens": 2000},
+        "output_config": {"effort": "xhigh"},
+    }
+    chat = anthropic.to_chat(body)
+    assert chat["messages"][1] == {"role": "assistant", "reasoning_content": "hm", "content": "yes"}
+    assert chat["chat_template_kwargs"] == {"thinking": True, "enable_thinking": True}
+    assert chat["reasoning_effort"] == "max"
 
 
 @pytest.mark.parametrize(
