@@ -41,8 +41,8 @@ class WholeCache:
 
     @property
     def keeps_awake(self) -> bool:
-        """Whether an idle scheduler must not sleep: something is brought in ahead of a request, or a router is
-        being told all there is.
+        """Whether an idle scheduler must not sleep, because something is brought in ahead of a request, or a
+        router is being told all there is.
         """
         brings = self.prefetcher is not None and self.prefetcher.busy
         return brings or (self.feed is not None and self.feed.busy)

@@ -222,6 +222,17 @@ def test_history_says_what_left_which_tier_and_when(index: Index, clock: FakeClo
     assert index.history(("tokens", None, None, "s"), key(1)) == []
 
 
+def test_the_history_is_bounded_and_forgets_the_oldest(clock: FakeClock) -> None:
+    index = Index(clock, block_size=BLOCK, max_bytes=400_000)
+    told = Told(index, "a")
+    for number in range(60):
+        told.insert(key(number, 1))
+        told.evict(2)
+    assert index._past.size_bytes <= 400_000 // 16
+    assert index.history(NS, key(0, 1)) == []
+    assert [gone.tokens for gone in index.history(NS, key(59, 1))] == [4]
+
+
 def test_an_instance_that_goes_leaves_nothing(index: Index) -> None:
     for name in "ab":
         Told(index, name).insert(key(1, 2, 3))
