@@ -131,7 +131,9 @@ class Control:
         if take_bool(payload, "abort_all"):
             flights = self._flights.of(caller.scope)
             if caller.tenant is None:
-                await self._tell_all({"rid": "", "abort_all": True})
+                everybody = self._fleet.usable()
+                body = {"rid": "", "abort_all": True}
+                await asyncio.gather(*(self._tell(instance.name, body) for instance in everybody))
         elif rid:
             flights = self._flights.named(rid, caller.scope)
         else:
@@ -142,32 +144,22 @@ class Control:
         await send_json(responder, 200, {"aborted": len(flights)})
 
     async def _abort_flight(self, flight: Flight, rid: str | None) -> None:
-        instance = flight.record.instance
-        if rid in flight.rids and instance is not None and rid is not None:
-            body = {"rid": flight.record.caller.scope + rid}
-            try:
-                answer = await self._api.call(
-                    instance, "POST", "/abort_request", body=body, timeout_s=INFO_TIMEOUT_S
-                )
-            except (PeerError, DeadlineError) as error:
-                logger.warning("%s", error)
-            else:
-                if answer.status == 200:
-                    return
+        record = flight.record
+        if rid is not None and rid in flight.rids and record.instance is not None:
+            body = {"rid": record.caller.scope + rid}
+            names = [name for name in (record.instance, record.prefill_instance) if name is not None]
+            if all(await asyncio.gather(*(self._tell(name, body) for name in names))):
+                return
         abort(flight)
 
-    async def _tell_all(self, body: Json) -> None:
-        calls = [
-            self._api.call(
-                instance.name, "POST", "/abort_request", body=body, timeout_s=INFO_TIMEOUT_S
-            )
-            for instance in self._fleet.usable()
-        ]  # fmt: skip
-        for result in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(result, PeerError | DeadlineError):
-                logger.warning("%s", result)
-            elif isinstance(result, BaseException):
-                raise result
+    async def _tell(self, name: str, body: Json) -> bool:
+        """Whether an instance has taken an abort."""
+        try:
+            answer = await self._api.call(name, "POST", "/abort_request", body=body, timeout_s=INFO_TIMEOUT_S)
+        except (PeerError, DeadlineError) as error:
+            logger.warning("%s", error)
+            return False
+        return answer.status == 200
 
     # -- one instance -----------------------------------------------------------------------------
 

@@ -177,7 +177,9 @@ class Information:
 
     async def _openapi(self, request: Request, responder: Responder, record: Record) -> None:
         record.status = 200
-        await send_json(responder, 200, description(asks_for_key=bool(self._config.api_key)))
+        await send_json(
+            responder, 200, description(asks_for_key=bool(self._config.api_key or self._config.api_keys_file))
+        )
 
 
 async def ask_any(

@@ -94,6 +94,9 @@ class Relay:
             ConnectFailed, ConnectionLost: the instance went away. If the responder has not started, another
                 one can be tried.
         """
+        record = flight.record
+        record.instance = decision.decode or decision.instance
+        record.prefill_instance = None if decision.decode is None else decision.instance
         if decision.decode is None:
             await self._answer(flight, decision, decision.instance, flight.body, {})
             return
@@ -160,8 +163,6 @@ class Relay:
         with self._fleet.carrying(instance, here) as load, sending as first_byte:
             with load.until_lost():
                 response = await self._open(flight, instance, body, headers)
-            flight.record.instance = instance
-            flight.record.prefill_instance = decision.instance if decision.decode is not None else None
             try:
                 is_stream = response.headers.get("content-type", "").startswith(EVENT_STREAM_TYPE)
                 if response.status == 200 and is_stream:
