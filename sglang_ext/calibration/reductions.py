@@ -23,7 +23,11 @@ from sglang_ext.errors import PeerError
 
 SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23)
 """Bytes."""
-REPEATS = 15
+REPEATS = 25
+WORK_ROWS, WORK_WIDTH = 64, 512
+"""Of a matrix product between two all-reduces, as there is in a forward pass: ranks that have worked arrive
+apart, and have to be woken."""
+SHORTEST_S = 1e-6
 TIMEOUT_S = 180.0
 
 
@@ -72,20 +76,27 @@ def _rank(rank: int, ranks: int, store: str, device: str) -> dict[int, float]:
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
     try:
+        weights = torch.ones(WORK_WIDTH, WORK_WIDTH, device=device)
+        rows = torch.ones(WORK_ROWS, WORK_WIDTH, device=device)
+
+        def seconds(tensor: torch.Tensor | None) -> float:
+            """Of one round: some work, and an all-reduce behind it if there is a tensor."""
+            begin = time.perf_counter()
+            torch.mm(rows, weights)
+            if tensor is not None:
+                dist.all_reduce(tensor)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            return time.perf_counter() - begin
+
         found: dict[int, float] = {}
         for size in SIZES:
-            tensor = torch.ones(size // 4, device=device)
-            seconds = []
-            for number in range(REPEATS + 3):
-                dist.barrier()
-                begin = time.perf_counter()
-                dist.all_reduce(tensor)
-                if device == "cuda":
-                    torch.cuda.synchronize()
-                if number >= 3:
-                    seconds.append(time.perf_counter() - begin)
-                tensor.fill_(1.0)
-            found[size] = typical(seconds)
+            tensor = torch.zeros(size // 4, device=device)
+            dist.barrier()
+            # Ranks that wait for each other run in step: nothing may stand between these rounds.
+            both = [seconds(tensor) for _ in range(REPEATS + 3)][3:]
+            alone = [seconds(None) for _ in range(REPEATS + 3)][3:]
+            found[size] = max(typical(both) - typical(alone), SHORTEST_S)
         return found
     finally:
         dist.destroy_process_group()

@@ -20,9 +20,11 @@ SMALL_EXCHANGES = 4
 
 
 def communication_s(link: Link, layers: int, nbytes: float) -> float:
-    """Seconds that the ranks of a forward pass exchange activations of so many bytes."""
+    """Seconds that ranks exchange until the first token: activations of ``nbytes`` in the prefill; and one
+    token's, a few bytes, in the step of generation that SGLang's overlapping scheduler starts before it hands
+    the first token out."""
     reductions = REDUCTIONS_PER_LAYER * layers + REDUCTIONS_BESIDES
-    return reductions * link.seconds(nbytes) + SMALL_EXCHANGES * link.fixed_s
+    return reductions * link.seconds(nbytes) + (reductions + SMALL_EXCHANGES) * link.fixed_s
 
 
 class OperatorLevel(Part, frozen=True):
