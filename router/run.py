@@ -96,6 +96,7 @@ class Router:
             on_model=self._adopt,
             cached_tokens=self.trees.tokens_of,
             trusted=self.trees.trusted,
+            pairs=True,
             now=self.clock.monotonic,
         )
         self.tokenizers = TokenizerService(
