@@ -9,6 +9,7 @@ their beginning (MemServe, figure 15).
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
+    # Ends what was started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = parse(argv, "router", __doc__, add_flags)
     report = Report("router")
     if "speed" in options.extra.parts:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
 
 from benchmarks.router_processes import PEER, free_port, our_router, peer_router, process, wait_for
+from sglang_ext.cluster.process import GUARD
 from sglang_ext.testing.servers import ServerSpec
 
 START_S = 300.0
@@ -38,6 +42,8 @@ class RealFleet:
                 *("--kv-dram-size", "0", "--chunked-prefill-size", "-1"),
                 *("--max-total-tokens", str(pool_tokens), "--mem-fraction-static", "0.5"),
             ),
+            # As many threads as cores in each of several servers would wait for each other most of the time.
+            environment={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         )
 
     @property
@@ -74,9 +80,13 @@ class RealFleet:
                 time.sleep(0.05)
 
     def _launch(self, index: int) -> subprocess.Popen[str]:
-        command = self._spec.command(self._ports[index])
-        log = self._folder / f"server-{index}.log"
-        return self._stacks[index].enter_context(process(command, core=None, log=log))
+        return self._stacks[index].enter_context(
+            _guarded(
+                self._spec.command(self._ports[index]),
+                self._folder / f"server-{index}.log",
+                self._spec.environment,
+            )
+        )
 
     def _wait(self, index: int, server: subprocess.Popen[str]) -> None:
         end = time.monotonic() + START_S
@@ -131,8 +141,42 @@ class RealFleet:
                 with contextlib.suppress(httpx.HTTPError):
                     seen = client.get("/server_info").json().get("router", {}).get("workers", [])
                     ready = [row for row in seen if row.get("state") == "ready" and row.get("trusted", True)]
-                    if len(ready) == len(self._ports):
+                    if len(ready) == len(self._ports) and _counts_tokens(client):
                         return
                 time.sleep(0.05)
         text = "" if log is None else log.read_text(errors="replace")[-2000:]
         raise RuntimeError(f"the servers did not register: {seen}\n{text}")
+
+
+@contextlib.contextmanager
+def _guarded(
+    command: Sequence[str], log: Path, environment: Mapping[str, str]
+) -> Iterator[subprocess.Popen[str]]:
+    """A process that is killed when the block ends, and when this process does, with all it has started."""
+    watch, ours = os.pipe()
+    try:
+        with log.open("ab") as output:
+            guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(GUARD), str(watch), "1.0", "--", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                text=True,
+                env={**os.environ, **environment},
+                pass_fds=(watch,),
+                start_new_session=True,
+            )
+        try:
+            yield guard
+        finally:
+            guard.send_signal(signal.SIGQUIT)
+            guard.wait()
+    finally:
+        os.close(watch)
+        os.close(ours)
+
+
+def _counts_tokens(client: httpx.Client) -> bool:
+    """Whether the router knows prompts by their tokens already, and not yet by their text only."""
+    body = {"text": "Hello", "sampling_params": {"max_new_tokens": 1}}
+    return "x-kv-matched-tokens" in client.post("/generate", json=body, timeout=60).headers

@@ -25,9 +25,17 @@ PEER = "sglang-router 0.3.2"
 
 @contextlib.contextmanager
 def process(
-    command: Sequence[str], *, core: int | None, log: Path, talks: bool = False
+    command: Sequence[str],
+    *,
+    core: int | None,
+    log: Path,
+    talks: bool = False,
 ) -> Iterator[subprocess.Popen[str]]:
-    """A process on one core, if given, that ends with the block, with all its threads."""
+    """A process on one core, if given, that ends with the block, with all that it has started.
+
+    Args:
+        talks: it has pipes; else its output goes to ``log``, as its errors do in any case.
+    """
     with log.open("ab") as output:
         running = subprocess.Popen(
             command,

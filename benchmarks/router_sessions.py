@@ -14,7 +14,7 @@ import httpx
 from benchmarks.common import SEED
 from sglang_ext.testing.tokenizer import vocabulary
 
-ANSWER_TOKENS = 16
+ANSWER_TOKENS = 4
 TIMEOUT_S = 300.0
 
 
