@@ -85,6 +85,9 @@ def attach_agent(
     """
     assert config.router is not None
     key = _key_of(config)
+    host = _reachable(server_args.host)
+    bind = "127.0.0.1" if key is None else server_args.host or "0.0.0.0"
+    channel = AgentSocket(bind, config.agent_port, key)
     hbm, dram = (Holder.of(facts.instance, epoch, tier) for tier in (Tier.HBM, Tier.DRAM))
     feed = PlacementFeed(cache.tree, hbm, dram, names.weights if names is not None else str)
     cache.feed = feed
@@ -92,9 +95,7 @@ def attach_agent(
         cache.dram.copies = feed.log
     if disk is not None:
         disk.watch(feed.disk_changed)
-    host = _reachable(server_args.host)
-    bind = "127.0.0.1" if key is None else server_args.host or "0.0.0.0"
-    agent = Agent(facts, feed, SchedulerGauges(cache), AgentSocket(bind, config.agent_port, key), disk=disk)
+    agent = Agent(facts, feed, SchedulerGauges(cache), channel, disk=disk)
     if key is None and not is_loopback(host):
         logger.warning(
             "The agent listens on loopback only, where routers on other machines cannot reach it, because "
@@ -124,7 +125,8 @@ def attach_agent(
             disk.watch(lambda stored, removed: None)
         registrar.close()
         agent.close()
-        cache.feed = None
+        cache.feed = cache.tree.observer = None
+        cache.before_end = lambda: None
         feed.close()
 
     cache.before_end = end

@@ -1,0 +1,140 @@
+"""An instance's agent, put together from what SGLang's scheduler knows when it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from agent_rig import until
+from engine_simulation import SCENARIOS, Rank, Traffic
+
+from router import Router, RouterConfig
+from sglang_ext.config import KvConfig
+from sglang_ext.engine.agent import AgentFacts
+from sglang_ext.engine.build_agent import SchedulerGauges, attach_agent, naming_of
+from sglang_ext.errors import ConfigError
+from sglang_ext.keys import Namespace, Tier, encode_tokens, tenant_salt
+from sglang_ext.testing.servers import free_port
+
+pytestmark = pytest.mark.usefixtures("sglang_config")
+
+IDENTITY = Namespace("model", "weights", "float32", "layout")
+
+
+def server_args(**more: Any) -> SimpleNamespace:
+    fields = {
+        "host": "127.0.0.1",
+        "port": 12_345,
+        "disaggregation_mode": "null",
+        "served_model_name": "tiny",
+        "tp_size": 1,
+        "pp_size": 1,
+    }
+    return SimpleNamespace(**{**fields, **more})
+
+
+def facts(rank: Rank) -> AgentFacts:
+    return AgentFacts("simulated", (1).to_bytes(16, "big"), rank.scenario.block)
+
+
+def attach(rank: Rank, config: KvConfig, args: SimpleNamespace) -> Any:
+    return attach_agent(
+        rank.cache, args, config, facts(rank), epoch=1, names=None, disk=None, namespace=IDENTITY
+    )
+
+
+async def test_a_router_follows_a_simulated_server() -> None:
+    rank = Rank(SCENARIOS[0])
+    port = free_port()
+    try:
+        attach(rank, KvConfig(router=f"http://127.0.0.1:{port}"), server_args())
+        config = RouterConfig(port=port, block_size=rank.scenario.block)
+        async with Router(config) as router:
+            name = "http://127.0.0.1:12345"
+
+            def goes_round() -> bool:
+                rank.cache.check_hicache_events()
+                replica = router.trees.replica(name)
+                return replica is not None and replica.trusted
+
+            await until(goes_round)
+            row = router.fleet.rows[name].registration
+            assert row is not None
+            assert (row.instance, row.model, row.role) == ("simulated", "tiny", "colocated")
+            traffic = Traffic(rank.scenario, 4)
+            for _ in range(60):
+                traffic.act(rank.scheduler)
+                rank.scheduler.step()
+                rank.check()
+            req = rank.serve([3] * 40) if rank.scheduler.idle else None
+            replica = router.trees.replica(name)
+            assert replica is not None
+            assert rank.cache.feed is not None
+            truth = rank.cache.feed.log
+
+            def as_told() -> bool:
+                rank.cache.check_hicache_events()
+                blocks = sum(len(event.tokens) for event in truth.truth()) // rank.tree.block_bytes
+                return replica.trusted and replica.blocks == blocks
+
+            await until(as_told)
+            replica.check()
+            if req is not None:
+                namespace = ("tokens", None, None, None)
+                assert router.trees.match(namespace, encode_tokens([3] * 40))[name].tokens >= 36
+            rank.cache.before_end()
+            assert rank.cache.feed is None
+    finally:
+        rank.close()
+
+
+def test_what_the_server_says_of_itself() -> None:
+    rank = Rank(SCENARIOS[0])
+    try:
+        gauges = SchedulerGauges(rank.cache)
+        assert gauges.load().running == 0
+        req = SimpleNamespace(origin_input_ids=[1] * 7)
+        rank.cache.scheduler = SimpleNamespace(
+            waiting_queue=[req, req],
+            running_batch=SimpleNamespace(reqs=[req]),
+            disagg_decode_prealloc_queue=SimpleNamespace(queue=[SimpleNamespace(req=req)]),
+        )
+        load = gauges.load()
+        assert (load.running, load.queued, load.queued_tokens) == (1, 3, 21)
+        assert gauges.fill()[Tier.HBM].size == rank.scenario.hbm_tokens // rank.scenario.block
+    finally:
+        rank.close()
+
+
+def test_names_on_disk_are_made_from_what_routers_are_told() -> None:
+    scenario = next(s for s in SCENARIOS if s.disk_blocks is not None)
+    rank = Rank(scenario)
+    try:
+        assert rank.writes is not None
+        names = rank.writes.names
+        naming = naming_of(names)
+        for tenant in ((None, None), ("key", None), (None, "salt")):
+            told = Namespace(
+                naming.model,
+                naming.weights,
+                naming.dtype,
+                naming.geometry,
+                naming.shard,
+                tenant_salt(*tenant),
+            )
+            assert told.digest() == names.digest((0, *tenant))
+            assert told.digest() != names.digest((1, *tenant))
+    finally:
+        rank.close()
+
+
+def test_a_key_that_cannot_be_read_names_its_flag(tmp_path: Path) -> None:
+    rank = Rank(SCENARIOS[0])
+    try:
+        config = KvConfig(router="http://127.0.0.1:1", cluster_key_file=str(tmp_path / "none"))
+        with pytest.raises(ConfigError, match="--kv-cluster-key-file"):
+            attach(rank, config, server_args())
+    finally:
+        rank.close()
