@@ -10,6 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 from router.membership import EmbeddedMembership, Membership
 from router.observability import RouterMetrics
 from sglang_ext.clock import Clock
+from sglang_ext.cluster_key import read_secret
 from sglang_ext.errors import ConfigError
 
 EMBEDDED = "embedded"
@@ -33,6 +34,11 @@ def add_cluster_args(parser: argparse.ArgumentParser) -> None:
         help="routers of one name in one Redis are one cluster (default: default)",
     )
     parser.add_argument(
+        "--cluster-password-file",
+        metavar="FILE",
+        help="password of that Redis, mode 0600; in a URL, others on this machine can see it",
+    )
+    parser.add_argument(
         "--cluster-key-file",
         metavar="FILE",
         help="key of the cluster, mode 0600, the same at every instance (--kv-cluster-key-file); without it, "
@@ -40,8 +46,8 @@ def add_cluster_args(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_cluster(url: str, name: str, is_loopback: Callable[[str], bool]) -> None:
-    """Check ``--cluster`` and ``--cluster-name``.
+def check_cluster(url: str, name: str, password_file: str | None, is_loopback: Callable[[str], bool]) -> None:
+    """Check ``--cluster``, ``--cluster-name`` and ``--cluster-password-file``.
 
     Raises:
         ConfigError: one of them cannot work.
@@ -49,6 +55,8 @@ def check_cluster(url: str, name: str, is_loopback: Callable[[str], bool]) -> No
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{name!r} is not a name", field="--cluster-name", hint="Letters, digits, . _ -")
     if url == EMBEDDED:
+        if password_file is not None:
+            raise ConfigError("there is no Redis that it is for", field="--cluster-password-file")
         return
     forms = "redis://HOST:PORT, rediss://HOST:PORT or unix:///SOCKET"
     try:
@@ -59,29 +67,37 @@ def check_cluster(url: str, name: str, is_loopback: Callable[[str], bool]) -> No
     has_place = parts.path if parts.scheme == "unix" else parts.hostname
     if parts.scheme not in SCHEMES or not has_place:
         raise ConfigError(f"is not 'embedded' and not of the form {forms}", field="--cluster")
-    has_password = bool(parts.password or parse_qs(parts.query).get("password"))
+    has_password = bool(parts.password or parse_qs(parts.query).get("password") or password_file)
     if parts.scheme != "unix" and not is_loopback(parts.hostname or "") and not has_password:
         raise ConfigError(
             f"{parts.hostname} is another machine, and no password is given",
             field="--cluster",
             hint="Whoever writes there decides where prompts are sent: set requirepass in Redis, and give "
-            "redis://:PASSWORD@HOST:PORT",
+            "--cluster-password-file",
         )
 
 
 def open_membership(
-    url: str, name: str, router: str, clock: Clock, on_crash: Callable[[BaseException], None]
+    url: str,
+    name: str,
+    password_file: str | None,
+    router: str,
+    clock: Clock,
+    on_crash: Callable[[BaseException], None],
 ) -> Membership:
     """What ``--cluster`` stands for.
 
     Raises:
-        ConfigError: the Redis client is not installed.
+        ConfigError: the Redis client is not installed, or the password cannot be read.
     """
     if url == EMBEDDED:
         return EmbeddedMembership()
     from router.membership_redis import RedisMembership
 
-    return RedisMembership(url, router, clock, name=name, on_crash=on_crash)
+    password = None
+    if password_file is not None:
+        password = read_secret(password_file, field="--cluster-password-file").decode("utf-8", "replace")
+    return RedisMembership(url, router, clock, name=name, password=password, on_crash=on_crash)
 
 
 def show_membership(store: Membership, metrics: RouterMetrics) -> None:

@@ -44,6 +44,7 @@ class RouterConfig:
     cluster: str = field(default=EMBEDDED, repr=False)
     """Where membership is kept; may hold a password."""
     cluster_name: str = "default"
+    cluster_password_file: str | None = None
     cluster_key_file: str | None = None
 
     cache_threshold: float = 0.3
@@ -128,7 +129,7 @@ class RouterConfig:
         if len(set(self.worker_urls)) != len(self.worker_urls):
             raise ConfigError(f"a worker is named twice: {' '.join(self.worker_urls)}", field="--worker-urls")
         policy_named(self.policy)
-        check_cluster(self.cluster, self.cluster_name, is_loopback)
+        check_cluster(self.cluster, self.cluster_name, self.cluster_password_file, is_loopback)
         if not is_loopback(self.host) and not self.api_key and not self.api_keys_file:
             raise ConfigError(
                 f"{self.host} can be reached from other machines, and no key is set",

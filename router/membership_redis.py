@@ -57,6 +57,7 @@ class RedisMembership:
         url: ``redis://``, ``rediss://`` or ``unix://``, as redis-py takes it.
         router: which router this is.
         name: of the cluster; several can be in one Redis.
+        password: of that Redis, where it is not in the URL.
         clock: seconds.
         on_crash: called when sharing ends by an error of ours.
 
@@ -71,10 +72,12 @@ class RedisMembership:
         clock: Clock,
         *,
         name: str = "default",
+        password: str | None = None,
         on_crash: Callable[[BaseException], None] = _say,
     ) -> None:
         self._library = _library()
         self._url = url
+        self._password = password
         self._router = router
         self._name = name
         self._clock = clock
@@ -217,6 +220,7 @@ class RedisMembership:
             socket_timeout=TIMEOUT_S,
             socket_connect_timeout=CONNECT_TIMEOUT_S,
             retry=Retry(NoBackoff(), 0),  # we try again ourselves, and say so
+            **({} if self._password is None else {"password": self._password}),
         )
         try:
             yield RedisRecords(client, self._name)

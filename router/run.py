@@ -165,7 +165,9 @@ class Router:
         )
         key = read_cluster_key(config.cluster_key_file) if config.cluster_key_file else None
         name = new_router_name()
-        store = open_membership(config.cluster, config.cluster_name, name, self.clock, self._crash)
+        store = open_membership(
+            config.cluster, config.cluster_name, config.cluster_password_file, name, self.clock, self._crash
+        )
         show_membership(store, self.metrics)
         self.agents = Agents(self.trees, self.clock, router=name, key=key)
         self.members = Members(

@@ -97,6 +97,27 @@ def read_cluster_key(path: str | Path, *, field: str = "--cluster-key-file") -> 
         ConfigError: there is no such file, others could read or write it, or it holds no key.
     """
     hint = f"Make one: openssl rand -base64 48 > {path} && chmod 600 {path}"
+    secret = read_secret(path, field=field, hint=hint)
+    if len(secret) < MIN_CHARACTERS:
+        raise ConfigError(
+            f"{path} does not hold one line of {MIN_CHARACTERS} to {MAX_BYTES} characters",
+            field=field,
+            hint=hint,
+        )
+    if len(set(secret)) < 8:
+        raise ConfigError(f"the key in {path} can be guessed", field=field, hint=hint)
+    return ClusterKey(secret)
+
+
+def read_secret(path: str | Path, *, field: str, hint: str | None = None) -> bytes:
+    """The one line of a file that nobody else can read, without white space around it.
+
+    Args:
+        field: the flag by which ``path`` was given, and hint: the way out, for errors.
+
+    Raises:
+        ConfigError: there is no such file, others could read or write it, or it is empty or too long.
+    """
     try:
         # Looked at and read by one descriptor: nobody can exchange the file in between.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -110,19 +131,15 @@ def read_cluster_key(path: str | Path, *, field: str = "--cluster-key-file") -> 
             raise ConfigError(
                 f"others can use {path} (mode {stat.S_IMODE(status.st_mode):04o})",
                 field=field,
-                hint=f"chmod 600 {path}, and make a new key if they may have read it",
+                hint=f"chmod 600 {path}, and change what is in it if they may have read it",
             )
         if status.st_uid not in (os.geteuid(), 0):
             raise ConfigError(f"{path} belongs to another user", field=field, hint=hint)
         secret = os.read(descriptor, MAX_BYTES + 1).strip()
     finally:
         os.close(descriptor)
-    if len(secret) > MAX_BYTES or len(secret) < MIN_CHARACTERS or b"\n" in secret:
+    if not secret or len(secret) > MAX_BYTES or b"\n" in secret:
         raise ConfigError(
-            f"{path} does not hold one line of {MIN_CHARACTERS} to {MAX_BYTES} characters",
-            field=field,
-            hint=hint,
+            f"{path} does not hold one line of at most {MAX_BYTES} characters", field=field, hint=hint
         )
-    if len(set(secret)) < 8:
-        raise ConfigError(f"the key in {path} can be guessed", field=field, hint=hint)
-    return ClusterKey(secret)
+    return secret

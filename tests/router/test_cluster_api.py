@@ -281,6 +281,7 @@ async def test_a_tenants_key_is_not_an_administrators(start, start_worker, tmp_p
         ({"cluster": "unix://"}, "--cluster"),
         ({"cluster": "redis://example.org:6379"}, "--cluster"),
         ({"cluster": "redis://127.0.0.1", "cluster_name": "a b"}, "--cluster-name"),
+        ({"cluster_password_file": "x"}, "--cluster-password-file"),
     ],
 )
 def test_flags_that_cannot_work(options: Json, field: str) -> None:
@@ -288,6 +289,7 @@ def test_flags_that_cannot_work(options: Json, field: str) -> None:
         RouterConfig(**options)
     assert caught.value.field == field
     RouterConfig(cluster="redis://:secret@example.org:6379")
+    RouterConfig(cluster="redis://example.org:6379", cluster_password_file="x")
     assert "secret" not in repr(RouterConfig(cluster="redis://:secret@example.org:6379"))
 
 
@@ -334,6 +336,23 @@ async def test_two_routers_share_their_instances(redis, start, start_worker, eve
     assert (await ask_three.instances())["a"]["state"] == "left"
     _, everything = await ask_three.call("GET", "/cluster")
     assert everything["store"]["connected"]
+
+
+@needs_redis
+async def test_the_password_of_redis_comes_from_a_file(start, start_router, tmp_path) -> None:
+    file = tmp_path / "password"
+    with RedisServer(password="right") as redis:
+        url = f"unix://{redis.socket}"
+        file.write_text("right\n")
+        file.chmod(0o644)
+        with pytest.raises(ConfigError, match="chmod 600"):
+            await start_router(cluster=url, cluster_password_file=str(file))
+        file.chmod(0o600)
+        router, _ = await start(cluster=url, cluster_password_file=str(file))
+        assert router.members.store.view().connected
+        file.write_text("wrong\n")
+        with pytest.raises(ConfigError, match="Redis refuses us"):
+            await start_router(cluster=url, cluster_password_file=str(file))
 
 
 @needs_redis
