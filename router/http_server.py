@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import resource
 import ssl
 from collections.abc import Callable
 
@@ -13,12 +15,16 @@ from router.http_state import HttpLimits, ServerState
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.errors import InternalError
 
+logger = logging.getLogger("router.http")
+
 SHUTDOWN_GRACE_S = 1.0
 """How long running requests may take to end when the router stops; then they are cut."""
 SWEEP_INTERVAL_S = 0.5
 """Between two looks at every connection's clocks."""
 BACKLOG = 2048
 HANDSHAKE_TIMEOUT_S = 10.0
+OTHER_FILES = 256
+"""Open files of a router that are no connections of clients, and none for their requests."""
 
 
 class HttpServer:
@@ -132,3 +138,23 @@ class HttpServer:
         if self._state is None:
             return "HttpServer(not started)"
         return f"HttpServer({len(self._state.connections)} connections, {self._state.active} active)"
+
+
+def raise_file_limit(connections: int) -> int:
+    """Let this process have as many open files as it may; returns how many that is.
+
+    Args:
+        connections: of clients that are to be served; each may need one to a worker besides.
+    """
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * connections + OTHER_FILES
+    if most != resource.RLIM_INFINITY:
+        wanted = min(wanted, most)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+        soft = wanted
+    if soft != resource.RLIM_INFINITY and soft < 2 * connections:
+        logger.warning(
+            "only %d files may be open (ulimit -n), too few for --max-connections %d", soft, connections
+        )
+    return soft

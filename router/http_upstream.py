@@ -10,6 +10,7 @@ have died of the request.
 from __future__ import annotations
 
 import asyncio
+import errno
 import select
 import ssl
 import time
@@ -31,6 +32,8 @@ KEEP_ALIVE_S = 3.0
 """Idle connections are given up after this time: before the worker closes them (SGLang's uvicorn: 5 s)."""
 LOOK_AFTER_S = 0.05
 """A connection that was idle for longer is looked at before it is used."""
+OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+"""Why a connection cannot be made that are the fault of this side."""
 REPEATABLE = frozenset({"GET", "HEAD"})
 
 
@@ -99,6 +102,9 @@ class HttpUpstream(Upstream):
                 raise RequestTimeout(f"{origin} did not answer within {timeout_s} s") from error
             raise ConnectFailed(f"cannot connect to {origin} within {limit} s") from error
         except OSError as error:  # ssl.SSLError is one
+            if error.errno in OURS:
+                # Not ConnectFailed: it says nothing of the worker, which must not be taken for dead.
+                raise RequestTimeout(f"no connection to {origin} can be made now: {error}") from error
             raise ConnectFailed(f"cannot connect to {origin}: {error}") from error
 
     def _new_pool(self, origin: str) -> _Pool:

@@ -29,7 +29,7 @@ from router.fleet import USABLE, Fleet
 from router.flight import Flights, Homes
 from router.generation import Generation, generation_routes
 from router.health import HealthWatch
-from router.http_server import HttpServer
+from router.http_server import HttpServer, raise_file_limit
 from router.http_tls import server_context, worker_context
 from router.http_upstream import HttpUpstream
 from router.index import Index
@@ -416,5 +416,6 @@ def run(config: RouterConfig) -> None:
         ConfigError, InternalError: as ``serve``.
     """
     configure_logging(config.log_level, config.log_format)
+    raise_file_limit(config.max_connections)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(config))

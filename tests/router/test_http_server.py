@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 from collections.abc import AsyncIterator
 
 import pytest
 from http_rig import CLOSE, GET, Rig, chunked, post, running
 
+from router.http_server import raise_file_limit
 from router.http_state import HttpLimits
 
 
@@ -344,3 +346,13 @@ async def test_no_delay(rig: Rig) -> None:
     (connection,) = rig.server.state.connections
     sock = connection.transport.get_extra_info("socket")  # type: ignore[attr-defined]
     assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_as_many_files_as_connections_need() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[0], 900), before[1]))
+        assert raise_file_limit(400) == resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 900
+        assert raise_file_limit(1) >= 900, "it is never lowered"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

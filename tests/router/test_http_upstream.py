@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -129,7 +130,7 @@ async def test_requests_at_once_have_connections_of_their_own(upstream: HttpUpst
     ("answer", "body", "kept"),
     [
         (OK, b"ok", True),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n1\r\nc\r\n0\r\n\r\n", b"abc", True),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n", b"abc", True),
         (b"HTTP/1.1 204 No Content\r\n\r\n", b"", True),
         (b"HTTP/1.1 304 Not Modified\r\nContent-Length: 5\r\n\r\n", b"", True),
         (b"HTTP/1.1 100 Continue\r\n\r\n" + OK, b"ok", True),
@@ -206,6 +207,19 @@ async def test_a_reader_that_is_slow_slows_the_worker(upstream: HttpUpstream, wo
 async def test_nobody_listens(upstream: HttpUpstream, unused_tcp_port: int) -> None:
     with pytest.raises(ConnectFailed, match="cannot connect"):
         await upstream.open("POST", f"http://127.0.0.1:{unused_tcp_port}/")
+
+
+async def test_too_few_files_for_a_connection_say_nothing_of_the_worker(
+    upstream: HttpUpstream, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def exhausted(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio.get_running_loop(), "create_connection", exhausted)
+        with pytest.raises(RequestTimeout, match="Too many open files"):
+            await upstream.open("POST", worker.url + "/")
+    assert await ask(upstream, worker.url + "/") == b"ok"
 
 
 @pytest.mark.parametrize(
