@@ -17,33 +17,26 @@ from router.advisory_api import AdvisoryApi
 from router.advisory_book import HintBook
 from router.agents import Agents
 from router.agents_metrics import show_agents
-from router.choosing import Chooser
 from router.cluster_api import ClusterApi
 from router.cluster_setup import open_membership, show_membership
 from router.config import RouterConfig, is_loopback
-from router.control import Control
 from router.costs import RouterCosts
-from router.explain import Stories
 from router.facts import InstanceFacts
 from router.fleet import USABLE, Fleet
-from router.flight import Flights, Homes
-from router.generation import Generation, generation_routes
 from router.health import HealthWatch
 from router.http_server import HttpServer, raise_file_limit
 from router.http_tls import server_context, worker_context
 from router.http_upstream import HttpUpstream
 from router.index import Index
-from router.information import Information
 from router.key_file import read_key_file
 from router.logs import configure_logging
 from router.members import Members, new_router_name
 from router.observability import RouterMetrics
 from router.pages import page_routes
 from router.profiles import AUTO, cost_model_for, load_named
-from router.queueing import Admission
-from router.relaying import Relay
 from router.routes import RouteTable
 from router.service import Service
+from router.serving import Serving
 from router.session_memory import SessionMemory
 from router.tenants import KeyRing
 from router.tokenizing import TokenizerService
@@ -111,50 +104,20 @@ class Router:
         )
         self._api = WorkerApi(self._upstream, config.worker_api_key)
         self.keys = KeyRing(self.clock, api_key=config.api_key)
-        self.stories = Stories(config.explain_max_bytes)
-        self.flights = Flights()
-        self.homes = homes = Homes()
         self.tracing = open_tracing(config.otel_endpoint)
-        chooser = Chooser(config, self.fleet, self.trees, self.costs, self.metrics)
-        self.admission = Admission(
-            chooser.capacity, self.clock, size=config.queue_size, patience_s=config.queue_timeout_secs
-        )
-        relay = Relay(
+        self.serving = Serving(
             config,
             self.fleet,
             self.trees,
             self.costs,
             self.tokenizers,
             self._upstream,
-            homes,
+            self._api,
             self.metrics,
             self.clock,
             self.tracing,
         )
-        self._generation = Generation(
-            config,
-            self.fleet,
-            chooser,
-            relay,
-            self.tokenizers,
-            self.admission,
-            self.flights,
-            homes,
-            self.stories,
-            self.metrics,
-            self.clock,
-        )
-        information = Information(
-            config,
-            self.fleet,
-            self.trees,
-            self.tokenizers,
-            self.admission,
-            self._api,
-            self.metrics,
-            self.stories,
-        )
-        control = Control(self.fleet, self.trees, self._api, self.flights, homes)
+        homes = self.serving.homes
         self.watch = HealthWatch(
             self.fleet,
             self._api,
@@ -187,7 +150,7 @@ class Router:
             self.trees,
             self.tokenizers,
             self.costs,
-            chooser,
+            self.serving.chooser,
             self.agents,
             SessionMemory(config.session_memory_bytes),
             self.metrics,
@@ -195,16 +158,14 @@ class Router:
             HintBook(config.hint_limits()),
         )
         self._advisory = AdvisoryApi(self.advisor, self.fleet, self.clock)
-        chooser.expectations = self.advisor
-        relay.on_learnt = self.advisor.learn
-        self._generation.hinting = self._advisory
+        self.serving.chooser.expectations = self.advisor
+        self.serving.relay.on_learnt = self.advisor.learn
+        self.serving.generation.hinting = self._advisory
         self.agents.others = self.advisor.on_message
         cluster = ClusterApi(self.members, key, self.keys, self.clock, local=is_loopback(config.host))
         self.routes = RouteTable(
             [
-                *generation_routes(self._generation),
-                *information.routes(),
-                *control.routes(),
+                *self.serving.routes(),
                 *cluster.routes(),
                 *self._advisory.routes(),
                 *page_routes(),
@@ -289,7 +250,7 @@ class Router:
         await self.members.stop()
         await self.agents.close()
         await self._advisory.stop()
-        await self._generation.stop()
+        await self.serving.stop()
         await self._upstream.close()
         self.tokenizers.close()
         self.tracing.close()
@@ -323,7 +284,7 @@ class Router:
         self.fleet.check()
         self.members.roster.check()
         self.trees.check()
-        self.admission.check()
+        self.serving.check()
         self.advisor.check()
         self._server.check()
 

@@ -161,7 +161,7 @@ async def test_messages_have_the_tokens_that_the_server_gives_them(
         ) as answer:
             assert answer.status == 200, await answer.text()
             usage = (await answer.json())["usage"]
-        story = router.stories.find(name, tenant=None, admin=True)
+        story = router.serving.stories.find(name, tenant=None, admin=True)
         assert story is not None
         theirs = usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
         assert [prompt.tokens for prompt in story.prompts] == [theirs], body
@@ -199,7 +199,7 @@ async def test_responses_have_the_tokens_that_the_server_gives_them(
         ) as answer:
             assert answer.status == 200, await answer.text()
             usage = (await answer.json())["usage"]
-        story = router.stories.find(name, tenant=None, admin=True)
+        story = router.serving.stories.find(name, tenant=None, admin=True)
         assert story is not None
         assert [prompt.tokens for prompt in story.prompts] == [usage["input_tokens"]], body
 
@@ -374,4 +374,4 @@ async def test_no_request_harms_a_server(
         assert server.running
         assert server.generate([1, 2, 3], max_new_tokens=2).prompt_tokens == 3
     assert len(router.fleet.usable()) == 2
-    assert len(router.flights) == 0
+    assert len(router.serving.flights) == 0

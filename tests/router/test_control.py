@@ -52,7 +52,7 @@ async def test_a_request_without_rid_is_aborted_by_its_connection(
     async with await request as answer:
         assert (answer.status, (await answer.json())["error"]["code"]) == (499, "aborted")
     await worker.until(lambda: worker.aborted == 1)
-    assert len(router.flights) == 0
+    assert len(router.serving.flights) == 0
     async with client.post(router.url + "/abort_request", json=body) as answer:
         assert await answer.json() == {"aborted": 0}
     async with client.post(router.url + "/abort_request", json={}) as answer:
@@ -75,9 +75,9 @@ async def test_requests_wait_for_room_by_priority(start_worker, start_router, cl
     first = asyncio.create_task(ask("first", 0))
     await eventually(lambda: len(worker.requests) == 1)
     low = asyncio.create_task(ask("low", 0))
-    await eventually(lambda: len(router.admission.line) == 1)
+    await eventually(lambda: len(router.serving.admission.line) == 1)
     high = asyncio.create_task(ask("high", 7))
-    await eventually(lambda: len(router.admission.line) == 2)
+    await eventually(lambda: len(router.serving.admission.line) == 2)
     async with client.post(router.url + "/generate", json=BODY) as answer:
         assert (answer.status, answer.headers["retry-after"]) == (503, "1")
         assert (await answer.json())["error"]["code"] == "queue_full"
@@ -125,7 +125,7 @@ async def test_a_full_instance_is_passed_over_for_one_with_room(
 async def test_the_retry_budget_ends_retries(start_worker, start_router, client, monkeypatch) -> None:
     workers = [await start_worker() for _ in range(2)]
     router = await start_router(*workers, retry_budget=0.0)
-    monkeypatch.setattr(router._generation._budget, "reserve", 0)
+    monkeypatch.setattr(router.serving.generation._budget, "reserve", 0)
     for worker in workers:
         worker.deaths_before_head = 1
     async with client.post(router.url + "/generate", json=BODY) as answer:

@@ -321,7 +321,7 @@ async def test_they_are_routed_as_well_as_chat(
         assert int(answer.headers["x-kv-matched-tokens"]) > 48
         if path == "/v1/messages" or not stream:
             assert int(answer.headers["x-kv-cached-tokens"]) > 48
-    told = router.stories.find(answer.headers["x-request-id"], tenant=None, admin=True)
+    told = router.serving.stories.find(answer.headers["x-request-id"], tenant=None, admin=True)
     assert told.record.completion_tokens == 8
     assert all(prompt.tokens is not None for prompt in told.prompts)
 
@@ -377,7 +377,7 @@ async def test_what_was_cached_is_asked_for_without_clients_noticing(
             raw = await answer.read()
             assert answer.status == 200
         assert not stream or b"sglext" not in raw
-        record = router.stories.find(f"q{number}", tenant=None, admin=True).record
+        record = router.serving.stories.find(f"q{number}", tenant=None, admin=True).record
         if path != "/v1/messages":
             assert bool(record.cached_tokens) == bool(number)
             assert record.tiers == ({"hbm": record.cached_tokens} if number else {})

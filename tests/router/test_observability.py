@@ -120,7 +120,7 @@ def in_memory() -> tuple[OpenTelemetry, Any]:
 async def traced(start_router: Any, tracing: OpenTelemetry, *workers: Any) -> Router:
     router: Router = await start_router(*workers)
     router._service._tracing = tracing
-    router._generation._relay._tracing = tracing
+    router.serving.relay._tracing = tracing
     return router
 
 

@@ -1,0 +1,100 @@
+"""What serves requests to the model, put together: choosing, waiting, sending, telling, controlling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from router.choosing import Chooser
+from router.config import RouterConfig
+from router.control import Control
+from router.costs import RouterCosts
+from router.exchange import Upstream
+from router.explain import Stories
+from router.fleet import Fleet
+from router.flight import Flights, Homes
+from router.generation import Generation, generation_routes
+from router.index import Index
+from router.information import Information
+from router.observability import RouterMetrics
+from router.queueing import Admission
+from router.relaying import Relay
+from router.routes import Route
+from router.tokenizing import TokenizerService
+from router.tracing import Tracing
+from router.worker import WorkerApi
+from sglang_ext.clock import Clock
+
+
+class Serving:
+    """The parts that requests pass through, and their endpoints.
+
+    Args:
+        config: everything that can be told.
+        fleet: the instances.
+        trees: who holds which prefix.
+        costs: what computing takes where.
+        tokenizers: from prompts to keys.
+        upstream: connections to workers.
+        api: calls to workers beside generation.
+        metrics: counts.
+        clock: seconds.
+        tracing: spans.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        fleet: Fleet,
+        trees: Index,
+        costs: RouterCosts,
+        tokenizers: TokenizerService,
+        upstream: Upstream,
+        api: WorkerApi,
+        metrics: RouterMetrics,
+        clock: Clock,
+        tracing: Tracing,
+    ) -> None:
+        self.stories = Stories(config.explain_max_bytes)
+        self.flights = Flights()
+        self.homes = Homes()
+        self.chooser = Chooser(config, fleet, trees, costs, metrics)
+        self.admission = Admission(
+            self.chooser.capacity, clock, size=config.queue_size, patience_s=config.queue_timeout_secs
+        )
+        self.relay = Relay(
+            config, fleet, trees, costs, tokenizers, upstream, self.homes, metrics, clock, tracing
+        )
+        self.generation = Generation(
+            config,
+            fleet,
+            self.chooser,
+            self.relay,
+            tokenizers,
+            self.admission,
+            self.flights,
+            self.homes,
+            self.stories,
+            metrics,
+            clock,
+        )
+        self._information = Information(
+            config, fleet, trees, tokenizers, self.admission, api, metrics, self.stories
+        )
+        self._control = Control(fleet, trees, api, self.flights, self.homes)
+
+    def routes(self) -> Iterator[Route]:
+        """Their endpoints."""
+        yield from generation_routes(self.generation)
+        yield from self._information.routes()
+        yield from self._control.routes()
+
+    def check(self) -> None:
+        """Verify the counters."""
+        self.admission.check()
+
+    async def stop(self) -> None:
+        """End what goes on after the answers."""
+        await self.generation.stop()
+
+    def __repr__(self) -> str:
+        return f"Serving({self.flights!r}, {self.admission!r}, {self.stories!r})"
