@@ -294,9 +294,11 @@ class KvConfig:
     transfer_mode: str = _flag(
         "pull",
         "With --disaggregation-transfer-backend global: pull (prefill computes at once, decode allocates and "
-        "reads when it is done) or push (decode allocates first, prefill writes). The same on every server.",
-        "{pull,push}",
-        _one_of("pull", "push"),
+        "reads when it is done), push (decode allocates first, prefill writes when it is done) or "
+        "push-by-layer (prefill writes each layer while it computes the next; host memory only). The same on "
+        "every server.",
+        "{pull,push,push-by-layer}",
+        _one_of("pull", "push", "push-by-layer"),
     )
     check: bool = _flag(
         False,

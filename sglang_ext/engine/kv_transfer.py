@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,10 +35,12 @@ from zmq.constants import POLLIN
 from sglang_ext.config import KvConfig, with_instance_id
 from sglang_ext.disagg.errors import RefusedError
 from sglang_ext.disagg.handover import Giving, Taking
+from sglang_ext.engine.hbm import pool_planes
 from sglang_ext.engine.pd_agent import Agent, AgentConfig
 from sglang_ext.engine.pd_bootstrap import BootstrapService, listen_host
 from sglang_ext.engine.pd_giving import Room
 from sglang_ext.engine.pd_peers import Local
+from sglang_ext.engine.pd_pushing import Computing, LayerFeed
 from sglang_ext.engine.pd_returns import Blocks, ReturnGiver, ReturnTaker, hbm_holder
 from sglang_ext.engine.pd_setup import (
     BACKEND,
@@ -48,6 +51,7 @@ from sglang_ext.engine.pd_setup import (
     pool_of,
     reachable,
     require_supported,
+    watch_layers,
 )
 from sglang_ext.engine.pd_taking import TakingRoom, Wanted, pages_of
 from sglang_ext.engine.radix_cache import GlobalRadixCache
@@ -131,7 +135,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         require_supported(args, server_args)
         self.buffers = MetadataBuffers(args.aux_data_ptrs, args.aux_item_lens)
         self.page_bytes = sum(args.kv_item_lens)
-        self.pushes = config.transfer_mode == "push"
+        self.pushes = config.transfer_mode != "pull"
         parallel = get_parallel()
         prefill = disaggregation_mode.value == "prefill"
         keys = keys_of(config)
@@ -156,6 +160,11 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
             pool_of(scheduler, args.page_size),
             self.buffers,
         )
+        self.feed: LayerFeed | None = None
+        if config.transfer_mode == "push-by-layer" and prefill:
+            kvcache = scheduler.token_to_kv_pool_allocator.get_kvcache()
+            self.feed = self.agent.layer_feed(kvcache.start_layer, len(pool_planes(kvcache)))
+            watch_layers(kvcache, self.feed)
         _process.manager = self
         cache = scheduler.tree_cache
         if config.pd_caching == "3" and isinstance(cache, GlobalRadixCache):
@@ -175,6 +184,25 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         taken = req.finished() and not isinstance(req.finished_reason, FINISH_ABORT)
         if taken and req.bootstrap_host not in (None, FAKE_BOOTSTRAP_HOST) and self.agent.giver is not None:
             self.agent.giver.ended(req, tokens)
+
+    def computing(self, scheduler: Any, batch: Any) -> list[Computing]:
+        """The pages that a prefill batch will complete, of requests whose decode pages are claimed."""
+        page = self.kv_args.page_size
+        found: list[Computing] = []
+        for req in batch.reqs:
+            sender = req.disagg_kv_sender
+            room = getattr(sender, "_room", None)
+            if not isinstance(sender, GlobalKVSender) or room is None:
+                continue
+            skip = self.agent.giving.granted(room)
+            first, last = -(-len(req.prefix_indices) // page), req.extend_range.end // page
+            if skip is None or last <= max(first, skip):
+                continue
+            numbers = np.arange(max(first, skip), last)
+            row = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+            pages = row[numbers * page].numpy().astype(np.int64) // page
+            found.append(Computing(numbers - skip, pages, partial(self.agent.giving.writings, room)))
+        return found
 
     def each_pass(self) -> None:
         """Once per pass of the scheduler's loop."""
@@ -337,6 +365,19 @@ class GlobalKVBootstrapServer(BaseKVBootstrapServer):  # type: ignore[misc]
 
     def close(self) -> None:
         self._service.close()
+
+
+def run_batch(stock: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``Scheduler.run_batch``: with push by layer, layers are sent while the next are computed."""
+    manager = _process.manager
+    feed = manager.feed if manager is not None and scheduler is _process.scheduler else None
+    if manager is None or feed is None or not batch.forward_mode.is_extend():
+        return stock(scheduler, batch, *args, **kwargs)
+    feed.forward_begins(manager.computing(scheduler, batch))
+    try:
+        return stock(scheduler, batch, *args, **kwargs)
+    finally:
+        feed.forward_ended()
 
 
 def each_pass(scheduler: Any) -> None:

@@ -20,11 +20,10 @@ from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.disagg.config import EndpointConfig
 from sglang_ext.disagg.control import ControlClient, ControlServer, CurveKeys
 from sglang_ext.disagg.errors import PeerProtocolError, TransferError
-from sglang_ext.disagg.handover import HEARTBEAT_SECONDS, LEASE_SECONDS, VERDICT_SECONDS, WRITE_SECONDS
+from sglang_ext.disagg.handover import HEARTBEAT_SECONDS, LEASE_SECONDS, VERDICT_SECONDS
 from sglang_ext.disagg.instance import Instance
 from sglang_ext.disagg.leases import Ended
 from sglang_ext.disagg.pools import PoolSpec
-from sglang_ext.disagg.runs import Ids
 from sglang_ext.disagg.transfer import Endpoint
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine.pd_bootstrap import REGISTER_SECONDS
@@ -45,6 +44,7 @@ from sglang_ext.engine.pd_messages import (
 )
 from sglang_ext.engine.pd_metrics import AgentMetrics, AgentState
 from sglang_ext.engine.pd_peers import Local, PrefillPeer, PrefillPeers
+from sglang_ext.engine.pd_pushing import LayerFeed, Writing
 from sglang_ext.engine.pd_returns import ReturnGiver, ReturnTaker, refused
 from sglang_ext.engine.pd_taking import Claims, MetadataRows, TakingRooms
 from sglang_ext.engine.pd_thread import LoopThread
@@ -135,6 +135,10 @@ class Agent:
         """Run something on the transfer thread. From any thread."""
         self._thread.loop.call_soon_threadsafe(self._keep, work)
 
+    def layer_feed(self, first: int, layers: int) -> LayerFeed:
+        """Sends layers as a forward pass computes them."""
+        return LayerFeed(self._thread.loop, first, layers)
+
     def settle(self, future: asyncio.Future[None]) -> None:
         """Let what waits for a future go on. From any thread."""
         self._thread.loop.call_soon_threadsafe(lambda: future.done() or future.set_result(None))
@@ -166,7 +170,7 @@ class Agent:
 
     async def _start(self, pool: PoolSpec) -> None:
         config, loop = self.config, asyncio.get_running_loop()
-        claims, pushes = Claims(), config.local.mode == "push"
+        claims, pushes = Claims(), config.local.mode != "pull"
         self._context = Context()
         self._back_lock = asyncio.Lock()
         self.endpoint = await Endpoint.start(
@@ -187,7 +191,7 @@ class Agent:
             receiver=claims if pushes else None,
         )
         self.book = LeaseBook(self.endpoint.pools[POOL], self.endpoint)
-        self.giving = GivingRooms(self.book, self._clock, loop, self.wake, self._write)
+        self.giving = GivingRooms(self.book, self._clock, loop, self.wake, self._claim)
         self._peers = PrefillPeers(self.endpoint, self._context, config.keys, config.local)
         self.taking = TakingRooms(
             self._peers,
@@ -219,15 +223,13 @@ class Agent:
     def _lease_ended(self, _pool: str, ended: Ended) -> None:
         self.book.ended(ended)
 
-    async def _write(self, room: int, target: Push, pages: Ids) -> None:
-        """Fill a decode rank's pages from ours."""
+    async def _claim(self, room: int, target: Push) -> Writing | None:
+        """Make a decode rank's pages ours to write."""
         wanted = unpack_ids(target.pages)
-        if wanted.size != pages.size:
-            raise PeerProtocolError(f"decode has room for {wanted.size} pages, there are {pages.size}")
         if not wanted.size:
-            return
+            return None
         instance = await self.back(target.control)
-        await instance.push(f"{room:x}", POOL, pages, POOL, seconds=WRITE_SECONDS, destination=wanted)
+        return await Writing.begin(self.endpoint, instance, f"{room:x}", wanted)
 
     async def _answer(self, _identity: bytes, message: Ask) -> Any:
         match message:

@@ -30,6 +30,7 @@ from sglang_ext.disagg.leases import LeaseEnd
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.engine.pd_leases import LeaseBook
 from sglang_ext.engine.pd_messages import MAX_ROOM, Join, Push, Ready
+from sglang_ext.engine.pd_pushing import Writing
 from sglang_ext.errors import SglangExtError
 
 T = TypeVar("T")
@@ -45,6 +46,9 @@ class Reader:
     reads: bool
     target: Push | None = None
     """Where to write; None where it reads."""
+    writing: Writing | None = None
+    """Once its pages are claimed; None where it lacks none."""
+    claimed: bool = False
     lease: int = 0
     done: bool = False
     answer: asyncio.Future[Ready] | None = None
@@ -70,7 +74,7 @@ class GivingRooms:
     """All rooms of one prefill rank.
 
     book: leases the pages. loop: where the other methods are called. wake: called when a room has moved.
-    write: fills a decode rank's pages from ours (push).
+    claim: makes a decode rank's pages ours to write (push); None when it lacks none.
     """
 
     def __init__(
@@ -79,9 +83,9 @@ class GivingRooms:
         clock: Clock,
         loop: asyncio.AbstractEventLoop,
         wake: Callable[[], None] = lambda: None,
-        write: Callable[[int, Push, Ids], Awaitable[None]] | None = None,
+        claim: Callable[[int, Push], Awaitable[Writing | None]] | None = None,
     ) -> None:
-        self._write = write
+        self._claim = claim
         self._book = book
         self._clock = clock
         self._loop = loop
@@ -89,6 +93,7 @@ class GivingRooms:
         self._lock = book.lock
         self._rooms: dict[int, Room] = {}
         self._parked: dict[int, list[asyncio.Future[None]]] = {}
+        self._stopping: set[asyncio.Future[None]] = set()
         self.ends: Counter[str] = Counter()
         """Rooms that have ended, by how: `released`, or the event by which they were lost."""
 
@@ -186,13 +191,24 @@ class GivingRooms:
             reader = room.readers[message.reader] = Reader(False, message)
             self._move(room, Event.JOINED)
             reader.answer = self._loop.create_future()
+        assert self._claim is not None
+        try:
+            writing = await self._claim(message.room, message)
+        except SglangExtError as error:
+            self._lose(room, Event.FAULT, f"decode's pages cannot be written: {error}")
+            raise
+        with self._lock:
+            reader.writing, reader.claimed = writing, True
+            if FACTS[room.state].end and writing is not None:
+                self._stop(room, writing)
         self._wake()
         return await reader.answer
 
     def granted(self, room: Room) -> int | None:
         """How many pages decode has already, once every decode rank has named the pages to fill."""
         with self._lock:
-            if not room.expected or len(room.readers) < room.expected:
+            claimed = sum(reader.claimed for reader in room.readers.values())
+            if not room.expected or claimed < room.expected:
                 return None
             return min((r.target.skip for r in room.readers.values() if r.target is not None), default=0)
 
@@ -302,16 +318,28 @@ class GivingRooms:
             reader.lease = offer.lease
         return Ready(offer, room.metadata)
 
+    def _stop(self, room: Room, writing: Writing) -> None:
+        if room.writing is not None:
+            room.writing.cancel()
+        task = asyncio.ensure_future(writing.stop())
+        self._stopping.add(task)
+        task.add_done_callback(self._stopping.discard)
+
+    def writings(self, room: Room) -> list[Writing]:
+        """What is being filled for a room. On the event loop."""
+        if FACTS[room.state].end:
+            return []
+        return [reader.writing for reader in room.readers.values() if reader.writing is not None]
+
     def _begin_writing(self, room: Room) -> None:
         room.writing = asyncio.create_task(self._fill(room))
 
     async def _fill(self, room: Room) -> None:
         """Write to every decode rank, then tell them."""
-        assert self._write is not None
         try:
             for reader in list(room.readers.values()):
-                if reader.target is not None and room.pages.size:
-                    await self._write(room.number, reader.target, room.pages)
+                if reader.writing is not None:
+                    await reader.writing.finish(room.pages)
         except SglangExtError as error:
             self._lose(room, Event.FAULT, f"writing to decode failed: {error}")
             return
@@ -347,8 +375,8 @@ class GivingRooms:
                 if reader.answer is not None:
                     error = RefusedError("room", reason)
                     self._loop.call_soon_threadsafe(_fail, reader.answer, error)
-            if room.writing is not None:
-                self._loop.call_soon_threadsafe(room.writing.cancel)
+                if reader.writing is not None:
+                    self._loop.call_soon_threadsafe(self._stop, room, reader.writing)
             room.reason = reason
             # Last: from here on the engine may give the slots to others.
             self._move(room, event)

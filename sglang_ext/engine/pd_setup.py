@@ -15,6 +15,7 @@ from sglang_ext.disagg.pools import MemoryRange, PoolSpec
 from sglang_ext.engine.hbm import pool_geometry, pool_planes
 from sglang_ext.engine.model_identity import config_digest
 from sglang_ext.engine.pd_leases import POOL
+from sglang_ext.engine.pd_pushing import LayerFeed
 from sglang_ext.errors import ConfigError
 
 BACKEND = "global"
@@ -81,6 +82,30 @@ def require_supported(args: Any, server_args: Any) -> None:
         raise ConfigError(
             "does not move the KV of a draft model", field=FLAG, hint="Use --speculative-algorithm NGRAM"
         )
+
+
+def watch_layers(kvcache: Any, feed: LayerFeed) -> None:
+    """Tell a feed whenever the pool is about to be given a layer's KV.
+
+    Raises:
+        ConfigError: the pool is on a device, where a layer that was launched is not yet written.
+    """
+    if kvcache.device != "cpu":
+        raise ConfigError(
+            "push-by-layer is for pools in host memory",
+            field="--kv-transfer-mode",
+            hint="Use pull, or push",
+        )
+    for name in ("set_kv_buffer", "set_mla_kv_buffer"):
+        stock = getattr(kvcache, name, None)
+        if stock is None:
+            continue
+
+        def told(layer: Any, *args: Any, _stock: Any = stock, **kwargs: Any) -> Any:
+            feed.layer_begins(layer.layer_id)
+            return _stock(layer, *args, **kwargs)
+
+        setattr(kvcache, name, told)
 
 
 def reachable(host: str) -> str:

@@ -4,7 +4,8 @@ What: ``global`` becomes a member of ``TransferBackend`` and a choice of
 ``--disaggregation-transfer-backend``; ``get_kv_class`` answers for it with the classes of
 ``engine/kv_transfer.py``. Before the command line is made into a server's settings, ``--kv-pd-caching``
 chooses which of SGLang's caching flags are set. Before ``init_disaggregation`` our classes are told the
-scheduler, whose pool they serve; after ``ingest_requests``, in each pass, they change its cache for returns.
+scheduler, whose pool they serve; after ``ingest_requests``, in each pass, they change its cache for returns;
+around ``run_batch`` they send layers while the next are computed (push by layer).
 Around decode's ``_match_prefix_and_lock``, which would count on HiCache for what is in DRAM, that is loaded.
 After ``on_idle`` a scheduler that only waits for transfers sleeps until one of them moves, where stock SGLang
 spins.
@@ -116,6 +117,15 @@ def match_and_lock(stock: Any, queue: Any, req: Any) -> Any:
     return kv_transfer.match_on_decode(stock, queue, req)
 
 
+def around_run_batch(stock: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``run_batch``."""
+    if scheduler.server_args.disaggregation_transfer_backend != BACKEND:
+        return stock(scheduler, batch, *args, **kwargs)
+    from sglang_ext.engine import kv_transfer
+
+    return kv_transfer.run_batch(stock, scheduler, batch, *args, **kwargs)
+
+
 def add_member() -> None:
     """Make ``global`` a member of the enumeration and a choice of the flag."""
     choices = resolve(_CHOICES)
@@ -170,6 +180,11 @@ _HOOKS = hook_patch(
         ),
         "around",
         match_and_lock,
+    ),
+    Hook(
+        Target(f"{_SCHEDULER}.run_batch", "(self, batch, pp_proxy_tensors=None)", "8c6ed80ef5c4"),
+        "around",
+        around_run_batch,
     ),
     Hook(Target(f"{_SCHEDULER}.on_idle", "(self)", "5dff528d6b13"), "after", after_idle),
 )

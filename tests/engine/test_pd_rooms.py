@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import zmq
-from pd_rig import METADATA, PAGES, Rig, rig
+from pd_rig import LAYERS, METADATA, PAGES, Rig, rig
 
 from sglang_ext.disagg.control import CurveKeys
 from sglang_ext.disagg.errors import PeerProtocolError, RefusedError
@@ -19,6 +19,7 @@ from sglang_ext.engine.pd_bootstrap import FORGET_SECONDS, Registry, listen_host
 from sglang_ext.engine.pd_giving import Room
 from sglang_ext.engine.pd_leases import POOL
 from sglang_ext.engine.pd_messages import RankInfo
+from sglang_ext.engine.pd_pushing import Computing
 from sglang_ext.engine.pd_taking import TakingRoom, Wanted, after_skip
 from sglang_ext.testing.fakes import FakeClock
 from sglang_ext.wire import pack_ids
@@ -243,6 +244,37 @@ def push(
         side.agent.giving.complete(room, np.array(here), ROWS)
     servers.wait(lambda: all(room.state in (Taking.HELD, Taking.FAILED) for room in taking), "the KV")
     return giving, taking
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_layers_are_pushed_while_the_next_are_computed(moved: bool) -> None:
+    here, there = [5, 3, 9, 12], [40, 2, 7, 8]
+    with rig(mode="push-by-layer") as servers:
+        number = next(NUMBERS)
+        giving, taking = servers.prefill[0].agent.giving, servers.decode[0].agent.taking
+        given, taken = giving.open(number), taking.open(servers.address, number)
+        servers.wait(lambda: taken.state is Taking.WAITING, "a connection")
+        taking.read(taken, Wanted(np.array(there), 0, row=0))
+        servers.wait(lambda: giving.granted(given) is not None, "decode's pages")
+        (writing,) = giving.writings(given)
+        # The first page is a cached prefix; the forward pass computes the two after it.
+        feed = servers.prefill[0].agent.layer_feed(0, LAYERS)
+        feed.forward_begins(
+            [Computing(np.array([1, 2]), np.array(here[1:3]), lambda: giving.writings(given))]
+        )
+        for layer in range(LAYERS):
+            feed.layer_begins(layer)
+        servers.wait(lambda: writing.layers_ahead == 2 * (LAYERS - 1), "all layers but the last")
+        feed.forward_ended()
+        servers.wait(lambda: (writing.sent == [-1, *here[1:3], -1]).all(), "the last layer")
+        # SGLang may have put the same tokens elsewhere meanwhile.
+        last = [here[0], here[1], 30, here[3]] if moved else here
+        giving.complete(given, np.array(last), ROWS)
+        servers.wait(lambda: taken.state is Taking.HELD, f"the KV ({taken.reason}, {given.reason})")
+        assert np.array_equal(
+            servers.prefill[0].kv(last, servers.page), servers.decode[0].kv(there, servers.page)
+        )
+        servers.check()
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (1, 2), (2, 2)])

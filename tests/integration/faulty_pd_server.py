@@ -16,7 +16,7 @@ from typing import Any
 from sglang_ext import launch_server
 
 FAULTS = "SGLANG_TEST_PD_FAULTS"
-STEPS = ("joining", "waiting", "ready", "reading", "computed")
+STEPS = ("joining", "waiting", "ready", "reading", "granted", "writing", "computed")
 
 
 def make_faulty(folder: Path) -> None:
@@ -24,6 +24,7 @@ def make_faulty(folder: Path) -> None:
     from sglang_ext.disagg.instance import Instance
     from sglang_ext.engine.kv_transfer import GlobalKVReceiver, GlobalKVSender
     from sglang_ext.engine.pd_peers import PrefillPeer, PrefillPeers
+    from sglang_ext.engine.pd_pushing import Writing
     from sglang_ext.engine.pd_taking import TakingRooms
 
     async def gate(step: str) -> None:
@@ -40,7 +41,9 @@ def make_faulty(folder: Path) -> None:
 
     PrefillPeers.get = held("joining", PrefillPeers.get)  # type: ignore[method-assign]
     PrefillPeer.join = held("waiting", PrefillPeer.join)  # type: ignore[method-assign]
+    PrefillPeer.push = held("granted", PrefillPeer.push)  # type: ignore[method-assign]
     Instance.complete = held("reading", Instance.complete)  # type: ignore[method-assign]
+    Writing.finish = held("writing", Writing.finish)  # type: ignore[method-assign]
 
     send, poll = GlobalKVSender.poll, GlobalKVReceiver.poll
 
@@ -61,10 +64,17 @@ def make_faulty(folder: Path) -> None:
     GlobalKVSender.poll = sender_poll  # type: ignore[method-assign]
     GlobalKVReceiver.poll = receiver_poll  # type: ignore[method-assign]
 
-    read = TakingRooms._read
+    read, let_write = TakingRooms._read, TakingRooms._let_write
 
-    async def read_and_damage(self: TakingRooms, room: Any, peer: Any, ready: Any) -> None:
-        await read(self, room, peer, ready)
+    async def read_and_damage(self: TakingRooms, room: Any, *args: Any) -> None:
+        await read(self, room, *args)
+        damage(room)
+
+    async def let_write_and_damage(self: TakingRooms, room: Any, *args: Any) -> None:
+        await let_write(self, room, *args)
+        damage(room)
+
+    def damage(room: Any) -> None:
         if (folder / "damage").exists() and room.wanted.pages.size:
             flip(int(room.wanted.pages[-1]))
 
@@ -79,6 +89,7 @@ def make_faulty(folder: Path) -> None:
         first ^= 1 << 30
 
     TakingRooms._read = read_and_damage  # type: ignore[method-assign]
+    TakingRooms._let_write = let_write_and_damage  # type: ignore[method-assign]
 
 
 if __name__ == "__mp_main__" and FAULTS in os.environ:  # in the scheduler's process

@@ -34,17 +34,20 @@ RETURNED = "sglang_ext_pd_returned_tokens"
 @pytest.fixture(
     scope="module",
     params=[
-        ("3", 16),
-        pytest.param(("basic", 1), marks=pytest.mark.long),
-        pytest.param(("1", 16), marks=pytest.mark.long),
-        pytest.param(("2", 1), marks=pytest.mark.long),
+        ("3", 16, "pull"),
+        pytest.param(("basic", 1, "pull"), marks=pytest.mark.long),
+        pytest.param(("1", 16, "push"), marks=pytest.mark.long),
+        pytest.param(("2", 1, "push-by-layer"), marks=pytest.mark.long),
+        pytest.param(("3", 1, "push-by-layer"), marks=pytest.mark.long),
     ],
-    ids=lambda p: f"caching-{p[0]}-page{p[1]}",
+    ids=lambda p: f"caching-{p[0]}-page{p[1]}-{p[2]}",
 )
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    caching, page = request.param
+    caching, page, mode = request.param
     folder = tmp_path_factory.mktemp("faults")
-    spec = FaultySpec(flags=(*COMMON, "--kv-pd-caching", caching, "--page-size", str(page)))
+    spec = FaultySpec(
+        flags=(*COMMON, "--kv-pd-caching", caching, "--kv-transfer-mode", mode, "--page-size", str(page))
+    )
     prefill, decode = spec.looking_at(folder / "prefill"), spec.looking_at(folder / "decode")
     with pd_servers([prefill], [decode], [TRUTH]) as (servers, others):
         yield Rig(servers, others[0], [folder / "prefill"], [folder / "decode"])
@@ -84,6 +87,8 @@ def test_one_damaged_bit_is_seen(rig: Rig) -> None:
 
 def test_prefill_computes_while_decode_holds_nothing(rig: Rig) -> None:
     """Pull: a decode server that has no room for a request does not keep prefill from computing it."""
+    if not pulls(rig):
+        pytest.skip("pushing, decode allocates first")
     with (
         fault(rig.decode_faults[0], "hold-ready") as at,
         fault(rig.prefill_faults[0], "hold-computed") as computed,
@@ -95,15 +100,20 @@ def test_prefill_computes_while_decode_holds_nothing(rig: Rig) -> None:
     assert_same(rig.expected(prompt), answer.result(30))
 
 
-STEPS_OF_DECODE = ("joining", "waiting", "ready", "reading")
+STEPS = {
+    "pull": ("joining", "waiting", "ready", "reading"),
+    "push": ("joining", "ready", "granted", "writing"),
+}
 
 
-@pytest.mark.parametrize("step", STEPS_OF_DECODE)
+@pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_an_abort_at_any_step_frees_both_sides(rig: Rig, step: str, side: str) -> None:
+def test_an_abort_at_any_step_frees_both_sides(rig: Rig, number: int, side: str) -> None:
+    step = STEPS["pull" if pulls(rig) else "push"][number]
+    folders = rig.prefill_faults if step == "writing" else rig.decode_faults
     server = rig.pd.prefill[0].server if side == "prefill" else rig.pd.decode[0]
     rid = f"abort-{step}-{side}"
-    with fault(rig.decode_faults[0], f"hold-{step}") as at:
+    with fault(folders[0], f"hold-{step}") as at:
         both = rig.pd.start(prompt_of(hash_of(rid), 150), max_new_tokens=4, rid=rid)
         wait_until(at.exists, seconds=30, what=step)
         server.post("/abort_request", {"rid": rid})
@@ -130,6 +140,8 @@ def test_a_room_that_nobody_else_hears_of_is_given_up(rig: Rig) -> None:
 
 
 def test_two_requests_cannot_have_one_room(rig: Rig) -> None:
+    if not pulls(rig):
+        pytest.skip("pushing, the second would wait for slots before it asks for the room")
     room = rig.pd.pair()["bootstrap_room"]
     with fault(rig.decode_faults[0], "hold-ready") as at:
         prompt = prompt_of(9, 80)
@@ -163,6 +175,8 @@ def test_the_next_turn_finds_what_its_design_keeps(rig: Rig) -> None:
     kept = {"basic": range(1), "1": range(96, 101), "2": range(96, 101), "3": range(144, 161)}[caching]
     assert found in kept
     token_bytes = 4096
+    if not pulls(rig):
+        return  # bytes are counted where they are read
     sent = wait_until(
         lambda: count(decode, "sglang_ext_pd_read_bytes") - before, seconds=5, what="bytes to be counted"
     )
@@ -180,6 +194,11 @@ def returned(rig: Rig, earlier: list[float]) -> list[bool]:
 def design_of(rig: Rig) -> str:
     flags = rig.pd.decode[0].spec.flags
     return flags[flags.index("--kv-pd-caching") + 1]
+
+
+def pulls(rig: Rig) -> bool:
+    flags = rig.pd.decode[0].spec.flags
+    return flags[flags.index("--kv-transfer-mode") + 1] == "pull"
 
 
 def count(server: ServerProcess, name: str) -> float:
