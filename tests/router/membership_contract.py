@@ -1,6 +1,6 @@
 """The conformance suite of memberships: what ``router.membership`` promises, for every implementation.
 
-A subclass makes memberships (``make``) and says whether what one publishes reaches the others (``shared``).
+A subclass makes memberships (``make``).
 """
 
 from __future__ import annotations
@@ -81,11 +81,7 @@ async def until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
 
 
 class MembershipContract:
-    """Inherit as ``class TestX(MembershipContract)`` with fixtures ``make`` and ``shared``."""
-
-    @pytest.fixture
-    def shared(self) -> bool:
-        raise NotImplementedError
+    """What every implementation does. Subclasses give a fixture ``make``."""
 
     @pytest.fixture
     async def begin(self, make: Make) -> Callable[..., Awaitable[Router]]:
@@ -124,9 +120,11 @@ class MembershipContract:
         assert one.store.others == {}
         assert one.ear.others == {}
 
-    async def test_a_record_reaches_the_others(self, begin, shared: bool) -> None:
-        if not shared:
-            pytest.skip("nothing is shared")
+
+class SharedMembershipContract(MembershipContract):
+    """What those do beyond it that several routers share: memberships that ``make`` makes see each other."""
+
+    async def test_a_record_reaches_the_others(self, begin) -> None:
         one, two = await begin("one"), await begin("two")
         one.publish(member())
         await until(lambda: two.ear.roster.get("a") is not None)
@@ -134,9 +132,7 @@ class MembershipContract:
         await until(lambda: one.ear.roster.get("a").intent is Intent.GO)
         assert one.ear.texts() == two.ear.texts()
 
-    async def test_who_begins_later_learns_everything(self, begin, shared: bool) -> None:
-        if not shared:
-            pytest.skip("nothing is shared")
+    async def test_who_begins_later_learns_everything(self, begin) -> None:
         one = await begin("one")
         for number in range(50):
             one.publish(member(f"i{number}"))
@@ -148,9 +144,7 @@ class MembershipContract:
         assert two.ear.texts() == one.ear.texts()
         assert two.ear.sessions == {"s": "i3"}
 
-    async def test_the_newest_record_counts_whoever_writes_last(self, begin, shared: bool) -> None:
-        if not shared:
-            pytest.skip("nothing is shared")
+    async def test_the_newest_record_counts_whoever_writes_last(self, begin) -> None:
         one, two = await begin("one"), await begin("two")
         new, old = member(stamp=member().stamp + 1000, intent=Intent.GO), member()
         one.publish(new)
@@ -161,9 +155,7 @@ class MembershipContract:
         three = await begin("three")
         assert three.ear.roster.get("a") == new
 
-    async def test_among_equal_stamps_all_agree(self, begin, shared: bool) -> None:
-        if not shared:
-            pytest.skip("nothing is shared")
+    async def test_among_equal_stamps_all_agree(self, begin) -> None:
         one, two = await begin("one"), await begin("two")
         stamp = member().stamp
         one.publish(member(stamp=stamp, deadline=1.0))
@@ -173,9 +165,7 @@ class MembershipContract:
         three = await begin("three")
         assert three.ear.texts() == one.ear.texts()
 
-    async def test_routers_see_each_other_until_one_goes(self, begin, make: Make, shared: bool) -> None:
-        if not shared:
-            pytest.skip("nothing is shared")
+    async def test_routers_see_each_other_until_one_goes(self, begin, make: Make) -> None:
         one = await begin("one")
         two = make("two")
         await two.start(Ear())
@@ -194,9 +184,7 @@ class MembershipContract:
 
         await until(gone)
 
-    async def test_a_session_reaches_the_others_and_not_its_own(self, begin, shared: bool) -> None:
-        if not shared:
-            pytest.skip("nothing is shared")
+    async def test_a_session_reaches_the_others_and_not_its_own(self, begin) -> None:
         one, two = await begin("one"), await begin("two")
         one.store.remember("conversation-1", "a")
         one.store.remember("x" * 100_000, "a")

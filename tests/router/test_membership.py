@@ -20,7 +20,7 @@ from sglang_ext.testing.redis_server import HOW_TO_GET_IT, RedisServer, redis_is
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from membership_contract import Ear, Make, MembershipContract, member, until
+from membership_contract import Ear, Make, MembershipContract, SharedMembershipContract, member, until
 
 needs_redis = pytest.mark.skipif(not redis_is_installed(), reason=HOW_TO_GET_IT)
 
@@ -41,20 +41,12 @@ class TestEmbedded(MembershipContract):
     def make(self) -> Make:
         return lambda name: EmbeddedMembership()
 
-    @pytest.fixture
-    def shared(self) -> bool:
-        return False
-
 
 @needs_redis
-class TestRedis(MembershipContract):
+class TestRedis(SharedMembershipContract):
     @pytest.fixture
     def make(self, make_shared: Make) -> Make:
         return make_shared
-
-    @pytest.fixture
-    def shared(self) -> bool:
-        return True
 
 
 @needs_redis
