@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sglang_ext.cluster_key import MAX_SKEW_S, ClusterKey, read_cluster_key
 from sglang_ext.cluster_messages import (
     MAX_BODY_BYTES,
     PROTOCOL,
+    ChangeRole,
     Drain,
     Registration,
     decode,
@@ -169,3 +174,35 @@ def test_no_file_and_no_regular_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     with pytest.raises(ConfigError, match="is not a file"):
         read_cluster_key(tmp_path / "pipe")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(data=st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
+@settings(deadline=None)
+def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
+    for kind in (Registration, Drain, ChangeRole):
+        try:
+            decode(data, kind)
+        except UserError:
+            continue
+
+
+@given(change=st.dictionaries(st.sampled_from(sorted(GOOD)), JSON, min_size=1, max_size=3))
+@settings(deadline=None)
+def test_a_registration_with_anything_in_its_fields_holds_what_it_promises(change: dict[str, Any]) -> None:
+    try:
+        found = decode(json.dumps(GOOD | change).encode(), Registration)
+    except UserError:
+        return
+    assert re.fullmatch(r"[0-9a-f]{32}", found.epoch)
+    assert found.role in ("colocated", "prefill", "decode")
+    assert found.url.startswith(("http://", "https://"))
+    assert found.agent == "" or found.agent.startswith("tcp://")
+    assert instance_path(found.instance).count("/") == 3
+    assert found.agent_key == "" or len(found.agent_key) == 40
