@@ -153,6 +153,10 @@ class Agents:
         link = self._links.get(name)
         return link is not None and link.send(message)
 
+    def beats(self) -> dict[str, Beat]:
+        """What each instance said of itself last, of those that are heard."""
+        return {name: link.beat for name, link in self._links.items() if link.heard and link.beat is not None}
+
     def counters(self) -> dict[str, AgentCounters]:
         """By instance, of those that have an agent."""
         return {name: link.counters for name, link in self._links.items()}
@@ -207,6 +211,7 @@ class Link:
         self.counters = counters
         self.heard = False
         """Whether it is, now."""
+        self.beat: Beat | None = None
         self._agents = agents
         self._index = agents.index
         self._clock = agents.clock
@@ -349,6 +354,7 @@ class Link:
                 self._broken("left something out")
         if self._agents.listener is not None:
             self._agents.listener.on_heartbeat(self.name, beat.epoch.hex())
+        self.beat = beat
         self._agents.on_beat(self.name, beat)
 
     def _lost_touch(self) -> None:

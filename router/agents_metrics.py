@@ -19,9 +19,21 @@ def show_agents(agents: Agents, fleet: Fleet, metrics: RouterMetrics) -> None:
         "index_partial", "1 when the instance holds more than the index could keep", "instance"
     )
 
+    requests = metrics.gauge(
+        "instance_requests", "Requests that an instance says it has", "instance", "state"
+    )
+    tiers = metrics.gauge("tier_blocks", "Blocks that a tier holds or can hold", "instance", "tier", "what")
+
     def refresh() -> None:
-        for gauge in (*told.values(), blocks, partial, metrics.event_lag, metrics.index_trusted):
+        ours = (*told.values(), blocks, partial, requests, tiers)
+        for gauge in (*ours, metrics.event_lag, metrics.index_trusted):
             gauge.clear()
+        for name, beat in agents.beats().items():
+            requests.labels(name, "running").set(beat.load.running)
+            requests.labels(name, "queued").set(beat.load.queued)
+            for tier, fill in (("hbm", beat.hbm), ("dram", beat.dram), ("disk", beat.disk)):
+                tiers.labels(name, tier, "used").set(fill.used)
+                tiers.labels(name, tier, "size").set(fill.size)
         for name in fleet.rows:
             metrics.index_trusted.labels(name).set(agents.index.trusted(name))
         for name, counters in agents.counters().items():

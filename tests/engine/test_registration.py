@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import aiohttp
 import pytest
 from agent_rig import BLOCK, PLAIN, Instance, until
+from prometheus_client.parser import text_string_to_metric_families
 
 from router import Router, RouterConfig
 from sglang_ext.cluster_key import ClusterKey, read_cluster_key
@@ -62,6 +64,18 @@ def registrar_of(instance: Instance, ports: list[int], key: ClusterKey | None) -
     return Registrar(urls, instance.registration, key, instance.agent.silent_s)
 
 
+async def metrics_of(router: Router) -> dict[str, float]:
+    """Samples by name and labels, the instance left out."""
+    async with aiohttp.ClientSession() as client, client.get(f"{router.url}/metrics") as response:
+        text = await response.text()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = [value for name, value in sample.labels.items() if name != "instance"]
+            found[" ".join([sample.name, *labels])] = sample.value
+    return found
+
+
 def tells(router: Router, worker: StandInWorker) -> bool:
     """Whether the router believes what the instance's agent tells."""
     replica = router.trees.replica(worker.url)
@@ -94,6 +108,15 @@ async def test_two_routers_know_an_instance_until_it_leaves(
                 assert tokens_known(router, instance, [7] * 8) == 8
                 await until(lambda router=router: router.fleet.usable(), instance)
                 assert router.fleet.usable()[0].trusted
+                await until(lambda router=router: router.agents.beats(), instance)
+                shown = await metrics_of(router)
+                assert (
+                    shown["sglang_ext_router_index_trusted"]
+                    == shown["sglang_ext_router_index_snapshots"]
+                    == 1
+                )
+                assert shown["sglang_ext_router_instance_requests queued"] == 1
+                assert shown["sglang_ext_router_tier_blocks hbm size"] == 9
             await asyncio.to_thread(registrar.close)
             for router in routers:
                 await until(lambda router=router: router.trees.replica(worker.url) is None, instance)
