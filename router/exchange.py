@@ -75,6 +75,10 @@ class Handler(Protocol):
     async def handle(self, request: Request, responder: Responder) -> None:
         """Answer a request."""
 
+    def turn_away(self, request: Request) -> RequestRefused | None:
+        """Why the body of a request need not be read. Asked about large ones, before they have come: the
+        body of ``request`` is empty."""
+
     async def refuse(self, request: Request, responder: Responder, refused: RequestRefused) -> None:
         """Answer a request that could not be read or is one too many. Of one whose head could not be
         read, method and path are empty."""

@@ -53,7 +53,9 @@ class ClientConnection(asyncio.Protocol):
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._reader = RequestReader(state.limits.max_head_bytes, state.limits.max_body_bytes)
+        self._reader = RequestReader(
+            state.limits.max_head_bytes, state.limits.max_body_bytes, state.handler.turn_away
+        )
         self._since = state.now
         """When the reader's phase began."""
         self._waiting: deque[Parsed] = deque()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import httptools
@@ -27,6 +28,8 @@ from router.http_messages import (
 
 logger = logging.getLogger("router.http")
 
+LARGE_BYTES = 1 << 20
+"""Bodies above it, and those of unknown length, are read only if the server is willing to."""
 MAX_OVERHEAD = 16
 """Bytes on the wire per byte of a body, beyond the size of two heads: chunks of one byte need 6."""
 
@@ -66,14 +69,22 @@ class RequestReader:
 
     Args:
         max_head_bytes, max_body_bytes: longer ones are refused.
+        turn_away: asked about large bodies, by their head: see ``exchange.Handler``.
     """
 
     __slots__ = (
         "_body", "_found", "_headers", "_keep", "_max_body_bytes", "_max_head_bytes", "_method", "_parser",
-        "_raw", "_replaying", "_target", "_upgrading", "_version", "expects", "phase", "speaks_http2",
+        "_raw", "_replaying", "_target", "_turn_away", "_upgrading", "_version", "expects",
+        "phase", "speaks_http2",
     )  # fmt: skip
 
-    def __init__(self, max_head_bytes: int, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        max_head_bytes: int,
+        max_body_bytes: int,
+        turn_away: Callable[[Request], RequestRefused | None] = lambda request: None,
+    ) -> None:
+        self._turn_away = turn_away
         self._max_head_bytes = max_head_bytes
         self._max_body_bytes = max_body_bytes
         self._parser = httptools.HttpRequestParser(self)
@@ -172,7 +183,7 @@ class RequestReader:
         self._upgrading = parser.should_upgrade()
         self._body = BodyBuffer(self._max_body_bytes)
         self.phase = Phase.BODY
-        refused = self._judge()
+        refused = self._judge() or self._unwanted()
         if refused is not None:
             self._refuse(refused)
             raise _StopReading
@@ -192,6 +203,13 @@ class RequestReader:
         if length is not None and int(length) > self._max_body_bytes:
             return too_large(self._max_body_bytes)
         return None
+
+    def _unwanted(self) -> RequestRefused | None:
+        headers = self._headers
+        known = int(headers.get("content-length", 0))
+        if known <= LARGE_BYTES and "transfer-encoding" not in headers and "expect" not in headers:
+            return None
+        return self._turn_away(self._request(b""))
 
     def _head_too_large(self) -> RequestRefused:
         return refusal(

@@ -117,13 +117,24 @@ class Service:
         except ClientGone:
             record.status = CLIENT_GONE
 
+    def turn_away(self, request: Request) -> RequestRefused | None:
+        """Why the body of a request need not be read: without a key, nobody fills the router's memory."""
+        record = Record("", request.method, request.path, self._clock.monotonic())
+        try:
+            self._find(request, record)
+        except RequestRefused as refused:
+            return refused
+        return None
+
     async def _dispatch(self, request: Request, responder: Responder, record: Record) -> None:
+        await self._find(request, record).handler(request, responder, record)
+
+    def _find(self, request: Request, record: Record) -> Route:
         route = self.routes.get(request.path)
         # A key is asked for before anything is told, even that there is no such path.
         if route is None or route.access in (Access.CLIENT, Access.ADMIN):
             self._check_key(request, record, route)
-        route = self.routes.find(request)
-        await route.handler(request, responder, record)
+        return self.routes.find(request)
 
     def _check_key(self, request: Request, record: Record, route: Route | None) -> None:
         caller = self._keys.caller(key_of(request))

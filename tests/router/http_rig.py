@@ -41,6 +41,8 @@ class Echo:
     gate: Gate = field(default_factory=Gate)
     requests: list[Request] = field(default_factory=list)
     refused: list[RequestRefused] = field(default_factory=list)
+    asked: list[Request] = field(default_factory=list)
+    """Whose bodies were large."""
     cancelled: int = 0
     written: int = 0
     """Bytes of ``/big`` that the connection has taken."""
@@ -96,6 +98,10 @@ class Echo:
                 len(request.body),
             )
             await responder.send(200, {"content-type": "text/plain"}, body)
+
+    def turn_away(self, request: Request) -> RequestRefused | None:
+        self.asked.append(request)
+        return RequestRefused("not you", status=401) if request.path == "/unwanted" else None
 
     async def refuse(self, request: Request, responder: Responder, refused: RequestRefused) -> None:
         self.refused.append(refused)

@@ -65,6 +65,28 @@ async def test_who_asks_whether_to_send_the_body_is_told_to(rig: Rig) -> None:
     assert (await wire.answer())[0] == 417
 
 
+@pytest.mark.parametrize(
+    "head",
+    ["Content-Length: 1048577", "Transfer-Encoding: chunked", "Content-Length: 5\r\nExpect: 100-continue"],
+)
+async def test_a_large_body_of_who_is_not_wanted_is_not_read(head: str, rig: Rig) -> None:
+    wire = await rig.connect()
+    wire.send(f"POST /unwanted HTTP/1.1\r\nHost: h\r\n{head}\r\n\r\n".encode())
+    status, _, body = await wire.answer()
+    assert (status, body) == (401, b"not you")
+    assert await wire.ended() == b""
+    assert rig.echo.requests == []
+
+
+async def test_only_large_bodies_are_asked_about(rig: Rig) -> None:
+    wire = await rig.connect()
+    wire.send(post("/unwanted", b"small"))
+    assert (await wire.answer())[0] == 200
+    wire.send(post("/x", bytes((1 << 20) + 1)))
+    assert (await wire.answer())[0] == 200
+    assert [(asked.path, asked.body) for asked in rig.echo.asked] == [("/x", b"")]
+
+
 async def test_too_large_a_body_is_refused_instead_of_asked_for() -> None:
     async with running(HttpLimits(max_body_bytes=1000)) as rig:
         wire = await rig.connect()
