@@ -1,0 +1,89 @@
+"""The backend `global` is a name, a class and a choice to SGLang, and chooses SGLang's caching flags."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from sglang_ext.engine import kv_transfer
+from sglang_ext.errors import ConfigError
+from sglang_ext.patches import transfer_backend as patch
+from sglang_ext.patches.base import resolve
+
+UTILS = "sglang.srt.disaggregation.utils"
+
+
+def test_the_member_is_found_as_any_other() -> None:
+    patch.add_member()
+    patch.add_member()
+    backends = resolve(f"{UTILS}.TransferBackend")
+    member = backends("global")
+    assert member is backends["GLOBAL"] is backends.GLOBAL
+    assert [each.value for each in backends].count("global") == 1
+    assert member == backends("global") != backends.FAKE
+    assert repr(member) == "<TransferBackend.GLOBAL: 'global'>"
+    assert patch.has_member()
+
+
+def test_our_classes_for_our_member_and_stock_for_the_others() -> None:
+    patch.add_member()
+    backends, kinds = resolve(f"{UTILS}.TransferBackend"), resolve(f"{UTILS}.KVClassType")
+    stock = resolve(f"{UTILS}.get_kv_class")
+    member = backends("global")
+    assert patch.kv_class(stock, member, kinds.MANAGER) is kv_transfer.GlobalKVManager
+    assert patch.kv_class(stock, member, kinds.SENDER) is kv_transfer.GlobalKVSender
+    assert patch.kv_class(stock, member, kinds.RECEIVER) is kv_transfer.GlobalKVReceiver
+    assert patch.kv_class(stock, member, kinds.BOOTSTRAP_SERVER) is kv_transfer.GlobalKVBootstrapServer
+    fake = patch.kv_class(stock, backends.FAKE, kinds.SENDER)
+    assert fake.__name__ == "FakeKVSender"
+    assert patch.kv_class(stock, member, kinds.KVARGS) is stock(backends.FAKE, kinds.KVARGS)
+
+
+def arguments(mode: str, caching: str | None, **more: Any) -> argparse.Namespace:
+    return argparse.Namespace(
+        **{
+            "disaggregation_mode": mode,
+            "disaggregation_transfer_backend": "global",
+            "disaggregation_decode_enable_radix_cache": False,
+            "disaggregation_decode_retraction_backup": None,
+            "radix_cache_backend": None,
+            "disable_radix_cache": False,
+            "kv_pd_caching": caching,
+            **more,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("caching", "prefill", "decode"),
+    [("basic", False, False), ("1", True, False), ("2", True, True), ("3", True, True), (None, True, True)],
+)
+def test_who_keeps_kv(caching: str | None, prefill: bool, decode: bool) -> None:
+    for mode, keeps in (("prefill", prefill), ("decode", decode)):
+        args = arguments(mode, caching)
+        patch.choose_caches(object, args)
+        assert args.radix_cache_backend == ("global" if keeps else None)
+        assert args.disable_radix_cache is not keeps
+        assert args.disaggregation_decode_enable_radix_cache is (keeps and mode == "decode")
+        assert args.disaggregation_decode_retraction_backup == ("cpu_tensor" if mode == "decode" else None)
+
+
+def test_other_servers_are_left_alone() -> None:
+    for more in ({"disaggregation_transfer_backend": "mooncake"}, {"disaggregation_mode": "null"}):
+        args = arguments("decode", "1", **more)
+        before = dict(vars(args))
+        patch.choose_caches(object, args)
+        assert vars(args) == before
+
+
+def test_a_cache_for_who_keeps_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--kv-pd-caching"):
+        patch.choose_caches(object, arguments("decode", "1", radix_cache_backend="global"))
+
+
+def test_a_retraction_backup_of_the_users_choice_stays() -> None:
+    args = arguments("decode", "3", disaggregation_decode_retraction_backup="host_pool")
+    patch.choose_caches(object, args)
+    assert args.disaggregation_decode_retraction_backup == "host_pool"
