@@ -39,7 +39,7 @@ from sglang_ext.radix_global.stream import EventStream, Reader, Sends
 
 logger = logging.getLogger(__name__)
 
-BATCH_S: Final = 0.003
+BATCH_S: Final = 0.01
 """Pause between two messages of events, in which more of them come together."""
 OUTBOX_RETRY_S: Final = 0.01
 READER_GONE_S: Final = 3 * VERDICT_S
