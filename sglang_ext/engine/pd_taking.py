@@ -206,11 +206,19 @@ class TakingRooms:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _start(self, room: TakingRoom) -> None:
+        if FACTS[room.state].end:
+            room.stopped.set()
+            return
         room.asked = asyncio.Event()
         self._live.add(room)
         room.task = asyncio.create_task(self._run(room))
-        if FACTS[room.state].end:
-            room.task.cancel()
+        # Also when it is cancelled before its first step.
+        room.task.add_done_callback(lambda _: self._leave(room))
+
+    def _leave(self, room: TakingRoom) -> None:
+        self._live.discard(room)
+        room.stopped.set()
+        self._wake()
 
     def _cancel(self, room: TakingRoom) -> None:
         if room.task is not None:
@@ -243,9 +251,7 @@ class TakingRooms:
         except Exception as error:  # noqa: BLE001 - a room that ends silently would keep its slots
             self._ends(room, Event.FAULT, f"{type(error).__name__}: {error}")
         finally:
-            self._live.discard(room)
-            room.stopped.set()
-            self._wake()
+            self._leave(room)
         # A room that refused us may be another request's: leave it alone.
         if room.state is Taking.FAILED and not refused and peer is not None and not peer.gone:
             await peer.abort(room.number, self._epoch, room.reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Iterator
 
@@ -123,6 +124,19 @@ def test_an_abort_on_decode_frees_prefill_at_once(one: Rig) -> None:
     one.wait(lambda: room.state is Giving.LOST, "prefill to hear of it")
     assert "the client is gone" in room.reason
     one.wait(lambda: decode.taking.live == 0, "the task's end")
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2])
+def test_an_abort_before_anything_has_begun_leaves_nothing(one: Rig, turns: int) -> None:
+    taking = one.decode[0].agent.taking
+    room = taking.open(one.address, next(NUMBERS))
+    for _ in range(turns):
+        one.decode[0].agent.start(asyncio.sleep(0))
+    taking.abort(room, "at once")
+    assert room.state is Taking.FAILED
+    taking.settle(room)
+    one.wait(room.stopped.is_set, "the end")
+    one.wait(lambda: taking.live == 0, "the task's end")
 
 
 def test_an_abort_on_prefill_ends_decode_with_the_reason(one: Rig) -> None:
