@@ -48,9 +48,10 @@ async def worker(tokenizer_dir: Path) -> AsyncIterator[StandInWorker]:
         yield stand_in
 
 
-def router_at(port: int, key_file: Path | None) -> Router:
+def router_at(port: int, key_file: Path | None, *urls: str) -> Router:
     return Router(
         RouterConfig(
+            worker_urls=urls,
             port=port,
             block_size=BLOCK,
             cluster_key_file=str(key_file) if key_file else None,
@@ -177,6 +178,25 @@ async def test_a_router_that_is_not_there_is_tried_again(worker: StandInWorker) 
         await until(lambda: registrar._routers[0].problem, instance)
         async with router_at(port, None) as router:
             await until(lambda: tells(router, worker), instance)
+    finally:
+        registrar.close()
+        instance.close()
+
+
+async def test_an_instance_that_was_listed_too_is_one_instance(worker: StandInWorker) -> None:
+    """As ``sglang-ext cluster`` starts them."""
+    instance = Instance(url=worker.url)
+    instance.insert([7] * 8)
+    port = free_port()
+    registrar = registrar_of(instance, [port], None)
+    try:
+        async with router_at(port, None, worker.url) as router:
+            await until(lambda: router.fleet.usable(), instance)
+            registrar.start()
+            await until(lambda: tells(router, worker), instance)
+            assert tokens_known(router, instance, [7] * 8) == 8
+            assert list(router.fleet.rows) == [worker.url]
+            await until(lambda: router.fleet.usable() and router.fleet.usable()[0].cached_tokens, instance)
     finally:
         registrar.close()
         instance.close()
