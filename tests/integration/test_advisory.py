@@ -1,0 +1,250 @@
+"""Hints on a real server: the KV is in HBM before the request is, and no hint ever changes an answer.
+
+Symphony's cases (section 3.4) are placed by the size of HBM: free, under growing pressure, full.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from router import Router, RouterConfig
+from sglang_ext.keys import encode_tokens
+from sglang_ext.testing.compare import Answer, assert_same
+from sglang_ext.testing.leaks import LeakGuard
+from sglang_ext.testing.servers import ServerProcess, ServerSpec, free_port
+
+pytestmark = pytest.mark.integration
+
+BLOCK = 16
+TOKENS = 20 * BLOCK
+HBM_TOKENS = 2048
+NS = ("tokens", None, None, None)
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    """Where each test's router listens, and the server looks for it."""
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def server(
+    port: int, tmp_path_factory: pytest.TempPathFactory, leak_guard: LeakGuard
+) -> Iterator[ServerProcess]:
+    spec = ServerSpec(
+        flags=(
+            *("--radix-cache-backend", "global", "--kv-check", "--kv-instance-id", "one"),
+            *("--kv-router", f"http://127.0.0.1:{port}", "--kv-load-policy", "always"),
+            *("--kv-dram-size", "16MB", "--kv-disk-path", str(tmp_path_factory.mktemp("kv"))),
+            *("--kv-disk-size", "1GB", "--max-total-tokens", str(HBM_TOKENS)),
+            *("--chunked-prefill-size", "512"),
+        ),
+        environment={
+            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+        },
+    )
+    with leak_guard.adopting():
+        process = ServerProcess(spec)
+        process.start()
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+async def router(port: int, server: ServerProcess) -> AsyncIterator[Router]:
+    async with Router(RouterConfig(port=port, policy="prompt-tree")) as router:
+        await until(lambda: router.trees.trusted(server.url) and router.fleet.usable(), 30, "the server")
+        yield router
+        router.check()
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
+        yield session
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    return random.Random(request.node.name)
+
+
+async def until(condition: Callable[[], Any], seconds: float, what: str) -> None:
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < seconds, f"{what}: not within {seconds} s"
+        await asyncio.sleep(0.01)
+
+
+def random_prompt(rng: random.Random, tokens: int) -> list[int]:
+    return [rng.randrange(100, 30_000) for _ in range(tokens)]
+
+
+async def generate(
+    client: aiohttp.ClientSession, url: str, prompt: list[int], *, session: str | None = None, **fields: Any
+) -> tuple[Answer, Any]:
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True},
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+        **fields,
+    }
+    headers = {} if session is None else {"x-session-id": session}
+    async with client.post(f"{url}/generate", json=body, headers=headers) as response:
+        assert response.status == 200, await response.text()
+        return Answer.of(await response.json()), response.headers
+
+
+async def advise(client: aiohttp.ClientSession, router: Router, **body: Any) -> dict[str, Any]:
+    async with client.post(f"{router.url}/v1/advisory", json=body) as response:
+        told = await response.json()
+        assert response.status == 200, told
+        return dict(told)
+
+
+async def settled(client: aiohttp.ClientSession, router: Router, id: str) -> dict[str, Any]:
+    async with client.get(f"{router.url}/v1/advisory/{id}?wait_s=20") as response:
+        return dict(await response.json())
+
+
+async def said_and_pushed_out(
+    client: aiohttp.ClientSession, router: Router, server: ServerProcess, rng: random.Random
+) -> list[int]:
+    """A conversation of the session ``s`` whose KV HBM has given up; what it continues with."""
+    prompt = random_prompt(rng, TOKENS)
+    await generate(client, router.url, prompt, session="s")
+    for _ in range(3):
+        await generate(client, router.url, random_prompt(rng, 900))
+    where = router.trees.match(NS, encode_tokens(prompt)).get(server.url)
+    assert where is not None
+    await until(lambda: not held_in_hbm(router, server, prompt), 10, "HBM to have given it up")
+    return prompt
+
+
+def held_in_hbm(router: Router, server: ServerProcess, prompt: list[int]) -> int:
+    match = router.trees.match(NS, encode_tokens(prompt)).get(server.url)
+    return 0 if match is None else match.hbm
+
+
+async def cold(client: aiohttp.ClientSession, server: ServerProcess, prompt: list[int]) -> Answer:
+    """The answer without any cache: a salt that nobody used."""
+    answer, _ = await generate(client, server.url, prompt, cache_salt=f"cold {time.monotonic_ns()}")
+    assert answer.cached_tokens == 0
+    return answer
+
+
+async def test_a_hinted_request_hits_hbm(server, router, client, rng) -> None:
+    """Case 1: HBM is free."""
+    prompt = await said_and_pushed_out(client, router, server, rng)
+    told = await advise(client, router, session="s")
+    assert told["instance"] == server.url
+    assert told["tokens"]["hbm"] == 0
+    ready = await settled(client, router, told["id"])
+    assert ready["state"] == "ready"
+    assert ready["moved_tokens"] >= TOKENS
+    await until(lambda: held_in_hbm(router, server, prompt) >= TOKENS, 5, "the index to see it")
+    follow_up = prompt + random_prompt(rng, 5)
+    answer, headers = await generate(client, router.url, follow_up, session="s")
+    assert headers["x-kv-route-reason"] == "advised"
+    assert (answer.hbm_tokens, answer.dram_tokens, answer.disk_tokens) == (TOKENS, 0, 0)
+    assert_same(await cold(client, server, follow_up), answer)
+
+
+async def test_what_is_brought_is_given_up_under_pressure(server, router, client, rng) -> None:
+    """Case 2: others need HBM after the hint; its request then loads what is gone, and answers the same."""
+    prompt = await said_and_pushed_out(client, router, server, rng)
+    told = await advise(client, router, session="s")
+    await settled(client, router, told["id"])
+    await generate(client, router.url, random_prompt(rng, HBM_TOKENS - 200))
+    answer, _ = await generate(client, router.url, [*prompt, 7], session="s")
+    assert answer.cached_tokens == TOKENS
+    assert answer.hbm_tokens < TOKENS, "what was brought should have made room"
+    assert_same(await cold(client, server, [*prompt, 7]), answer)
+
+
+async def test_a_full_hbm_keeps_its_running_requests(server, router, client, rng) -> None:
+    """Case 3: nothing of HBM is free. The hint waits below, and whoever runs is not disturbed."""
+    prompt = await said_and_pushed_out(client, router, server, rng)
+    long = random_prompt(rng, HBM_TOKENS - 300)
+    running = asyncio.create_task(
+        generate(
+            client,
+            router.url,
+            long,
+            sampling_params={"temperature": 0, "max_new_tokens": 150, "ignore_eos": True},
+        )
+    )
+    await until(lambda: sum(row.in_flight for row in router.fleet.rows.values()), 10, "the long request")
+    told = await advise(client, router, session="s")
+    answer, _ = await running
+    assert len(answer.tokens) == 150
+    await settled(client, router, told["id"])
+    follow_up, _ = await generate(client, router.url, [*prompt, 7], session="s")
+    assert follow_up.cached_tokens == TOKENS
+    assert_same(await cold(client, server, [*prompt, 7]), follow_up)
+
+
+async def _late(client, router, prompt, rng) -> None:
+    await advise(client, router, session="s")  # the request follows at once
+
+
+async def _missing(client, router, prompt, rng) -> None:
+    pass
+
+
+async def _wrong(client, router, prompt, rng) -> None:
+    told = await advise(client, router, input_ids=prompt[: 3 * BLOCK] + random_prompt(rng, 200), session="s")
+    await settled(client, router, told["id"])
+
+
+async def _cancelled(client, router, prompt, rng) -> None:
+    told = await advise(client, router, session="s")
+    async with client.delete(f"{router.url}/v1/advisory/{told['id']}") as response:
+        assert (await response.json())["state"] == "cancelled"
+
+
+async def _repeated(client, router, prompt, rng) -> None:
+    first = await advise(client, router, session="s")
+    for _ in range(5):
+        assert (await advise(client, router, session="s"))["id"] == first["id"]
+    await settled(client, router, first["id"])
+
+
+HINTS: dict[str, Any] = {
+    "late": _late,
+    "missing": _missing,
+    "wrong": _wrong,
+    "cancelled": _cancelled,
+    "repeated": _repeated,
+}
+
+
+@pytest.mark.parametrize("kind", sorted(HINTS))
+async def test_no_hint_changes_an_answer(kind, server, router, client, rng) -> None:
+    prompt = await said_and_pushed_out(client, router, server, rng)
+    await HINTS[kind](client, router, prompt, rng)
+    follow_up = prompt + random_prompt(rng, 5)
+    answer, _ = await generate(client, router.url, follow_up, session="s")
+    assert answer.cached_tokens == TOKENS
+    assert_same(await cold(client, server, follow_up), answer)
+
+
+async def test_a_flood_of_hints_for_nobody_harms_nobody(server, router, client, rng) -> None:
+    prompts = [random_prompt(rng, 200) for _ in range(30)]
+    for prompt in prompts[:5]:
+        await generate(client, router.url, prompt)
+    told = [await advise(client, router, input_ids=prompt, ttl_s=0.2) for prompt in prompts]
+    assert {each["verdict"] for each in told} == {"accepted"}
+    prompt = random_prompt(rng, TOKENS)
+    answer, _ = await generate(client, router.url, prompt)
+    assert_same(await cold(client, server, prompt), answer)
+    await until(lambda: not len(router.advisor.book), 10, "every hint to have ended")
