@@ -1,0 +1,149 @@
+"""SGLang's sender and receiver over agents: the order in which its queues call them, and what they see."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from pd_rig import METADATA, Rig, rig
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import KVTransferError
+
+from sglang_ext.disagg.handover import Giving, Taking
+from sglang_ext.engine import kv_transfer
+from sglang_ext.engine.kv_transfer import GlobalKVReceiver, GlobalKVSender, match_on_decode
+
+NUMBERS = itertools.count(1)
+ROW = bytes(range(METADATA))
+
+
+@dataclass
+class Manager:
+    """What senders and receivers ask of a manager."""
+
+    agent: Any
+    pushes: bool = False
+    page_bytes: int = 10
+    kv_args: Any = field(default_factory=lambda: SimpleNamespace(page_size=4))
+    buffers: Any = field(default_factory=lambda: SimpleNamespace(read=lambda row: ROW))
+
+
+@pytest.fixture(params=["pull", "push"])
+def servers(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    with rig(mode=request.param) as found:
+        yield found
+
+
+def managers(servers: Rig) -> tuple[Manager, Manager]:
+    prefill, decode = servers.prefill[0].agent, servers.decode[0].agent
+    pushes = prefill.config.local.mode == "push"
+    return Manager(prefill, pushes), Manager(decode, pushes)
+
+
+def both(servers: Rig) -> tuple[GlobalKVSender, GlobalKVReceiver]:
+    """A request at both servers, as their queues begin it."""
+    prefill, decode = managers(servers)
+    number = next(NUMBERS)
+    sender = GlobalKVSender(prefill, "unused", number, [0], 0)
+    receiver = GlobalKVReceiver(decode, servers.address, number)
+    assert receiver.poll() == KVPoll.Bootstrapping
+    receiver.init(0)
+    return sender, receiver
+
+
+def until(servers: Rig, poller: GlobalKVSender | GlobalKVReceiver, state: int) -> None:
+    servers.wait(lambda: poller.poll() == state, f"{state}, not {poller.poll()}")
+
+
+def compute(sender: GlobalKVSender, pages: list[int], chunks: int = 2) -> None:
+    """What SGLang does with a request that is computed in chunks."""
+    skip = sender.pop_decode_prefix_len() // 4
+    pages = pages[skip:]
+    sender.init(len(pages), 3)
+    parts = np.array_split(np.array(pages, np.int32), chunks)
+    for at, part in enumerate(parts):
+        if sender.should_send_kv_chunk(len(part), at == chunks - 1):
+            sender.send(part)
+
+
+@pytest.mark.parametrize("prefix", [0, 4])
+def test_a_request_goes_through_the_states_that_sglangs_queues_wait_for(servers: Rig, prefix: int) -> None:
+    sender, receiver = both(servers)
+    here, there = [5, 3, 9], [40, 2, 7]
+    lacking = np.array(there[prefix // 4 :], np.int32)
+    if sender.kv_mgr.pushes:
+        assert sender.poll() == KVPoll.Bootstrapping, "prefill waits for decode's slots"
+        until(servers, receiver, KVPoll.WaitingForInput)
+        receiver.send_metadata(lacking, 1, decode_prefix_len=prefix)
+        assert receiver.poll() == KVPoll.Transferring
+        until(servers, sender, KVPoll.WaitingForInput)
+        assert sender.pop_decode_prefix_len() == prefix
+        compute(sender, here)
+    else:
+        assert sender.poll() == KVPoll.WaitingForInput, "prefill computes at once"
+        assert sender.pop_decode_prefix_len() == 0
+        compute(sender, here)
+        assert sender.poll() == KVPoll.Transferring
+        until(servers, receiver, KVPoll.WaitingForInput)
+        receiver.send_metadata(lacking, 1, decode_prefix_len=prefix)
+    until(servers, receiver, KVPoll.Success)
+    until(servers, sender, KVPoll.Success)
+    taken, given = servers.decode[0], servers.prefill[0]
+    assert np.array_equal(given.kv(here[prefix // 4 :], 4), taken.kv(lacking.tolist(), 4))
+    assert taken.rows.written == {1: ROW}
+    for end in (sender, receiver):
+        end.clear()
+    assert given.agent.giving.live == taken.agent.taking.live == 0
+
+
+def test_a_failure_has_freed_everything_when_sglang_is_told(servers: Rig) -> None:
+    sender, receiver = both(servers)
+    sender.abort()
+    assert sender.poll() == KVPoll.Failed
+    with pytest.raises(KVTransferError, match="aborted on prefill"):
+        sender.failure_exception()
+    if sender.kv_mgr.pushes:
+        receiver.abort()  # it has not asked for the room yet
+    until(servers, receiver, KVPoll.Failed)
+    with pytest.raises(KVTransferError):
+        receiver.failure_exception()
+    assert receiver._room is not None
+    assert receiver._room.stopped.wait(5)
+
+
+def test_a_receiver_that_is_aborted_before_it_began(servers: Rig) -> None:
+    _, decode = managers(servers)
+    receiver = GlobalKVReceiver(decode, servers.address, next(NUMBERS))
+    receiver.abort()
+    assert receiver.poll() == KVPoll.Failed
+    with pytest.raises(KVTransferError, match="aborted"):
+        receiver.failure_exception()
+
+
+def test_a_room_that_is_in_use_fails_its_second_request_only(servers: Rig) -> None:
+    prefill, _ = managers(servers)
+    number = next(NUMBERS)
+    first = GlobalKVSender(prefill, "unused", number, [0], 0)
+    second = GlobalKVSender(prefill, "unused", number, [0], 0)
+    assert second.poll() == KVPoll.Failed
+    with pytest.raises(KVTransferError, match="in use"):
+        second.failure_exception()
+    assert first.poll() != KVPoll.Failed
+    first.abort()
+
+
+def test_every_state_has_a_poll() -> None:
+    assert set(kv_transfer._GIVING_POLL) == set(Giving)
+    assert set(kv_transfer._TAKING_POLL) == set(Taking)
+    # Slots that a transport may use are never given back.
+    assert kv_transfer._TAKING_POLL[Taking.STOPPING] == KVPoll.Transferring
+
+
+def test_another_cache_is_matched_as_sglang_does() -> None:
+    queue = SimpleNamespace(tree_cache=object())
+    assert match_on_decode(lambda queue, req: (queue, req), queue, "req") == (queue, "req")
