@@ -40,7 +40,8 @@ from sglang_ext.keys import Namespace, block_keys, tenant_salt
 from sglang_ext.radix_global import Holder, Node, RadixTree
 from sglang_ext.radix_global.edges import walk
 from sglang_ext.radix_global.events import Tenant
-from sglang_ext.radix_global.replica import Outcome, Replica, names_in
+from sglang_ext.radix_global.replica import Outcome, Replica
+from sglang_ext.radix_global.runs import names_in
 
 IndexMessage = Events | SnapshotBegin | SnapshotPart | SnapshotEnd
 HISTORY_SHARE: Final = 16

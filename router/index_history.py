@@ -15,7 +15,7 @@ from typing import Final
 from sglang_ext.agent_messages import IN_DRAM, IN_HBM
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.radix_global import Node
-from sglang_ext.radix_global.replica import path_key
+from sglang_ext.radix_global.runs import path_key
 
 ENTRY_BYTES: Final = 1400
 """Memory of an entry with the node it keeps, whose tokens come on top."""

@@ -34,7 +34,7 @@ from sglang_ext.cluster_messages import HEARTBEAT_S, VERDICT_S
 from sglang_ext.engine.agent_socket import AgentSocket
 from sglang_ext.engine.events import Began, Changed, Ended, Entry, LeftOut, Part, PlacementFeed, packed
 from sglang_ext.keys import Tier
-from sglang_ext.radix_global.replica import with_weights
+from sglang_ext.radix_global.runs import with_weights
 from sglang_ext.radix_global.stream import EventStream, Reader, Sends
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Final
 
 from sglang_ext.agent_messages import (
@@ -41,16 +41,13 @@ from sglang_ext.agent_messages import (
     Split,
     Stored,
 )
-from sglang_ext.keys import BLOCK_KEY_BYTES, Tier
+from sglang_ext.keys import Tier
 from sglang_ext.radix_global.node import Evicted, Node
 from sglang_ext.radix_global.placement import Holder
+from sglang_ext.radix_global.runs import NAME_BYTES, RUN_BYTES, Piece, Run, names_in, path_key, with_weights
 from sglang_ext.radix_global.tree import RadixTree
 
 PAST_EPOCHS: Final = 8
-RUN_BYTES: Final = 420
-"""Memory of a run and of its piece, beside the node; measured, see the test of the bound."""
-NAME_BYTES: Final = 115
-"""Memory of a name of a block on disk; measured, see the test of the bound."""
 
 
 class State(enum.StrEnum):
@@ -74,38 +71,6 @@ class Outcome(enum.Enum):
 
 class _Unknown(Exception):
     """An event does not follow from what is known."""
-
-
-class Run:
-    """Consecutive blocks of one instance that are in the same tiers."""
-
-    __slots__ = ("blocks", "cut", "node", "number", "tiers")
-
-    def __init__(self, number: int, tiers: int, blocks: int, node: Node) -> None:
-        self.number = number
-        self.tiers = tiers
-        self.blocks = blocks
-        self.cut = False
-        """Its end was given up here, so that nothing can be said of what continues it."""
-        self.node = node
-        """The node at which it ends. Nodes of the tree may be shorter than the run."""
-
-
-class Piece:
-    """The address of a node in the tree: the run that it is a part of. Its length counts blocks."""
-
-    __slots__ = ("blocks", "run")
-
-    def __init__(self, run: Run, blocks: int) -> None:
-        self.run = run
-        self.blocks = blocks
-
-    def __len__(self) -> int:
-        return self.blocks
-
-    def __getitem__(self, part: slice) -> Piece:
-        start, stop, _ = part.indices(self.blocks)
-        return Piece(self.run, stop - start)
 
 
 class Replica:
@@ -458,27 +423,7 @@ class Replica:
                 raise AssertionError(f"run {number} does not end where it says")
 
 
-def names_in(data: bytes) -> Iterable[bytes]:
-    """The names of blocks in an event."""
-    return [data[i : i + BLOCK_KEY_BYTES] for i in range(0, len(data), BLOCK_KEY_BYTES)]
-
-
-def path_key(node: Node) -> bytes:
-    """The tokens of the whole prefix that ends with ``node``."""
-    parts: list[bytes] = []
-    current: Node | None = node
-    while current is not None:
-        parts.append(current.key)
-        current = current.parent
-    return b"".join(reversed(parts))
-
-
 def _at_least_one(tiers: int) -> int:
     if not tiers:
         raise _Unknown
     return tiers
-
-
-def with_weights(naming: Naming, weights: str) -> Naming:
-    """``naming`` after an update of the weights."""
-    return Naming(naming.model, weights, naming.dtype, naming.geometry, naming.shard, naming.adapters)

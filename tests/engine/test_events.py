@@ -14,7 +14,8 @@ from sglang_ext.agent_messages import FROM_AGENT, IN_DRAM, IN_HBM, Hello, Placem
 from sglang_ext.engine.events import Began, Changed, Ended, LeftOut, Part, PlacementFeed
 from sglang_ext.keys import Tier
 from sglang_ext.radix_global import Holder, Node, RadixTree
-from sglang_ext.radix_global.replica import Outcome, Replica, path_key
+from sglang_ext.radix_global.replica import Outcome, Replica
+from sglang_ext.radix_global.runs import path_key
 from sglang_ext.radix_global.stream import EventStream, Sends
 
 pytestmark = pytest.mark.usefixtures("sglang_config")

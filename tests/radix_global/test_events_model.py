@@ -30,7 +30,8 @@ from sglang_ext.agent_messages import (
 from sglang_ext.keys import Tier, encode_tokens
 from sglang_ext.radix_global import Holder, Node, RadixTree
 from sglang_ext.radix_global.events import PlacementLog, Tenant, Walk
-from sglang_ext.radix_global.replica import Outcome, Replica, State, path_key
+from sglang_ext.radix_global.replica import Outcome, Replica, State
+from sglang_ext.radix_global.runs import path_key
 from sglang_ext.radix_global.stream import EventStream
 
 BLOCK = 2
