@@ -1,0 +1,286 @@
+"""The router's index of a real server: right within a second of every change, and of no use when in doubt.
+
+What is right is asked of the server itself: a second reader says hello, and is sent a snapshot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from router import Router, RouterConfig
+from router.policies import Match
+from sglang_ext.agent_messages import FROM_AGENT, TO_AGENT, Beat, Hello, Welcome
+from sglang_ext.keys import encode_tokens
+from sglang_ext.radix_global import RadixTree
+from sglang_ext.radix_global.replica import Replica
+from sglang_ext.testing.leaks import LeakGuard
+from sglang_ext.testing.models import model_path
+from sglang_ext.testing.servers import ServerProcess, ServerSpec, free_port
+
+pytestmark = pytest.mark.integration
+
+BLOCK = 16
+WITHIN_S = 1.0
+NS = ("tokens", None, None, None)
+RNG = random.Random(11)
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    """Where each test's router listens, and the server looks for it."""
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("key") / "cluster.key"
+    path.touch(mode=0o600)
+    path.write_text("an-integration-test-0123456789-abcdefghij\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def spec(port: int, key_file: Path, tmp_path_factory: pytest.TempPathFactory) -> ServerSpec:
+    return ServerSpec(
+        flags=(
+            *("--radix-cache-backend", "global", "--kv-check", "--kv-instance-id", "one"),
+            *("--kv-router", f"http://127.0.0.1:{port}", "--kv-cluster-key-file", str(key_file)),
+            *("--kv-dram-size", "14MB", "--kv-disk-path", str(tmp_path_factory.mktemp("kv"))),
+            *("--kv-disk-size", "1GB", "--kv-load-policy", "always"),
+            *("--max-total-tokens", "2048", "--chunked-prefill-size", "512"),
+        )
+    )
+
+
+class Running:
+    """The server that runs now; one test kills it and starts another."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self.server = server
+
+
+@pytest.fixture(scope="module")
+def running(spec: ServerSpec, leak_guard: LeakGuard) -> Iterator[Running]:
+    with leak_guard.adopting():
+        process = ServerProcess(spec)
+        process.start()
+    running = Running(process)
+    yield running
+    running.server.stop()
+
+
+@pytest.fixture
+def server(running: Running) -> ServerProcess:
+    return running.server
+
+
+@pytest.fixture
+async def router(port: int, key_file: Path) -> AsyncIterator[Router]:
+    config = RouterConfig(port=port, cluster_key_file=str(key_file), policy="prompt-tree")
+    async with Router(config) as router:
+        yield router
+        router.check()
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
+        yield session
+
+
+async def until(condition: Callable[[], Any], seconds: float, what: str) -> float:
+    """Wait for a condition; the seconds that it took."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < seconds, f"{what}: not within {seconds} s"
+        await asyncio.sleep(0.005)
+    return time.monotonic() - started
+
+
+async def known(router: Router, server: ServerProcess) -> Replica:
+    """The router's copy of what the server tells, once it is trusted."""
+    await until(lambda: router.trees.replica(server.url) is not None, 30, "registration")
+    await until(lambda: router.trees.trusted(server.url), 10, "a snapshot")
+    await until(lambda: router.fleet.usable(), 30, "a usable server")
+    replica = router.trees.replica(server.url)
+    assert replica is not None
+    return replica
+
+
+def prompt(tokens: int = 20 * BLOCK + 3) -> list[int]:
+    return [RNG.randrange(100, 30_000) for _ in range(tokens)]
+
+
+async def generate(client: aiohttp.ClientSession, url: str, tokens: list[int], **fields: Any) -> None:
+    body = {"input_ids": tokens, "sampling_params": {"temperature": 0, "max_new_tokens": 1}, **fields}
+    async with client.post(f"{url}/generate", json=body) as response:
+        assert response.status == 200, await response.text()
+        await response.read()
+
+
+async def post(client: aiohttp.ClientSession, url: str, body: dict[str, Any] | None = None) -> None:
+    async with client.post(url, json=body or {}) as response:
+        assert response.status == 200, await response.text()
+
+
+async def told_anew(router: Router, server: ServerProcess) -> Replica:
+    """What the server tells a reader that knows nothing."""
+    link = router.agents._links[server.url]
+    truth = Replica(RadixTree(BLOCK), "truth")
+    socket = router.agents.socket(link.registration)
+    try:
+        await socket.send(TO_AGENT.encode(Hello("truth")))
+        async with asyncio.timeout(10):
+            while not truth.trusted:
+                message = FROM_AGENT.decode(await socket.recv())
+                if isinstance(message, Welcome):
+                    truth.began(message.epoch, message.naming)
+                elif not isinstance(message, Beat):
+                    truth.apply(message)  # type: ignore[arg-type]
+    finally:
+        socket.close(linger=0)
+    return truth
+
+
+async def assert_right(router: Router, server: ServerProcess) -> None:
+    """The copy becomes what the server tells a newcomer: at once, when nothing changes meanwhile."""
+    replica = await known(router, server)
+
+    truth = await told_anew(router, server)
+    for _ in range(20):
+        if (truth.next, truth.on_disk) == (replica.next, replica.on_disk):
+            break
+        truth = await told_anew(router, server)
+    assert replica.contents() == truth.contents()
+    assert replica.on_disk == truth.on_disk
+    assert replica.naming == truth.naming
+    truth.check()
+
+
+def held(router: Router, server: ServerProcess, tokens: list[int], *rest: str | None) -> Match:
+    namespace = ("tokens", None, *rest) if rest else NS
+    return router.trees.match(namespace, encode_tokens(tokens)).get(server.url, Match(0))
+
+
+async def test_what_was_computed_is_known_and_what_was_evicted_is_not(
+    router: Router, server: ServerProcess, client: aiohttp.ClientSession
+) -> None:
+    replica = await known(router, server)
+    prompts = [prompt() for _ in range(14)]
+    slowest = 0.0
+    for tokens in prompts:
+        await generate(client, router.url, tokens)
+        router.trees.forget(server.url)  # only what is told counts here, not the guess
+        took = await until(
+            lambda tokens=tokens: held(router, server, tokens).tokens >= 20 * BLOCK, WITHIN_S, "an insertion"
+        )
+        slowest = max(slowest, took)
+    print(f"an insertion was known after {slowest * 1000:.1f} ms at most")
+    tiers = [held(router, server, tokens) for tokens in prompts]
+    assert tiers[-1].hbm == 20 * BLOCK
+    assert tiers[0].hbm < 20 * BLOCK, "nothing was evicted from HBM"
+    assert sum(match.dram for match in tiers) > 0
+    await until(lambda: len(replica.on_disk) >= 14 * 20, 10, "blocks on disk")
+    assert all(held(router, server, tokens).tokens >= 20 * BLOCK for tokens in prompts)
+    assert sum(held(router, server, tokens).disk for tokens in prompts) > 0
+    await assert_right(router, server)
+    assert router.agents.counters()[server.url].gaps == 0
+    assert replica.trusted
+
+
+async def test_tenants_are_kept_apart(
+    router: Router, server: ServerProcess, client: aiohttp.ClientSession
+) -> None:
+    await known(router, server)
+    tokens = prompt()
+    await generate(client, router.url, tokens, cache_salt="mine")
+    router.trees.forget(server.url)
+    await until(lambda: held(router, server, tokens, None, "mine").tokens, WITHIN_S, "an insertion")
+    assert held(router, server, tokens).tokens == 0
+    assert held(router, server, tokens, "mine", None).tokens == 0
+    await assert_right(router, server)
+
+
+async def test_a_router_that_comes_back_is_told_everything_anew(
+    router: Router, server: ServerProcess
+) -> None:
+    """Each test has a router of its own at the same place."""
+    await assert_right(router, server)
+    assert router.agents.counters()[server.url].snapshots == 1
+    assert router.trees.blocks > 0
+
+
+async def test_a_killed_server_is_not_trusted_and_a_warm_one_tells_its_disk(
+    router: Router,
+    server: ServerProcess,
+    running: Running,
+    spec: ServerSpec,
+    client: aiohttp.ClientSession,
+    leak_guard: LeakGuard,
+) -> None:
+    replica = await known(router, server)
+    tokens = prompt()
+    before = len(replica.on_disk)
+    await generate(client, router.url, tokens)
+    await until(lambda: len(replica.on_disk) >= before + 20, 10, "blocks on disk")
+    router.trees.forget(server.url)
+    for pid in server.processes("sglang::scheduler"):
+        os.kill(pid, signal.SIGKILL)
+    took = await until(lambda: held(router, server, tokens).tokens == 0, 4, "the verdict")
+    print(f"the verdict over a killed server fell after {took:.2f} s")
+    await asyncio.to_thread(server.stop)
+    again = ServerProcess(spec)
+    with leak_guard.adopting():
+        await asyncio.to_thread(again.start)
+    running.server = again
+    await known(router, again)
+    match = held(router, again, tokens)
+    assert (match.tokens, match.disk) == (20 * BLOCK, 20 * BLOCK)
+    assert held(router, server, tokens).tokens == 0, "its former address is still believed"
+    await assert_right(router, again)
+    await generate(client, router.url, tokens)
+    router.trees.forget(again.url)
+    await until(lambda: held(router, again, tokens).hbm >= 19 * BLOCK, WITHIN_S, "a promotion")
+    await assert_right(router, again)
+
+
+async def test_new_weights_leave_nothing_that_matches(
+    router: Router, server: ServerProcess, client: aiohttp.ClientSession
+) -> None:
+    await known(router, server)
+    tokens = prompt()
+    await generate(client, router.url, tokens)
+    router.trees.forget(server.url)
+    await until(lambda: held(router, server, tokens).tokens, WITHIN_S, "an insertion")
+    body = {"model_path": str(model_path("tiny", "float32")), "flush_cache": False}
+    await post(client, f"{server.url}/update_weights_from_disk", body)
+    router.trees.forget(server.url)
+    await until(lambda: held(router, server, tokens).tokens == 0, WITHIN_S, "an update of the weights")
+    await generate(client, router.url, tokens)
+    router.trees.forget(server.url)
+    await until(lambda: held(router, server, tokens).tokens, WITHIN_S, "an insertion")
+    await assert_right(router, server)
+
+
+async def test_a_flush_empties_the_index(
+    router: Router, server: ServerProcess, client: aiohttp.ClientSession
+) -> None:
+    replica = await known(router, server)
+    tokens = prompt()
+    await generate(client, router.url, tokens)
+    await until(lambda: replica.blocks, WITHIN_S, "an insertion")
+    await until(lambda: replica.on_disk, 10, "blocks on disk")
+    await post(client, f"{server.url}/flush_cache")
+    took = await until(lambda: not replica.blocks and not replica.on_disk, WITHIN_S, "a flush")
+    print(f"a flush was known after {took * 1000:.1f} ms")
+    await assert_right(router, server)
