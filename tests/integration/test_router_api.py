@@ -289,9 +289,8 @@ async def test_what_was_found_where_is_told_and_counted(
     router: Router = await start()
     for path in ("/generate", "/v1/chat/completions", "/v1/completions"):
         for expected in (False, True):
-            async with client.post(
-                router.url + path, json=BODIES[path], headers={"x-request-id": "q"}
-            ) as answer:
+            body = {**BODIES[path], "extra_key": path}  # completions and generate have the same prompt
+            async with client.post(router.url + path, json=body, headers={"x-request-id": "q"}) as answer:
                 assert answer.status == 200
                 assert (int(answer.headers["x-kv-cached-tokens"]) > 40) is expected, path
         async with client.get(router.url + "/explain/q") as answer:

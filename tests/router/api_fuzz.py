@@ -61,7 +61,7 @@ def _run(strategy: Any, url: str, session: requests.Session, check: Check, examp
     @given(case=strategy)
     def run(case: Any) -> None:
         nonlocal sent
-        bounded(case.body)
+        bounded(case.path, case.body)
         answer = case.call(base_url=url, session=session, timeout=60)
         sent += 1
         check(case.path, case.method, case.body, answer)
@@ -70,10 +70,21 @@ def _run(strategy: Any, url: str, session: requests.Session, check: Check, examp
     return sent
 
 
-def bounded(body: Any) -> None:
+LIMITS = {
+    "/v1/chat/completions": "max_tokens",
+    "/v1/responses": "max_output_tokens",
+}
+"""Where a request without this field generates until the context is full."""
+
+
+def bounded(path: str, body: Any) -> None:
     """Keep requests that are right from generating for long."""
     if not isinstance(body, dict):
         return
+    if path in LIMITS and body.get(LIMITS[path]) is None:
+        body[LIMITS[path]] = MAX_TOKENS
+    if path == "/v1/chat/completions" and body["max_tokens"] == 0:
+        body["max_tokens"] = MAX_TOKENS
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         if isinstance(body.get(name), int) and not isinstance(body[name], bool):
             body[name] = min(body[name], MAX_TOKENS)
