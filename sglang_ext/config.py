@@ -112,6 +112,16 @@ def _one_of(*choices: str) -> Parser:
     return parse
 
 
+def _several_of(*choices: str) -> Parser:
+    def parse(text: str) -> str:
+        wrong = [word for word in text.split(",") if word not in choices]
+        if text and wrong:
+            raise ValueError(f"{wrong[0]!r} is not one of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
 def _within(low: int, high: int) -> Parser:
     def parse(text: str) -> int:
         value = parse_count(text)
@@ -299,6 +309,13 @@ class KvConfig:
         "every server.",
         "{pull,push,push-by-layer}",
         _one_of("pull", "push", "push-by-layer"),
+    )
+    transports: str = _flag(
+        "",
+        "How KV may travel between servers, best first, such as cma,tcp. Not given: the first of shm, cma, "
+        "verbs and tcp by which the other's memory can really be reached.",
+        "NAMES",
+        _several_of("shm", "cma", "verbs", "tcp"),
     )
     check: bool = _flag(
         False,

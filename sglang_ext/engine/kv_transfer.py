@@ -35,6 +35,7 @@ from zmq.constants import POLLIN
 from sglang_ext.config import KvConfig, with_instance_id
 from sglang_ext.disagg.errors import RefusedError
 from sglang_ext.disagg.handover import Giving, Taking
+from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine.hbm import pool_planes
 from sglang_ext.engine.pd_agent import Agent, AgentConfig
 from sglang_ext.engine.pd_bootstrap import BootstrapService, listen_host
@@ -155,6 +156,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
                 host=reachable(host),
                 keys=keys,
                 bootstrap=f"{reachable(host)}:{port}" if prefill else "",
+                transports=tuple(TransportName(name) for name in config.transports.split(",") if name),
                 metrics=server_args.enable_metrics,
             ),
             pool_of(scheduler, args.page_size),

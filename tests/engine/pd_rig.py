@@ -12,6 +12,7 @@ import numpy.typing as npt
 from sglang_ext.disagg.control import CurveKeys
 from sglang_ext.disagg.memory import MemoryKind
 from sglang_ext.disagg.pools import MemoryRange, PoolSpec
+from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine.pd_agent import Agent, AgentConfig
 from sglang_ext.engine.pd_bootstrap import BootstrapService
 from sglang_ext.engine.pd_leases import POOL
@@ -109,6 +110,7 @@ def rig(
     mode: str = "pull",
     keys: CurveKeys | None = None,
     decode_keys: CurveKeys | None = None,
+    transports: tuple[TransportName, ...] = (),
 ) -> Iterator[Rig]:
     """Servers with so many ranks, each over a pool of its own. decode_keys: where they are not `keys`."""
     with ExitStack() as stack:
@@ -124,6 +126,7 @@ def rig(
                 Local(rank, ranks, page, METADATA, mode),
                 bootstrap=address,
                 keys=keys if name == "prefill" else decode_keys or keys,
+                transports=transports,
             )
             agent = Agent(config, spec, rows)
             stack.callback(agent.close)

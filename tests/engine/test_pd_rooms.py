@@ -15,6 +15,7 @@ from sglang_ext.disagg.control import CurveKeys
 from sglang_ext.disagg.errors import PeerProtocolError, RefusedError
 from sglang_ext.disagg.handover import Giving, Taking
 from sglang_ext.disagg.messages import Offer
+from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine import pd_giving
 from sglang_ext.engine.pd_bootstrap import FORGET_SECONDS, Registry, listen_host
 from sglang_ext.engine.pd_giving import Room
@@ -340,6 +341,19 @@ def test_modes_that_differ_are_refused() -> None:
 
 def key_pair() -> CurveKeys:
     return CurveKeys(*zmq.curve_keypair())
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("transport", [TransportName.CMA, TransportName.TCP])
+def test_every_transport_brings_the_same_bytes(transport: TransportName, mode: str) -> None:
+    with rig(1, 2, mode=mode, transports=(transport,)) as servers:
+        here, there = [5, 3, 9], [40, 2, 7]
+        (hand_over if mode == "pull" else push)(servers, here, there)
+        given = servers.prefill[0].kv(here, servers.page)
+        taken = np.concatenate([side.kv(there, servers.page) for side in servers.decode], axis=2)
+        assert np.array_equal(given, taken)
+        if mode == "pull":
+            assert list(servers.decode[0].agent.state().transport_bytes) == [transport]
 
 
 def test_members_of_a_cluster_share_a_key() -> None:
