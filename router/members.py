@@ -108,6 +108,8 @@ class Members:
         """When each drain began, by URL; ``monotonic``."""
         self._said: dict[str, float] = {}
         """When each instance last registered here; ``monotonic``."""
+        self._dead: dict[str, str] = {}
+        """The epochs that the agents were told to be dead, of instances that have not come back."""
         fleet.on_event = self._on_event
 
     async def start(self, urls: Iterable[str]) -> None:
@@ -238,7 +240,7 @@ class Members:
         if before is not None and before.url != after.url and not self.serves(before.url):
             self._part(before.url, f"it is at {after.url} now")
         if before is not None and before.epoch and before.epoch != after.epoch:
-            self.links.peer_dead(before.instance, before.epoch)
+            self._tell_dead(before.instance, before.epoch)
         if after.intent is Intent.GONE:
             if not self.serves(after.url):
                 self._part(after.url, "it said that it goes")
@@ -272,9 +274,17 @@ class Members:
         """Follow up on what happened to an instance."""
         is_gone = event in (Event.LOST, Event.LEAVE) and row.state is not before
         if is_gone and row.registration is not None:
-            self.links.peer_dead(row.registration.instance, row.registration.epoch)
+            self._tell_dead(row.registration.instance, row.registration.epoch)
+        if event is Event.LEARNT and row.registration is not None:
+            self._dead.pop(row.registration.instance, None)
         if row.state is State.LEFT and before is not State.LEFT:
             self.links.disconnect(row.name)
+
+    def _tell_dead(self, instance: str, epoch: str) -> None:
+        """Tell the agents of the others, once for each time that it dies."""
+        if self._dead.get(instance) != epoch:
+            self._dead[instance] = epoch
+            self.links.peer_dead(instance, epoch)
 
     # -- time -----------------------------------------------------------------------------------------------
 
@@ -305,6 +315,7 @@ class Members:
     def _forget(self, member: Member | None) -> None:
         if member is not None:
             self.roster.forget(member.instance)
+            self._dead.pop(member.instance, None)
             if not self.serves(member.url):
                 self._part(member.url, "nothing was heard of it for long")
 

@@ -64,7 +64,8 @@ def start_router(stack: AsyncExitStack) -> StartRouter:
     async def start(*workers: StandInWorker | str, **options: Any) -> Router:
         urls = tuple(w if isinstance(w, str) else w.url for w in workers)
         options.setdefault("health_check_interval_secs", 0.05)
-        router = Router(RouterConfig(worker_urls=urls, port=0, **options))
+        options.setdefault("port", 0)
+        router = Router(RouterConfig(worker_urls=urls, **options))
         await stack.enter_async_context(router)
         stack.callback(router.check)
         return router

@@ -290,6 +290,18 @@ def test_a_silent_agent_is_a_verdict_and_everybody_hears_of_it(rig: Rig) -> None
     assert rig.watch.watched[-1] == A
 
 
+def test_each_death_is_told_once(rig: Rig) -> None:
+    rig.join()
+    for times in (1, 2):
+        rig.members.on_silent(A)
+        rig.fleet.lost(A, "nobody listens")
+        assert rig.links.dead == [("a", 1)] * times
+        rig.fleet.learnt(A, FACTS)
+    rig.fleet.lost(A, "killed")
+    rig.join(url=B, epoch=2)
+    assert rig.links.dead == [("a", 1)] * 3
+
+
 def test_heartbeats_count_for_the_epoch_that_registered(rig: Rig) -> None:
     rig.join(agent="tcp://127.0.0.1:5000")
     rig.clock.advance(10.0)

@@ -1,0 +1,75 @@
+"""An instance without a model, in a process of its own: a stand-in for HTTP, and a real agent that registers.
+
+    python instance_process.py NAME ROUTER-URL TOKENIZER-FOLDER
+
+It says on standard output where it is, and whom it was told to be dead, a JSON object per line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_ext.agent_messages import Fill, Load, PeerDead
+from sglang_ext.cluster_messages import Registration
+from sglang_ext.engine.agent import Agent, AgentFacts
+from sglang_ext.engine.agent_socket import AgentSocket
+from sglang_ext.engine.events import PlacementFeed
+from sglang_ext.engine.registration import Registrar
+from sglang_ext.keys import Tier
+from sglang_ext.radix_global import Holder, RadixTree
+from sglang_ext.testing.workers import StandInWorker, running_worker
+
+BLOCK = 16
+
+
+class Gauges:
+    """An instance that has nothing."""
+
+    def load(self) -> Load:
+        return Load()
+
+    def fill(self) -> Mapping[Tier, Fill]:
+        return {}
+
+
+def say(**what: Any) -> None:
+    """Write a line."""
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+def heard(reader: object, message: object) -> None:
+    """What routers say to the agent."""
+    if isinstance(message, PeerDead):
+        say(dead=message.instance, epoch=message.epoch.hex())
+
+
+async def main(name: str, router: str, tokenizer_path: str) -> None:
+    """Serve until killed."""
+    epoch = os.urandom(16)
+    number = int.from_bytes(epoch[:6], "big")
+    holders = [Holder.of(name, number, tier) for tier in (Tier.HBM, Tier.DRAM)]
+    feed = PlacementFeed(RadixTree(BLOCK), *holders)
+    socket = AgentSocket("127.0.0.1", 0, None)
+    agent = Agent(AgentFacts(name, epoch, BLOCK), feed, Gauges(), socket, others=heard)
+    async with running_worker(StandInWorker(tokenizer_path=tokenizer_path)) as worker:
+        registration = Registration(
+            url=worker.url,
+            instance=name,
+            epoch=epoch.hex(),
+            agent=f"tcp://127.0.0.1:{socket.port}",
+            block_size=BLOCK,
+        )
+        agent.start()
+        Registrar([router], registration, None, agent.silent_s).start()
+        say(url=worker.url, epoch=epoch.hex())
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))
