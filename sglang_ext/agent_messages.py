@@ -12,6 +12,8 @@ goes on there, or a snapshot follows:
     Ping               -------------> (every second)
     PeerDead           -------------> (an instance died: free what it held)
     Advise, Withdraw   -------------> (a request is expected, or no more)
+    Lend               -------------> (a peer will read a prompt's blocks from DRAM)
+    Fetch              -------------> (read them from there, for a request that is on its way)
                        <------------- Advised(id, tokens)                 when all was brought that could be
 
 Events name *runs*: a run is a number for consecutive blocks that are held in the same tiers, drawn by the
@@ -170,6 +172,43 @@ class PeerDead(Message, frozen=True, tag="dead"):
     epoch: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
 
 
+class Source(msgspec.Struct, frozen=True, array_like=True):
+    """Where a prompt's KV can be read: what `Lend` told its holder to lend.
+
+    endpoints: ``host:port`` of each rank, in order. loan: the name under which they lend it.
+    """
+
+    endpoints: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=256)]
+    loan: Name
+
+
+class Lend(Message, frozen=True, tag="lend"):
+    """Let a peer read what DRAM has of a prompt, for ``ttl_s`` at most (MemServe, section 5.3).
+
+    loan: the name by which the peer asks for it; whoever knows it gets it. tokens: encoded.
+    """
+
+    loan: Name
+    tokens: Blob
+    extra_key: Tag | None = None
+    cache_salt: Tag | None = None
+    ttl_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 10.0
+
+
+class Fetch(Message, frozen=True, tag="fetch"):
+    """A request with this prompt is on its way: read from a peer what is not here.
+
+    wait_s: how long the request may wait for that, and how long it may take.
+    """
+
+    id: Name
+    tokens: Blob
+    source: Source
+    extra_key: Tag | None = None
+    cache_salt: Tag | None = None
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 5.0
+
+
 class Advise(Message, frozen=True, tag="advise"):
     """A request with this prompt is expected: bring what is known of it up to HBM (Symphony, section 3.2).
 
@@ -182,6 +221,8 @@ class Advise(Message, frozen=True, tag="advise"):
     cache_salt: Tag | None = None
     priority: int = 0
     ttl_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
+    source: Source | None = None
+    """A peer that holds more of it, which is fetched first."""
 
 
 class Withdraw(Message, frozen=True, tag="withdraw"):
@@ -268,7 +309,7 @@ class Advised(Message, frozen=True, tag="advised"):
     brought: Count
 
 
-ToAgent: TypeAlias = Hello | Ping | PeerDead | Advise | Withdraw
+ToAgent: TypeAlias = Hello | Ping | PeerDead | Advise | Withdraw | Lend | Fetch
 FromAgent: TypeAlias = Welcome | SnapshotBegin | SnapshotPart | SnapshotEnd | Events | Beat | Advised
 
 TO_AGENT: Codec[ToAgent] = Codec(ToAgent, limit=1 << 20)

@@ -1,8 +1,8 @@
-"""Hints at coming requests, in the scheduler's thread of every rank (Symphony, section 3.2: the node's part).
+"""What routers say of coming requests, in the scheduler's thread of every rank (Symphony, section 3.2).
 
-The agent puts what a router says into the inbox (``engine/commands.py``); here it becomes a prefetch, and
-what came of it goes back through the agent of rank 0. A hint never changes an answer, and a bad one never
-harms a server: it is logged, and forgotten.
+The agent puts it into the inbox (``engine/commands.py``); here a hint becomes a prefetch, and what came of it
+goes back through the agent of rank 0. What is fetched from peers or lent to them is passed on (``peer_kv``).
+A hint never changes an answer, and a bad one never harms a server: it is logged, and forgotten.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from sglang_ext.agent_messages import TO_AGENT, Advise, Advised, FromAgent, ToAgent, Withdraw
+from sglang_ext.agent_messages import TO_AGENT, Advise, Advised, Fetch, FromAgent, Lend, ToAgent, Withdraw
 from sglang_ext.engine.commands import Inbox
+from sglang_ext.engine.peer_kv import PeerKv
 from sglang_ext.engine.prefetch import PrefetchEnd, PrefetchResult
 from sglang_ext.wire import WireError
 
@@ -50,6 +51,10 @@ class Advice:
     def __init__(self, brings: Brings, tell: Tell | None = None) -> None:
         self._brings = brings
         self.tell = tell
+        self.peers: PeerKv | None = None
+        """Fetches and lends; ``None`` where that is not possible."""
+        self._fetching: dict[str, Advise] = {}
+        """Hints for which a peer's KV is on its way."""
 
     def obey(self, payload: bytes) -> None:
         """Do what a router's message says. What is none for us is left out."""
@@ -59,14 +64,31 @@ class Advice:
             logger.warning("a command for the KV cache is left out: %s", error)
             return
         match message:
+            case Advise() if message.source is not None and self.peers is not None:
+                self._fetching[message.id] = message
+                self.peers.fetch_ahead(message, lambda: self._fetched(message))
             case Advise():
-                self._brings.prefetch(
-                    message.id, message.tokens, extra_key=message.extra_key, cache_salt=message.cache_salt
-                )
+                self._bring(message)
+            case Lend() if self.peers is not None:
+                self.peers.lend(message)
+            case Fetch() if self.peers is not None:
+                self.peers.fetch(message)
             case Withdraw():
-                self._brings.cancel(message.id)
+                if not self._brings.cancel(message.id):
+                    self._fetching.pop(message.id, None)
             case _:
                 logger.warning("a %s is no command for the KV cache", type(message).__name__)
+
+    def _fetched(self, message: Advise) -> None:
+        """What a peer had is here, or will not be: bring up what there is, unless nobody asks any more."""
+        if self._fetching.get(message.id) is message:
+            del self._fetching[message.id]
+            self._bring(message)
+
+    def _bring(self, message: Advise) -> None:
+        self._brings.prefetch(
+            message.id, message.tokens, extra_key=message.extra_key, cache_salt=message.cache_salt
+        )
 
     def drain(self) -> None:
         """Tell what has ended. Once per pass."""
@@ -92,7 +114,9 @@ class HintDesk:
         self._lock = threading.Lock()
 
     def take(self, reader: bytes, message: ToAgent) -> None:
-        """What a router says, in the agent's thread; what is no hint is left to others."""
+        """What a router says, in the agent's thread; what is not for the schedulers is left to others."""
+        if isinstance(message, Lend | Fetch):
+            self._inbox.put(TO_AGENT.encode(message))
         if not isinstance(message, Advise | Withdraw):
             return
         if isinstance(message, Advise):

@@ -182,6 +182,17 @@ class DramTier:
             return not node.locks.get(self._copying)
         return self.below is not None and self.below.durable(node)
 
+    def incomplete(self) -> set[Node]:
+        """Nodes whose copy in DRAM is still being made, and must not be read."""
+        found: set[Node] = set()
+        for last, blocks in self._writes.pending:
+            node = last
+            while node is not None and blocks > 0:
+                found.add(node)
+                blocks -= node.blocks
+                node = node.parent
+        return found
+
     def take(self, blocks: int, *, lose: bool = True) -> BlockIds:
         """Up to so many blocks of the arena, for somebody who fills them, and inserts or returns them.
 

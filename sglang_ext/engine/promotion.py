@@ -87,16 +87,20 @@ class Promoted:
 
 def insert_promoted(tree: RadixTree, dram: Holder, promotion: Promotion, blocks: int) -> InsertResult:
     """Note in the tree that DRAM has the first ``blocks`` blocks of a promotion, behind what it continues."""
+    wanted = promotion.wanted
+    end = (promotion.start + blocks) * tree.block_size * TOKEN_BYTES
+    return insert_behind(
+        tree, dram, promotion.parent, wanted.namespace, wanted.key[:end], promotion.ids[:blocks]
+    )
+
+
+def insert_behind(
+    tree: RadixTree, dram: Holder, parent: Node, namespace: Hashable, key: bytes, ids: Ids
+) -> InsertResult:
+    """Note in the tree that DRAM has ``key``: ``ids`` are its blocks behind ``parent``, which DRAM has."""
     above: list[Ids] = []
-    current = promotion.parent
+    current = parent
     while current.parent is not None:
         above.append(current.placements[dram])
         current = current.parent
-    wanted = promotion.wanted
-    return tree.insert(
-        wanted.namespace,
-        wanted.key[: (promotion.start + blocks) * tree.block_size * TOKEN_BYTES],
-        dram,
-        np.concatenate([*reversed(above), promotion.ids[:blocks]]),
-        same_request=True,
-    )
+    return tree.insert(namespace, key, dram, np.concatenate([*reversed(above), ids]), same_request=True)

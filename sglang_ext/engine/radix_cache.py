@@ -99,6 +99,7 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
         load_always: bool = False,
         check: bool = False,
     ) -> None:
+        StoragePrefetch.__init__(self)
         self.disable = False
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
@@ -343,6 +344,8 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
         """Called once per scheduler iteration: take note of copies that have completed."""
         if self.dram is not None:
             self.dram.drain()
+        if self.peers is not None:
+            self.peers.drain()
         if self.promotions is not None:
             self.promotions.drain()
         if self.prefetcher is not None:

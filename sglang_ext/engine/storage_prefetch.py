@@ -1,5 +1,7 @@
 """SGLang's protocol for storage below the host, which the scheduler follows for each waiting request.
 
+What a peer sends (``peer_kv``) is waited for first; the disk is looked at for what is lacking then.
+
 enters the queue     prefetch_from_storage       look on the disk, start to bring blocks to DRAM
 each pass            check_prefetch_progress     false: others go first
                      pop_prefetch_loaded_span    what came, for the request's token counts
@@ -14,6 +16,7 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.engine.load_report import begin_report
+from sglang_ext.engine.peer_kv import PeerKv
 from sglang_ext.engine.prefill_clock import PrefillClock
 from sglang_ext.engine.promotion import Wanted
 from sglang_ext.engine.promotions import Promotions
@@ -25,9 +28,16 @@ if TYPE_CHECKING:
 
 
 class StoragePrefetch:
-    """The part of the cache that speaks that protocol. Without promotions there is nothing to wait for."""
+    """The part of the cache that speaks that protocol. Without promotions and peers there is nothing to wait
+    for."""
+
+    def __init__(self) -> None:
+        self._behind_peers: dict[CacheRequestHandle, Wanted] = {}
+        """Requests that wait for what a peer sends, before the disk is looked at for them."""
 
     promotions: Promotions | None
+    peers: PeerKv | None = None
+    """Fetches from peers and lends to them; ``None`` where that is not possible."""
     prefill_clock: PrefillClock | None = None
     last_matched: Req | None = None
     """The request that was matched last."""
@@ -38,7 +48,7 @@ class StoragePrefetch:
     @property
     def uses_storage(self) -> bool:
         """Whether the scheduler has to follow the protocol at all."""
-        return self.promotions is not None
+        return self.promotions is not None or self.peers is not None
 
     def prefill_begins(self, lengths: Sequence[tuple[int, int]], *, loads: bool) -> None:
         """A prefill batch is about to run; what it costs is weighed against loading."""
@@ -73,7 +83,7 @@ class StoragePrefetch:
         **_: Any,
     ) -> None:
         """Look for what of a prompt is not in memory."""
-        if self.promotions is None or not len(new_input_tokens):
+        if not self.uses_storage or not len(new_input_tokens):
             return
         key = encode_tokens(matched_prefix_tokens) + encode_tokens(new_input_tokens)
         wanted = Wanted(self.namespace(extra_key, cache_salt), key, request=handle.rid)
@@ -81,9 +91,19 @@ class StoragePrefetch:
         if req is not None and req.cache_request_handle == handle:
             priority = (req.priority or 0) * self.priority_sign
             wanted = dataclasses.replace(wanted, priority=priority, report=begin_report(req, Tier.DISK))
-        self.promotions.begin(handle, wanted)
+        if self.peers is not None and self.peers.waits(wanted.namespace, wanted.key):
+            self._behind_peers[handle] = wanted
+        elif self.promotions is not None:
+            self.promotions.begin(handle, wanted)
 
     def check_prefetch_progress(self, handle: CacheRequestHandle) -> bool:
+        wanted = self._behind_peers.get(handle)
+        if wanted is not None:
+            if self.peers is not None and self.peers.waits(wanted.namespace, wanted.key):
+                return False
+            del self._behind_peers[handle]
+            if self.promotions is not None:
+                self.promotions.begin(handle, wanted)
         return self.promotions is None or self.promotions.ready(handle)
 
     def pop_prefetch_loaded_span(self, handle: CacheRequestHandle) -> tuple[int, int | None]:
@@ -107,5 +127,6 @@ class StoragePrefetch:
         return self.promotions is None or self.promotions.streams_hold()
 
     def _release(self, handle: CacheRequestHandle) -> None:
+        self._behind_peers.pop(handle, None)
         if self.promotions is not None:
             self.promotions.release(handle)

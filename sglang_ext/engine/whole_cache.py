@@ -12,6 +12,7 @@ from sglang_ext.radix_global import Holder, RadixTree
 if TYPE_CHECKING:
     from sglang_ext.engine.dram_tier import DramTier
     from sglang_ext.engine.events import PlacementFeed
+    from sglang_ext.engine.peer_kv import PeerKv
     from sglang_ext.engine.prefetch import Prefetcher
     from sglang_ext.engine.promotions import Promotions
     from sglang_ext.mempool import MemPool
@@ -28,6 +29,7 @@ class WholeCache:
     dram: DramTier | None
     promotions: Promotions | None
     prefetcher: Prefetcher | None
+    peers: PeerKv | None
     pool: MemPool | None
     feed: PlacementFeed | None
     before_end: Callable[[], None]
@@ -45,6 +47,7 @@ class WholeCache:
         router is being told all there is.
         """
         brings = self.prefetcher is not None and self.prefetcher.busy
+        brings = brings or (self.peers is not None and self.peers.busy)
         return brings or (self.feed is not None and self.feed.busy)
 
     def reset(self) -> None:
@@ -53,6 +56,8 @@ class WholeCache:
             self.feed.clear()
         if self.pool is not None:
             self.pool.reset()
+        if self.peers is not None:
+            self.peers.clear()
         if self.prefetcher is not None:
             self.prefetcher.clear()
         if self.promotions is not None:
@@ -109,6 +114,8 @@ class WholeCache:
     def release_host_resources(self) -> None:
         """Bring what is in flight to its end, down to the disk."""
         self.before_end()
+        if self.peers is not None:
+            self.peers.close()
         if self.dram is not None:
             self.dram.close()
         if self.promotions is not None:

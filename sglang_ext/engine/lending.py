@@ -1,0 +1,130 @@
+"""What DRAM has of a prompt is lent to a peer, which reads it one-sidedly.
+
+A loan holds one DRAM lock, so that nothing of it is evicted, and a lease (``fetch_link``). The lease ends
+when its reader says that it is done, is dead, or is late; the lock goes once it has ended on every rank.
+
+All methods run in the scheduler's thread, on every rank between the same two passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+
+from sglang_ext.engine.disk_writes import Agree
+from sglang_ext.engine.dram_tier import DramTier
+from sglang_ext.engine.mover import BlockIds
+from sglang_ext.radix_global import Node, RadixTree
+
+MOST_LOANS: Final = 32
+SHARE: Final = 4
+"""Of DRAM, at most one part in so many is lent at a time."""
+
+
+class Lends(Protocol):
+    """What of ``fetch_link.FetchLink`` is used here."""
+
+    def publish(self, loan: str, ids: BlockIds, seconds: float) -> int | None: ...
+
+    def withdraw(self, lease: int) -> None: ...
+
+    def over(self, lease: int) -> bool: ...
+
+    def forget(self, lease: int) -> None: ...
+
+
+@dataclass
+class LendingCounters:
+    """Blocks, since the start."""
+
+    lent: int = 0
+    not_lent: int = 0
+    """Asked for and there, but too much was lent already."""
+
+
+@dataclass(eq=False)
+class _Loan:
+    node: Node
+    blocks: int
+    lease: int | None
+    """``None`` where this rank could not publish it."""
+
+
+class Lending:
+    """See the module's docstring.
+
+    Args:
+        tree: the rank's tree.
+        tier: DRAM.
+        link: publishes.
+        agree: the ranks' consensus: the smallest of their numbers.
+    """
+
+    def __init__(self, tree: RadixTree, tier: DramTier, link: Lends, agree: Agree = int) -> None:
+        self._tree = tree
+        self._tier = tier
+        self._link = link
+        self._agree = agree
+        self._loans: list[_Loan] = []
+        self.counters = LendingCounters()
+
+    def lend(self, loan: str, namespace: Hashable, key: bytes, seconds: float) -> None:
+        """Lend what DRAM has of a prompt's beginning, if only nothing: whoever asks shall know."""
+        if len(self._loans) >= MOST_LOANS:
+            return
+        nodes = self._held(namespace, key)
+        blocks = sum(node.blocks for node in nodes)
+        if self.lent_blocks + blocks > self._tier.n_blocks // SHARE:
+            self.counters.not_lent += blocks
+            nodes, blocks = [], 0
+        dram = self._tier.holder
+        ids = [np.asarray(node.placements[dram], np.int64) for node in nodes]
+        last = nodes[-1] if nodes else self._tree.root
+        self._tree.lock(last, dram)
+        lease = self._link.publish(loan, np.concatenate(ids) if ids else np.zeros(0, np.int64), seconds)
+        self._loans.append(_Loan(last, blocks, lease))
+        self.counters.lent += blocks
+
+    def _held(self, namespace: Hashable, key: bytes) -> list[Node]:
+        """The nodes from the prompt's start on whose copy in DRAM is complete."""
+        incomplete = self._tier.incomplete()
+        nodes: list[Node] = []
+        for node in self._tree.match(namespace, key).path:
+            if self._tier.holder not in node.placements or node in incomplete:
+                break
+            nodes.append(node)
+        return nodes
+
+    def drain(self) -> None:
+        """Let go of loans that have ended on every rank. Once per pass; does not wait."""
+        for loan in list(self._loans):
+            if self._agree(int(loan.lease is None or self._link.over(loan.lease))):
+                self._end(loan)
+
+    def clear(self) -> None:
+        """The cache is about to be emptied: end every loan. Readers find that what they read is stale."""
+        for loan in list(self._loans):
+            if loan.lease is not None:
+                self._link.withdraw(loan.lease)
+            self._end(loan)
+
+    def _end(self, loan: _Loan) -> None:
+        self._loans.remove(loan)
+        if loan.lease is not None:
+            self._link.forget(loan.lease)
+        self._tree.unlock(loan.node, self._tier.holder)
+
+    @property
+    def lent_blocks(self) -> int:
+        """Blocks of loans that have not ended."""
+        return sum(loan.blocks for loan in self._loans)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._loans)
+
+    def __repr__(self) -> str:
+        return f"Lending(loans={len(self._loans)}, blocks={self.lent_blocks}, {self.counters})"

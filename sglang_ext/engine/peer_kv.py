@@ -1,0 +1,148 @@
+"""Fetching from peers and lending to them, as one part of a rank's cache.
+
+What routers say comes with the requests (``commands``); ``waits`` is for SGLang's protocol of waiting
+requests (``storage_prefetch``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Final, Protocol
+
+from sglang_ext.agent_messages import Advise, Fetch, Lend, Source
+from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.engine.disk_writes import Agree
+from sglang_ext.engine.dram_tier import DramTier
+from sglang_ext.engine.fetches import Fetches, Reads, Wish
+from sglang_ext.engine.lending import Lending, Lends
+from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.radix_global import RadixTree
+
+HINT_SECONDS: Final = 10.0
+"""For a fetch that nobody waits for."""
+
+
+class Link(Lends, Reads, Protocol):
+    """``fetch_link.FetchLink``."""
+
+    def close(self) -> None: ...
+
+
+class PeerKv:
+    """See the module's docstring. All methods run in the scheduler's thread.
+
+    Args:
+        tree, tier: the rank's.
+        link: lends and reads.
+        rank: of so many ``ranks``: which of a peer's endpoints is read from.
+        namespace: where the KV of a tenant's prompts belongs now, from its ``extra_key`` and ``cache_salt``.
+        fresh: whether the weights are those that the link's namespace names.
+        agree: the ranks' consensus: the smallest of their numbers.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        tier: DramTier,
+        link: Link,
+        *,
+        namespace: Callable[[str | None, str | None], Hashable],
+        fresh: Callable[[], bool] = lambda: True,
+        rank: int = 0,
+        ranks: int = 1,
+        agree: Agree = int,
+        clock: Clock | None = None,
+    ) -> None:
+        self._clock = clock or SystemClock()
+        self._step = tree.block_size * TOKEN_BYTES
+        self._link = link
+        self._namespace = namespace
+        self._fresh = fresh
+        self._rank = rank
+        self._ranks = ranks
+        self.lending = Lending(tree, tier, link, agree)
+        self.fetches = Fetches(tree, tier, link, agree, clock=self._clock)
+
+    def lend(self, message: Lend) -> None:
+        """A peer is about to ask."""
+        # Nothing is said of weights that were put in later: KV of theirs is nobody else's.
+        key = self._whole(message.tokens) if self._fresh() else b""
+        namespace = self._namespace(message.extra_key, message.cache_salt)
+        self.lending.lend(message.loan, namespace, key, message.ttl_s)
+
+    def fetch(self, message: Fetch) -> None:
+        """A request is on its way, and waits."""
+        until = self._clock.monotonic() + message.wait_s
+        wish = self._wish(
+            message.tokens, message.extra_key, message.cache_salt, message.source, message.wait_s, until
+        )
+        if wish is not None:
+            self.fetches.begin(wish)
+
+    def fetch_ahead(self, message: Advise, then: Callable[[], None]) -> None:
+        """A request is expected: fetch, and then do what is done for a hint."""
+        source = message.source
+        wish = None
+        if source is not None:
+            seconds = min(HINT_SECONDS, message.ttl_s or HINT_SECONDS)
+            wish = self._wish(
+                message.tokens, message.extra_key, message.cache_salt, source, seconds, None, then
+            )
+        if wish is None:
+            then()
+        else:
+            self.fetches.begin(wish)
+
+    def _wish(
+        self,
+        tokens: bytes,
+        extra_key: str | None,
+        cache_salt: str | None,
+        source: Source,
+        seconds: float,
+        until: float | None,
+        then: Callable[[], None] = lambda: None,
+    ) -> Wish | None:
+        if len(source.endpoints) != self._ranks or not self._fresh():
+            # With another number of ranks, each would need parts of several: not done.
+            self.fetches.counters.refused += 1
+            return None
+        return Wish(
+            self._namespace(extra_key, cache_salt),
+            self._whole(tokens),
+            source.endpoints[self._rank],
+            source.loan,
+            seconds,
+            until,
+            then,
+        )
+
+    def _whole(self, tokens: bytes) -> bytes:
+        return tokens[: len(tokens) // self._step * self._step]
+
+    def waits(self, namespace: Hashable, key: bytes) -> bool:
+        """Whether a request with this prompt is to wait."""
+        return self.fetches.waits(namespace, key)
+
+    def drain(self) -> None:
+        """Once per pass; does not wait."""
+        self.lending.drain()
+        self.fetches.drain()
+
+    @property
+    def busy(self) -> bool:
+        """Whether the next passes have something to do."""
+        return self.fetches.busy or self.lending.busy
+
+    def clear(self) -> None:
+        """The cache is about to be emptied."""
+        self.fetches.settle()
+        self.lending.clear()
+
+    def close(self) -> None:
+        """End. DRAM is still there."""
+        self.clear()
+        self._link.close()
+
+    def __repr__(self) -> str:
+        return f"PeerKv({self.fetches!r}, {self.lending!r})"

@@ -1,0 +1,399 @@
+"""KV from a peer's DRAM: two ranks of two instances in one process, with everything real but the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from engine_movers import DEADLINE_S, until
+from engine_pools import WrongKvError
+from engine_scheduler import Settings
+from engine_simulation import Rank, Scenario
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from sglang_ext.agent_messages import TO_AGENT, Advise, Fetch, Lend, Source, ToAgent, Withdraw
+from sglang_ext.disagg.config import EndpointConfig
+from sglang_ext.disagg.transports import TransportName
+from sglang_ext.engine.advice import Advice
+from sglang_ext.engine.fetch_link import FetchLink
+from sglang_ext.engine.peer_kv import PeerKv
+from sglang_ext.keys import encode_tokens
+from sglang_ext.testing.fakes import FakeClock
+
+pytestmark = pytest.mark.usefixtures("sglang_config")
+
+BLOCK = 4
+SCENARIO = Scenario(
+    "two instances",
+    hbm_tokens=240,
+    dram_blocks=300,
+    settings=Settings(chunk=None, new_token_ratio=0.05),
+)
+WITH_DISK = dataclasses.replace(SCENARIO, disk_blocks=400)
+
+
+def prompt(number: int, blocks: int) -> list[int]:
+    """Prompts that share nothing; one token more than whole blocks, so that all of them may match."""
+    return [1000 * number + i for i in range(blocks * BLOCK + 1)]
+
+
+@dataclass(eq=False)
+class Server:
+    """One rank with its link, as a server of one rank has it."""
+
+    rank: Rank
+    link: FetchLink
+    peers: PeerKv
+    advice: Advice
+
+    def told(self, message: ToAgent) -> None:
+        """A router's message, on the way that it takes."""
+        self.advice.obey(TO_AGENT.encode(message))
+
+    def passes_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Passes of the scheduler's loop until something holds."""
+
+        def once() -> bool:
+            self.rank.scheduler.step()
+            self.rank.check()
+            return condition()
+
+        until(once, what)
+
+    def in_dram(self, tokens: list[int], salt: str | None = None) -> int:
+        """Tokens, found without counting as a use."""
+        held = self.rank.tree.holders((0, None, salt), encode_tokens(tokens))
+        return held.get(self.rank.dram_holder, 0)
+
+    def finish(self, req: Req) -> Req:
+        """Passes until a request has ended."""
+        self.passes_until(lambda: self.rank.scheduler.idle and req.finished(), "the request")
+        return req
+
+    def serve(self, tokens: list[int]) -> None:
+        """A request, and its KV in DRAM."""
+        self.rank.serve(tokens)
+        self.settle()
+
+    def settle(self) -> None:
+        assert self.rank.tier is not None
+        self.rank.tier.settle()
+        if self.rank.writes is not None:
+            self.rank.writes.settle()
+
+
+MakeServer = Callable[..., Server]
+
+
+@pytest.fixture
+def make_server() -> Iterator[MakeServer]:
+    made: list[Server] = []
+
+    def make(
+        scenario: Scenario = SCENARIO,
+        *,
+        namespace: str = "same",
+        transports: tuple[TransportName, ...] = (),
+        fresh: Callable[[], bool] = lambda: True,
+        clock: FakeClock | None = None,
+    ) -> Server:
+        rank = Rank(scenario)
+        assert rank.arena is not None
+        assert rank.tier is not None
+        config = EndpointConfig(f"server {len(made)}", namespace, transports=transports)
+        link = FetchLink(config, rank.pools.geometry(), rank.arena)
+        peers = PeerKv(rank.tree, rank.tier, link, namespace=rank.cache.namespace, fresh=fresh, clock=clock)
+        rank.cache.peers = peers
+        assert rank.cache.prefetcher is not None
+        advice = Advice(rank.cache.prefetcher)
+        advice.peers = peers
+        made.append(Server(rank, link, peers, advice))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.rank.close()
+
+
+def lend_and_fetch(
+    owner: Server, reader: Server, tokens: list[int], *, salt: str | None = None, wait_s: float = 30.0
+) -> None:
+    """What a router does for a request: tell both."""
+    key = encode_tokens(tokens)
+    owner.told(Lend("loan", key, cache_salt=salt))
+    reader.told(Fetch("r1", key, Source((owner.link.address,), "loan"), cache_salt=salt, wait_s=wait_s))
+
+
+def fetched(server: Server) -> None:
+    server.passes_until(lambda: not server.peers.fetches.busy, "the fetch")
+
+
+# -- what comes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", [(), (TransportName.TCP,)], ids=["best", "tcp"])
+def test_a_prompt_computed_there_is_a_hit_in_dram_here(
+    make_server: MakeServer, transport: tuple[TransportName, ...]
+) -> None:
+    owner, reader = make_server(transports=transport), make_server(transports=transport)
+    tokens = prompt(1, 20)
+    owner.serve(tokens)
+    lend_and_fetch(owner, reader, tokens)
+    req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))
+    assert req.cached_tokens == 20 * BLOCK
+    assert reader.rank.scheduler.loaded_tokens == 20 * BLOCK
+    assert reader.peers.fetches.counters.fetched_blocks == 20
+    assert reader.peers.fetches.counters.done == 1
+    owner.passes_until(lambda: not owner.peers.busy, "the lease to end")
+    owner.link.endpoint.check()
+
+
+def test_one_damaged_byte_at_the_owner_is_a_wrong_answer_here(make_server: MakeServer) -> None:
+    owner, reader = make_server(), make_server()
+    tokens = prompt(1, 20)
+    owner.serve(tokens)
+    assert owner.rank.arena is not None
+    (node,) = (n for n in owner.rank.tree.nodes() if owner.rank.dram_holder in n.placements)
+    owner.rank.arena.blocks[node.placements[owner.rank.dram_holder][7], 5] ^= 1
+    lend_and_fetch(owner, reader, tokens)
+    with pytest.raises(WrongKvError):
+        reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))
+
+
+def test_only_what_is_lacking_is_read(make_server: MakeServer) -> None:
+    owner, reader = make_server(), make_server()
+    tokens = prompt(1, 20)
+    owner.serve(tokens)
+    reader.serve(tokens[: 8 * BLOCK + 1])
+    lend_and_fetch(owner, reader, tokens)
+    fetched(reader)
+    assert reader.peers.fetches.counters.fetched_blocks == 12
+    assert reader.in_dram(tokens) == 20 * BLOCK
+    req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))
+    assert req.cached_tokens == 20 * BLOCK
+
+
+def test_what_was_fetched_goes_on_to_disk(make_server: MakeServer) -> None:
+    owner, reader = make_server(), make_server(WITH_DISK)
+    tokens = prompt(1, 20)
+    owner.serve(tokens)
+    lend_and_fetch(owner, reader, tokens)
+    fetched(reader)
+    reader.settle()
+    assert reader.rank.writes is not None
+    assert reader.rank.writes.counters.written == 20
+    # Everything leaves memory, and the disk has it.
+    assert reader.rank.tier is not None
+    assert reader.rank.arena is not None
+    reader.rank.tier.give_back(reader.rank.tier.take(reader.rank.arena.n_blocks))
+    assert reader.in_dram(tokens) == 0
+    req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))
+    assert req.cached_tokens == 20 * BLOCK
+    assert reader.rank.scheduler.disk_tokens
+
+
+def test_a_hint_fetches_and_then_brings_to_hbm(make_server: MakeServer) -> None:
+    owner, reader = make_server(), make_server()
+    tokens = prompt(1, 20)
+    owner.serve(tokens)
+    key = encode_tokens(tokens)
+    owner.told(Lend("loan", key))
+    reader.told(Advise("hint", key, ttl_s=30.0, source=Source((owner.link.address,), "loan")))
+    fetched(reader)
+    prefetcher = reader.rank.cache.prefetcher
+    assert prefetcher is not None
+
+    def brought() -> bool:
+        reader.settle()
+        return not prefetcher.busy
+
+    reader.passes_until(brought, "the prefetch")
+    (result,) = prefetcher.take_ended()
+    assert (result.id, result.tokens, result.brought) == ("hint", 20 * BLOCK, 20 * BLOCK)
+
+
+def test_a_hint_that_is_withdrawn_brings_nothing_to_hbm(make_server: MakeServer) -> None:
+    owner, reader = make_server(), make_server()
+    tokens = prompt(1, 20)
+    owner.serve(tokens)
+    key = encode_tokens(tokens)
+    owner.told(Lend("loan", key))
+    reader.told(Advise("hint", key, ttl_s=30.0, source=Source((owner.link.address,), "loan")))
+    reader.told(Withdraw("hint"))
+    fetched(reader)
+    prefetcher = reader.rank.cache.prefetcher
+    assert prefetcher is not None
+    assert not prefetcher.busy
+
+
+# -- who waits --------------------------------------------------------------------------------------
+
+
+def test_others_go_first_and_a_wait_ends(make_server: MakeServer) -> None:
+    clock = FakeClock()
+    owner, reader = make_server(), make_server(clock=clock)
+    tokens = prompt(1, 20)
+    key = encode_tokens(tokens)
+    # Nobody lends anything under this name: the request would wait for as long as it may.
+    reader.told(Fetch("r1", key, Source((owner.link.address,), "nothing"), wait_s=30.0))
+    scheduler = reader.rank.scheduler
+    waiting = scheduler.submit(tokens, new_tokens=2)
+    other = scheduler.submit(prompt(2, 5), new_tokens=2)
+    reader.passes_until(other.finished, "the other request")
+    assert waiting in scheduler.waiting
+    clock.advance(30.1)
+    reader.finish(waiting)
+    assert reader.peers.fetches.counters.not_waited == 1
+    assert waiting.cached_tokens == 0
+
+
+def test_a_request_that_goes_away_leaves_nothing(make_server: MakeServer) -> None:
+    owner, reader = make_server(), make_server()
+    tokens = prompt(1, 20)
+    reader.told(Fetch("r1", encode_tokens(tokens), Source((owner.link.address,), "nothing"), wait_s=30.0))
+    req = reader.rank.scheduler.submit(tokens, new_tokens=2)
+    reader.rank.scheduler.step()
+    reader.rank.scheduler.abort(req)
+    assert not reader.rank.cache._behind_peers
+
+
+# -- what goes wrong --------------------------------------------------------------------------------
+
+
+def test_a_stale_read_is_computed_instead(make_server: MakeServer) -> None:
+    owner, reader = make_server(), make_server()
+    tokens = prompt(1, 20)
+    owner.serve(tokens)
+    key = encode_tokens(tokens)
+    owner.told(Lend("loan", key))
+    reader.told(Fetch("r1", key, Source((owner.link.address,), "loan"), wait_s=30.0))
+    (fetch,) = reader.peers.fetches._active
+    until(lambda: fetch.job.offered is not None, "the offer")
+    # The owner's cache is flushed, and another prompt's bytes take the place, after the offer was made.
+    assert owner.rank.scheduler.flush()
+    owner.serve(prompt(2, 20))
+    req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))
+    assert req.cached_tokens == 0
+    assert reader.peers.fetches.counters.stale == 1
+    assert reader.peers.fetches.counters.fetched_blocks == 0
+
+
+def test_an_owner_that_dies_is_a_miss(make_server: MakeServer) -> None:
+    owner, reader = make_server(), make_server()
+    tokens = prompt(1, 20)
+    owner.serve(tokens)
+    key = encode_tokens(tokens)
+    owner.told(Lend("loan", key))
+    reader.told(Fetch("r1", key, Source((owner.link.address,), "loan"), wait_s=30.0))
+    (fetch,) = reader.peers.fetches._active
+    until(lambda: fetch.job.offered is not None, "the offer")
+    owner.rank.cache.release_host_resources()
+    req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))
+    assert req.cached_tokens == 0
+    assert not reader.peers.fetches.busy
+
+
+def test_a_reader_that_dies_frees_what_was_lent(make_server: MakeServer) -> None:
+    owner, reader = make_server(), make_server()
+    tokens = prompt(1, 20)
+    owner.serve(tokens)
+    key = encode_tokens(tokens)
+    owner.told(Lend("loan", key, ttl_s=60.0))
+    reader.told(Fetch("r1", key, Source((owner.link.address,), "loan"), wait_s=30.0))
+    (fetch,) = reader.peers.fetches._active
+    until(lambda: fetch.job.offered is not None, "the offer")
+    assert owner.peers.lending.lent_blocks == 20
+    reader.rank.cache.release_host_resources()
+    owner.passes_until(lambda: not owner.peers.busy, "the lease to end")
+    assert DEADLINE_S <= 10
+    assert owner.rank.tree.locked_blocks_of(owner.rank.dram_holder) == 0
+
+
+def test_another_namespace_is_refused(make_server: MakeServer) -> None:
+    owner, reader = make_server(namespace="other weights"), make_server()
+    tokens = prompt(1, 20)
+    owner.serve(tokens)
+    lend_and_fetch(owner, reader, tokens)
+    req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))
+    assert req.cached_tokens == 0
+    assert reader.peers.fetches.counters.refused == 1
+
+
+def test_tenants_do_not_share(make_server: MakeServer) -> None:
+    owner, reader = make_server(), make_server()
+    tokens = prompt(1, 20)
+    owner.rank.serve(tokens, salt="theirs")
+    owner.settle()
+    lend_and_fetch(owner, reader, tokens, salt="ours")
+    req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2, salt="ours"))
+    assert req.cached_tokens == 0
+    assert reader.peers.fetches.counters.needless == 1
+    lend_and_fetch(owner, reader, tokens, salt="theirs")
+    fetched(reader)
+    assert reader.in_dram(tokens, salt="theirs") == 20 * BLOCK
+    assert reader.in_dram(tokens) == 0
+
+
+def test_new_weights_end_lending_and_fetching(make_server: MakeServer) -> None:
+    changed = False
+    owner = make_server(fresh=lambda: not changed)
+    reader = make_server(fresh=lambda: not changed)
+    tokens = prompt(1, 20)
+    owner.serve(tokens)
+    changed = True
+    lend_and_fetch(owner, reader, tokens)
+    assert owner.peers.lending.lent_blocks == 0
+    assert not reader.peers.fetches.busy
+    assert reader.peers.fetches.counters.refused == 1
+
+
+def test_a_peer_with_another_number_of_ranks_is_refused(make_server: MakeServer) -> None:
+    owner, reader = make_server(), make_server()
+    key = encode_tokens(prompt(1, 20))
+    reader.told(Fetch("r1", key, Source((owner.link.address,) * 2, "loan")))
+    assert reader.peers.fetches.counters.refused == 1
+    assert not reader.peers.fetches.busy
+
+
+def test_what_is_lent_is_bounded(make_server: MakeServer) -> None:
+    scenario = dataclasses.replace(SCENARIO, dram_blocks=60)
+    owner, reader = make_server(scenario), make_server()
+    tokens = prompt(1, 20)
+    owner.serve(tokens)
+    lend_and_fetch(owner, reader, tokens)
+    assert owner.peers.lending.counters.not_lent == 20
+    fetched(reader)
+    assert reader.peers.fetches.counters.needless == 1
+
+
+def test_what_is_lent_is_not_evicted(make_server: MakeServer) -> None:
+    owner = make_server()
+    tokens = prompt(1, 20)
+    owner.serve(tokens)
+    owner.told(Lend("loan", encode_tokens(tokens)))
+    owner.rank.cache.evict(EvictParams(num_tokens=owner.rank.pools.tokens))
+    assert owner.rank.tier is not None
+    ids = owner.rank.tier.take(300)
+    assert len(ids) == 280
+    owner.rank.tier.give_back(ids)
+    assert owner.in_dram(tokens) == 20 * BLOCK
+
+
+def test_a_flush_in_the_middle_of_a_fetch_leaves_nothing(make_server: MakeServer) -> None:
+    owner, reader = make_server(), make_server()
+    tokens = prompt(1, 20)
+    owner.serve(tokens)
+    lend_and_fetch(owner, reader, tokens)
+    (fetch,) = reader.peers.fetches._active
+    until(lambda: fetch.job.offered is not None, "the offer")
+    reader.peers.drain()
+    assert fetch.ids is not None
+    assert reader.rank.scheduler.flush()
+    reader.rank.check()
+    assert reader.rank.tier is not None
+    assert reader.rank.tier.used_blocks == 0
+    assert np.count_nonzero(fetch.ids) >= 0
