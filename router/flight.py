@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import orjson
+
 from router.anthropic_answers import AnthropicAnswer
 from router.exchange import Request, RequestRefused, Responder
 from router.record import CLIENT_GONE, Record
 from router.sse import EventFilter
 from router.tokenizing import Encoded
 from router.usage import Form
-from router.validation import Job
+from router.validation import Endpoint, Job, Json
+from sglang_ext.errors import InternalError
 
 MAX_HOMES = 50_000
 
@@ -49,6 +52,25 @@ class Flight:
     """Length of all prompts, in the unit of matches."""
     aborted: bool = False
     task: asyncio.Task[object] | None = None
+
+
+def through_chat(flight: Flight, fields: Json) -> None:
+    """Send a message of ``/v1/messages`` as the chat request that SGLang would make of it, and turn the
+    answer back: for what chat's body can say and SGLang's ``/v1/messages`` cannot.
+
+    Args:
+        fields: put into the body.
+    """
+    chat = flight.job.prompts[0].chat
+    if chat is None:
+        raise InternalError(f"{flight.job.endpoint} without a conversation")
+    body = {**chat.payload, **fields}
+    if flight.job.stream:
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    flight.body = orjson.dumps(body)
+    flight.target = Endpoint.CHAT.value
+    flight.form = Form.OPENAI
+    flight.translation = AnthropicAnswer(chat.payload["model"])
 
 
 class Flights:

@@ -19,16 +19,13 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-import orjson
-
 from router.anthropic import parse_messages
-from router.anthropic_answers import AnthropicAnswer
 from router.choosing import Chooser
 from router.config import RouterConfig
 from router.exchange import ConnectFailed, ConnectionLost, Request, RequestRefused, Responder
 from router.explain import Choice, Stories, Story
 from router.fleet import Fleet
-from router.flight import Flight, Flights, Homes
+from router.flight import Flight, Flights, Homes, through_chat
 from router.hints import only_a_hint
 from router.native import parse_generate
 from router.observability import RouterMetrics
@@ -44,7 +41,7 @@ from router.sessions import session_of
 from router.sse import EventFilter
 from router.tenancy import additions, check_reserved, priority_of, put_in_front, rids_of, splice, with_salt
 from router.tokenizing import TokenizerService
-from router.usage import FORMS, Form
+from router.usage import FORMS
 from router.validation import Endpoint, Job, Json, Limits, check_length, parse_json_object
 from sglang_ext.clock import Clock
 from sglang_ext.errors import PeerError
@@ -220,18 +217,10 @@ class Generation:
         job, caller = flight.job, flight.record.caller
         fields = additions(payload, caller)
         if job.endpoint is Endpoint.MESSAGES and caller.salt is not None:
-            chat = job.prompts[0].chat
-            assert chat is not None
-            body = {**chat.payload, **fields}
             if self._config.cache_details:
-                body |= _TELL_TIERS
+                fields |= _TELL_TIERS
                 flight.tells_cached = True
-            if job.stream:
-                body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
-            flight.body = orjson.dumps(body)
-            flight.target = Endpoint.CHAT.value
-            flight.form = Form.OPENAI
-            flight.translation = AnthropicAnswer(payload["model"])
+            through_chat(flight, fields)
             return
         if job.endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS):
             asked = payload.get("return_cached_tokens_details")

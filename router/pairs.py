@@ -22,12 +22,6 @@ DEFAULT_BOOTSTRAP_PORT = 8998
 """SGLang's, for servers that do not tell."""
 ROOMS = 1 << 62
 """SGLang counts upwards from the room for the prompts of a batch, and keeps it in 63 bits."""
-HEADERS = {
-    "bootstrap_host": "x-override-bootstrap-host",
-    "bootstrap_port": "x-override-bootstrap-port",
-    "bootstrap_room": "x-override-bootstrap-room",
-}
-"""Where a body takes no such fields (``/v1/messages``)."""
 
 
 def meeting_point(prefill: str, facts: InstanceFacts | None) -> Json:

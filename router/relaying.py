@@ -22,9 +22,9 @@ from router.exchange import (
     UpstreamResponse,
 )
 from router.fleet import Fleet, Load
-from router.flight import Flight, Homes
+from router.flight import Flight, Homes, through_chat
 from router.observability import RouterMetrics
-from router.pairs import HEADERS, beside, meeting_point
+from router.pairs import beside, meeting_point
 from router.policies import Decision
 from router.prompt_trees import PromptTrees
 from router.record import Record
@@ -98,34 +98,29 @@ class Relay:
         record.instance = decision.decode or decision.instance
         record.prefill_instance = None if decision.decode is None else decision.instance
         if decision.decode is None:
-            await self._answer(flight, decision, decision.instance, flight.body, {})
+            await self._answer(flight, decision, decision.instance, flight.body)
             return
         facts = self._fleet.rows[decision.instance].facts
         meeting = meeting_point(decision.instance, facts)
-        body = flight.body
-        headers: dict[str, str] = {}
         if flight.job.endpoint is Endpoint.MESSAGES and flight.translation is None:
-            headers = {HEADERS[name]: str(value) for name, value in meeting.items()}
-        else:
-            body = splice(body, meeting)
+            through_chat(flight, {})
+        body = splice(flight.body, meeting)
         async with beside(
-            lambda: self._prefill(flight, decision, body, headers),
+            lambda: self._prefill(flight, decision, body),
             lambda: not flight.responder.started,
         ):
             try:
-                await self._answer(flight, decision, decision.decode, body, headers)
+                await self._answer(flight, decision, decision.decode, body)
             except (ConnectFailed, ConnectionLost):
                 flight.failed = decision.decode
                 raise
 
-    async def _prefill(
-        self, flight: Flight, decision: Decision, body: bytes, headers: Mapping[str, str]
-    ) -> None:
+    async def _prefill(self, flight: Flight, decision: Decision, body: bytes) -> None:
         """The half of a request whose answer nobody reads."""
         queued = max(0, flight.units - decision.matched)
         try:
             with self._fleet.carrying(decision.instance, queued) as load, load.until_lost():
-                response = await self._open(flight, decision.instance, body, headers)
+                response = await self._open(flight, decision.instance, body)
                 status = response.status
                 try:
                     answer = await response.read()
@@ -142,27 +137,23 @@ class Relay:
                 f"{decision.instance}, which prefills, refused the request: {text}", status=status
             )
 
-    async def _open(
-        self, flight: Flight, instance: str, body: bytes, headers: Mapping[str, str]
-    ) -> UpstreamResponse:
+    async def _open(self, flight: Flight, instance: str, body: bytes) -> UpstreamResponse:
         return await self._upstream.open(
             flight.request.method,
             instance + flight.target,
-            headers={**self._request_headers(flight), **headers},
+            headers=self._request_headers(flight),
             body=body,
             timeout_s=self._config.request_timeout_secs,
         )
 
-    async def _answer(
-        self, flight: Flight, decision: Decision, instance: str, body: bytes, headers: Mapping[str, str]
-    ) -> None:
+    async def _answer(self, flight: Flight, decision: Decision, instance: str, body: bytes) -> None:
         """Have ``instance`` answer the client."""
         queued = max(0, flight.units - decision.matched)
         sending = self._costs.sending(decision.instance, queued, decision.matched, streams=flight.job.stream)
         here = queued if decision.decode is None else 0
         with self._fleet.carrying(instance, here) as load, sending as first_byte:
             with load.until_lost():
-                response = await self._open(flight, instance, body, headers)
+                response = await self._open(flight, instance, body)
             try:
                 is_stream = response.headers.get("content-type", "").startswith(EVENT_STREAM_TYPE)
                 if response.status == 200 and is_stream:
