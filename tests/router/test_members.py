@@ -8,19 +8,25 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from router.facts import InstanceFacts, ModelFacts
 from router.fleet import Fleet, Load
-from router.lifecycle import USABLE, State
+from router.lifecycle import TRANSITIONS, USABLE, Event, State
 from router.members import FORGET_S, CannotChangeRole, Members, Unknown
 from router.members_view import cluster, instance_view
 from router.membership import EmbeddedMembership, RouterStatus, Seen
 from router.roster import LEFT_KEPT_S, Intent, Member, Roster, Taken, decode_member, encode_member
 from sglang_ext.cluster_messages import VERDICT_S, Cluster, InstanceView, Registration
-from sglang_ext.errors import PeerError
+from sglang_ext.errors import InternalError, PeerError
 from sglang_ext.testing.fakes import FakeClock
 
 FACTS = InstanceFacts(
@@ -491,6 +497,13 @@ class LifeOfACluster(RuleBasedStateMachine):
             carrying = self.rig.fleet.carrying(self.urls[name], 5)
             self.loads.append((carrying, self.urls[name], carrying.__enter__()))
 
+    @rule(name=names)
+    def comes_and_is_busy(self, name: str) -> None:
+        """What takes several steps of chance to come about."""
+        self.register(name, new=False)
+        self.answers(name)
+        self.send(name)
+
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         if self.loads:
@@ -525,3 +538,34 @@ class LifeOfACluster(RuleBasedStateMachine):
 
 TestLifeOfACluster = LifeOfACluster.TestCase
 TestLifeOfACluster.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.long
+class TestLongLifeOfACluster(LifeOfACluster.TestCase):  # type: ignore[misc]
+    settings = settings(max_examples=1000, stateful_step_count=100, deadline=None)
+
+
+@pytest.mark.parametrize(
+    ("state", "event", "wrong"),
+    [
+        (State.DRAINING, Event.ALIVE, State.READY),
+        (State.READY, Event.DRAIN, State.READY),
+        (State.LEFT, Event.LOST, State.DOWN),
+        (State.DRAINING, Event.RESUME, State.DRAINING),
+        (State.READY, Event.LEAVE, State.DRAINING),
+    ],
+)
+def test_one_wrong_entry_of_the_table_is_found(
+    state: State, event: Event, wrong: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TRANSITIONS, (state, event), wrong)
+    quiet = settings(
+        max_examples=200,
+        stateful_step_count=40,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],  # that it is found is enough; it need not be made small
+    )
+    with pytest.raises((AssertionError, InternalError, ExceptionGroup)):
+        run_state_machine_as_test(LifeOfACluster, settings=quiet)
