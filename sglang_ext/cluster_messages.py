@@ -70,6 +70,8 @@ class Registration(Body, frozen=True, kw_only=True):
     pp_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     namespace: Text = ""
     """What the KV of this instance must agree in with that of another before it may be moved between them."""
+    endpoints: Annotated[tuple[AgentAddress, ...], msgspec.Meta(max_length=256)] = ()
+    """``host:port`` of each rank, where peers read its DRAM; none for an instance that does not lend."""
     protocol: Annotated[int, msgspec.Meta(ge=1, le=65_535)] = PROTOCOL
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import secrets
 import socket
@@ -22,6 +23,7 @@ from sglang_ext.engine.build_disk import (
     open_disk,
     promotions_from,
 )
+from sglang_ext.engine.build_peers import attach_peers, may_fetch
 from sglang_ext.engine.cuda_mover import CudaMover
 from sglang_ext.engine.dram_tier import DramTier
 from sglang_ext.engine.hbm import pool_geometry, pool_planes
@@ -61,6 +63,12 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     planes = pool_planes(kvcache)
     geometry = _geometry_of(ctx, config, kvcache, planes)
     dram = promotions = arena = below = disk = None
+    agree = _consensus(params.tp_cache_group)
+    shard = f"tp{ctx.tp_rank}of{ctx.tp_size}"
+    fetches = may_fetch(config, ctx.server_args, adapters=_uses_adapters())
+    identity = None
+    if fetches or (config.dram_size and config.disk_path is not None):
+        identity = identity_of(ctx, geometry, shard)
     if config.dram_size:
         if params.pp_size > 1:
             # Each stage has a tree of its own; nothing keeps completed copies of the stages in step.
@@ -71,13 +79,10 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             )
         arena = DramArena(geometry.layout, config.dram_size, name=f"dram {instance} tp{ctx.tp_rank}")
         mover = _mover_for(ctx, planes, geometry, arena)
-        agree = _consensus(params.tp_cache_group)
         holder = Holder.of(instance, epoch, Tier.DRAM)
-        if config.disk_path is not None:
-            shard = f"tp{ctx.tp_rank}of{ctx.tp_size}"
+        if config.disk_path is not None and identity is not None:
             facts = RankFacts(instance, epoch, shard, adapters=_uses_adapters())
             disk = open_disk(config, facts, geometry.layout)
-            identity = identity_of(ctx, geometry, facts.shard)
             below = disk_below(disk, config, facts, identity, tree, holder, arena, agree)
         write = config.durability != "off"
         dram = DramTier(tree, hbm, holder, arena, mover, agree, below=below, write=write)
@@ -116,6 +121,20 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     )
     if cache.prefetcher is not None:
         cache.advice = Advice(cache.prefetcher)
+    endpoints: tuple[str, ...] = ()
+    if fetches and dram is not None and arena is not None and identity is not None:
+        endpoints = attach_peers(
+            cache,
+            dram,
+            arena,
+            geometry,
+            config,
+            ctx.server_args,
+            identity,
+            instance=instance,
+            group=params.tp_cache_group,
+            agree=agree,
+        )
     if config.router is not None and ctx.tp_rank == 0 and params.pp_rank == 0:
         names = below.names if below is not None else None
         agent = attach_agent(
@@ -128,7 +147,10 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             epoch=epoch,
             names=names,
             disk=names_on(disk),
-            namespace=identity_of(ctx, geometry, "", weights=names is not None),
+            namespace=dataclasses.replace(identity, shard="")
+            if identity is not None
+            else identity_of(ctx, geometry, "", weights=False),
+            endpoints=endpoints,
         )
         attach_hints(cache, agent)
     logger.info(

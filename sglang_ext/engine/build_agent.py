@@ -75,10 +75,11 @@ def attach_agent(
     names: BlockNames | None,
     disk: DiskNames | None,
     namespace: Namespace,
+    endpoints: tuple[str, ...] = (),
 ) -> Agent:
     """Start the agent of ``cache``'s instance, and register it with every router of ``config``.
 
-    Called in rank 0, while the cache is empty.
+    Called in rank 0, while the cache is empty. endpoints: where peers read each rank's DRAM.
 
     Raises:
         ConfigError: the key cannot be read, or the agent cannot listen.
@@ -115,6 +116,7 @@ def attach_agent(
         tp_size=server_args.tp_size,
         pp_size=server_args.pp_size,
         namespace=namespace.digest().hex(),
+        endpoints=endpoints,
     )
     registrar = Registrar(config.router.split(","), registration, key, agent.silent_s)
     agent.start()

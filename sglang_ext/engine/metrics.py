@@ -79,6 +79,11 @@ class CacheMetrics:
                 "Blocks written to DRAM, loaded from it, brought to HBM ahead of a request (prefetched), "
                 "evicted from it, or skipped because it was full of locked blocks.",
             ),
+            "peers": events(
+                "peers",
+                "KV from other instances: blocks fetched from them and lent to them (lent, not_lent), and "
+                "fetches by how they ended.",
+            ),
             "disk": events(
                 "disk_blocks",
                 "Blocks written to disk, not written because it was behind (write_skipped) or refused them "
@@ -107,6 +112,9 @@ class CacheMetrics:
             self._decide("disk", cache.promotions.decisions)
         if cache.load_back is not None:
             self._decide("dram", cache.load_back.decisions)
+        if cache.peers is not None:
+            self._count("peers", dataclasses.asdict(cache.peers.fetches.counters))
+            self._count("peers", dataclasses.asdict(cache.peers.lending.counters))
         if cache.prefetcher is not None:
             self._count("prefetch", dataclasses.asdict(cache.prefetcher.counters))
 

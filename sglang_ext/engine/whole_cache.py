@@ -76,6 +76,11 @@ class WholeCache:
         if self.pool is not None:
             self.pool.namespace = self.namespace(None, None)
 
+    @property
+    def weights_as_started(self) -> bool:
+        """Whether the weights are those that the server was started with."""
+        return self._weights == 0
+
     def settle(self) -> None:
         """Wait until no copy reads or writes the pool, which is about to be unmapped."""
         if self.dram is not None:

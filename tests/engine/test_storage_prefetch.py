@@ -38,6 +38,7 @@ class Recorder:
 
 class Cache(StoragePrefetch):
     def __init__(self, promotions: Recorder | None) -> None:
+        super().__init__()
         self.promotions = promotions  # type: ignore[assignment]
         self.prefill_clock = None
 
