@@ -180,8 +180,7 @@ async def test_a_drain_under_load_loses_nothing(
 async def test_a_flush_beside_the_load_and_the_index_after_it(
     router: Router, client: aiohttp.ClientSession, fleet: Fleet
 ) -> None:
-    """SGLang refuses to flush while it has requests, so it is drained first. Only the agent tells the router of
-    it."""
+    """SGLang refuses to flush while it has requests: it is drained first. Only its agent tells of it."""
     b = name_of(router, "b")
 
     def blocks() -> int:
