@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from router.advisory_book import ENDED, Answer, Entry, Hint, HintBook, State
 from router.costs import RouterCosts
+from router.fetching import Fetching
 from router.fleet import Fleet
 from router.flight import Flight
 from router.hints import Advisory
@@ -34,9 +35,12 @@ from router.tenants import Caller
 from router.tokenizing import TokenizerService
 from sglang_ext.agent_messages import Advise, Advised, FromAgent, Withdraw
 from sglang_ext.clock import Clock
+from sglang_ext.keys import TOKEN_BYTES
 
 logger = logging.getLogger("router.advising")
 
+OPEN_END = 4
+"""Tokens at the end of a text that goes on which may turn out otherwise."""
 TICK_S = 0.5
 """Between two looks for what has expired."""
 
@@ -70,11 +74,13 @@ class Whereabouts:
         """The same after so many tokens have been brought to HBM: the first of them are those in DRAM."""
         from_dram = min(tokens, self.dram)
         from_disk = min(tokens - from_dram, self.disk)
+        from_peer = min(tokens - from_dram - from_disk, self.elsewhere)
         return dataclasses.replace(
             self,
-            hbm=self.hbm + from_dram + from_disk,
+            hbm=self.hbm + from_dram + from_disk + from_peer,
             dram=self.dram - from_dram,
             disk=self.disk - from_disk,
+            elsewhere=self.elsewhere - from_peer,
         )
 
 
@@ -128,6 +134,8 @@ class Advisor:
         self._clock = clock
         self.book = HintBook() if book is None else book
         self._kept: dict[str, _Kept] = {}
+        self.fetching: Fetching | None = None
+        """Has instances fetch from each other."""
 
     # -- hints ------------------------------------------------------------------------------------
 
@@ -141,7 +149,11 @@ class Advisor:
             (encoded,) = await self._tokenizers.encode(
                 advisory.job, completion_template=template, answer_follows=False
             )
-            known = (encoded.namespace, encoded.key)
+            key = encoded.key
+            if advisory.job.prompts[0].text is not None:
+                # What follows may become one token with the end of it.
+                key = key[: -OPEN_END * TOKEN_BYTES]
+            known = (encoded.namespace, key)
         elif session is not None:
             known = self.sessions.find(session)
         if known is None:
@@ -212,11 +224,15 @@ class Advisor:
         matches = self._trees.match(hint.namespace, hint.key)
         prompt = Prompt(hint.tokens, hint.session, hint.priority, request_id=entry.id)
         policy, options = self._placement.policy, self._placement.options
-        chosen = policy(prompt, fleet, matches, self._costs, options).instance
+        if self.fetching is not None and self.fetching.everywhere(fleet):
+            # Its KV can be anywhere by then: load alone decides (Symphony, section 3.2).
+            chosen = self.fetching.balanced(fleet, matches)
+        else:
+            chosen = policy(prompt, fleet, matches, self._costs, options).instance
         self.book.placed(entry, chosen)
         kept = self._kept[entry.id]
         kept.where = whereabouts(matches, chosen, kept.tokens)
-        if not self._bring(entry, kept.where):
+        if not self._bring(entry, kept.where, fleet, matches):
             # Nothing to move, or nobody who could: the request goes there all the same.
             self._arrived(entry, 0)
         else:
@@ -229,12 +245,19 @@ class Advisor:
             for known in fleet
         )
 
-    def _bring(self, entry: Entry, where: Whereabouts) -> bool:
+    def _bring(
+        self, entry: Entry, where: Whereabouts, fleet: Instances, matches: Mapping[str, Match]
+    ) -> bool:
         hint = entry.hint
         names = hint.namespace
         assert isinstance(names, tuple)
         kind, adapter, extra_key, salt = names
-        if kind != "tokens" or adapter is not None or not (where.dram or where.disk) or not entry.instance:
+        if kind != "tokens" or adapter is not None or not entry.instance:
+            return False
+        source = None
+        if self.fetching is not None and where.elsewhere:
+            source = self.fetching.source_for(names, hint.key, entry.instance, fleet, matches)
+        if source is None and not (where.dram or where.disk):
             return False
         message = Advise(
             entry.id,
@@ -243,6 +266,7 @@ class Advisor:
             cache_salt=salt,
             priority=hint.priority,
             ttl_s=max(0.0, entry.expires - self._clock.monotonic()),
+            source=source,
         )
         return self._links.send(entry.instance, message)
 

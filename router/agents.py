@@ -148,6 +148,11 @@ class Agents:
             if link.registration.instance != instance:
                 link.send(dead)
 
+    def registration(self, name: str) -> Registration | None:
+        """What an instance said of itself, while its agent is heard."""
+        link = self._links.get(name)
+        return link.registration if link is not None and link.heard else None
+
     def send(self, name: str, message: ToAgent) -> bool:
         """Tell an instance's agent something. False when it has none, or is not heard."""
         link = self._links.get(name)

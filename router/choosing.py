@@ -8,6 +8,7 @@ from typing import Protocol
 from router.config import RouterConfig
 from router.costs import RouterCosts
 from router.explain import Choice
+from router.fetching import Fetching
 from router.fleet import Fleet
 from router.flight import Flight
 from router.observability import RouterMetrics
@@ -60,6 +61,8 @@ class Chooser:
         )
         self.expectations: Expectations | None = None
         """Told of each request before it is decided on."""
+        self.fetching: Fetching | None = None
+        """Has the chosen instance fetch what another one holds."""
 
     def capacity(self) -> float:
         """Requests that the fleet may have now; infinite without ``--max-running-per-instance``."""
@@ -91,6 +94,10 @@ class Chooser:
         if decision is None:
             prompt = Prompt(flight.units, flight.session, record.priority, request_id=record.request_id)
             decision = self.policy(prompt, fleet, matches, self._costs, self.options)
+        if self.fetching is not None:
+            fetch = self.fetching.wanted(decision, fleet, matches, flight.units)
+            if fetch is not None:
+                self.fetching.begin(flight, fetch, decision, fleet, matches)
         self._guess(flight, decision.instance)
         record.instance, record.reason = decision.instance, decision.reason.value
         record.matched_tokens = None if record.prompt_tokens is None else decision.matched

@@ -86,7 +86,7 @@ class RouterCosts:
         model: of every instance that ``models`` does not name.
         monotonic: seconds.
         models: by instance name, where instances differ.
-        can_fetch: whether an instance can be told to fetch KV from another.
+        can_fetch: whether an instance can be told to fetch KV from another: (from, to).
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class RouterCosts:
         monotonic: Callable[[], float],
         *,
         models: Callable[[str], CostModel | None] = lambda name: None,
-        can_fetch: bool = False,
+        can_fetch: Callable[[str, str], bool] = lambda source, target: False,
     ) -> None:
         self.model = model
         self._monotonic = monotonic
         self._models = models
-        self._can_fetch = can_fetch
+        self.can_fetch = can_fetch
         self._fleet = Correction()
         self._corrections: dict[str, Correction] = {}
         self._factors: dict[str, float] = {}
@@ -131,7 +131,7 @@ class RouterCosts:
     def transfer_s(self, source: Instance, target: Instance, tokens: int) -> float:
         # A hand-over from prefill to decode takes place in any case.
         hands_over = source.role is Role.PREFILL and target.role is Role.DECODE
-        if not (self._can_fetch or hands_over):
+        if not (hands_over or self.can_fetch(source.name, target.name)):
             return math.inf
         return self.of(target.name).transfer_s(tokens) if tokens > 0 else 0.0
 

@@ -35,6 +35,12 @@ class RouterMetrics:
         self.hints_used = self.counter(
             "hints_used", "Hints whose request came when all was moved, before that, or never", "when"
         )
+        self.fetches = self.counter(
+            "fetches",
+            "Prompts whose KV an instance was told to fetch from another, for a request or a hint; unheard: "
+            "one of both could not be told",
+            "why",
+        )
         self.hint_tokens = self.counter("hint_tokens", "Tokens brought to HBM ahead of their request")
         self.retries = self.counter("retries", "Attempts on another worker", "why")
         self.retries_denied = self.counter(

@@ -22,6 +22,7 @@ from router.cluster_setup import open_membership, show_membership
 from router.config import RouterConfig, is_loopback
 from router.costs import RouterCosts
 from router.facts import InstanceFacts
+from router.fetching import Fetching
 from router.fleet import USABLE, Fleet
 from router.health import HealthWatch
 from router.http_server import HttpServer, raise_file_limit
@@ -162,6 +163,9 @@ class Router:
         self.serving.relay.on_learnt = self.advisor.learn
         self.serving.generation.hinting = self._advisory
         self.agents.others = self.advisor.on_message
+        self.fetching = Fetching(self.agents, self.costs, lambda why: self.metrics.fetches.labels(why).inc())
+        self.costs.can_fetch = self.fetching.possible
+        self.serving.chooser.fetching = self.advisor.fetching = self.fetching
         cluster = ClusterApi(self.members, key, self.keys, self.clock, local=is_loopback(config.host))
         self.routes = RouteTable(
             [

@@ -5,7 +5,7 @@ For each instance p that can begin with the request:
     queue(p) + the least of
         load(what p holds below HBM) + exec(what is left, after what p holds)
         exec(what is left, after what p has in HBM)                        loading costs more than computing
-        transfer(what p' holds beyond p) + exec(what is left after that)   where fetching is possible
+        transfer(what p' has in memory beyond p) + exec(what is left after that)   where fetching is possible
 
 The smallest sum wins (equation 1), where each second of exec counts ``1 + work_weight`` times: what is
 computed here keeps whoever comes next waiting, and what another holds need not be computed at all. With a
@@ -106,7 +106,7 @@ def price(
     seconds = _prefill_s(prompt, instance, counted, costs, weight)
     fetch = None
     for source in () if crowded else holders:
-        there = min(matches[source.name].tokens, prompt.tokens)
+        there = min(matches[source.name].tokens - matches[source.name].disk, prompt.tokens)
         if source is instance or there <= held.tokens:
             continue
         moving = costs.transfer_s(source, instance, there - held.tokens) + _load_s(instance, held, costs)

@@ -1,0 +1,195 @@
+"""Who is told to fetch from whom, and when that is worth it. Agents are a list of what they were told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from router.costs import RouterCosts
+from router.fetching import LEAST_WAIT_S, MOST_KEY_BYTES, MOST_WAIT_S, Fetching
+from router.policies import Decision, Instance, Match, Reason
+from router.policies.base import Fetch
+from router.tokenizing import Encoded
+from sglang_ext import agent_messages
+from sglang_ext.agent_messages import Lend, ToAgent
+from sglang_ext.cluster_messages import Registration
+from sglang_ext.cost_model import CostModel
+
+TOKENS = ("tokens", None, None, "salt")
+KEY = bytes(4 * 1000)
+
+
+def registration(name: str, **more: Any) -> Registration:
+    facts: dict[str, Any] = {
+        "url": f"http://{name}:1",
+        "instance": name,
+        "epoch": "0" * 32,
+        "namespace": "same",
+        "endpoints": (f"{name}:7",),
+    }
+    return Registration(**(facts | more))
+
+
+@dataclass
+class Channels:
+    """Agents that hear everything, but for those that are deaf."""
+
+    known: dict[str, Registration] = field(
+        default_factory=lambda: {name: registration(name) for name in ("a", "b")}
+    )
+    deaf: set[str] = field(default_factory=set)
+    told: list[tuple[str, ToAgent]] = field(default_factory=list)
+
+    def registration(self, name: str) -> Registration | None:
+        return self.known.get(name)
+
+    def send(self, name: str, message: ToAgent) -> bool:
+        if name in self.deaf:
+            return False
+        self.told.append((name, message))
+        return True
+
+
+def instance(name: str, in_flight: int = 0, *, trusted: bool = True) -> Instance:
+    return Instance(name, in_flight, 0, 0, 0, trusted=trusted)
+
+
+FLEET = (instance("a"), instance("b"))
+
+
+def fetching(channels: Channels | None = None) -> Fetching:
+    made = channels or Channels()
+    costs = RouterCosts(CostModel(), lambda: 0.0)
+    found = Fetching(made, costs)
+    costs.can_fetch = found.possible
+    return found
+
+
+def flight(key: bytes = KEY, namespace: tuple[str | None, ...] = TOKENS, prompts: int = 1) -> Any:
+    encoded = Encoded(namespace, key, len(key) // 4)
+    return SimpleNamespace(
+        prompts=[encoded] * prompts, units=len(key) // 4, record=SimpleNamespace(request_id="r1")
+    )
+
+
+# -- who can ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"namespace": "other weights"}, False),
+        ({"endpoints": ()}, False),
+        ({"endpoints": ("a:7", "a:8")}, False),
+        ({"block_size": 32}, False),
+    ],
+)
+def test_who_can_fetch_from_whom(changes: dict[str, Any], expected: bool) -> None:
+    channels = Channels()
+    channels.known["a"] = registration("a", **changes)
+    assert fetching(channels).possible("a", "b") is expected
+    assert fetching(channels).everywhere(FLEET) is expected
+
+
+def test_nobody_fetches_from_itself_or_from_whom_no_agent_is_heard() -> None:
+    assert not fetching().possible("a", "a")
+    assert not fetching().possible("a", "z")
+    assert not fetching().everywhere(FLEET[:1])
+
+
+# -- whether ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("matches", "expected"),
+    [
+        pytest.param({"b": Match(960)}, Fetch("b", 960), id="another one holds it"),
+        pytest.param({"b": Match(960, disk=900)}, Fetch("b", 60), id="only what is in memory"),
+        pytest.param({"b": Match(960), "a": Match(960)}, None, id="the chosen one holds as much"),
+        pytest.param({"b": Match(960), "a": Match(500)}, Fetch("b", 960), id="the chosen one holds less"),
+        pytest.param({}, None, id="nobody holds it"),
+        pytest.param({"b": Match(2000)}, Fetch("b", 1000), id="no more than the prompt"),
+    ],
+)
+def test_what_is_fetched(matches: dict[str, Match], expected: Fetch | None) -> None:
+    decision = Decision("a", Reason.REBALANCED)
+    assert fetching().wanted(decision, FLEET, matches, 1000) == expected
+
+
+def test_what_is_computed_sooner_is_not_fetched() -> None:
+    found = fetching()
+    # Moving anything has a fixed cost, above that of computing a token.
+    assert found.wanted(Decision("a", Reason.REBALANCED), FLEET, {"b": Match(1)}, 1000) is None
+
+
+def test_an_index_that_is_not_believed_names_no_source() -> None:
+    fleet = (instance("a"), instance("b", trusted=False))
+    assert fetching().wanted(Decision("a", Reason.UNTRUSTED), fleet, {"b": Match(960)}, 1000) is None
+
+
+def test_the_policys_word_counts() -> None:
+    decision = Decision("a", Reason.FETCH, fetch=Fetch("b", 16))
+    assert fetching().wanted(decision, FLEET, {"b": Match(960)}, 1000) == Fetch("b", 16)
+
+
+# -- telling ----------------------------------------------------------------------------------------
+
+
+def test_both_are_told_the_same_loan() -> None:
+    channels = Channels()
+    decision = Decision("a", Reason.FETCH)
+    assert fetching(channels).begin(flight(), Fetch("b", 960), decision, FLEET, {"b": Match(960)})
+    (holder, lend), (chosen, fetch) = channels.told
+    assert (holder, chosen) == ("b", "a")
+    assert isinstance(lend, Lend)
+    assert isinstance(fetch, agent_messages.Fetch)
+    assert lend.tokens == fetch.tokens == KEY[: 960 * 4]
+    assert lend.loan == fetch.source.loan
+    assert fetch.source.endpoints == ("b:7",)
+    assert lend.cache_salt == fetch.cache_salt == "salt"
+    assert LEAST_WAIT_S <= fetch.wait_s <= MOST_WAIT_S
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        pytest.param(flight(namespace=("text", None, None, None)), id="text"),
+        pytest.param(flight(namespace=("tokens", "adapter", None, None)), id="adapter"),
+        pytest.param(flight(prompts=2), id="batch"),
+        pytest.param(flight(bytes(MOST_KEY_BYTES + 4)), id="too long"),
+    ],
+)
+def test_what_cannot_be_moved_is_left_alone(made: Any) -> None:
+    channels = Channels()
+    fetch = Fetch("b", len(made.prompts[0].key) // 4)
+    assert not fetching(channels).begin(made, fetch, Decision("a", Reason.FETCH), FLEET, {"b": Match(960)})
+    assert channels.told == []
+
+
+def test_who_is_not_told_to_lend_is_not_fetched_from() -> None:
+    channels = Channels(deaf={"b"})
+    decision = Decision("a", Reason.FETCH)
+    assert not fetching(channels).begin(flight(), Fetch("b", 960), decision, FLEET, {"b": Match(960)})
+    assert channels.told == []
+
+
+# -- hints ------------------------------------------------------------------------------------------
+
+
+def test_expected_requests_go_where_least_is_going_on() -> None:
+    matches = {"b": Match(960)}
+    assert fetching().balanced((instance("a", 3), instance("b", 4)), matches) == "a"
+    assert fetching().balanced((instance("a", 3), instance("b", 3)), matches) == "b"
+
+
+def test_a_hint_names_a_source() -> None:
+    channels = Channels()
+    source = fetching(channels).source_for(TOKENS, KEY, "a", FLEET, {"b": Match(960)})
+    assert source is not None
+    assert source.endpoints == ("b:7",)
+    assert [name for name, _ in channels.told] == ["b"]
+    assert fetching(channels).source_for(TOKENS, KEY, "b", FLEET, {"b": Match(960)}) is None
