@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -248,3 +249,36 @@ async def test_a_flood_of_hints_for_nobody_harms_nobody(server, router, client, 
     answer, _ = await generate(client, router.url, prompt)
     assert_same(await cold(client, server, prompt), answer)
     await until(lambda: not len(router.advisor.book), 10, "every hint to have ended")
+
+
+PROGRAM = """
+import os, sys, time
+from sglang_ext.patches import runtime
+runtime.prepare_process(os.environ)
+import sglang as sgl
+from sglang_ext.engine.frontend import AdvisingEndpoint
+
+@sgl.function
+def program(s):
+    s += "You are a careful clerk who writes down what has been said, and nothing else. " * 3
+    s += sgl.gen("first", max_tokens=4)
+    s["first"]  # waits for the answer
+    time.sleep(0.5)  # a tool works
+    s += " A tool has answered. "
+    s += sgl.gen("second", max_tokens=4)
+
+endpoint = AdvisingEndpoint(sys.argv[1])
+program.run(backend=endpoint).text()  # waits for the program
+endpoint.hints.close()
+print(endpoint.hints.sent, endpoint.hints.dropped, flush=True)
+os._exit(0)
+"""
+
+
+async def test_a_frontend_program_announces_its_next_call(server, router) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PROGRAM, router.url, stdout=asyncio.subprocess.PIPE
+    )
+    said, _ = await asyncio.wait_for(process.communicate(), 120)
+    assert said.decode().split()[-2:] == ["2", "0"]
+    assert router.advisor.book.counts["used"] == 1, "the second call is the one that was announced"

@@ -1,0 +1,176 @@
+"""Hints from Python programs: tell a router which request comes next, without waiting for it.
+
+    hints = Hints("http://127.0.0.1:30000")
+    with advise(hints, session="reviewer", earliest_s=2.0):
+        patch = coder.run(task)          # while one agent works, the next one's KV is brought up
+    reviewer.run(patch)                  # its requests carry the header x-session-id: reviewer
+
+A hint never changes an answer, and a program never fails or waits because of one: what cannot be sent is
+dropped and counted, and said once in the log. Needs nothing but Python.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit
+
+from sglang_ext.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+PATH = "/v1/advisory"
+MOST_WAITING = 256
+"""Hints that wait to be sent; the oldest goes, because the newest is worth most."""
+TIMEOUT_S = 5.0
+
+
+class Hints:
+    """Sends hints to a router, from a thread of its own.
+
+    Args:
+        url: of the router.
+        api_key: where it asks for one.
+
+    Raises:
+        ConfigError: ``url`` is none.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"{url!r} is not of the form http://host:port", field="url")
+        self._secure = parts.scheme == "https"
+        self._address = (parts.hostname, parts.port)
+        self._path = parts.path.rstrip("/") + PATH
+        self._headers = {"content-type": "application/json"}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
+        self._waiting: deque[bytes] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._said = False
+        self.sent = 0
+        self.dropped = 0
+
+    def hint(
+        self,
+        *,
+        session: str | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        text: str | None = None,
+        input_ids: Sequence[int] | None = None,
+        earliest_s: float = 0.0,
+        ttl_s: float | None = None,
+        priority: int | None = None,
+    ) -> None:
+        """Say that a request is coming: of a session, or one that continues a conversation. Returns at once.
+
+        Args:
+            session: as requests name it.
+            messages, text, input_ids: the conversation so far; one of them, or none with a session that the
+                router has seen.
+            earliest_s: seconds from now before which it does not come.
+            ttl_s: how long after that it may come.
+            priority: of the request.
+        """
+        fields = {
+            "session": session,
+            "messages": messages,
+            "text": text,
+            "input_ids": None if input_ids is None else list(input_ids),
+            "earliest_s": earliest_s or None,
+            "ttl_s": ttl_s,
+            "priority": priority,
+        }
+        body = json.dumps({name: value for name, value in fields.items() if value is not None}).encode()
+        with self._changed:
+            if self._closed:
+                return
+            if len(self._waiting) >= MOST_WAITING:
+                self._waiting.popleft()
+                self.dropped += 1
+            self._waiting.append(body)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._main, name="kv-hints", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def _main(self) -> None:
+        connection: http.client.HTTPConnection | None = None
+        while True:
+            with self._changed:
+                while not self._waiting and not self._closed:
+                    self._changed.wait()
+                if not self._waiting:
+                    break
+                body = self._waiting.popleft()
+            try:
+                connection = connection or self._connect()
+                self._send(connection, body)
+            except (OSError, http.client.HTTPException) as error:
+                if connection is not None:
+                    connection.close()
+                connection = None
+                self._failed(f"{type(error).__name__}: {error}")
+        if connection is not None:
+            connection.close()
+
+    def _connect(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        return kind(*self._address, timeout=TIMEOUT_S)
+
+    def _send(self, connection: http.client.HTTPConnection, body: bytes) -> None:
+        connection.request("POST", self._path, body, self._headers)
+        response = connection.getresponse()
+        answer = response.read()
+        if response.status == 200:
+            self.sent += 1
+        else:
+            self._failed(f"{response.status}: {answer[:200].decode(errors='replace')}")
+
+    def _failed(self, why: str) -> None:
+        self.dropped += 1
+        level = logging.DEBUG if self._said else logging.WARNING
+        self._said = True
+        logger.log(level, "a hint was not taken, and programs go on without: %s", why)
+
+    def close(self) -> None:
+        """Send what waits, and end the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def __enter__(self) -> Hints:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Hints({self.sent} sent, {self.dropped} dropped)"
+
+
+@contextmanager
+def advise(hints: Hints, session: str | None = None, **conversation: Any) -> Iterator[None]:
+    """While the block works, have the KV brought up for the request that comes after it.
+
+    Args:
+        hints: of the router that the request goes to.
+        session: as that request will name it.
+        conversation: see ``Hints.hint``.
+    """
+    hints.hint(session=session, **conversation)
+    yield
