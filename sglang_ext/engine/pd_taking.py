@@ -272,6 +272,8 @@ class TakingRooms:
         try:
             (ready,) = await peer.push(room.number, self._epoch, control, pack_ids(wanted.pages), wanted.skip)
         except BaseException as error:
+            # It has failed, but its slots are in use until nobody writes there.
+            self._stops(room, error)
             if not isinstance(error, RefusedError) and not peer.gone:
                 # So that it stops writing; until it has, the slots are in use.
                 await peer.abort(room.number, self._epoch, "given up")
@@ -322,6 +324,12 @@ class TakingRooms:
                 raise asyncio.CancelledError
             self._move(room, event)
         self._wake()
+
+    def _stops(self, room: TakingRoom, error: BaseException) -> None:
+        with self._lock:
+            if not FACTS[room.state].end:
+                room.reason = room.reason or str(error)
+                self._move(room, Event.PEER_DEAD if isinstance(error, PeerGoneError) else Event.FAULT)
 
     def _ends(self, room: TakingRoom, event: Event, reason: str) -> None:
         with self._lock:

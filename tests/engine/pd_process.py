@@ -1,0 +1,48 @@
+"""One side of hand-overs in a process of its own, for tests that kill or stop it: `pd_process.py JSON`.
+
+Reads commands from stdin, a line each, and answers each with a line: what the room's state is then.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import numpy as np
+from pd_rig import METADATA, Rows, pool
+
+from sglang_ext.engine.pd_agent import Agent, AgentConfig
+from sglang_ext.engine.pd_peers import Local
+from sglang_ext.engine.pd_taking import Wanted
+
+PAGE = 4
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    prefills = options["role"] == "prefill"
+    spec, _ = pool(0, 1, PAGE, seed=1)
+    local = Local(0, 1, PAGE, METADATA, options["mode"])
+    bootstrap = options["address"] if prefills else ""
+    agent = Agent(AgentConfig(options["role"], "model", local, bootstrap=bootstrap), spec, Rows())
+    room = None
+    print("started", flush=True)
+    for line in sys.stdin:
+        match line.split():
+            case ["open", number]:
+                if prefills:
+                    room = agent.giving.open(int(number))
+                else:
+                    room = agent.taking.open(options["address"], int(number))
+            case ["complete"]:
+                agent.giving.complete(room, np.array([1, 2]), bytes(METADATA))
+            case ["read"]:
+                agent.taking.read(room, Wanted(np.array([3, 4]), 0, 0))
+        print(room.state.value if room is not None else "none", flush=True)
+
+
+if __name__ == "__main__":
+    main()

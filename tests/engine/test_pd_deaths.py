@@ -1,0 +1,185 @@
+"""What a survivor does when the other side's process is killed or stopped, at each state of a hand-over."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pd_rig import METADATA, PAGES, Rows, pool
+
+from sglang_ext.disagg.handover import Giving, Taking, pins
+from sglang_ext.engine.pd_agent import Agent, AgentConfig
+from sglang_ext.engine.pd_bootstrap import BootstrapService
+from sglang_ext.engine.pd_giving import Room
+from sglang_ext.engine.pd_leases import POOL
+from sglang_ext.engine.pd_peers import Local
+from sglang_ext.engine.pd_taking import TakingRoom, Wanted
+from sglang_ext.testing.servers import wait_until
+
+PAGE = 4
+FREED_SECONDS = 5.0
+NUMBERS = itertools.count(1)
+SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
+
+
+class Victim:
+    """The side that will die."""
+
+    def __init__(self, role: str, mode: str, address: str) -> None:
+        options = json.dumps({"role": role, "mode": mode, "address": address})
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("pd_process.py")), options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        )
+        assert self._answer() == "started"
+
+    def _answer(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def do(self, command: str = "") -> str:
+        """Send a command; the state of the room after it."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def until(self, state: str) -> None:
+        wait_until(lambda: self.do("look") == state, seconds=20, what=state)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                continue
+
+
+@dataclass
+class Scene:
+    """A survivor and a victim that are about to hand a request over."""
+
+    survivor: Agent
+    victim: Victim
+    address: str
+    number: int
+
+    def die(self, how: signal.Signals) -> float:
+        os.kill(self.victim.process.pid, how)
+        return time.monotonic()
+
+
+@pytest.fixture
+def stage() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def scene(stack: ExitStack, victim: str, mode: str) -> Scene:
+    bootstrap = BootstrapService("127.0.0.1", 0, None)
+    stack.callback(bootstrap.close)
+    role = "decode" if victim == "prefill" else "prefill"
+    spec, _ = pool(0, 1, PAGE, seed=2)
+    local = Local(0, 1, PAGE, METADATA, mode)
+    own = bootstrap.address if role == "prefill" else ""
+    agent = Agent(AgentConfig(role, "model", local, bootstrap=own), spec, Rows())
+    stack.callback(agent.close)
+    process = Victim(victim, mode, bootstrap.address)
+    stack.callback(process.close)
+    return Scene(agent, process, bootstrap.address, next(NUMBERS))
+
+
+@pytest.mark.parametrize("how", SIGNALS, ids=lambda how: how.name)
+@pytest.mark.parametrize("state", [Giving.COMPUTING, Giving.OFFERED])
+def test_prefill_survives_decode(stage: ExitStack, state: Giving, how: signal.Signals) -> None:
+    found = scene(stage, "decode", "pull")
+    giving = found.survivor.giving
+    room = giving.open(found.number)
+    found.victim.do(f"open {found.number}")
+    wait_until(lambda: room.readers, seconds=20, what="decode to join")
+    if state is Giving.OFFERED:
+        giving.complete(room, np.array([1, 2]), bytes(METADATA))
+        found.victim.until("ready")
+    assert room.state is state
+    assert_over(found, room, found.die(how))
+
+
+@pytest.mark.parametrize("how", SIGNALS, ids=lambda how: how.name)
+@pytest.mark.parametrize("state", [Taking.WAITING, Taking.READY])
+def test_decode_survives_prefill(stage: ExitStack, state: Taking, how: signal.Signals) -> None:
+    found = scene(stage, "prefill", "pull")
+    found.victim.do(f"open {found.number}")
+    room = found.survivor.taking.open(found.address, found.number)
+    if state is Taking.READY:
+        found.victim.do("complete")
+    wait_until(lambda: room.state is state, seconds=20, what=state.value)
+    died = found.die(how)
+    if state is Taking.READY:
+        # SGLang may find slots for it in this very moment: what is read then is read from memory that is
+        # there, or fails.
+        found.survivor.taking.read(room, Wanted(np.array([3, 4]), 0, 0))
+        wait_until(lambda: room.state in (Taking.HELD, Taking.FAILED), seconds=FREED_SECONDS, what="an end")
+        return
+    assert_over(found, room, died)
+
+
+@pytest.mark.parametrize("how", SIGNALS, ids=lambda how: how.name)
+@pytest.mark.parametrize("victim", ["prefill", "decode"])
+def test_pushing_survives(stage: ExitStack, victim: str, how: signal.Signals) -> None:
+    """The pages are decode's to write for prefill when one of them dies."""
+    found = scene(stage, victim, "push")
+    room: Room | TakingRoom
+    if victim == "decode":
+        room = given = found.survivor.giving.open(found.number)
+        found.victim.do(f"open {found.number}")
+        found.victim.until("waiting")
+        found.victim.do("read")
+        wait_until(
+            lambda: found.survivor.giving.granted(given) is not None, seconds=20, what="decode's pages"
+        )
+    else:
+        found.victim.do(f"open {found.number}")
+        room = taken = found.survivor.taking.open(found.address, found.number)
+        wait_until(lambda: taken.state is Taking.WAITING, seconds=20, what="a connection")
+        found.survivor.taking.read(taken, Wanted(np.array([3, 4]), 0, 0))
+        wait_until(lambda: taken.claimed, seconds=20, what="prefill's claim")
+    died = found.die(how)
+    if victim == "prefill" and how is signal.SIGSTOP:
+        # Over memory that both map, a writer that only stands still may go on writing: its pages stay.
+        wait_until(lambda: room.state is Taking.STOPPING, seconds=20, what="the verdict")
+        assert pins(room.state)
+        found.victim.close()
+        died = time.monotonic()
+    assert_over(found, room, died)
+
+
+def assert_over(found: Scene, room: Room | TakingRoom, died: float) -> None:
+    """The room has ended within the time, and nothing of it is held."""
+    wait_until(
+        lambda: not pins(room.state) and room.state in (Giving.LOST, Taking.FAILED),
+        seconds=FREED_SECONDS - (time.monotonic() - died),
+        what=f"the end of a room that is {room.state.value}",
+    )
+    agent = found.survivor
+    wait_until(lambda: agent.giving.live == agent.taking.live == 0, seconds=5, what="rooms to end")
+    pages = agent.endpoint.pools[POOL]
+    assert not pages.is_sealed(np.arange(PAGES)).any()
+    assert pages.granted == 0
+    agent.giving.check()
