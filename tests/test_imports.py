@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 SHARED = {
+    "advise",
     "agent_messages",
     "clock",
     "cluster_key",
