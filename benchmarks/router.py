@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common import Report, parse
-from benchmarks.router_serving import measure_serving
+from benchmarks.router_serving import SERVING_CASES, measure_serving
 from benchmarks.router_speed import measure_speed
 
 PARTS = ("speed", "serving")
@@ -27,6 +27,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="PYTHON",
         help="interpreter of an environment of its own with sglang-router==0.3.2, to measure it too",
+    )
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        choices=SERVING_CASES,
+        default=SERVING_CASES,
+        help="of the part with real servers",
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
 

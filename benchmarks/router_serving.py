@@ -20,6 +20,7 @@ POLICIES = (OURS, "cost", "prompt-tree", SESSION, "least-load", "round-robin", "
 QUICK_POLICIES = (OURS,)
 CACHE_AWARE = PEER
 AT_ONCE = 4
+SERVING_CASES = ("ordinary", "scarce", "restart", "sharing")
 DOCUMENT, TURN = 384, 48
 SHARED_BY = 3
 
@@ -39,8 +40,8 @@ class Plan:
 
 def plan_for(options: Options) -> Plan:
     if options.quick:
-        return Plan(2, 4096, 6, 15, 3, 6, 1)
-    return Plan(3, 6144, 15, 45, 4, 30, 3)
+        return Plan(2, 4096, 6, 45, 3, 6, 1)
+    return Plan(3, 4096, 15, 66, 4, 30, 3)
 
 
 Leg = Callable[[RealFleet, str, int, Sequence[Session]], list[Seen]]
@@ -69,8 +70,10 @@ def measure_serving(options: Options, report: Report, peer_python: Path | None) 
             ("scarce", plan.many, _all_turns(plan)),
             ("restart", plan.few, _restart(plan)),
         ):
-            _measure_case(report, plan, fleet, case, sessions, leg, policies, peer_python)
-        _measure_sharing(report, plan, fleet, policies, peer_python)
+            if case in options.extra.cases:
+                _measure_case(report, plan, fleet, case, sessions, leg, policies, peer_python)
+        if "sharing" in options.extra.cases:
+            _measure_sharing(report, plan, fleet, policies, peer_python)
 
 
 def _all_turns(plan: Plan) -> Leg:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import random
 import statistics
@@ -87,7 +88,9 @@ def measure_speed(options: Options, report: Report, peer_python: Path | None) ->
         shuffle = random.Random(SEED)
         for case in CASES:
             for leg in legs.values():
-                load.measure(case.job(leg.port, 0.2))
+                # Long enough that every prompt has been seen, and so tokenized.
+                warm_up = dataclasses.replace(case, connections=MANY)
+                load.measure(warm_up.job(leg.port, 1.0))
                 leg.results[case] = []
             for _ in range(rounds):
                 shuffle.shuffle(order)
@@ -137,7 +140,7 @@ def _legs(
             legs[name] = Leg(ports_of[name], running)
         report.note(
             f"speed: {WORKERS} stand-in workers that answer after {SERVICE_S * 1e3:g} ms; each router on one "
-            "core, logging warnings only; direct is one worker without a router; 64 prompts recur"
+            "core, logging warnings only; direct is one worker without a router; 64 prompts recur, seen before"
         )
         yield load, legs
 
