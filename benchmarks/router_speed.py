@@ -140,7 +140,7 @@ def _legs(
             legs[name] = Leg(ports_of[name], running)
         report.note(
             f"speed: {WORKERS} stand-in workers that answer after {SERVICE_S * 1e3:g} ms; each router on one "
-            "core, logging warnings only; direct is one worker without a router; 64 prompts recur, seen before"
+            "core, logging warnings only; direct is one worker without a router; 64 prompts, seen before"
         )
         yield load, legs
 
