@@ -432,13 +432,13 @@ async def test_a_response_is_found_through_any_router(redis, start, start_worker
     worker = await start_worker()
     one.members.list_url(worker.url)
     await eventually(lambda: len(two.fleet.usable()) == 1)
-    one.homes.keep("tenant", "resp_1", worker.url)
+    one.serving.homes.keep("tenant", "resp_1", worker.url)
 
     def known() -> bool:
-        return len(two.homes) == 1
+        return len(two.serving.homes) == 1
 
     await eventually(known)
-    assert two.homes.find("tenant", "resp_1") == worker.url
+    assert two.serving.homes.find("tenant", "resp_1") == worker.url
 
 
 @needs_redis
