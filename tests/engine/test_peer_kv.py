@@ -22,6 +22,8 @@ from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine.advice import Advice
 from sglang_ext.engine.build_peers import may_fetch
 from sglang_ext.engine.fetch_link import FetchLink
+from sglang_ext.engine.fetches import NOT_YET
+from sglang_ext.engine.hbm import pool_geometry
 from sglang_ext.engine.peer_kv import PeerKv
 from sglang_ext.keys import encode_tokens
 from sglang_ext.testing.fakes import FakeClock
@@ -102,13 +104,36 @@ def make_server() -> Iterator[MakeServer]:
         transports: tuple[TransportName, ...] = (),
         fresh: Callable[[], bool] = lambda: True,
         clock: FakeClock | None = None,
+        tp: tuple[int, int] = (0, 1),
+        agree: Callable[[int], int] = int,
     ) -> Server:
         rank = Rank(scenario)
         assert rank.arena is not None
         assert rank.tier is not None
-        config = EndpointConfig(f"server {len(made)}", namespace, transports=transports)
-        link = FetchLink(config, rank.pools.geometry(), rank.arena)
-        peers = PeerKv(rank.tree, rank.tier, link, namespace=rank.cache.namespace, fresh=fresh, clock=clock)
+        number, ranks = tp
+        config = EndpointConfig(f"server {len(made)}", namespace, rank=number, transports=transports)
+        geometry = pool_geometry(
+            rank.pools.tensors,
+            block_tokens=BLOCK,
+            page_tokens=rank.pools.kind.page,
+            first_layer=rank.pools.kind.start_layer,
+            model_layers=rank.pools.kind.start_layer + rank.pools.kind.layers,
+            tp_rank=number,
+            tp_size=ranks,
+            model_kv_heads=2 * ranks,
+        )
+        link = FetchLink(config, geometry, rank.arena)
+        peers = PeerKv(
+            rank.tree,
+            rank.tier,
+            link,
+            namespace=rank.cache.namespace,
+            fresh=fresh,
+            rank=number,
+            ranks=ranks,
+            agree=agree,
+            clock=clock,
+        )
         rank.cache.peers = peers
         assert rank.cache.prefetcher is not None
         advice = Advice(rank.cache.prefetcher)
@@ -230,6 +255,56 @@ def test_a_hint_that_is_withdrawn_brings_nothing_to_hbm(make_server: MakeServer)
     prefetcher = reader.rank.cache.prefetcher
     assert prefetcher is not None
     assert not prefetcher.busy
+
+
+# -- several ranks ----------------------------------------------------------------------------------
+
+
+def test_a_rank_reads_from_the_same_rank_of_its_peer(make_server: MakeServer) -> None:
+    owner, reader = make_server(tp=(1, 2)), make_server(tp=(1, 2))
+    tokens = prompt(1, 20)
+    owner.serve(tokens)
+    key = encode_tokens(tokens)
+    owner.told(Lend("loan", key))
+    reader.told(Fetch("r1", key, Source(("127.0.0.1:1", owner.link.address), "loan"), wait_s=30.0))
+    req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))
+    assert req.cached_tokens == 20 * BLOCK
+    assert reader.peers.fetches.counters.done == 1
+
+
+@pytest.mark.parametrize(("others", "blocks"), [(20, 20), (7, 7), (0, 0)])
+def test_nothing_lands_before_all_ranks_have_it(make_server: MakeServer, others: int, blocks: int) -> None:
+    said = NOT_YET
+
+    def agree(number: int) -> int:
+        return min(number, said)
+
+    owner, reader = make_server(), make_server(agree=agree)
+    tokens = prompt(1, 20)
+    owner.serve(tokens)
+    key = encode_tokens(tokens)
+    owner.told(Lend("loan", key))
+    reader.told(Advise("hint", key, ttl_s=30.0, source=Source((owner.link.address,), "loan")))
+    (fetch,) = reader.peers.fetches._active
+    until(lambda: fetch.job.offered is not None, "the offer")
+    for _ in range(3):
+        reader.peers.drain()
+    assert fetch.ids is None, "another rank does not know yet what it is offered"
+    said = others
+    reader.peers.drain()
+    if others:
+        assert fetch.ids is not None
+        assert len(fetch.ids) == blocks
+        said = NOT_YET
+        until(lambda: fetch.job.read is not None, "the read")
+        for _ in range(3):
+            reader.peers.drain()
+        assert reader.in_dram(tokens) == 0
+        said = others
+        reader.peers.drain()
+    assert reader.in_dram(tokens) == blocks * BLOCK
+    assert not reader.peers.fetches.busy
+    reader.rank.check()
 
 
 # -- who waits --------------------------------------------------------------------------------------
