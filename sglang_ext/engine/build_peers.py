@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import socket
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -14,9 +16,12 @@ from sglang_ext.engine.fetch_link import FetchLink
 from sglang_ext.engine.pd_setup import keys_of, reachable
 from sglang_ext.engine.peer_kv import PeerKv
 from sglang_ext.engine.radix_cache import GlobalRadixCache
+from sglang_ext.errors import ConfigError, SglangExtError
 from sglang_ext.geometry import Geometry
 from sglang_ext.keys import Namespace
 from sglang_ext.tiered_store.dram import DramArena
+
+logger = logging.getLogger(__name__)
 
 ADDRESS_BYTES: Final = 512
 
@@ -44,21 +49,26 @@ def attach_peers(
     group: Any,
     agree: Callable[[int], int],
 ) -> tuple[str, ...]:
-    """Let a rank fetch and lend; returns the addresses of all ranks. Called in every rank at once.
+    """Let a rank fetch and lend; returns the addresses of all ranks, none where one cannot listen. Called in
+    every rank at once.
 
     Args:
         identity: of the rank's KV, its shard and weights included.
 
     Raises:
-        ConfigError: the key cannot be read. What ``Endpoint.start`` raises.
+        ConfigError: the key cannot be read.
     """
     keys = keys_of(config)
     # Routers reach an instance without a key on its own host only.
     host = "127.0.0.1" if keys is None else reachable(server_args.host)
     rank = rank_in(group)
     endpoint = EndpointConfig(instance, identity.digest().hex(), rank=rank, bind=host, keys=keys)
-    link = FetchLink(endpoint, geometry, arena)
-    addresses = on_all_ranks(link.address, group)
+    link = _link(endpoint, geometry, arena)
+    addresses = on_all_ranks("" if link is None else link.address, group)
+    if link is None or not all(addresses):
+        if link is not None:
+            link.close()
+        return ()
     cache.peers = PeerKv(
         cache.tree,
         tier,
@@ -72,6 +82,18 @@ def attach_peers(
     if cache.advice is not None:
         cache.advice.peers = cache.peers
     return addresses
+
+
+def _link(config: EndpointConfig, geometry: Geometry, arena: DramArena) -> FetchLink | None:
+    try:
+        if ":" in config.bind:
+            raise ConfigError(f"peers are not reached over IPv6 ({config.bind})", field="--host")
+        # An address that is not this host's is found out before anything is registered.
+        socket.create_server((config.bind, 0)).close()
+        return FetchLink(config, geometry, arena)
+    except (SglangExtError, OSError) as error:
+        logger.warning("KV is neither fetched from other instances nor lent to them: %s", error)
+        return None
 
 
 def rank_in(group: Any) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from engine_movers import until
@@ -20,12 +22,12 @@ from sglang_ext.config import KvConfig
 from sglang_ext.disagg.config import EndpointConfig
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine.advice import Advice
-from sglang_ext.engine.build_peers import may_fetch
+from sglang_ext.engine.build_peers import attach_peers, may_fetch
 from sglang_ext.engine.fetch_link import FetchLink
 from sglang_ext.engine.fetches import NOT_YET
 from sglang_ext.engine.hbm import pool_geometry
 from sglang_ext.engine.peer_kv import PeerKv
-from sglang_ext.keys import encode_tokens
+from sglang_ext.keys import Namespace, encode_tokens
 from sglang_ext.testing.fakes import FakeClock
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
@@ -272,12 +274,17 @@ def test_a_rank_reads_from_the_same_rank_of_its_peer(make_server: MakeServer) ->
     assert reader.peers.fetches.counters.done == 1
 
 
+def reading(fetch: Any) -> int:
+    """Blocks that a fetch has taken."""
+    return 0 if fetch.ids is None else len(fetch.ids)
+
+
 @pytest.mark.parametrize(("others", "blocks"), [(20, 20), (7, 7), (0, 0)])
 def test_nothing_lands_before_all_ranks_have_it(make_server: MakeServer, others: int, blocks: int) -> None:
-    said = NOT_YET
+    said = [NOT_YET]
 
     def agree(number: int) -> int:
-        return min(number, said)
+        return min(number, said[0])
 
     owner, reader = make_server(), make_server(agree=agree)
     tokens = prompt(1, 20)
@@ -289,18 +296,17 @@ def test_nothing_lands_before_all_ranks_have_it(make_server: MakeServer, others:
     until(lambda: fetch.job.offered is not None, "the offer")
     for _ in range(3):
         reader.peers.drain()
-    assert fetch.ids is None, "another rank does not know yet what it is offered"
-    said = others
+    assert not reading(fetch), "another rank does not know yet what it is offered"
+    said[0] = others
     reader.peers.drain()
     if others:
-        assert fetch.ids is not None
-        assert len(fetch.ids) == blocks
-        said = NOT_YET
+        assert reading(fetch) == blocks
+        said[0] = NOT_YET
         until(lambda: fetch.job.read is not None, "the read")
         for _ in range(3):
             reader.peers.drain()
         assert reader.in_dram(tokens) == 0
-        said = others
+        said[0] = others
         reader.peers.drain()
     assert reader.in_dram(tokens) == blocks * BLOCK
     assert not reader.peers.fetches.busy
@@ -492,3 +498,73 @@ def test_which_servers_exchange_kv(
 ) -> None:
     config = dataclasses.replace(KvConfig(dram_size=1 << 20, router="http://127.0.0.1:1"), **changes)  # type: ignore[arg-type]
     assert may_fetch(config, SimpleNamespace(disaggregation_mode=mode), adapters=adapters) is expected
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+@pytest.mark.parametrize("secured", [False, True])
+def test_what_a_server_puts_together_fetches(
+    make_server: MakeServer, tmp_path: Path, host: str, secured: bool
+) -> None:
+    key_file = tmp_path / "cluster.key"
+    key_file.touch(mode=0o600)
+    key_file.write_text("a-test-of-links-0123456789-abcdefghijklmn\n")
+    config = KvConfig(
+        dram_size=1 << 20,
+        router="http://127.0.0.1:1",
+        cluster_key_file=str(key_file) if secured else None,
+    )
+    servers: list[Server] = []
+    for _ in range(2):
+        server = make_server()
+        server.peers.close()
+        cache = server.rank.cache
+        cache.advice = server.advice
+        assert server.rank.tier is not None
+        assert server.rank.arena is not None
+        (address,) = attach_peers(
+            cache,
+            server.rank.tier,
+            server.rank.arena,
+            server.rank.pools.geometry(),
+            config,
+            SimpleNamespace(host=host),
+            Namespace("model", "weights", "float32", "layout"),
+            instance="one",
+            group=None,
+            agree=int,
+        )
+        assert cache.peers is not None
+        server.peers = cache.peers
+        server.link = cache.peers._link  # type: ignore[assignment]
+        assert server.link.address == address
+        servers.append(server)
+    owner, reader = servers
+    tokens = prompt(1, 20)
+    owner.serve(tokens)
+    lend_and_fetch(owner, reader, tokens)
+    req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))
+    assert req.cached_tokens == 20 * BLOCK
+
+
+@pytest.mark.parametrize("host", ["::1", "192.0.2.1"])
+def test_a_server_that_cannot_listen_does_without(make_server: MakeServer, tmp_path: Path, host: str) -> None:
+    key_file = tmp_path / "cluster.key"
+    key_file.touch(mode=0o600)
+    key_file.write_text("a-test-of-links-0123456789-abcdefghijklmn\n")
+    server = make_server()
+    assert server.rank.tier is not None
+    assert server.rank.arena is not None
+    addresses = attach_peers(
+        server.rank.cache,
+        server.rank.tier,
+        server.rank.arena,
+        server.rank.pools.geometry(),
+        KvConfig(dram_size=1 << 20, router="http://127.0.0.1:1", cluster_key_file=str(key_file)),
+        SimpleNamespace(host=host),
+        Namespace("model", "weights", "float32", "layout"),
+        instance="one",
+        group=None,
+        agree=int,
+    )
+    assert addresses == ()
+    assert server.rank.cache.peers is server.peers
