@@ -141,7 +141,12 @@ class Agent:
 
     def settle(self, future: asyncio.Future[None]) -> None:
         """Let what waits for a future go on. From any thread."""
-        self._thread.loop.call_soon_threadsafe(lambda: future.done() or future.set_result(None))
+
+        def finish() -> None:
+            if not future.done():
+                future.set_result(None)
+
+        self._thread.loop.call_soon_threadsafe(finish)
 
     async def back(self, control: str) -> Instance:
         """The connection to a decode server that offers something; made once, remade after a death."""

@@ -68,7 +68,7 @@ class Blocks:
 
     def pages(self, slots: Any) -> Ids:
         """Pages of slots, which are whole pages."""
-        found = np.asarray(slots.tolist() if hasattr(slots, "tolist") else slots, np.int64)
+        found: Ids = np.asarray(slots.tolist() if hasattr(slots, "tolist") else slots, np.int64)
         return found[:: self.page] // self.page
 
     def insert(self, namespace: Hashable, key: bytes, slots: Any, skip: int) -> int:
