@@ -69,7 +69,8 @@ class Blocks:
     def pages(self, slots: Any) -> Ids:
         """Pages of slots, which are whole pages."""
         found: Ids = np.asarray(slots.tolist() if hasattr(slots, "tolist") else slots, np.int64)
-        return found[:: self.page] // self.page
+        pages: Ids = found[:: self.page] // self.page
+        return pages
 
     def insert(self, namespace: Hashable, key: bytes, slots: Any, skip: int) -> int:
         """Insert a prompt whose blocks after the first `skip` are in `slots`; how many tokens are new.
