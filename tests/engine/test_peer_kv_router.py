@@ -1,0 +1,193 @@
+"""A whole router and two instances without servers: from registration to KV that was fetched.
+
+What stands in for SGLang is the loop that takes commands (``patches/commands``) and goes round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import engine_simulation
+import pytest
+from engine_scheduler import Settings
+from engine_simulation import Rank, Scenario
+
+from router import Router, RouterConfig
+from router.policies import Decision, Instance, Match, Reason
+from router.policies.base import Fetch
+from router.tokenizing import Encoded
+from sglang_ext.agent_messages import Advise
+from sglang_ext.config import KvConfig
+from sglang_ext.engine.advice import Advice
+from sglang_ext.engine.agent import AgentFacts
+from sglang_ext.engine.build_agent import attach_agent, attach_hints
+from sglang_ext.engine.build_peers import attach_peers
+from sglang_ext.keys import Namespace, encode_tokens
+from sglang_ext.radix_global import Holder
+from sglang_ext.testing.servers import free_port
+
+pytestmark = pytest.mark.usefixtures("sglang_config")
+
+BLOCK = 4
+SCENARIO = Scenario(
+    "two instances",
+    hbm_tokens=240,
+    dram_blocks=300,
+    settings=Settings(chunk=None, new_token_ratio=0.05),
+)
+IDENTITY = Namespace("model", "weights", "float32", "layout", shard="tp0of1")
+TENANT = ("tokens", None, None, "salt")
+TOKENS = [1000 + i for i in range(20 * BLOCK + 1)]
+
+
+class Node:
+    """An instance as the factory puts it together, and a loop that goes round when it is told to."""
+
+    def __init__(self, name: str, port: int, router_port: int, key_file: Path) -> None:
+        config = KvConfig(
+            dram_size=1 << 20,
+            block_size=BLOCK,
+            router=f"http://127.0.0.1:{router_port}",
+            cluster_key_file=str(key_file),
+        )
+        self.url = f"http://127.0.0.1:{port}"
+        # Every simulated rank has one name, and members of a cluster have different ones.
+        named = SimpleNamespace(of=lambda _name, _epoch, tier: Holder.of(name, port, tier))
+        with patch.object(engine_simulation, "Holder", named):
+            self.rank = Rank(SCENARIO)
+        self.cache = self.rank.cache
+        arguments = SimpleNamespace(
+            host="127.0.0.1",
+            port=port,
+            disaggregation_mode="null",
+            served_model_name="m",
+            tp_size=1,
+            pp_size=1,
+        )
+        assert self.rank.tier is not None
+        assert self.rank.arena is not None
+        assert self.cache.prefetcher is not None
+        self.cache.advice = Advice(self.cache.prefetcher)
+        endpoints = attach_peers(
+            self.cache,
+            self.rank.tier,
+            self.rank.arena,
+            self.rank.pools.geometry(),
+            config,
+            arguments,
+            IDENTITY,
+            instance=name,
+            group=None,
+            agree=int,
+        )
+        agent = attach_agent(
+            self.cache,
+            arguments,
+            config,
+            AgentFacts(name, port.to_bytes(16, "big"), BLOCK),
+            epoch=port,
+            names=None,
+            disk=None,
+            namespace=IDENTITY,
+            endpoints=endpoints,
+        )
+        attach_hints(self.cache, agent)
+
+    def go_round(self) -> None:
+        """One pass of the scheduler's loop, with what came from the agent."""
+        assert self.cache.inbox is not None
+        for command in self.cache.inbox.take():
+            self.cache.obey(command.payload)
+        self.rank.scheduler.step()
+        assert self.rank.tier is not None
+        self.rank.tier.settle()
+
+    def in_dram(self) -> int:
+        holders = self.rank.tree.holders((0, None, "salt"), encode_tokens(TOKENS))
+        return holders.get(self.rank.tier.holder, 0) if self.rank.tier is not None else 0
+
+
+@pytest.fixture
+def router_port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "cluster.key"
+    path.touch(mode=0o600)
+    path.write_text("a-test-of-links-0123456789-abcdefghijklmn\n")
+    return path
+
+
+@pytest.fixture
+def nodes(router_port: int, key_file: Path) -> Iterator[list[Node]]:
+    made = [Node(name, free_port(), router_port, key_file) for name in ("one", "two")]
+    yield made
+    for node in made:
+        node.rank.close()
+        assert node.cache.inbox is not None
+        node.cache.inbox.close()
+
+
+async def until(condition: Callable[[], Any], nodes: list[Node], what: str) -> None:
+    """Wait for a condition while the instances go round."""
+    try:
+        async with asyncio.timeout(20):
+            while not condition():
+                for node in nodes:
+                    node.go_round()
+                await asyncio.sleep(0.002)
+    except TimeoutError:
+        raise AssertionError(f"{what} does not come") from None
+
+
+async def test_from_registration_to_a_hit(router_port: int, key_file: Path, nodes: list[Node]) -> None:
+    owner, reader = nodes
+    key = encode_tokens(TOKENS)
+    config = RouterConfig(port=router_port, cluster_key_file=str(key_file), block_size=BLOCK)
+    async with Router(config) as router:
+        await until(lambda: router.fetching.possible(owner.url, reader.url), nodes, "registration")
+        owner.rank.serve(TOKENS, salt="salt")
+
+        def held() -> dict[str, Match]:
+            return router.trees.match(TENANT, key)
+
+        await until(lambda: held().get(owner.url, Match(0)).tokens == 20 * BLOCK, nodes, "the index")
+        fleet = tuple(Instance(node.url, 0, 0, 0, 0) for node in nodes)
+        decision = Decision(reader.url, Reason.FETCH, fetch=Fetch(owner.url, 20 * BLOCK))
+        assert router.costs.transfer_s(fleet[0], fleet[1], 1) < 1
+        flight: Any = SimpleNamespace(
+            prompts=[Encoded(TENANT, key, len(TOKENS))],
+            units=len(TOKENS),
+            record=SimpleNamespace(request_id="r1"),
+        )
+        assert decision.fetch is not None
+        assert router.fetching.begin(flight, decision.fetch, decision, fleet, held())
+        await until(lambda: reader.in_dram() == 20 * BLOCK, nodes, "the KV")
+        # The router is told of it too.
+        await until(lambda: held().get(reader.url, Match(0)).dram == 20 * BLOCK, nodes, "the event")
+        req = reader.rank.serve(TOKENS, salt="salt")
+        assert req.cached_tokens == 20 * BLOCK
+        router.check()
+
+
+async def test_a_hint_comes_with_its_source(router_port: int, key_file: Path, nodes: list[Node]) -> None:
+    owner, reader = nodes
+    key = encode_tokens(TOKENS)
+    config = RouterConfig(port=router_port, cluster_key_file=str(key_file), block_size=BLOCK)
+    async with Router(config) as router:
+        await until(lambda: router.fetching.possible(owner.url, reader.url), nodes, "registration")
+        owner.rank.serve(TOKENS, salt="salt")
+        fleet = tuple(Instance(node.url, 0, 0, 0, 0) for node in nodes)
+        matches = {owner.url: Match(20 * BLOCK)}
+        source = router.fetching.source_for(TENANT, key, reader.url, fleet, matches)
+        assert source is not None
+        hint = Advise("hint", key, cache_salt="salt", ttl_s=30.0, source=source)
+        assert router.agents.send(reader.url, hint)
+        await until(lambda: reader.rank.cache.total_size() == 20 * BLOCK, nodes, "the KV in HBM")
