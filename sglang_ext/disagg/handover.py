@@ -7,7 +7,8 @@ prefill writes.
 Prefill's side of a room (`Giving`):
 
     state      what is pinned on prefill            ends by itself when
-    COMPUTING  what the engine holds to compute     never: the engine ends it
+    COMPUTING  what the engine holds to compute     never: the engine ends it; pushing, GRANT_SECONDS
+                                                    without a decode rank
     COMPLETE   the request's slots                  no decode rank has joined: JOIN_SECONDS
     OFFERED    the request's slots, leased          a lease is not renewed: LEASE_SECONDS
     WRITING    the request's slots (push)           WRITE_SECONDS
@@ -46,6 +47,8 @@ HEARTBEAT_SECONDS: Final = 1.0
 VERDICT_SECONDS: Final = 2.5
 JOIN_SECONDS: Final = 10.0
 """How long complete KV waits for a decode rank to join, and a decode rank for its room to appear."""
+GRANT_SECONDS: Final = 60.0
+"""Pushing, how long a request that nobody has named pages for waits on prefill: decode may have no room."""
 CONNECT_SECONDS: Final = 10.0
 LEASE_SECONDS: Final = 10.0
 RENEW_SECONDS: Final = 1.0

@@ -196,7 +196,7 @@ class Agent:
             receiver=claims if pushes else None,
         )
         self.book = LeaseBook(self.endpoint.pools[POOL], self.endpoint)
-        self.giving = GivingRooms(self.book, self._clock, loop, self.wake, self._claim)
+        self.giving = GivingRooms(self.book, self._clock, loop, self.wake, self._claim, pushes)
         self._peers = PrefillPeers(self.endpoint, self._context, config.keys, config.local)
         self.taking = TakingRooms(
             self._peers,

@@ -20,6 +20,7 @@ from sglang_ext.clock import Clock
 from sglang_ext.disagg.errors import RefusedError
 from sglang_ext.disagg.handover import (
     FACTS,
+    GRANT_SECONDS,
     JOIN_SECONDS,
     LEASE_SECONDS,
     Event,
@@ -84,7 +85,9 @@ class GivingRooms:
         loop: asyncio.AbstractEventLoop,
         wake: Callable[[], None] = lambda: None,
         claim: Callable[[int, Push], Awaitable[Writing | None]] | None = None,
+        pushes: bool = False,
     ) -> None:
+        self._pushes = pushes
         self._claim = claim
         self._book = book
         self._clock = clock
@@ -259,6 +262,10 @@ class GivingRooms:
             dead = [e for e, r in list(room.readers.items()) if not r.done and e not in live]
             if dead:
                 self._lose(room, Event.PEER_DEAD, "the decode server is gone")
+                continue
+            if self._pushes and room.state is Giving.COMPUTING and not room.readers:
+                if now - room.since > GRANT_SECONDS:
+                    self._lose(room, Event.FAULT, f"no decode server has room within {GRANT_SECONDS:.0f} s")
                 continue
             limit = FACTS[room.state].seconds
             if limit is not None and now - room.since > limit:

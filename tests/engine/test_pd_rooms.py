@@ -373,3 +373,11 @@ def test_who_has_another_key_gets_nowhere(monkeypatch: pytest.MonkeyPatch) -> No
         servers.wait(lambda: taking.state is Taking.FAILED, "the end")
         assert "no prefill server answers" in taking.reason
         assert not room.readers
+
+
+def test_a_request_that_no_decode_server_has_room_for_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pd_giving, "GRANT_SECONDS", 0.3)
+    with rig(mode="push") as servers:
+        room = servers.prefill[0].agent.giving.open(next(NUMBERS))
+        servers.wait(lambda: room.state is Giving.LOST, "the end")
+        assert "no decode server has room" in room.reason

@@ -117,6 +117,9 @@ def test_an_abort_at_any_step_frees_both_sides(rig: Rig, number: int, side: str)
         both = rig.pd.start(prompt_of(hash_of(rid), 150), max_new_tokens=4, rid=rid)
         wait_until(at.exists, seconds=30, what=step)
         server.post("/abort_request", {"rid": rid})
+        if step == "joining" and not pulls(rig):
+            # Decode has not met prefill yet; a router tells both.
+            rig.pd.prefill[0].server.post("/abort_request", {"rid": rid})
         if side == "prefill" or step != "joining":
             # Without waiting for what is held up.
             assert ends_in_error(both[0])
@@ -155,6 +158,17 @@ def test_two_requests_cannot_have_one_room(rig: Rig) -> None:
 
 def hash_of(text: str) -> int:
     return sum(text.encode())
+
+
+@pytest.mark.parametrize("tokens", [64, 65, 79])
+def test_a_prompt_that_decode_has_already(rig: Rig, tokens: int) -> None:
+    """All of it, when it is whole pages: then nothing is sent but the first token."""
+    prompt = prompt_of(50 + tokens, tokens)
+    expected = rig.expected(prompt)
+    for _ in range(3):
+        assert_same(expected, rig.pd.generate(prompt, max_new_tokens=ANSWER_TOKENS))
+    rig.pd.wait_idle()
+    assert nothing_is_left(rig.pd.servers)
 
 
 def test_the_next_turn_finds_what_its_design_keeps(rig: Rig) -> None:

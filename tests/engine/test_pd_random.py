@@ -1,0 +1,126 @@
+"""Many hand-overs at once, with aborts at random on either side: what is held is right, nothing is left."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from pd_rig import METADATA, PAGES, Rig, rig
+
+from sglang_ext.disagg.handover import Giving, State, Taking, ended
+from sglang_ext.engine.pd_giving import Room
+from sglang_ext.engine.pd_leases import POOL
+from sglang_ext.engine.pd_taking import TakingRoom, Wanted
+
+AT_ONCE = 8
+ABORTS: list[State] = [state for state in (*Giving, *Taking) if not ended(state)]
+REQUEST_PAGES = 4
+SECONDS = 120.0
+
+
+@dataclass
+class Request:
+    number: int
+    giving: Room
+    taking: TakingRoom
+    here: list[int]
+    skip: int
+    abort_at: State | None = None
+    """It is aborted when a side is seen in this state."""
+    there: list[int] | None = None
+    computed: bool = False
+
+    @property
+    def over(self) -> bool:
+        return ended(self.giving.state) and ended(self.taking.state)
+
+
+class Scheduler:
+    """Both engines of a rig, in one loop; their moves are drawn from a seed."""
+
+    def __init__(self, servers: Rig, seed: int, mode: str) -> None:
+        self.servers = servers
+        self.rng = random.Random(seed)
+        self.mode = mode
+        self.giving = servers.prefill[0].agent.giving
+        self.taking = servers.decode[0].agent.taking
+        self.free = list(range(PAGES))
+        self.held = self.lost = 0
+
+    def start(self, number: int) -> Request:
+        room = self.giving.open(number)
+        # Prefill's pages are shared, as cached prefixes are.
+        here = self.rng.sample(range(PAGES), REQUEST_PAGES)
+        skip = self.rng.randrange(REQUEST_PAGES)
+        taking = self.taking.open(self.servers.address, number)
+        abort_at = self.rng.choice(ABORTS) if self.rng.random() < 0.5 else None
+        return Request(number, room, taking, here, skip, abort_at)
+
+    def step(self, request: Request) -> None:
+        waits = Taking.READY if self.mode == "pull" else Taking.WAITING
+        if request.taking.state is waits and request.there is None and len(self.free) >= REQUEST_PAGES:
+            request.there = [self.free.pop() for _ in range(REQUEST_PAGES - request.skip)]
+            self.taking.read(request.taking, Wanted(np.array(request.there), request.skip, 0))
+        may_compute = self.mode == "pull" or self.giving.granted(request.giving) is not None
+        if may_compute and not request.computed and self.rng.random() < 0.3:
+            request.computed = True
+            pages = request.here if self.mode == "pull" else request.here[request.skip :]
+            self.giving.complete(request.giving, np.array(pages), bytes(METADATA))
+        if request.abort_at is request.giving.state:
+            self.giving.abort(request.giving, "prefill's client is gone")
+        elif request.abort_at is request.taking.state:
+            self.taking.abort(request.taking, "decode's client is gone")
+
+    def finish(self, request: Request) -> None:
+        if request.taking.state is Taking.HELD:
+            self.held += 1
+            sent = self.servers.prefill[0].kv(request.here[request.skip :], self.servers.page)
+            assert request.there is not None
+            assert np.array_equal(sent, self.servers.decode[0].kv(request.there, self.servers.page))
+        else:
+            self.lost += 1
+        self.taking.settle(request.taking)
+        self.giving.forget(request.giving)
+        if request.there is not None:
+            # Others' bytes come here next: whoever still wrote would damage them.
+            self.servers.decode[0].planes[0, "k"][np.array(request.there) * self.servers.page] = 0
+            self.free += request.there
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_random_aborts_leave_nothing_and_damage_nothing(mode: str, long_run: bool) -> None:
+    count = 1000 if long_run else 200
+    with rig(mode=mode) as servers:
+        scheduler = Scheduler(servers, seed=11, mode=mode)
+        active: list[Request] = []
+        number, deadline = 0, time.monotonic() + SECONDS
+        while number < count or active:
+            assert time.monotonic() < deadline, [(r.giving.state, r.taking.state) for r in active]
+            if number < count and len(active) < AT_ONCE:
+                number += 1
+                active.append(scheduler.start(number))
+            going: list[Request] = []
+            for request in active:
+                scheduler.step(request)
+                if request.over:
+                    scheduler.finish(request)
+                    continue
+                going.append(request)
+                if request.giving.state is Giving.LOST and not ended(request.taking.state):
+                    # The router tells the other side, too.
+                    scheduler.taking.abort(request.taking, "prefill has lost it")
+                elif request.taking.state is Taking.FAILED and not ended(request.giving.state):
+                    scheduler.giving.abort(request.giving, "decode has lost it")
+            active = going
+        assert scheduler.held > count / 4
+        assert scheduler.lost > count / 50
+        assert sorted(scheduler.free) == list(range(PAGES))
+        servers.wait(lambda: scheduler.taking.live == scheduler.giving.live == 0, "rooms to end")
+        for side in (*servers.prefill, *servers.decode):
+            pages = side.agent.endpoint.pools[POOL]
+            servers.wait(lambda pages=pages: pages.granted == 0, "grants to end")
+            assert not pages.is_sealed(np.arange(PAGES)).any()
+        servers.check()
