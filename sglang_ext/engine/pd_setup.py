@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from typing import Any
 
+import torch
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_ext.cluster_key import read_cluster_key
@@ -20,6 +22,7 @@ from sglang_ext.errors import ConfigError
 
 BACKEND = "global"
 FLAG = f"--disaggregation-transfer-backend {BACKEND}"
+MARKED_ROWS = 64
 
 
 def keys_of(config: KvConfig) -> CurveKeys | None:
@@ -118,9 +121,35 @@ def reachable(host: str) -> str:
 
 
 def namespace_of(scheduler: Any, server_args: Any) -> str:
-    """What prefill and decode must share, however each cuts the model."""
+    """What prefill and decode must share, however each cuts the model: configuration, weights, dtype."""
     dtype = scheduler.token_to_kv_pool_allocator.get_kvcache().dtype
-    return f"{config_digest(scheduler.model_config.hf_config)} {server_args.weight_version} {dtype}"
+    mark = weights_mark(scheduler.tp_worker.model_runner.model)
+    # The first rank's, for all: the others have other rows.
+    number = torch.tensor([mark if get_parallel().attn_tp_rank == 0 else 0])
+    if get_parallel().attn_tp_size > 1:
+        torch.distributed.all_reduce(
+            number, op=torch.distributed.ReduceOp.MAX, group=scheduler.attn_tp_cpu_group
+        )
+    config = config_digest(scheduler.model_config.hf_config)
+    return f"{config} {int(number):x} {server_args.weight_version} {dtype}"
+
+
+def weights_mark(model: torch.nn.Module) -> int:
+    """A number of 56 bits that tells weights apart by those that the first of any number of ranks has: the
+    norms, and the first embeddings.
+    """
+    digest = hashlib.blake2b(digest_size=7, person=b"kv-pd-weights")
+    for name, tensor in sorted(model.named_parameters(), key=lambda item: item[0]):
+        if "norm" in name:
+            part = tensor
+        elif "embed" in name:
+            part = tensor[:MARKED_ROWS]
+        else:
+            continue
+        data = part.detach().contiguous().cpu().view(torch.uint8)
+        digest.update(f"{name} {tuple(part.shape)} {part.dtype}\n".encode())
+        digest.update(data.numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little")
 
 
 def pool_of(scheduler: Any, page_tokens: int) -> PoolSpec:

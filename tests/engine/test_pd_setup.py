@@ -1,0 +1,82 @@
+"""What the transfer backend makes of SGLang's pointers, models and flags."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_ext.cluster_key import MIN_CHARACTERS
+from sglang_ext.config import KvConfig
+from sglang_ext.disagg.control import CurveKeys
+from sglang_ext.engine.pd_setup import MetadataBuffers, keys_of, require_supported, weights_mark
+from sglang_ext.errors import ConfigError
+
+
+def test_a_metadata_row_is_what_it_was_in_another_row_of_other_buffers() -> None:
+    here = [np.arange(12, dtype=np.int32).reshape(3, 4), np.arange(6, dtype=np.float64).reshape(3, 2)]
+    there = [np.zeros((5, 4), np.int32), np.zeros((5, 2))]
+
+    def over(arrays: list[np.ndarray]) -> MetadataBuffers:
+        return MetadataBuffers([a.ctypes.data for a in arrays], [a[0].nbytes for a in arrays])
+
+    row = over(here).read(1)
+    over(there).write(4, row)
+    for mine, theirs in zip(here, there, strict=True):
+        assert np.array_equal(mine[1], theirs[4])
+        assert not theirs[:4].any()
+    with pytest.raises(ValueError, match="32 bytes"):
+        over(there).write(0, row[:-1])
+
+
+def model(seed: int, rows: int = 128, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    found = torch.nn.Module()
+    found.embed_tokens = torch.nn.Embedding(rows, 8, dtype=dtype)
+    found.norm = torch.nn.LayerNorm(8, dtype=dtype)
+    found.proj = torch.nn.Linear(8, rows, dtype=dtype)
+    return found
+
+
+def test_weights_are_told_apart_whatever_part_of_them_a_rank_has() -> None:
+    whole = model(1)
+    half = model(1)
+    half.embed_tokens = torch.nn.Embedding.from_pretrained(whole.embed_tokens.weight[:64].detach())
+    half.proj = torch.nn.Linear(8, 64)
+    assert weights_mark(whole) == weights_mark(half)
+    assert weights_mark(whole) != weights_mark(model(2))
+    assert weights_mark(model(1, dtype=torch.bfloat16)) not in (0, weights_mark(whole))
+
+
+def facts(**more: object) -> tuple[SimpleNamespace, SimpleNamespace]:
+    args = SimpleNamespace(**{"state_types": [], "num_draft_entries": 0, **more})
+    return args, SimpleNamespace(**{"pp_size": 1, "dp_size": 1, "nnodes": 1, **more})
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"pp_size": 2}, "--pp-size"),
+        ({"dp_size": 2}, "--dp-size"),
+        ({"nnodes": 2}, "--nnodes"),
+        ({"state_types": ["mamba"]}, "mamba"),
+        ({"num_draft_entries": 1}, "draft"),
+    ],
+)
+def test_what_cannot_be_moved_is_refused_by_name(more: dict[str, object], text: str) -> None:
+    require_supported(*facts())
+    with pytest.raises(ConfigError, match=text):
+        require_supported(*facts(**more))
+
+
+def test_the_key_file_gives_the_keys(tmp_path: pytest.TempPathFactory) -> None:
+    assert keys_of(KvConfig()) is None
+    path = tmp_path / "key"  # type: ignore[operator]
+    path.write_text("abcdefghijklmnopqrstuvwxyz0123456789"[:MIN_CHARACTERS] + "xyz")
+    path.chmod(0o600)
+    assert isinstance(keys_of(KvConfig(cluster_key_file=str(path))), CurveKeys)
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="--kv-cluster-key-file"):
+        keys_of(KvConfig(cluster_key_file=str(path)))
