@@ -145,7 +145,7 @@ class Fetches:
     def waits(self, namespace: Hashable, key: bytes) -> bool:
         """Whether a request with this prompt is to wait for a fetch."""
         whole = key[: len(key) // self._step * self._step]
-        return any(
+        return bool(whole) and any(
             fetch.wait_until is not None
             and fetch.wish.namespace == namespace
             and (fetch.wish.key.startswith(whole) or whole.startswith(fetch.wish.key))

@@ -325,8 +325,8 @@ def test_others_go_first_and_a_wait_ends(make_server: MakeServer) -> None:
     reader.told(Fetch("r1", key, Source((owner.link.address,), "nothing"), wait_s=30.0))
     scheduler = reader.rank.scheduler
     waiting = scheduler.submit(tokens, new_tokens=2)
-    other = scheduler.submit(prompt(2, 5), new_tokens=2)
-    reader.passes_until(other.finished, "the other request")
+    others = [scheduler.submit(tokens, new_tokens=2) for tokens in (prompt(2, 5), prompt(3, 1)[:3])]
+    reader.passes_until(lambda: all(other.finished() for other in others), "the other requests")
     assert waiting in scheduler.waiting
     clock.advance(30.1)
     reader.finish(waiting)
