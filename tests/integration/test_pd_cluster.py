@@ -1,0 +1,48 @@
+"""`sglang-ext cluster --prefill 1 --decode 1`: the router sends pairs; conversations find what was said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pd_fleet import prompt_of
+from test_cluster import START_S, RunningCluster, ask
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(2 * START_S)]
+
+TURNS = 4
+ANSWER_TOKENS = 30
+ADDED_TOKENS = 60
+BLOCK = 16
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[RunningCluster]:
+    found = RunningCluster(tmp_path, "--prefill", "1", "--decode", "1")
+    yield found
+    found.close()
+
+
+def test_a_conversation_through_the_router_reuses_prompts_and_answers(cluster: RunningCluster) -> None:
+    url = cluster.wait_for_line(r"router +(http://\S+)  send requests here", START_S)[1]
+    history: list[int] = []
+    cached: list[int] = []
+    for number in range(TURNS):
+        before = len(history)
+        history += prompt_of(number, ADDED_TOKENS)
+        found: dict[str, Any] = ask(
+            url,
+            {
+                "input_ids": history,
+                "sampling_params": {"temperature": 0, "max_new_tokens": ANSWER_TOKENS, "ignore_eos": True},
+            },
+        )
+        assert len(found["output_ids"]) == ANSWER_TOKENS
+        cached.append(found["meta_info"]["cached_tokens"])
+        # All but what a last block lacks, and the answer's last token, whose KV is not computed.
+        assert cached[-1] >= before - 2 * BLOCK, (cached, before)
+        history += found["output_ids"]
+    assert cached == sorted(cached)
+    assert cluster.process.poll() is None
