@@ -1,0 +1,50 @@
+"""Prefill and decode that cut the model differently: tensor parallelism 2 to 1 and 1 to 2, on servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from pd_fleet import ANSWER_TOKENS, COMMON, STRICT, TRUTH, nothing_is_left
+
+from sglang_ext.testing.compare import assert_same, random_conversations
+from sglang_ext.testing.pd import PdServers, pd_servers
+from sglang_ext.testing.servers import ServerProcess, ServerSpec
+
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1200)]
+
+TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(2, 1, "pull"), (1, 2, "pull"), (1, 2, "push")],
+    ids=lambda p: f"prefill{p[0]}-decode{p[1]}-{p[2]}",
+)
+def servers(request: pytest.FixtureRequest) -> Iterator[tuple[PdServers, ServerProcess]]:
+    *sizes, mode = request.param
+    base = ServerSpec(flags=(*COMMON, "--page-size", "16", "--kv-transfer-mode", mode), environment=STRICT)
+    specs = [
+        replace(base, flags=(*base.flags, "--tp", "2"), environment={**STRICT, **TWO_RANKS})
+        if size == 2
+        else base
+        for size in sizes
+    ]
+    with pd_servers(specs[:1], specs[1:], [TRUTH]) as (found, others):
+        yield found, others[0]
+
+
+def test_conversations_get_the_answers_of_one_rank(servers: tuple[PdServers, ServerProcess]) -> None:
+    pd, truth = servers
+    conversations = random_conversations(seed=9, count=4, turns=(2, 3), tokens=(8, 300), system_tokens=60)
+    for turns in conversations:
+        history: list[int] = []
+        for added in turns:
+            history = history + added
+            answer = pd.generate(history, max_new_tokens=ANSWER_TOKENS)
+            # Sums over two ranks round otherwise than sums over one.
+            assert_same(truth.generate(history, max_new_tokens=ANSWER_TOKENS), answer, atol=1e-3)
+            history = history + answer.tokens
+    pd.wait_idle()
+    nothing_is_left(pd.servers)
