@@ -164,8 +164,6 @@ class Router:
         self.serving.generation.hinting = self._advisory
         self.agents.others = self.advisor.on_message
         self.fetching = Fetching(self.agents, self.costs, lambda why: self.metrics.fetches.labels(why).inc())
-        self.costs.can_fetch = self.fetching.possible
-        self.serving.chooser.fetching = self.advisor.fetching = self.fetching
         cluster = ClusterApi(self.members, key, self.keys, self.clock, local=is_loopback(config.host))
         self.routes = RouteTable(
             [
