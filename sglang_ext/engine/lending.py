@@ -75,6 +75,8 @@ class Lending:
         """Lend what DRAM has of a prompt's beginning, if only nothing: whoever asks shall know."""
         if len(self._loans) >= MOST_LOANS:
             return
+        # Copies may have completed while an idle scheduler slept; commands come before it looks.
+        self._tier.drain()
         nodes = self._held(namespace, key)
         blocks = sum(node.blocks for node in nodes)
         if self.lent_blocks + blocks > self._tier.n_blocks // SHARE:

@@ -183,6 +183,7 @@ async def test_a_hint_comes_with_its_source(router_port: int, key_file: Path, no
     async with Router(config) as router:
         await until(lambda: router.fetching.possible(owner.url, reader.url), nodes, "registration")
         owner.rank.serve(TOKENS, salt="salt")
+        owner.go_round()
         fleet = tuple(Instance(node.url, 0, 0, 0, 0) for node in nodes)
         matches = {owner.url: Match(20 * BLOCK)}
         source = router.fetching.source_for(TENANT, key, reader.url, fleet, matches)
