@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -96,8 +97,16 @@ class Page:
 
 
 @asynccontextmanager
-async def browser_page(browser: str, folder: Path) -> AsyncIterator[Page]:
-    """Start a browser with a fresh profile in ``folder``, and give its page. Ended with the block."""
+async def browser_page(browser: str) -> AsyncIterator[Page]:
+    """Start a browser with a fresh profile, and give its page. Ended with the block."""
+    # The browser's socket lies there, and the path of a socket must be short: not in a test's own folder.
+    with tempfile.TemporaryDirectory(prefix="browser-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        async with _running(browser, Path(folder)) as page:
+            yield page
+
+
+@asynccontextmanager
+async def _running(browser: str, folder: Path) -> AsyncIterator[Page]:
     process = await asyncio.create_subprocess_exec(
         browser,
         *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +16,9 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-async def page(tmp_path: Path) -> AsyncIterator[Page]:
+async def page() -> AsyncIterator[Page]:
     assert BROWSER is not None
-    async with browser_page(BROWSER, tmp_path) as page:
+    async with browser_page(BROWSER) as page:
         yield page
 
 
