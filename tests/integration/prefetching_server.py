@@ -19,20 +19,24 @@ ASKED = "SGLANG_TEST_PREFETCHES"
 
 def listen(folder: Path) -> None:
     """Look for files in each pass of this process's scheduler."""
+    from sglang_ext.engine.prefetch import PrefetchResult
     from sglang_ext.engine.radix_cache import GlobalRadixCache
 
     events = GlobalRadixCache.check_hicache_events
 
+    def tell(ended: PrefetchResult) -> None:
+        told = folder / f"{ended.id}.part"
+        told.write_text(json.dumps([ended.end.value, ended.tokens, ended.brought]))
+        told.rename(folder / f"{ended.id}.told")
+
     def check_hicache_events(self: GlobalRadixCache) -> None:
         assert self.prefetcher is not None
+        assert self.advice is not None
+        self.advice.tell = tell
         for path in folder.glob("*.ask"):
             self.prefetcher.prefetch(path.stem, json.loads(path.read_text()))
             path.unlink()
         events(self)
-        for ended in self.prefetcher.take_ended():
-            told = folder / f"{ended.id}.part"
-            told.write_text(json.dumps([ended.end.value, ended.tokens, ended.brought]))
-            told.rename(folder / f"{ended.id}.told")
 
     GlobalRadixCache.check_hicache_events = check_hicache_events  # type: ignore[method-assign]
 
