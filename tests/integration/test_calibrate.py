@@ -21,10 +21,13 @@ def test_a_running_server_is_calibrated(get_server, tmp_path, capsys) -> None:
     path = tmp_path / "profile.json"
     arguments = ["--url", server.url, "--profile", str(path), "--device-name", "a CPU", "--quiet"]
     more = ["--longest", "512", "--lengths", "3", "--rounds", "2", "--dram", "5"]
-    # A server that other tests have just left may still seem busy, which ends a calibration.
-    assert any(main([*arguments, *more]) == 0 for _ in range(3))
-    shown = capsys.readouterr().out
-    assert "operator level: mean error" in shown
+    # A probe of somebody's in the middle of a trace, or a server that still seems busy from the test before,
+    # is said and costs the operators, or the calibration.
+    for _ in range(4):
+        if main([*arguments, *more]) == 0 and "operator level: mean error" in capsys.readouterr().out:
+            break
+    else:
+        pytest.fail("four calibrations were disturbed")
     profile = load(path)
     assert (profile.identity.device, profile.identity.tp, profile.identity.dtype) == ("a CPU", 1, "float32")
     assert profile.longest_prompt == 512

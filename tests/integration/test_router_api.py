@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import re
 from collections.abc import AsyncIterator, Callable
@@ -335,6 +336,10 @@ async def test_frontend_programs_run_unchanged(
 async def test_bench_serving_runs(
     backend: str, start: Callable[..., Any], servers: list[ServerProcess], tmp_path: Path
 ) -> None:
+    if importlib.util.find_spec("datasets") is None:
+        pytest.skip(
+            "sglang.bench_serving needs the package datasets, which is large and nothing else here needs"
+        )
     router: Router = await start()
     assert router.fleet.model is not None
     arguments = {
