@@ -337,9 +337,7 @@ async def test_bench_serving_runs(
     backend: str, start: Callable[..., Any], servers: list[ServerProcess], tmp_path: Path
 ) -> None:
     if importlib.util.find_spec("datasets") is None:
-        pytest.skip(
-            "sglang.bench_serving needs the package datasets, which is large and nothing else here needs"
-        )
+        pytest.skip("sglang.bench_serving needs the package datasets, which nothing else here does")
     router: Router = await start()
     assert router.fleet.model is not None
     arguments = {
