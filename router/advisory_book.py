@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import heapq
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
@@ -149,12 +149,11 @@ class HintBook:
     """All hints of one router.
 
     Args:
-        limits: of every tenant that has none of its own.
+        limits: of every tenant.
     """
 
     def __init__(self, limits: HintLimits | None = None) -> None:
         self._limits = limits or HintLimits()
-        self._own_limits: dict[str, HintLimits] = {}
         self._entries: dict[str, Entry] = {}
         self._live: dict[str, dict[str, Entry]] = {}
         """Tenant -> live entries by id."""
@@ -167,18 +166,10 @@ class HintBook:
         self._deferred: dict[str, deque[Entry]] = {}
         self._places: Counter[str] = Counter()
         """Instance -> requests expected there."""
-        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
+        self._buckets: dict[str, TokenBucket] = {}
         self._ended: deque[Entry] = deque()
         self.counts: Counter[str] = Counter()
         """Verdicts, and ends by state."""
-
-    def limit(self, tenant: str, limits: HintLimits) -> None:
-        """Give a tenant limits of its own."""
-        self._own_limits[tenant] = limits
-
-    def limits_of(self, tenant: str) -> HintLimits:
-        """What the tenant may cause."""
-        return self._own_limits.get(tenant, self._limits)
 
     # -- hints ------------------------------------------------------------------------------------
 
@@ -190,7 +181,7 @@ class HintBook:
 
     def _offer(self, id: str, hint: Hint, now: float) -> Answer:
         self.expire(now)
-        limits = self.limits_of(hint.tenant)
+        limits = self._limits
         wait = self._bucket(hint.tenant, now).take(now)
         if wait > 0.0:
             return Answer(Verdict.REFUSED, "too many hints per second", retry_after_s=wait)
@@ -256,11 +247,10 @@ class HintBook:
         """Deferred hints for which the budget has room again; they count as moving from here on."""
         ready: list[Entry] = []
         for tenant, waiting in list(self._deferred.items()):
-            limits = self.limits_of(tenant)
             while waiting:
                 entry = waiting[0]
                 if entry.state is State.DEFERRED:
-                    if self._moving[tenant] + entry.hint.tokens > limits.moving_tokens:
+                    if self._moving[tenant] + entry.hint.tokens > self._limits.moving_tokens:
                         break
                     self._start(entry)
                     ready.append(entry)
@@ -336,10 +326,10 @@ class HintBook:
     # -- inside -----------------------------------------------------------------------------------
 
     def _bucket(self, tenant: str, now: float) -> TokenBucket:
-        limits = self.limits_of(tenant)
         bucket = self._buckets.get(tenant)
-        if bucket is None or (bucket.rate, bucket.burst) != (limits.per_second, limits.burst):
-            bucket = self._buckets[tenant] = TokenBucket(limits.per_second, limits.burst, now)
+        if bucket is None:
+            bucket = TokenBucket(self._limits.per_second, self._limits.burst, now)
+            self._buckets[tenant] = bucket
         return bucket
 
     def _same(self, hint: Hint) -> Entry | None:
@@ -438,7 +428,7 @@ class HintBook:
         if lengths != self._lengths:
             raise InternalError("lengths of prompts do not agree")
         for tenant, tokens in self._moving.items():
-            if tokens > self.limits_of(tenant).moving_tokens:
+            if tokens > self._limits.moving_tokens:
                 raise InternalError(f"{tenant} moves {tokens} tokens at once")
 
 

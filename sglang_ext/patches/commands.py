@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from zmq.constants import POLLIN
 
@@ -33,13 +33,6 @@ logger = logging.getLogger(__name__)
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
-
-
-class Commanded(Protocol):
-    """What the hooks call, besides `scheduler_calls.CalledCache`."""
-
-    def obey(self, payload: bytes) -> None:
-        """Do what a command says. On every rank between the same two passes."""
 
 
 @dataclass
