@@ -14,6 +14,11 @@ goes on there, or a snapshot follows:
     Advise, Withdraw   -------------> (a request is expected, or no more)
     Lend               -------------> (a peer will read a prompt's blocks from DRAM)
     Fetch              -------------> (read them from there, for a request that is on its way)
+    Park               -------------> (stop a request where it is: another instance shall go on with it)
+                       <------------- Parked(id, state)                   what the other one needs for that
+    Watch              -------------> (of the other one: tell when the request runs there)
+                       <------------- Running(id)
+    Unpark             -------------> (end it here, or go on with it after all)
                        <------------- Advised(id, tokens)                 when all was brought that could be
 
 Events name *runs*: a run is a number for consecutive blocks that are held in the same tiers, drawn by the
@@ -231,6 +236,29 @@ class Withdraw(Message, frozen=True, tag="withdraw"):
     id: Name
 
 
+class Park(Message, frozen=True, tag="park"):
+    """Stop a request between two tokens and keep what it has; another instance shall go on with it (MemServe,
+    table 3). Answered by `Parked`. rid: what the server calls it.
+    """
+
+    id: Name
+    rid: Name
+
+
+class Unpark(Message, frozen=True, tag="unpark"):
+    """What becomes of a parked request: it goes on here (``stay``), or ends, because it runs elsewhere."""
+
+    id: Name
+    stay: bool
+
+
+class Watch(Message, frozen=True, tag="watch"):
+    """A request of this name comes, to be gone on with. Answered by `Running` when it is."""
+
+    id: Name
+    rid: Name
+
+
 class Welcome(Message, frozen=True, tag="welcome"):
     """The agent's answer to `Hello`. resumed: the events go on where the router left off."""
 
@@ -309,8 +337,39 @@ class Advised(Message, frozen=True, tag="advised"):
     brought: Count
 
 
-ToAgent: TypeAlias = Hello | Ping | PeerDead | Advise | Withdraw | Lend | Fetch
-FromAgent: TypeAlias = Welcome | SnapshotBegin | SnapshotPart | SnapshotEnd | Events | Beat | Advised
+class Parked(Message, frozen=True, tag="parked"):
+    """A request has stopped, or is not stopped, and why.
+
+    why: empty when it has; ``again`` when it may work a moment later.
+    state: JSON, for the request's body at the other instance (`engine.migration.Resume`).
+    tokens: prompt and answer, encoded; extra_key, cache_salt: whose they are.
+    loan: under which DRAM lends their KV; empty when it lends none.
+    meeting: ``host:port`` where a decode instance joins ``room`` for the KV; empty on colocated ones.
+    """
+
+    epoch: Epoch
+    id: Name
+    why: Name = ""
+    state: Blob = b""
+    tokens: Blob = b""
+    extra_key: Tag | None = None
+    cache_salt: Tag | None = None
+    loan: Name = ""
+    meeting: Name = ""
+    room: Count = 0
+
+
+class Running(Message, frozen=True, tag="running"):
+    """The request of a `Watch` runs here."""
+
+    epoch: Epoch
+    id: Name
+
+
+ToAgent: TypeAlias = Hello | Ping | PeerDead | Advise | Withdraw | Lend | Fetch | Park | Unpark | Watch
+FromAgent: TypeAlias = (
+    Welcome | SnapshotBegin | SnapshotPart | SnapshotEnd | Events | Beat | Advised | Parked | Running
+)
 
 TO_AGENT: Codec[ToAgent] = Codec(ToAgent, limit=1 << 20)
 FROM_AGENT: Codec[FromAgent] = Codec(FromAgent)
