@@ -1,0 +1,455 @@
+"""A running request goes on at another instance, with its KV (MemServe, table 3).
+
+    router                        source                          target
+    Park     ------------------>  stops it between two tokens
+             <------------------  Parked: its state, and where its KV can be had
+    Watch    --------------------------------------------------->
+    the request, with the state in its body -------------------->  takes the KV, goes on
+             <---------------------------------------------------  Running
+    Unpark   ------------------>  ends it, its blocks stay in the tree
+
+Until `Unpark` the source keeps all it has: if the target dies, or takes nothing, the request goes on where it
+was (``stay``), and its client has seen a pause. The target makes the answer from its beginning; what the
+client has of it, the router leaves out.
+
+How the KV goes over is what the two kinds of instances have anyway:
+
+    decode       the source gives it as a prefill server does (`pd_giving`): all pages of prompt and answer in
+                 a room, which the target joins as if they were a prompt. Nothing is computed again.
+    colocated    the source puts the whole blocks into its tree, waits for their copies in DRAM, and lends
+                 them (`lending`). The target fetches them (`fetches`), and computes the rest: the end of the
+                 last block, or all, if nothing was to be had.
+
+All methods run in the scheduler's thread, on every rank between the same two passes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from sglang_ext.agent_messages import (
+    TO_AGENT,
+    FromAgent,
+    Lend,
+    Park,
+    Parked,
+    Running,
+    ToAgent,
+    Unpark,
+    Watch,
+)
+from sglang_ext.disagg.errors import RefusedError
+from sglang_ext.engine.commands import Inbox
+from sglang_ext.engine.resume import AGAIN, FIELD, Resume, obstacle, put_back, replay, resume_of, state_of
+from sglang_ext.errors import UserError
+from sglang_ext.keys import encode_tokens
+
+if TYPE_CHECKING:
+    from sglang_ext.engine.kv_transfer import GlobalKVManager
+    from sglang_ext.engine.pd_giving import Room
+    from sglang_ext.engine.radix_cache import GlobalRadixCache
+
+logger = logging.getLogger(__name__)
+
+PARKED_SECONDS: Final = 30.0
+"""After that a parked request goes on: the router that stopped it is gone."""
+COPY_SECONDS: Final = 1.0
+"""For copies in DRAM of what was generated last; what is not there then is computed again."""
+LOAN_SECONDS: Final = 20.0
+MOST_COMING: Final = 1000
+ROOMS: Final = 1 << 47
+GOES_ON: Final = "the request goes on at another instance"
+
+
+@dataclass(eq=False)
+class _Parked:
+    """A request that was stopped. room: where its KV is given, on decode. tokens: whose KV there is."""
+
+    id: str
+    req: Any
+    since: float
+    tokens: bytes
+    room: Room | None = None
+    told: bool = False
+    reminded: bool = False
+
+
+@dataclass(eq=False)
+class _Coming:
+    """A request that is to be gone on with, or why it cannot be."""
+
+    resume: Resume | None
+    why: str = ""
+
+
+class Migration:
+    """See the module's docstring. Both ends, of one rank.
+
+    Args:
+        cache: the rank's, which knows the scheduler.
+    """
+
+    def __init__(self, cache: GlobalRadixCache, clock: Callable[[], float] = time.monotonic) -> None:
+        self._cache = cache
+        self._clock = clock
+        self._parked: dict[str, _Parked] = {}
+        self._coming: OrderedDict[str, _Coming] = OrderedDict()
+        self._arriving: dict[str, tuple[Any, Resume]] = {}
+        self._watched: dict[str, str] = {}
+        self.manager: GlobalKVManager | None = None
+        """The transfer backend's of this rank, on a decode instance."""
+        self.epoch = b""
+        self.tell: Callable[[FromAgent], None] | None = None
+        """Answers the router; rank 0 only."""
+        self.remind: Callable[[ToAgent], object] | None = None
+        """Puts a command before every rank; rank 0 only."""
+        self.counts: dict[str, int] = {}
+        """Requests that were to be moved, by what came of it here."""
+
+    def __repr__(self) -> str:
+        return f"Migration(parked={len(self._parked)}, arriving={len(self._arriving)}, {self.counts})"
+
+    @property
+    def busy(self) -> bool:
+        """Whether memory is held that the scheduler knows nothing of, so that it must not take itself for
+        idle."""
+        return bool(self._parked)
+
+    def obey(self, message: ToAgent) -> bool:
+        """Do what a router says; whether it concerned this."""
+        match message:
+            case Park():
+                self._park(message)
+            case Unpark():
+                if (parked := self._parked.get(message.id)) is not None:
+                    self._unpark(parked, stay=message.stay)
+            case Watch():
+                self._watched[message.rid] = message.id
+                while len(self._watched) > MOST_COMING:
+                    del self._watched[next(iter(self._watched))]
+            case _:
+                return False
+        return True
+
+    def each_pass(self) -> None:
+        """Once per pass."""
+        if self._parked:
+            self._look_after_parked()
+        if self._arriving:
+            self._look_at_arriving()
+
+    # -- the source -----------------------------------------------------------------------------------------
+
+    def _park(self, message: Park) -> None:
+        if message.id in self._parked:
+            return
+        scheduler = self._cache.scheduler
+        req = next((req for req in scheduler.running_batch.reqs if req.rid == message.rid), None)
+        why = self._problem(req, message.rid)
+        if not why and not self._settled():
+            why = AGAIN
+        if not why and req is not None and (req.finished() or req.to_finish is not None):
+            why = "it has just ended"
+        if why or req is None:
+            self._count("again" if why == AGAIN else "refused")
+            self._say(lambda epoch: Parked(epoch, message.id, why))
+            return
+        batch = scheduler.running_batch
+        batch.filter_batch(keep_indices=[at for at, other in enumerate(batch.reqs) if other is not req])
+        batch.batch_is_full = False
+        tokens = encode_tokens((req.origin_input_ids + req.output_ids)[:-1])
+        parked = self._parked[message.id] = _Parked(message.id, req, self._clock(), tokens)
+        self._count("parked")
+        manager = self.manager
+        if manager is not None:
+            self._give(parked, manager)
+            return
+        # The tree takes the whole blocks; the rest is computed again wherever it goes on.
+        from sglang.srt.mem_cache.common import release_kv_cache
+
+        release_kv_cache(req, self._cache)
+        req.reset_for_retract()
+
+    def _problem(self, req: Any, rid: str) -> str:
+        scheduler = self._cache.scheduler
+        manager = self.manager
+        if req is None:
+            return AGAIN if _is_known(scheduler, rid) else "no such request runs here"
+        if req.finished() or req.to_finish is not None:
+            return "it has just ended"
+        if manager is not None and manager.pushes:
+            return "KV is pushed here (--kv-transfer-mode)"
+        return obstacle(req, not scheduler.spec_algorithm.is_none())
+
+    def _settled(self) -> bool:
+        """Take in the result of the batch that was launched last. False when that is a prefill: its requests
+        are not in the running batch yet."""
+        scheduler = self._cache.scheduler
+        if not scheduler.enable_overlap or scheduler.last_batch is None or not scheduler.result_queue:
+            return True
+        if not scheduler.last_batch.forward_mode.is_decode():
+            return False
+        # As pause_generation does it.
+        batch, result = scheduler.result_queue.popleft()
+        scheduler.process_batch_result(batch, result)
+        scheduler.last_batch = None
+        return True
+
+    def _give(self, parked: _Parked, manager: GlobalKVManager) -> None:
+        """Offer all pages of a request in a room, as prefill does when it has computed a prompt."""
+        scheduler, req = self._cache.scheduler, parked.req
+        number = 1 + int.from_bytes(hashlib.blake2b(parked.id.encode(), digest_size=8).digest()) % (ROOMS - 1)
+        giving = manager.agent.giving
+        try:
+            parked.room = giving.open(number)
+        except RefusedError as error:
+            self._unpark(parked, stay=True)
+            self._say(lambda epoch: Parked(epoch, parked.id, str(error)))
+            return
+        row = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : req.kv.kv_committed_len]
+        page = self._cache.page_size
+        pages = row[::page].cpu().numpy().astype(np.int64) // page
+        giving.complete(parked.room, pages, self._row(number, req))
+        self._say(
+            lambda epoch: Parked(
+                epoch,
+                parked.id,
+                state=state_of(req, received=True),
+                meeting=manager.meeting,
+                room=number,
+            )
+        )
+        parked.told = True
+
+    def _row(self, number: int, req: Any) -> bytes:
+        """SGLang's metadata row: the last token stands for the first that prefill sends."""
+        scheduler, manager = self._cache.scheduler, self.manager
+        assert manager is not None
+        buffers, allocator = (
+            scheduler.disagg_metadata_buffers,
+            scheduler.req_to_metadata_buffer_idx_allocator,
+        )
+        index = allocator.alloc()
+        if index is None:
+            # Rows are for requests on their way; of any other, all that is wrong is what is set below.
+            index = 0
+            before = manager.buffers.read(index)
+        else:
+            before = None
+        buffers.output_ids[index][0] = req.output_ids[-1]
+        buffers.cached_tokens[index] = 0
+        buffers.bootstrap_room[index, 0] = number
+        row = manager.buffers.read(index)
+        if before is None:
+            buffers.bootstrap_room[index] = 0
+            allocator.free(index)
+        else:
+            manager.buffers.write(index, before)
+        return row
+
+    def _look_after_parked(self) -> None:
+        now = self._clock()
+        for parked in list(self._parked.values()):
+            if not parked.told and self._copied(parked, now):
+                self._lend(parked)
+            if self.remind is not None and not parked.reminded and now - parked.since > PARKED_SECONDS:
+                parked.reminded = True
+                logger.warning("a request that was to be moved goes on here: no word of it was heard")
+                self.remind(Unpark(parked.id, stay=True))
+
+    def _copied(self, parked: _Parked, now: float) -> bool:
+        """Whether DRAM has copies of a request's blocks, on every rank."""
+        cache = self._cache
+        if cache.dram is None or cache.peers is None:
+            return True
+        cache.dram.drain()
+        path = cache.tree.match(cache._namespace_of(parked.req), parked.tokens).path
+        done = cache.dram.incomplete().isdisjoint(path) or now - parked.since > COPY_SECONDS
+        return bool(cache.peers.lending._agree(int(done)))
+
+    def _lend(self, parked: _Parked) -> None:
+        cache, req = self._cache, parked.req
+        loan = ""
+        if cache.peers is not None:
+            loan = parked.id
+            cache.peers.lend(Lend(loan, parked.tokens, req.extra_key, req.cache_salt, LOAN_SECONDS))
+        parked.told = True
+        self._say(
+            lambda epoch: Parked(
+                epoch,
+                parked.id,
+                state=state_of(req, received=False),
+                tokens=parked.tokens,
+                extra_key=req.extra_key,
+                cache_salt=req.cache_salt,
+                loan=loan,
+            )
+        )
+
+    def _unpark(self, parked: _Parked, *, stay: bool) -> None:
+        scheduler, req, manager = self._cache.scheduler, parked.req, self.manager
+        del self._parked[parked.id]
+        if parked.room is not None and manager is not None:
+            # Its pages are open from here on, whatever becomes of the request.
+            manager.agent.giving.forget(parked.room)
+        self._count("stayed" if stay else "left")
+        if stay and manager is None:
+            scheduler._add_request_to_queue(req)
+        elif stay:
+            # It has its slots still, as one whose KV has just come.
+            scheduler.waiting_queue.append(req)
+        else:
+            self._end(req)
+
+    def _end(self, req: Any) -> None:
+        from sglang.srt.disaggregation.utils import prepare_abort
+        from sglang.srt.mem_cache.common import release_kv_cache
+
+        scheduler = self._cache.scheduler
+        prepare_abort(req, GOES_ON)
+        if req.kv.holds_kv:
+            release_kv_cache(req, self._cache)
+        scheduler.output_streamer.stream_output([req], req.return_logprob)
+
+    def aborted(self, rid: str, *, every: bool) -> None:
+        """Somebody aborts requests whose names begin so, or all of them."""
+        for parked in list(self._parked.values()):
+            if every or parked.req.rid.startswith(rid):
+                self._unpark(parked, stay=False)
+
+    # -- the target -----------------------------------------------------------------------------------------
+
+    def received(self, message: Any) -> None:
+        """A request has come: take out what it is to be gone on with from."""
+        params = message.sampling_params.custom_params
+        if not isinstance(params, dict) or FIELD not in params:
+            return
+        rest = {name: value for name, value in params.items() if name != FIELD}
+        message.sampling_params.custom_params = rest or None
+        try:
+            coming = _Coming(resume_of(params[FIELD], self._cache.scheduler.model_config.vocab_size))
+        except UserError as error:
+            coming = _Coming(None, str(error))
+        self._coming[message.rid] = coming
+        while len(self._coming) > MOST_COMING:
+            self._coming.popitem(last=False)
+
+    def queued(self, req: Any) -> None:
+        """A request is about to wait: if it is to be gone on with, it begins where it was stopped."""
+        if not self._coming or (coming := self._coming.pop(req.rid, None)) is None or req.finished():
+            return
+        resume, why = coming.resume, coming.why
+        manager = self.manager
+        if resume is not None and resume.prompt_tokens != len(req.origin_input_ids):
+            why = f"it had {resume.prompt_tokens} tokens, and has {len(req.origin_input_ids)} here"
+        if resume is not None and resume.received is (manager is None):
+            why = "colocated and decode instances do not go on with each other's requests"
+        if why or resume is None:
+            self._count("misfit")
+            req.set_finish_with_abort(f"the request cannot be gone on with: {why}")
+            return
+        scheduler = self._cache.scheduler
+        replay(req, resume, scheduler.batch_result_processor._maybe_update_reasoning_tokens)
+        if manager is None:
+            put_back(req, resume)
+            req.is_retracted = True
+        else:
+            # Up to its commit it is a request whose prompt ends before the last token, so that what is here of
+            # prompt and answer is found, and the rest read.
+            req.kv_prompt = req.origin_input_ids
+            req.origin_input_ids = req.origin_input_ids + array("q", resume.output_ids[:-1])
+        self._arriving[req.rid] = (req, resume)
+
+    def committed(self, req: Any) -> None:
+        """The KV of a request has come, on decode."""
+        _, resume = self._arriving.get(req.rid, (None, None))
+        if resume is None or (prompt := getattr(req, "kv_prompt", None)) is None:
+            return
+        req.origin_input_ids, req.kv_prompt = prompt, None
+        if req.finished():
+            return
+        put_back(req, resume)
+        if resume.home is not None:
+            req.bootstrap_host, req.bootstrap_port = resume.home
+
+    def _look_at_arriving(self) -> None:
+        for rid, (req, resume) in list(self._arriving.items()):
+            runs = len(req.output_ids) > len(resume.output_ids) or (
+                self.manager is not None and req in self._cache.scheduler.running_batch.reqs
+            )
+            failed = req.finished() and req.finished_reason.to_json().get("type") == "abort"
+            if not runs and not failed:
+                continue
+            id = self._watched.pop(rid, None)
+            if id is not None and not failed:
+                self._say(lambda epoch, id=id: Running(epoch, id))
+            if id is not None or failed or req.finished():
+                self._count("failed" if failed else "arrived")
+                del self._arriving[rid]
+
+    # -- both -----------------------------------------------------------------------------------------------
+
+    def _say(self, message: Callable[[bytes], FromAgent]) -> None:
+        if self.tell is not None:
+            self.tell(message(self.epoch))
+
+    def _count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+
+class MoveDesk:
+    """Between the agent of rank 0, which hears the routers, and the schedulers of all ranks.
+
+    Args:
+        inbox: of this process's scheduler.
+        post: sends a message to a router, from any thread.
+    """
+
+    def __init__(self, inbox: Inbox, post: Callable[[bytes, FromAgent], None]) -> None:
+        self._inbox = inbox
+        self._post = post
+        self._askers: OrderedDict[str, bytes] = OrderedDict()
+
+    def take(self, reader: bytes, message: ToAgent) -> bool:
+        """What a router says, in the agent's thread; whether it was for this."""
+        if not isinstance(message, Park | Unpark | Watch):
+            return False
+        if not isinstance(message, Unpark):
+            self._askers[message.id] = reader
+            while len(self._askers) > MOST_COMING:
+                self._askers.popitem(last=False)
+        self.remind(message)
+        return True
+
+    def remind(self, message: ToAgent) -> None:
+        """Put a command before every rank; from any thread."""
+        self._inbox.put(TO_AGENT.encode(message))
+
+    def tell(self, message: FromAgent) -> None:
+        """Answer the router that asked; from any thread."""
+        if isinstance(message, Parked | Running) and (reader := self._askers.get(message.id)) is not None:
+            self._post(reader, message)
+
+
+def _is_known(scheduler: Any, rid: str) -> bool:
+    """Whether a request of this name waits somewhere before the running batch."""
+    waiting = [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]
+    if scheduler.last_batch is not None:
+        waiting += scheduler.last_batch.reqs
+    if scheduler.chunked_req is not None:
+        waiting.append(scheduler.chunked_req)
+    for name in ("disagg_decode_prealloc_queue", "disagg_decode_transfer_queue"):
+        queue = getattr(scheduler, name, None)
+        if queue is not None:
+            waiting += [entry.req for entry in queue.queue]
+            waiting += getattr(queue, "retracted_queue", [])
+    return any(req.rid == rid and not req.finished() for req in waiting)
