@@ -39,6 +39,7 @@ from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine.hbm import pool_planes
 from sglang_ext.engine.pd_agent import Agent, AgentConfig
 from sglang_ext.engine.pd_bootstrap import BootstrapService, listen_host
+from sglang_ext.engine.pd_disk import DiskAhead
 from sglang_ext.engine.pd_giving import Room
 from sglang_ext.engine.pd_peers import Local
 from sglang_ext.engine.pd_pushing import Computing, LayerFeed
@@ -47,6 +48,7 @@ from sglang_ext.engine.pd_setup import (
     BACKEND,
     FLAG,
     MetadataBuffers,
+    first_rank_address,
     keys_of,
     namespace_of,
     pool_of,
@@ -172,6 +174,16 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         if config.pd_caching == "3" and isinstance(cache, GlobalRadixCache):
             blocks = Blocks(cache, hbm_holder(cache))
             if prefill:
+        self.meeting = ""
+        """Where other decode servers find this one's ranks, to take requests over."""
+        if not prefill:
+            self.meeting = first_rank_address(scheduler, self.agent.address)
+            self.agent.meet_at(self.meeting)
+        if isinstance(cache, GlobalRadixCache):
+            cache.migration.manager = None if prefill else self
+        self.disk: DiskAhead | None = None
+        if not prefill and isinstance(cache, GlobalRadixCache) and cache.promotions is not None:
+            self.disk = DiskAhead(cache, cache.promotions)
                 self.agent.returns = ReturnTaker(blocks, self.agent, lambda: bool(scheduler.waiting_queue))
             else:
                 self.agent.giver = ReturnGiver(blocks, self.agent)
@@ -391,6 +403,13 @@ def each_pass(scheduler: Any) -> None:
 def match_on_decode(stock: Any, queue: Any, req: Any) -> Any:
     """What of a prompt decode has. Around SGLang's own match, which finds HBM only: DRAM is brought there."""
     cache = queue.tree_cache
+def look_on_disk(queue: Any) -> None:
+    """Decode has polled the requests that have no slots yet."""
+    manager = _process.manager
+    if manager is not None and manager.disk is not None and queue.kv_manager is manager:
+        manager.disk.each_pass(queue.queue)
+
+
     if not isinstance(cache, GlobalRadixCache):
         return stock(queue, req)
     if cache.dram is not None:
@@ -401,6 +420,8 @@ def match_on_decode(stock: Any, queue: Any, req: Any) -> Any:
     match = stock(queue, req)
     # What is still in DRAM only will come from prefill: nothing would wait for it here.
     match.l2_host_hit_length = 0
+    if cache.promotions is not None:
+        cache.promotions.release(req.cache_request_handle)
     return match
 
 

@@ -6,7 +6,8 @@ What: ``global`` becomes a member of ``TransferBackend`` and a choice of
 chooses which of SGLang's caching flags are set. Before ``init_disaggregation`` our classes are told the
 scheduler, whose pool they serve; after ``ingest_requests``, in each pass, they change its cache for returns;
 around ``run_batch`` they send layers while the next are computed (push by layer).
-Around decode's ``_match_prefix_and_lock``, which would count on HiCache for what is in DRAM, that is loaded.
+Around decode's ``_match_prefix_and_lock``, which would count on HiCache for what is in DRAM, that is loaded;
+after ``_update_handshake_waiters``, which says who may be given slots, the disk is looked at.
 After ``on_idle`` a scheduler that only waits for transfers sleeps until one of them moves, where stock SGLang
 spins.
 
@@ -115,6 +116,14 @@ def match_and_lock(stock: Any, queue: Any, req: Any) -> Any:
     from sglang_ext.engine import kv_transfer
 
     return kv_transfer.match_on_decode(stock, queue, req)
+
+
+def after_handshakes(_result: None, queue: Any, *_args: Any, **_kwargs: Any) -> None:
+    """After decode's ``_update_handshake_waiters``."""
+    if queue.transfer_backend.value == BACKEND:
+        from sglang_ext.engine import kv_transfer
+
+        kv_transfer.look_on_disk(queue)
 
 
 def around_run_batch(stock: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
