@@ -52,6 +52,7 @@ from sglang_ext.engine.commands import Inbox
 from sglang_ext.engine.resume import AGAIN, FIELD, Resume, obstacle, put_back, replay, resume_of, state_of
 from sglang_ext.errors import UserError
 from sglang_ext.keys import encode_tokens
+from sglang_ext.wire import WireError
 
 if TYPE_CHECKING:
     from sglang_ext.engine.kv_transfer import GlobalKVManager
@@ -118,14 +119,24 @@ class Migration:
     def __repr__(self) -> str:
         return f"Migration(parked={len(self._parked)}, arriving={len(self._arriving)}, {self.counts})"
 
+    def attach(
+        self, epoch: bytes, tell: Callable[[FromAgent], None], remind: Callable[[ToAgent], object]
+    ) -> None:
+        """There is an agent: whose epoch it is, how routers are answered, and how all ranks are commanded."""
+        self.epoch, self.tell, self.remind = epoch, tell, remind
+
     @property
     def busy(self) -> bool:
         """Whether memory is held that the scheduler knows nothing of, so that it must not take itself for
         idle."""
         return bool(self._parked)
 
-    def obey(self, message: ToAgent) -> bool:
-        """Do what a router says; whether it concerned this."""
+    def takes(self, payload: bytes) -> bool:
+        """Do what a command says; whether it was for this."""
+        try:
+            message = TO_AGENT.decode(payload)
+        except WireError:
+            return False
         match message:
             case Park():
                 self._park(message)
@@ -161,7 +172,7 @@ class Migration:
             why = "it has just ended"
         if why or req is None:
             self._count("again" if why == AGAIN else "refused")
-            self._say(lambda epoch: Parked(epoch, message.id, why))
+            self._say(Parked(self.epoch, message.id, why))
             return
         batch = scheduler.running_batch
         batch.filter_batch(keep_indices=[at for at, other in enumerate(batch.reqs) if other is not req])
@@ -213,15 +224,15 @@ class Migration:
             parked.room = giving.open(number)
         except RefusedError as error:
             self._unpark(parked, stay=True)
-            self._say(lambda epoch: Parked(epoch, parked.id, str(error)))
+            self._say(Parked(self.epoch, parked.id, str(error)))
             return
         row = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : req.kv.kv_committed_len]
         page = self._cache.page_size
         pages = row[::page].cpu().numpy().astype(np.int64) // page
         giving.complete(parked.room, pages, self._row(number, req))
         self._say(
-            lambda epoch: Parked(
-                epoch,
+            Parked(
+                self.epoch,
                 parked.id,
                 state=state_of(req, received=True),
                 meeting=manager.meeting,
@@ -284,8 +295,8 @@ class Migration:
             cache.peers.lend(Lend(loan, parked.tokens, req.extra_key, req.cache_salt, LOAN_SECONDS))
         parked.told = True
         self._say(
-            lambda epoch: Parked(
-                epoch,
+            Parked(
+                self.epoch,
                 parked.id,
                 state=state_of(req, received=False),
                 tokens=parked.tokens,
@@ -363,8 +374,8 @@ class Migration:
             put_back(req, resume)
             req.is_retracted = True
         else:
-            # Up to its commit it is a request whose prompt ends before the last token, so that what is here of
-            # prompt and answer is found, and the rest read.
+            # Up to its commit it is a request whose prompt ends before the last token, so that what is here
+            # of prompt and answer is found, and the rest read.
             req.kv_prompt = req.origin_input_ids
             req.origin_input_ids = req.origin_input_ids + array("q", resume.output_ids[:-1])
         self._arriving[req.rid] = (req, resume)
@@ -391,16 +402,16 @@ class Migration:
                 continue
             id = self._watched.pop(rid, None)
             if id is not None and not failed:
-                self._say(lambda epoch, id=id: Running(epoch, id))
+                self._say(Running(self.epoch, id))
             if id is not None or failed or req.finished():
                 self._count("failed" if failed else "arrived")
                 del self._arriving[rid]
 
     # -- both -----------------------------------------------------------------------------------------------
 
-    def _say(self, message: Callable[[bytes], FromAgent]) -> None:
+    def _say(self, message: FromAgent) -> None:
         if self.tell is not None:
-            self.tell(message(self.epoch))
+            self.tell(message)
 
     def _count(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1

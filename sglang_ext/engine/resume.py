@@ -1,4 +1,4 @@
-"""What a request needs to go on at another instance, beside its KV: as JSON, in the body of the request there.
+"""What a request needs to go on at another instance, beside its KV: as JSON, in its body there.
 
 SGLang resumes a request that it had to retract from its prompt and its output ids, and from these the
 detokenizer, stop strings, limits and counts go on as if nothing had happened. So does a request that was
@@ -27,9 +27,9 @@ Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request that was stopped.
 
-    output_ids: generated so far; of the last one there is no KV yet. prompt_tokens: to compare. cached: tokens
-    that were found cached, in all, in HBM, in DRAM and on disk. received: whether its KV comes through a room.
-    home: bootstrap host and port of who prefilled it, to which its KV returns.
+    output_ids: generated so far; of the last one there is no KV yet. prompt_tokens: to compare. cached:
+    tokens that were found cached: in all, in HBM, in DRAM and on disk. received: whether its KV comes through
+    a room. home: bootstrap host and port of who prefilled it, to which its KV returns.
     """
 
     output_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
