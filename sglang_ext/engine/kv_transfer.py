@@ -171,9 +171,6 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
             watch_layers(kvcache, self.feed)
         _process.manager = self
         cache = scheduler.tree_cache
-        if config.pd_caching == "3" and isinstance(cache, GlobalRadixCache):
-            blocks = Blocks(cache, hbm_holder(cache))
-            if prefill:
         self.meeting = ""
         """Where other decode servers find this one's ranks, to take requests over."""
         if not prefill:
@@ -184,6 +181,9 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         self.disk: DiskAhead | None = None
         if not prefill and isinstance(cache, GlobalRadixCache) and cache.promotions is not None:
             self.disk = DiskAhead(cache, cache.promotions)
+        if config.pd_caching == "3" and isinstance(cache, GlobalRadixCache):
+            blocks = Blocks(cache, hbm_holder(cache))
+            if prefill:
                 self.agent.returns = ReturnTaker(blocks, self.agent, lambda: bool(scheduler.waiting_queue))
             else:
                 self.agent.giver = ReturnGiver(blocks, self.agent)
@@ -400,9 +400,6 @@ def each_pass(scheduler: Any) -> None:
         _process.manager.each_pass()
 
 
-def match_on_decode(stock: Any, queue: Any, req: Any) -> Any:
-    """What of a prompt decode has. Around SGLang's own match, which finds HBM only: DRAM is brought there."""
-    cache = queue.tree_cache
 def look_on_disk(queue: Any) -> None:
     """Decode has polled the requests that have no slots yet."""
     manager = _process.manager
@@ -410,6 +407,9 @@ def look_on_disk(queue: Any) -> None:
         manager.disk.each_pass(queue.queue)
 
 
+def match_on_decode(stock: Any, queue: Any, req: Any) -> Any:
+    """What of a prompt decode has. Around SGLang's own match, which finds HBM only: DRAM is brought there."""
+    cache = queue.tree_cache
     if not isinstance(cache, GlobalRadixCache):
         return stock(queue, req)
     if cache.dram is not None:
@@ -417,11 +417,11 @@ def look_on_disk(queue: Any) -> None:
         if found.host_hit_length:
             cache.init_load_back(InitLoadBackParams(found.best_match_node, found.host_hit_length, req=req))
             cache.settle()
+    if cache.promotions is not None:
+        cache.promotions.release(req.cache_request_handle)
     match = stock(queue, req)
     # What is still in DRAM only will come from prefill: nothing would wait for it here.
     match.l2_host_hit_length = 0
-    if cache.promotions is not None:
-        cache.promotions.release(req.cache_request_handle)
     return match
 
 
