@@ -191,6 +191,15 @@ _HOOKS = hook_patch(
         match_and_lock,
     ),
     Hook(
+        Target(
+            "sglang.srt.disaggregation.decode.DecodePreallocQueue._update_handshake_waiters",
+            "(self, rids_to_check=None, pp_good_rids=None, pp_bad_rids=None)",
+            "355bf412b435",
+        ),
+        "after",
+        after_handshakes,
+    ),
+    Hook(
         Target(f"{_SCHEDULER}.run_batch", "(self, batch, pp_proxy_tensors=None)", "8c6ed80ef5c4"),
         "around",
         around_run_batch,
