@@ -310,6 +310,21 @@ class KvConfig:
         "{pull,push,push-by-layer}",
         _one_of("pull", "push", "push-by-layer"),
     )
+    transfer_layout: str = _flag(
+        "blocks",
+        "With --disaggregation-transfer-backend global, how a request's KV lies while it travels: blocks (as "
+        "in the engine's pool, one range per page and plane) or aggregated (packed into one range first, and "
+        "unpacked on arrival; for pools in host memory, not with push-by-layer). The same on every server.",
+        "{blocks,aggregated}",
+        _one_of("blocks", "aggregated"),
+    )
+    transfer_staging_size: int = _flag(
+        256 * 10**6,
+        "With --kv-transfer-layout aggregated: memory per rank in which requests are packed. A request that "
+        "finds no room there travels in blocks.",
+        "SIZE",
+        parse_size,
+    )
     transports: str = _flag(
         "",
         "How KV may travel between servers, best first, such as cma,tcp. Not given: the first of shm, cma, "
@@ -343,6 +358,12 @@ class KvConfig:
         if self.agent_port and self.router is None:
             raise ConfigError(
                 "there is no agent without a router", field="--kv-agent-port", hint="Give --kv-router"
+            )
+        if self.transfer_layout == "aggregated" and self.transfer_mode == "push-by-layer":
+            raise ConfigError(
+                "aggregated KV travels whole, and by layer it does not",
+                field="--kv-transfer-layout",
+                hint="Give --kv-transfer-mode pull or push, or --kv-transfer-layout blocks",
             )
         if self.layer_cache_size and self.disk_path is None:
             raise ConfigError(

@@ -144,6 +144,12 @@ class Instance:
                 raise RangeError(f"no offer of rank {link.who.rank}, which holds part of these blocks")
             if offer.epoch != link.who.epoch:
                 raise PeerGoneError(f"the offer is of another epoch of {offer.instance} than the connection")
+            if offer.pool != offers[0].pool:
+                # Each rank chooses from which pool it offers; the bytes of a rank are the same in all.
+                found = self.plan(pool, offer.pool).rank(part.rank)
+                if found is None:
+                    raise RangeError(f"rank {link.who.rank} holds no part of these blocks in {offer.pool!r}")
+                part = found
             meta = link.pools[offer.pool]
             try:
                 remote = unpack_ids(offer.blocks, meta.blocks)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +53,23 @@ class RankPlan:
         """Layers of the model that this rank serves."""
         return tuple(np.unique(self.template[:, 9]).tolist())
 
+    @cached_property
+    def _merged(self) -> npt.NDArray[np.int64]:
+        """The template for all layers: rows that continue each other on both sides are one."""
+        rows: list[npt.NDArray[np.int64]] = []
+        for row in self.template:
+            last = rows[-1] if rows else None
+            if (
+                last is not None
+                and (row[[0, 2, 5, 6, 7, 8]] == last[[0, 2, 5, 6, 7, 8]]).all()
+                and row[1] == last[1] + last[4]
+                and row[3] == last[3] + last[4]
+            ):
+                last[4] += row[4]
+            else:
+                rows.append(row.copy())
+        return np.array(rows, np.int64).reshape(len(rows), TEMPLATE_COLUMNS)
+
     def runs(self, remote: Ids, local: Ids, layers: Sequence[int] | None = None, merge: bool = True) -> Runs:
         """Runs for the blocks `remote` into (or from) the blocks `local`, in order of layers, then blocks.
 
@@ -67,8 +85,9 @@ class RankPlan:
                 f"{remote.size} remote blocks of {self.split_remote} units cannot fill {local.size} local "
                 f"blocks of {self.split_local}"
             )
-        template = self.template
+        template = self._merged
         if layers is not None:
+            template = self.template
             template = template[np.isin(template[:, 9], np.asarray(layers, np.int64))]
         return expand(
             template,

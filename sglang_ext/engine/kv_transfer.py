@@ -54,6 +54,7 @@ from sglang_ext.engine.pd_setup import (
     pool_of,
     reachable,
     require_supported,
+    staging_of,
     watch_layers,
 )
 from sglang_ext.engine.pd_taking import TakingRoom, Wanted, pages_of
@@ -154,6 +155,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
                     args.page_size,
                     self.buffers.row_bytes,
                     config.transfer_mode,
+                    config.transfer_layout,
                 ),
                 host=reachable(host),
                 keys=keys,
@@ -163,6 +165,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
             ),
             pool_of(scheduler, args.page_size),
             self.buffers,
+            staging=staging_of(scheduler, args.page_size, config),
         )
         self.feed: LayerFeed | None = None
         if config.transfer_mode == "push-by-layer" and prefill:

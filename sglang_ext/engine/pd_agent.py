@@ -46,6 +46,7 @@ from sglang_ext.engine.pd_metrics import AgentMetrics, AgentState
 from sglang_ext.engine.pd_peers import Local, PrefillPeer, PrefillPeers
 from sglang_ext.engine.pd_pushing import LayerFeed, Writing
 from sglang_ext.engine.pd_returns import ReturnGiver, ReturnTaker, refused
+from sglang_ext.engine.pd_staging import STAGING, Staging
 from sglang_ext.engine.pd_taking import Claims, MetadataRows, TakingRooms
 from sglang_ext.engine.pd_thread import LoopThread
 from sglang_ext.wire import unpack_ids
@@ -79,10 +80,16 @@ class Agent:
     endpoint: Endpoint
 
     def __init__(
-        self, config: AgentConfig, pool: PoolSpec, rows: MetadataRows, clock: Clock | None = None
+        self,
+        config: AgentConfig,
+        pool: PoolSpec,
+        rows: MetadataRows,
+        clock: Clock | None = None,
+        staging: Staging | None = None,
     ) -> None:
-        """Start. What `Endpoint.start` raises."""
+        """Start. staging: for the layout `aggregated`; ended by `close`. What `Endpoint.start` raises."""
         self.config = config
+        self.staging = staging
         self._rows = rows
         self._clock = clock or SystemClock()
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -107,7 +114,7 @@ class Agent:
         return AgentState(
             rooms={"prefill": self.giving.live, "decode": self.taking.live},
             ends={"prefill": dict(self.giving.ends), "decode": dict(self.taking.ends)},
-            leased_pages=self.endpoint.pools[POOL].pinned,
+            leased_pages=sum(pool.pinned for pool in self.endpoint.pools.values()),
             returns={
                 side: dict(part.outcomes)
                 for side, part in (("prefill", self.returns), ("decode", self.giver))
@@ -170,6 +177,8 @@ class Agent:
             return
         self._thread.run(self._stop())
         self._thread.close()
+        if self.staging is not None:
+            self.staging.close()
         os.close(self.wake_fd)
         self.wake_fd = -1
 
@@ -190,13 +199,20 @@ class Agent:
                 heartbeat=HEARTBEAT_SECONDS,
                 dead_after=VERDICT_SECONDS,
             ),
-            [pool],
+            [pool] if self.staging is None else [pool, self.staging.spec],
             clock=self._clock,
             on_ended=self._lease_ended,
             receiver=claims if pushes else None,
         )
         self.book = LeaseBook(self.endpoint.pools[POOL], self.endpoint)
-        self.giving = GivingRooms(self.book, self._clock, loop, self.wake, self._claim, pushes)
+        self._books = {POOL: self.book}
+        staged: tuple[Staging, LeaseBook] | None = None
+        if self.staging is not None:
+            self.staging.attach(self.endpoint)
+            book = LeaseBook(self.endpoint.pools[STAGING], self.endpoint, self.book.lock)
+            self._books[STAGING] = book
+            staged = self.staging, book
+        self.giving = GivingRooms(self.book, self._clock, loop, self.wake, self._claim, pushes, staged)
         self._peers = PrefillPeers(self.endpoint, self._context, config.keys, config.local)
         self.taking = TakingRooms(
             self._peers,
@@ -206,6 +222,7 @@ class Agent:
             loop,
             self.wake,
             (claims, self.endpoint.address) if pushes else None,
+            self.staging,
         )
         self._server = ControlServer(self._context, config.host, config.keys, self._answer, ASKS, ANSWERS)
         self._tasks.append(asyncio.create_task(self._ticking(), name="kv-pd-tick"))
@@ -225,8 +242,8 @@ class Agent:
         await self.endpoint.close()
         self._context.destroy(linger=0)
 
-    def _lease_ended(self, _pool: str, ended: Ended) -> None:
-        self.book.ended(ended)
+    def _lease_ended(self, pool: str, ended: Ended) -> None:
+        self._books[pool].ended(ended)
 
     async def _claim(self, room: int, target: Push) -> Writing | None:
         """Make a decode rank's pages ours to write."""
@@ -234,7 +251,7 @@ class Agent:
         if not wanted.size:
             return None
         instance = await self.back(target.control)
-        return await Writing.begin(self.endpoint, instance, f"{room:x}", wanted)
+        return await Writing.begin(self.endpoint, instance, f"{room:x}", wanted, target.pool, self.staging)
 
     async def _answer(self, _identity: bytes, message: Ask) -> Any:
         match message:
@@ -278,6 +295,7 @@ class Agent:
             self.endpoint.address,
             self._server.address,
             self.config.local.mode,
+            self.config.local.layout,
         )
         client = ControlClient(
             self._context, self.config.bootstrap, self.config.keys, lambda _: None, ASKS, ANSWERS

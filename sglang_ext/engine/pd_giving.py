@@ -32,6 +32,7 @@ from sglang_ext.disagg.runs import Ids
 from sglang_ext.engine.pd_leases import LeaseBook
 from sglang_ext.engine.pd_messages import MAX_ROOM, Join, Push, Ready
 from sglang_ext.engine.pd_pushing import Writing
+from sglang_ext.engine.pd_staging import Staging
 from sglang_ext.errors import SglangExtError
 
 T = TypeVar("T")
@@ -51,6 +52,8 @@ class Reader:
     """Once its pages are claimed; None where it lacks none."""
     claimed: bool = False
     lease: int = 0
+    book: LeaseBook | None = None
+    """Of the lease: of the engine's pages, or of those in staging."""
     done: bool = False
     answer: asyncio.Future[Ready] | None = None
 
@@ -68,6 +71,10 @@ class Room:
     readers: dict[bytes, Reader] = field(default_factory=dict)
     expected: int = 0
     writing: asyncio.Task[None] | None = None
+    staged: Ids | None = None
+    """Where the pages are packed, block by page (aggregated)."""
+    packing: asyncio.Task[None] | None = None
+    packed: bool = False
     released_at: float = 0.0
 
 
@@ -76,6 +83,8 @@ class GivingRooms:
 
     book: leases the pages. loop: where the other methods are called. wake: called when a room has moved.
     claim: makes a decode rank's pages ours to write (push); None when it lacks none.
+    staging: where requests are packed before they are read, with the book of its leases; None: they are
+        read from the engine's pages.
     """
 
     def __init__(
@@ -86,8 +95,10 @@ class GivingRooms:
         wake: Callable[[], None] = lambda: None,
         claim: Callable[[int, Push], Awaitable[Writing | None]] | None = None,
         pushes: bool = False,
+        staging: tuple[Staging, LeaseBook] | None = None,
     ) -> None:
         self._pushes = pushes
+        self._staging = staging
         self._claim = claim
         self._book = book
         self._clock = clock
@@ -139,10 +150,10 @@ class GivingRooms:
             if any(reader.target is not None for reader in room.readers.values()):
                 self._move(room, Event.WRITE)
                 self._loop.call_soon_threadsafe(self._begin_writing, room)
-                return
-            for epoch, reader in room.readers.items():
-                if reader.answer is not None:
-                    self._loop.call_soon_threadsafe(_settle, reader.answer, self._offer(room, epoch, reader))
+            elif self._packs(room):
+                self._loop.call_soon_threadsafe(self._begin_packing, room)
+            else:
+                self._offer_all(room)
 
     def abort(self, room: Room, reason: str) -> None:
         """The engine gives the request up; its pages are open when this returns."""
@@ -172,9 +183,10 @@ class GivingRooms:
                 raise RefusedError("room", "another decode server takes part in this room")
             room.expected = message.ranks
             reader = room.readers[message.reader] = Reader(message.reads)
-            if room.state is not Giving.COMPUTING:
+            if room.state is not Giving.COMPUTING and not self._packs(room):
                 return self._offer(room, message.reader, reader)
-            self._move(room, Event.JOINED)
+            if room.state is Giving.COMPUTING:
+                self._move(room, Event.JOINED)
             reader.answer = self._loop.create_future()
         return await reader.answer
 
@@ -315,15 +327,51 @@ class GivingRooms:
         self._move(room, Event.JOINED)
         offer = None
         if reader.reads and room.pages.size:
-            offer = self._book.lease(
+            pages, reader.book = room.pages, self._book
+            if room.staged is not None and self._staging is not None:
+                pages, reader.book = room.staged, self._staging[1]
+            offer = reader.book.lease(
                 f"{room.number:x}",
-                room.pages,
+                pages,
                 LEASE_SECONDS,
                 epoch,
                 lambda how: self._lease_ended(room, reader, how),
             )
             reader.lease = offer.lease
         return Ready(offer, room.metadata)
+
+    def _offer_all(self, room: Room) -> None:
+        """Answer those that have joined. Under the lock."""
+        for epoch, reader in room.readers.items():
+            if reader.answer is not None:
+                self._loop.call_soon_threadsafe(_settle, reader.answer, self._offer(room, epoch, reader))
+
+    def _packs(self, room: Room) -> bool:
+        """Whether a room is to be packed first, and has not been yet. Under the lock."""
+        wanted = self._staging is not None and not self._pushes and room.pages.size > 0
+        return wanted and not room.packed
+
+    def _begin_packing(self, room: Room) -> None:
+        room.packing = asyncio.create_task(self._pack(room))
+
+    async def _pack(self, room: Room) -> None:
+        """Bring a request's pages side by side, if there is room for that, then offer them."""
+        assert self._staging is not None
+        staging, _ = self._staging
+        blocks = staging.take(room.pages.size)
+        try:
+            if blocks is not None:
+                await staging.pack(room.pages, blocks)
+                with self._lock:
+                    if not FACTS[room.state].end:
+                        room.staged, blocks = blocks, None
+        finally:
+            if blocks is not None:
+                staging.give(blocks)
+            with self._lock:
+                room.packed = True
+                if not FACTS[room.state].end:
+                    self._offer_all(room)
 
     def _stop(self, room: Room, writing: Writing) -> None:
         if room.writing is not None:
@@ -361,7 +409,8 @@ class GivingRooms:
 
     def _withdraw(self, reader: Reader) -> None:
         lease, reader.lease = reader.lease, 0
-        self._book.withdraw(lease)
+        assert reader.book is not None
+        reader.book.withdraw(lease)
 
     def _release_if_all_done(self, room: Room) -> None:
         if FACTS[room.state].end or len(room.readers) < room.expected:
@@ -395,6 +444,9 @@ class GivingRooms:
         assert isinstance(state, Giving)
         if state is not room.state:
             room.state, room.since = state, self._clock.monotonic()
+        if FACTS[state].end and room.staged is not None and self._staging is not None:
+            self._staging[0].give(room.staged)
+            room.staged = None
 
     def check(self) -> None:
         """Verify that leases belong to live rooms, and the book's invariants."""

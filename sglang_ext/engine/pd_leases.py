@@ -39,9 +39,10 @@ class LeaseBook:
     pages stay as they are.
     """
 
-    def __init__(self, pool: OwnedPool, publisher: Publisher) -> None:
+    def __init__(self, pool: OwnedPool, publisher: Publisher, lock: threading.RLock | None = None) -> None:
+        """lock: of another book, with which this one shares it."""
         self.pool = pool
-        self.lock = threading.RLock()
+        self.lock = lock or threading.RLock()
         self._publisher = publisher
         self._on_end: dict[int, OnEnd] = {}
 
@@ -61,7 +62,7 @@ class LeaseBook:
             opened = ~self.pool.is_sealed(pages)
             self.pool.seal(pages[opened])
             try:
-                offer = self._publisher.publish(POOL, name, pages, seconds, reader)
+                offer = self._publisher.publish(self.pool.name, name, pages, seconds, reader)
             except BaseException:
                 self.pool.open(pages[opened])
                 raise
@@ -72,7 +73,7 @@ class LeaseBook:
         """End a lease, if it still lives; nobody takes what the pages hold next for what they held."""
         with self.lock:
             self._on_end.pop(lease, None)
-            self._publisher.withdraw(POOL, lease)
+            self._publisher.withdraw(self.pool.name, lease)
 
     def ended(self, ended: Ended) -> None:
         """A lease is over, in whatever way: open what nobody reads any more, then tell its owner."""

@@ -26,8 +26,8 @@ Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 
 
 class RankInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One rank of a prefill server. endpoint, handover: addresses of its two control sockets. mode:
-    how KV travels.
+    """One rank of a prefill server. endpoint, handover: addresses of its two control sockets. mode,
+    layout: how KV travels.
     """
 
     instance: Name
@@ -39,6 +39,7 @@ class RankInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     endpoint: Name
     handover: Name
     mode: Name = "pull"
+    layout: Name = "blocks"
     protocol: int = PROTOCOL
 
 
@@ -86,7 +87,7 @@ class Push(Message, frozen=True, tag="push"):
     """A decode rank has set pages aside and wants them filled (push). Answered by Ready when they are.
 
     readers: how many decode ranks this prefill rank fills. control: of decode's endpoint. pages: for the
-    prompt after `skip` pages, which decode has.
+    prompt after `skip` pages, which decode has. pool: of decode, in which they are.
     """
 
     room: Room
@@ -95,6 +96,7 @@ class Push(Message, frozen=True, tag="push"):
     control: Name
     pages: Blob
     skip: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    pool: Name = "hbm"
 
 
 class Done(Message, frozen=True, tag="done"):

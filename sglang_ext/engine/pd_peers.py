@@ -48,6 +48,7 @@ class Local:
     page_tokens: int
     metadata_bytes: int
     mode: str = "pull"
+    layout: str = "blocks"
 
 
 class PrefillPeer:
@@ -94,8 +95,10 @@ class PrefillPeer:
             raise PeerProtocolError("a prefill rank answers a join with something else")
         return list(answers)
 
-    async def push(self, room: int, epoch: bytes, control: str, pages: bytes, skip: int) -> list[Ready]:
-        """Have pages of ours filled; returns when they are.
+    async def push(
+        self, room: int, epoch: bytes, control: str, pages: bytes, skip: int, pool: str
+    ) -> list[Ready]:
+        """Have pages of a pool of ours filled; returns when they are.
 
         Raises:
             RefusedError: several prefill ranks would have to fill one of ours. As `join`.
@@ -104,7 +107,7 @@ class PrefillPeer:
             raise RefusedError("shard", "several ranks there fill one here; set --kv-transfer-mode pull")
         (at,) = self._needed
         readers = max(1, self._local.ranks // len(self.ranks))
-        answer = await self._clients[at].ask(Push(room, epoch, readers, control, pages, skip), None)
+        answer = await self._clients[at].ask(Push(room, epoch, readers, control, pages, skip, pool), None)
         if not isinstance(answer, Ready):
             raise PeerProtocolError("a prefill rank answers a push with something else")
         return [answer]
@@ -247,6 +250,11 @@ class PrefillPeers:
         if first.mode != self._local.mode:
             raise RefusedError(
                 "mode", f"{first.mode} there, {self._local.mode} here; set --kv-transfer-mode alike"
+            )
+        if first.layout != self._local.layout:
+            raise RefusedError(
+                "layout",
+                f"{first.layout} there, {self._local.layout} here; set --kv-transfer-layout alike",
             )
         if first.metadata_bytes != self._local.metadata_bytes:
             raise RefusedError("metadata", "the metadata rows differ; run one release, with the same model")

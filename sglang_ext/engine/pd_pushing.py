@@ -1,5 +1,7 @@
 """Push: prefill writes a request's KV into pages that decode has set aside, whole or layer by layer.
 
+Whole, it may be packed first (`pd_staging`), and is then written as one range.
+
 By layer (MemServe, section 5.2), a layer of the pages that a forward pass completes is sent while the next
 layers are computed; what that leaves (cached prefixes, the last page of a chunk) goes at the end. SGLang may
 give a request other slots for the same tokens when somebody else has inserted them first: what was sent
@@ -19,10 +21,11 @@ from sglang_ext.disagg.errors import PeerProtocolError
 from sglang_ext.disagg.handover import WRITE_SECONDS
 from sglang_ext.disagg.instance import Instance
 from sglang_ext.disagg.messages import Placed, Reserve, Reserved, Written
-from sglang_ext.disagg.runs import Ids
+from sglang_ext.disagg.runs import Ids, Runs
 from sglang_ext.disagg.transactions import Direction
 from sglang_ext.disagg.transfer import Endpoint
 from sglang_ext.engine.pd_leases import POOL
+from sglang_ext.engine.pd_staging import STAGING, Staging
 from sglang_ext.wire import pack_ids
 
 NOT_SENT = -1
@@ -31,12 +34,22 @@ NOT_SENT = -1
 class Writing:
     """One decode rank's pages, while they are being filled. Made by `begin`; ended by `finish` or `stop`.
 
-    target: decode's pages, in the order of the prompt's pages that decode lacks.
+    target: decode's pages, in the order of the prompt's pages that decode lacks. part, packed: how to write
+    there from our pages, and from staging.
     """
 
-    def __init__(self, instance: Instance, part: reshard.RankPlan, name: str, target: Ids, held: Reserved):
+    def __init__(
+        self,
+        instance: Instance,
+        part: reshard.RankPlan,
+        name: str,
+        target: Ids,
+        held: Reserved,
+        packed: tuple[Staging, reshard.RankPlan] | None = None,
+    ) -> None:
         self._link = instance.links[0]
         self._part = part
+        self._packed = packed
         self._name = name
         self._held = held
         self.target = target
@@ -46,29 +59,45 @@ class Writing:
         """Pages times layers that were sent before their request was computed."""
 
     @classmethod
-    async def begin(cls, endpoint: Endpoint, instance: Instance, name: str, target: Ids) -> Writing:
-        """Claim the pages.
+    async def begin(
+        cls,
+        endpoint: Endpoint,
+        instance: Instance,
+        name: str,
+        target: Ids,
+        pool: str = POOL,
+        staging: Staging | None = None,
+    ) -> Writing:
+        """Claim the pages, in a pool of decode's. staging: where to pack first.
 
         Raises:
             RefusedError: decode has not set them aside, or would need more than this rank holds.
         """
         (link,) = instance.links
-        plan = reshard.push_plan(
-            endpoint.pools[POOL].meta, endpoint.regions.locate, [link.pools.get(POOL)], [link.locate]
-        )
-        if len(plan.ranks) != 1:
-            raise PeerProtocolError("nothing of this rank belongs there")
-        reserve = Reserve(link.session, name, POOL, target.size, pack_ids(target))
+
+        def part_from(source: str) -> reshard.RankPlan:
+            plan = reshard.push_plan(
+                endpoint.pools[source].meta, endpoint.regions.locate, [link.pools.get(pool)], [link.locate]
+            )
+            if len(plan.ranks) != 1:
+                raise PeerProtocolError("nothing of this rank belongs there")
+            return plan.ranks[0]
+
+        part = part_from(POOL)
+        packed = (staging, part_from(STAGING)) if staging is not None else None
+        reserve = Reserve(link.session, name, pool, target.size, pack_ids(target))
         held = await link.ask(reserve, WRITE_SECONDS)
         if not isinstance(held, Reserved):
             raise PeerProtocolError(f"expected a grant, got {type(held).__name__}")
-        return cls(instance, plan.ranks[0], name, target, held)
+        return cls(instance, part, name, target, held, packed)
 
     def write(self, places: Ids, pages: Ids, layers: Sequence[int] | None = None) -> None:
         """Queue pages of ours for places in `target`; layers of the whole model, None for all."""
         if not places.size:
             return
-        runs = self._part.runs(self.target[places], pages, layers)
+        self._write(self._part.runs(self.target[places], pages, layers))
+
+    def _write(self, runs: Runs) -> None:
         grant = (self._held.slot, self._held.grant)
         self._link.peer.transfer(self._name, runs, direction=Direction.WRITE, grant=grant)
 
@@ -82,11 +111,29 @@ class Writing:
         if (self.sent[places] != NOT_SENT).any():
             # Two writes to one place might overtake each other.
             await self.landed()
-        self.write(places, pages[places])
-        await self.landed()
+        if not await self._write_packed(places, pages[places]):
+            self.write(places, pages[places])
+            await self.landed()
         done = Written(self._link.session, self._name, self._held.grant)
         if not isinstance(await self._link.ask(done, WRITE_SECONDS), Placed):
             raise PeerProtocolError("expected a placement")
+
+    async def _write_packed(self, places: Ids, pages: Ids) -> bool:
+        """Pack pages of ours and write them from there; False when there is no room for that."""
+        if self._packed is None:
+            return False
+        staging, part = self._packed
+        blocks = staging.take(pages.size)
+        if blocks is None:
+            return False
+        try:
+            await staging.pack(pages, blocks)
+            self._write(part.runs(self.target[places], blocks))
+            await self.landed()
+        finally:
+            # Given up, what is still written from here is discarded there.
+            staging.give(blocks)
+        return True
 
     async def stop(self) -> None:
         """Give up: returns when nothing of ours writes there any more."""

@@ -18,7 +18,9 @@ from sglang_ext.engine.hbm import pool_geometry, pool_planes
 from sglang_ext.engine.model_identity import config_digest
 from sglang_ext.engine.pd_leases import POOL
 from sglang_ext.engine.pd_pushing import LayerFeed
+from sglang_ext.engine.pd_staging import Staging
 from sglang_ext.errors import ConfigError
+from sglang_ext.geometry import Geometry
 
 BACKEND = "global"
 FLAG = f"--disaggregation-transfer-backend {BACKEND}"
@@ -152,13 +154,11 @@ def weights_mark(model: torch.nn.Module) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def pool_of(scheduler: Any, page_tokens: int) -> PoolSpec:
-    """The engine's pool in pages, as peers may read it."""
+def _geometry(scheduler: Any, page_tokens: int) -> Geometry:
     parallel = get_parallel()
     kvcache = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    planes = pool_planes(kvcache)
-    geometry = pool_geometry(
-        planes,
+    return pool_geometry(
+        pool_planes(kvcache),
         block_tokens=page_tokens,
         page_tokens=page_tokens,
         first_layer=kvcache.start_layer,
@@ -167,6 +167,29 @@ def pool_of(scheduler: Any, page_tokens: int) -> PoolSpec:
         tp_size=parallel.attn_tp_size,
         model_kv_heads=scheduler.model_config.get_total_num_kv_heads(),
     )
+
+
+def staging_of(scheduler: Any, page_tokens: int, config: KvConfig) -> Staging | None:
+    """Where requests are packed; None with the layout `blocks`.
+
+    Raises:
+        ConfigError: the pool is on a device.
+    """
+    if config.transfer_layout != "aggregated":
+        return None
+    if scheduler.token_to_kv_pool_allocator.get_kvcache().device != "cpu":
+        raise ConfigError(
+            "aggregated is for pools in host memory",
+            field="--kv-transfer-layout",
+            hint="Use blocks",
+        )
+    return Staging(_geometry(scheduler, page_tokens), config.transfer_staging_size)
+
+
+def pool_of(scheduler: Any, page_tokens: int) -> PoolSpec:
+    """The engine's pool in pages, as peers may read it."""
+    geometry = _geometry(scheduler, page_tokens)
+    planes = pool_planes(scheduler.token_to_kv_pool_allocator.get_kvcache())
     kind = MemoryKind.HOST if planes[0][0].device.type == "cpu" else MemoryKind.CUDA
     memory = [
         MemoryRange(plane.data_ptr(), plane.nbytes, kind, keep=plane) for layer in planes for plane in layer

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -34,6 +34,7 @@ from sglang_ext.disagg.runs import Ids
 from sglang_ext.engine.pd_leases import POOL
 from sglang_ext.engine.pd_messages import Ready
 from sglang_ext.engine.pd_peers import PrefillPeer, PrefillPeers
+from sglang_ext.engine.pd_staging import STAGING, Staging
 from sglang_ext.errors import SglangExtError
 from sglang_ext.wire import pack_ids, unpack_ids
 
@@ -79,17 +80,17 @@ class Claims:
     """Pages that prefill ranks may write (push): an `owner.Receiver` for pages that were named beforehand."""
 
     def __init__(self) -> None:
-        self._rooms: dict[str, TakingRoom] = {}
+        self._rooms: dict[str, tuple[TakingRoom, str, Ids]] = {}
         self._over: set[str] = set()
 
-    def add(self, name: str, room: TakingRoom) -> None:
-        """From now on a prefill rank may claim the room's pages, under this name."""
+    def add(self, name: str, room: TakingRoom, pool: str, blocks: Ids) -> None:
+        """From now on a prefill rank may claim these blocks for a room, under this name."""
         room.unclaimed = asyncio.Event()
-        self._rooms[name] = room
+        self._rooms[name] = room, pool, blocks
 
     async def remove(self, name: str) -> None:
         """Nobody may claim them any more; returns when who has claimed them writes no more."""
-        room = self._rooms[name]
+        room, _, _ = self._rooms[name]
         self._over.add(name)
         try:
             while room.claimed:
@@ -103,11 +104,10 @@ class Claims:
         raise RefusedError("blocks", "name the pages: SGLang allocates them here")
 
     async def claim(self, pool: str, blocks: Ids, request: str, private: bytes) -> None:
-        room = self._rooms.get(request)
-        wanted = room.wanted if room is not None and request not in self._over else None
-        if room is None or wanted is None or not np.array_equal(wanted.pages, blocks):
+        known = self._rooms.get(request) if request not in self._over else None
+        if known is None or known[1] != pool or not np.array_equal(known[2], blocks):
             raise RefusedError("blocks", f"no such pages were set aside for {request!r}")
-        room.claimed = True
+        known[0].claimed = True
 
     async def insert(
         self, pool: str, blocks: Ids, tokens: bytes, flags: int, request: str, private: bytes
@@ -119,10 +119,10 @@ class Claims:
         self._unclaim(request)
 
     def _unclaim(self, name: str) -> None:
-        room = self._rooms.get(name)
-        if room is not None and room.unclaimed is not None:
-            room.claimed = False
-            room.unclaimed.set()
+        known = self._rooms.get(name)
+        if known is not None and known[0].unclaimed is not None:
+            known[0].claimed = False
+            known[0].unclaimed.set()
 
 
 class TakingRooms:
@@ -137,9 +137,13 @@ class TakingRooms:
         loop: asyncio.AbstractEventLoop,
         wake: Callable[[], None] = lambda: None,
         pushed: tuple[Claims, str] | None = None,
+        staging: Staging | None = None,
     ) -> None:
-        """pushed: with push, where peers claim pages, and our endpoint's address."""
+        """pushed: with push, where peers claim pages, and our endpoint's address. staging: where aggregated
+        requests arrive.
+        """
         self._pushed = pushed
+        self._staging = staging
         self._peers = peers
         self._epoch = epoch
         self._rows = rows
@@ -267,10 +271,33 @@ class TakingRooms:
                 raise PeerGoneError("the prefill server is gone")
         wanted = room.wanted
         assert wanted is not None
-        name = f"{room.number:x}"
-        claims.add(name, room)
+        with self._staged(wanted) as staged:
+            into = (POOL, wanted.pages) if staged is None else (STAGING, staged)
+            ready = await self._claimed(room, peer, claims, control, *into)
+            if staged is not None and self._staging is not None:
+                await self._staging.unpack(staged, wanted.pages)
+        self._rows.write(wanted.row, ready.metadata)
+
+    @contextlib.contextmanager
+    def _staged(self, wanted: Wanted) -> Iterator[Ids | None]:
+        """Blocks of staging for what is wanted, while the block runs; None where it is not used, or full."""
+        staged = self._staging.take(wanted.pages.size) if self._staging is not None else None
         try:
-            (ready,) = await peer.push(room.number, self._epoch, control, pack_ids(wanted.pages), wanted.skip)
+            yield staged
+        finally:
+            if staged is not None and self._staging is not None:
+                self._staging.give(staged)
+
+    async def _claimed(
+        self, room: TakingRoom, peer: PrefillPeer, claims: Claims, control: str, pool: str, blocks: Ids
+    ) -> Ready:
+        """Have blocks of ours filled by prefill; nothing writes to them when this returns or raises."""
+        wanted = room.wanted
+        assert wanted is not None
+        name = f"{room.number:x}"
+        claims.add(name, room, pool, blocks)
+        try:
+            (ready,) = await peer.push(room.number, self._epoch, control, pack_ids(blocks), wanted.skip, pool)
         except BaseException as error:
             # It has failed, but its slots are in use until nobody writes there.
             self._stops(room, error)
@@ -279,8 +306,8 @@ class TakingRooms:
                 await peer.abort(room.number, self._epoch, "given up")
             await _at_last(claims.remove(name))
             raise
-        await claims.remove(name)
-        self._rows.write(wanted.row, ready.metadata)
+        await _at_last(claims.remove(name))
+        return ready
 
     async def _asked(self, room: TakingRoom, peer: PrefillPeer, ready: Sequence[Ready]) -> None:
         """Wait until the engine has slots; meanwhile the KV stays leased."""
@@ -305,12 +332,16 @@ class TakingRooms:
         offers = [after_skip(each.offer, wanted) for each in ready if each.offer is not None]
         reading: list[int] = []
         if wanted.pages.size and offers:
-            peer.instance.transfer(name, offers, POOL, wanted.pages)
-            try:
-                await peer.instance.complete(name, READ_SECONDS)
-            except BaseException:
-                await peer.instance.drop(name)
-                raise
+            with self._staged(wanted) as staged:
+                into = (POOL, wanted.pages) if staged is None else (STAGING, staged)
+                peer.instance.transfer(name, offers, *into)
+                try:
+                    await peer.instance.complete(name, READ_SECONDS)
+                except BaseException:
+                    await peer.instance.drop(name)
+                    raise
+                if staged is not None and self._staging is not None:
+                    await self._staging.unpack(staged, wanted.pages)
             reading = [at for at, each in enumerate(ready) if each.offer is not None]
         self._rows.write(wanted.row, ready[0].metadata)
         rest = [at for at in range(len(ready)) if at not in reading]

@@ -17,7 +17,8 @@ from sglang_ext.engine.pd_agent import Agent, AgentConfig
 from sglang_ext.engine.pd_bootstrap import BootstrapService
 from sglang_ext.engine.pd_leases import POOL
 from sglang_ext.engine.pd_peers import Local
-from sglang_ext.geometry import mha_geometry
+from sglang_ext.engine.pd_staging import Staging
+from sglang_ext.geometry import Geometry, mha_geometry
 from sglang_ext.testing.servers import wait_until
 
 LAYERS, HEADS, WIDTH, PAGES = 3, 4, 8, 64
@@ -58,6 +59,11 @@ class Side:
 
 def pool(rank: int, ranks: int, page: int, seed: int) -> tuple[PoolSpec, Planes]:
     """The pool of one rank of `ranks` that share the heads."""
+    return pool_and_geometry(rank, ranks, page, seed)[:2]
+
+
+def pool_and_geometry(rank: int, ranks: int, page: int, seed: int) -> tuple[PoolSpec, Planes, Geometry]:
+    """As `pool`, with the geometry of its pages."""
     rng = np.random.default_rng(seed)
     heads = HEADS // ranks
     planes = {
@@ -81,7 +87,7 @@ def pool(rank: int, ranks: int, page: int, seed: int) -> tuple[PoolSpec, Planes]
         MemoryRange(int(plane.ctypes.data), plane.nbytes, MemoryKind.HOST, keep=plane)
         for plane in planes.values()
     ]
-    return PoolSpec.of_geometry(POOL, geometry, memory, lease_budget=PAGES), planes
+    return PoolSpec.of_geometry(POOL, geometry, memory, lease_budget=PAGES), planes, geometry
 
 
 @dataclass
@@ -100,6 +106,8 @@ class Rig:
         for side in (*self.prefill, *self.decode):
             side.agent.endpoint.check()
             side.agent.giving.check()
+            staging = side.agent.staging
+            assert staging is None or staging.used == 0, "staging that nobody gave back"
 
 
 @contextmanager
@@ -111,24 +119,31 @@ def rig(
     keys: CurveKeys | None = None,
     decode_keys: CurveKeys | None = None,
     transports: tuple[TransportName, ...] = (),
+    staging: tuple[int, int] | None = None,
 ) -> Iterator[Rig]:
-    """Servers with so many ranks, each over a pool of its own. decode_keys: where they are not `keys`."""
+    """Servers with so many ranks, each over a pool of its own. decode_keys: where they are not `keys`.
+    staging: with the layout `aggregated`, how many pages prefill's and decode's ranks have for it.
+    """
     with ExitStack() as stack:
         bootstrap = BootstrapService("127.0.0.1", 0, keys)
         stack.callback(bootstrap.close)
 
         def side(name: str, rank: int, ranks: int, address: str) -> Side:
-            spec, planes = pool(rank, ranks, page, seed=rank + 10 * len(name))
+            spec, planes, geometry = pool_and_geometry(rank, ranks, page, seed=rank + 10 * len(name))
             rows = Rows()
             config = AgentConfig(
                 name,
                 "model",
-                Local(rank, ranks, page, METADATA, mode),
+                Local(rank, ranks, page, METADATA, mode, "blocks" if staging is None else "aggregated"),
                 bootstrap=address,
                 keys=keys if name == "prefill" else decode_keys or keys,
                 transports=transports,
             )
-            agent = Agent(config, spec, rows)
+            room: Staging | None = None
+            if staging is not None:
+                blocks = staging[0 if name == "prefill" else 1]
+                room = Staging(geometry, blocks * geometry.layout.block_bytes)
+            agent = Agent(config, spec, rows, staging=room)
             stack.callback(agent.close)
             return Side(agent, planes, rows, rank * HEADS // ranks)
 

@@ -34,19 +34,25 @@ RETURNED = "sglang_ext_pd_returned_tokens"
 @pytest.fixture(
     scope="module",
     params=[
-        ("3", 16, "pull"),
-        pytest.param(("basic", 1, "pull"), marks=pytest.mark.long),
-        pytest.param(("1", 16, "push"), marks=pytest.mark.long),
-        pytest.param(("2", 1, "push-by-layer"), marks=pytest.mark.long),
-        pytest.param(("3", 1, "push-by-layer"), marks=pytest.mark.long),
+        ("3", 16, "pull", "blocks"),
+        pytest.param(("basic", 1, "pull", "blocks"), marks=pytest.mark.long),
+        pytest.param(("1", 16, "push", "blocks"), marks=pytest.mark.long),
+        pytest.param(("2", 1, "push-by-layer", "blocks"), marks=pytest.mark.long),
+        pytest.param(("3", 1, "push-by-layer", "blocks"), marks=pytest.mark.long),
+        # Pulled and aggregated, with pages of one token: `test_pd_fleet`.
+        pytest.param(("3", 16, "pull", "aggregated"), marks=pytest.mark.long),
+        pytest.param(("3", 1, "push", "aggregated"), marks=pytest.mark.long),
     ],
-    ids=lambda p: f"caching-{p[0]}-page{p[1]}-{p[2]}",
+    ids=lambda p: f"caching-{p[0]}-page{p[1]}-{p[2]}-{p[3]}",
 )
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    caching, page, mode = request.param
+    caching, page, mode, layout = request.param
     folder = tmp_path_factory.mktemp("faults")
     spec = FaultySpec(
-        flags=(*COMMON, "--kv-pd-caching", caching, "--kv-transfer-mode", mode, "--page-size", str(page))
+        flags=(
+            *(*COMMON, "--kv-pd-caching", caching, "--page-size", str(page)),
+            *("--kv-transfer-mode", mode, "--kv-transfer-layout", layout),
+        )
     )
     prefill, decode = spec.looking_at(folder / "prefill"), spec.looking_at(folder / "decode")
     with pd_servers([prefill], [decode], [TRUTH]) as (servers, others):

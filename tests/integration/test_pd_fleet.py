@@ -40,7 +40,9 @@ FREED_SECONDS = 5.0
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """Two prefill and two decode servers; the second of each is for killing."""
     folder = tmp_path_factory.mktemp("faults")
-    spec = FaultySpec(flags=(*COMMON, "--kv-pd-caching", "2", "--page-size", "16"))
+    # Aggregated and in pages of one token; `test_pd` has the rest.
+    layout = ("--kv-transfer-layout", "aggregated", "--page-size", "1")
+    spec = FaultySpec(flags=(*COMMON, "--kv-pd-caching", "2", *layout))
     names = ("prefill0", "prefill1", "decode0", "decode1")
     folders = [folder / name for name in names]
     specs = [spec.looking_at(each) for each in folders]
