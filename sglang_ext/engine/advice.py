@@ -8,10 +8,11 @@ A hint never changes an answer, and a bad one never harms a server: it is logged
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final, Protocol, TypedDict
 
 from sglang_ext.agent_messages import TO_AGENT, Advise, Advised, Fetch, FromAgent, Lend, ToAgent, Withdraw
 from sglang_ext.engine.commands import Inbox
@@ -28,14 +29,41 @@ Tell = Callable[[PrefetchResult], None]
 """Takes what came of a hint; called in the scheduler's thread, must not block."""
 
 
+class _Terms(TypedDict):
+    extra_key: str | None
+    cache_salt: str | None
+    priority: int
+    until: float
+
+
 class Brings(Protocol):
     """What of ``engine.prefetch.Prefetcher`` is used here."""
 
+    def expect(
+        self,
+        id: str,
+        tokens: bytes,
+        *,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        until: float = math.inf,
+    ) -> object: ...
+
     def prefetch(
-        self, id: str, tokens: bytes, *, extra_key: str | None = None, cache_salt: str | None = None
+        self,
+        id: str,
+        tokens: bytes,
+        *,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        until: float = math.inf,
     ) -> None: ...
 
     def cancel(self, id: str) -> bool: ...
+
+    def expire(self, now: float) -> None: ...
 
     def take_ended(self) -> list[PrefetchResult]: ...
 
@@ -51,13 +79,21 @@ class Advice:
     def __init__(self, brings: Brings, tell: Tell | None = None) -> None:
         self._brings = brings
         self.tell = tell
+        self.priority_sign = 1
+        """-1 where a small number means a high priority."""
         self.peers: PeerKv | None = None
         """Fetches and lends; ``None`` where that is not possible."""
         self._fetching: dict[str, Advise] = {}
         """Hints for which a peer's KV is on its way."""
 
-    def obey(self, payload: bytes) -> None:
-        """Do what a router's message says. What is none for us is left out."""
+    def obey(self, payload: bytes, at: float = 0.0) -> None:
+        """Do what a router's message says. What is none for us is left out.
+
+        at: rank 0's time, by which hints expire.
+        """
+        self._brings.expire(at)
+        if not payload:
+            return
         try:
             message = TO_AGENT.decode(payload)
         except WireError as error:
@@ -66,9 +102,10 @@ class Advice:
         match message:
             case Advise() if message.source is not None and self.peers is not None:
                 self._fetching[message.id] = message
-                self.peers.fetch_ahead(message, lambda: self._fetched(message))
+                self._brings.expect(message.id, message.tokens, **self._terms(message, at))
+                self.peers.fetch_ahead(message, lambda: self._fetched(message, at))
             case Advise():
-                self._bring(message)
+                self._bring(message, at)
             case Lend() if self.peers is not None:
                 self.peers.lend(message)
             case Fetch() if self.peers is not None:
@@ -79,16 +116,23 @@ class Advice:
             case _:
                 logger.warning("a %s is no command for the KV cache", type(message).__name__)
 
-    def _fetched(self, message: Advise) -> None:
+    def _fetched(self, message: Advise, at: float) -> None:
         """What a peer had is here, or will not be: bring up what there is, unless nobody asks any more."""
         if self._fetching.get(message.id) is message:
             del self._fetching[message.id]
-            self._bring(message)
+            self._bring(message, at)
 
-    def _bring(self, message: Advise) -> None:
-        self._brings.prefetch(
-            message.id, message.tokens, extra_key=message.extra_key, cache_salt=message.cache_salt
-        )
+    def _bring(self, message: Advise, at: float) -> None:
+        self._brings.prefetch(message.id, message.tokens, **self._terms(message, at))
+
+    def _terms(self, message: Advise, at: float) -> _Terms:
+        """On which terms: whose it is, how much it matters, and until when, in rank 0's time."""
+        return {
+            "extra_key": message.extra_key,
+            "cache_salt": message.cache_salt,
+            "priority": message.priority * self.priority_sign,
+            "until": at + message.ttl_s,
+        }
 
     def drain(self) -> None:
         """Tell what has ended. Once per pass."""

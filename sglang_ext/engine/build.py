@@ -121,6 +121,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     )
     if cache.prefetcher is not None:
         cache.advice = Advice(cache.prefetcher)
+        cache.advice.priority_sign = -1 if _small_priorities_first() else 1
     endpoints: tuple[str, ...] = ()
     if fetches and dram is not None and arena is not None and identity is not None:
         endpoints = attach_peers(
@@ -132,6 +133,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             ctx.server_args,
             identity,
             instance=instance,
+            epoch=epoch,
             group=params.tp_cache_group,
             agree=agree,
         )

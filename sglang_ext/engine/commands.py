@@ -6,13 +6,19 @@ of the pass. Commands are put into it (``patches/commands.py``), so they need no
 they come in one order with the requests.
 
 An idle scheduler that sleeps (``--sleep-on-idle``) is woken.
+
+Each command carries rank 0's time, the only clock by which ranks decide what has expired. When something is
+to expire and nobody sends a command, the time comes alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.managers.io_struct import BaseReq
@@ -22,16 +28,27 @@ MOST_WAITING = 10_000
 
 
 class KvCommand(BaseReq, kw_only=True, tag=True):  # type: ignore[misc, call-arg]
-    """A command on its way over the ranks. payload: encoded, as the agent got it."""
+    """A command on its way over the ranks.
+
+    payload: encoded, as the agent got it; empty when only the time is told. at: rank 0's monotonic seconds.
+    """
 
     payload: bytes
+    at: float = 0.0
 
 
 class Inbox:
-    """Commands for the scheduler of this process. Any thread may put; the scheduler's takes."""
+    """Commands for the scheduler of this process. Any thread may put; the scheduler's takes.
 
-    def __init__(self) -> None:
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._waiting: deque[bytes] = deque()
+        self.alarm = math.inf
+        """When the time is to be told, by ``clock``. Set and read in the scheduler's thread."""
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable when there may be something to do."""
 
@@ -50,12 +67,16 @@ class Inbox:
 
     def take(self) -> list[KvCommand]:
         """What has been put since, in its order. The scheduler's thread only."""
-        if not self._waiting:
+        if not self._waiting and self.alarm == math.inf:
             return []
+        now = self._clock()
         commands = []
         with contextlib.suppress(IndexError):
             while True:
-                commands.append(KvCommand(payload=self._waiting.popleft()))
+                commands.append(KvCommand(payload=self._waiting.popleft(), at=now))
+        if self.alarm <= now:
+            self.alarm = math.inf
+            commands.append(KvCommand(payload=b"", at=now))
         return commands
 
     def slept(self) -> None:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from sglang_ext.engine.disk_writes import Agree, DiskWrites
+from sglang_ext.engine.hinted import Hinted
 from sglang_ext.engine.mover import BlockIds, LayerSink, Mover, Source
 from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
 from sglang_ext.radix_global.observer import CopyObserver, Unobserved
@@ -109,6 +110,8 @@ class DramTier:
         self._taken = 0
         self.counters = DramCounters()
         self.copies: CopyObserver = Unobserved()
+        self.hinted: Hinted | None = None
+        """What is held back for requests that were announced."""
 
     # -- HBM to DRAM ----------------------------------------------------------------------------
 
@@ -155,11 +158,28 @@ class DramTier:
         if shortage > 0 and self.below is not None:
             # Durable before free: these cost nothing but a read.
             shortage -= self._evict(shortage, only=self.below.durable)
+            if lose:
+                shortage -= self._give_up(shortage, self.below.durable)
         if shortage > 0 and lose:
-            self._evict(shortage)
+            shortage -= self._evict(shortage)
+            shortage -= self._give_up(shortage, lambda node: True)
+            self._evict(shortage, spare=())
 
-    def _evict(self, blocks: int, only: Callable[[Node], bool] | None = None) -> int:
-        gone = self._tree.evict(self._dram, blocks, only=only)
+    def _evict(
+        self,
+        blocks: int,
+        only: Callable[[Node], bool] | None = None,
+        spare: Container[Node] | None = None,
+    ) -> int:
+        """What is hinted stays, unless ``spare`` says otherwise."""
+        if spare is None:
+            spare = self.hinted or ()
+        return self._free(self._tree.evict(self._dram, blocks, only=only, spare=spare))
+
+    def _give_up(self, blocks: int, may_go: Callable[[Node], bool]) -> int:
+        return 0 if self.hinted is None else self._free(self.hinted.give_up(self._dram, blocks, may_go))
+
+    def _free(self, gone: Sequence[Evicted]) -> int:
         for evicted in gone:
             self._arena.free(evicted.address)
         count = sum(evicted.blocks for evicted in gone)
@@ -341,6 +361,10 @@ class DramTier:
     def holder(self) -> Holder:
         """Who stands for this tier in the tree."""
         return self._dram
+
+    @property
+    def arena(self) -> Arena:
+        return self._arena
 
     @property
     def block_bytes(self) -> int:

@@ -1,18 +1,20 @@
 """The part of SGLang's pool that the cache has: how much it is, and how it is given back.
 
-What goes first: blocks brought ahead of a request, then those with a copy in DRAM or on disk, both of which
-lose nothing; then what a copy under way lets go; and only then last copies.
+What goes first: blocks with a copy in DRAM or on disk, which lose nothing; then what a copy under way lets
+go; then what is held back for requests that were announced, where it has a copy too; and only then last
+copies, the announced ones last again.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from sglang_ext.engine.dram_tier import DramTier
-from sglang_ext.engine.prefetched import Prefetched
+from sglang_ext.engine.hinted import Hinted
 from sglang_ext.engine.slots import SlotOps
 from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
 
@@ -36,7 +38,8 @@ class HbmRoom:
         self._allocator = allocator
         self._slots = slots
         self._dram = dram
-        self.prefetched: Prefetched | None = None
+        self.hinted: Hinted | None = None
+        """What is held back for requests that were announced."""
         self.arriving: Callable[[], int] = int
         """Tokens whose slots are being filled ahead of a request: neither free nor in the tree, given up when
         SGLang allocates.
@@ -64,46 +67,56 @@ class HbmRoom:
     def evict(self, tokens: int) -> int:
         """Give back at least so many slots, where so many may go. Returns how many did."""
         missing = -(-tokens // self._tree.block_size)
-        gone: list[Evicted] = []
-        surrendered = 0
-        if self._dram is not None:
-            self._dram.drain()
-            missing -= self._evict_for_free(missing, self._dram, gone)
-            if missing > 0 and (self._dram.writing or self.arriving()):
-                self._dram.settle()
-                surrendered = self.surrender()
-                missing -= surrendered // self._tree.block_size
-                missing -= self._evict_for_free(missing, self._dram, gone)
-        if missing > 0:
-            gone += self._tree.evict(self._hbm, missing)
-        return surrendered + self._give_back(gone)
+        freed = 0
+        dram = self._dram
+        if dram is not None:
+            dram.drain()
+            freed = self._evict(missing, dram.has_copy)
+            if freed < missing and (dram.writing or self.arriving()):
+                dram.settle()
+                freed += self._evict(missing - freed, dram.has_copy)
+                if freed < missing:
+                    freed += self.surrender() // self._tree.block_size
+            freed += self._give_up(missing - freed, dram.has_copy)
+        if freed < missing:
+            freed += self._evict(missing - freed, None)
+            freed += self._give_up(missing - freed, lambda node: True)
+            freed += self._free(self._tree.evict(self._hbm, missing - freed))
+        return freed * self._tree.block_size
 
-    def _evict_for_free(self, blocks: int, dram: DramTier, gone: list[Evicted]) -> int:
-        before = len(gone)
-        if self.prefetched is not None:
-            gone += self.prefetched.give_up(blocks)
-        left = blocks - sum(evicted.blocks for evicted in gone[before:])
-        if left > 0:
-            gone += self._tree.evict(self._hbm, left, only=dram.has_copy)
-        return sum(evicted.blocks for evicted in gone[before:])
+    def make_room(self, tokens: int, *, unused_since: float, priority: int) -> None:
+        """Give back up to so many slots for what is expected: blocks that have a copy.
 
-    def evict_copies(self, tokens: int, unused_since: float) -> int:
-        """Give back up to so many slots of blocks that have a copy and were not used since then."""
+        Those that were not used since then, and what is held back for hints of lower priority.
+        """
         dram = self._dram
         if dram is None:
-            return 0
+            return
 
         def may_go(node: Node) -> bool:
             return node.last_access < unused_since and dram.has_copy(node)
 
-        return self._give_back(self._tree.evict(self._hbm, -(-tokens // self._tree.block_size), only=may_go))
+        missing = -(-tokens // self._tree.block_size)
+        missing -= self._evict(missing, may_go)
+        self._give_up(missing, dram.has_copy, below=priority)
 
-    def _give_back(self, gone: list[Evicted]) -> int:
+    def _evict(self, blocks: int, only: Callable[[Node], bool] | None) -> int:
+        """Blocks of what nobody has announced."""
+        return self._free(self._tree.evict(self._hbm, blocks, only=only, spare=self.hinted or ()))
+
+    def _give_up(self, blocks: int, may_go: Callable[[Node], bool], below: float = math.inf) -> int:
+        """Blocks of what was announced."""
+        if self.hinted is None:
+            return 0
+        return self._free(self.hinted.give_up(self._hbm, blocks, may_go, below=below))
+
+    def _free(self, gone: list[Evicted]) -> int:
+        """Blocks that left the tree go back to SGLang. How many."""
         if self._dram is not None:
             self._dram.left_memory(gone)
         if gone and self._allocator is not None:
             self.free_slots([evicted.address for evicted in gone])
-        return sum(evicted.blocks for evicted in gone) * self._tree.block_size
+        return sum(evicted.blocks for evicted in gone)
 
     def free_slots(self, kept: list[Any]) -> None:
         """Slots in the form in which the tree keeps them go back to SGLang."""

@@ -1,11 +1,13 @@
 """Brings a prompt's KV to HBM before its request comes: disk to DRAM to HBM (Symphony, section 3.3).
 
-One prompt after the other. What is on disk is read when no request wants to read, and becomes DRAM blocks as
-for a waiting request. From there it is copied in small pieces, behind all copies that somebody waits for, to
-slots that are free, or that hold blocks which have a copy elsewhere and were not used since the oldest
-prefetch came. The slots of a piece are nobody's until it has arrived; then its blocks enter the tree, and are
-ordinary cached blocks that go first when SGLang allocates (``prefetched``). No batch ever waits for a
-prefetch, and a request that comes too early does the rest by itself, as it would without.
+Prompts of high priority come first, then those that were announced first. What is on disk is read when no
+request wants to read, for a few prompts at once, their lowest layers first, and becomes DRAM blocks as for a
+waiting request. From there it is copied in small pieces, behind all copies that somebody waits for, to slots
+that are free, or that hold blocks which have a copy elsewhere and were not used since the prefetch began, or
+were announced with a lower priority. The slots of a piece are nobody's until it has arrived; then its blocks
+enter the tree, and are ordinary cached blocks that are held back for their request (``hinted``) and yet go at
+once when SGLang needs them. No batch ever waits for a prefetch, and a request that comes too early does the
+rest by itself, as it would without.
 
 All methods run in the scheduler's thread. With several ranks, each is to be asked the same between the same
 two passes of the loop: what follows is decided from what all ranks have alike, or agreed upon.
@@ -14,6 +16,7 @@ two passes of the loop: what follows is decided from what all ranks have alike, 
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -21,7 +24,7 @@ from typing import Any
 
 from sglang_ext.engine.dram_tier import DramTier
 from sglang_ext.engine.hbm_room import HbmRoom
-from sglang_ext.engine.prefetched import Prefetched, path_of
+from sglang_ext.engine.hinted import Hinted, path_of
 from sglang_ext.engine.promotion import Wanted
 from sglang_ext.engine.promotions import Promotions
 from sglang_ext.engine.slots import SlotOps
@@ -30,6 +33,8 @@ from sglang_ext.radix_global import Holder, Node, RadixTree
 from sglang_ext.tiered_store.layers import AHEAD
 
 MOST_WAITING = 256
+READ_AHEAD = 4
+"""Prompts that are read from disk at the same time."""
 PIECE_BLOCKS = 64
 """Copied at a time: what HBM cannot give up for as long as a copy takes."""
 
@@ -65,6 +70,8 @@ class _Prefetch:
     id: str
     namespace: Hashable
     key: bytes
+    priority: int = 0
+    begun: bool = False
     since: float = 0.0
     """When it began, in the tree's time."""
     reached: int = 0
@@ -132,17 +139,35 @@ class Prefetcher:
         self._promotions = promotions
         self._namespace = namespace
         self._piece_blocks = piece_blocks
-        self._waiting: deque[_Prefetch] = deque()
-        self._active: _Prefetch | None = None
+        self._waiting: list[_Prefetch] = []
+        """In the order in which they are done."""
         self._piece: _Piece | None = None
         self._ended: deque[PrefetchResult] = deque(maxlen=MOST_WAITING)
         self.counters = PrefetchCounters()
-        self.prefetched = Prefetched(tree, hbm, tier.has_copy)
-        room.prefetched = self.prefetched
+        marker = Holder.of(f"{hbm.instance} announced requests", hbm.epoch, hbm.tier)
+        self.hinted = Hinted(tree, marker)
+        room.hinted = tier.hinted = self.hinted
         room.arriving = self.arriving_tokens
         room.surrender = self.surrender
 
     # -- asking ---------------------------------------------------------------------------------
+
+    def expect(
+        self,
+        id: str,
+        tokens: TokenIds | Sequence[int],
+        *,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        until: float = math.inf,
+    ) -> _Prefetch:
+        """Hold back what is known of a prompt that is expected, and bring nothing. See ``prefetch``."""
+        key = encode_tokens(tokens)
+        whole = len(key) // (self._tree.block_size * TOKEN_BYTES) * self._tree.block_size * TOKEN_BYTES
+        wanted = _Prefetch(id, self._namespace(extra_key, cache_salt), key[:whole], priority)
+        self.hinted.expect(id, wanted.namespace, wanted.key, priority=priority, until=until)
+        return wanted
 
     def prefetch(
         self,
@@ -151,31 +176,46 @@ class Prefetcher:
         *,
         extra_key: str | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
+        until: float = math.inf,
     ) -> None:
-        """Bring what is known of a prompt to HBM, when its turn comes.
+        """Bring what is known of a prompt to HBM, when its turn comes, and hold it back for its request.
 
-        There is one prompt for each ``id``: a newer one takes the older one's place.
+        There is one prompt for each ``id``: a newer one takes the older one's place. priority: the higher,
+        the sooner it comes and the later it goes. until: how long it is held back, in rank 0's time.
         """
-        self.cancel(id)
+        wanted = self.expect(
+            id, tokens, extra_key=extra_key, cache_salt=cache_salt, priority=priority, until=until
+        )
+        for known in self._waiting:
+            if known.id != id:
+                continue
+            if (known.namespace, known.key, known.priority) == (wanted.namespace, wanted.key, priority):
+                return
+            self._end(known, PrefetchEnd.CANCELLED)
+            break
         if len(self._waiting) >= MOST_WAITING:
-            self._end(self._waiting.popleft(), PrefetchEnd.DROPPED)
-        key = encode_tokens(tokens)
-        whole = len(key) // (self._tree.block_size * TOKEN_BYTES) * self._tree.block_size * TOKEN_BYTES
-        self._waiting.append(_Prefetch(id, self._namespace(extra_key, cache_salt), key[:whole]))
+            least = self._waiting[-1].priority
+            self._end(next(each for each in self._waiting if each.priority == least), PrefetchEnd.DROPPED)
+        place = next(
+            (at for at, each in enumerate(self._waiting) if each.priority < priority), len(self._waiting)
+        )
+        self._waiting.insert(place, wanted)
 
     def cancel(self, id: str) -> bool:
-        """Do no more for ``id``: its request has come, or will not. What was brought stays. Whether there was
-        one.
+        """Do no more for ``id``: its request has come, or will not. What was brought stays, as anything else
+        that is cached. Whether something was still to be done.
         """
+        self.hinted.forget(id)
         for waiting in self._waiting:
             if waiting.id == id:
-                self._waiting.remove(waiting)
                 self._end(waiting, PrefetchEnd.CANCELLED)
                 return True
-        if self._active is not None and self._active.id == id:
-            self._end(self._active, PrefetchEnd.CANCELLED)
-            return True
         return False
+
+    def expire(self, now: float) -> None:
+        """Rank 0's time is ``now``: what was to be held back until then is not any more."""
+        self.hinted.expire(now)
 
     def take_ended(self) -> list[PrefetchResult]:
         """Those that have ended since this was asked last, at most the newest ``MOST_WAITING``."""
@@ -192,19 +232,24 @@ class Prefetcher:
         """
         if self._piece is not None and self._piece.complete:
             self._land(self._piece)
-        if self._active is None and self._waiting:
-            self._begin(self._waiting.popleft())
-        active = self._active
-        if active is None or self._piece is not None:
+        if not self._waiting:
             return
-        if self._promotions is None or self._promotions.ready(active):
-            self._go_on(active)
+        first = self._waiting[:READ_AHEAD]
+        for prefetch in first:
+            if not prefetch.begun:
+                self._begin(prefetch)
+        if self._piece is not None:
+            return
+        for prefetch in first:
+            if self._promotions is None or self._promotions.ready(prefetch):
+                self._go_on(prefetch)
+                return
 
     def _begin(self, prefetch: _Prefetch) -> None:
-        self._active = prefetch
+        prefetch.begun = True
         # What was not used for long counts as used: eviction must not take it before it is brought.
-        match = self._tree.match(prefetch.namespace, prefetch.key)
-        prefetch.since = min((node.last_access for node in match.path), default=float("inf"))
+        self._tree.match(prefetch.namespace, prefetch.key)
+        prefetch.since = self._tree.now()
         prefetch.reached = self._reached(prefetch)[0]
         if self._promotions is not None:
             wanted = Wanted(prefetch.namespace, prefetch.key, AHEAD, request=prefetch)
@@ -225,6 +270,7 @@ class Prefetcher:
 
     def _go_on(self, prefetch: _Prefetch) -> None:
         """Start the next piece, or end."""
+        self.hinted.look(prefetch.id)
         reached, below = self._reached(prefetch)
         if reached < prefetch.reached:
             self._end(prefetch, PrefetchEnd.GIVEN_UP)
@@ -237,10 +283,7 @@ class Prefetcher:
         wanted = min(self._piece_blocks, sum(node.blocks for node in below))
         shortage = wanted * block - self._room.free
         if shortage > 0:
-            # Neither this prompt's own beginning, which was looked up when it began, nor what was brought
-            # and waits for its request.
-            since = min(self.prefetched.oldest, prefetch.since)
-            self._room.evict_copies(shortage, unused_since=since)
+            self._room.make_room(shortage, unused_since=prefetch.since, priority=prefetch.priority)
         nodes = self._first(below, min(wanted, self._room.free // block))
         slots = self._room.take_free(sum(node.blocks for node in nodes) * block) if nodes else None
         if slots is None:
@@ -286,13 +329,11 @@ class Prefetcher:
             back.append(kept[(placed - start) * block :])
         if back:
             self._room.free_slots(back)
-        self.prefetched.add(prefetch.namespace, prefetch.key, start, placed)
 
     def _end(self, prefetch: _Prefetch, end: PrefetchEnd) -> None:
-        if prefetch is self._active:
-            self._active = None
-            if self._promotions is not None:
-                self._promotions.release(prefetch)
+        self._waiting.remove(prefetch)
+        if prefetch.begun and self._promotions is not None:
+            self._promotions.release(prefetch)
         block = self._tree.block_size
         reached = self._reached(prefetch)[0]
         self._ended.append(PrefetchResult(prefetch.id, end, reached * block, prefetch.brought * block))
@@ -315,27 +356,24 @@ class Prefetcher:
             return 0
         self._piece = None
         self._room.free_slots([piece.slots])
-        if piece.prefetch is self._active:
+        if piece.prefetch in self._waiting:
             self._end(piece.prefetch, PrefetchEnd.GIVEN_UP)
-        self.prefetched.given_up += len(piece.slots) // self._tree.block_size
         return len(piece.slots)
 
     @property
     def busy(self) -> bool:
         """Whether anything waits or is under way."""
-        return self._active is not None or bool(self._waiting) or self._piece is not None
+        return bool(self._waiting) or self._piece is not None
 
     def clear(self) -> None:
         """Do no more for anybody: the cache is about to be emptied."""
         while self._waiting:
-            self._end(self._waiting.popleft(), PrefetchEnd.DROPPED)
-        if self._active is not None:
-            self._end(self._active, PrefetchEnd.DROPPED)
+            self._end(self._waiting[0], PrefetchEnd.DROPPED)
         if self._piece is not None:
             self._tier.settle()
             self.surrender()
-        self.prefetched.clear()
+        self.hinted.clear()
 
     def __repr__(self) -> str:
-        state = f"waiting={len(self._waiting)}, active={self._active is not None}"
-        return f"Prefetcher({state}, arriving={self.arriving_tokens()}, {self.counters}, {self.prefetched!r})"
+        state = f"waiting={len(self._waiting)}, arriving={self.arriving_tokens()}"
+        return f"Prefetcher({state}, {self.counters}, {self.hinted!r})"

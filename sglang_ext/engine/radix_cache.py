@@ -357,10 +357,12 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
         if self.metrics is not None:
             self.metrics.update(self)
 
-    def obey(self, payload: bytes) -> None:
-        """Do what a command says. Comes to every rank between the same two passes."""
+    def obey(self, payload: bytes, at: float) -> None:
+        """Do what a command says. Comes to every rank between the same two passes. at: rank 0's time."""
         if self.advice is not None:
-            self.advice.obey(payload)
+            self.advice.obey(payload, at)
+        if self.inbox is not None and self.prefetcher is not None:
+            self.inbox.alarm = self.prefetcher.hinted.next_expiry
 
     def __repr__(self) -> str:
         return f"GlobalRadixCache(tree={self.tree!r}, dram={self.dram!r}, disk={self.promotions!r})"

@@ -67,7 +67,7 @@ def after_dispatcher(_result: None, scheduler: Any) -> None:
         if cache is None:
             return
         try:
-            cache.obey(command.payload)
+            cache.obey(command.payload, command.at)
         except Exception:
             logger.exception("a command for the KV cache failed")
 

@@ -22,7 +22,7 @@ Single-threaded: the owner calls it from one thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterator
 
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.radix_global import locks
@@ -301,6 +301,7 @@ class RadixTree:
         blocks: int,
         *,
         only: Callable[[Node], bool] | None = None,
+        spare: Container[Node] = (),
         look_past: int = 64,
     ) -> list[Evicted]:
         """Take up to ``blocks`` blocks from ``holder``, by policy, ends of prefixes first, never locked ones.
@@ -311,6 +312,8 @@ class RadixTree:
             holder: whose blocks.
             blocks: how many.
             only: take nodes for which it is true (those with another copy, for example) and no others.
+            spare: nodes that stay. Whenever one comes up it counts as used, so that it does not come up again
+                in each call.
             look_past: pass over at most so many nodes for which ``only`` is false, and give up at the
                 next, which bounds the time of a call.
         """
@@ -320,10 +323,14 @@ class RadixTree:
             return evicted
         missing = blocks
         passed: list[Node] = []
+        spared: list[Node] = []
         while missing > 0 and len(passed) <= look_past:
             node = usage.queue.take()
             if node is None:
                 break
+            if node in spare:
+                spared.append(node)
+                continue
             if only is not None and not only(node):
                 passed.append(node)
                 continue
@@ -335,6 +342,10 @@ class RadixTree:
             evicted.append(Evicted(node, node.blocks, self._displace(node, holder, usage)))
             self._offer(parent, holder, usage)
         for node in passed:
+            usage.queue.offer(node, usage.nodes)
+        now = self._clock() if spared else 0.0
+        for node in spared:
+            node.last_access = now
             usage.queue.offer(node, usage.nodes)
         return evicted
 
@@ -380,6 +391,10 @@ class RadixTree:
     def known_holders(self) -> list[Holder]:
         """Every holder that has at least one block."""
         return [holder for holder, usage in self._usage.items() if usage.blocks]
+
+    def now(self) -> float:
+        """What ``last_access`` of a node would be that is used now."""
+        return self._clock()
 
     @property
     def block_bytes(self) -> int:

@@ -369,6 +369,7 @@ class Traffic:
         self._scenario = scenario
         self._known: list[list[int]] = [[0] * 8, self._words(40), self._words(90)]
         self._lull = False
+        self._passes = 0
         self.counts: dict[str, int] = {}
 
     def _words(self, count: int) -> list[int]:
@@ -376,6 +377,7 @@ class Traffic:
 
     def act(self, scheduler: SimulatedScheduler) -> None:
         """Do one thing from outside, or nothing, before a pass of the loop."""
+        self._passes += 1
         if self._scenario.prefetch and self._hints.random() < self._scenario.prefetch:
             self._hint(scheduler)
         if self._scenario.pool and self._owners.random() < self._scenario.pool:
@@ -407,13 +409,20 @@ class Traffic:
         prefetcher = scheduler.cache.prefetcher
         assert prefetcher is not None
         rnd = self._hints
+        prefetcher.expire(self._passes)
         if rnd.random() < 0.1:
             prefetcher.cancel(f"session {rnd.randrange(4)}")
             return
         self._count("prefetch")
         salt = "tenant" if self._scenario.tenants and rnd.random() < 0.1 else None
         known = rnd.choice(self._known[-self._scenario.memory :])
-        prefetcher.prefetch(f"session {rnd.randrange(4)}", known, cache_salt=salt)
+        prefetcher.prefetch(
+            f"session {rnd.randrange(4)}",
+            known,
+            cache_salt=salt,
+            priority=rnd.randrange(3),
+            until=self._passes + rnd.randrange(1, 60),
+        )
 
     def _own(self, scheduler: SimulatedScheduler) -> None:
         """Owners of the memory pool take memory, hold prompts, swap, and give back."""

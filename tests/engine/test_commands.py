@@ -25,7 +25,7 @@ from sglang_ext.patches import commands, scheduler_calls
 
 @pytest.fixture
 def inbox() -> Iterator[Inbox]:
-    made = Inbox()
+    made = Inbox(clock=lambda: 7.0)
     yield made
     with contextlib.suppress(OSError):
         made.close()
@@ -79,6 +79,19 @@ def test_a_loop_that_stands_still_does_not_fill_the_memory(inbox: Inbox) -> None
     assert inbox.put(b"")
 
 
+def test_the_time_comes_once_when_something_expires(inbox: Inbox) -> None:
+    assert inbox.take() == []
+    inbox.alarm = 7.5
+    assert inbox.take() == []
+    inbox.alarm = 7.0
+    assert inbox.take() == [KvCommand(payload=b"", at=7.0)]
+    assert inbox.take() == []
+    inbox.alarm = 6.0
+    inbox.put(b"x")
+    assert inbox.take() == [KvCommand(payload=b"x", at=7.0), KvCommand(payload=b"", at=7.0)]
+    assert inbox.take() == []
+
+
 def test_a_command_survives_the_way_over_the_ranks() -> None:
     """SGLang broadcasts with pickle; what arrives has to be equal."""
     command = KvCommand(payload=bytes(range(256)))
@@ -92,7 +105,7 @@ def test_a_command_survives_the_way_over_the_ranks() -> None:
 class Cache:
     obeyed: list[bytes] = field(default_factory=list)
 
-    def obey(self, payload: bytes) -> None:
+    def obey(self, payload: bytes, at: float) -> None:
         if payload == b"bad":
             raise RuntimeError("a fault of ours")
         self.obeyed.append(payload)
@@ -112,7 +125,7 @@ def test_commands_follow_what_sglang_received(inbox: Inbox, hooked: tuple[Any, C
     inbox.put(b"one")
     requests: list[Any] = ["a request"]
     commands.after_pull(requests, None)
-    assert requests == ["a request", KvCommand(payload=b"one")]
+    assert requests == ["a request", KvCommand(payload=b"one", at=7.0)]
     commands.after_pull(None, None)  # a rank that is told by others
 
 
@@ -160,15 +173,20 @@ def test_the_inbox_wakes_an_idle_scheduler(inbox: Inbox, hooked: tuple[Any, Cach
 class Bringer:
     asked: list[tuple[Any, ...]] = field(default_factory=list)
     ended: list[PrefetchResult] = field(default_factory=list)
+    now: float = 0.0
 
-    def prefetch(
-        self, id: str, tokens: bytes, *, extra_key: str | None = None, cache_salt: str | None = None
-    ) -> None:
-        self.asked.append(("prefetch", id, tokens, extra_key, cache_salt))
+    def expect(self, id: str, tokens: bytes, **terms: Any) -> None:
+        self.asked.append(("expect", id, tokens, *terms.values()))
+
+    def prefetch(self, id: str, tokens: bytes, **terms: Any) -> None:
+        self.asked.append(("prefetch", id, tokens, *terms.values()))
 
     def cancel(self, id: str) -> bool:
         self.asked.append(("cancel", id))
         return True
+
+    def expire(self, now: float) -> None:
+        self.now = now
 
     def take_ended(self) -> list[PrefetchResult]:
         ended, self.ended = self.ended, []
@@ -179,12 +197,23 @@ def test_a_hint_becomes_a_prefetch_in_the_tenants_namespace() -> None:
     brings = Bringer()
     tokens = encode_tokens([1, 2, 3])
     advice = Advice(brings)
-    advice.obey(TO_AGENT.encode(Advise("h1", tokens, extra_key="lora", cache_salt="tenant")))
-    advice.obey(TO_AGENT.encode(Withdraw("h1")))
-    assert brings.asked == [("prefetch", "h1", tokens, "lora", "tenant"), ("cancel", "h1")]
+    hint = Advise("h1", tokens, extra_key="lora", cache_salt="tenant", priority=3, ttl_s=7.0)
+    advice.obey(TO_AGENT.encode(hint), 100.0)
+    advice.obey(TO_AGENT.encode(Withdraw("h1")), 101.0)
+    assert brings.asked == [("prefetch", "h1", tokens, "lora", "tenant", 3, 107.0), ("cancel", "h1")]
+    assert brings.now == 101.0
+    advice.priority_sign = -1
+    advice.obey(TO_AGENT.encode(hint), 102.0)
+    assert brings.asked[-1] == ("prefetch", "h1", tokens, "lora", "tenant", -3, 109.0)
 
 
-@pytest.mark.parametrize("payload", [b"", b"\xc1", os.urandom(64), TO_AGENT.encode(Ping("router"))])
+def test_the_time_alone_is_no_command(caplog: pytest.LogCaptureFixture) -> None:
+    brings = Bringer()
+    Advice(brings).obey(b"", 5.0)
+    assert (brings.asked, brings.now, caplog.text) == ([], 5.0, "")
+
+
+@pytest.mark.parametrize("payload", [b"\xc1", os.urandom(64), TO_AGENT.encode(Ping("router"))])
 def test_what_is_no_command_is_left_out(payload: bytes) -> None:
     brings = Bringer()
     Advice(brings).obey(payload)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,8 +101,8 @@ def _reading(rank: Rank) -> bool:
     return rank.promotions.reading
 
 
-def prefetch(rank: Rank, tokens: list[int], id: str = "session") -> PrefetchResult:
-    prefetcher_of(rank).prefetch(id, tokens)
+def prefetch(rank: Rank, tokens: list[int], id: str = "session", **terms: Any) -> PrefetchResult:
+    prefetcher_of(rank).prefetch(id, tokens, **terms)
     (result,) = passes(rank)
     return result
 
@@ -219,64 +221,176 @@ def test_another_tenants_kv_is_not_brought(make_rank: MakeRank) -> None:
 # -- what goes --------------------------------------------------------------------------------------
 
 
-def borrowed(rank: Rank, *sizes: int) -> list[list[int]]:
-    """Prompts of so many blocks, brought ahead in this order."""
+def announced(
+    rank: Rank, *sizes: int, until: Sequence[float] = (), priority: Sequence[int] = ()
+) -> list[list[int]]:
+    """Prompts of so many blocks, announced and brought in this order."""
     prompts = [prompt(10 + i, blocks) for i, blocks in enumerate(sizes)]
     for tokens in prompts:
         rank.serve(tokens)
     leave_hbm(rank)
     for i, tokens in enumerate(prompts):
-        assert prefetch(rank, tokens, f"s{i}").end is PrefetchEnd.DONE
+        result = prefetch(
+            rank,
+            tokens,
+            f"s{i}",
+            until=until[i] if until else math.inf,
+            priority=priority[i] if priority else 0,
+        )
+        assert result.end is PrefetchEnd.DONE
     return prompts
 
 
-def test_the_smaller_goes_first_and_its_end_before_its_beginning(make_rank: MakeRank) -> None:
-    rank = make_rank()
-    large, small, middle = borrowed(rank, 20, 6, 12)
-    rank.cache.evict(EvictParams(num_tokens=4 * BLOCK))
-    assert [in_hbm(rank, tokens) for tokens in (large, small, middle)] == [80, 8, 48]
-    assert prefetcher_of(rank).prefetched.given_up == 4
-    rank.cache.evict(EvictParams(num_tokens=4 * BLOCK))
-    assert [in_hbm(rank, tokens) for tokens in (large, small, middle)] == [80, 0, 40]
+def beside(rank: Rank, blocks: int) -> list[int]:
+    """A prompt that nobody has announced, cached in HBM with a copy in DRAM."""
+    tokens = prompt(30, blocks)
+    rank.serve(tokens)
+    settle(rank)
+    assert in_hbm(rank, tokens) == blocks * BLOCK
+    return tokens
+
+
+def take(rank: Rank, blocks: int) -> None:
+    """SGLang needs so many blocks more than are free."""
+    rank.cache.evict(EvictParams(num_tokens=blocks * BLOCK))
     rank.check()
+
+
+def test_what_is_announced_goes_after_everything_else(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    (waiting,) = announced(rank, 12)
+    ordinary = beside(rank, 10)
+    rank.tree.match((0, None, None), encode_tokens(ordinary))  # used since
+    take(rank, 10)
+    assert (in_hbm(rank, ordinary), in_hbm(rank, waiting)) == (0, 48)
+    take(rank, 3)
+    assert in_hbm(rank, waiting) == 36, "and yet goes, end first"
+    assert prefetcher_of(rank).hinted.given_up == 3
     finish(rank)
 
 
-def test_it_goes_before_what_requests_have_cached(make_rank: MakeRank) -> None:
+def test_after_its_time_it_is_as_anything_else(make_rank: MakeRank) -> None:
     rank = make_rank()
-    used = prompt(1, 10)
-    rank.serve(used)
-    settle(rank)
-    (brought,) = borrowed_beside(rank, 12)
-    rank.cache.evict(EvictParams(num_tokens=6 * BLOCK))
-    assert (in_hbm(rank, used), in_hbm(rank, brought)) == (40, 24)
+    (waiting,) = announced(rank, 12, until=[10.0])
+    ordinary = beside(rank, 10)
+    prefetcher_of(rank).expire(9.9)
+    take(rank, 4)
+    assert (in_hbm(rank, ordinary), in_hbm(rank, waiting)) == (24, 48)
+    prefetcher_of(rank).expire(10.0)
+    rank.tree.match((0, None, None), encode_tokens(ordinary))
+    take(rank, 4)
+    assert (in_hbm(rank, ordinary), in_hbm(rank, waiting)) == (24, 32)
+    finish(rank)
 
 
-def borrowed_beside(rank: Rank, blocks: int) -> list[list[int]]:
-    """A prompt brought ahead, without anything else leaving HBM."""
-    tokens = prompt(20, blocks)
+def test_withdrawn_it_is_as_anything_that_was_used_now(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    (waiting,) = announced(rank, 12)
+    ordinary = beside(rank, 10)
+    prefetcher_of(rank).cancel("s0")
+    take(rank, 11)
+    assert (in_hbm(rank, ordinary), in_hbm(rank, waiting)) == (0, 44)
+    finish(rank)
+
+
+def test_low_priority_goes_first_then_what_expires_soonest(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    prompts = announced(rank, 8, 8, 8, 8, until=[5.0, 9.0, 7.0, 1.0], priority=[0, 0, 0, 1])
+    take(rank, 10)
+    assert [in_hbm(rank, tokens) for tokens in prompts] == [0, 32, 24, 32]
+    take(rank, 14)
+    assert [in_hbm(rank, tokens) for tokens in prompts] == [0, 0, 0, 32]
+    take(rank, 1)
+    assert in_hbm(rank, prompts[3]) == 28
+    finish(rank)
+
+
+def test_a_beginning_that_hints_share_stays_with_the_stronger(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    shared = prompt(40, 6)[:-1]
+    weak, strong = [*shared, *prompt(41, 4)], [*shared, *prompt(42, 4)]
+    for tokens in (weak, strong):
+        rank.serve(tokens)
+    leave_hbm(rank)
+    prefetch(rank, weak, "weak", priority=-1)
+    prefetch(rank, strong, "strong")
+    take(rank, 6)
+    assert (in_hbm(rank, weak), in_hbm(rank, strong)) == (24, 32)
+    prefetcher_of(rank).cancel("strong")
+    prefetcher_of(rank).cancel("weak")
+    finish(rank)
+
+
+def test_a_higher_priority_takes_the_place_of_a_lower_one(make_rank: MakeRank) -> None:
+    rank = make_rank(Scenario("full", hbm_tokens=160, dram_blocks=300))
+    for number in (1, 2, 3):
+        rank.serve(prompt(number, 30))
+    leave_hbm(rank)
+    assert prefetch(rank, prompt(1, 30), "low").tokens == 120
+    assert prefetch(rank, prompt(2, 30), "high", priority=1).end is PrefetchEnd.DONE
+    assert (in_hbm(rank, prompt(1, 30)), in_hbm(rank, prompt(2, 30))) == (40, 120)
+    assert prefetch(rank, prompt(3, 30), "as high", priority=1).end is PrefetchEnd.NO_ROOM
+    assert in_hbm(rank, prompt(2, 30)) == 120
+    finish(rank)
+
+
+def test_a_high_priority_is_brought_first(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    for number in (1, 2, 3):
+        rank.serve(prompt(number, 10))
+    leave_hbm(rank)
+    prefetcher = prefetcher_of(rank)
+    prefetcher._piece_blocks = 4
+    prefetcher.prefetch("a", prompt(1, 10))
+    prefetcher.prefetch("b", prompt(2, 10))
+    rank.scheduler.step()  # the first piece of the first
+    prefetcher.prefetch("c", prompt(3, 10), priority=5)
+    assert [result.id for result in passes(rank)] == ["c", "a", "b"]
+    finish(rank)
+
+
+def test_it_is_held_back_in_dram_too(make_rank: MakeRank) -> None:
+    rank = make_rank(Scenario("a small DRAM", hbm_tokens=240, dram_blocks=60, disk_blocks=4000))
+    tokens = prompt(1, 20)
     rank.serve(tokens)
     settle(rank)
-    node = rank.tree.match((0, None, None), encode_tokens(tokens)).node
-    gone = rank.tree.remove(node, rank.hbm)
-    rank.cache.room._give_back(gone)
-    assert in_hbm(rank, tokens) == 0
-    assert prefetch(rank, tokens).end is PrefetchEnd.DONE
-    return [tokens]
+    prefetcher_of(rank).expect("s", tokens)
+    for number in range(2, 8):
+        rank.serve(prompt(number, 20))
+        settle(rank)
+    assert rank.tree.holders((0, None, None), encode_tokens(tokens))[rank.dram_holder] == 80
+    prefetcher_of(rank).cancel("s")
+    for number in range(8, 12):
+        rank.serve(prompt(number, 20))
+        settle(rank)
+    assert rank.dram_holder not in rank.tree.holders((0, None, None), encode_tokens(tokens))
+    finish(rank)
 
 
-def test_what_a_request_has_used_is_ordinary_from_then_on(make_rank: MakeRank) -> None:
+def test_running_requests_get_all_that_is_announced(make_rank: MakeRank) -> None:
     rank = make_rank()
-    used, waiting = borrowed(rank, 6, 12)
-    rank.serve(used)
-    settle(rank)
-    rank.cache.evict(EvictParams(num_tokens=12 * BLOCK))
-    assert (in_hbm(rank, used), in_hbm(rank, waiting)) == (24, 0)
+    prompts = announced(rank, 20, 20, 18)
+    long = prompt(50, 45)
+    req = rank.serve(long, new_tokens=10)
+    assert len(req.output_ids) == 10
+    assert sum(in_hbm(rank, tokens) for tokens in prompts) <= 240 - 45 * BLOCK
+    finish(rank)
+
+
+def test_a_repeated_hint_lives_longer_and_brings_what_has_gone(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    (waiting,) = announced(rank, 12, until=[5.0])
+    take(rank, 12)
+    assert in_hbm(rank, waiting) == 0
+    assert prefetch(rank, waiting, "s0", until=50.0).brought == 48
+    prefetcher_of(rank).expire(6.0)
+    assert len(prefetcher_of(rank).hinted) == 1
+    finish(rank)
 
 
 def test_what_a_running_request_uses_stays(make_rank: MakeRank) -> None:
     rank = make_rank()
-    (tokens,) = borrowed(rank, 10)
+    (tokens,) = announced(rank, 10)
     rank.scheduler.submit([*tokens, 7], new_tokens=30)
     for _ in range(4):
         rank.scheduler.step()
@@ -345,8 +459,8 @@ def test_it_does_not_take_the_place_of_what_was_brought(make_rank: MakeRank) -> 
     for number in (1, 2):
         rank.serve(prompt(number, 30))
     leave_hbm(rank)
-    assert prefetch(rank, prompt(1, 30)).tokens == 120
-    result = prefetch(rank, prompt(2, 30))
+    assert prefetch(rank, prompt(1, 30), "first").tokens == 120
+    result = prefetch(rank, prompt(2, 30), "second")
     assert (result.end, result.tokens) == (PrefetchEnd.NO_ROOM, 40)
     assert in_hbm(rank, prompt(1, 30)) == 120
 

@@ -129,6 +129,25 @@ def test_looking_past_what_is_not_allowed_is_bounded(look_past: int, gone: list[
     assert evicted(tree, 1) == ["b"], "what was passed over keeps its place"
 
 
+def test_what_is_spared_stays_and_counts_as_used() -> None:
+    tree = make_tree()
+    insert(tree, *(chr(1000 + number) for number in range(100)), "ab", "cd")
+    spared = {tree.match("n", key(chr(1000 + number))).node for number in range(100)}
+    asked: list[Node] = []
+
+    def once(node: Node) -> bool:
+        asked.append(node)
+        return True
+
+    insert(tree, "ef")
+    assert evicted(tree, 3, spare=spared, only=once, look_past=0) == ["ab", "d"]
+    assert not spared & set(asked)
+    insert(tree, "gh")
+    assert evicted(tree, 9, spare=spared) == ["c", "ef", "gh"]
+    assert sorted(evicted(tree, 200)) == [chr(1000 + number) for number in range(100)]
+    tree.check()
+
+
 def test_policies_are_found_by_name() -> None:
     assert {name: policy_by_name(name) for name in POLICIES} == POLICIES
     with pytest.raises(ValueError, match="unknown eviction policy 'fifo'; choose one of lru, slru, priority"):

@@ -1,0 +1,195 @@
+"""Which KV is held back for requests that were announced, and in which order it goes all the same.
+
+What a live hint names goes after all other cached KV, in HBM and in DRAM, until its time to live is over
+(Symphony, section 3.3: memory is shared cooperatively with the engine). It is never locked: a running request
+that needs the room gets it at once. When only hinted KV is left that could go, hints of low priority give way
+first, among equals the one that expires soonest, and of a prompt the end goes before the beginning. A slot of
+SGLang's spans all layers, so "later layers first" is what happens below: the layer cache keeps the lowest
+layers of what HBM and DRAM have given up.
+
+Times are rank 0's, as they come with its commands (``engine/commands.py``), so that all ranks hold back the
+same. No I/O; the scheduler's thread only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+
+from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
+from sglang_ext.radix_global.edges import walk
+
+MOST_HINTS = 1024
+"""Held back at a time; beyond that the weakest hold nothing back."""
+
+MayGo = Callable[[Node], bool]
+
+
+def path_of(tree: RadixTree, namespace: Hashable, key: bytes) -> Iterator[tuple[int, Node]]:
+    """The nodes that lie wholly on a prompt's way, each with the block at which it ends. Changes nothing."""
+    end = 0
+    for blocks, node in walk(tree.roots.get(namespace), key, tree.block_size * TOKEN_BYTES):
+        end += node.blocks
+        if blocks < end:
+            return
+        yield end, node
+
+
+@dataclass(eq=False)
+class _Hint:
+    """until: in rank 0's time. number: counts hints, the older the smaller."""
+
+    namespace: Hashable
+    key: bytes
+    priority: int
+    until: float
+    number: int
+    marked: Node | None = None
+    """The last known node of the prompt, from which the marks go up."""
+
+    @property
+    def strength(self) -> tuple[int, float, int]:
+        return (self.priority, self.until, self.number)
+
+
+class Hinted:
+    """See the module's docstring.
+
+    Marks are locks of a holder that has nothing: they stay on the right nodes however these are split, and
+    count where prompts share a beginning.
+
+    Args:
+        tree: the rank's tree.
+        marker: stands for the hints; holds nothing.
+    """
+
+    def __init__(self, tree: RadixTree, marker: Holder) -> None:
+        self._tree = tree
+        self._marker = marker
+        self._hints: dict[str, _Hint] = {}
+        self._numbers = 0
+        self.given_up = 0
+        """Blocks that had to go all the same, in any tier, since the start."""
+
+    # -- hints ------------------------------------------------------------------------------------
+
+    def expect(
+        self, id: str, namespace: Hashable, key: bytes, *, priority: int = 0, until: float = math.inf
+    ) -> None:
+        """Hold back what is known of a prompt. There is one prompt for each ``id``."""
+        known = self._hints.get(id)
+        if known is not None and (known.namespace, known.key) == (namespace, key):
+            known.priority, known.until = priority, max(known.until, until)
+        else:
+            self.forget(id)
+            self._numbers += 1
+            self._hints[id] = _Hint(namespace, key, priority, until, self._numbers)
+            if len(self._hints) > MOST_HINTS:
+                self.forget(min(self._hints, key=lambda each: self._hints[each].strength))
+        self.look(id)
+
+    def look(self, id: str) -> None:
+        """Look again for what is known of the prompt: more may have come. Counts as a use."""
+        hint = self._hints.get(id)
+        if hint is None:
+            return
+        path = self._tree.match(hint.namespace, hint.key).path
+        last = path[-1] if path else None
+        if last is hint.marked:
+            return
+        if last is not None:
+            self._tree.lock(last, self._marker)
+        if hint.marked is not None:
+            self._tree.unlock(hint.marked, self._marker)
+        hint.marked = last
+
+    def forget(self, id: str) -> None:
+        """Hold nothing back for ``id`` any more. What it named counts as used now."""
+        hint = self._hints.pop(id, None)
+        if hint is None or hint.marked is None:
+            return
+        self._tree.unlock(hint.marked, self._marker)
+        self._tree.match(hint.namespace, hint.key)
+
+    def expire(self, now: float) -> None:
+        """End what has lived long enough, by rank 0's clock."""
+        if now < self.next_expiry:
+            return
+        for id in [id for id, hint in self._hints.items() if hint.until <= now]:
+            hint = self._hints.pop(id)
+            if hint.marked is not None:  # nobody came: its place in the order of uses is the old one
+                self._tree.unlock(hint.marked, self._marker)
+
+    @property
+    def next_expiry(self) -> float:
+        """When the next one ends; infinite without any."""
+        return min((hint.until for hint in self._hints.values()), default=math.inf)
+
+    def clear(self) -> None:
+        """Forget every hint: the cache is about to be emptied."""
+        self.expire(math.inf)
+
+    # -- order ------------------------------------------------------------------------------------
+
+    def __contains__(self, node: object) -> bool:
+        return isinstance(node, Node) and bool(node.locks.get(self._marker))
+
+    def give_up(
+        self, holder: Holder, blocks: int, may_go: MayGo, *, below: float = math.inf
+    ) -> list[Evicted]:
+        """Take up to so many hinted blocks from ``holder``, of the weakest hints first, ends first.
+
+        Args:
+            holder: whose.
+            blocks: how many.
+            may_go: asked of each node.
+            below: only hints of lower priority than this give way.
+
+        Returns:
+            What left the tree; the caller frees it.
+        """
+        gone: list[Evicted] = []
+        if blocks <= 0 or not self._hints:
+            return gone
+        strongest_first = sorted(self._hints.values(), key=lambda hint: hint.strength, reverse=True)
+        # A beginning that prompts share goes with the strongest of them.
+        owned: dict[_Hint, list[Node]] = {}
+        seen: set[Node] = set()
+        for hint in strongest_first:
+            owned[hint] = [node for node in self._known(hint) if node not in seen]
+            seen.update(owned[hint])
+        for hint in reversed(strongest_first):
+            if hint.priority >= below or blocks <= 0:
+                break
+            taken = self._take(holder, owned[hint], blocks, may_go)
+            blocks -= sum(evicted.blocks for evicted in taken)
+            gone += taken
+        self.given_up += sum(evicted.blocks for evicted in gone)
+        return gone
+
+    def _known(self, hint: _Hint) -> Iterator[Node]:
+        for _, node in path_of(self._tree, hint.namespace, hint.key):
+            yield node
+
+    def _take(self, holder: Holder, nodes: list[Node], blocks: int, may_go: MayGo) -> list[Evicted]:
+        gone: list[Evicted] = []
+        for node in reversed(nodes):
+            if holder not in node.placements:
+                continue
+            if blocks <= 0 or not node.can_go(holder) or not may_go(node):
+                break
+            if node.blocks > blocks:
+                self._tree.split(node, node.blocks - blocks)
+            blocks -= node.blocks
+            gone += self._tree.remove(node, holder)
+        return gone
+
+    # -- whole ------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._hints)
+
+    def __repr__(self) -> str:
+        return f"Hinted({len(self._hints)} prompts, given up {self.given_up} blocks)"

@@ -1,0 +1,201 @@
+"""What is held back for announced requests, against a model that looks at every block."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from sglang_ext.engine.hinted import MOST_HINTS, Hinted
+from sglang_ext.keys import Tier, encode_tokens
+from sglang_ext.radix_global import Holder, Node, RadixTree
+
+HBM = Holder.of("a", 1, Tier.HBM)
+DRAM = Holder.of("a", 1, Tier.DRAM)
+MARKER = Holder.of("a announced", 1, Tier.HBM)
+BLOCK = 2
+
+
+def key(text: str) -> bytes:
+    """A prompt of blocks of two tokens, each block a letter."""
+    return encode_tokens([ord(letter) for letter in text for _ in range(BLOCK)])
+
+
+def make() -> tuple[RadixTree, Hinted]:
+    clock = itertools.count(1)
+    tree = RadixTree(BLOCK, clock=lambda: float(next(clock)))
+    return tree, Hinted(tree, MARKER)
+
+
+def always(node: Node) -> bool:
+    return True
+
+
+def letters(tree: RadixTree, holder: Holder) -> set[str]:
+    """Every prefix whose last block the holder has."""
+    found = set()
+    for node in tree.nodes():
+        if holder in node.placements:
+            whole = _text(node)
+            found.update(whole[:end] for end in range(len(whole) - node.blocks + 1, len(whole) + 1))
+    return found
+
+
+def _text(node: Node) -> str:
+    parts: list[bytes] = []
+    current: Node | None = node
+    while current is not None:
+        parts.append(current.key)
+        current = current.parent
+    encoded = b"".join(reversed(parts))
+    width = len(key("x"))
+    return "".join(
+        chr(int.from_bytes(encoded[at : at + 4], "little")) for at in range(0, len(encoded), width)
+    )
+
+
+@dataclass
+class Told:
+    text: str
+    priority: int
+    until: float
+    number: int
+
+
+class Model:
+    """The same hints, block by block."""
+
+    def __init__(self) -> None:
+        self.hints: dict[str, Told] = {}
+        self.number = 0
+
+    def expect(self, id: str, text: str, priority: int, until: float) -> None:
+        known = self.hints.get(id)
+        if known is not None and known.text == text:
+            known.priority, known.until = priority, max(known.until, until)
+        else:
+            self.number += 1
+            self.hints[id] = Told(text, priority, until, self.number)
+
+    def strength(self, prefix: str) -> tuple[float, ...] | None:
+        """Of the strongest hint that names a block."""
+        naming = [
+            (told.priority, told.until, told.number)
+            for told in self.hints.values()
+            if told.text.startswith(prefix)
+        ]
+        return max(naming, default=None)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_histories(seed: int) -> None:
+    rnd = random.Random(seed)
+    tree, hinted = make()
+    model = Model()
+    now = 0.0
+    for _ in range(120):
+        now += 1.0
+        text = "".join(rnd.choice("abc") for _ in range(rnd.randrange(1, 7)))
+        id = f"h{rnd.randrange(5)}"
+        match rnd.randrange(6):
+            case 0 | 1:
+                tree.insert("n", key(text), HBM, list(text))
+                for known in model.hints:
+                    hinted.look(known)
+            case 2:
+                priority, until = rnd.randrange(3), now + rnd.randrange(1, 30)
+                hinted.expect(id, "n", key(text), priority=priority, until=until)
+                model.expect(id, text, priority, until)
+            case 3:
+                hinted.forget(id)
+                model.hints.pop(id, None)
+            case 4:
+                hinted.expire(now)
+                model.hints = {id: told for id, told in model.hints.items() if told.until > now}
+            case 5:
+                _evict(rnd, tree, hinted, model)
+        tree.check()
+        assert len(hinted) == len(model.hints)
+        for node in tree.nodes():
+            assert (node in hinted) == (model.strength(_text(node)) is not None)
+    hinted.clear()
+    assert not any(node.locks for node in tree.nodes())
+
+
+def _evict(rnd: random.Random, tree: RadixTree, hinted: Hinted, model: Model) -> None:
+    wanted = rnd.randrange(1, 5)
+    before = letters(tree, HBM)
+    gone = tree.evict(HBM, wanted, spare=hinted)
+    freed = sum(evicted.blocks for evicted in gone)
+    after = letters(tree, HBM)
+    assert not [text for text in before - after if model.strength(text)], "what is announced stays"
+    if freed < wanted:
+        # Ends of prefixes only: whatever is left unannounced is continued by what is announced.
+        assert all(
+            model.strength(text) or any(other.startswith(text) and model.strength(other) for other in after)
+            for text in after
+        )
+    most = rnd.choice([math.inf, 1, 2])
+    taken = hinted.give_up(HBM, wanted - freed, always, below=most)
+    left = letters(tree, HBM)
+    lost = after - left
+    assert len(lost) == sum(evicted.blocks for evicted in taken) <= max(0, wanted - freed)
+    strengths = {text: model.strength(text) for text in after}
+    for text in lost:
+        own = strengths[text]
+        assert own is not None
+        assert own[0] < most
+        ends = [
+            other
+            for other in left
+            if strengths[other] is not None and not any(o != other and o.startswith(other) for o in left)
+        ]
+        assert all(strengths[end] >= own for end in ends if strengths[end]), "the weakest first"
+
+
+def test_marks_follow_splits_and_come_with_what_is_inserted_later() -> None:
+    tree, hinted = make()
+    hinted.expect("h", "n", key("abcd"))
+    tree.insert("n", key("ab"), HBM, list("ab"))
+    assert not any(node in hinted for node in tree.nodes())
+    hinted.look("h")
+    tree.insert("n", key("ax"), HBM, list("ax"))
+    assert {_text(node) for node in tree.nodes() if node in hinted} == {"a", "ab"}
+    tree.insert("n", key("abcde"), HBM, list("abcde"))
+    hinted.look("h")
+    assert {_text(node) for node in tree.nodes() if node in hinted} == {"a", "ab", "abcd"}
+
+
+def test_what_has_left_the_tree_and_comes_again_is_held_back_again() -> None:
+    tree, hinted = make()
+    tree.insert("n", key("abc"), HBM, list("abc"))
+    hinted.expect("h", "n", key("abc"))
+    assert [e.blocks for e in hinted.give_up(HBM, 9, always)] == [3]
+    assert tree.node_count == 0
+    tree.insert("n", key("abc"), HBM, list("abc"))
+    hinted.look("h")
+    assert tree.evict(HBM, 9, spare=hinted) == []
+    hinted.forget("h")
+    assert not any(node.locks for node in tree.nodes())
+    assert sum(e.blocks for e in tree.evict(HBM, 9, spare=hinted)) == 3
+
+
+def test_what_may_not_go_protects_what_it_continues() -> None:
+    tree, hinted = make()
+    tree.insert("n", key("ab"), HBM, list("ab"))
+    tree.insert("n", key("a"), DRAM, list("a"))
+    hinted.expect("h", "n", key("ab"))
+    assert hinted.give_up(HBM, 2, lambda node: DRAM in node.placements) == []
+    assert sum(e.blocks for e in hinted.give_up(HBM, 2, always)) == 2
+
+
+def test_only_so_many_are_held_back() -> None:
+    _, hinted = make()
+    for number in range(MOST_HINTS + 5):
+        hinted.expect(str(number), "n", key("a"), priority=int(number >= 5))
+    assert len(hinted) == MOST_HINTS
+    hinted.forget("0")
+    assert len(hinted) == MOST_HINTS, "the weakest are gone"
