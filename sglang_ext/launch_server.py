@@ -5,7 +5,8 @@ needs become the defaults, and what stock SGLang lacks there is patched (:mod:`s
 host it is SGLang's server with the plugin, which ``python -m sglang.launch_server`` is too.
 
 SGLang starts its scheduler and detokenizer as spawned processes, and a spawned process imports its parent's
-main module first: this one. The import therefore prepares the process, before anything of SGLang.
+main module first: this one. The import therefore prepares the process, before anything of SGLang. (On a CPU
+they are forked where that is safe: :mod:`sglang_ext.patches.fork_children`.)
 """
 
 from __future__ import annotations

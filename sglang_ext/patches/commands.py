@@ -53,7 +53,8 @@ def use(inbox: Inbox | None) -> None:
 def after_pull(requests: list[Any] | None, _receiver: Any) -> None:
     """After ``_pull_raw_reqs``: None on ranks that are told by others."""
     if requests is not None and _process.inbox is not None:
-        requests.extend(_process.inbox.take())
+        # Before the requests: what prepares for one is said before it is sent.
+        requests[:0] = _process.inbox.take()
 
 
 def after_dispatcher(_result: None, scheduler: Any) -> None:

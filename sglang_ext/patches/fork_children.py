@@ -1,0 +1,78 @@
+"""Start the scheduler and detokenizer processes of a CPU server by fork.
+
+What: SGLang starts its processes by spawn, because CUDA does not survive a fork. Each then imports torch,
+transformers and SGLang again: on a CPU that is most of a small server's start, twice over, and the memory of
+the modules three times. Without CUDA nothing stands against a fork at the point where SGLang starts them: the
+server's process has imported, parsed its arguments and started no thread. A child gets the default handlers of
+the signals that SGLang has given the server a handler for: they end the server.
+
+Why no extension point serves: the start method is fixed in the function.
+
+For: SGLang 0.5.21. `SGLANG_EXT_START_METHOD=spawn` keeps SGLang's way.
+Can go: when SGLang lets the start method be chosen.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import multiprocessing
+import multiprocessing.util
+import os
+import signal
+import threading
+from typing import Any
+
+from sglang_ext.patches.base import Patch, Scope, Target, resolve
+
+START_METHOD = "SGLANG_EXT_START_METHOD"
+"""Set to ``spawn`` to start the processes of a CPU server as SGLang does on a GPU."""
+
+_MODULE = "sglang.srt.entrypoints.engine"
+_FUNCTION = "_set_envs_and_config"
+
+
+def possible() -> bool:
+    """Whether this process may be forked: nobody asked for spawn, and no other thread could hold a lock."""
+    return os.environ.get(START_METHOD, "fork") == "fork" and threading.active_count() == 1
+
+
+def apply() -> None:
+    """Wrap the function that sets the start method."""
+    if applied():
+        return
+    module = resolve(_MODULE)
+    stock = getattr(module, _FUNCTION)
+
+    @functools.wraps(stock)
+    def set_envs_and_config(server_args: Any) -> None:
+        stock(server_args)
+        if possible():
+            multiprocessing.set_start_method("fork", force=True)
+            # Neither the collector nor reference counts of what is only read should copy shared pages.
+            gc.collect()
+            gc.freeze()
+
+    set_envs_and_config.sglang_ext_patch = "fork_children"  # type: ignore[attr-defined]
+    setattr(module, _FUNCTION, set_envs_and_config)
+    multiprocessing.util.register_after_fork(module, _forget_handlers)
+
+
+def _forget_handlers(_module: Any) -> None:
+    """A spawned process would have these; the server's would end the whole process tree."""
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+
+
+def applied() -> bool:
+    """Whether SGLang calls our wrapper."""
+    return getattr(resolve(f"{_MODULE}.{_FUNCTION}"), "sglang_ext_patch", None) == "fork_children"
+
+
+PATCH = Patch(
+    name="fork_children",
+    summary="a CPU server forks its processes, which are ready sooner and share their modules",
+    scope=Scope.CPU,
+    targets=(Target(f"{_MODULE}.{_FUNCTION}", "(server_args)", "41ad8740270e"),),
+    apply=apply,
+    applied=applied,
+)

@@ -1,0 +1,87 @@
+"""Processes of a CPU server start by fork where that is safe, and by spawn where it is not."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from sglang_ext.patches import fork_children
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A stand-in for SGLang's module: it sets what SGLang sets."""
+
+    def set_envs_and_config(server_args: object) -> None:
+        multiprocessing.set_start_method("spawn", force=True)
+        signal.signal(signal.SIGQUIT, lambda number, frame: None)
+
+    module: Any = ModuleType("engine")
+    module._set_envs_and_config = set_envs_and_config
+
+    def resolve(path: str) -> Any:
+        return module if path.endswith(".engine") else module._set_envs_and_config
+
+    monkeypatch.setattr(fork_children, "resolve", resolve)
+    monkeypatch.setattr("gc.freeze", lambda: None)
+    method = multiprocessing.get_start_method(allow_none=True)
+    handler = signal.getsignal(signal.SIGQUIT)
+    yield module
+    multiprocessing.set_start_method(method, force=True)
+    signal.signal(signal.SIGQUIT, handler)
+
+
+def test_forks(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    fork_children.apply()
+    assert fork_children.applied()
+    engine._set_envs_and_config(None)
+    assert multiprocessing.get_start_method() == "fork"
+
+
+def test_applies_once(engine: Any) -> None:
+    fork_children.apply()
+    once = engine._set_envs_and_config
+    fork_children.apply()
+    assert engine._set_envs_and_config is once
+
+
+def test_spawns_beside_another_thread(engine: Any) -> None:
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    try:
+        fork_children.apply()
+        engine._set_envs_and_config(None)
+        assert multiprocessing.get_start_method() == "spawn"
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_spawns_when_asked(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    monkeypatch.setenv(fork_children.START_METHOD, "spawn")
+    fork_children.apply()
+    engine._set_envs_and_config(None)
+    assert multiprocessing.get_start_method() == "spawn"
+
+
+def test_a_child_dies_of_what_only_the_server_handles(engine: Any) -> None:
+    fork_children.apply()
+    engine._set_envs_and_config(None)
+
+    def quit_now() -> None:
+        os.kill(os.getpid(), signal.SIGQUIT)
+
+    child = multiprocessing.get_context("fork").Process(target=quit_now)
+    child.start()
+    child.join(30)
+    assert child.exitcode == -signal.SIGQUIT
