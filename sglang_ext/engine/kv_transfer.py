@@ -42,12 +42,14 @@ from sglang_ext.engine.pd_bootstrap import BootstrapService, listen_host
 from sglang_ext.engine.pd_disk import DiskAhead
 from sglang_ext.engine.pd_giving import Room
 from sglang_ext.engine.pd_peers import Local
+from sglang_ext.engine.pd_places import Blocks, Places, hbm_holder
 from sglang_ext.engine.pd_pushing import Computing, LayerFeed
-from sglang_ext.engine.pd_returns import Blocks, ReturnGiver, ReturnTaker, hbm_holder
+from sglang_ext.engine.pd_returns import ReturnGiver, ReturnTaker
 from sglang_ext.engine.pd_setup import (
     BACKEND,
     FLAG,
     MetadataBuffers,
+    arena_pool,
     first_rank_address,
     keys_of,
     namespace_of,
@@ -145,6 +147,9 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         keys = keys_of(config)
         host = listen_host(server_args.host, keys)
         port = server_args.disaggregation_bootstrap_port
+        cache = scheduler.tree_cache
+        returns = config.pd_caching == "3" and isinstance(cache, GlobalRadixCache)
+        dram = arena_pool(scheduler, cache) if returns and prefill else None
         self.agent = Agent(
             AgentConfig(
                 str(with_instance_id(config, server_args, socket.gethostname()).instance_id),
@@ -166,6 +171,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
             pool_of(scheduler, args.page_size),
             self.buffers,
             staging=staging_of(scheduler, args.page_size, config),
+            dram=dram,
         )
         self.feed: LayerFeed | None = None
         if config.transfer_mode == "push-by-layer" and prefill:
@@ -173,7 +179,6 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
             self.feed = self.agent.layer_feed(kvcache.start_layer, len(pool_planes(kvcache)))
             watch_layers(kvcache, self.feed)
         _process.manager = self
-        cache = scheduler.tree_cache
         self.meeting = ""
         """Where other decode servers find this one's ranks, to take requests over."""
         if not prefill:
@@ -184,12 +189,15 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         self.disk: DiskAhead | None = None
         if not prefill and isinstance(cache, GlobalRadixCache) and cache.promotions is not None:
             self.disk = DiskAhead(cache, cache.promotions)
-        if config.pd_caching == "3" and isinstance(cache, GlobalRadixCache):
+        if returns:
             blocks = Blocks(cache, hbm_holder(cache))
             if prefill:
-                self.agent.returns = ReturnTaker(blocks, self.agent, lambda: bool(scheduler.waiting_queue))
+                places = Places(blocks, into_dram=dram is not None)
+                taker = ReturnTaker(places, self.agent, lambda: bool(scheduler.waiting_queue))
+                self.agent.returns, cache.before_clear = taker, taker.clear
             else:
-                self.agent.giver = ReturnGiver(blocks, self.agent)
+                giver = ReturnGiver(blocks, self.agent)
+                self.agent.giver, cache.before_clear = giver, giver.clear
                 cache.request_ended = self._request_ended
         poller = getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)
         if poller is not None:

@@ -26,7 +26,7 @@ from sglang_ext.disagg.leases import Ended
 from sglang_ext.disagg.pools import PoolSpec
 from sglang_ext.disagg.transfer import Endpoint
 from sglang_ext.disagg.transports import TransportName
-from sglang_ext.engine.pd_bootstrap import REGISTER_SECONDS
+from sglang_ext.engine.pd_bootstrap import REGISTER_SECONDS, Registry
 from sglang_ext.engine.pd_giving import GivingRooms
 from sglang_ext.engine.pd_leases import POOL, LeaseBook
 from sglang_ext.engine.pd_messages import (
@@ -36,11 +36,13 @@ from sglang_ext.engine.pd_messages import (
     Ask,
     Done,
     Join,
+    Lookup,
     Ok,
     Push,
     RankInfo,
     Register,
     Return,
+    Topology,
 )
 from sglang_ext.engine.pd_metrics import AgentMetrics, AgentState
 from sglang_ext.engine.pd_peers import Local, PrefillPeer, PrefillPeers
@@ -86,11 +88,17 @@ class Agent:
         rows: MetadataRows,
         clock: Clock | None = None,
         staging: Staging | None = None,
+        dram: PoolSpec | None = None,
     ) -> None:
-        """Start. staging: for the layout `aggregated`; ended by `close`. What `Endpoint.start` raises."""
+        """Start. staging: for the layout `aggregated`; ended by `close`. dram: where returns may go.
+
+        What `Endpoint.start` raises.
+        """
         self.config = config
+        self._dram = dram
         self.staging = staging
         self._rows = rows
+        self.registry = Registry(clock or SystemClock())
         self._clock = clock or SystemClock()
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._tasks: list[asyncio.Task[None]] = []
@@ -137,6 +145,16 @@ class Agent:
     def peer(self, address: str) -> PrefillPeer | None:
         """A connected prefill server, by its bootstrap address. From any thread."""
         return self._peers.known(address)
+
+    @property
+    def address(self) -> str:
+        """``host:port`` where this rank is asked."""
+        return str(self._server.address)
+
+    def meet_at(self, first: str) -> None:
+        """Have others find this server's ranks at its first rank, whose address it is: a decode server has no
+        bootstrap port, and gives KV all the same when a request leaves it."""
+        self.start(self._registering(first))
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Run something on the transfer thread. From any thread."""
@@ -199,7 +217,11 @@ class Agent:
                 heartbeat=HEARTBEAT_SECONDS,
                 dead_after=VERDICT_SECONDS,
             ),
-            [pool] if self.staging is None else [pool, self.staging.spec],
+            [
+                pool,
+                *([self.staging.spec] if self.staging is not None else ()),
+                *([self._dram] if self._dram is not None else ()),
+            ],
             clock=self._clock,
             on_ended=self._lease_ended,
             receiver=claims if pushes else None,
@@ -227,7 +249,9 @@ class Agent:
         self._server = ControlServer(self._context, config.host, config.keys, self._answer, ASKS, ANSWERS)
         self._tasks.append(asyncio.create_task(self._ticking(), name="kv-pd-tick"))
         if config.bootstrap:
-            self._tasks.append(asyncio.create_task(self._registering(), name="kv-pd-register"))
+            self._tasks.append(
+                asyncio.create_task(self._registering(config.bootstrap), name="kv-pd-register")
+            )
 
     async def _stop(self) -> None:
         for task in self._tasks:
@@ -255,6 +279,11 @@ class Agent:
 
     async def _answer(self, _identity: bytes, message: Ask) -> Any:
         match message:
+            case Register():
+                self.registry.register(message.who)
+                return Ok()
+            case Lookup():
+                return Topology(self.registry.topology())
             case Join():
                 return await self.giving.join(message)
             case Push():
@@ -283,7 +312,7 @@ class Agent:
                 log.exception("a room could not be ended")
             await self._clock.sleep(TICK_SECONDS)
 
-    async def _registering(self) -> None:
+    async def _registering(self, bootstrap: str) -> None:
         """Say again and again that this rank lives; the bootstrap port may start later, or anew."""
         me = RankInfo(
             self.config.instance,
@@ -297,15 +326,13 @@ class Agent:
             self.config.local.mode,
             self.config.local.layout,
         )
-        client = ControlClient(
-            self._context, self.config.bootstrap, self.config.keys, lambda _: None, ASKS, ANSWERS
-        )
+        client = ControlClient(self._context, bootstrap, self.config.keys, lambda _: None, ASKS, ANSWERS)
         try:
             while True:
                 try:
                     await client.ask(Register(me), REGISTER_SECONDS)
                 except TransferError as error:
-                    log.debug("bootstrap at %s: %s", self.config.bootstrap, error)
+                    log.debug("bootstrap at %s: %s", bootstrap, error)
                 await self._clock.sleep(REGISTER_SECONDS)
         finally:
             await client.close()

@@ -1,108 +1,64 @@
 """The return: what decode has of a request that has ended goes back to prefill (MemServe, PD-Caching-3).
 
-    decode's scheduler     request ended: its blocks are locked, within a budget
-    decode's agent         leases their pages, says `Return`
-    prefill's scheduler    looks what it lacks, sets slots aside for that, or says why not
-    prefill's agent        reads them one-sidedly, COMPLETE
-    prefill's scheduler    inserts them, unless they have come to be there meanwhile; frees the slots if not
+    decode's scheduler     request ended: its blocks are locked and leased, within a budget
+    decode's agent         says `Return`
+    prefill's scheduler    looks what it lacks, sets a place aside for that (`pd_places`), or says why not
+    prefill's agent        reads one-sidedly, COMPLETE
+    prefill's scheduler    inserts what has not come to be there meanwhile
     decode's scheduler     unlocks
 
 Nobody waits for a return: not the request, which has its answer, nor another one; what does not fit is
 skipped, and counted with its reason. Servers of several ranks skip it: their trees have to change in step.
+An emptied cache ends the returns from and to it at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import Counter, deque
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sglang_ext.disagg.errors import RefusedError
+from sglang_ext.disagg.instance import Instance
+from sglang_ext.disagg.messages import Offer
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.engine.pd_leases import POOL
 from sglang_ext.engine.pd_messages import Return, Returned
 from sglang_ext.engine.pd_peers import PrefillPeer
+from sglang_ext.engine.pd_places import BUDGET, Blocks, Place, Places
 from sglang_ext.engine.pd_taking import Wanted, after_skip
 from sglang_ext.errors import SglangExtError
-from sglang_ext.keys import Tier, encode_tokens
-from sglang_ext.radix_global import Holder, Node
+from sglang_ext.keys import encode_tokens
+from sglang_ext.radix_global import Node
 
 if TYPE_CHECKING:
     from sglang_ext.engine.pd_agent import Agent
-    from sglang_ext.engine.radix_cache import GlobalRadixCache
 
 log = logging.getLogger(__name__)
 
 RETURN_SECONDS = 10.0
 READ_SECONDS = 5.0
-BUDGET = 4
-"""At most one part of so many of the pool is locked on decode, and set aside on prefill, by returns."""
-
-
-class Blocks:
-    """A rank's cache, as returns use it. In the scheduler's thread only."""
-
-    def __init__(self, cache: GlobalRadixCache, hbm: Holder) -> None:
-        self.cache = cache
-        self._hbm = hbm
-        self.step = cache.block_size
-        self.page = cache.page_size
-
-    def held(self, namespace: Hashable, key: bytes) -> tuple[Node, list[Any], int]:
-        """What HBM has of a prompt: the last node, the slots of each node, and how many blocks."""
-        _, path, _ = self.cache.tree.match(namespace, key)
-        path = [node for node in path if self._hbm in node.placements]
-        node = path[-1] if path else self.cache.tree.root
-        return node, [each.placements[self._hbm] for each in path], sum(each.blocks for each in path)
-
-    def lock(self, node: Node) -> None:
-        self.cache.tree.lock(node, self._hbm)
-
-    def unlock(self, node: Node) -> None:
-        self.cache.tree.unlock(node, self._hbm)
-
-    def pages(self, slots: Any) -> Ids:
-        """Pages of slots, which are whole pages."""
-        found: Ids = np.asarray(slots.tolist() if hasattr(slots, "tolist") else slots, np.int64)
-        pages: Ids = found[:: self.page] // self.page
-        return pages
-
-    def insert(self, namespace: Hashable, key: bytes, slots: Any, skip: int) -> int:
-        """Insert a prompt whose blocks after the first `skip` are in `slots`; how many tokens are new.
-
-        What of it has come to be there meanwhile is freed.
-        """
-        ops = self.cache.room
-        _, parts, held = self.held(namespace, key)
-        kept = self.cache._slots.keep(slots)
-        if held > skip:
-            gone = min(held - skip, len(kept) // self.step) * self.step
-            ops.free_slots([kept[:gone]])
-            kept = kept[gone:]
-        fresh = len(kept)
-        if fresh:
-            whole = self.cache._slots.keep(self.cache._slots.join([*parts, kept]))
-            result = self.cache.tree.insert(namespace, key, self._hbm, whole)
-            if self.cache.dram is not None:
-                self.cache.dram.write_through(result.node)
-        return fresh
+STOP_SECONDS = 30.0
 
 
 @dataclass(eq=False)
 class _Going:
-    """One request on its way back, on decode."""
+    """One request on its way back, on decode. void: the cache was emptied meanwhile."""
 
     address: str
     node: Node
     pages: Ids
-    message: Callable[[Any], Return]
-    outcome: str = ""
+    offer: Offer
+    message: Return
+    outcome: str = "failed"
     tokens: int = 0
+    void: bool = False
 
 
 class ReturnGiver:
@@ -111,6 +67,7 @@ class ReturnGiver:
     def __init__(self, blocks: Blocks, agent: Agent) -> None:
         self._blocks = blocks
         self._agent = agent
+        self._going: set[_Going] = set()
         self._done: deque[_Going] = deque()
         self._pinned = 0
         self.outcomes: Counter[str] = Counter()
@@ -128,10 +85,22 @@ class ReturnGiver:
         """Unlock what has been read. In the scheduler's thread."""
         while self._done:
             going = self._done.popleft()
-            self._blocks.unlock(going.node)
-            self._pinned -= len(going.pages)
+            self._release(going)
             self.outcomes[going.outcome] += 1
             self.tokens += going.tokens
+
+    def clear(self) -> None:
+        """The cache is about to be emptied: nobody may take later bytes for these. In its thread."""
+        for going in list(self._going):
+            self._agent.book.withdraw(going.offer.lease)
+            self._release(going)
+
+    def _release(self, going: _Going) -> None:
+        if not going.void:
+            going.void = True
+            self._going.discard(going)
+            self._blocks.unlock(going.node)
+            self._pinned -= len(going.pages)
 
     def _start(self, req: Any, tokens: Any) -> str:
         address = f"{req.bootstrap_host}:{req.bootstrap_port}"
@@ -152,71 +121,67 @@ class ReturnGiver:
         if (self._pinned + len(pages)) * BUDGET > self._agent.endpoint.pools[POOL].blocks:
             return "budget"
         key = key[: count * self._blocks.cache.tree.block_bytes]
+        try:
+            offer = self._agent.book.lease(
+                "return", pages, RETURN_SECONDS, peer.ranks[0].epoch, lambda _: None
+            )
+        except RefusedError:
+            return "budget"
+        message = Return(offer, self._agent.endpoint.address, key, req.extra_key, req.cache_salt)
+        going = _Going(address, node, pages, offer, message)
         self._blocks.lock(node)
         self._pinned += len(pages)
-        going = _Going(
-            address,
-            node,
-            pages,
-            lambda offer: Return(offer, self._agent.endpoint.address, key, req.extra_key, req.cache_salt),
-        )
+        self._going.add(going)
         self._agent.start(self._give(going, peer))
         return ""
 
     async def _give(self, going: _Going, peer: PrefillPeer) -> None:
-        lease = 0
         try:
-            offer = self._agent.book.lease(
-                "return", going.pages, RETURN_SECONDS, peer.ranks[0].epoch, lambda _: None
-            )
-            lease = offer.lease
-            answer = await peer.give_back(going.message(offer), RETURN_SECONDS)
+            answer = await peer.give_back(going.message, RETURN_SECONDS)
             going.outcome, going.tokens = answer.skipped or "returned", answer.tokens
         except SglangExtError as error:
             log.debug("a return to %s: %s", going.address, error)
-            going.outcome = "failed"
-        except BaseException:
-            going.outcome = "failed"
-            raise
         finally:
-            if lease:
-                self._agent.book.withdraw(lease)
+            self._agent.book.withdraw(going.offer.lease)
             self._done.append(going)
             self._agent.wake()
 
 
 @dataclass(eq=False)
 class _Coming:
-    """One request on its way back, on prefill. skipped: why its KV is not wanted."""
+    """One request on its way back, on prefill. skipped: why its KV is not wanted. over: its place is kept or
+    given up.
+    """
 
     message: Return
     planned: asyncio.Future[None]
     inserted: asyncio.Future[None]
     skipped: str = ""
-    namespace: Hashable = None
-    node: Node | None = None
-    skip: int = 0
-    slots: Any = None
+    place: Place | None = None
+    reading: asyncio.Task[None] | None = None
+    stopped: threading.Event = field(default_factory=threading.Event)
+    """Nothing writes to its place any more."""
+    unwanted: bool = False
+    """The cache was emptied before it was read."""
     good: bool = False
+    over: bool = False
     fresh: int = 0
 
 
 class ReturnTaker:
     """Prefill's side."""
 
-    def __init__(self, blocks: Blocks, agent: Agent, busy: Callable[[], bool]) -> None:
+    def __init__(self, places: Places, agent: Agent, busy: Callable[[], bool]) -> None:
         """busy: whether requests wait for memory."""
-        self._blocks = blocks
+        self._places = places
         self._agent = agent
         self._busy = busy
         self._new: deque[_Coming] = deque()
+        self._placed: set[_Coming] = set()
         self._read: deque[_Coming] = deque()
-        self._aside = 0
         self.outcomes: Counter[str] = Counter()
+        """Returns that were offered, by what came of them: `returned` to HBM, `dram`, or why not."""
         self.tokens = 0
-        room = blocks.cache.room
-        others = room.owned
-        room.owned = lambda: others() + self._aside
 
     async def take(self, message: Return) -> Returned:
         """Decode offers a request's KV. On the event loop."""
@@ -226,77 +191,90 @@ class ReturnTaker:
         self._new.append(coming)
         self._agent.wake()
         await coming.planned
-        if coming.skipped:
+        if coming.place is None:
             return Returned(0, coming.skipped)
-        pages = self._blocks.pages(coming.slots)
-        skip = coming.skip * self._blocks.step // self._blocks.page
-        name = f"return-{message.offer.lease}"
         try:
-            instance.transfer(name, [after_skip(message.offer, Wanted(pages, skip, 0))], POOL, pages)
-            await instance.complete(name, READ_SECONDS)
-            coming.good = True
-        except SglangExtError as error:
-            log.debug("a return: %s", error)
+            if not coming.unwanted:
+                coming.reading = asyncio.ensure_future(self._fill(coming, coming.place, instance))
+                await asyncio.wait({coming.reading})
         finally:
-            await instance.drop(name)
+            if coming.reading is not None and not coming.reading.done():
+                coming.reading.cancel()
+                await asyncio.wait({coming.reading})
+            coming.stopped.set()
             self._read.append(coming)
             self._agent.wake()
         await coming.inserted
         return Returned(coming.fresh, "" if coming.good else "unread")
 
+    async def _fill(self, coming: _Coming, place: Place, instance: Instance) -> None:
+        """Read into a place; when this ends, however it does, nothing writes there."""
+        message, blocks = coming.message, self._places.blocks
+        skip = place.start * blocks.step // blocks.page
+        lacking = np.empty(blocks.pages_of(message.tokens) - skip, np.int64)
+        name = f"return-{message.offer.lease}"
+        try:
+            offer = after_skip(message.offer, Wanted(lacking, skip, 0))
+            instance.transfer(name, [offer], place.pool, place.ids)
+            await instance.complete(name, READ_SECONDS)
+            coming.good = True
+        except SglangExtError as error:
+            log.debug("a return: %s", error)
+        except Exception:
+            # Nobody asks for the result of this task; it must not end silently.
+            log.exception("a return could not be read")
+        finally:
+            await instance.drop(name)
+
     def each_pass(self) -> None:
-        """Set slots aside for what is offered, insert what has been read. In the scheduler's thread."""
+        """Set places aside for what is offered, insert what has been read. In the scheduler's thread."""
         while self._read:
             self._finish(self._read.popleft())
         while self._new:
             coming = self._new.popleft()
-            coming.skipped = self._plan(coming)
-            if coming.skipped:
-                self.outcomes[coming.skipped] += 1
+            self._plan(coming)
             self._agent.settle(coming.planned)
 
-    def _plan(self, coming: _Coming) -> str:
-        """Why this KV is not wanted, or empty when slots are set aside for what is missing."""
-        cache, message = self._blocks.cache, coming.message
-        total = len(message.tokens) // cache.tree.block_bytes
-        coming.namespace = cache.namespace(message.extra_key, message.cache_salt)
-        node, _, coming.skip = self._blocks.held(coming.namespace, message.tokens)
-        missing = (total - coming.skip) * self._blocks.step
-        if missing <= 0:
-            return "known"
-        if (self._aside + missing) * BUDGET > cache.token_to_kv_pool_allocator.size:
-            return "budget"
-        if self._busy() and cache.room.free < missing:
-            return "memory"
-        self._blocks.lock(node)
-        coming.slots = cache.room.allocate(missing)
-        if coming.slots is None:
-            self._blocks.unlock(node)
-            return "memory"
-        coming.node = node
-        self._aside += missing
-        return ""
+    def clear(self) -> None:
+        """The cache is about to be emptied: stop reading into it. In its thread."""
+        for coming in list(self._placed):
+            self._agent.start(self._stop(coming))
+            if not coming.stopped.wait(STOP_SECONDS):
+                raise RuntimeError(f"a return did not stop within {STOP_SECONDS:.0f} s")
+            coming.good = False
+            self._finish(coming)
+
+    async def _stop(self, coming: _Coming) -> None:
+        coming.unwanted = True
+        if coming.reading is not None:
+            coming.reading.cancel()
+
+    def _plan(self, coming: _Coming) -> None:
+        message = coming.message
+        namespace = self._places.blocks.cache.namespace(message.extra_key, message.cache_salt)
+        found = self._places.take(namespace, message.tokens, busy=self._busy())
+        if isinstance(found, str):
+            coming.skipped = found
+            self.outcomes[found] += 1
+            return
+        coming.place = found
+        self._placed.add(coming)
 
     def _finish(self, coming: _Coming) -> None:
-        assert coming.node is not None
-        self._aside -= len(coming.slots)
+        place = coming.place
+        assert place is not None
+        if coming.over:
+            return
+        coming.over = True
+        self._placed.discard(coming)
         if coming.good:
-            coming.fresh = self._blocks.insert(
-                coming.namespace, coming.message.tokens, coming.slots, coming.skip
-            )
+            coming.fresh = place.keep()
             self.tokens += coming.fresh
+            self.outcomes["returned" if place.pool == POOL else "dram"] += 1
         else:
-            self._blocks.cache.room.free_slots([self._blocks.cache._slots.keep(coming.slots)])
-        self._blocks.unlock(coming.node)
-        self.outcomes["returned" if coming.good else "unread"] += 1
+            place.give_up()
+            self.outcomes["unread"] += 1
         self._agent.settle(coming.inserted)
-
-
-def hbm_holder(cache: GlobalRadixCache) -> Holder:
-    """The holder that stands for a cache's pool."""
-    holder = cache._hbm
-    assert holder.tier is Tier.HBM
-    return holder
 
 
 def refused(_message: Return) -> RefusedError:

@@ -14,13 +14,17 @@ from sglang_ext.config import KvConfig
 from sglang_ext.disagg.control import CurveKeys
 from sglang_ext.disagg.memory import MemoryKind
 from sglang_ext.disagg.pools import MemoryRange, PoolSpec
+from sglang_ext.disagg.tensors import arena_tensors
 from sglang_ext.engine.hbm import pool_geometry, pool_planes
 from sglang_ext.engine.model_identity import config_digest
 from sglang_ext.engine.pd_leases import POOL
+from sglang_ext.engine.pd_places import DRAM_POOL
 from sglang_ext.engine.pd_pushing import LayerFeed
 from sglang_ext.engine.pd_staging import Staging
+from sglang_ext.engine.radix_cache import GlobalRadixCache
 from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import Geometry
+from sglang_ext.tiered_store.dram import DramArena
 
 BACKEND = "global"
 FLAG = f"--disaggregation-transfer-backend {BACKEND}"
@@ -136,6 +140,19 @@ def namespace_of(scheduler: Any, server_args: Any) -> str:
     return f"{config} {int(number):x} {server_args.weight_version} {dtype}"
 
 
+def first_rank_address(scheduler: Any, address: str) -> str:
+    """The first rank's address, told to all ranks; ``address`` is this one's."""
+    parallel = get_parallel()
+    if parallel.attn_tp_size == 1:
+        return address
+    text = torch.zeros(256, dtype=torch.uint8)
+    if parallel.attn_tp_rank == 0:
+        data = address.encode()
+        text[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    torch.distributed.all_reduce(text, op=torch.distributed.ReduceOp.MAX, group=scheduler.attn_tp_cpu_group)
+    return bytes(text.tolist()).rstrip(b"\0").decode()
+
+
 def weights_mark(model: torch.nn.Module) -> int:
     """A number of 56 bits that tells weights apart by those that the first of any number of ranks has: the
     norms, and the first embeddings.
@@ -154,12 +171,12 @@ def weights_mark(model: torch.nn.Module) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def _geometry(scheduler: Any, page_tokens: int) -> Geometry:
+def _geometry(scheduler: Any, page_tokens: int, block_tokens: int | None = None) -> Geometry:
     parallel = get_parallel()
     kvcache = scheduler.token_to_kv_pool_allocator.get_kvcache()
     return pool_geometry(
         pool_planes(kvcache),
-        block_tokens=page_tokens,
+        block_tokens=block_tokens or page_tokens,
         page_tokens=page_tokens,
         first_layer=kvcache.start_layer,
         model_layers=scheduler.model_config.num_hidden_layers,
@@ -184,6 +201,22 @@ def staging_of(scheduler: Any, page_tokens: int, config: KvConfig) -> Staging | 
             hint="Use blocks",
         )
     return Staging(_geometry(scheduler, page_tokens), config.transfer_staging_size)
+
+
+def arena_pool(scheduler: Any, cache: GlobalRadixCache) -> PoolSpec | None:
+    """The cache's DRAM arena, as what comes back may be read into it; None where it has none."""
+    arena = cache.dram.arena if cache.dram is not None else None
+    if not isinstance(arena, DramArena):
+        return None
+    geometry = _geometry(scheduler, cache.page_size, cache.block_size)
+    return PoolSpec(
+        DRAM_POOL,
+        arena.n_blocks,
+        cache.block_size,
+        arena_tensors(geometry, arena.address, arena.n_blocks),
+        geometry.shard,
+        (MemoryRange(arena.address, arena.n_blocks * arena.block_bytes, keep=arena),),
+    )
 
 
 def pool_of(scheduler: Any, page_tokens: int) -> PoolSpec:

@@ -119,6 +119,8 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
         """Takes hints at coming requests."""
         self.inbox: Inbox | None = None
         """Commands for this process's scheduler, in rank 0 of an instance with an agent."""
+        self.before_clear: Callable[[], None] = lambda: None
+        """Called before everything is forgotten."""
         self.before_end: Callable[[], None] = lambda: None
         """Called before everything ends."""
         self._hbm = hbm

@@ -32,6 +32,7 @@ class WholeCache:
     peers: PeerKv | None
     pool: MemPool | None
     feed: PlacementFeed | None
+    before_clear: Callable[[], None]
     before_end: Callable[[], None]
     _hbm: Holder
     _weights: int
@@ -52,6 +53,7 @@ class WholeCache:
 
     def reset(self) -> None:
         """Forget everything in every tier (``/flush_cache``). SGLang empties the pools itself."""
+        self.before_clear()
         if self.feed is not None:
             self.feed.clear()
         if self.pool is not None:

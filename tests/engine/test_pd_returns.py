@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,12 +19,14 @@ from sglang.srt.managers.schedule_policy import match_prefix_for_req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_ext.disagg.pools import MemoryRange, PoolSpec
+from sglang_ext.disagg.tensors import arena_tensors
 from sglang_ext.engine.kv_transfer import match_on_decode
 from sglang_ext.engine.pd_agent import Agent, AgentConfig
 from sglang_ext.engine.pd_bootstrap import BootstrapService
 from sglang_ext.engine.pd_leases import POOL
 from sglang_ext.engine.pd_peers import Local
-from sglang_ext.engine.pd_returns import Blocks, ReturnGiver, ReturnTaker, hbm_holder
+from sglang_ext.engine.pd_places import DRAM_POOL, Blocks, Places, hbm_holder
+from sglang_ext.engine.pd_returns import ReturnGiver, ReturnTaker
 from sglang_ext.testing.servers import wait_until
 
 NAMESPACE = (0, None, None)
@@ -39,7 +43,17 @@ def agent_of(rank: Rank, name: str, bootstrap: str) -> Agent:
     ]
     spec = PoolSpec.of_geometry(POOL, geometry, memory, lease_budget=geometry.slots)
     local = Local(0, 1, rank.pools.kind.page, METADATA)
-    return Agent(AgentConfig(name, "model", local, bootstrap=bootstrap), spec, Rows())
+    arena = rank.arena
+    assert arena is not None
+    dram = PoolSpec(
+        DRAM_POOL,
+        arena.n_blocks,
+        geometry.block_tokens,
+        arena_tensors(geometry, arena.address, arena.n_blocks),
+        geometry.shard,
+        (MemoryRange(arena.address, arena.n_blocks * arena.block_bytes, keep=arena),),
+    )
+    return Agent(AgentConfig(name, "model", local, bootstrap=bootstrap), spec, Rows(), dram=dram)
 
 
 @dataclass
@@ -64,13 +78,16 @@ class Pair:
             self.giver.each_pass()
             return self.giver.outcomes[outcome] >= times
 
-        wait_until(there, seconds=20, what=f"{outcome}, not {self.giver.outcomes}, {self.taker.outcomes}")
+        try:
+            wait_until(there, seconds=20, what=outcome)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}: {self.giver.outcomes}, {self.taker.outcomes}") from None
 
     def compare(self, tokens: list[int]) -> None:
         """Prefill has all whole blocks of a prompt, and their KV is what the model computes."""
         block = self.prefill.scenario.block
         whole = len(tokens) // block * block
-        blocks = self.taker._blocks
+        blocks = self.taker._places.blocks
         _, slots, count = blocks.held(NAMESPACE, key_of(tokens))
         assert count * block == whole
         chain = np.array(chain_of(NAMESPACE, tokens), np.uint64)[:whole]
@@ -96,7 +113,7 @@ def pair(request: pytest.FixtureRequest, sglang_config: None) -> Iterator[Pair]:
             stack.callback(agent.close)
         agents[1]._thread.run(agents[1]._peers.get(bootstrap.address))
         blocks = [Blocks(rank.cache, hbm_holder(rank.cache)) for rank in ranks]
-        taker = ReturnTaker(blocks[0], agents[0], lambda: False)
+        taker = ReturnTaker(Places(blocks[0], into_dram=True), agents[0], lambda: False)
         agents[0].returns = taker
         found = Pair(ranks[0], ranks[1], taker, ReturnGiver(blocks[1], agents[1]), bootstrap.address)
         # pytest keeps what a fixture has yielded; the agents' memory has to go with it.
@@ -128,7 +145,11 @@ def test_what_prefill_computes_meanwhile_is_not_there_twice(pair: Pair) -> None:
     pair.decode.serve(ANSWERED)
     pair.giver.ended(pair.request(), ANSWERED)
     # Set aside, and read, and then not needed any more.
-    wait_until(lambda: pair.taker.each_pass() or pair.taker._aside, seconds=20, what="slots to be set aside")
+    wait_until(
+        lambda: pair.taker.each_pass() or pair.taker._places.slots_aside,
+        seconds=20,
+        what="slots to be set aside",
+    )
     wait_until(lambda: pair.taker._read, seconds=20, what="the read")
     # Without the simulation's checks, to which the slots that are set aside are nobody's.
     pair.prefill.scheduler.submit(ANSWERED, new_tokens=1)
@@ -156,15 +177,95 @@ def test_a_return_has_a_budget_on_both_sides(pair: Pair) -> None:
     assert pair.giver._pinned == 0
 
 
-def test_requests_of_prefill_come_before_returns(pair: Pair) -> None:
+def fill_hbm(pair: Pair) -> None:
+    """Prefill's requests wait for memory, and HBM is full of what others may still want."""
     pair.taker._busy = lambda: True
-    others = [list(range(2000 + 100 * i, 2060 + 100 * i)) for i in range(4)]
-    for other in others:
-        pair.prefill.serve(other)
+    for number in range(4):
+        pair.prefill.serve(list(range(2000 + 100 * number, 2060 + 100 * number)))
+    pair.prefill.cache.settle()
+
+
+def test_requests_of_prefill_come_before_returns(pair: Pair) -> None:
+    fill_hbm(pair)
+    pair.taker._places._into_dram = False
     pair.decode.serve(ANSWERED)
     pair.giver.ended(pair.request(), ANSWERED)
     pair.until("memory")
     assert pair.taker.tokens == 0
+
+
+@pytest.mark.parametrize("known", [0, 8, 33], ids=lambda n: f"prefill knows {n}")
+def test_what_finds_no_room_in_hbm_goes_to_dram(pair: Pair, known: int) -> None:
+    prefill = pair.prefill
+    if known:
+        prefill.serve(PROMPT[:known])
+    fill_hbm(pair)
+    # All of DRAM may be used for it: what is there is the least recently used.
+    pair.taker._places.dram_budget = 1
+    pair.decode.serve(ANSWERED)
+    free = prefill.pools.allocator.available_size()
+    pair.giver.ended(pair.request(), ANSWERED)
+    pair.until("returned")
+    assert pair.taker.outcomes["dram"] == 1
+    assert prefill.pools.allocator.available_size() == free
+    prefill.check()
+    # A request finds it there, with the KV that the model computes: the simulation compares each pass.
+    pair.taker._busy = lambda: False
+    match = prefill.tree.match(NAMESPACE, key_of(ANSWERED))
+    assert match.blocks == len(ANSWERED) // prefill.scenario.block
+    before = prefill.tier.counters.loaded if prefill.tier is not None else 0
+    prefill.serve(ANSWERED)
+    assert prefill.tier is not None
+    assert prefill.tier.counters.loaded > before
+
+
+def test_dram_has_a_budget_too(pair: Pair) -> None:
+    fill_hbm(pair)
+    pair.decode.serve(ANSWERED)
+    pair.giver.ended(pair.request(), ANSWERED)
+    pair.until("budget")
+    assert pair.taker._places.blocks_aside == 0
+
+
+@pytest.mark.parametrize("into_dram", [False, True])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_an_emptied_cache_ends_returns(
+    pair: Pair, side: str, into_dram: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither may slots that prefill has set aside be filled later, nor pages of decode be read as these."""
+    from sglang_ext.disagg.instance import Instance
+
+    held = threading.Event()
+    stock = Instance.complete
+
+    async def waits(self: Instance, request: str, seconds: float) -> Any:
+        held.set()
+        while not gone.is_set():  # noqa: ASYNC110 - it is set by another thread
+            await asyncio.sleep(0.01)
+        return await stock(self, request, seconds)
+
+    gone = threading.Event()
+    monkeypatch.setattr(Instance, "complete", waits)
+    if into_dram:
+        fill_hbm(pair)
+        pair.taker._places.dram_budget = 1
+    pair.decode.serve(ANSWERED)
+    pair.giver.ended(pair.request(), ANSWERED)
+    wait_until(lambda: pair.taker.each_pass() or held.is_set(), seconds=20, what="the read")
+    rank, part = (pair.prefill, pair.taker) if side == "prefill" else (pair.decode, pair.giver)
+    rank.cache.settle()
+    part.clear()
+    if side == "decode":
+        # Its pages are open: what is read from now on is discarded.
+        assert pair.giver._agent.endpoint.pools[POOL].pinned == 0
+        gone.set()
+    assert not any(node.locks for node in rank.tree.nodes())
+    rank.check()
+    gone.set()
+    pair.until("unread")
+    assert pair.taker.tokens == 0
+    for each in (pair.prefill, pair.decode):
+        each.check()
 
 
 def test_a_server_that_is_not_connected_gets_nothing(pair: Pair) -> None:
