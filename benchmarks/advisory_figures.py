@@ -1,0 +1,167 @@
+"""The figures of the advisory benchmark, from what was served: pure arithmetic.
+
+Normalized latency is Symphony's: the mean over the requests of seconds from sending to the last token, by
+tokens of the answer. Load is requests at an instance, waiting or running.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglang_ext.cost_model.fit import non_negative
+
+WITHIN = 1.1
+"""A TTFT of at most so many times that of an HBM hit counts as one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One request. sent, first, ended: seconds of one clock. hbm, dram, disk: cached tokens of the prompt by
+    the tier that they were in when the request was admitted; what was fetched from another instance is in
+    DRAM by then. hinted: whether a hint was sent for it. level: what was varied, when it was sent.
+    """
+
+    session: str
+    turn: int
+    sent: float
+    first: float
+    ended: float
+    prompt: int
+    known: int
+    """Tokens of the prompt that some request before has had or generated."""
+    answer: int
+    hbm: int
+    dram: int
+    disk: int
+    instance: str | None = None
+    hinted: bool = False
+    priority: int = 0
+    level: float = 0.0
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first token."""
+        return self.first - self.sent
+
+    @property
+    def normalized(self) -> float:
+        """Seconds per token of the answer."""
+        return (self.ended - self.sent) / self.answer
+
+    @property
+    def computed(self) -> int:
+        """Tokens of the prompt that were computed."""
+        return self.prompt - self.hbm - self.dram - self.disk
+
+
+def normalized_latency(served: Iterable[Served]) -> float:
+    """Mean seconds per token of the answers (Symphony, section 4)."""
+    return statistics.fmean(one.normalized for one in served)
+
+
+def max_over_median(served: Sequence[Served], instances: Sequence[str], window_s: float) -> float | None:
+    """How far the most loaded instance is above the median one (Symphony, figure 14): in each window, the
+    mean number of requests at each instance; the mean over the windows, weighted by how much there was to do.
+
+    None where it is not known which instance served.
+    """
+    if not served or any(one.instance is None for one in served):
+        return None
+    begin = min(one.sent for one in served)
+    end = max(one.sent for one in served)
+    windows = max(1, int((end - begin) // window_s))
+    load = np.zeros((windows, len(instances)))
+    column = {name: number for number, name in enumerate(instances)}
+    for one in served:
+        assert one.instance is not None
+        for number in range(windows):
+            low = begin + number * window_s
+            share = min(one.ended, low + window_s) - max(one.sent, low)
+            if share > 0:
+                load[number, column[one.instance]] += share / window_s
+    total = load.sum(axis=1)
+    busy = total > 0
+    # The median of an even number lies between two: of two instances it is their mean.
+    ratios = load[busy].max(axis=1) / np.maximum(np.median(load[busy], axis=1), 1e-9)
+    return float(np.average(np.minimum(ratios, len(instances)), weights=total[busy]))
+
+
+def users_at(latency: float, curve: Mapping[int, float]) -> tuple[float, bool]:
+    """How many users are served at a normalized latency, on a line through the measured points.
+
+    Returns:
+        The users, and whether that is a lower bound: even the most that were measured were served sooner.
+        Below the fewest that were measured, the line goes through (0 users, the latency of the fewest).
+    """
+    points = sorted(curve.items())
+    fewest, at_fewest = points[0]
+    if latency <= at_fewest:
+        return float(fewest) * latency / at_fewest, False
+    for (low, a), (high, b) in itertools.pairwise(points):
+        if a <= latency <= b:
+            return low + (high - low) * (latency - a) / (b - a), False
+    reached = [users for users, seconds in points if seconds <= latency]
+    return float(max(reached)), max(reached) == points[-1][0]
+
+
+# --- what an HBM hit takes ---
+
+
+@dataclass(frozen=True, slots=True)
+class HitTime:
+    """Seconds to the first token of a prompt whose known part is in HBM: a + b·new + c·known + d·new·known,
+    none of them negative."""
+
+    coefficients: tuple[float, float, float, float]
+
+    def seconds(self, new: int, known: int) -> float:
+        """For ``new`` computed tokens behind ``known`` ones."""
+        return float(np.dot(self.coefficients, _terms(new, known)))
+
+
+def _terms(new: int, known: int) -> tuple[float, float, float, float]:
+    return (1.0, float(new), float(known), float(new) * known)
+
+
+def fit_hits(hits: Sequence[Served]) -> HitTime:
+    """The line through the TTFT of HBM hits, least squares of relative errors; then moved so that half of
+    them are above it, because what disturbs makes longer and never shorter.
+
+    Raises:
+        ValueError: there are fewer hits than the line has coefficients.
+    """
+    if len(hits) < 4:
+        raise ValueError(f"{len(hits)} HBM hits are too few for a line")
+    terms = np.array([_terms(hit.computed, hit.hbm) for hit in hits])
+    ttft = np.array([hit.ttft for hit in hits])
+    coefficients = non_negative(terms, ttft)
+    coefficients *= float(np.median(ttft / (terms @ coefficients)))
+    a, b, c, d = (float(value) for value in coefficients)
+    return HitTime((a, b, c, d))
+
+
+def share_within(served: Iterable[Served], hit: HitTime, factor: float = WITHIN) -> float:
+    """Share of requests whose TTFT is at most ``factor`` times that of an HBM hit of the same lengths."""
+    found = [one.ttft <= factor * hit.seconds(max(1, one.prompt - one.known), one.known) for one in served]
+    return sum(found) / len(found)
+
+
+def hidden_share(before: float, after: float) -> float:
+    """Of what was moved, the share that was moved before its request came.
+
+    Args:
+        before: tokens moved for hints. after: tokens loaded once their request was there.
+    """
+    return before / (before + after) if before + after else 1.0
+
+
+def cost_of(level: float, served: Sequence[Served]) -> float:
+    """Normalized latency of the requests at a level over that of those at level 0, less 1."""
+    at = [one for one in served if one.level == level]
+    base = [one for one in served if one.level == 0.0]
+    return normalized_latency(at) / normalized_latency(base) - 1.0

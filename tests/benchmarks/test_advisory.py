@@ -1,0 +1,211 @@
+"""The advisory benchmark plays what it was given, against a stand-in for a router, and tells its figures."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from benchmarks.advisory import PARTS, Benchmark, main
+from benchmarks.advisory_fleet import SYSTEMS, Tiers, server_flags
+from benchmarks.advisory_play import Player, Scene
+from benchmarks.advisory_talks import Ask, Call, Talk
+from benchmarks.common import Report, parse
+
+
+class StandIn:
+    """Answers as our router does: each answer is the prompt's last token, again and again."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, list[int], int | None]] = []
+        self.hints: list[dict[str, object]] = []
+        self.order: list[str] = []
+        self.url = ""
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        session, prompt = request.headers["x-session-id"], body["input_ids"]
+        self.asked.append((session, prompt, body.get("priority")))
+        self.order.append(f"ask {session}")
+        answer = [prompt[-1]] * body["sampling_params"]["max_new_tokens"]
+        known = len(prompt) // 16 * 16
+        details = {"device": known // 2, "host": known - known // 2, "storage": 0}
+        response = web.StreamResponse(headers={"x-kv-instance": f"http://i{len(self.asked) % 2}"})
+        await response.prepare(request)
+        for end in range(1, len(answer) + 1):
+            meta = {
+                "prompt_tokens": len(prompt), "completion_tokens": end, "cached_tokens": known,
+                "cached_tokens_details": details,
+            }  # fmt: skip
+            event = {"output_ids": answer[:end], "meta_info": meta}
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def advisory(self, request: web.Request) -> web.Response:
+        self.hints.append(await request.json())
+        self.order.append(f"hint {self.hints[-1]['session']}")
+        return web.json_response({}, status=200 if len(self.hints) > 1 else 404)
+
+
+@pytest.fixture
+def router() -> Iterator[StandIn]:
+    stand_in = StandIn()
+    loop = asyncio.new_event_loop()
+
+    async def start() -> web.AppRunner:
+        app = web.Application()
+        app.router.add_post("/generate", stand_in.generate)
+        app.router.add_post("/v1/advisory", stand_in.advisory)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        stand_in.url = site.name
+        return runner
+
+    runner = loop.run_until_complete(start())
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield stand_in
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.run_until_complete(runner.cleanup())
+        loop.close()
+
+
+def talk(name: str, turns: int, past: int = 20) -> Talk:
+    asks = tuple(Ask((7, 8, turn), 3, 0.0, 0.01) for turn in range(turns))
+    return Talk(name, tuple(range(100, 100 + past)), asks)
+
+
+def test_a_user_goes_on_from_what_was_answered(router: StandIn) -> None:
+    scene = Scene("a", 1, 30.0, hints=True)
+    Player(router.url, scene).people([iter([talk("s", 2), talk("t", 1, past=0)])])
+    first, second, third = router.asked
+    assert first == ("a/s", [*range(100, 120), 7, 8, 0], None)
+    assert second == ("a/s", [*range(100, 120), 7, 8, 0, 0, 0, 0, 7, 8, 1], None)
+    assert third[0] == "a/t"
+    # Nothing is known of a session before its first request.
+    assert [hint["session"] for hint in router.hints] == ["a/s", "a/s"]
+    assert router.order.index("hint a/s") < router.order.index("ask a/s")
+    assert (scene.hints_sent, scene.hints_refused) == (2, 1)
+    served = scene.served[1]
+    assert (served.prompt, served.known, served.answer, served.turn) == (29, 26, 3, 2)
+    assert (served.hbm, served.dram, served.computed) == (8, 8, 13)
+    assert served.instance == "http://i0"
+    assert served.sent < served.first <= served.ended
+    assert [one.hinted for one in scene.served] == [True, True, False]
+
+
+def test_what_was_said_before_is_warmed_up_once(router: StandIn) -> None:
+    scene = Scene("a", 1, 1.0)
+    Player(router.url, scene).warm([talk("s", 1), talk("t", 1, past=0), talk("u", 1, past=9)], 2)
+    assert sorted((session, len(prompt)) for session, prompt, _ in router.asked) == [("a/s", 20), ("a/u", 9)]
+    assert not scene.served
+
+
+def test_missing_hints_are_missing_and_without_hints_there_are_none(router: StandIn) -> None:
+    scene = Scene("a", 1, 30.0, hints=True, levels=(1.0,), missing=lambda level: level)
+    Player(router.url, scene).people([iter([talk("s", 3)])])
+    Player(router.url, Scene("b", 1, 30.0)).people([iter([talk("s", 3)])])
+    assert not router.hints
+    assert len(router.asked) == 6
+    assert {one.level for one in scene.served} == {1.0}
+    assert not any(one.hinted for one in scene.served)
+
+
+def test_priorities_are_sent_with_hints_and_requests(router: StandIn) -> None:
+    scene = Scene("a", 1, 30.0, hints=True, levels=(0.5,), urgent=lambda level: level)
+    Player(router.url, scene).people([iter([talk(f"s{number}", 1)]) for number in range(20)])
+    urgent = {session for session, _, priority in router.asked if priority}
+    assert 0 < len(urgent) < 20
+    assert {hint["session"] for hint in router.hints if hint.get("priority")} == urgent
+
+
+def test_a_measurement_ends(router: StandIn) -> None:
+    scene = Scene("a", 1, 0.3)
+    endless = (talk(f"s{number}", 1) for number in itertools.count())
+    Player(router.url, scene).people([endless])
+    assert scene.served
+
+
+def test_hints_go_ahead_of_requests_that_take_turns(router: StandIn) -> None:
+    scene = Scene("a", 1, 0.0, hints=True)
+    Player(router.url, scene).in_turn([talk(f"s{number}", 2) for number in range(4)], 2)
+    assert router.order == [
+        *("hint a/s2", "ask a/s0", "ask a/s0", "hint a/s3", "ask a/s1", "ask a/s1"),
+        *("ask a/s2", "ask a/s2", "ask a/s3", "ask a/s3"),
+    ]
+    assert [(one.session, one.turn) for one in scene.served if one.hinted] == [("s2", 1), ("s3", 1)]
+
+
+def test_agents_hint_at_the_next_call_of_a_session_that_is_known(router: StandIn) -> None:
+    chain = [
+        Call("plan", 0, (1, 2, 3), 2, 0.0, 0.0),
+        Call("code", 0, (4, 5), 1, 0.0, 0.5),
+        Call("plan", 4, (6,), 1, 0.02, 0.25),
+    ]
+    scene = Scene("a", 1, 0.0, hints=True)
+    (seconds,) = Player(router.url, scene).chains([chain])
+    assert seconds >= 0.02
+    assert [prompt for _, prompt, _ in router.asked] == [[1, 2, 3], [4, 5], [1, 2, 3, 3, 6]]
+    assert [(hint["session"], hint["earliest_s"]) for hint in router.hints] == [("a/plan", 0.25)]
+
+
+def test_a_request_that_fails_ends_the_measurement(router: StandIn) -> None:
+    with pytest.raises(RuntimeError, match="404"):
+        Player(router.url + "/nowhere", Scene("a", 1, 5.0)).people([iter([talk("s", 1)])])
+
+
+def test_systems_differ_in_what_keeps_kv_and_nothing_else() -> None:
+    flags = {kind: server_flags(kind, Tiers(), 1234) for kind in {system.servers for system in SYSTEMS}}
+    assert flags["stock"] == flags["no cache"][: len(flags["stock"])] == flags["ours"][: len(flags["stock"])]
+    assert flags["no cache"][len(flags["stock"]) :] == ("--disable-radix-cache",)
+    assert "--kv-router" in flags["ours"]
+
+
+def test_users_are_compared_at_one_latency(tmp_path: Path) -> None:
+    report = Report("advisory")
+    benchmark = Benchmark(parse(["--quick"], "advisory", "", _no_data(tmp_path)), report)
+    benchmark._curves = {"recompute": {2: 0.1, 6: 0.2}, "ours": {16: 0.1, 24: 0.2}}
+    benchmark._summarise()
+    assert report.summary["users_vs_recompute"] == pytest.approx(20 / 4)
+    assert report.summary["users_vs_stock_router"] is None
+    benchmark._curves |= {"ours": {16: 0.1}, "stock, cache_aware": {8: 0.3}}
+    benchmark._summarise()
+    assert report.summary["users_vs_stock_router"] == pytest.approx(16 / 4)
+    assert "16.0 or more" in report.notes[-1]
+
+
+def _no_data(folder: Path):
+    from benchmarks.advisory import add_flags
+
+    def flags(parser) -> None:
+        add_flags(parser)
+        parser.set_defaults(data=str(folder))
+
+    return flags
+
+
+@pytest.mark.long
+def test_quick_run(tmp_path: Path) -> None:
+    with contextlib.chdir(tmp_path):
+        assert main(["--quick", "--parts", *PARTS, "--json", str(tmp_path / "out.json")]) == 0
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["name"] == "advisory"
+    assert set(report["summary"]) == {
+        "share_within_1_1_of_hbm_hit", "users_vs_recompute", "users_vs_stock_router", "max_over_median_load",
+        "max_over_median_load_sticky", "missed10_cost", "missed30_cost", "hidden_share",
+    }  # fmt: skip
+    assert 0.5 < report["summary"]["hidden_share"] <= 1.0
+    assert report["summary"]["users_vs_recompute"] > 1.0
