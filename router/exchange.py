@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from sglang_ext.errors import DeadlineError, PeerError, UserError
+from sglang_ext.errors import DeadlineError, PeerError, SglangExtError, UserError
 
 JSON_TYPE = "application/json"
 EVENT_STREAM_TYPE = "text/event-stream"
@@ -103,6 +103,9 @@ class UpstreamResponse(Protocol):
 
     async def read(self) -> bytes:
         """The whole body; raises as ``chunks`` does."""
+
+    def interrupt(self, error: SglangExtError) -> None:
+        """Have whoever reads the body get ``error`` instead of what has not been read."""
 
     def close(self) -> None:
         """Give the connection back if the body was read to its end, else close it, on which SGLang

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from router.exchange import ConnectionLost
 from router.facts import InstanceFacts
 from router.lifecycle import FATAL, TRANSITIONS, USABLE, Event, State
 from router.policies import Instance
@@ -274,8 +275,23 @@ class Fleet:
             yield load
         finally:
             load.prefilled()
-            row.in_flight -= 1
-            self._look_whether_drained(row)
+            load.row.in_flight -= 1
+            self._look_whether_drained(load.row)
+
+    def move(self, load: Load, name: str) -> None:
+        """A request that was in flight at one instance is so at another.
+
+        Raises:
+            ConnectionLost: which has left.
+        """
+        before, row = load.row, self.rows.get(name)
+        if row is None:
+            raise ConnectionLost(f"{name} has left")
+        row.in_flight += 1
+        row.last_picked = next(self._picks)
+        load.move(row)
+        before.in_flight -= 1
+        self._look_whether_drained(before)
 
     def __repr__(self) -> str:
         states = ", ".join(f"{row.name}: {row.state} ({row.in_flight})" for row in self.rows.values())

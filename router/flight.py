@@ -48,6 +48,8 @@ class Flight:
     """What the worker calls the request, where the client chose it."""
     failed: str | None = None
     """The instance at which the last attempt failed, where it is not the chosen one."""
+    rid: str = ""
+    """What a worker is to call the request, so that it can be spoken of; empty for a batch."""
     units: int = 0
     """Length of all prompts, in the unit of matches."""
     aborted: bool = False

@@ -216,6 +216,7 @@ class Generation:
         """Put into the body what the router has to say, if anything."""
         job, caller = flight.job, flight.record.caller
         fields = additions(payload, caller)
+        flight.rid = _one_name(flight, {**payload, **fields})
         if job.endpoint is Endpoint.MESSAGES and caller.salt is not None:
             if self._config.cache_details:
                 fields |= _TELL_TIERS
@@ -333,6 +334,19 @@ def _field(job: Job, index: int) -> str:
     else:
         name = _PROMPT_FIELD[job.endpoint]
     return f"{name}[{index}]" if len(job.prompts) > 1 else name
+
+
+def _one_name(flight: Flight, payload: Json) -> str:
+    """What a worker will call a request that is a single one; empty where it will be several."""
+    if flight.job.choices != 1 or len(flight.prompts) != 1:
+        return ""
+    if any(isinstance(payload.get(name), list) for name in ("text", "sampling_params", "rid")):
+        return ""
+    ids = payload.get("input_ids", payload.get("prompt"))
+    if isinstance(ids, list) and ids and not isinstance(ids[0], int):
+        return ""
+    given = payload.get("rid")
+    return given if isinstance(given, str) and given else new_request_id()
 
 
 def _no_room(why: str, code: str) -> RequestRefused:

@@ -27,6 +27,7 @@ from router.exchange import (
 )
 from router.http_messages import request_head
 from router.http_worker_connection import WorkerConnection
+from sglang_ext.errors import SglangExtError
 
 KEEP_ALIVE_S = 3.0
 """Idle connections are given up after this time: before the worker closes them (SGLang's uvicorn: 5 s)."""
@@ -256,6 +257,10 @@ class _Response(UpstreamResponse):
             await connection.arrival()
         last = connection.take()
         return b"".join([*pieces, last]) if pieces else last
+
+    def interrupt(self, error: SglangExtError) -> None:
+        if self._connection is not None:
+            self._connection.interrupt(error)
 
     def close(self) -> None:
         connection, self._connection = self._connection, None

@@ -136,6 +136,13 @@ class WorkerConnection(asyncio.Protocol):
         self.transport.abort()
         self._wake()
 
+    def interrupt(self, failure: SglangExtError) -> None:
+        """End the exchange for its reader, who gets nothing more of it, complete or not."""
+        self._pieces.clear()
+        self._size = 0
+        self.complete = False
+        self.fail(failure)
+
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -110,6 +110,8 @@ class Members:
         """When each instance last registered here; ``monotonic``."""
         self._dead: dict[str, str] = {}
         """The epochs that the agents were told to be dead, of instances that have not come back."""
+        self.on_drain: Callable[[str], None] = lambda name: None
+        """Told of an instance (its URL) that shall finish and go."""
         fleet.on_event = self._on_event
 
     async def start(self, urls: Iterable[str]) -> None:
@@ -253,6 +255,7 @@ class Members:
         if after.intent is Intent.GO:
             self.drains.setdefault(after.url, self.clock.monotonic())
             self.fleet.drain(after.url, "somebody wishes it to go")
+            self.on_drain(after.url)
         else:
             self.drains.pop(after.url, None)
             resumed = self.fleet.rows[after.url].state in (State.DRAINING, State.LEFT)

@@ -41,6 +41,12 @@ class RouterMetrics:
             "one of both could not be told",
             "why",
         )
+        self.moves = self.counter(
+            "moves",
+            "Running requests that were to go on at another instance; stuck: they cannot, and end where they "
+            "are; failed: that one did not take them, and they go on where they were",
+            "how",
+        )
         self.hint_tokens = self.counter("hint_tokens", "Tokens brought to HBM ahead of their request")
         self.retries = self.counter("retries", "Attempts on another worker", "why")
         self.retries_denied = self.counter(

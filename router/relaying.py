@@ -23,11 +23,13 @@ from router.exchange import (
 )
 from router.fleet import Fleet, Load
 from router.flight import Flight, Homes, through_chat
+from router.moving import GoesOnElsewhere, Leg, Mover
 from router.observability import RouterMetrics
 from router.pairs import beside, meeting_point
 from router.policies import Decision
 from router.prompt_trees import PromptTrees
 from router.record import Record
+from router.seam import NoContinuation, Seam
 from router.tenancy import OVERRIDES, splice
 from router.tokenizing import Encoded, TokenizerService
 from router.tracing import NO_TRACING, TRACE_HEADERS, Tracing
@@ -56,6 +58,7 @@ class Relay:
         homes: learns where responses are kept.
         metrics: counts streams that broke off.
         clock: seconds.
+        mover: moves running requests to other instances.
         tracing: headers with which workers continue a trace.
     """
 
@@ -70,6 +73,7 @@ class Relay:
         homes: Homes,
         metrics: RouterMetrics,
         clock: Clock,
+        mover: Mover,
         tracing: Tracing = NO_TRACING,
     ) -> None:
         self._config = config
@@ -81,6 +85,8 @@ class Relay:
         self._homes = homes
         self._metrics = metrics
         self._clock = clock
+        self._mover = mover
+        mover.open = self._open
         self._tracing = tracing
         self._asks_for_key = config.api_key is not None or config.api_keys_file is not None
         self._learning: set[asyncio.Task[None]] = set()
@@ -146,22 +152,38 @@ class Relay:
             timeout_s=self._config.request_timeout_secs,
         )
 
+    async def _opened(self, flight: Flight, instance: str, body: bytes, load: Load) -> UpstreamResponse:
+        with load.until_lost():
+            return await self._open(flight, instance, body)
+
     async def _answer(self, flight: Flight, decision: Decision, instance: str, body: bytes) -> None:
         """Have ``instance`` answer the client."""
         queued = max(0, flight.units - decision.matched)
         sending = self._costs.sending(decision.instance, queued, decision.matched, streams=flight.job.stream)
         here = queued if decision.decode is None else 0
-        with self._fleet.carrying(instance, here) as load, sending as first_byte:
-            with load.until_lost():
-                response = await self._open(flight, instance, body)
-            try:
-                is_stream = response.headers.get("content-type", "").startswith(EVENT_STREAM_TYPE)
-                if response.status == 200 and is_stream:
-                    await self._stream(flight, decision, response, load, first_byte)
-                else:
-                    await self._whole(flight, decision, response, load)
-            finally:
-                response.close()
+        if name := self._mover.names(flight, instance):
+            body = splice(body, {"rid": name})
+        with (
+            self._fleet.carrying(instance, here) as load,
+            sending as first_byte,
+            self._mover.carrying(flight, instance, load) as leg,
+        ):
+            opening = self._opened(flight, instance, body, load)
+            while True:
+                try:
+                    response = await opening
+                    try:
+                        is_stream = response.headers.get("content-type", "").startswith(EVENT_STREAM_TYPE)
+                        if response.status == 200 and is_stream:
+                            await self._stream(flight, decision, response, leg, first_byte)
+                        else:
+                            await self._whole(flight, decision, response, load)
+                        return
+                    finally:
+                        response.close()
+                except GoesOnElsewhere:
+                    # Nothing was sent to the client: the other answer is as good from its beginning.
+                    opening = leg.take_over(self._fleet)
 
     async def _whole(
         self, flight: Flight, decision: Decision, response: UpstreamResponse, load: Load
@@ -178,9 +200,7 @@ class Relay:
                 usage = read_answer(body, form=flight.form, choices=flight.job.choices)
                 _infer_cached(flight, usage)
             self._learn(flight, decision, usage)
-            self._learn_texts(
-                flight, decision.decode or decision.instance, lambda: usage.output_texts, len(body)
-            )
+            self._learn_texts(flight, record.instance or "", lambda: usage.output_texts, len(body))
         _note(record, usage)
         headers = self._response_headers(response, record, usage)
         if flight.translation is not None:
@@ -192,11 +212,12 @@ class Relay:
         flight: Flight,
         decision: Decision,
         response: UpstreamResponse,
-        load: Load,
+        leg: Leg,
         first_byte: Callable[[], None],
     ) -> None:
         """Pass on an answer as it comes; until its first byte, another instance can be tried."""
         record, responder, translation = flight.record, flight.responder, flight.translation
+        load = leg.load
         reader = StreamReader(form=flight.form, choices=flight.job.choices)
         async with aclosing(response.chunks()) as chunks:
             with load.until_lost():
@@ -208,14 +229,18 @@ class Relay:
             self._learn(flight, decision, Usage())
             head = self._response_headers(response, record, reader.first(first))
             await responder.start(response.status, head)
+            leg.response, leg.reader = response, reader
             try:
-                if first:
-                    await self._pass_on(flight, first)
-                    reader.feed(first)
-                async for chunk in chunks:
-                    await self._pass_on(flight, chunk)
-                    reader.feed(chunk)
-            except (ConnectionLost, RequestTimeout) as error:
+                try:
+                    if first:
+                        await self._pass_on(flight, first)
+                        reader.feed(first)
+                    async for chunk in chunks:
+                        await self._pass_on(flight, chunk)
+                        reader.feed(chunk)
+                except GoesOnElsewhere:
+                    await self._go_on(flight, leg, reader)
+            except (ConnectionLost, RequestTimeout, NoContinuation) as error:
                 record.error = str(error)
                 self._metrics.broken_streams.inc()
                 message = f"the worker went away in mid-answer: {error}"
@@ -230,11 +255,32 @@ class Relay:
         if reader.done:
             _infer_cached(flight, reader.usage)
         self._learn(flight, decision, reader.usage)
-        self._learn_texts(
-            flight, decision.decode or decision.instance, reader.output_texts, reader.kept_bytes
-        )
+        self._learn_texts(flight, record.instance or "", reader.output_texts, reader.kept_bytes)
         _note(record, reader.usage)
         await responder.finish()
+
+    async def _go_on(self, flight: Flight, leg: Leg, reader: StreamReader) -> None:
+        """Pass on what other instances make of a stream that has begun.
+
+        Raises:
+            ConnectionLost, NoContinuation: one of them went away, or makes another answer.
+        """
+        while True:
+            seam = Seam(reader)
+            response = await leg.take_over(self._fleet)
+            leg.response = response
+            try:
+                async with aclosing(response.chunks()) as chunks:
+                    async for chunk in chunks:
+                        if rest := seam.feed(chunk):
+                            await self._pass_on(flight, rest)
+                            reader.feed(rest)
+                seam.check_end()
+                return
+            except GoesOnElsewhere:
+                continue
+            finally:
+                response.close()
 
     async def _pass_on(self, flight: Flight, chunk: bytes) -> None:
         if flight.translation is not None:
@@ -248,7 +294,7 @@ class Relay:
 
     def _learn(self, flight: Flight, decision: Decision, usage: Usage) -> None:
         """The instances have computed these prompts, and what was generated from them."""
-        answering = decision.decode or decision.instance
+        answering = flight.record.instance or decision.instance
         for index, prompt in enumerate(flight.prompts):
             generated = usage.output_keys.get(index, b"") if prompt.tokens is not None else b""
             self._trees.confirm(prompt.namespace, prompt.key + generated, answering)

@@ -60,12 +60,14 @@ class Load:
 
     __slots__ = ("_cancelling", "_fatal", "_given_up", "_row", "_task", "_tokens")
 
+    _row: Row
+
     def __init__(self, row: Row, tokens: int) -> None:
         self._row = row
         self._tokens = tokens
         self._task: asyncio.Task[object] | None = None
         self._cancelling = 0
-        self._given_up = False
+        self._given_up: ConnectionLost | None = None
         self._fatal = row.fatal
         row.queued_tokens += tokens
 
@@ -95,15 +97,28 @@ class Load:
             yield
         except asyncio.CancelledError as error:
             # Ours, unless someone else has cancelled the task too (as asyncio.timeout does it).
-            if self._given_up and self._task.uncancel() <= self._cancelling:
-                raise ConnectionLost(f"{self._row.name} is {self._row.state}: {self._row.why}") from error
+            if self._given_up is not None and self._task.uncancel() <= self._cancelling:
+                given_up, self._given_up = self._given_up, None
+                raise given_up from error
             raise
         finally:
             self._row.waiting.discard(self)
 
-    def give_up(self) -> None:
-        """The verdict has fallen."""
+    def give_up(self, why: ConnectionLost | None = None) -> None:
+        """The verdict has fallen, or ``why`` nothing more is to be waited for; only what is in
+        ``until_lost`` is given up."""
+        if self not in self._row.waiting or self._task is None:
+            return
         self._row.waiting.discard(self)
-        if self._task is not None:
-            self._given_up = True
-            self._task.cancel()
+        self._given_up = why or ConnectionLost(f"{self._row.name} is {self._row.state}: {self._row.why}")
+        self._task.cancel()
+
+    @property
+    def row(self) -> Row:
+        """Where the request runs."""
+        return self._row
+
+    def move(self, row: Row) -> None:
+        """The request runs elsewhere from now on. Outside of ``until_lost``."""
+        self.prefilled()
+        self._row, self._fatal = row, row.fatal

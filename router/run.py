@@ -32,6 +32,7 @@ from router.index import Index
 from router.key_file import read_key_file
 from router.logs import configure_logging
 from router.members import Members, new_router_name
+from router.moving import Mover
 from router.observability import RouterMetrics
 from router.pages import page_routes
 from router.profiles import AUTO, cost_model_for, load_named
@@ -43,6 +44,7 @@ from router.tenants import KeyRing
 from router.tokenizing import TokenizerService
 from router.tracing import open_tracing
 from router.worker import LEARN_TIMEOUT_S, WorkerApi
+from sglang_ext.agent_messages import FromAgent, Parked, Running
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.cluster_key import read_cluster_key
 from sglang_ext.cost_model import CostModel
@@ -106,6 +108,12 @@ class Router:
         self._api = WorkerApi(self._upstream, config.worker_api_key)
         self.keys = KeyRing(self.clock, api_key=config.api_key)
         self.tracing = open_tracing(config.otel_endpoint)
+        key = read_cluster_key(config.cluster_key_file) if config.cluster_key_file else None
+        name = new_router_name()
+        self.agents = Agents(self.trees, self.clock, router=name, key=key)
+        self.mover = Mover(
+            self.fleet, self.agents, self.clock, lambda how: self.metrics.moves.labels(how).inc()
+        )
         self.serving = Serving(
             config,
             self.fleet,
@@ -116,6 +124,7 @@ class Router:
             self._api,
             self.metrics,
             self.clock,
+            self.mover,
             self.tracing,
         )
         homes = self.serving.homes
@@ -143,6 +152,7 @@ class Router:
             links=self.agents,
             on_session=homes.learn,
         )
+        self.members.on_drain = self.mover.empty
         self.agents.listener = self.members
         show_agents(self.agents, self.fleet, self.metrics)
         homes.share = self.members.remember_session
@@ -162,7 +172,7 @@ class Router:
         self.serving.chooser.expectations = self.advisor
         self.serving.relay.on_learnt = self.advisor.learn
         self.serving.generation.hinting = self._advisory
-        self.agents.others = self.advisor.on_message
+        self.agents.others = self._on_message
         self.fetching = Fetching(self.agents, self.costs, lambda why: self.metrics.fetches.labels(why).inc())
         cluster = ClusterApi(self.members, key, self.keys, self.clock, local=is_loopback(config.host))
         self.routes = RouteTable(
@@ -249,6 +259,7 @@ class Router:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
         await self._server.stop()
+        await self.mover.stop()
         await self.members.stop()
         await self.agents.close()
         await self._advisory.stop()
@@ -306,6 +317,13 @@ class Router:
     async def _tidy(self) -> None:
         while True:
             await self.clock.sleep(0 if self.trees.tidy() else TIDY_INTERVAL_S)
+
+    def _on_message(self, name: str, message: FromAgent) -> None:
+        """What an agent says that concerns neither the index nor its life."""
+        if isinstance(message, Parked | Running):
+            self.mover.on_message(name, message)
+        else:
+            self.advisor.on_message(name, message)
 
     def _forget(self, name: str) -> None:
         """An instance was started anew or is gone: neither its cache nor its speed is what it was."""

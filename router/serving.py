@@ -15,6 +15,7 @@ from router.flight import Flights, Homes
 from router.generation import Generation, generation_routes
 from router.index import Index
 from router.information import Information
+from router.moving import Mover
 from router.observability import RouterMetrics
 from router.queueing import Admission
 from router.relaying import Relay
@@ -38,6 +39,7 @@ class Serving:
         api: calls to workers beside generation.
         metrics: counts.
         clock: seconds.
+        mover: moves running requests.
         tracing: spans.
     """
 
@@ -52,6 +54,7 @@ class Serving:
         api: WorkerApi,
         metrics: RouterMetrics,
         clock: Clock,
+        mover: Mover,
         tracing: Tracing,
     ) -> None:
         self.stories = Stories(config.explain_max_bytes)
@@ -62,7 +65,7 @@ class Serving:
             self.chooser.capacity, clock, size=config.queue_size, patience_s=config.queue_timeout_secs
         )
         self.relay = Relay(
-            config, fleet, trees, costs, tokenizers, upstream, self.homes, metrics, clock, tracing
+            config, fleet, trees, costs, tokenizers, upstream, self.homes, metrics, clock, mover, tracing
         )
         self.generation = Generation(
             config,

@@ -244,8 +244,11 @@ class StreamReader:
     """
 
     def __init__(self, *, form: Form, choices: int) -> None:
-        self._form = form
+        self.form = self._form = form
         self._choices = choices
+        self.last = b""
+        """The last event of ``/generate``, which has the whole answer so far."""
+        self.native_events = 0
         self._splitter = EventSplitter()
         self._events: list[bytes] = []
         self._size = 0
@@ -259,6 +262,16 @@ class StreamReader:
         return self._size
 
     @property
+    def events(self) -> list[bytes]:
+        """All events so far, but of ``/generate``; not of answers that are ``too_long``."""
+        return self._events
+
+    @property
+    def too_long(self) -> bool:
+        """Whether events were left out."""
+        return self._size > MAX_TEXT_BYTES
+
+    @property
     def in_event(self) -> bool:
         """Whether the stream stands in the middle of an event."""
         return self._splitter.in_event
@@ -269,7 +282,10 @@ class StreamReader:
             if data == DONE:
                 self.done = True
                 continue
-            if self._form is not Form.NATIVE and self._size <= MAX_TEXT_BYTES:
+            if self._form is Form.NATIVE:
+                self.last = data
+                self.native_events += 1
+            elif self._size <= MAX_TEXT_BYTES:
                 self._events.append(data)
                 self._size += len(data)
             if (_SAYS_FINISHED if self._form is Form.NATIVE else _SAYS_USAGE).search(data):

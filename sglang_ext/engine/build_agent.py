@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from sglang_ext.agent_messages import Fill, Load, Naming
+from sglang_ext.agent_messages import Fill, Load, Naming, ToAgent
 from sglang_ext.cluster_key import ClusterKey, read_cluster_key
 from sglang_ext.cluster_messages import Registration, RoleName
 from sglang_ext.config import KvConfig
@@ -18,6 +18,7 @@ from sglang_ext.engine.agent_socket import AgentSocket
 from sglang_ext.engine.block_names import BlockNames
 from sglang_ext.engine.commands import Inbox
 from sglang_ext.engine.events import PlacementFeed
+from sglang_ext.engine.migration import MoveDesk
 from sglang_ext.engine.registration import Registrar
 from sglang_ext.keys import Namespace, Tier
 from sglang_ext.radix_global import Holder
@@ -140,12 +141,19 @@ def attach_agent(
 
 def attach_hints(cache: GlobalRadixCache, agent: Agent) -> None:
     """Let the agent pass hints on to the schedulers of all ranks, and what came of them back."""
+    cache.inbox = Inbox()
+    moves = MoveDesk(cache.inbox, agent.post)
+    cache.migration.attach(agent.facts.epoch, moves.tell, moves.remind)
+    desk = HintDesk(cache.inbox, agent.facts.epoch, agent.post)
+
+    def take(reader: bytes, message: ToAgent) -> None:
+        if not moves.take(reader, message):
+            desk.take(reader, message)
+
+    agent.others = take
     if cache.advice is None:
         return  # without DRAM there is nothing to bring up; routers find out by the index
-    cache.inbox = Inbox()
-    desk = HintDesk(cache.inbox, agent.facts.epoch, agent.post)
     cache.advice.tell = desk.tell
-    agent.others = desk.take
 
 
 def naming_of(names: BlockNames) -> Naming:

@@ -38,6 +38,7 @@ from sglang_ext.engine.load_back import LoadBack
 from sglang_ext.engine.load_policy import DramPolicy, PrefillCost
 from sglang_ext.engine.mempool import owned_tokens
 from sglang_ext.engine.metrics import CacheMetrics
+from sglang_ext.engine.migration import Migration
 from sglang_ext.engine.prefetch import Prefetcher
 from sglang_ext.engine.prefill_clock import PrefillClock
 from sglang_ext.engine.promotions import Promotions
@@ -117,6 +118,8 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
         """Told of a request that has ended, and of the tokens whose KV is in the tree."""
         self.advice: Advice | None = None
         """Takes hints at coming requests."""
+        self.migration = Migration(self)
+        """Stops requests that go on elsewhere, and goes on with such."""
         self.inbox: Inbox | None = None
         """Commands for this process's scheduler, in rank 0 of an instance with an agent."""
         self.before_clear: Callable[[], None] = lambda: None
@@ -361,6 +364,8 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
 
     def obey(self, payload: bytes, at: float) -> None:
         """Do what a command says. Comes to every rank between the same two passes. at: rank 0's time."""
+        if self.migration.takes(payload):
+            return
         if self.advice is not None:
             self.advice.obey(payload, at)
         if self.inbox is not None and self.prefetcher is not None:

@@ -121,11 +121,11 @@ def hooked(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Cache]:
     return scheduler, cache
 
 
-def test_commands_follow_what_sglang_received(inbox: Inbox, hooked: tuple[Any, Cache]) -> None:
+def test_commands_precede_what_sglang_received(inbox: Inbox, hooked: tuple[Any, Cache]) -> None:
     inbox.put(b"one")
     requests: list[Any] = ["a request"]
     commands.after_pull(requests, None)
-    assert requests == ["a request", KvCommand(payload=b"one", at=7.0)]
+    assert requests == [KvCommand(payload=b"one", at=7.0), "a request"]
     commands.after_pull(None, None)  # a rank that is told by others
 
 
