@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from router.advisory_book import ENDED, Answer, Entry, Hint, HintBook, State
+from router.advisory_book import BUSY, ENDED, REPEATED, Answer, Entry, Hint, HintBook, State
 from router.costs import RouterCosts
 from router.fetching import Fetching
 from router.fleet import Fleet
@@ -33,7 +33,7 @@ from router.prompt_trees import PromptTrees
 from router.session_memory import SessionMemory
 from router.tenants import Caller
 from router.tokenizing import TokenizerService
-from sglang_ext.agent_messages import Advise, Advised, FromAgent, Withdraw
+from sglang_ext.agent_messages import Advise, Advised, FromAgent, Source, Withdraw
 from sglang_ext.clock import Clock
 from sglang_ext.keys import TOKEN_BYTES
 
@@ -43,6 +43,10 @@ OPEN_END = 4
 """Tokens at the end of a text that goes on which may turn out otherwise."""
 TICK_S = 0.5
 """Between two looks for what has expired."""
+AGAIN_S = 5.0
+"""A repeated hint is passed on when it lives so much longer."""
+COMPUTING = "computing"
+"""As ``engine.prefetch.PrefetchEnd`` has it."""
 
 
 class HintLinks(Protocol):
@@ -50,6 +54,9 @@ class HintLinks(Protocol):
 
     def send(self, name: str, message: Advise | Withdraw) -> bool:
         """Send a message to an instance's agent. False when it has none, or it cannot be reached now."""
+
+    def computes(self, name: str) -> bool:
+        """Whether an instance computes what nobody holds of an announced prompt."""
 
 
 class Placement(Protocol):
@@ -83,6 +90,17 @@ class Whereabouts:
             elsewhere=self.elsewhere - from_peer,
         )
 
+    def computed(self, tokens: int) -> Whereabouts:
+        """The same after so many tokens have been computed: of those that the instance could not have."""
+        from_nowhere = min(tokens, self.nowhere)
+        from_peer = min(tokens - from_nowhere, self.elsewhere)
+        return dataclasses.replace(
+            self,
+            hbm=self.hbm + from_nowhere + from_peer,
+            elsewhere=self.elsewhere - from_peer,
+            nowhere=self.nowhere - from_nowhere,
+        )
+
 
 @dataclass(eq=False, slots=True)
 class _Kept:
@@ -93,6 +111,10 @@ class _Kept:
     changed: asyncio.Event
     moved: int = 0
     """Tokens that were brought to HBM for it."""
+    computed: int = 0
+    """Tokens that were computed for it."""
+    told_until: float | None = None
+    """Until when the instance holds back what it has of it; None when it was told nothing."""
 
 
 class Advisor:
@@ -172,6 +194,8 @@ class Advisor:
             self._kept[entry.id] = _Kept(Whereabouts(nowhere=hint.tokens), hint.tokens, asyncio.Event())
         if answer.start:
             self._start(entry)
+        elif answer.reason == REPEATED:
+            self._tell_again(entry)
         return answer, {"verdict": answer.verdict.value, "reason": answer.reason, **self.told(entry)}
 
     def told(self, entry: Entry) -> dict[str, Any]:
@@ -187,6 +211,7 @@ class Advisor:
             "session": entry.hint.session is not None,
             "tokens": dataclasses.asdict(kept.where),
             "moved_tokens": kept.moved,
+            "computed_tokens": kept.computed,
             "expires_in_s": round(max(0.0, entry.expires - now), 3),
             "ready_after_s": None if entry.ready_at is None else round(entry.ready_at - entry.born, 6),
         }
@@ -224,17 +249,19 @@ class Advisor:
         matches = self._trees.match(hint.namespace, hint.key)
         prompt = Prompt(hint.tokens, hint.session, hint.priority, request_id=entry.id)
         policy, options = self._placement.policy, self._placement.options
-        if self.fetching is not None and self.fetching.everywhere(fleet):
+        everywhere = self.fetching is not None and self.fetching.everywhere(fleet)
+        among = self._spread(fleet, hint.priority, slack=0 if everywhere else 1)
+        if self.fetching is not None and everywhere:
             # Its KV can be anywhere by then: load alone decides (Symphony, section 3.2).
-            chosen = self.fetching.balanced(fleet, matches)
+            chosen = self.fetching.balanced(among, matches)
         else:
-            chosen = policy(prompt, fleet, matches, self._costs, options).instance
+            chosen = policy(prompt, among, matches, self._costs, options).instance
         self.book.placed(entry, chosen)
         kept = self._kept[entry.id]
         kept.where = whereabouts(matches, chosen, kept.tokens)
         if not self._bring(entry, kept.where, fleet, matches):
             # Nothing to move, or nobody who could: the request goes there all the same.
-            self._arrived(entry, 0)
+            self._arrived(entry)
         else:
             self._changed(entry)
 
@@ -245,20 +272,45 @@ class Advisor:
             for known in fleet
         )
 
+    def _spread(self, fleet: Instances, priority: int, slack: int) -> Instances:
+        """Without the instances that expect more requests of at least this priority than others do.
+
+        So sessions of paying users are spread over instances (Symphony, section 3.5), whatever the policy
+        says of the rest. slack: how many more they may expect, where a session's KV cannot follow it.
+        """
+        if priority <= 0:
+            return fleet
+        expected = {known.name: self.book.promised(known.name, priority) for known in beginners(fleet)}
+        most = min(expected.values()) + slack
+        return tuple(known for known in fleet if expected.get(known.name, 0) <= most)
+
     def _bring(
         self, entry: Entry, where: Whereabouts, fleet: Instances, matches: Mapping[str, Match]
     ) -> bool:
+        """Tell the instance. Whether it has something to do, so that more will be heard."""
         hint = entry.hint
         names = hint.namespace
         assert isinstance(names, tuple)
-        kind, adapter, extra_key, salt = names
+        kind, adapter, _, _ = names
         if kind != "tokens" or adapter is not None or not entry.instance:
             return False
         source = None
         if self.fetching is not None and where.elsewhere:
             source = self.fetching.source_for(names, hint.key, entry.instance, fleet, matches)
-        if source is None and not (where.dram or where.disk):
+        missing = where.nowhere + where.elsewhere >= self._trees.block_size
+        computes = missing and self._links.computes(entry.instance)
+        to_do = source is not None or computes or bool(where.dram or where.disk)
+        if not to_do and not where.hbm:
             return False
+        # What is in HBM already is to be held back.
+        return self._tell(entry, source) and to_do
+
+    def _tell(self, entry: Entry, source: Source | None = None) -> bool:
+        hint = entry.hint
+        names = hint.namespace
+        assert isinstance(names, tuple)
+        assert entry.instance is not None
+        _, _, extra_key, salt = names
         message = Advise(
             entry.id,
             hint.key,
@@ -268,7 +320,18 @@ class Advisor:
             ttl_s=max(0.0, entry.expires - self._clock.monotonic()),
             source=source,
         )
-        return self._links.send(entry.instance, message)
+        sent = self._links.send(entry.instance, message)
+        if sent:
+            self._kept[entry.id].told_until = entry.expires
+        return sent
+
+    def _tell_again(self, entry: Entry) -> None:
+        """A hint was repeated and lives longer: its instance is to hold it back as long, and to bring again
+        what it has given up meanwhile.
+        """
+        until = self._kept[entry.id].told_until
+        if until is not None and entry.expires - until >= AGAIN_S:
+            self._tell(entry)
 
     # -- what becomes of them -----------------------------------------------------------------------
 
@@ -280,12 +343,19 @@ class Advisor:
     def on_advised(self, name: str, advised: Advised) -> None:
         """An instance has done for a hint what it could."""
         entry = self.book.find(advised.id)
-        if entry is None or entry.instance != name or entry.state is not State.MOVING:
+        if entry is None or entry.instance != name or entry.state not in BUSY:
             return
         kept = self._kept[entry.id]
-        kept.moved = advised.brought
-        kept.where = kept.where.brought_up(advised.brought)
-        self._arrived(entry, advised.brought)
+        brought, computed = advised.brought - kept.moved, advised.computed - kept.computed
+        kept.where = kept.where.brought_up(max(0, brought)).computed(max(0, computed))
+        kept.moved, kept.computed = advised.brought, advised.computed
+        self._metrics.hint_tokens.inc(max(0, brought))
+        self._metrics.hint_computed_tokens.inc(max(0, computed))
+        if advised.end == COMPUTING:
+            self.book.computing(entry)
+            self._changed(entry)
+        else:
+            self._arrived(entry)
 
     def on_lost(self, name: str) -> None:
         """An instance is gone: what was expected there is not any more."""
@@ -293,8 +363,7 @@ class Advisor:
             self._changed(entry)  # there is nobody to tell
         self._start_all(self.book.startable())
 
-    def _arrived(self, entry: Entry, brought: int) -> None:
-        self._metrics.hint_tokens.inc(brought)
+    def _arrived(self, entry: Entry) -> None:
         self._start_all(self.book.arrived(entry, self._clock.monotonic()))
         self._changed(entry)
 
@@ -303,8 +372,12 @@ class Advisor:
             self._start(entry)
 
     def _ended(self, entry: Entry) -> None:
-        """A hint has ended: nothing more needs to be brought for it."""
-        if entry.instance is not None and entry.ended_from is State.MOVING:
+        """A hint has ended: nothing more needs to be brought for it, and nothing held back."""
+        kept = self._kept.get(entry.id)
+        told = kept is not None and kept.told_until is not None
+        # An instance knows by itself when the time is over; then there is only work to be stopped.
+        over = entry.state is State.EXPIRED and entry.ended_from not in BUSY
+        if entry.instance is not None and told and not over:
             self._links.send(entry.instance, Withdraw(entry.id))
         self._changed(entry)
 

@@ -11,7 +11,7 @@ never harms anybody:
 - the same again: the first one lives longer, and nothing is moved twice.
 
 What was promised to a request is a *place*: the instance where its KV is being brought. Places count as load,
-or all hints of one moment would choose the same instance.
+or all hints of one moment would choose the same instance; those of high priority are counted by themselves.
 
 Pure: no I/O and no clock; ``now`` is seconds of any clock that does not go back.
 """
@@ -30,6 +30,8 @@ from sglang_ext.errors import InternalError
 from sglang_ext.keys import TOKEN_BYTES
 
 MAX_TTL_S = 3600.0
+REPEATED = "repeated"
+"""The reason of an answer to a hint that was there already."""
 ENDED_KEPT_S = 60.0
 """How long one can ask what became of a hint that has ended."""
 LENGTHS_TRIED = 64
@@ -43,6 +45,8 @@ class State(enum.StrEnum):
     """Waits until the tenant's budget has room."""
     MOVING = "moving"
     """The instance brings the KV in."""
+    COMPUTING = "computing"
+    """All that there was is there, and the instance computes the rest while it is idle."""
     READY = "ready"
     """All is where it should be; the request can come."""
     USED = "used"
@@ -54,10 +58,15 @@ class State(enum.StrEnum):
 
 
 ENDED = frozenset({State.USED, State.EXPIRED, State.CANCELLED, State.FAILED})
+BUSY = frozenset({State.MOVING, State.COMPUTING})
+"""An instance does something for it; its tokens count against the tenant's budget."""
 
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.DEFERRED: frozenset({State.MOVING, State.USED, State.EXPIRED, State.CANCELLED, State.FAILED}),
-    State.MOVING: frozenset({State.READY, State.USED, State.EXPIRED, State.CANCELLED, State.FAILED}),
+    State.MOVING: frozenset(
+        {State.COMPUTING, State.READY, State.USED, State.EXPIRED, State.CANCELLED, State.FAILED}
+    ),
+    State.COMPUTING: frozenset({State.READY, State.USED, State.EXPIRED, State.CANCELLED, State.FAILED}),
     State.READY: frozenset({State.USED, State.EXPIRED, State.CANCELLED, State.FAILED}),
 }
 """State -> states that may follow. What has ended stays so."""
@@ -166,6 +175,8 @@ class HintBook:
         self._deferred: dict[str, deque[Entry]] = {}
         self._places: Counter[str] = Counter()
         """Instance -> requests expected there."""
+        self._ranks: dict[str, Counter[int]] = {}
+        """Instance -> priorities of those."""
         self._buckets: dict[str, TokenBucket] = {}
         self._ended: deque[Entry] = deque()
         self.counts: Counter[str] = Counter()
@@ -190,7 +201,7 @@ class HintBook:
         if same is not None:
             if same.hint.key.startswith(hint.key):
                 same.expires = max(same.expires, expires)
-                return Answer(_verdict_of(same), "repeated", same)
+                return Answer(_verdict_of(same), REPEATED, same)
             # The conversation has grown meanwhile: what is there already is found and not moved again.
             self._end(same, State.CANCELLED, now, "followed by a longer one of the same session")
         live = self._live.get(hint.tenant, {})
@@ -223,13 +234,19 @@ class HintBook:
         self._leave_place(entry)
         entry.instance = instance
         self._places[instance] += 1
+        self._ranks.setdefault(instance, Counter())[entry.hint.priority] += 1
 
     def arrived(self, entry: Entry, now: float) -> list[Entry]:
-        """Everything was moved. Returns those that can start now."""
-        if entry.state is State.MOVING:
+        """Everything is there. Returns those that can start now."""
+        if entry.state in BUSY:
             self._move_on(entry, State.READY)
             entry.ready_at = now
         return self.startable()
+
+    def computing(self, entry: Entry) -> None:
+        """What there was is there, and the rest is computed."""
+        if entry.state is State.MOVING:
+            self._move_on(entry, State.COMPUTING)
 
     def failed(self, entry: Entry, now: float, why: str) -> list[Entry]:
         """It could not be done. Returns those that can start now."""
@@ -285,9 +302,12 @@ class HintBook:
                 return entry
         return None
 
-    def promised(self, instance: str) -> int:
-        """Requests that are expected at ``instance`` and have not come."""
-        return self._places[instance]
+    def promised(self, instance: str, least: int | None = None) -> int:
+        """Requests that are expected at ``instance`` and have not come; of at least this priority."""
+        if least is None:
+            return self._places[instance]
+        ranks = self._ranks.get(instance, Counter())
+        return sum(count for priority, count in ranks.items() if priority >= least)
 
     def lost(self, instance: str, now: float) -> list[Entry]:
         """``instance`` is gone. Returns the hints that were placed there, which have failed."""
@@ -379,7 +399,7 @@ class HintBook:
     def _move_on(self, entry: Entry, state: State) -> None:
         if state not in TRANSITIONS.get(entry.state, ()):
             raise InternalError(f"hint {entry.id} cannot become {state} while it is {entry.state}")
-        if entry.state is State.MOVING:
+        if entry.state in BUSY and state not in BUSY:
             self._moving[entry.hint.tenant] -= entry.hint.tokens
             if not self._moving[entry.hint.tenant]:
                 del self._moving[entry.hint.tenant]
@@ -388,8 +408,12 @@ class HintBook:
     def _leave_place(self, entry: Entry) -> None:
         if entry.instance is not None:
             self._places[entry.instance] -= 1
+            ranks = self._ranks[entry.instance]
+            ranks[entry.hint.priority] -= 1
+            if not ranks[entry.hint.priority]:
+                del ranks[entry.hint.priority]
             if not self._places[entry.instance]:
-                del self._places[entry.instance]
+                del self._places[entry.instance], self._ranks[entry.instance]
 
     def __len__(self) -> int:
         """How many have not ended."""
@@ -412,11 +436,15 @@ class HintBook:
             raise InternalError("hints were lost")
         moving = Counter[str]()
         places = Counter[str]()
+        ranks: dict[str, Counter[int]] = {}
         for entry in live:
-            if entry.state is State.MOVING and entry.hint.tokens:
+            if entry.state in BUSY and entry.hint.tokens:
                 moving[entry.hint.tenant] += entry.hint.tokens
             if entry.instance is not None:
                 places[entry.instance] += 1
+                ranks.setdefault(entry.instance, Counter())[entry.hint.priority] += 1
+        if ranks != self._ranks:
+            raise InternalError(f"priorities {self._ranks}, counted {ranks}")
         if moving != self._moving or places != self._places:
             raise InternalError(f"moving {self._moving}, counted {moving}; places {self._places}: {places}")
         mapped = [*self._by_session.values(), *self._by_prompt.values()]

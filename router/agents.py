@@ -153,6 +153,11 @@ class Agents:
         link = self._links.get(name)
         return link.registration if link is not None and link.heard else None
 
+    def computes(self, name: str) -> bool:
+        """Whether an instance computes what nobody holds of an announced prompt."""
+        registration = self.registration(name)
+        return registration is not None and registration.computes
+
     def send(self, name: str, message: ToAgent) -> bool:
         """Tell an instance's agent something. False when it has none, or is not heard."""
         link = self._links.get(name)

@@ -38,7 +38,7 @@ class RouterMetrics:
         self.fetches = self.counter(
             "fetches",
             "Prompts whose KV an instance was told to fetch from another, for a request or a hint; unheard: "
-            "one of both could not be told",
+            "one of both could not be told; not-worth-it: computing is expected to take less time",
             "why",
         )
         self.moves = self.counter(
@@ -50,6 +50,9 @@ class RouterMetrics:
         self.hint_tokens = self.counter("hint_tokens", "Tokens brought to HBM ahead of their request")
         self.retries = self.counter("retries", "Attempts on another worker", "why")
         self.retries_denied = self.counter(
+        self.hint_computed_tokens = self.counter(
+            "hint_computed_tokens", "Tokens computed ahead of their request"
+        )
             "retries_denied", "Attempts on another worker that were not made: the budget was spent"
         )
         self.refused = self.counter("refused", "Requests refused for want of room, or beyond a limit", "why")

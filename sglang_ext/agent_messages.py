@@ -326,8 +326,9 @@ class Beat(Message, frozen=True, tag="beat"):
 class Advised(Message, frozen=True, tag="advised"):
     """What was done for a hint, when nothing more is done for it.
 
-    end: why it ended, as ``engine.prefetch.PrefetchEnd`` has it. tokens: of the prompt's beginning that are
-    in HBM. brought: how many of them were brought for this hint.
+    end: why it ended, as ``engine.prefetch.PrefetchEnd`` has it; ``computing`` when it goes on with computing
+    what nobody had. tokens: of the prompt's beginning that are in HBM. brought: how many of them were brought
+    for this hint. computed: how many were computed for it.
     """
 
     epoch: Epoch
@@ -336,6 +337,7 @@ class Advised(Message, frozen=True, tag="advised"):
     tokens: Count
     brought: Count
 
+    computed: Count = 0
 
 class Parked(Message, frozen=True, tag="parked"):
     """A request has stopped, or is not stopped, and why.

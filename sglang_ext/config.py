@@ -287,6 +287,13 @@ class KvConfig:
         "PATH",
         parse_path,
     )
+    advisory_compute: bool = _flag(
+        False,
+        "Compute what nobody holds of a prompt that was announced to the router, while this server is idle. "
+        "A request that comes meanwhile waits for one prefill chunk at most.",
+        None,
+        parse_switch,
+    )
     load_min_tokens: int = _flag(
         64,
         "The shortest run of tokens worth loading from DRAM or disk; shorter runs are recomputed.",
@@ -364,6 +371,12 @@ class KvConfig:
                 "aggregated KV travels whole, and by layer it does not",
                 field="--kv-transfer-layout",
                 hint="Give --kv-transfer-mode pull or push, or --kv-transfer-layout blocks",
+            )
+        if self.advisory_compute and (self.router is None or not self.dram_size):
+            raise ConfigError(
+                "what is computed ahead comes from a router's hints and is kept in DRAM",
+                field="--kv-advisory-compute",
+                hint="Give --kv-router and --kv-dram-size too",
             )
         if self.layer_cache_size and self.disk_path is None:
             raise ConfigError(

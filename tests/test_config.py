@@ -118,7 +118,7 @@ def test_every_flag_has_one_name_on_the_command_line_and_one_in_the_environment(
     assert by_field["dram_size"].name == "--kv-dram-size"
     assert by_field["dram_size"].dest == "kv_dram_size"
     assert by_field["dram_size"].variable == "SGLANG_EXT_KV_DRAM_SIZE"
-    assert [field for field, flag in by_field.items() if flag.is_switch] == ["check"]
+    assert [field for field, flag in by_field.items() if flag.is_switch] == ["advisory_compute", "check"]
 
 
 def test_the_environment_speaks_where_the_command_line_is_silent() -> None:

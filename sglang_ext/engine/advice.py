@@ -7,6 +7,7 @@ A hint never changes an answer, and a bad one never harms a server: it is logged
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import threading
@@ -82,6 +83,30 @@ class Advice:
         self.priority_sign = 1
         """-1 where a small number means a high priority."""
         self.peers: PeerKv | None = None
+class Computes(Protocol):
+    """What of ``engine.compute_ahead.ComputeAhead`` is used here."""
+
+    def takes(
+        self,
+        result: PrefetchResult,
+        tokens: bytes,
+        extra_key: str | None,
+        cache_salt: str | None,
+        priority: int,
+    ) -> bool: ...
+
+    def cancel(self, id: str) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def take_ended(self) -> list[PrefetchResult]: ...
+
+    def clear(self) -> None: ...
+
+    @property
+    def busy(self) -> bool: ...
+
+
         """Fetches and lends; ``None`` where that is not possible."""
         self._fetching: dict[str, Advise] = {}
         """Hints for which a peer's KV is on its way."""
@@ -97,6 +122,10 @@ class Advice:
         try:
             message = TO_AGENT.decode(payload)
         except WireError as error:
+        self.computes: Computes | None = None
+        """Computes what nobody has; ``None`` where that is not wanted."""
+        self._bringing: dict[str, Advise] = {}
+        """Hints whose KV is being brought, where the rest may be computed."""
             logger.warning("a command for the KV cache is left out: %s", error)
             return
         match message:
@@ -127,6 +156,8 @@ class Advice:
 
     def _terms(self, message: Advise, at: float) -> _Terms:
         """On which terms: whose it is, how much it matters, and until when, in rank 0's time."""
+                if self.computes is not None:
+                    self.computes.cancel(message.id)
         return {
             "extra_key": message.extra_key,
             "cache_salt": message.cache_salt,
@@ -135,10 +166,17 @@ class Advice:
         }
 
     def drain(self) -> None:
-        """Tell what has ended. Once per pass."""
-        for result in self._brings.take_ended():
-            if self.tell is not None:
+        """Tell what has ended, and go on with what is to be computed. Once per pass."""
+        ended = self._brings.take_ended()
+        if self.computes is not None:
+            ended = [self._to_compute(self.computes, result) for result in ended]
+            self.computes.drain()
+            ended += self.computes.take_ended()
+        if self.tell is not None:
+            for result in ended:
                 self.tell(result)
+        if self.computes is not None:
+            self._bringing[message.id] = message
 
 
 class HintDesk:
@@ -156,6 +194,26 @@ class HintDesk:
         self._post = post
         self._askers: OrderedDict[str, bytes] = OrderedDict()
         self._lock = threading.Lock()
+    def _to_compute(self, computes: Computes, result: PrefetchResult) -> PrefetchResult:
+        """A prefetch has ended: perhaps the rest is computed now."""
+        message = self._bringing.pop(result.id, None)
+        if message is None:
+            return result
+        priority = message.priority * self.priority_sign
+        if computes.takes(result, message.tokens, message.extra_key, message.cache_salt, priority):
+            return dataclasses.replace(result, end=PrefetchEnd.COMPUTING)
+        return result
+
+    @property
+    def busy(self) -> bool:
+        """Whether the next passes of an idle scheduler have something to do."""
+        return self.computes is not None and self.computes.busy
+
+    def clear(self) -> None:
+        """The cache is about to be emptied."""
+        if self.computes is not None:
+            self.computes.clear()
+
 
     def take(self, reader: bytes, message: ToAgent) -> None:
         """What a router says, in the agent's thread; what is not for the schedulers is left to others."""
@@ -174,8 +232,12 @@ class HintDesk:
     def tell(self, result: PrefetchResult) -> None:
         """Say to the router that asked what came of a hint; any thread."""
         with self._lock:
-            reader = self._askers.pop(result.id, None)
+            if result.end is PrefetchEnd.COMPUTING:  # more will be told
+                reader = self._askers.get(result.id)
+            else:
+                reader = self._askers.pop(result.id, None)
         if reader is not None:
             self._post(
-                reader, Advised(self._epoch, result.id, result.end.value, result.tokens, result.brought)
+                reader, Advised(self._epoch, result.id, end, result.tokens, result.brought, result.computed)
             )
+            end = result.end.value

@@ -24,6 +24,7 @@ from sglang_ext.engine.build_disk import (
     promotions_from,
 )
 from sglang_ext.engine.build_peers import attach_peers, may_fetch
+from sglang_ext.engine.compute_ahead import ComputeAhead, SglangHost
 from sglang_ext.engine.cuda_mover import CudaMover
 from sglang_ext.engine.dram_tier import DramTier
 from sglang_ext.engine.hbm import pool_geometry, pool_planes
@@ -32,7 +33,7 @@ from sglang_ext.engine.mempool import engine_mempool
 from sglang_ext.engine.metrics import CacheMetrics
 from sglang_ext.engine.mover import Mover, ThreadMover
 from sglang_ext.engine.radix_cache import GlobalRadixCache
-from sglang_ext.engine.support import require_supported
+from sglang_ext.engine.support import require_computing, require_supported
 from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import Geometry
 from sglang_ext.keys import Tier
@@ -122,6 +123,12 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     if cache.prefetcher is not None:
         cache.advice = Advice(cache.prefetcher)
         cache.advice.priority_sign = -1 if _small_priorities_first() else 1
+        if config.advisory_compute:
+            require_computing(ctx.server_args)
+            host = SglangHost(lambda: cache.scheduler)
+            cache.advice.computes = ComputeAhead(
+                tree, hbm, cache.room, cache.prefetcher, cache.namespace, host
+            )
     endpoints: tuple[str, ...] = ()
     if fetches and dram is not None and arena is not None and identity is not None:
         endpoints = attach_peers(

@@ -118,6 +118,7 @@ def attach_agent(
         pp_size=server_args.pp_size,
         namespace=namespace.digest().hex(),
         endpoints=endpoints,
+        computes=config.advisory_compute,
     )
     registrar = Registrar(config.router.split(","), registration, key, agent.silent_s)
     agent.start()

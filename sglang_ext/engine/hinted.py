@@ -122,6 +122,10 @@ class Hinted:
             if hint.marked is not None:  # nobody came: its place in the order of uses is the old one
                 self._tree.unlock(hint.marked, self._marker)
 
+    def knows(self, id: str) -> bool:
+        """Whether the hint lives."""
+        return id in self._hints
+
     @property
     def next_expiry(self) -> float:
         """When the next one ends; infinite without any."""

@@ -51,16 +51,24 @@ class PrefetchEnd(enum.Enum):
     CANCELLED = "cancelled"
     DROPPED = "dropped"
     """Too many waited, or the cache was emptied."""
+    COMPUTING = "computing"
+    """No end: all that there is was brought, and the rest will be computed when the instance is idle."""
+    COMPUTED = "computed"
+    """What nobody had was computed too (``compute_ahead``)."""
 
 
 @dataclass(frozen=True)
 class PrefetchResult:
-    """How a prefetch has ended. tokens: of the prompt's beginning that are in HBM; brought: by it."""
+    """How a prefetch has ended.
+
+    tokens: of the prompt's beginning that are in HBM. brought: by it. computed: ahead of the request.
+    """
 
     id: str
     end: PrefetchEnd
     tokens: int
     brought: int
+    computed: int = 0
 
 
 @dataclass(eq=False)
@@ -212,6 +220,10 @@ class Prefetcher:
                 self._end(waiting, PrefetchEnd.CANCELLED)
                 return True
         return False
+
+    def expects(self, id: str) -> bool:
+        """Whether the request of ``id`` is still expected."""
+        return self.hinted.knows(id)
 
     def expire(self, now: float) -> None:
         """Rank 0's time is ``now``: what was to be held back until then is not any more."""

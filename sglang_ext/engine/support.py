@@ -174,3 +174,30 @@ def require_supported_model(server_args: Any) -> None:
     reason = unsupported(Facts(is_hybrid_swa=model.is_hybrid_swa))
     if reason is not None:
         raise ConfigError(reason)
+
+
+def require_computing(server_args: Any) -> None:
+    """Whether requests of our own can be put into the scheduler (``compute_ahead``).
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    for present, flag, way_out in (
+        (
+            server_args.disaggregation_mode != "null",
+            "--disaggregation-mode",
+            "requests of a pair belong to two servers",
+        ),
+        (
+            getattr(server_args, "tokenizer_worker_num", 1) > 1,
+            "--tokenizer-worker-num",
+            "answers are sorted by tokenizer process",
+        ),
+        (server_args.dp_size > 1, "--dp-size", "each replica has requests of its own"),
+    ):
+        if present:
+            raise ConfigError(
+                f"nothing can be computed ahead with {flag}: {way_out}",
+                field="--kv-advisory-compute",
+                hint=f"Drop one of --kv-advisory-compute and {flag}",
+            )

@@ -10,6 +10,7 @@ from sglang_ext.keys import Tier
 from sglang_ext.radix_global import Holder, RadixTree
 
 if TYPE_CHECKING:
+    from sglang_ext.engine.advice import Advice
     from sglang_ext.engine.dram_tier import DramTier
     from sglang_ext.engine.events import PlacementFeed
     from sglang_ext.engine.peer_kv import PeerKv
@@ -29,6 +30,7 @@ class WholeCache:
     dram: DramTier | None
     promotions: Promotions | None
     prefetcher: Prefetcher | None
+    advice: Advice | None
     peers: PeerKv | None
     pool: MemPool | None
     feed: PlacementFeed | None
@@ -49,6 +51,7 @@ class WholeCache:
         """
         brings = self.prefetcher is not None and self.prefetcher.busy
         brings = brings or (self.peers is not None and self.peers.busy)
+        brings = brings or (self.advice is not None and self.advice.busy)
         return brings or (self.feed is not None and self.feed.busy)
 
     def reset(self) -> None:
@@ -60,6 +63,8 @@ class WholeCache:
             self.pool.reset()
         if self.peers is not None:
             self.peers.clear()
+        if self.advice is not None:
+            self.advice.clear()
         if self.prefetcher is not None:
             self.prefetcher.clear()
         if self.promotions is not None:

@@ -246,6 +246,64 @@ def test_what_came_of_a_hint_goes_to_the_router_that_gave_it(inbox: Inbox) -> No
     assert posted == [(b"two", Advised(bytes(16), "h2", "no_room", 64, 32))]
 
 
+def test_of_what_is_being_computed_more_is_told_later(inbox: Inbox) -> None:
+    posted: list[Any] = []
+    desk = HintDesk(inbox, bytes(16), lambda reader, message: posted.append(message))
+    desk.take(b"one", Advise("h1", b"", ttl_s=1.0))
+    desk.tell(PrefetchResult("h1", PrefetchEnd.COMPUTING, 32, 32))
+    desk.tell(PrefetchResult("h1", PrefetchEnd.COMPUTED, 64, 32, computed=32))
+    assert posted == [
+        Advised(bytes(16), "h1", "computing", 32, 32),
+        Advised(bytes(16), "h1", "computed", 64, 32, 32),
+    ]
+
+
+@dataclass
+class Computer:
+    takes_all: bool = True
+    taken: list[tuple[Any, ...]] = field(default_factory=list)
+    ended: list[PrefetchResult] = field(default_factory=list)
+    busy: bool = False
+
+    def takes(self, *what: Any) -> bool:
+        self.taken.append(what)
+        return self.takes_all
+
+    def cancel(self, id: str) -> None:
+        self.taken.append(("cancel", id))
+
+    def drain(self) -> None:
+        pass
+
+    def take_ended(self) -> list[PrefetchResult]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def clear(self) -> None:
+        pass
+
+
+def test_what_was_brought_goes_on_with_what_is_to_be_computed() -> None:
+    brings, computer = Bringer(), Computer()
+    told: list[PrefetchResult] = []
+    advice = Advice(brings, told.append)
+    advice.computes = computer
+    tokens = encode_tokens([1, 2, 3])
+    advice.obey(TO_AGENT.encode(Advise("h1", tokens, cache_salt="tenant", priority=2)))
+    brings.ended = [
+        PrefetchResult("h1", PrefetchEnd.DONE, 0, 0),
+        PrefetchResult("h2", PrefetchEnd.DONE, 0, 0),
+    ]
+    advice.drain()
+    assert [(result.id, result.end.value) for result in told] == [("h1", "computing"), ("h2", "done")]
+    assert computer.taken == [(PrefetchResult("h1", PrefetchEnd.DONE, 0, 0), tokens, None, "tenant", 2)]
+    computer.ended = [PrefetchResult("h1", PrefetchEnd.COMPUTED, 3, 0, computed=3)]
+    advice.drain()
+    assert told[-1].end is PrefetchEnd.COMPUTED
+    advice.obey(TO_AGENT.encode(Withdraw("h1")))
+    assert computer.taken[-1] == ("cancel", "h1")
+
+
 def test_a_hint_that_the_inbox_cannot_take_is_answered(inbox: Inbox) -> None:
     posted: list[Any] = []
     desk = HintDesk(inbox, bytes(16), lambda reader, message: posted.append(message))

@@ -28,6 +28,10 @@ class Links:
 
     told: list[tuple[str, Advise | Withdraw]] = field(default_factory=list)
     reachable: bool = True
+    computing: bool = False
+
+    def computes(self, name: str) -> bool:
+        return self.computing
 
     def send(self, name: str, message: Advise | Withdraw) -> bool:
         if self.reachable:
@@ -170,6 +174,70 @@ async def test_a_hint_that_is_taken_back_is_withdrawn(
     assert links.withdrawn() == [told["id"]]
     answered = await chat(client, router, NEXT, session="s")
     assert answered["x-kv-route-reason"] != "advised"
+
+
+async def test_what_is_in_hbm_already_is_held_back(start_worker, start_router, client) -> None:
+    router = await start_router(await start_worker())
+    links = link(router)
+    await chat(client, router, NEXT, session="s")
+    told = await advise(client, router, session="s", ttl_s=20)
+    assert (told["state"], told["tokens"]["hbm"] > 0) == ("ready", True)
+    (hint,) = links.hints()
+    assert (hint.id, hint.source) == (told["id"], None)
+    assert (await advise(client, router, session="s", ttl_s=21))["id"] == told["id"]
+    assert len(links.hints()) == 1, "a second more is not worth a message"
+    assert (await advise(client, router, session="s", ttl_s=60))["id"] == told["id"]
+    assert links.hints()[1].ttl_s > 50, "it is held back for longer"
+    await chat(client, router, NEXT, session="s")
+    assert links.withdrawn() == [told["id"]], "nothing is held back any more"
+
+
+async def test_an_instance_that_computes_is_told_of_what_nobody_has(
+    start_worker, start_router, client
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    links = link(router)
+    told = await advise(client, router, messages=CHAT)
+    assert (told["state"], links.hints()) == ("ready", []), "there is nothing to bring"
+    links.computing = True
+    told = await advise(client, router, messages=NEXT[:2])
+    assert (told["state"], told["tokens"]["hbm"]) == ("moving", 0)
+    url = f"{router.url}/v1/advisory/{told['id']}"
+    router.advisor.on_advised(worker.url, Advised(EPOCH, told["id"], "computing", 0, 0))
+    async with client.get(url) as answer:
+        assert (await answer.json())["state"] == "computing"
+    router.advisor.check()
+    router.advisor.on_advised(worker.url, Advised(EPOCH, told["id"], "computed", 64, 0, 64))
+    async with client.get(url) as answer:
+        ready = await answer.json()
+    assert (ready["state"], ready["moved_tokens"], ready["computed_tokens"]) == ("ready", 0, 64)
+    assert ready["tokens"]["hbm"] == 64
+    assert sum(ready["tokens"].values()) == sum(told["tokens"].values())
+    async with client.get(router.url + "/metrics") as answer:
+        assert "hint_computed_tokens_total 64.0" in await answer.text()
+
+
+async def test_a_high_priority_is_spread_over_instances(start_worker, start_router, client) -> None:
+    """Whatever the policy prefers: here, the one instance that has the conversation."""
+    workers = [await start_worker() for _ in range(3)]
+    router = await start_router(*workers, policy="prompt-tree")
+    first = await chat(client, router, NEXT)
+
+    async def placed(number: int, priority: int) -> str:
+        messages = [*NEXT, {"role": "assistant", "content": f"Answer {number}"}]
+        told = await advise(
+            client, router, messages=messages, session=f"s{priority}-{number}", priority=priority
+        )
+        return str(told["instance"])
+
+    low = [await placed(number, 0) for number in range(4)]
+    assert set(low) == {first["x-kv-instance"]}
+    high = [await placed(number, 1) for number in range(6)]
+    counts = sorted(high.count(worker.url) for worker in workers)
+    assert counts[-1] - counts[0] <= 2
+    assert counts[0] >= 1
+    assert high[0] == first["x-kv-instance"], "where its KV is, as long as that is as good"
 
 
 async def test_an_unreachable_agent_costs_the_hint_its_move_and_not_its_place(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -218,6 +220,11 @@ class Histories(RuleBasedStateMachine):
             self._started(self.book.arrived(entry, self.now))
 
     @rule(entry=entries)
+    def compute(self, entry: Entry | None) -> None:
+        if entry is not None:
+            self.book.computing(entry)
+
+    @rule(entry=entries)
     def fail(self, entry: Entry | None) -> None:
         if entry is not None:
             self._started(self.book.failed(entry, self.now, "test"))
@@ -250,3 +257,23 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
+
+
+def test_computing_counts_as_moving_and_places_are_counted_by_priority() -> None:
+    book = HintBook(HintLimits(moving_tokens=100))
+    first = book.offer("1", dataclasses.replace(hint(100), priority=2), 0.0).entry
+    assert first is not None
+    book.placed(first, "one")
+    book.computing(first)
+    second = book.offer("2", hint(10, 1), 0.0).entry
+    assert second is not None
+    book.placed(second, "one")
+    assert (first.state, second.state) == (State.COMPUTING, State.DEFERRED)
+    assert [book.promised("one", least) for least in (None, 0, 1, 2, 3)] == [2, 2, 1, 1, 0]
+    book.check()
+    assert book.arrived(first, 1.0) == [second]
+    book.computing(first)
+    assert first.state is State.READY, "it does not go back"
+    book.placed(first, "two")
+    assert [book.promised(name, 1) for name in ("one", "two", "three")] == [0, 1, 0]
+    book.check()

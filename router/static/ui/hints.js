@@ -39,5 +39,5 @@ export class Hints {
 }
 
 function moving(answer) {
-  return answer.id && (answer.state === "moving" || answer.state === "deferred");
+  return answer.id && (["deferred", "moving", "computing"].includes(answer.state));
 }
