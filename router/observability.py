@@ -48,11 +48,11 @@ class RouterMetrics:
             "how",
         )
         self.hint_tokens = self.counter("hint_tokens", "Tokens brought to HBM ahead of their request")
-        self.retries = self.counter("retries", "Attempts on another worker", "why")
-        self.retries_denied = self.counter(
         self.hint_computed_tokens = self.counter(
             "hint_computed_tokens", "Tokens computed ahead of their request"
         )
+        self.retries = self.counter("retries", "Attempts on another worker", "why")
+        self.retries_denied = self.counter(
             "retries_denied", "Attempts on another worker that were not made: the budget was spent"
         )
         self.refused = self.counter("refused", "Requests refused for want of room, or beyond a limit", "why")

@@ -336,8 +336,8 @@ class Advised(Message, frozen=True, tag="advised"):
     end: Name
     tokens: Count
     brought: Count
-
     computed: Count = 0
+
 
 class Parked(Message, frozen=True, tag="parked"):
     """A request has stopped, or is not stopped, and why.

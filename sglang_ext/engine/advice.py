@@ -69,20 +69,6 @@ class Brings(Protocol):
     def take_ended(self) -> list[PrefetchResult]: ...
 
 
-class Advice:
-    """See the module's docstring.
-
-    Args:
-        brings: the rank's prefetcher.
-        tell: for rank 0; None on the others.
-    """
-
-    def __init__(self, brings: Brings, tell: Tell | None = None) -> None:
-        self._brings = brings
-        self.tell = tell
-        self.priority_sign = 1
-        """-1 where a small number means a high priority."""
-        self.peers: PeerKv | None = None
 class Computes(Protocol):
     """What of ``engine.compute_ahead.ComputeAhead`` is used here."""
 
@@ -107,7 +93,25 @@ class Computes(Protocol):
     def busy(self) -> bool: ...
 
 
+class Advice:
+    """See the module's docstring.
+
+    Args:
+        brings: the rank's prefetcher.
+        tell: for rank 0; None on the others.
+    """
+
+    def __init__(self, brings: Brings, tell: Tell | None = None) -> None:
+        self._brings = brings
+        self.tell = tell
+        self.priority_sign = 1
+        """-1 where a small number means a high priority."""
+        self.peers: PeerKv | None = None
         """Fetches and lends; ``None`` where that is not possible."""
+        self.computes: Computes | None = None
+        """Computes what nobody has; ``None`` where that is not wanted."""
+        self._bringing: dict[str, Advise] = {}
+        """Hints whose KV is being brought, where the rest may be computed."""
         self._fetching: dict[str, Advise] = {}
         """Hints for which a peer's KV is on its way."""
 
@@ -122,10 +126,6 @@ class Computes(Protocol):
         try:
             message = TO_AGENT.decode(payload)
         except WireError as error:
-        self.computes: Computes | None = None
-        """Computes what nobody has; ``None`` where that is not wanted."""
-        self._bringing: dict[str, Advise] = {}
-        """Hints whose KV is being brought, where the rest may be computed."""
             logger.warning("a command for the KV cache is left out: %s", error)
             return
         match message:
@@ -140,6 +140,8 @@ class Computes(Protocol):
             case Fetch() if self.peers is not None:
                 self.peers.fetch(message)
             case Withdraw():
+                if self.computes is not None:
+                    self.computes.cancel(message.id)
                 if not self._brings.cancel(message.id):
                     self._fetching.pop(message.id, None)
             case _:
@@ -152,12 +154,12 @@ class Computes(Protocol):
             self._bring(message, at)
 
     def _bring(self, message: Advise, at: float) -> None:
+        if self.computes is not None:
+            self._bringing[message.id] = message
         self._brings.prefetch(message.id, message.tokens, **self._terms(message, at))
 
     def _terms(self, message: Advise, at: float) -> _Terms:
         """On which terms: whose it is, how much it matters, and until when, in rank 0's time."""
-                if self.computes is not None:
-                    self.computes.cancel(message.id)
         return {
             "extra_key": message.extra_key,
             "cache_salt": message.cache_salt,
@@ -175,25 +177,7 @@ class Computes(Protocol):
         if self.tell is not None:
             for result in ended:
                 self.tell(result)
-        if self.computes is not None:
-            self._bringing[message.id] = message
 
-
-class HintDesk:
-    """Between the agent of rank 0, which hears the routers, and the schedulers, which do what they say.
-
-    Args:
-        inbox: of this process's scheduler.
-        epoch: of the instance.
-        post: sends a message to a router, from any thread.
-    """
-
-    def __init__(self, inbox: Inbox, epoch: bytes, post: Callable[[bytes, FromAgent], None]) -> None:
-        self._inbox = inbox
-        self._epoch = epoch
-        self._post = post
-        self._askers: OrderedDict[str, bytes] = OrderedDict()
-        self._lock = threading.Lock()
     def _to_compute(self, computes: Computes, result: PrefetchResult) -> PrefetchResult:
         """A prefetch has ended: perhaps the rest is computed now."""
         message = self._bringing.pop(result.id, None)
@@ -214,6 +198,22 @@ class HintDesk:
         if self.computes is not None:
             self.computes.clear()
 
+
+class HintDesk:
+    """Between the agent of rank 0, which hears the routers, and the schedulers, which do what they say.
+
+    Args:
+        inbox: of this process's scheduler.
+        epoch: of the instance.
+        post: sends a message to a router, from any thread.
+    """
+
+    def __init__(self, inbox: Inbox, epoch: bytes, post: Callable[[bytes, FromAgent], None]) -> None:
+        self._inbox = inbox
+        self._epoch = epoch
+        self._post = post
+        self._askers: OrderedDict[str, bytes] = OrderedDict()
+        self._lock = threading.Lock()
 
     def take(self, reader: bytes, message: ToAgent) -> None:
         """What a router says, in the agent's thread; what is not for the schedulers is left to others."""
@@ -237,7 +237,7 @@ class HintDesk:
             else:
                 reader = self._askers.pop(result.id, None)
         if reader is not None:
+            end = result.end.value
             self._post(
                 reader, Advised(self._epoch, result.id, end, result.tokens, result.brought, result.computed)
             )
-            end = result.end.value
