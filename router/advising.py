@@ -296,7 +296,7 @@ class Advisor:
             return False
         source = None
         if self.fetching is not None and where.elsewhere:
-            source = self.fetching.source_for(names, hint.key, entry.instance, fleet, matches)
+            source = self.fetching.source_for(names, hint.key, entry.instance, fleet, matches, entry.id)
         missing = where.nowhere + where.elsewhere >= self._trees.block_size
         computes = missing and self._links.computes(entry.instance)
         to_do = source is not None or computes or bool(where.dram or where.disk)

@@ -8,6 +8,7 @@ from typing import Protocol
 from router.config import RouterConfig
 from router.costs import RouterCosts
 from router.explain import Choice
+from router.fetch_note import FetchNote
 from router.fetching import Fetching
 from router.fleet import Fleet
 from router.flight import Flight
@@ -95,14 +96,12 @@ class Chooser:
             prompt = Prompt(flight.units, flight.session, record.priority, request_id=record.request_id)
             decision = self.policy(prompt, fleet, matches, self._costs, self.options)
         if self.fetching is not None:
-            fetch = self.fetching.wanted(decision, fleet, matches, flight.units)
-            if fetch is not None:
-                self.fetching.begin(flight, fetch, decision, fleet, matches)
+            record.fetch = self.fetching.consider(flight, decision, fleet, matches)
         self._guess(flight, decision.instance)
         record.instance, record.reason = decision.instance, decision.reason.value
         record.matched_tokens = None if record.prompt_tokens is None else decision.matched
         self._metrics.decided(self._name, decision.reason.value)
-        return decision, _choice(decision, matches, fleet)
+        return decision, _choice(decision, matches, fleet, record.fetch)
 
     def pinned(self, flight: Flight, instance: str) -> tuple[Decision, Choice] | None:
         """The instance that keeps what a request goes on from, if it can take requests."""
@@ -128,7 +127,12 @@ class Chooser:
         return roomy if beginners(roomy) else fleet
 
 
-def _choice(decision: Decision, matches: dict[str, Match], fleet: tuple[Instance, ...]) -> Choice:
+def _choice(
+    decision: Decision,
+    matches: dict[str, Match],
+    fleet: tuple[Instance, ...],
+    fetch: FetchNote | None = None,
+) -> Choice:
     return Choice(
         decision.instance,
         decision.reason.value,
@@ -137,4 +141,5 @@ def _choice(decision: Decision, matches: dict[str, Match], fleet: tuple[Instance
         decision.scores,
         [known.name for known in fleet if not known.trusted],
         decision.decode,
+        fetch,
     )

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 
 from router.policies.base import Instance, Role
 from router.queue_estimate import QueueEstimate
+from router.transfer_times import TransferTimes
 from sglang_ext.cost_model import CostModel
 from sglang_ext.keys import Tier
 
@@ -106,6 +107,7 @@ class RouterCosts:
         self._factors: dict[str, float] = {}
         """By instance, until the next answer."""
         self._queues: dict[str, QueueEstimate] = {}
+        self._transfers = TransferTimes()
 
     def of(self, name: str) -> CostModel:
         """The model of an instance."""
@@ -117,6 +119,7 @@ class RouterCosts:
         self._fleet = Correction()
         self._corrections.clear()
         self._factors.clear()
+        self._transfers.clear()
 
     @property
     def calibrated(self) -> bool:
@@ -133,7 +136,14 @@ class RouterCosts:
         hands_over = source.role is Role.PREFILL and target.role is Role.DECODE
         if not (hands_over or self.can_fetch(source.name, target.name)):
             return math.inf
-        return self.of(target.name).transfer_s(tokens) if tokens > 0 else 0.0
+        if tokens <= 0:
+            return 0.0
+        model = self.of(target.name)
+        if hands_over:
+            return model.transfer_s(tokens)
+        # What is fetched comes to DRAM, and has to be loaded from there.
+        factor = self._transfers.factor(source.name, self._monotonic())
+        return factor * model.transfer_s(tokens) + model.load_tokens_s(Tier.DRAM, tokens)
 
     def queue_s(self, instance: Instance) -> float:
         """The prompts before it, and the step of generation that is under way."""
@@ -152,6 +162,11 @@ class RouterCosts:
     def _backlog_s(self, name: str) -> float:
         queue = self._queues.get(name)
         return queue.seconds(self._monotonic()) if queue else 0.0
+
+    def observe_transfer(self, source: str, target: str, tokens: int, took_s: float) -> None:
+        """An instance has fetched so many tokens from another one, or tried to, and lost that time."""
+        expected = self.of(target).transfer_s(tokens)
+        self._transfers.observe(source, expected, took_s, self._monotonic())
 
     # -- queues -----------------------------------------------------------------------------------
 
@@ -230,6 +245,7 @@ class RouterCosts:
         self._corrections.pop(name, None)
         self._factors.clear()
         self._queues.pop(name, None)
+        self._transfers.forget(name)
 
     def __repr__(self) -> str:
         factors = ", ".join(f"{name}: x{self.factor(name):.2f}" for name in self._corrections)

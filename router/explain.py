@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from router.fetch_note import FetchNote
 from router.record import Record
 from router.tokenizing import Encoded
 from sglang_ext.keys import TOKEN_BYTES
@@ -60,6 +61,8 @@ class Choice:
     scores: Mapping[str, float]
     untrusted: Sequence[str]
     decode: str | None = None
+    fetch: FetchNote | None = None
+    """What another instance holds; filled in when it is known what became of it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -244,6 +247,7 @@ def told(
                 "holders": {name: dict(tiers) for name, tiers in choice.holders.items()},
                 "scores": dict(choice.scores),
                 "index_not_trusted": list(choice.untrusted),
+                "fetch": None if choice.fetch is None else choice.fetch.told(),
             }
             for choice in story.choices
         ],

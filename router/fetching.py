@@ -7,24 +7,36 @@ before the request or with the hint. What comes of it is between the two: a fetc
 from __future__ import annotations
 
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final, Protocol
 
+from router.costs import RouterCosts
+from router.fetch_note import NOT_WORTH_IT, UNHEARD, FetchNote
 from router.flight import Flight
 from router.policies import Decision, Instance, Match, beginners
 from router.policies import Fleet as Instances
-from router.policies.base import Costs, Fetch, Matches, load_of
+from router.policies.base import Fetch, Matches, load_of
 from router.policies.prompt_tree import NOTHING
 from sglang_ext import agent_messages
-from sglang_ext.agent_messages import Lend, Source, ToAgent
+from sglang_ext.agent_messages import Fetched, Lend, Source, ToAgent
 from sglang_ext.cluster_messages import Registration
+from sglang_ext.keys import TOKEN_BYTES
 
 LEAST_WAIT_S: Final = 0.25
-"""A busy scheduler takes its time until it lends."""
+"""A scheduler takes its time until it lends: it does between two passes. So a request may wait so much longer
+than computing would take,"""
+MOST_BUSY_S: Final = 1.0
+"""and for what the holder has to compute first, as a pass may be as long as that, up to this,"""
 MOST_WAIT_S: Final = 10.0
+"""and never longer than this."""
 LEND_S: Final = 30.0
 MOST_KEY_BYTES: Final = 1 << 19
 """Longer prompts do not fit into a message to an agent."""
+MOST_NOTES: Final = 10_000
+"""Fetches of which nothing was heard yet."""
+IN_VAIN: Final = frozenset({"late", "gone", "stale"})
+"""Ends of fetches that took time and brought nothing."""
 
 
 class FetchChannels(Protocol):
@@ -42,14 +54,23 @@ class Fetching:
         channels: to the agents.
         costs: what computing and moving take.
         told: called with a word for what was asked for.
+        ended: called with a word for what became of that, and the tokens that came.
     """
 
     def __init__(
-        self, channels: FetchChannels, costs: Costs, told: Callable[[str], None] = lambda what: None
+        self,
+        channels: FetchChannels,
+        costs: RouterCosts,
+        told: Callable[[str], None] = lambda what: None,
+        ended: Callable[[str, int], None] = lambda how, tokens: None,
     ) -> None:
         self._channels = channels
         self._costs = costs
         self._told = told
+        self._ended = ended
+        self._notes: OrderedDict[tuple[bool, str], FetchNote] = OrderedDict()
+        """(Of a hint, id) -> a fetch that has not ended, as far as is known; the oldest are forgotten."""
+        self.least_wait_s = LEAST_WAIT_S
 
     def possible(self, source: str, target: str) -> bool:
         """Whether ``target`` can fetch from ``source``: their KV is of one kind, and both can be told."""
@@ -69,44 +90,73 @@ class Fetching:
 
     # -- for a request ------------------------------------------------------------------------------
 
+    def consider(
+        self, flight: Flight, decision: Decision, fleet: Instances, matches: Matches
+    ) -> FetchNote | None:
+        """Have the chosen instance fetch what is sooner fetched than computed; ``None`` when nobody else
+        holds more of the prompt than it does."""
+        fetch = self.wanted(decision, fleet, matches, flight.units)
+        if fetch is not None:
+            return self.begin(flight, fetch, decision, fleet, matches)
+        chosen = _named(fleet, decision.instance)
+        if chosen is None or decision.decode is not None or not self._holders(chosen, fleet, matches):
+            return None
+        source = self._best(chosen, fleet, matches, flight.units)
+        note = self._note(source, chosen, matches, flight.units, in_memory(matches[source.name]))
+        note.end = NOT_WORTH_IT
+        self._told(NOT_WORTH_IT)
+        return note
+
     def wanted(self, decision: Decision, fleet: Instances, matches: Matches, tokens: int) -> Fetch | None:
         """What the chosen instance should fetch for a prompt of so many tokens: what the policy says, or, as
         most say nothing of it, what is sooner there than computed."""
         if decision.fetch is not None or decision.decode is not None:
             return decision.fetch
-        chosen = next((known for known in fleet if known.name == decision.instance), None)
-        source = None if chosen is None else self._best(chosen, fleet, matches)
-        if chosen is None or source is None:
+        chosen = _named(fleet, decision.instance)
+        if chosen is None or not self._holders(chosen, fleet, matches):
             return None
-        held = matches.get(chosen.name, NOTHING).tokens
-        there = min(in_memory(matches[source.name]), tokens)
-        if there <= held:
-            return None
-        moving = self._costs.transfer_s(source, chosen, there - held)
-        return Fetch(source.name, there) if moving <= self._saved_s(chosen, tokens, held, there) else None
+        source = self._best(chosen, fleet, matches, tokens)
+        note = self._note(source, chosen, matches, tokens, in_memory(matches[source.name]))
+        worth = note.lacking > 0 and note.transfer_s <= note.saved_s
+        return Fetch(source.name, note.tokens) if worth else None
 
     def begin(
         self, flight: Flight, fetch: Fetch, decision: Decision, fleet: Instances, matches: Matches
-    ) -> bool:
-        """Tell both. Whether they could be told."""
+    ) -> FetchNote | None:
+        """Tell both. ``None`` where the prompt's KV cannot be moved."""
         if len(flight.prompts) != 1:
-            return False
+            return None
         (prompt,) = flight.prompts
-        chosen = next((known for known in fleet if known.name == decision.instance), None)
-        key = prompt.key[: fetch.tokens * 4]
-        if chosen is None or not self._movable(prompt.namespace, key):
-            return False
+        chosen, holder = _named(fleet, decision.instance), _named(fleet, fetch.source)
+        key = prompt.key[: fetch.tokens * TOKEN_BYTES]
+        if chosen is None or holder is None or not self._movable(prompt.namespace, key):
+            return None
         _, _, extra_key, salt = prompt.namespace
+        note = self._note(holder, chosen, matches, flight.units, fetch.tokens)
         source = self._lend(fetch.source, chosen.name, key, extra_key, salt)
-        if source is None:
-            return False
-        held = matches.get(chosen.name, NOTHING).tokens
-        saved = self._saved_s(chosen, flight.units, held, fetch.tokens)
-        wait_s = min(MOST_WAIT_S, LEAST_WAIT_S + saved)
-        message = agent_messages.Fetch(flight.record.request_id, key, source, extra_key, salt, wait_s)
-        sent = self._channels.send(chosen.name, message)
-        self._told("fetch" if sent else "unheard")
-        return sent
+        if source is not None:
+            busy_s = min(MOST_BUSY_S, self._costs.queue_s(holder))
+            wait_s = min(MOST_WAIT_S, self.least_wait_s + note.saved_s + busy_s)
+            id = flight.record.request_id
+            message = agent_messages.Fetch(id, key, source, extra_key, salt, wait_s)
+            if self._channels.send(chosen.name, message):
+                self._told("fetch")
+                self._keep(ahead=False, id=id, note=note)
+                return note
+        note.end = UNHEARD
+        self._told(UNHEARD)
+        return note
+
+    def _note(
+        self, source: Instance, target: Instance, matches: Matches, tokens: int, there: int
+    ) -> FetchNote:
+        """What is expected of moving ``there`` of a prompt's tokens."""
+        held = matches.get(target.name, NOTHING).tokens
+        there = min(there, tokens)
+        moving = self._costs.transfer_s(source, target, max(0, there - held))
+        saved = self._saved_s(target, tokens, held, there) if there > held else 0.0
+        calibrated = self._costs.of(target.name).calibrated
+        return FetchNote(source.name, target.name, there, max(0, there - held), moving, saved, calibrated)
 
     def _saved_s(self, instance: Instance, tokens: int, held: int, there: int) -> float:
         """What need not be computed when ``there`` tokens are known instead of ``held``."""
@@ -135,29 +185,73 @@ class Fetching:
         instance: str,
         fleet: Instances,
         matches: Matches,
+        id: str = "",
     ) -> Source | None:
-        """Have whoever holds most of a prompt lend it to an instance that holds less."""
-        chosen = next((known for known in fleet if known.name == instance), None)
-        source = None if chosen is None else self._best(chosen, fleet, matches)
-        if source is None or not self._movable(namespace, key):
+        """Have whoever holds most of a prompt lend it to an instance that holds less. id: of the hint."""
+        chosen = _named(fleet, instance)
+        if chosen is None or not self._movable(namespace, key):
             return None
-        if in_memory(matches[source.name]) <= matches.get(instance, NOTHING).tokens:
+        holders = self._holders(chosen, fleet, matches)
+        if not holders:
             return None
+        most = max(in_memory(matches[known.name]) for known in holders)
+        equals = [known for known in holders if in_memory(matches[known.name]) == most]
+        source = min(equals, key=lambda known: self._costs.transfer_s(known, chosen, most))
         _, _, extra_key, salt = namespace
         found = self._lend(source.name, instance, key, extra_key, salt)
-        self._told("hint" if found is not None else "unheard")
+        self._told("hint" if found is not None else UNHEARD)
+        if found is not None:
+            tokens = len(key) // TOKEN_BYTES
+            self._keep(ahead=True, id=id, note=self._note(source, chosen, matches, tokens, most))
         return found
+
+    # -- what becomes of it -------------------------------------------------------------------------
+
+    def on_fetched(self, name: str, message: Fetched) -> None:
+        """An instance says how a fetch ended."""
+        note = self._notes.get((message.ahead, message.id))
+        if note is None or note.target != name:
+            return
+        del self._notes[message.ahead, message.id]
+        note.end, note.moved, note.took_s = message.end, message.tokens, message.seconds
+        self._ended(message.end, message.tokens)
+        moved = message.tokens if message.end == "done" else note.lacking if message.end in IN_VAIN else 0
+        if moved:
+            self._costs.observe_transfer(note.source, name, moved, message.seconds)
+
+    @property
+    def under_way(self) -> int:
+        """Fetches that were told and of whose end nothing was heard."""
+        return len(self._notes)
+
+    def _keep(self, *, ahead: bool, id: str, note: FetchNote) -> None:
+        self._notes[ahead, id] = note
+        while len(self._notes) > MOST_NOTES:
+            self._notes.popitem(last=False)
 
     # -- both ---------------------------------------------------------------------------------------
 
-    def _best(self, chosen: Instance, fleet: Instances, matches: Matches) -> Instance | None:
-        """Whoever holds most of the prompt in memory, of those that the chosen instance can fetch from."""
-        holders = [
+    def _holders(self, chosen: Instance, fleet: Instances, matches: Matches) -> list[Instance]:
+        """Who has more of the prompt in memory than the chosen instance, and can lend it to that."""
+        held = matches.get(chosen.name, NOTHING).tokens
+        return [
             known
             for known in fleet
-            if known.trusted and known.name in matches and self.possible(known.name, chosen.name)
+            if known.name in matches
+            and in_memory(matches[known.name]) > held
+            and known.trusted
+            and self.possible(known.name, chosen.name)
         ]
-        return max(holders, key=lambda known: in_memory(matches[known.name]), default=None)
+
+    def _best(self, chosen: Instance, fleet: Instances, matches: Matches, tokens: int) -> Instance:
+        """The holder whose KV saves the chosen instance most time; there is one."""
+
+        def gain(known: Instance) -> tuple[float, int]:
+            there = in_memory(matches[known.name])
+            note = self._note(known, chosen, matches, tokens, there)
+            return note.saved_s - note.transfer_s, there
+
+        return max(self._holders(chosen, fleet, matches), key=gain)
 
     def _movable(self, namespace: tuple[str | None, ...], key: bytes) -> bool:
         """Whether a prompt's tokens are known, and its KV means the same everywhere."""
@@ -173,6 +267,10 @@ class Fetching:
         if not self._channels.send(source, Lend(loan, key, extra_key, salt, LEND_S)):
             return None
         return Source(there.endpoints, loan)
+
+
+def _named(fleet: Instances, name: str) -> Instance | None:
+    return next((known for known in fleet if known.name == name), None)
 
 
 def in_memory(match: Match) -> int:

@@ -41,6 +41,8 @@ class RouterMetrics:
             "one of both could not be told; not-worth-it: computing is expected to take less time",
             "why",
         )
+        self.fetches_ended = self.counter("fetches_ended", "What became of them, as instances say", "how")
+        self.fetched_tokens = self.counter("fetched_tokens", "Tokens whose KV came from another instance")
         self.moves = self.counter(
             "moves",
             "Running requests that were to go on at another instance; stuck: they cannot, and end where they "

@@ -6,7 +6,14 @@ import logging
 from pathlib import Path
 
 from sglang_ext.cost_model import CostModel, load
+from sglang_ext.cost_model.model import (
+    DEFAULT_KV_BYTES,
+    DEFAULT_TIERS,
+    DEFAULT_TRANSFER,
+    DefaultExecution,
+)
 from sglang_ext.cost_model.profile import find
+from sglang_ext.keys import Tier
 
 logger = logging.getLogger("router.profiles")
 
@@ -20,6 +27,8 @@ def load_named(setting: str) -> CostModel | None:
     Raises:
         ConfigError: the file is no profile.
     """
+    if setting == NONE:
+        logger.info("calculating with defaults: %s", defaults())
     return None if setting in (AUTO, NONE) else CostModel(load(Path(setting)))
 
 
@@ -42,4 +51,18 @@ def cost_model_for(model: str, folder: Path | None = None) -> CostModel:
             "there are %d cost profiles of %s; name one with --cost-profile: %s",
             len(kept), model, " ".join(str(path) for path in kept),
         )  # fmt: skip
+    else:
+        logger.info(
+            "no cost profile of %s is kept: calculating with defaults, corrected by what is seen: %s. "
+            "`sglang-ext calibrate` measures", model, defaults(),
+        )  # fmt: skip
     return CostModel()
+
+
+def defaults() -> str:
+    """What is calculated with where nobody has measured."""
+    speeds = {"from DRAM": DEFAULT_TIERS[Tier.DRAM], "from disk": DEFAULT_TIERS[Tier.DISK]}
+    speeds["between instances"] = DEFAULT_TRANSFER
+    links = ", ".join(f"{1e-9 / link.per_byte_s:g} GB/s {what}" for what, link in speeds.items())
+    fixed, each = DefaultExecution.FIXED_S * 1000, DefaultExecution.PER_TOKEN_S * 1000
+    return f"{fixed:g} ms + {each:g} ms per token, {DEFAULT_KV_BYTES >> 10} KiB of KV per token, {links}"

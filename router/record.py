@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from router.fetch_note import FetchNote
 from router.tenants import ANYBODY, Caller
 
 CLIENT_GONE = 499
@@ -30,6 +31,8 @@ class Record:
     prompt_tokens: int | None = None
     matched_tokens: int | None = None
     """Tokens that the router believed the chosen instance to hold."""
+    fetch: FetchNote | None = None
+    """What another instance holds of its prompt, and what became of fetching that."""
     cached_tokens: int | None = None
     """Tokens that the instance says it found."""
     tiers: dict[str, int] = field(default_factory=dict)

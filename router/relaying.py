@@ -370,6 +370,8 @@ class Relay:
             headers["x-kv-route-reason"] = record.reason
             if record.matched_tokens is not None:
                 headers["x-kv-matched-tokens"] = str(record.matched_tokens)
+            if record.fetch is not None:
+                headers |= record.fetch.headers()
         if usage.cached_tokens is not None:
             headers["x-kv-cached-tokens"] = str(usage.cached_tokens)
         return headers

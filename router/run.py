@@ -44,7 +44,7 @@ from router.tenants import KeyRing
 from router.tokenizing import TokenizerService
 from router.tracing import open_tracing
 from router.worker import LEARN_TIMEOUT_S, WorkerApi
-from sglang_ext.agent_messages import FromAgent, Parked, Running
+from sglang_ext.agent_messages import Fetched, FromAgent, Parked, Running
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.cluster_key import read_cluster_key
 from sglang_ext.cost_model import CostModel
@@ -173,7 +173,14 @@ class Router:
         self.serving.relay.on_learnt = self.advisor.learn
         self.serving.generation.hinting = self._advisory
         self.agents.others = self._on_message
-        self.fetching = Fetching(self.agents, self.costs, lambda why: self.metrics.fetches.labels(why).inc())
+        self.fetching = Fetching(
+            self.agents,
+            self.costs,
+            lambda why: self.metrics.fetches.labels(why).inc(),
+            self._fetch_ended,
+        )
+        self.costs.can_fetch = self.fetching.possible
+        self.serving.chooser.fetching = self.advisor.fetching = self.fetching
         cluster = ClusterApi(self.members, key, self.keys, self.clock, local=is_loopback(config.host))
         self.routes = RouteTable(
             [
@@ -320,10 +327,16 @@ class Router:
 
     def _on_message(self, name: str, message: FromAgent) -> None:
         """What an agent says that concerns neither the index nor its life."""
-        if isinstance(message, Parked | Running):
+        if isinstance(message, Fetched):
+            self.fetching.on_fetched(name, message)
+        elif isinstance(message, Parked | Running):
             self.mover.on_message(name, message)
         else:
             self.advisor.on_message(name, message)
+
+    def _fetch_ended(self, how: str, tokens: int) -> None:
+        self.metrics.fetches_ended.labels(how).inc()
+        self.metrics.fetched_tokens.inc(tokens)
 
     def _forget(self, name: str) -> None:
         """An instance was started anew or is gone: neither its cache nor its speed is what it was."""

@@ -19,6 +19,7 @@ goes on there, or a snapshot follows:
     Watch              -------------> (of the other one: tell when the request runs there)
                        <------------- Running(id)
     Unpark             -------------> (end it here, or go on with it after all)
+                       <------------- Fetched(id, end, tokens, seconds)   when that has ended
                        <------------- Advised(id, tokens)                 when all was brought that could be
 
 Events name *runs*: a run is a number for consecutive blocks that are held in the same tiers, drawn by the
@@ -368,9 +369,34 @@ class Running(Message, frozen=True, tag="running"):
     id: Name
 
 
+class Fetched(Message, frozen=True, tag="fetched"):
+    """What became of a `Fetch`, or of an `Advise` that names a source.
+
+    id: of that message. ahead: it was a hint's. end: ``done``, or why nothing came, as
+    ``engine.fetches.FetchCounters`` has it. tokens: that came. seconds: since the instance was told, waiting
+    for the holder included, connecting to it not.
+    """
+
+    epoch: Epoch
+    id: Name
+    ahead: bool
+    end: Name
+    tokens: Count
+    seconds: Annotated[float, msgspec.Meta(ge=0)]
+
+
 ToAgent: TypeAlias = Hello | Ping | PeerDead | Advise | Withdraw | Lend | Fetch | Park | Unpark | Watch
 FromAgent: TypeAlias = (
-    Welcome | SnapshotBegin | SnapshotPart | SnapshotEnd | Events | Beat | Advised | Parked | Running
+    Welcome
+    | SnapshotBegin
+    | SnapshotPart
+    | SnapshotEnd
+    | Events
+    | Beat
+    | Fetched
+    | Advised
+    | Parked
+    | Running
 )
 
 TO_AGENT: Codec[ToAgent] = Codec(ToAgent, limit=1 << 20)

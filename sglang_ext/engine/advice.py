@@ -15,8 +15,20 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final, Protocol, TypedDict
 
-from sglang_ext.agent_messages import TO_AGENT, Advise, Advised, Fetch, FromAgent, Lend, ToAgent, Withdraw
+from sglang_ext.agent_messages import (
+    TO_AGENT,
+    Advise,
+    Advised,
+    Fetch,
+    Fetched,
+    FromAgent,
+    Lend,
+    PeerDead,
+    ToAgent,
+    Withdraw,
+)
 from sglang_ext.engine.commands import Inbox
+from sglang_ext.engine.fetches import FetchResult
 from sglang_ext.engine.peer_kv import PeerKv
 from sglang_ext.engine.prefetch import PrefetchEnd, PrefetchResult
 from sglang_ext.wire import WireError
@@ -24,7 +36,9 @@ from sglang_ext.wire import WireError
 logger = logging.getLogger(__name__)
 
 MOST_ASKERS: Final = 10_000
-"""Hints whose router is remembered."""
+"""Hints and fetches whose router is remembered."""
+FETCH: Final = "fetch "
+"""Before the id of a request, which may be any hint's."""
 
 Tell = Callable[[PrefetchResult], None]
 """Takes what came of a hint; called in the scheduler's thread, must not block."""
@@ -139,6 +153,8 @@ class Advice:
                 self.peers.lend(message)
             case Fetch() if self.peers is not None:
                 self.peers.fetch(message)
+            case PeerDead() if self.peers is not None:
+                self.peers.peer_dead(message)
             case Withdraw():
                 if self.computes is not None:
                     self.computes.cancel(message.id)
@@ -217,17 +233,35 @@ class HintDesk:
 
     def take(self, reader: bytes, message: ToAgent) -> None:
         """What a router says, in the agent's thread; what is not for the schedulers is left to others."""
-        if isinstance(message, Lend | Fetch):
+        if isinstance(message, Lend | Fetch | PeerDead):
             self._inbox.put(TO_AGENT.encode(message))
+        if isinstance(message, Fetch):
+            self._remember(FETCH + message.id, reader)
         if not isinstance(message, Advise | Withdraw):
             return
         if isinstance(message, Advise):
-            with self._lock:
-                self._askers[message.id] = reader
-                while len(self._askers) > MOST_ASKERS:
-                    self._askers.popitem(last=False)
+            self._remember(message.id, reader)
         if not self._inbox.put(TO_AGENT.encode(message)):
             self.tell(PrefetchResult(message.id, PrefetchEnd.DROPPED, 0, 0))
+
+    def _remember(self, asked: str, reader: bytes) -> None:
+        with self._lock:
+            self._askers[asked] = reader
+            while len(self._askers) > MOST_ASKERS:
+                self._askers.popitem(last=False)
+
+    def tell_fetched(self, result: FetchResult) -> None:
+        """Say to the router that asked what became of a fetch; any thread."""
+        with self._lock:
+            if result.ahead:  # more will be told of the hint
+                reader = self._askers.get(result.id)
+            else:
+                reader = self._askers.pop(FETCH + result.id, None)
+        if reader is not None:
+            self._post(
+                reader,
+                Fetched(self._epoch, result.id, result.ahead, result.how, result.tokens, result.seconds),
+            )
 
     def tell(self, result: PrefetchResult) -> None:
         """Say to the router that asked what came of a hint; any thread."""

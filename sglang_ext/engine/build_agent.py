@@ -155,6 +155,8 @@ def attach_hints(cache: GlobalRadixCache, agent: Agent) -> None:
     if cache.advice is None:
         return  # without DRAM there is nothing to bring up; routers find out by the index
     cache.advice.tell = desk.tell
+    if cache.peers is not None:
+        cache.peers.tell = desk.tell_fetched
 
 
 def naming_of(names: BlockNames) -> Naming:

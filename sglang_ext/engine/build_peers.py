@@ -12,7 +12,7 @@ import torch
 from sglang_ext.config import KvConfig
 from sglang_ext.disagg.config import EndpointConfig
 from sglang_ext.engine.dram_tier import DramTier
-from sglang_ext.engine.fetch_link import FetchLink
+from sglang_ext.engine.fetch_link import FetchLink, peer_name
 from sglang_ext.engine.pd_setup import keys_of, reachable
 from sglang_ext.engine.peer_kv import PeerKv
 from sglang_ext.engine.radix_cache import GlobalRadixCache
@@ -46,6 +46,7 @@ def attach_peers(
     identity: Namespace,
     *,
     instance: str,
+    epoch: int,
     group: Any,
     agree: Callable[[int], int],
 ) -> tuple[str, ...]:
@@ -62,7 +63,13 @@ def attach_peers(
     # Routers reach an instance without a key on its own host only.
     host = "127.0.0.1" if keys is None else reachable(server_args.host)
     rank = rank_in(group)
-    endpoint = EndpointConfig(instance, identity.digest().hex(), rank=rank, bind=host, keys=keys)
+    endpoint = EndpointConfig(
+        peer_name(instance, epoch.to_bytes(16, "big")),
+        identity.digest().hex(),
+        rank=rank,
+        bind=host,
+        keys=keys,
+    )
     link = _link(endpoint, geometry, arena)
     addresses = on_all_ranks("" if link is None else link.address, group)
     if link is None or not all(addresses):

@@ -12,11 +12,13 @@ import asyncio
 import logging
 import threading
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from sglang_ext.disagg.config import EndpointConfig
 from sglang_ext.disagg.errors import (
+    PeerGoneError,
     RefusedError,
     StaleReadError,
     TransferDeadlineError,
@@ -40,8 +42,16 @@ log = logging.getLogger(__name__)
 POOL = "dram"
 ASK_SECONDS = 0.005
 """Between two questions for a lease that the owner's scheduler has not published yet."""
+DECLINE_SECONDS = 5.0
+"""For a lease that nobody wants to be published, so that it can be ended."""
 END_SECONDS = 20.0
 """For a job to end that was told to; a read ends when its call has returned."""
+EPOCH_MARK = "/"
+
+
+def peer_name(instance: str, epoch: bytes) -> str:
+    """What an instance's endpoints call themselves: a restarted one is another peer."""
+    return f"{instance}{EPOCH_MARK}{epoch.hex()}"
 
 
 @dataclass(eq=False)
@@ -50,6 +60,7 @@ class Job:
 
     offered: blocks of the prompt's beginning that the peer lends; ``None`` until that is known.
     read: blocks that are in place and verified; ``None`` until the reading has ended.
+    connecting_s: how long it took to connect, once that is done: what later reads from there do not take.
     why: one word for what went wrong, or nothing.
     """
 
@@ -60,9 +71,12 @@ class Job:
     offered: int | None = None
     read: int | None = None
     why: str = ""
+    connecting_s: float = 0.0
     instance: Instance | None = None
     offer: Offer | None = None
     task: asyncio.Task[int] | None = None
+    declined: bool = False
+    """What is offered is not wanted."""
     ended: threading.Event = field(default_factory=threading.Event)
     """Nothing of it runs on the link's thread any more."""
 
@@ -82,6 +96,7 @@ class FetchLink:
         self._over: set[int] = set()
         self._peers: dict[str, Instance] = {}
         self._locks: dict[str, asyncio.Lock] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = LoopThread("kv-fetch")
         spec = PoolSpec(
             POOL,
@@ -157,6 +172,12 @@ class FetchLink:
         """What is offered is not needed: let the peer have it back."""
         self._thread.loop.call_soon_threadsafe(self._release, job)
 
+    def decline(self, address: str, loan: str) -> None:
+        """What a peer lends under a name is not needed: let it have that back."""
+        self._start(
+            Job(address, loan, self._thread.loop.time() + DECLINE_SECONDS, declined=True), asking=True
+        )
+
     def cancel(self, job: Job) -> None:
         """End a job, and wait until nothing of it writes any more."""
 
@@ -172,6 +193,7 @@ class FetchLink:
         def begin() -> None:
             work = self._asking(job) if asking or ids is None else self._reading(job, start, ids)
             job.task = asyncio.ensure_future(work)
+            self._keep(job.task)
             # Also of one that is cancelled before it begins.
             job.task.add_done_callback(ended)
 
@@ -183,6 +205,8 @@ class FetchLink:
                 self._failed(job, error)
             else:
                 blocks = task.result()
+                if job.declined:
+                    self._release(job)
             job.ended.set()
             if asking:
                 job.offered = blocks
@@ -193,7 +217,9 @@ class FetchLink:
 
     async def _asking(self, job: Job) -> int:
         async with asyncio.timeout_at(job.deadline):
+            began = asyncio.get_running_loop().time()
             job.instance = await self._peer(job.address)
+            job.connecting_s = asyncio.get_running_loop().time() - began
             job.offer = await self._offered(job.instance, job)
         return len(unpack_ids(job.offer.blocks))
 
@@ -217,8 +243,12 @@ class FetchLink:
             blocks=pack_ids(unpack_ids(offer.blocks)[start:end]),
             generations=pack_ids(unpack_ids(offer.generations)[start:end]),
         )
-        instance.transfer(job.loan, [part], POOL, ids)
-        await instance.complete(job.loan, max(0.001, job.deadline - asyncio.get_running_loop().time()))
+        try:
+            instance.transfer(job.loan, [part], POOL, ids)
+            await instance.landed(job.loan, max(0.001, job.deadline - asyncio.get_running_loop().time()))
+        finally:
+            # Nobody waits for the peer to hear of it: the bytes are here, or of no use.
+            self._release(job)
         return len(ids)
 
     def _failed(self, job: Job, error: BaseException) -> None:
@@ -252,16 +282,48 @@ class FetchLink:
             fresh = self._peers[address] = await self.endpoint.connect([address])
             return fresh
 
+    # -- deaths -------------------------------------------------------------------------------------
+
+    def peer_dead(self, instance: str, epoch: bytes) -> None:
+        """An instance died: end what was lent to it, and what is read from it. An empty epoch means any."""
+        self._thread.loop.call_soon_threadsafe(self._bury, peer_name(instance, epoch))
+
+    def _bury(self, dead: str) -> None:
+        def died(name: str) -> bool:
+            return name.startswith(dead) if dead.endswith(EPOCH_MARK) else name == dead
+
+        endpoint = self._endpoint
+        if endpoint is None:
+            return
+        for session in endpoint.owner.sessions:
+            if died(session.reader.instance):
+                log.info("%s is dead: what it was lent is free", session.reader.instance)
+                self._keep(asyncio.ensure_future(endpoint.owner.end(session)))
+        for peer in self._peers.values():
+            if died(peer.name):
+                for link in peer.links:
+                    link.fail(PeerGoneError(f"{peer.name} is dead"))
+
     def close(self) -> None:
         """Disconnect, and end every lease. Safe to call again."""
         endpoint = self._endpoint
         if endpoint is None:
             return
-        self._thread.run(endpoint.close())
+        self._thread.run(self._end(endpoint))
         self._thread.close()
         # What it has mapped goes with the last reference.
         self._endpoint = None
         self._peers.clear()
+
+    async def _end(self, endpoint: Endpoint) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await endpoint.close()
+
+    def _keep(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def __repr__(self) -> str:
         return f"FetchLink(closed={self._endpoint is None}, peers={len(self._peers)})"

@@ -12,6 +12,7 @@ step once all can.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -33,6 +34,8 @@ MOST_FETCHES: Final = 16
 SHARE: Final = 4
 """Of DRAM, at most one part in so many is on its way from peers at a time."""
 NOT_YET: Final = -1
+MOST_RESULTS: Final = 1000
+"""Results that wait for somebody who takes them."""
 
 
 class Reads(Protocol):
@@ -46,6 +49,8 @@ class Reads(Protocol):
 
     def cancel(self, job: Job) -> None: ...
 
+    def decline(self, address: str, loan: str) -> None: ...
+
 
 @dataclass
 class FetchCounters:
@@ -55,6 +60,8 @@ class FetchCounters:
     done: int = 0
     needless: int = 0
     """There was nothing to fetch: it is here, or the peer has no more."""
+    joined: int = 0
+    """It was under way for somebody else already."""
     busy: int = 0
     """Too many were under way."""
     no_room: int = 0
@@ -73,7 +80,8 @@ class FetchCounters:
 @dataclass(frozen=True)
 class Wish:
     """What is to be fetched. key: encoded, whole blocks. wait_until: of the request, on this rank's clock;
-    None when nobody waits. then: called when it has ended, however.
+    None when nobody waits. then: called when it has ended, however. id: of the message that asks for it;
+    ahead: it was a hint.
     """
 
     namespace: Hashable
@@ -83,6 +91,22 @@ class Wish:
     seconds: float
     wait_until: float | None = None
     then: Callable[[], None] = lambda: None
+    id: str = ""
+    ahead: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FetchResult:
+    """What became of a wish.
+
+    how: a name of `FetchCounters`. seconds: since it was begun, but for connecting.
+    """
+
+    id: str
+    ahead: bool
+    how: str
+    tokens: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(eq=False)
@@ -90,6 +114,7 @@ class _Fetch:
     wish: Wish
     job: Job
     wait_until: float | None
+    began: float
     parent: Node | None = None
     """What the blocks continue; locked for DRAM while they are read."""
     start: int = 0
@@ -118,6 +143,7 @@ class Fetches:
         self._clock = clock or SystemClock()
         self._step = tree.block_size * TOKEN_BYTES
         self._active: list[_Fetch] = []
+        self._results: deque[FetchResult] = deque(maxlen=MOST_RESULTS)
         self.counters = FetchCounters()
 
     # -- asking -------------------------------------------------------------------------------------
@@ -126,21 +152,29 @@ class Fetches:
         """Start to fetch, unless there is nothing to do or too much is done already."""
         for other in self._active:
             if other.wish.namespace == wish.namespace and other.wish.key.startswith(wish.key):
-                # Under way for somebody else: a request waits for that instead.
+                # A request waits for that instead.
                 other.wait_until = wish.wait_until if other.wait_until is None else other.wait_until
-                wish.then()
+                self._decline(wish, "joined")
                 return
         whole = len(wish.key) // self._step
         if not whole or self._tree.match(wish.namespace, wish.key).blocks >= whole:
-            self._count("needless")
-            wish.then()
+            self._decline(wish, "needless")
             return
         if len(self._active) >= MOST_FETCHES:
-            self._count("busy")
-            wish.then()
+            self._decline(wish, "busy")
             return
         job = self._link.ask(wish.address, wish.loan, wish.seconds)
-        self._active.append(_Fetch(wish, job, wish.wait_until))
+        self._active.append(_Fetch(wish, job, wish.wait_until, self._clock.monotonic()))
+
+    def _decline(self, wish: Wish, how: str) -> None:
+        """Nothing is begun: what the peer lends for it need not stay locked there until it expires."""
+        self._link.decline(wish.address, wish.loan)
+        self._tell(wish.id, wish.ahead, how)
+        wish.then()
+
+    def refuse(self, id: str, *, ahead: bool) -> None:
+        """What a message asks for cannot be had from that peer."""
+        self._tell(id, ahead, "refused")
 
     def waits(self, namespace: Hashable, key: bytes) -> bool:
         """Whether a request with this prompt is to wait for a fetch."""
@@ -208,15 +242,17 @@ class Fetches:
         ids, parent = fetch.ids, fetch.parent
         assert ids is not None
         assert parent is not None
+        came = 0
         if read < len(ids):
             self._tier.give_back(ids)
         else:
-            self._insert(fetch, parent, ids)
+            came = self._insert(fetch, parent, ids)
         self._tree.unlock(parent, self._dram)
-        self._end(fetch, "done" if read == len(ids) else fetch.job.why or "gone")
+        self._end(fetch, "done" if read == len(ids) else fetch.job.why or "gone", came)
 
-    def _insert(self, fetch: _Fetch, parent: Node, ids: BlockIds) -> None:
-        """Put what has arrived into the tree, where somebody may have put it in the meantime."""
+    def _insert(self, fetch: _Fetch, parent: Node, ids: BlockIds) -> int:
+        """Put what has arrived into the tree, where somebody may have put it in the meantime. Returns the
+        blocks that nobody had."""
         wish = fetch.wish
         end = fetch.start + len(ids)
         result = insert_behind(
@@ -229,15 +265,24 @@ class Fetches:
         if self._tier.below is not None and result.added:
             self._tree.lock(result.node, self._dram)
             self._tier.below.submit(result.node, len(ids) - held)
+        return len(ids) - held
 
-    def _end(self, fetch: _Fetch, how: str) -> None:
+    def _end(self, fetch: _Fetch, how: str, blocks: int = 0) -> None:
         self._active.remove(fetch)
-        self._count(how)
+        seconds = max(0.0, self._clock.monotonic() - fetch.began - fetch.job.connecting_s)
+        self._tell(fetch.wish.id, fetch.wish.ahead, how, blocks, seconds)
         fetch.wish.then()
 
-    def _count(self, how: str) -> None:
+    def _tell(self, id: str, ahead: bool, how: str, blocks: int = 0, seconds: float = 0.0) -> None:
         how = how if hasattr(self.counters, how) else "gone"
         setattr(self.counters, how, getattr(self.counters, how) + 1)
+        self._results.append(FetchResult(id, ahead, how, blocks * self._tree.block_size, seconds))
+
+    def take_results(self) -> list[FetchResult]:
+        """What has ended since, in that order."""
+        results = list(self._results)
+        self._results.clear()
+        return results
 
     # -- whole --------------------------------------------------------------------------------------
 

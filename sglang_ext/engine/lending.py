@@ -43,6 +43,8 @@ class LendingCounters:
     lent: int = 0
     not_lent: int = 0
     """Asked for and there, but too much was lent already."""
+    given_back: int = 0
+    """Of what was lent, what is nobody's any more."""
 
 
 @dataclass(eq=False)
@@ -115,6 +117,7 @@ class Lending:
 
     def _end(self, loan: _Loan) -> None:
         self._loans.remove(loan)
+        self.counters.given_back += loan.blocks
         if loan.lease is not None:
             self._link.forget(loan.lease)
         self._tree.unlock(loan.node, self._tier.holder)

@@ -81,7 +81,8 @@ class CacheMetrics:
             ),
             "peers": events(
                 "peers",
-                "KV from other instances: blocks fetched from them and lent to them (lent, not_lent), and "
+                "KV from other instances: blocks fetched from them and lent to them (lent, not_lent, "
+                "given_back), and "
                 "fetches by how they ended.",
             ),
             "disk": events(

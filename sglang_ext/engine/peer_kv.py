@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Final, Protocol
 
-from sglang_ext.agent_messages import Advise, Fetch, Lend, Source
+from sglang_ext.agent_messages import Advise, Fetch, Lend, PeerDead, Source
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.disk_writes import Agree
 from sglang_ext.engine.dram_tier import DramTier
-from sglang_ext.engine.fetches import Fetches, Reads, Wish
+from sglang_ext.engine.fetches import Fetches, FetchResult, Reads, Wish
 from sglang_ext.engine.lending import Lending, Lends
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.radix_global import RadixTree
@@ -24,6 +24,8 @@ HINT_SECONDS: Final = 10.0
 
 class Link(Lends, Reads, Protocol):
     """``fetch_link.FetchLink``."""
+
+    def peer_dead(self, instance: str, epoch: bytes) -> None: ...
 
     def close(self) -> None: ...
 
@@ -60,6 +62,8 @@ class PeerKv:
         self._fresh = fresh
         self._rank = rank
         self._ranks = ranks
+        self.tell: Callable[[FetchResult], None] | None = None
+        """Takes what became of fetches; for rank 0."""
         self.lending = Lending(tree, tier, link, agree)
         self.fetches = Fetches(tree, tier, link, agree, clock=self._clock)
 
@@ -73,9 +77,7 @@ class PeerKv:
     def fetch(self, message: Fetch) -> None:
         """A request is on its way, and waits."""
         until = self._clock.monotonic() + message.wait_s
-        wish = self._wish(
-            message.tokens, message.extra_key, message.cache_salt, message.source, message.wait_s, until
-        )
+        wish = self._wish(message, message.source, message.wait_s, until)
         if wish is not None:
             self.fetches.begin(wish)
 
@@ -85,9 +87,7 @@ class PeerKv:
         wish = None
         if source is not None:
             seconds = min(HINT_SECONDS, message.ttl_s or HINT_SECONDS)
-            wish = self._wish(
-                message.tokens, message.extra_key, message.cache_salt, source, seconds, None, then
-            )
+            wish = self._wish(message, source, seconds, None, then)
         if wish is None:
             then()
         else:
@@ -95,9 +95,7 @@ class PeerKv:
 
     def _wish(
         self,
-        tokens: bytes,
-        extra_key: str | None,
-        cache_salt: str | None,
+        message: Fetch | Advise,
         source: Source,
         seconds: float,
         until: float | None,
@@ -105,17 +103,23 @@ class PeerKv:
     ) -> Wish | None:
         if len(source.endpoints) != self._ranks or not self._fresh():
             # With another number of ranks, each would need parts of several: not done.
-            self.fetches.counters.refused += 1
+            self.fetches.refuse(message.id, ahead=isinstance(message, Advise))
             return None
         return Wish(
-            self._namespace(extra_key, cache_salt),
-            self._whole(tokens),
+            self._namespace(message.extra_key, message.cache_salt),
+            self._whole(message.tokens),
             source.endpoints[self._rank],
             source.loan,
             seconds,
             until,
             then,
+            message.id,
+            isinstance(message, Advise),
         )
+
+    def peer_dead(self, message: PeerDead) -> None:
+        """An instance died: what was lent to it is free at once, what is read from it is a miss."""
+        self._link.peer_dead(message.instance, message.epoch)
 
     def _whole(self, tokens: bytes) -> bytes:
         return tokens[: len(tokens) // self._step * self._step]
@@ -128,6 +132,9 @@ class PeerKv:
         """Once per pass; does not wait."""
         self.lending.drain()
         self.fetches.drain()
+        for result in self.fetches.take_results():
+            if self.tell is not None:
+                self.tell(result)
 
     @property
     def busy(self) -> bool:

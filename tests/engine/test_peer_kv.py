@@ -17,14 +17,14 @@ from engine_simulation import Rank, Scenario
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_ext.agent_messages import TO_AGENT, Advise, Fetch, Lend, Source, ToAgent, Withdraw
+from sglang_ext.agent_messages import TO_AGENT, Advise, Fetch, Lend, PeerDead, Source, ToAgent, Withdraw
 from sglang_ext.config import KvConfig
 from sglang_ext.disagg.config import EndpointConfig
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine.advice import Advice
 from sglang_ext.engine.build_peers import attach_peers, may_fetch
-from sglang_ext.engine.fetch_link import FetchLink
-from sglang_ext.engine.fetches import NOT_YET
+from sglang_ext.engine.fetch_link import FetchLink, peer_name
+from sglang_ext.engine.fetches import NOT_YET, FetchResult
 from sglang_ext.engine.hbm import pool_geometry
 from sglang_ext.engine.peer_kv import PeerKv
 from sglang_ext.keys import Namespace, encode_tokens
@@ -33,6 +33,7 @@ from sglang_ext.testing.fakes import FakeClock
 pytestmark = pytest.mark.usefixtures("sglang_config")
 
 BLOCK = 4
+EPOCH = b"e" * 16
 SCENARIO = Scenario(
     "two instances",
     hbm_tokens=240,
@@ -113,7 +114,8 @@ def make_server() -> Iterator[MakeServer]:
         assert rank.arena is not None
         assert rank.tier is not None
         number, ranks = tp
-        config = EndpointConfig(f"server {len(made)}", namespace, rank=number, transports=transports)
+        name = peer_name(f"server {len(made)}", EPOCH)
+        config = EndpointConfig(name, namespace, rank=number, transports=transports)
         geometry = pool_geometry(
             rank.pools.tensors,
             block_tokens=BLOCK,
@@ -395,6 +397,78 @@ def test_a_reader_that_dies_frees_what_was_lent(make_server: MakeServer) -> None
     assert owner.rank.tree.locked_blocks_of(owner.rank.dram_holder) == 0
 
 
+@pytest.mark.parametrize("epoch", [EPOCH, b""], ids=["its epoch", "any epoch"])
+def test_a_death_that_is_told_frees_at_once_what_was_lent(make_server: MakeServer, epoch: bytes) -> None:
+    owner, reader = make_server(), make_server()
+    tokens = prompt(1, 20)
+    owner.serve(tokens)
+    key = encode_tokens(tokens)
+    owner.told(Lend("loan", key, ttl_s=60.0))
+    reader.told(Fetch("r1", key, Source((owner.link.address,), "loan"), wait_s=30.0))
+    (fetch,) = reader.peers.fetches._active
+    until(lambda: fetch.job.offered is not None, "the offer")
+    for others in (PeerDead("server 1", b"x" * 16), PeerDead("server", b""), PeerDead("server 10", EPOCH)):
+        owner.told(others)
+    for _ in range(3):
+        owner.rank.scheduler.step()
+    assert owner.peers.lending.lent_blocks == 20
+    # The reader still beats: its silence is not what ends the lease.
+    owner.told(PeerDead("server 1", epoch))
+    owner.passes_until(lambda: not owner.peers.busy, "the lease to end")
+    assert owner.peers.lending.counters.given_back == 20
+    assert owner.rank.tree.locked_blocks_of(owner.rank.dram_holder) == 0
+
+
+def test_a_holders_death_that_is_told_ends_the_wait(make_server: MakeServer) -> None:
+    owner, reader = make_server(), make_server()
+    tokens = prompt(1, 20)
+    owner.serve(tokens)
+    key = encode_tokens(tokens)
+    # It never lends: that would be waited for until the end of the wait.
+    reader.told(Fetch("r1", key, Source((owner.link.address,), "nothing"), wait_s=60.0))
+    (fetch,) = reader.peers.fetches._active
+    until(lambda: fetch.job.instance is not None, "the connection")
+    reader.told(PeerDead("server 0", EPOCH))
+    req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))
+    assert req.cached_tokens == 0
+    assert reader.peers.fetches.counters.gone == 1
+    # One that lives is connected to again.
+    lend_and_fetch(owner, reader, prompt(1, 20))
+    fetched(reader)
+    assert reader.peers.fetches.counters.done + reader.peers.fetches.counters.needless == 1
+
+
+def test_what_is_not_needed_is_given_back_at_once(make_server: MakeServer) -> None:
+    owner, reader = make_server(), make_server()
+    tokens = prompt(1, 20)
+    owner.serve(tokens)
+    reader.serve(tokens)
+    lend_and_fetch(owner, reader, tokens)
+    assert not reader.peers.fetches.busy
+    assert reader.peers.fetches.counters.needless == 1
+    assert owner.peers.lending.lent_blocks == 20
+    owner.passes_until(lambda: not owner.peers.busy, "the lease to end")
+
+
+def test_what_became_of_a_fetch_is_told(make_server: MakeServer) -> None:
+    owner, reader = make_server(), make_server()
+    told: list[FetchResult] = []
+    reader.peers.tell = told.append
+    tokens = prompt(1, 20)
+    owner.serve(tokens)
+    lend_and_fetch(owner, reader, tokens)
+    fetched(reader)
+    reader.told(Advise("hint", encode_tokens(tokens), source=Source((owner.link.address,), "loan")))
+    reader.told(Fetch("r2", encode_tokens(tokens), Source(("a:1", "b:2"), "loan")))
+    reader.peers.drain()
+    assert [(each.id, each.ahead, each.how, each.tokens) for each in told] == [
+        ("r1", False, "done", 20 * BLOCK),
+        ("hint", True, "needless", 0),
+        ("r2", False, "refused", 0),
+    ]
+    assert told[0].seconds >= 0 == told[1].seconds
+
+
 def test_another_namespace_is_refused(make_server: MakeServer) -> None:
     owner, reader = make_server(namespace="other weights"), make_server()
     tokens = prompt(1, 20)
@@ -530,6 +604,7 @@ def test_what_a_server_puts_together_fetches(
             SimpleNamespace(host=host),
             Namespace("model", "weights", "float32", "layout"),
             instance="one",
+            epoch=1,
             group=None,
             agree=int,
         )
@@ -563,6 +638,7 @@ def test_a_server_that_cannot_listen_does_without(make_server: MakeServer, tmp_p
         SimpleNamespace(host=host),
         Namespace("model", "weights", "float32", "layout"),
         instance="one",
+        epoch=1,
         group=None,
         agree=int,
     )

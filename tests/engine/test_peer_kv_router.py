@@ -82,6 +82,7 @@ class Node:
             arguments,
             IDENTITY,
             instance=name,
+            epoch=port,
             group=None,
             agree=int,
         )
@@ -102,7 +103,7 @@ class Node:
         """One pass of the scheduler's loop, with what came from the agent."""
         assert self.cache.inbox is not None
         for command in self.cache.inbox.take():
-            self.cache.obey(command.payload)
+            self.cache.obey(command.payload, command.at)
         self.rank.scheduler.step()
         assert self.rank.tier is not None
         self.rank.tier.settle()
@@ -167,6 +168,7 @@ async def test_from_registration_to_a_hit(router_port: int, key_file: Path, node
             record=SimpleNamespace(request_id="r1"),
         )
         assert decision.fetch is not None
+        router.fetching.least_wait_s = 8.0  # nobody waits for it here
         assert router.fetching.begin(flight, decision.fetch, decision, fleet, held())
         await until(lambda: reader.in_dram() == 20 * BLOCK, nodes, "the KV")
         # The router is told of it too.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +11,13 @@ from typing import Any
 import pytest
 
 from router.costs import RouterCosts
-from router.fetching import LEAST_WAIT_S, MOST_KEY_BYTES, MOST_WAIT_S, Fetching
+from router.fetch_note import NOT_WORTH_IT, UNHEARD
+from router.fetching import LEAST_WAIT_S, MOST_BUSY_S, MOST_KEY_BYTES, MOST_WAIT_S, Fetching
 from router.policies import Decision, Instance, Match, Reason
 from router.policies.base import Fetch
 from router.tokenizing import Encoded
 from sglang_ext import agent_messages
-from sglang_ext.agent_messages import Lend, ToAgent
+from sglang_ext.agent_messages import Fetched, Lend, ToAgent
 from sglang_ext.cluster_messages import Registration
 from sglang_ext.cost_model import CostModel
 
@@ -60,10 +63,14 @@ def instance(name: str, in_flight: int = 0, *, trusted: bool = True) -> Instance
 FLEET = (instance("a"), instance("b"))
 
 
-def fetching(channels: Channels | None = None) -> Fetching:
+def fetching(
+    channels: Channels | None = None,
+    now: Callable[[], float] = lambda: 0.0,
+    ended: Callable[[str, int], None] = lambda how, tokens: None,
+) -> Fetching:
     made = channels or Channels()
-    costs = RouterCosts(CostModel(), lambda: 0.0)
-    found = Fetching(made, costs)
+    costs = RouterCosts(CostModel(), now)
+    found = Fetching(made, costs, ended=ended)
     costs.can_fetch = found.possible
     return found
 
@@ -173,8 +180,78 @@ def test_what_cannot_be_moved_is_left_alone(made: Any) -> None:
 def test_who_is_not_told_to_lend_is_not_fetched_from() -> None:
     channels = Channels(deaf={"b"})
     decision = Decision("a", Reason.FETCH)
-    assert not fetching(channels).begin(flight(), Fetch("b", 960), decision, FLEET, {"b": Match(960)})
+    note = fetching(channels).begin(flight(), Fetch("b", 960), decision, FLEET, {"b": Match(960)})
+    assert note is not None
+    assert note.end == UNHEARD
     assert channels.told == []
+
+
+# -- what becomes of it -----------------------------------------------------------------------------
+
+
+def fetched(end: str = "done", tokens: int = 960, seconds: float = 0.05) -> Fetched:
+    return Fetched(b"e" * 16, "r1", False, end, tokens, seconds)
+
+
+def test_what_came_of_it_is_noted_once() -> None:
+    heard: list[tuple[str, int]] = []
+    found = fetching(ended=lambda how, tokens: heard.append((how, tokens)))
+    decision = Decision("a", Reason.FETCH)
+    note = found.begin(flight(), Fetch("b", 960), decision, FLEET, {"b": Match(960)})
+    assert note is not None
+    assert found.under_way == 1
+    found.on_fetched("b", fetched())  # that was not the one that was told
+    found.on_fetched("a", fetched())
+    found.on_fetched("a", fetched())
+    assert heard == [("done", 960)]
+    assert (note.end, note.moved, note.took_s) == ("done", 960, 0.05)
+    assert found.under_way == 0
+
+
+@pytest.mark.parametrize("end", ["late", "gone", "done"])
+def test_who_takes_too_long_is_not_fetched_from_for_a_while(end: str) -> None:
+    now = [0.0]
+    found = fetching(now=lambda: now[0])
+    decision, matches = Decision("a", Reason.REBALANCED), {"b": Match(960)}
+    assert found.wanted(decision, FLEET, matches, 1000) is not None
+    found.begin(flight(), Fetch("b", 960), decision, FLEET, matches)
+    found.on_fetched("a", fetched(end, seconds=3.0))
+    assert found.wanted(decision, FLEET, matches, 1000) is None
+    note = found.consider(flight(), decision, FLEET, matches)
+    assert note is not None
+    assert note.end == NOT_WORTH_IT
+    assert note.transfer_s > note.saved_s
+    now[0] = 300.0
+    assert found.wanted(decision, FLEET, matches, 1000) is not None
+
+
+def test_of_equal_holders_the_one_that_was_faster_is_read_from() -> None:
+    channels = Channels({name: registration(name) for name in "abc"})
+    found = fetching(channels)
+    fleet, matches = (*FLEET, instance("c")), {"b": Match(960), "c": Match(960)}
+    decision = Decision("a", Reason.REBALANCED)
+    found.begin(flight(), Fetch("b", 960), decision, fleet, matches)
+    found.on_fetched("a", fetched(seconds=0.5))
+    assert found.wanted(decision, fleet, matches, 1000) == Fetch("c", 960)
+    channels.told.clear()
+    assert found.source_for(TOKENS, KEY, "a", fleet, matches) is not None
+    assert [name for name, _ in channels.told] == ["c"]
+
+
+def test_a_request_waits_longer_for_a_holder_that_computes() -> None:
+    channels, costs = Channels(), RouterCosts(CostModel(), lambda: 0.0)
+    found = Fetching(channels, costs)
+    costs.can_fetch = found.possible
+    decision, waits = Decision("a", Reason.FETCH), []
+    for prompts in (0, 1, 1000):
+        with ExitStack() as queue:
+            for _ in range(prompts):
+                queue.enter_context(costs.sending("b", 1000, 0, streams=True))
+            found.begin(flight(), Fetch("b", 960), decision, FLEET, {"b": Match(960)})
+        message = channels.told[-1][1]
+        assert isinstance(message, agent_messages.Fetch)
+        waits.append(message.wait_s)
+    assert waits[0] < waits[1] < waits[2] <= waits[0] + MOST_BUSY_S
 
 
 # -- hints ------------------------------------------------------------------------------------------

@@ -239,6 +239,8 @@ def test_transfers_are_possible_where_they_are() -> None:
     hand_over = costs.transfer_s(instance("p", role=Role.PREFILL), instance("d", role=Role.DECODE), 100)
     assert 0 < hand_over < 1
     fetching = RouterCosts(CostModel(), Clock(), can_fetch=lambda source, target: True)
-    assert fetching.transfer_s(instance("a"), instance("b"), 100) == pytest.approx(hand_over)
+    # What is fetched is in DRAM then.
+    load = fetching.load_s(instance("b"), Tier.DRAM, 100)
+    assert fetching.transfer_s(instance("a"), instance("b"), 100) == pytest.approx(hand_over + load)
     assert costs.load_s(instance("a"), Tier.DISK, 100) > costs.load_s(instance("a"), Tier.DRAM, 100) > 0
     assert costs.load_s(instance("a"), Tier.DISK, 0) == costs.load_s(instance("a"), Tier.HBM, 100) == 0

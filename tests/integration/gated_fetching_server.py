@@ -1,0 +1,41 @@
+"""SGLang's server as ``sglang_ext.launch_server`` starts it, whose reads from peers can be held up.
+
+While there is a file ``hold`` in the folder of ``GATE``, each read waits after it was offered its blocks, and
+a file ``held`` tells so. It goes on when ``hold`` is gone. In a cluster, that is a moment too short to hit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from sglang_ext import launch_server
+
+GATE = "SGLANG_TEST_FETCH_GATE"
+
+
+def hold_reads(folder: Path) -> None:
+    """Look for the file before each read of this process's scheduler."""
+    from sglang_ext.engine.fetch_link import FetchLink
+
+    reading = FetchLink._reading
+
+    async def held(self: FetchLink, *arguments: Any) -> int:
+        if (folder / "hold").exists():
+            (folder / "held").touch()
+            while (folder / "hold").exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            (folder / "held").unlink()
+        return await reading(self, *arguments)
+
+    FetchLink._reading = held  # type: ignore[method-assign]
+
+
+if __name__ == "__mp_main__" and GATE in os.environ:  # in the scheduler's process
+    hold_reads(Path(os.environ[GATE]))
+
+if __name__ == "__main__":
+    launch_server.main(sys.argv[1:])

@@ -1,0 +1,455 @@
+"""KV that one server has computed is read by another, and answers are as if it had been computed there.
+
+Two servers and a router; who holds what, and who is told what, is the router's own doing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import numpy.typing as npt
+import pytest
+from dram_damage import arena_files, flip_bit, snapshot
+from gated_fetching_server import GATE
+
+from router import Router, RouterConfig
+from router.policies import Match
+from sglang_ext.keys import encode_tokens
+from sglang_ext.testing.compare import Answer, assert_same
+from sglang_ext.testing.leaks import LeakGuard
+from sglang_ext.testing.servers import ServerProcess, ServerSpec, free_port, wait_until
+
+pytestmark = pytest.mark.integration
+
+BLOCK = 16
+TOKENS = 40 * BLOCK
+NS = ("tokens", None, None, None)
+ANSWER = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+
+
+@dataclass(frozen=True)
+class GatedSpec(ServerSpec):
+    """A server whose reads from peers can be held up."""
+
+    def command(self, port: int) -> list[str]:
+        script = Path(__file__).with_name("gated_fetching_server.py")
+        return [sys.executable, str(script), *super().command(port)[3:]]
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    """Where each test's router listens, and the servers look for it."""
+    return free_port()
+
+
+class Pair:
+    """Two servers; a test that kills one starts another in its place."""
+
+    def __init__(self, port: int, folder: Path, leak_guard: LeakGuard) -> None:
+        self._port = port
+        self._folder = folder
+        self._leak_guard = leak_guard
+        self.servers: dict[str, ServerProcess] = {}
+
+    def start(self, *names: str) -> None:
+        """Start servers, at the same time; those of before with these names have to have ended."""
+        for name in names:
+            (self._folder / name).mkdir(exist_ok=True)
+            spec = GatedSpec(
+                flags=(
+                    *("--radix-cache-backend", "global", "--kv-check", "--kv-instance-id", name),
+                    *("--kv-router", f"http://127.0.0.1:{self._port}", "--kv-load-policy", "always"),
+                    *("--kv-dram-size", "64MB", "--max-total-tokens", "4096", "--enable-metrics"),
+                    *("--chunked-prefill-size", "512", "--enable-cache-report"),
+                ),
+                environment={
+                    GATE: str(self._folder / name),
+                    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+                    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+                },
+            )
+            self.servers[name] = ServerProcess(spec)
+        with self._leak_guard.adopting(), ThreadPoolExecutor() as each:
+            list(each.map(lambda name: self.servers[name].start(), names))
+
+    def other(self, server: ServerProcess) -> ServerProcess:
+        """The one that it is not."""
+        (other,) = (each for each in self.servers.values() if each is not server)
+        return other
+
+    def end(self, server: ServerProcess) -> None:
+        """One was killed; the next test that asks for both has another one."""
+        server.stop()
+
+    def complete(self) -> None:
+        """Start others in place of those that have ended."""
+        self.start(*(name for name, server in self.servers.items() if not server.running))
+
+    def at(self, url: str) -> ServerProcess:
+        """The one at a URL."""
+        return next(server for server in self.servers.values() if server.url == url)
+
+    @asynccontextmanager
+    async def holding_reads(self, server: ServerProcess) -> AsyncIterator[Path]:
+        """While the block runs, what the server reads from the other one stays where it is offered."""
+        gate = Path(server.spec.environment[GATE])
+        (gate / "hold").touch()
+        try:
+            yield gate / "held"
+        finally:
+            (gate / "hold").unlink(missing_ok=True)
+            await until(lambda: not (gate / "held").exists(), 20, "the read to go on")
+
+    def stop(self) -> None:
+        for server in self.servers.values():
+            server.stop()
+
+
+@pytest.fixture(scope="module")
+def both(port: int, tmp_path_factory: pytest.TempPathFactory, leak_guard: LeakGuard) -> Iterator[Pair]:
+    pair = Pair(port, tmp_path_factory.mktemp("gates"), leak_guard)
+    try:
+        pair.start("a", "b")
+        yield pair
+    finally:
+        pair.stop()
+
+
+@pytest.fixture
+def pair(both: Pair) -> Pair:
+    both.complete()
+    return both
+
+
+@asynccontextmanager
+async def routing(pair: Pair, port: int, policy: str) -> AsyncIterator[Router]:
+    config = RouterConfig(port=port, policy=policy, explain_routing=True)
+    async with Router(config) as router:
+        urls = [server.url for server in pair.servers.values()]
+        await until(lambda: all(router.trees.trusted(url) for url in urls), 30, "both servers")
+        await until(lambda: len(router.fleet.usable()) == 2, 30, "both servers")
+        # The machine that runs tests may be busy: what is waited for comes, however long that takes.
+        router.fetching.least_wait_s = 8.0
+        yield router
+        router.check()
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
+        yield session
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    return random.Random(request.node.name)
+
+
+async def until(condition: Callable[[], Any], seconds: float, what: str) -> None:
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < seconds, f"{what}: not within {seconds} s"
+        await asyncio.sleep(0.01)
+
+
+def random_prompt(rng: random.Random, tokens: int) -> list[int]:
+    return [rng.randrange(100, 30_000) for _ in range(tokens)]
+
+
+async def generate(
+    client: aiohttp.ClientSession,
+    url: str,
+    prompt: list[int],
+    headers: Mapping[str, str] | None = None,
+    **fields: Any,
+) -> tuple[Answer, Any]:
+    body = {
+        "input_ids": prompt,
+        "sampling_params": ANSWER,
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+        **fields,
+    }
+    async with client.post(f"{url}/generate", json=body, headers=headers) as response:
+        assert response.status == 200, await response.text()
+        return Answer.of(await response.json()), response.headers
+
+
+async def cold(client: aiohttp.ClientSession, server: ServerProcess, prompt: list[int]) -> Answer:
+    """The answer without any cache: a salt that nobody used."""
+    answer, _ = await generate(client, server.url, prompt, cache_salt=f"cold {time.monotonic_ns()}")
+    assert answer.cached_tokens == 0
+    return answer
+
+
+def held(router: Router, server: ServerProcess, prompt: list[int]) -> Match:
+    return router.trees.match(NS, encode_tokens(prompt)).get(server.url, Match(0))
+
+
+def counted(server: ServerProcess, event: str) -> float:
+    """What a server has counted of KV from and to others."""
+    wanted = f'event="{event}"'
+    samples = server.metrics().items()
+    return sum(v for k, v in samples if k.startswith("sglang_ext_cache_peers_total{") and wanted in k)
+
+
+def nothing_is_lent(server: ServerProcess) -> bool:
+    return counted(server, "lent") == counted(server, "given_back")
+
+
+def signal_to(server: ServerProcess, number: signal.Signals) -> None:
+    for pid in server.processes("sglang::scheduler"):
+        os.kill(pid, number)
+
+
+@asynccontextmanager
+async def busy(client: aiohttp.ClientSession, router: Router, pair: Pair) -> AsyncIterator[ServerProcess]:
+    """Somebody's long answer keeps one of the servers busy while the block runs: that one."""
+    body = {
+        "text": "Go on. ",
+        "stream": True,
+        "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True},
+    }
+    async with client.post(f"{router.url}/generate", json=body) as response:
+        row = router.fleet.rows[response.headers["x-kv-instance"]]
+        yield pair.at(row.name)
+        before = row.in_flight
+        response.close()
+    await until(lambda: row.in_flight < before, 20, "the end of it")
+
+
+async def said_at(
+    client: aiohttp.ClientSession, router: Router, server: ServerProcess, prompt: list[int]
+) -> None:
+    """A prompt's KV is at a server, and the router knows."""
+    await generate(client, server.url, prompt)
+    await until(lambda: held(router, server, prompt).tokens >= TOKENS, 30, "the index")
+
+
+async def explained(client: aiohttp.ClientSession, router: Router, headers: Any) -> dict[str, Any]:
+    """What the router says of a request's fetch, once it has ended."""
+    await until(lambda: not router.fetching.under_way, 30, "the end of the fetch")
+    async with client.get(f"{router.url}/explain/{headers['x-request-id']}") as response:
+        return dict((await response.json())["routing"][-1]["fetch"])
+
+
+async def test_what_one_has_computed_another_fetches(pair, port, client, rng) -> None:
+    async with routing(pair, port, "least-load") as router, busy(client, router, pair) as owner:
+        reader = pair.other(owner)
+        prompt = random_prompt(rng, TOKENS + 3)
+        await said_at(client, router, owner, prompt)
+        answer, headers = await generate(client, router.url, prompt)
+        assert headers["x-kv-instance"] == reader.url
+        assert headers["x-kv-cached-tokens"] == str(TOKENS)
+        assert (answer.hbm_tokens, answer.dram_tokens, answer.disk_tokens) == (0, TOKENS, 0)
+        assert headers["x-kv-fetch"] in ("done", "under-way")
+        assert headers["x-kv-fetch-source"] == owner.url
+        told = await explained(client, router, headers)
+        assert (told["from"], told["end"], told["moved_tokens"]) == (owner.url, "done", TOKENS)
+        assert 0 < told["expected_transfer_s"] <= told["expected_saving_s"]
+        assert not told["calibrated"]
+        assert told["took_s"] >= 0
+        print(f"a first fetch took {told['took_s'] * 1000:.1f} ms, connecting to the holder not counted")
+        assert_same(await cold(client, reader, prompt), answer)
+        await asyncio.to_thread(wait_until, lambda: nothing_is_lent(owner), seconds=30, what="the lease")
+        assert counted(reader, "fetched_blocks") == TOKENS // BLOCK
+        # Then it is there, and nobody fetches again.
+        again, headers = await generate(client, router.url, prompt)
+        assert again.hbm_tokens == TOKENS
+        assert "x-kv-fetch" not in headers
+        async with client.get(f"{router.url}/metrics") as response:
+            metrics = await response.text()
+        assert 'sglang_ext_router_fetches_total{why="fetch"} 1.0' in metrics
+        assert 'sglang_ext_router_fetches_ended_total{how="done"} 1.0' in metrics
+        assert f"sglang_ext_router_fetched_tokens_total {TOKENS}.0" in metrics
+
+
+async def test_one_damaged_byte_at_the_holder_is_another_answer(pair, port, client, rng) -> None:
+    """The twin of the test above: what is compared is what was fetched."""
+    async with routing(pair, port, "least-load") as router, busy(client, router, pair) as owner:
+        prompt = random_prompt(rng, TOKENS + 3)
+        (arena,) = arena_files(owner.pid)
+        before = snapshot(arena)
+        await said_at(client, router, owner, prompt)
+        # The last plane of a block holds float32 values; bit 6 of the last byte is the exponent's highest.
+        last = await asyncio.to_thread(
+            wait_until, lambda: last_change(arena, before), seconds=30, what="DRAM"
+        )
+        flip_bit(arena, last // 4 * 4 + 3, bit=6)
+        answer, headers = await generate(client, router.url, prompt)
+        assert headers["x-kv-instance"] != owner.url
+        assert answer.dram_tokens == TOKENS
+        with pytest.raises(AssertionError):
+            assert_same(await cold(client, owner, prompt), answer)
+    for server in pair.servers.values():
+        await asyncio.to_thread(server.flush)
+
+
+def last_change(arena: Path, before: npt.NDArray[np.uint8]) -> int:
+    """The offset of the last byte that has changed; 0 while none has or more are changing."""
+    now = snapshot(arena)
+    changed = np.flatnonzero(now != before)
+    return int(changed[-1]) if changed.size and np.array_equal(now, snapshot(arena)) else 0
+
+
+async def test_a_queue_makes_the_cost_policy_fetch(pair, port, client, rng) -> None:
+    """Equation 2: who holds a popular beginning has a queue, and so others fetch it."""
+    async with routing(pair, port, "cost") as router:
+        owner = pair.servers["a"]
+        beginning = random_prompt(rng, TOKENS)
+        await said_at(client, router, owner, beginning)
+        prompts = [beginning + random_prompt(rng, 300) for _ in range(6)]
+        answers = await asyncio.gather(*(generate(client, router.url, prompt) for prompt in prompts))
+        ways = [(headers["x-kv-instance"], headers["x-kv-route-reason"]) for _, headers in answers]
+        assert (pair.other(owner).url, "fetch") in ways
+        assert (owner.url, "prefix") in ways
+        for prompt, (answer, headers) in zip(prompts, answers, strict=True):
+            assert answer.cached_tokens == TOKENS, dict(headers)
+            assert_same(await cold(client, owner, prompt), answer)
+
+
+@pytest.mark.parametrize("when", ["before the offer", "before the read"])
+async def test_a_holder_that_stops_hangs_nobody(when, pair, port, client, rng) -> None:
+    async with routing(pair, port, "least-load") as router, busy(client, router, pair) as owner:
+        reader = pair.other(owner)
+        if when == "before the offer":
+            router.fetching.least_wait_s = 1.0
+        prompt = random_prompt(rng, TOKENS + 3)
+        await said_at(client, router, owner, prompt)
+        expected = await cold(client, reader, prompt)
+        try:
+            if when == "before the offer":
+                signal_to(owner, signal.SIGSTOP)
+                answer, headers = await generate(client, router.url, prompt)
+            else:
+                async with pair.holding_reads(reader) as reading:
+                    request = asyncio.create_task(generate(client, router.url, prompt))
+                    await until(reading.exists, 30, "the read")
+                    signal_to(owner, signal.SIGSTOP)
+                answer, headers = await request
+        finally:
+            signal_to(owner, signal.SIGCONT)
+        assert headers["x-kv-instance"] == reader.url
+        told = await explained(client, router, headers)
+        # One-sided: what is offered can be read although the holder's processor does nothing.
+        ends = ("late", "gone") if when == "before the offer" else ("done", "gone")
+        assert told["end"] in ends
+        assert answer.cached_tokens == (TOKENS if told["end"] == "done" else 0)
+        assert_same(expected, answer)
+        await asyncio.to_thread(wait_until, lambda: nothing_is_lent(owner), seconds=40, what="the lease")
+
+
+# -- hints ------------------------------------------------------------------------------------------
+
+
+async def hinted(client: aiohttp.ClientSession, router: Router, **body: Any) -> dict[str, Any]:
+    async with client.post(f"{router.url}/v1/advisory", json=body) as response:
+        told = await response.json()
+        assert response.status == 200, told
+        return dict(told)
+
+
+async def settled(client: aiohttp.ClientSession, router: Router, id: str) -> dict[str, Any]:
+    async with client.get(f"{router.url}/v1/advisory/{id}?wait_s=20") as response:
+        return dict(await response.json())
+
+
+async def turn(
+    client: aiohttp.ClientSession, router: Router, session: str, prompt: list[int]
+) -> tuple[Answer, Any]:
+    return await generate(client, router.url, prompt, headers={"x-session-id": session})
+
+
+async def test_a_session_moves_as_often_as_balance_wants(pair, port, client, rng) -> None:
+    """Its KV is in HBM where its next request will run, each time before that comes."""
+    async with routing(pair, port, "least-load") as router, AsyncExitStack() as rest:
+        said, places = random_prompt(rng, TOKENS), []
+        crowd = await rest.enter_async_context(AsyncExitStack())
+        await crowd.enter_async_context(busy(client, router, pair))
+        _, headers = await turn(client, router, "s", said)
+        places.append(headers["x-kv-instance"])
+        for _ in range(2):
+            # Somebody else's long answer is where the session's KV is now, and nobody is at the other one.
+            following = await rest.enter_async_context(AsyncExitStack())
+            assert (await following.enter_async_context(busy(client, router, pair))).url == places[-1]
+            await crowd.aclose()
+            crowd = following
+            before = len(said) // BLOCK * BLOCK
+            said = said + random_prompt(rng, 40)
+            told = await hinted(client, router, session="s")
+            assert told["instance"] not in places[-1:]
+            assert told["tokens"]["elsewhere"] > 0
+            ready = await settled(client, router, told["id"])
+            assert (ready["state"], ready["tokens"]["hbm"]) == ("ready", before), ready
+            answer, headers = await turn(client, router, "s", said)
+            assert headers["x-kv-route-reason"] == "advised"
+            assert headers["x-kv-instance"] == told["instance"]
+            assert "x-kv-fetch" not in headers
+            assert (answer.hbm_tokens, answer.dram_tokens) == (before, 0)
+            assert_same(await cold(client, pair.servers["a"], said), answer)
+            places.append(headers["x-kv-instance"])
+        assert places[0] == places[2] != places[1]
+
+
+# -- deaths: each test leaves one server, and the next one starts another ---------------------------
+
+
+async def test_the_chosen_instance_dies_in_mid_prefetch(pair, port, client, rng) -> None:
+    async with routing(pair, port, "least-load") as router, busy(client, router, pair) as owner:
+        reader = pair.other(owner)
+        prompt = random_prompt(rng, TOKENS + 3)
+        await said_at(client, router, owner, prompt)
+        async with pair.holding_reads(reader) as reading:
+            told = await hinted(client, router, input_ids=prompt)
+            assert told["instance"] == reader.url
+            await until(reading.exists, 30, "the read")
+            await asyncio.to_thread(wait_until, lambda: not nothing_is_lent(owner), seconds=30, what="a loan")
+            signal_to(reader, signal.SIGKILL)
+            reading.unlink()
+        answer, headers = await generate(client, router.url, prompt)
+        assert headers["x-kv-instance"] == owner.url
+        assert answer.cached_tokens == TOKENS
+        assert_same(await cold(client, owner, prompt), answer)
+        await until(lambda: router.advisor.book.find(told["id"]).instance != reader.url, 30, "the verdict")
+        await asyncio.to_thread(wait_until, lambda: nothing_is_lent(owner), seconds=30, what="the lease")
+    await asyncio.to_thread(pair.end, reader)
+
+
+async def test_the_holder_dies_in_mid_read(pair, port, client, rng) -> None:
+    """While one prompt is read for a request, and another for a hint."""
+    async with routing(pair, port, "least-load") as router, busy(client, router, pair) as owner:
+        reader = pair.other(owner)
+        asked, announced = random_prompt(rng, TOKENS + 3), random_prompt(rng, TOKENS + 3)
+        for prompt in (asked, announced):
+            await said_at(client, router, owner, prompt)
+        async with pair.holding_reads(reader) as reading:
+            told = await hinted(client, router, input_ids=announced)
+            assert told["instance"] == reader.url
+            request = asyncio.create_task(generate(client, router.url, asked))
+            await until(lambda: router.fetching.under_way == 2 and reading.exists(), 30, "the reads")
+            signal_to(owner, signal.SIGKILL)
+        answer, headers = await request
+        assert headers["x-kv-instance"] == reader.url
+        fetched = await explained(client, router, headers)
+        assert (fetched["end"], answer.cached_tokens) == ("gone", 0)
+        assert_same(await cold(client, reader, asked), answer)
+        await settled(client, router, told["id"])
+        answer, headers = await generate(client, router.url, announced)
+        assert headers["x-kv-instance"] == reader.url
+        assert answer.cached_tokens == 0
+        assert_same(await cold(client, reader, announced), answer)
+        assert counted(reader, "gone") >= 2
+    await asyncio.to_thread(pair.end, owner)
