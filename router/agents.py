@@ -163,6 +163,11 @@ class Agents:
         link = self._links.get(name)
         return link is not None and link.send(message)
 
+    def beat(self, name: str) -> Beat | None:
+        """What an instance said of itself last, while its agent is heard."""
+        link = self._links.get(name)
+        return link.beat if link is not None and link.heard else None
+
     def beats(self) -> dict[str, Beat]:
         """What each instance said of itself last, of those that are heard."""
         return {name: link.beat for name, link in self._links.items() if link.heard and link.beat is not None}

@@ -17,6 +17,7 @@ from router.health import HealthWatch
 from router.lifecycle import USABLE, Event, State
 from router.membership import Membership, RouterStatus, Seen
 from router.roster import LEFT_KEPT_S, Change, Intent, Member, Roster
+from sglang_ext.agent_messages import Beat
 from sglang_ext.clock import Clock
 from sglang_ext.cluster_messages import (
     VERDICT_S,
@@ -45,6 +46,9 @@ class AgentLinks(Protocol):
     def peer_dead(self, instance: str, epoch: str) -> None:
         """Tell every agent that an instance (by id) has died: free what it held."""
 
+    def beat(self, name: str) -> Beat | None:
+        """What an instance said of itself last, while its agent is heard."""
+
 
 class NoAgents:
     """Links for a router that knows no agents."""
@@ -57,6 +61,9 @@ class NoAgents:
 
     def peer_dead(self, instance: str, epoch: str) -> None:
         """Nobody to tell."""
+
+    def beat(self, name: str) -> Beat | None:
+        return None
 
 
 def new_router_name() -> str:

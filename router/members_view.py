@@ -9,7 +9,8 @@ from router.lifecycle import State
 from router.members import Members
 from router.policies import Instance
 from router.roster import Intent, Member
-from sglang_ext.cluster_messages import Cluster, Draining, Elsewhere, InstanceView
+from sglang_ext.agent_messages import Beat
+from sglang_ext.cluster_messages import Cluster, Draining, Elsewhere, InstanceView, TierFill
 
 
 def instances(members: Members) -> tuple[InstanceView, ...]:
@@ -64,7 +65,16 @@ def instance_view(members: Members, member: Member, usable: Mapping[str, Instanc
         heard_s=round(members.age(member.url), 3) if row and row.heard is not None else None,
         draining=_draining(members, member, row),
         elsewhere=elsewhere,
+        tiers=tiers(members.links.beat(member.url)),
     )
+
+
+def tiers(beat: Beat | None) -> dict[str, TierFill]:
+    """How full the tiers of an instance are, of those that it has."""
+    if beat is None:
+        return {}
+    fills = {"hbm": beat.hbm, "dram": beat.dram, "disk": beat.disk}
+    return {name: TierFill(used=fill.used, size=fill.size) for name, fill in fills.items() if fill.size}
 
 
 def _draining(members: Members, member: Member, row: Row | None) -> Draining | None:

@@ -135,6 +135,13 @@ class Elsewhere(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int
 
 
+class TierFill(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks that a tier holds, and how many fit."""
+
+    used: int
+    size: int
+
+
 class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
     """What a router knows of one instance."""
 
@@ -164,6 +171,9 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
     draining: Draining | None = None
     elsewhere: tuple[Elsewhere, ...] = ()
     """How the other routers see it."""
+    tiers: dict[str, TierFill] = {}
+    """How full its tiers are, as its agent says: ``hbm``, ``dram``, ``disk``; none for one that is not heard,
+    and no tier that it does not have."""
 
 
 class StoreView(msgspec.Struct, frozen=True, kw_only=True):

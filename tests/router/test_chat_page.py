@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from browser import Page, browser_page, find_browser
 
+from sglang_ext.agent_messages import Beat, Fill
+
+EPOCH = bytes(16)
 BROWSER = find_browser()
 pytestmark = pytest.mark.skipif(
     BROWSER is None, reason="no Chromium or Chrome here: install one, or name it with CHROME"
@@ -68,13 +71,27 @@ async def test_the_hint_is_sent_at_the_first_key_of_each_turn(page, start_worker
 
 
 async def test_what_is_known_of_instances_and_of_the_conversation_is_shown(
-    page, start_worker, start_router
+    page, start_worker, start_router, monkeypatch
 ) -> None:
     worker = await start_worker()
     router = await start_router(worker)
+    told = Beat(EPOCH, 0, hbm=Fill(32, 128), dram=Fill(300, 400))
+    monkeypatch.setattr(router.agents, "beat", {worker.url: told}.get)
     await page.open(router.url + "/ui")
     await page.until("document.querySelectorAll('.instance').length === 1")
-    assert "ready" in await page.evaluate("document.querySelector('.instance').textContent")
+    shown = await page.evaluate("document.querySelector('.instance').textContent")
+    assert "ready" in shown
+    assert ("HBM25 %" in shown, "DRAM75 %" in shown, "disk" in shown) == (True, True, False)
+    meters = (
+        "[...document.querySelectorAll('.instance meter')].map((each) => [each.value, each.max, each.title])"
+    )
+    assert await page.evaluate(meters) == [
+        [32, 128, "32 of 128 blocks"],
+        [300, 400, "300 of 400 blocks"],
+    ]
+    told = Beat(EPOCH, 0, hbm=Fill(64, 128))
+    monkeypatch.setattr(router.agents, "beat", {worker.url: told}.get)
+    await page.until("document.querySelector('.instance').textContent.includes('HBM50 %')")
     await page.until("document.getElementById('model').textContent !== ''")
     await say(page, "Hello", 1)
     await page.press("a")

@@ -25,7 +25,8 @@ from router.members import FORGET_S, CannotChangeRole, Members, Unknown
 from router.members_view import cluster, instance_view
 from router.membership import EmbeddedMembership, RouterStatus, Seen
 from router.roster import LEFT_KEPT_S, Intent, Member, Roster, Taken, decode_member, encode_member
-from sglang_ext.cluster_messages import VERDICT_S, Cluster, InstanceView, Registration
+from sglang_ext.agent_messages import Beat, Fill
+from sglang_ext.cluster_messages import VERDICT_S, Cluster, InstanceView, Registration, TierFill
 from sglang_ext.errors import InternalError, PeerError
 from sglang_ext.testing.fakes import FakeClock
 
@@ -45,6 +46,7 @@ class Links:
 
     connected: dict[str, Registration] = field(default_factory=dict)
     dead: list[tuple[str, int]] = field(default_factory=list)
+    beats: dict[str, Beat] = field(default_factory=dict)
 
     def connect(self, name: str, registration: Registration) -> None:
         self.connected[name] = registration
@@ -54,6 +56,9 @@ class Links:
 
     def peer_dead(self, instance: str, epoch: str) -> None:
         self.dead.append((instance, int(epoch, 16)))
+
+    def beat(self, name: str) -> Beat | None:
+        return self.beats.get(name)
 
 
 @dataclass
@@ -130,6 +135,15 @@ def test_an_instance_registers_and_is_given_requests(rig: Rig) -> None:
     assert rig.watch.watched == [A]
     assert len(rig.store.published) == 1
     rig.check()
+
+
+def test_the_tiers_that_an_instance_has_are_told(rig: Rig) -> None:
+    rig.join()
+    assert rig.view().tiers == {}
+    rig.links.beats[A] = Beat(bytes(16), 0, hbm=Fill(3, 8), disk=Fill(0, 100))
+    assert rig.view().tiers == {"hbm": TierFill(used=3, size=8), "disk": TierFill(used=0, size=100)}
+    told = msgspec.json.decode(msgspec.json.encode(cluster(rig.members)))
+    assert told["instances"][0]["tiers"]["hbm"] == {"used": 3, "size": 8}
 
 
 def test_an_instance_without_an_agent_is_not_connected(rig: Rig) -> None:
