@@ -5,12 +5,15 @@
         patch = coder.run(task)          # while one agent works, the next one's KV is brought up
     reviewer.run(patch)                  # its requests carry the header x-session-id: reviewer
 
+When the block fails, the request will not come, and the hint is taken back.
+
 A hint never changes an answer, and a program never fails or waits because of one: what cannot be sent is
 dropped and counted, and said once in the log. Needs nothing but Python.
 """
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import logging
@@ -30,6 +33,20 @@ PATH = "/v1/advisory"
 MOST_WAITING = 256
 """Hints that wait to be sent; the oldest goes, because the newest is worth most."""
 TIMEOUT_S = 5.0
+
+
+class Announcement:
+    """A hint that was given."""
+
+    def __init__(self, hints: Hints, body: bytes) -> None:
+        self._hints = hints
+        self.body = body
+        self.id: str | None = None
+        """The router's name of it, once it has answered."""
+
+    def withdraw(self) -> None:
+        """The request will not come. Returns at once."""
+        self._hints._withdraw(self)
 
 
 class Hints:
@@ -53,12 +70,14 @@ class Hints:
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
-        self._waiting: deque[bytes] = deque()
+        self._waiting: deque[tuple[str, Announcement]] = deque()
+        """What is to be done, in its order: POST or DELETE."""
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
         self._said = False
         self.sent = 0
+        self.withdrawn = 0
         self.dropped = 0
 
     def hint(
@@ -71,7 +90,7 @@ class Hints:
         earliest_s: float = 0.0,
         ttl_s: float | None = None,
         priority: int | None = None,
-    ) -> None:
+    ) -> Announcement:
         """Say that a request is coming: of a session, or one that continues a conversation. Returns at once.
 
         Args:
@@ -92,13 +111,26 @@ class Hints:
             "priority": priority,
         }
         body = json.dumps({name: value for name, value in fields.items() if value is not None}).encode()
+        announced = Announcement(self, body)
+        self._put("POST", announced)
+        return announced
+
+    def _withdraw(self, announced: Announcement) -> None:
+        with self._changed:
+            for waiting in self._waiting:
+                if waiting == ("POST", announced):
+                    self._waiting.remove(waiting)  # nobody has heard of it
+                    return
+        self._put("DELETE", announced)
+
+    def _put(self, method: str, announced: Announcement) -> None:
         with self._changed:
             if self._closed:
                 return
             if len(self._waiting) >= MOST_WAITING:
                 self._waiting.popleft()
                 self.dropped += 1
-            self._waiting.append(body)
+            self._waiting.append((method, announced))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._main, name="kv-hints", daemon=True)
                 self._thread.start()
@@ -112,10 +144,12 @@ class Hints:
                     self._changed.wait()
                 if not self._waiting:
                     break
-                body = self._waiting.popleft()
+                method, announced = self._waiting.popleft()
+            if method == "DELETE" and announced.id is None:
+                continue  # the router did not take it
             try:
                 connection = connection or self._connect()
-                self._send(connection, body)
+                self._send(connection, method, announced)
             except (OSError, http.client.HTTPException) as error:
                 if connection is not None:
                     connection.close()
@@ -128,12 +162,18 @@ class Hints:
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         return kind(*self._address, timeout=TIMEOUT_S)
 
-    def _send(self, connection: http.client.HTTPConnection, body: bytes) -> None:
-        connection.request("POST", self._path, body, self._headers)
+    def _send(self, connection: http.client.HTTPConnection, method: str, announced: Announcement) -> None:
+        if method == "DELETE":
+            connection.request(method, f"{self._path}/{announced.id}", headers=self._headers)
+        else:
+            connection.request(method, self._path, announced.body, self._headers)
         response = connection.getresponse()
         answer = response.read()
         if response.status == 200:
-            self.sent += 1
+            self.sent += method == "POST"
+            self.withdrawn += method == "DELETE"
+            with contextlib.suppress(ValueError, AttributeError):
+                announced.id = json.loads(answer).get("id")
         else:
             self._failed(f"{response.status}: {answer[:200].decode(errors='replace')}")
 
@@ -172,5 +212,9 @@ def advise(hints: Hints, session: str | None = None, **conversation: Any) -> Ite
         session: as that request will name it.
         conversation: see ``Hints.hint``.
     """
-    hints.hint(session=session, **conversation)
-    yield
+    announced = hints.hint(session=session, **conversation)
+    try:
+        yield
+    except BaseException:
+        announced.withdraw()
+        raise

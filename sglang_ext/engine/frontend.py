@@ -44,6 +44,11 @@ class AdvisingEndpoint(RuntimeEndpoint):  # type: ignore[misc]
             yield piece, info
         self._next(str(s.text_) + answer)
 
+    def select(self, s: Any, choices: list[str], *rest: Any, **named: Any) -> Any:
+        decision = super().select(s, choices, *rest, **named)
+        self._next(str(s.text_) + decision.decision)
+        return decision
+
     def commit_lazy_operations(self, s: Any) -> None:
         """The program forks: each branch begins with what is there."""
         super().commit_lazy_operations(s)

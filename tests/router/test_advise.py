@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 import pytest
 
@@ -29,6 +30,46 @@ async def test_hints_reach_the_router(start_worker, start_router) -> None:
     assert len(list(router.advisor.book.live())) == 3
     reviewer = taken["reviewer"]
     assert (reviewer.hint.earliest_s, reviewer.hint.ttl_s) == (1.5, 9.0)
+
+
+async def test_what_fails_takes_its_hint_back(start_worker, start_router) -> None:
+    router = await start_router(await start_worker())
+
+    def program() -> Hints:
+        with Hints(router.url) as hints:
+            with pytest.raises(ZeroDivisionError), advise(hints, session="s", text="You are a reviewer."):
+                1 / 0  # noqa: B018
+            kept = hints.hint(text="Another one.")
+            refused = hints.hint(session="never seen")
+            refused.withdraw()
+            assert repr(hints)
+        assert kept.id is not None
+        assert refused.id is None
+        return hints
+
+    hints = await asyncio.to_thread(program)
+    # What had not been sent yet when the block failed was never sent.
+    states = [entry.state.value for entry in router.advisor.book._entries.values()]
+    assert sorted(states) in (["ready"], ["cancelled", "ready"])
+    assert hints.withdrawn == states.count("cancelled")
+
+
+async def test_a_hint_that_was_sent_is_taken_back(start_worker, start_router) -> None:
+    router = await start_router(await start_worker())
+
+    def program() -> Hints:
+        with Hints(router.url) as hints:
+            announced = hints.hint(text="You are a reviewer.")
+            deadline = time.monotonic() + 20
+            while announced.id is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            announced.withdraw()
+        return hints
+
+    hints = await asyncio.to_thread(program)
+    assert (hints.sent, hints.withdrawn) == (1, 1)
+    assert router.advisor.book.counts["cancelled"] == 1
+    assert list(router.advisor.book.live()) == []
 
 
 async def test_what_is_refused_is_said_once_and_dropped(start_worker, start_router, caplog) -> None:
@@ -63,7 +104,7 @@ def test_the_oldest_goes_when_too_many_wait(monkeypatch: pytest.MonkeyPatch) -> 
     for number in range(MOST_WAITING + 10):
         hints.hint(session=str(number))
     assert hints.dropped == 10
-    assert b'"10"' in hints._waiting[0]
+    assert b'"10"' in hints._waiting[0][1].body
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:30000", "ftp://host", "http://"])
