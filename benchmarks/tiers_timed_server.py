@@ -109,4 +109,6 @@ if __name__ == "__mp_main__" and FILE_VARIABLE in os.environ:
     instrument(Path(os.environ[FILE_VARIABLE]))
 
 if __name__ == "__main__":
+    # A forked scheduler would not import this module again.
+    os.environ["SGLANG_EXT_START_METHOD"] = "spawn"
     launch_server.main(sys.argv[1:])

@@ -48,4 +48,6 @@ if __name__ == "__mp_main__" and FAULTS in os.environ:  # in the scheduler's pro
     make_faulty(Path(os.environ[FAULTS]))
 
 if __name__ == "__main__":
+    # A forked scheduler would not import this module again.
+    os.environ["SGLANG_EXT_START_METHOD"] = "spawn"
     launch_server.main(sys.argv[1:])

@@ -1,7 +1,8 @@
 """SGLang's server as ``sglang_ext.launch_server`` starts it, whose hand-overs can be stopped and damaged.
 
 The folder in ``FAULTS`` says what is wrong now. With a file ``hold-STEP`` in it, hand-overs wait at that
-step, and leave a file ``at-STEP`` there; the steps are those of ``STEPS``. With a file ``damage``, one bit of
+step, and leave a file ``at-STEP`` there; the steps are those of ``STEPS``. On a prefill server ``reading`` is
+the read of a return. With a file ``damage``, one bit of
 the last page that was read is inverted before SGLang is told that the KV is there.
 """
 
@@ -16,7 +17,7 @@ from typing import Any
 from sglang_ext import launch_server
 
 FAULTS = "SGLANG_TEST_PD_FAULTS"
-STEPS = ("joining", "waiting", "ready", "reading", "granted", "writing", "computed")
+STEPS = ("joining", "waiting", "ready", "reading", "held", "granted", "writing", "computed")
 
 
 def make_faulty(folder: Path) -> None:
@@ -59,6 +60,10 @@ def make_faulty(folder: Path) -> None:
             # To SGLang the request is not ready yet, so nothing is allocated.
             (folder / "at-ready").touch()
             return 1
+        if found == 4 and (folder / "hold-held").exists():
+            # The KV is there, and SGLang is not told.
+            (folder / "at-held").touch()
+            return 3
         return found
 
     GlobalKVSender.poll = sender_poll  # type: ignore[method-assign]
@@ -96,4 +101,6 @@ if __name__ == "__mp_main__" and FAULTS in os.environ:  # in the scheduler's pro
     make_faulty(Path(os.environ[FAULTS]))
 
 if __name__ == "__main__":
+    # A forked scheduler would not import this module again.
+    os.environ["SGLANG_EXT_START_METHOD"] = "spawn"
     launch_server.main(sys.argv[1:])

@@ -38,4 +38,6 @@ if __name__ == "__mp_main__" and GATE in os.environ:  # in the scheduler's proce
     hold_reads(Path(os.environ[GATE]))
 
 if __name__ == "__main__":
+    # A forked scheduler would not import this module again.
+    os.environ["SGLANG_EXT_START_METHOD"] = "spawn"
     launch_server.main(sys.argv[1:])

@@ -45,4 +45,6 @@ if __name__ == "__mp_main__" and ASKED in os.environ:  # in the scheduler's proc
     listen(Path(os.environ[ASKED]))
 
 if __name__ == "__main__":
+    # A forked scheduler would not import this module again.
+    os.environ["SGLANG_EXT_START_METHOD"] = "spawn"
     launch_server.main(sys.argv[1:])
