@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from router.advisory_book import BUSY, ENDED, REPEATED, Answer, Entry, Hint, HintBook, State
 from router.costs import RouterCosts
 from router.fetching import Fetching
@@ -268,7 +270,7 @@ class Advisor:
     def _expecting(self, fleet: Instances) -> Instances:
         """The fleet with the requests that are expected as load."""
         return tuple(
-            dataclasses.replace(known, in_flight=known.in_flight + self.book.promised(known.name))
+            msgspec.structs.replace(known, in_flight=known.in_flight + self.book.promised(known.name))
             for known in fleet
         )
 

@@ -77,16 +77,7 @@ class Chooser:
         fleet = self._with_room(self._fleet.usable(excluded))
         if not beginners(fleet):
             return None
-        matches: dict[str, Match] = {}
-        for encoded in flight.prompts:
-            for name, match in self._trees.match(encoded.namespace, encoded.key).items():
-                before = matches.get(name, NOTHING)
-                matches[name] = Match(
-                    before.tokens + match.tokens,
-                    before.own or match.own,
-                    before.dram + match.dram,
-                    before.disk + match.disk,
-                )
+        matches = self._matches(flight)
         decision = None
         if self.expectations is not None and not excluded:
             expected = self.expectations.expected_at(flight, fleet)
@@ -102,6 +93,21 @@ class Chooser:
         record.matched_tokens = None if record.prompt_tokens is None else decision.matched
         self._metrics.decided(self._name, decision.reason.value)
         return decision, _choice(decision, matches, fleet, record.fetch)
+
+    def _matches(self, flight: Flight) -> dict[str, Match]:
+        """What each instance holds of all prompts together."""
+        first, *others = flight.prompts
+        matches = self._trees.match(first.namespace, first.key)
+        for encoded in others:
+            for name, match in self._trees.match(encoded.namespace, encoded.key).items():
+                before = matches.get(name, NOTHING)
+                matches[name] = Match(
+                    before.tokens + match.tokens,
+                    before.own or match.own,
+                    before.dram + match.dram,
+                    before.disk + match.disk,
+                )
+        return matches
 
     def pinned(self, flight: Flight, instance: str) -> tuple[Decision, Choice] | None:
         """The instance that keeps what a request goes on from, if it can take requests."""

@@ -16,11 +16,10 @@ the next one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from router.policies.base import Instance, Role
-from router.queue_estimate import QueueEstimate
+from router.queue_estimate import Entry, QueueEstimate
 from router.transfer_times import TransferTimes
 from sglang_ext.cost_model import CostModel
 from sglang_ext.keys import Tier
@@ -78,6 +77,42 @@ class Correction:
         if expected <= 0:
             return prior
         return min(bound, max(1 / bound, (self.observed_s + prior * prior_s) / expected))
+
+
+class Sending:
+    """See ``RouterCosts.sending``. A class, because a generator costs every request more."""
+
+    __slots__ = ("_costs", "_entry", "_model_s", "_name", "_queue", "_streams")
+
+    def __init__(
+        self, costs: RouterCosts, name: str, queue: QueueEstimate, model_s: float, streams: bool
+    ) -> None:
+        self._costs = costs
+        self._name = name
+        self._queue = queue
+        self._model_s = model_s
+        self._streams = streams
+        self._entry: Entry | None = None
+        """Until the first byte."""
+
+    def __enter__(self) -> Callable[[], None]:
+        costs = self._costs
+        expected_s = costs.factor(self._name) * self._model_s
+        self._entry = self._queue.enter(expected_s, costs.now(), streams=self._streams)
+        return self.first_byte
+
+    def first_byte(self) -> None:
+        """The first byte of the answer is here. Repeating it is harmless."""
+        took = self._left()
+        if took is not None and self._streams:
+            self._costs.observe(self._name, self._model_s, took)
+
+    def __exit__(self, *error: object) -> None:
+        self._left()
+
+    def _left(self) -> float | None:
+        entry, self._entry = self._entry, None
+        return None if entry is None else self._queue.leave(entry, self._costs.now())
 
 
 class RouterCosts:
@@ -170,34 +205,23 @@ class RouterCosts:
 
     # -- queues -----------------------------------------------------------------------------------
 
-    @contextmanager
-    def sending(
-        self, name: str, new_tokens: int, context_tokens: int, *, streams: bool
-    ) -> Iterator[Callable[[], None]]:
-        """A prompt is on its way to ``name``; the caller calls what it is given at the first byte.
+    def sending(self, name: str, new_tokens: int, context_tokens: int, *, streams: bool) -> Sending:
+        """A prompt is on its way to ``name`` while the block runs; the caller calls what it is given at the
+        first byte.
 
         Args:
             new_tokens: to compute, behind ``context_tokens``.
             streams: whether the first byte comes with the first token.
         """
         model_s = self.of(name).exec_s(new_tokens, context_tokens)
-        queue = self._queues.setdefault(name, QueueEstimate())
-        entry = queue.enter(self.factor(name) * model_s, self._monotonic(), streams=streams)
-        first = True
+        queue = self._queues.get(name)
+        if queue is None:
+            queue = self._queues[name] = QueueEstimate()
+        return Sending(self, name, queue, model_s, streams)
 
-        def first_byte() -> None:
-            nonlocal first
-            if not first:
-                return
-            first = False
-            took = queue.leave(entry, self._monotonic())
-            if streams:
-                self.observe(name, model_s, took)
-
-        try:
-            yield first_byte
-        finally:
-            queue.leave(entry, self._monotonic())
+    def now(self) -> float:
+        """Seconds."""
+        return self._monotonic()
 
     # -- learning ---------------------------------------------------------------------------------
 

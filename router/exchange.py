@@ -7,8 +7,9 @@ can be exchanged without touching routing, validation or relaying.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, field
 from typing import Protocol
+
+import msgspec
 
 from sglang_ext.errors import DeadlineError, PeerError, SglangExtError, UserError
 
@@ -22,8 +23,7 @@ HOP_BY_HOP = frozenset({
 """Headers that concern one connection and are never passed on (RFC 9110, section 7.6.1)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """A request, read to its end."""
 
     method: str
@@ -31,7 +31,7 @@ class Request:
     """Decoded, without the query; what routes are looked up by."""
     target: str
     """Path and query as in the request line; what is sent on."""
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = {}
     """Names in lower case."""
     body: bytes = b""
 

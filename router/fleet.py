@@ -231,22 +231,29 @@ class Fleet:
 
         Prefill and decode instances only in pairs: if one of the two is missing, so is the other.
         """
-        rows = [row for row in self.rows.values() if row.state in USABLE and row.name not in excluded]
-        roles = {row.role for row in rows}
-        if not (self._pairs and {Role.PREFILL, Role.DECODE} <= roles):
-            rows = [row for row in rows if row.role is Role.COLOCATED]
-        return tuple(
+        found = [
             Instance(
                 row.name,
                 row.in_flight + row.elsewhere,
                 row.queued_tokens,
                 self._cached_tokens(row.name),
                 row.last_picked,
-                role=row.role,
-                trusted=self._trusted(row.name),
+                row.role,
+                self._trusted(row.name),
             )
-            for row in rows
-        )
+            for row in self.rows.values()
+            if row.state in USABLE and row.name not in excluded
+        ]
+        for instance in found:
+            if instance.role is not Role.COLOCATED:
+                return self._complete(found)
+        return tuple(found)
+
+    def _complete(self, found: list[Instance]) -> tuple[Instance, ...]:
+        """Without halves of pairs whose other half is missing."""
+        if self._pairs and {Role.PREFILL, Role.DECODE} <= {instance.role for instance in found}:
+            return tuple(found)
+        return tuple(instance for instance in found if instance.role is Role.COLOCATED)
 
     def obstacle(self) -> str:
         """Why no request can be served, for people; empty when one can."""

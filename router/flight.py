@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
+import msgspec
 import orjson
 
 from router.anthropic_answers import AnthropicAnswer
@@ -22,8 +21,7 @@ from sglang_ext.errors import InternalError
 MAX_HOMES = 50_000
 
 
-@dataclass(eq=False, slots=True)
-class Flight:
+class Flight(msgspec.Struct, eq=False):
     """One generation request on its way."""
 
     job: Job
@@ -79,45 +77,24 @@ class Flights:
     """All requests on their way, by the names under which they can be aborted."""
 
     def __init__(self) -> None:
-        self._by_name: dict[str, set[Flight]] = {}
         self._all: set[Flight] = set()
 
     def __len__(self) -> int:
         return len(self._all)
 
-    @contextmanager
-    def carrying(self, flight: Flight) -> Iterator[None]:
+    def carrying(self, flight: Flight) -> Carrying:
         """Keep a flight while the block runs, and end the block when it is aborted.
 
         Raises:
             RequestRefused: it was aborted.
         """
-        flight.task = asyncio.current_task()
-        before = flight.task.cancelling() if flight.task is not None else 0
-        names = {flight.record.request_id, *flight.rids}
-        self._all.add(flight)
-        for name in names:
-            self._by_name.setdefault(name, set()).add(flight)
-        try:
-            yield
-        except asyncio.CancelledError:
-            if flight.aborted and flight.task is not None and flight.task.uncancel() <= before:
-                raise RequestRefused(
-                    "the request was aborted", status=CLIENT_GONE, code="aborted", kind="aborted"
-                ) from None
-            raise
-        finally:
-            flight.task = None
-            self._all.discard(flight)
-            for name in names:
-                flights = self._by_name[name]
-                flights.discard(flight)
-                if not flights:
-                    del self._by_name[name]
+        return Carrying(self._all, flight)
 
     def named(self, name: str, scope: str) -> list[Flight]:
         """Flights with this request id or ``rid``, of the callers with this scope."""
-        return [flight for flight in self._by_name.get(name, ()) if flight.record.caller.scope == scope]
+        return [
+            flight for flight in self.of(scope) if name == flight.record.request_id or name in flight.rids
+        ]
 
     def of(self, scope: str) -> list[Flight]:
         """All flights of the callers with this scope."""
@@ -125,6 +102,34 @@ class Flights:
 
     def __repr__(self) -> str:
         return f"Flights({len(self._all)})"
+
+
+class Carrying:
+    """See ``Flights.carrying``. A class, because a generator costs every request more."""
+
+    __slots__ = ("_before", "_flight", "_flights")
+
+    def __init__(self, flights: set[Flight], flight: Flight) -> None:
+        self._flights = flights
+        self._flight = flight
+        self._before = 0
+
+    def __enter__(self) -> None:
+        flight = self._flight
+        flight.task = asyncio.current_task()
+        self._before = flight.task.cancelling() if flight.task is not None else 0
+        self._flights.add(flight)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        flight, task = self._flight, self._flight.task
+        flight.task = None
+        self._flights.discard(flight)
+        if not isinstance(error, asyncio.CancelledError) or not flight.aborted or task is None:
+            return
+        if task.uncancel() <= self._before:
+            raise RequestRefused(
+                "the request was aborted", status=CLIENT_GONE, code="aborted", kind="aborted"
+            ) from None
 
 
 def abort(flight: Flight) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import httptools
+import msgspec
 
 from router.exchange import Request, RequestRefused
 from router.http_body import BodyBuffer
@@ -45,8 +45,7 @@ class Phase(enum.Enum):
     """Nothing more, ever: a request was refused, or announced that it is the last."""
 
 
-@dataclass(slots=True)
-class Parsed:
+class Parsed(msgspec.Struct):
     """A request and how it is to be answered."""
 
     request: Request

@@ -21,7 +21,8 @@ from router.validation import (
     wrong,
 )
 
-MEDIA_FIELDS = ("image_data", "video_data", "audio_data")
+MEDIA_FIELDS = frozenset({"image_data", "video_data", "audio_data"})
+_LOGPROB_FIELDS = frozenset({"top_logprobs_num", "return_logprob", "logprob_start_len"})
 
 
 def parse_generate(payload: Json, limits: Limits) -> Job:
@@ -36,7 +37,7 @@ def parse_generate(payload: Json, limits: Limits) -> Job:
     prompts, is_batch = _prompts(payload, limits)
     sampling, choices = _sampling(payload.get("sampling_params"), len(prompts), is_batch, limits)
     _check_logprobs(payload, limits)
-    opaque = any(payload.get(name) for name in MEDIA_FIELDS)
+    opaque = _has_media(payload)
     spaces = namespaces(payload, len(prompts))
     return Job(
         Endpoint.GENERATE,
@@ -55,6 +56,10 @@ def parse_generate(payload: Json, limits: Limits) -> Job:
     )
 
 
+def _has_media(payload: Json) -> bool:
+    return not MEDIA_FIELDS.isdisjoint(payload) and any(payload.get(name) for name in MEDIA_FIELDS)
+
+
 def _prompts(payload: Json, limits: Limits) -> tuple[list[PromptInput], bool]:
     """The prompts, and whether they are a batch."""
     given = [name for name in ("text", "input_ids", "input_embeds") if payload.get(name) is not None]
@@ -70,7 +75,7 @@ def _prompts(payload: Json, limits: Limits) -> tuple[list[PromptInput], bool]:
     if name == "input_embeds":  # a worker refuses them unless it was started without a radix cache
         return [PromptInput(text="", opaque=True)], False
     if name == "text":
-        return _texts(value, allow_empty=any(payload.get(media) for media in MEDIA_FIELDS))
+        return _texts(value, allow_empty=_has_media(payload))
     if type(value) is list and value and type(value[0]) is list:
         return [
             PromptInput(ids=_ids(ids, f"input_ids[{index}]", limits)) for index, ids in enumerate(value)
@@ -151,6 +156,8 @@ def _one_sampling(value: Json, prefix: str, limits: Limits) -> int | None:
 
 def _check_logprobs(payload: Json, limits: Limits) -> None:
     """More top logprobs than the vocabulary has entries, or fewer than none, bring the scheduler down."""
+    if _LOGPROB_FIELDS.isdisjoint(payload):
+        return
     value = payload.get("top_logprobs_num")
     for index, item in enumerate(value if type(value) is list else [value]):
         field = f"top_logprobs_num[{index}]" if type(value) is list else "top_logprobs_num"

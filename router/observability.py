@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from router.fleet import USABLE, Fleet
 from router.prompt_trees import PromptTrees
 from router.queueing import Admission
 from router.record import CLIENT_GONE, Record
 from router.segments import TokenCache
+from router.tally import Spreads, Tallies
 from sglang_ext.metrics import REQUEST_BUCKETS, STAGE_BUCKETS, metric_name
 
 TIERS = ("hbm", "dram", "disk")
@@ -22,15 +22,17 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = self.counter("requests", "Requests answered", "endpoint", "status")
-        self.decisions = self.counter("decisions", "Routing decisions", "policy", "reason")
-        self.prompt_tokens = self.counter("prompt_tokens", "Prompt tokens of answered requests")
-        self.matched_tokens = self.counter("matched_tokens", "Prompt tokens the router believed to be cached")
-        self.cached_tokens = self.counter("cached_tokens", "Prompt tokens that workers report as cached")
-        self.tier_tokens = self.counter(
+        self.requests = self._tallies("requests", "Requests answered", "endpoint", "status")
+        self.decisions = self._tallies("decisions", "Routing decisions", "policy", "reason")
+        self.prompt_tokens = self._tallies("prompt_tokens", "Prompt tokens of answered requests")
+        self.matched_tokens = self._tallies(
+            "matched_tokens", "Prompt tokens the router believed to be cached"
+        )
+        self.cached_tokens = self._tallies("cached_tokens", "Prompt tokens that workers report as cached")
+        self.tier_tokens = self._tallies(
             "tier_tokens", "Prompt tokens that workers report as cached, where they tell the tier", "tier"
         )
-        self.completion_tokens = self.counter("completion_tokens", "Tokens generated")
+        self.completion_tokens = self._tallies("completion_tokens", "Tokens generated")
         self.hints = self.counter("hints", "Hints at coming requests", "verdict")
         self.hints_used = self.counter(
             "hints_used", "Hints whose request came when all was moved, before that, or never", "when"
@@ -61,19 +63,19 @@ class RouterMetrics:
         self.disconnects = self.counter("client_disconnects", "Clients that went away before the end")
         self.broken_streams = self.counter("broken_streams", "Streams whose worker went away in mid-answer")
         self.untokenized = self.counter("untokenized_prompts", "Prompts matched by text", "why")
-        self.tenant_requests = self.counter("tenant_requests", "Generation requests", "tenant", "status")
-        self.tenant_tokens = self.counter("tenant_tokens", "Tokens of generation requests", "tenant", "kind")
-        self.stage = self.histogram(
+        self.tenant_requests = self._tallies("tenant_requests", "Generation requests", "tenant", "status")
+        self.tenant_tokens = self._tallies("tenant_tokens", "Tokens of generation requests", "tenant", "kind")
+        self.stage = self._spreads(
             "stage_seconds", "Time added by the router before a request is sent on", STAGE_BUCKETS, "stage"
         )
-        self.queue_wait = self.histogram(
+        self.queue_wait = self._spreads(
             "queue_wait_seconds", "Time that requests waited for an instance with room", REQUEST_BUCKETS
         )
-        self.first_byte = self.histogram(
+        self.first_byte = self._spreads(
             "first_byte_seconds", "Time from a request to the first byte of its answer", REQUEST_BUCKETS,
             "endpoint",
         )  # fmt: skip
-        self.duration = self.histogram(
+        self.duration = self._spreads(
             "request_seconds", "Time from a request to the end of its answer", REQUEST_BUCKETS, "endpoint"
         )
         self._in_flight = self.gauge("in_flight", "Requests in flight", "instance")
@@ -102,7 +104,6 @@ class RouterMetrics:
                 "misses": "Segments tokenized, since the model was loaded",
             }.items()
         }
-        self._children: dict[tuple[Any, ...], Any] = {}
         self.on_refresh: list[Callable[[], None]] = []
         """Called before the metrics are shown, to bring gauges up to date."""
 
@@ -114,14 +115,17 @@ class RouterMetrics:
         """A new gauge in this registry."""
         return Gauge(metric_name("router", name), text, labels, registry=self.registry)
 
-    def histogram(self, name: str, text: str, buckets: Iterable[float], *labels: str) -> Histogram:
-        """A new histogram in this registry."""
-        full = metric_name("router", name)
-        return Histogram(full, text, labels, buckets=tuple(buckets), registry=self.registry)
+    def _tallies(self, name: str, text: str, *labels: str) -> Tallies:
+        """A new counter that every request writes."""
+        return Tallies(metric_name("router", name), text, labels, self.registry)
+
+    def _spreads(self, name: str, text: str, bounds: Sequence[float], *labels: str) -> Spreads:
+        """A new histogram that every request writes."""
+        return Spreads(metric_name("router", name), text, labels, bounds, self.registry)
 
     def decided(self, policy: str, reason: str) -> None:
         """Count a routing decision."""
-        self._child(self.decisions, policy, reason).inc()
+        self.decisions.of(policy, reason).add()
 
     def refresh(
         self, fleet: Fleet, trees: PromptTrees, cache: TokenCache, admission: Admission | None = None
@@ -152,37 +156,31 @@ class RouterMetrics:
     def count(self, record: Record, endpoint: str, now: float) -> None:
         """Take in a request that has ended."""
         status = str(record.status)
-        self._child(self.requests, endpoint, status).inc()
-        self._child(self.duration, endpoint).observe(now - record.started)
+        self.requests.of(endpoint, status).add()
+        self.duration.of(endpoint).add(now - record.started)
         if record.first_byte is not None:
-            self._child(self.first_byte, endpoint).observe(record.first_byte - record.started)
+            self.first_byte.of(endpoint).add(record.first_byte - record.started)
         for stage, seconds in record.stages.items():
-            self._child(self.stage, stage).observe(seconds)
+            self.stage.of(stage).add(seconds)
         if record.status == CLIENT_GONE:
             self.disconnects.inc()
         if record.caller.tenant is not None and record.stages:
-            self._child(self.tenant_requests, record.caller.tenant, status).inc()
+            self.tenant_requests.of(record.caller.tenant, status).add()
         if record.status == 200 and record.stages:
             self._count_tokens(record)
 
     def _count_tokens(self, record: Record) -> None:
-        self.queue_wait.observe(record.queued_s)
-        self.prompt_tokens.inc(record.prompt_tokens or 0)
-        self.matched_tokens.inc(record.matched_tokens or 0)
-        self.cached_tokens.inc(record.cached_tokens or 0)
-        self.completion_tokens.inc(record.completion_tokens or 0)
+        prompt, cached = record.prompt_tokens or 0, record.cached_tokens or 0
+        completion = record.completion_tokens or 0
+        self.queue_wait.of().add(record.queued_s)
+        self.prompt_tokens.of().add(prompt)
+        self.matched_tokens.of().add(record.matched_tokens or 0)
+        self.cached_tokens.of().add(cached)
+        self.completion_tokens.of().add(completion)
         for tier, tokens in record.tiers.items():
-            self._child(self.tier_tokens, tier).inc(tokens)
+            self.tier_tokens.of(tier).add(tokens)
         tenant = record.caller.tenant
         if tenant is not None:
-            self._child(self.tenant_tokens, tenant, "prompt").inc(record.prompt_tokens or 0)
-            self._child(self.tenant_tokens, tenant, "cached").inc(record.cached_tokens or 0)
-            self._child(self.tenant_tokens, tenant, "completion").inc(record.completion_tokens or 0)
-
-    def _child(self, metric: Any, *labels: str) -> Any:
-        """``metric.labels(...)``, looked up once: it is on the path of every request."""
-        key = (id(metric), *labels)
-        child = self._children.get(key)
-        if child is None:
-            child = self._children[key] = metric.labels(*labels)
-        return child
+            self.tenant_tokens.of(tenant, "prompt").add(prompt)
+            self.tenant_tokens.of(tenant, "cached").add(cached)
+            self.tenant_tokens.of(tenant, "completion").add(completion)

@@ -49,7 +49,8 @@ PLACEMENT_BYTES = 250
 class _Generation:
     holder: Holder
     instance: str
-    opened: float
+    closes: float
+    """When another one takes new entries."""
     expires: float
     is_guess: bool
 
@@ -181,9 +182,11 @@ class PromptTrees:
         return bool(self._dead)
 
     def _insert(self, namespace: Hashable, key: bytes, instance: str, *, is_guess: bool) -> None:
-        self._expire()
-        holder = self._generation(instance, is_guess).holder
+        now = self._expire()
+        holder = self._holder(instance, is_guess, now)
         result = self._tree.insert(namespace, key, holder)
+        if not result.added:
+            return
         self._placed_blocks += result.new_blocks
         self._unique_blocks += sum(node.blocks for node in result.added if len(node.placements) == 1)
         new = sum(node.blocks for node in result.added if not self._held_otherwise(node, instance, holder))
@@ -219,27 +222,30 @@ class PromptTrees:
         self._placed_blocks -= taken
         return taken
 
-    def _generation(self, instance: str, is_guess: bool) -> _Generation:
-        now = self._clock.monotonic()
+    def _holder(self, instance: str, is_guess: bool, now: float) -> Holder:
+        """Of the generation that takes new entries."""
+        current = self._open.get((instance, is_guess))
+        if current is not None and now < current.closes:
+            return current.holder
         ttl = GUESS_TTL_S if is_guess else self._ttl_s
         span = GUESS_SPAN_S if is_guess else self._ttl_s / SPANS_PER_TTL
-        current = self._open.get((instance, is_guess))
-        if current is None or now >= current.opened + span:
-            holder = Holder.of(instance, next(self._serial), Tier.HBM)
-            current = _Generation(holder, instance, now, now + span + ttl, is_guess)
-            self._open[instance, is_guess] = current
-            self._live[holder] = current
-            self._counted[holder] = instance
-            self._next_expiry = min(self._next_expiry, current.expires)
-        return current
+        holder = Holder.of(instance, next(self._serial), Tier.HBM)
+        current = _Generation(holder, instance, now + span, now + span + ttl, is_guess)
+        self._open[instance, is_guess] = current
+        self._live[holder] = current
+        self._counted[holder] = instance
+        self._next_expiry = min(self._next_expiry, current.expires)
+        return holder
 
-    def _expire(self) -> None:
+    def _expire(self) -> float:
+        """Stop matching what has had its time. Returns what time it is."""
         now = self._clock.monotonic()
         if now < self._next_expiry:
-            return
+            return now
         for generation in [g for g in self._live.values() if g.expires <= now]:
             self._kill(generation)
         self._next_expiry = min((g.expires for g in self._live.values()), default=math.inf)
+        return now
 
     def _kill(self, generation: _Generation) -> None:
         del self._live[generation.holder]

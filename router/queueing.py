@@ -11,8 +11,7 @@ import asyncio
 import heapq
 import itertools
 import math
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sglang_ext.clock import Clock
@@ -104,6 +103,22 @@ class Line:
             raise InternalError(f"{there} tickets in the line, {self._waiting} counted")
 
 
+class Place:
+    """See ``Admission.place``. A class, because a generator costs every request more."""
+
+    __slots__ = ("_admission", "_priority")
+
+    def __init__(self, admission: Admission, priority: int) -> None:
+        self._admission = admission
+        self._priority = priority
+
+    async def __aenter__(self) -> float:
+        return await self._admission.enter(self._priority)
+
+    async def __aexit__(self, *error: object) -> None:
+        self._admission.leave()
+
+
 class Admission:
     """Lets requests through while there are places.
 
@@ -124,24 +139,26 @@ class Admission:
         self.admitted = 0
         """Requests that have a place."""
 
-    @asynccontextmanager
-    async def place(self, priority: int = 0) -> AsyncIterator[float]:
-        """Hold a place; yields the seconds that were waited for it.
+    def place(self, priority: int = 0) -> Place:
+        """Hold a place while the block runs; gives the seconds that were waited for it.
 
         Raises:
             QueueFull, QueueTimeout: there is none.
         """
-        waited = 0.0
+        return Place(self, priority)
+
+    async def enter(self, priority: int) -> float:
+        """See ``place``; whoever enters leaves."""
         if len(self.line) or self.admitted >= self._capacity():
-            waited = await self._wait(priority)
-        else:
-            self.admitted += 1
-        try:
-            yield waited
-        finally:
-            self.admitted -= 1
-            if len(self.line):
-                self._grant()
+            return await self._wait(priority)
+        self.admitted += 1
+        return 0.0
+
+    def leave(self) -> None:
+        """Give a place back."""
+        self.admitted -= 1
+        if len(self.line):
+            self._grant()
 
     async def _wait(self, priority: int) -> float:
         """Returns with a place taken."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from router.fetch_note import FetchNote
 from router.tenants import ANYBODY, Caller
@@ -11,8 +11,7 @@ CLIENT_GONE = 499
 """Status under which a request is counted whose client went away (nginx's number)."""
 
 
-@dataclass(slots=True)
-class Record:
+class Record(msgspec.Struct):
     """One request. Times are seconds of the clock."""
 
     request_id: str
@@ -35,11 +34,11 @@ class Record:
     """What another instance holds of its prompt, and what became of fetching that."""
     cached_tokens: int | None = None
     """Tokens that the instance says it found."""
-    tiers: dict[str, int] = field(default_factory=dict)
+    tiers: dict[str, int] = {}
     """Tier -> tokens that were found there."""
     completion_tokens: int | None = None
     attempts: int = 0
-    stages: dict[str, float] = field(default_factory=dict)
+    stages: dict[str, float] = {}
     """Seconds the router itself spent, by stage; waiting for a place is not one of them."""
     queued_s: float = 0.0
     first_byte: float | None = None

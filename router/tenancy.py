@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import orjson
 
 from router.exchange import RequestRefused
@@ -85,9 +85,10 @@ def with_salt(job: Job, caller: Caller) -> Job:
     if caller.salt is None:
         return job
     prompts = tuple(
-        dataclasses.replace(prompt, namespace=(*prompt.namespace[:2], caller.salt)) for prompt in job.prompts
+        msgspec.structs.replace(prompt, namespace=(*prompt.namespace[:2], caller.salt))
+        for prompt in job.prompts
     )
-    return dataclasses.replace(job, prompts=prompts)
+    return msgspec.structs.replace(job, prompts=prompts)
 
 
 def rids_of(payload: Json) -> tuple[str, ...]:

@@ -19,8 +19,9 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from router.chat_template import CannotRender, content_format, prepare, text_of, unsupported
 from router.facts import InstanceFacts
@@ -55,8 +56,7 @@ class Fallback(enum.StrEnum):
     """The request uses something that is not rendered here."""
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
+class Encoded(msgspec.Struct, frozen=True):
     """A prompt as the trees know it."""
 
     namespace: tuple[str | None, ...]

@@ -30,11 +30,14 @@ class Tracing(Protocol):
         """Send what is still to be sent."""
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 class NoTracing:
     """Nothing is traced; a client's ``traceparent`` passes through as it came."""
 
     def request(self, request: Request, record: Record) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+        return _NOTHING
 
     def headers(self) -> Mapping[str, str]:
         return {}

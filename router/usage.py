@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import re
-from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,7 +74,7 @@ class Usage:
         # With --incremental-streaming-output an event has the latest ids only, which are no prefix.
         if choices == 1 and isinstance(ids, list) and ids and len(ids) == meta.get("completion_tokens"):
             try:
-                self.output_keys[index] = encode_tokens(array("q", ids))
+                self.output_keys[index] = encode_tokens(ids)
             except (TypeError, ValueError, OverflowError):
                 return
 

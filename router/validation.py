@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 import orjson
 
@@ -33,8 +33,7 @@ class Endpoint(enum.StrEnum):
     MESSAGES = "/v1/messages"
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True):
     """What the model can take."""
 
     vocab_size: int
@@ -43,15 +42,13 @@ class Limits:
     """Too long prompts are cut by the server instead of refused."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chat:
+class Chat(msgspec.Struct, frozen=True):
     """A conversation to be rendered by the model's chat template."""
 
     payload: Json
 
 
-@dataclass(frozen=True, slots=True)
-class PromptInput:
+class PromptInput(msgspec.Struct, frozen=True):
     """One sequence that has to be prefilled. Exactly one of ``ids``, ``text`` and ``chat`` is given."""
 
     ids: array[int] | None = None
@@ -64,8 +61,7 @@ class PromptInput:
     max_new_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(msgspec.Struct, frozen=True):
     """A generation request whose fields have been checked."""
 
     endpoint: Endpoint
@@ -171,24 +167,39 @@ def check_strings(source: Json, name: str, prefix: str = "") -> None:
             raise wrong(f"{prefix}{name}[{index}]", "a string", item)
 
 
+def _take_int(source: Json, name: str, prefix: str) -> None:
+    take_int(source, name, prefix=prefix)
+
+
+def _take_bool(source: Json, name: str, prefix: str) -> None:
+    take_bool(source, name, prefix=prefix)
+
+
+_SAMPLING: Mapping[str, Callable[[Json, str, str], object]] = {
+    **dict.fromkeys(
+        ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+        take_number,
+    ),
+    **dict.fromkeys(("top_k", "min_new_tokens", "min_tokens", "seed", "sampling_seed"), _take_int),
+    **dict.fromkeys(
+        ("ignore_eos", "skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens"), _take_bool
+    ),
+    **dict.fromkeys(("regex", "ebnf", "structural_tag"), take_string),
+    **dict.fromkeys(("stop", "stop_regex"), check_strings),
+}
+"""Sampling parameter -> what checks its type."""
+
+
 def check_sampling(source: Json, limits: Limits, prefix: str = "") -> None:
     """Check the types of sampling parameters, and what would bring a stock scheduler down.
 
     SGLang checks most ranges itself. It does not check ``stop_token_ids``, which index the logits as soon
     as ``min_new_tokens`` (``min_tokens``) is set, and are harmless otherwise.
     """
-    for name in (
-        "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
-    ):  # fmt: skip
-        take_number(source, name, prefix)
-    for name in ("top_k", "min_new_tokens", "min_tokens", "seed", "sampling_seed"):
-        take_int(source, name, prefix=prefix)
-    for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens"):
-        take_bool(source, name, prefix=prefix)
-    for name in ("regex", "ebnf", "structural_tag"):
-        take_string(source, name, prefix)
-    check_strings(source, "stop", prefix)
-    check_strings(source, "stop_regex", prefix)
+    for name in source:
+        check = _SAMPLING.get(name)
+        if check is not None:
+            check(source, name, prefix)
     if (stops := source.get("stop_token_ids")) is not None:
         least_length = source.get("min_new_tokens") or source.get("min_tokens")
         check_ids(stops, prefix + "stop_token_ids", limits.vocab_size if least_length else None)
@@ -260,12 +271,17 @@ def per_prompt(source: Json, name: str, count: int) -> list[str | None]:
     return [item or None for item in value]
 
 
+_NAMES_SPACES = frozenset({"lora_path", "extra_key", "cache_salt"})
+
+
 def namespaces(source: Json, count: int, adapter: str | None = None) -> list[tuple[str | None, ...]]:
     """What keeps each prompt of a batch apart from equal ones: (adapter, extra_key, cache_salt).
 
     Args:
         adapter: the LoRA adapter that the model's name asks for, which goes before ``lora_path``.
     """
+    if _NAMES_SPACES.isdisjoint(source):
+        return [(adapter, None, None)] * count
     adapters = [adapter] * count if adapter else per_prompt(source, "lora_path", count)
     keys, salts = per_prompt(source, "extra_key", count), per_prompt(source, "cache_salt", count)
     return list(zip(adapters, keys, salts, strict=True))

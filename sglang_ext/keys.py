@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import hashlib
 import json
+import sys
 from array import array
 from collections.abc import Sequence
 from typing import TypeAlias, cast
@@ -27,6 +28,10 @@ BLOCK_KEY_BYTES = 16
 
 _ENCODED = np.dtype("<i4")
 _UNSIGNED = np.dtype(np.uint64)
+_NATIVE = sys.byteorder == "little" and array("i").itemsize == TOKEN_BYTES
+"""This machine's integers are encoded ones."""
+FEW_TOKENS = 64
+"""So many are looked at one by one; to numpy they would be too few."""
 
 TokenIds: TypeAlias = "Sequence[int] | array[int] | npt.NDArray[np.integer]"
 
@@ -84,6 +89,8 @@ def encode_tokens(tokens: TokenIds | bytes, count: int | None = None) -> bytes:
         return tokens if count is None else tokens[: count * TOKEN_BYTES]
     if len(tokens) == 0 or count == 0:
         return b""
+    if isinstance(tokens, list) and _NATIVE and (packed := _packed(tokens, count)) is not None:
+        return packed
     if isinstance(tokens, array) and tokens.typecode == "q":
         wide = np.frombuffer(tokens, _UNSIGNED, -1 if count is None else min(count, len(tokens)))
     else:
@@ -94,6 +101,19 @@ def encode_tokens(tokens: TokenIds | bytes, count: int | None = None) -> bytes:
     if np.maximum.reduce(wide) > MAX_TOKEN:
         raise ValueError(f"token ids must lie in [0, {MAX_TOKEN}]")
     return wide.astype(_ENCODED).tobytes()
+
+
+def _packed(tokens: list[int], count: int | None) -> bytes | None:
+    """As ``encode_tokens``, for lists; ``None`` where something is wrong with them.
+
+    An array of C integers is made of a list in a fraction of the time that numpy takes.
+    """
+    try:
+        packed = array("i", tokens if count is None else tokens[:count])
+    except (TypeError, OverflowError):
+        return None
+    least = min(packed) if len(packed) <= FEW_TOKENS else np.frombuffer(packed, np.int32).min()
+    return None if least < 0 else packed.tobytes()
 
 
 def _as_integers(tokens: TokenIds) -> npt.NDArray[np.integer]:

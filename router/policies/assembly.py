@@ -9,9 +9,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
+
+import msgspec
 
 from router.policies.base import (
     Costs,
@@ -82,7 +83,7 @@ def assembled(rule: Policy) -> Policy:
         candidates = beginners(fleet)
         decision = rule(prompt, candidates, known, costs, options)
         if decision.reason is Reason.NO_PREFIX and any(not instance.trusted for instance in candidates):
-            decision = dataclasses.replace(decision, reason=Reason.UNTRUSTED)
+            decision = msgspec.structs.replace(decision, reason=Reason.UNTRUSTED)
         return with_decode(decision, prompt, fleet, known, costs, options)
 
     policy.__doc__ = rule.__doc__
@@ -98,7 +99,7 @@ def with_decode(
     if chosen.role is not Role.PREFILL or decision.decode is not None:
         return decision
     decode, _ = choose_decode(prompt, chosen, fleet, matches, costs, options)
-    return dataclasses.replace(decision, decode=decode.name)
+    return msgspec.structs.replace(decision, decode=decode.name)
 
 
 def guarded(policy: Policy, name: str, fallback: Policy) -> Policy:
@@ -122,7 +123,7 @@ def guarded(policy: Policy, name: str, fallback: Policy) -> Policy:
         else:
             logger.error("policy %s: %s", name, problem)
         decision = fallback(prompt, fleet, matches, costs, options)
-        return dataclasses.replace(decision, reason=Reason.POLICY_FAILED)
+        return msgspec.structs.replace(decision, reason=Reason.POLICY_FAILED)
 
     return safe
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
+
+import msgspec
 
 from sglang_ext.keys import Tier
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """What a policy may know of the request."""
 
     tokens: int
@@ -37,8 +38,7 @@ class Role(enum.StrEnum):
     DECODE = "decode"
 
 
-@dataclass(frozen=True, slots=True)
-class Instance:
+class Instance(msgspec.Struct, frozen=True):
     """One instance that can take the request."""
 
     name: str
@@ -59,8 +59,7 @@ Fleet: TypeAlias = tuple[Instance, ...]
 """The instances that can take the request; never empty."""
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(msgspec.Struct, frozen=True):
     """What an instance is believed to hold of the prompt."""
 
     tokens: int
@@ -121,8 +120,7 @@ class Reason(enum.StrEnum):
     """The policy raised an error, or its decision made no sense; it is the least loaded instance."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(msgspec.Struct, frozen=True):
     """KV that another instance holds, worth moving."""
 
     source: str
@@ -130,8 +128,7 @@ class Fetch:
     """Leading tokens of the prompt that ``source`` holds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """An instance and why."""
 
     instance: str
@@ -140,7 +137,7 @@ class Decision:
     """A policy of one's own has only these words to choose from: they are a label of metrics."""
     matched: int = 0
     """Tokens of the prompt the chosen instance is believed to hold."""
-    scores: Mapping[str, float] = field(default_factory=dict)
+    scores: Mapping[str, float] = {}
     """What was compared, by instance; larger is better."""
     decode: str | None = None
     """The instance that decodes, where it is another one."""
@@ -196,6 +193,11 @@ Policy: TypeAlias = Callable[[Prompt, Fleet, Matches, Costs, PolicyOptions], Dec
 def beginners(fleet: Fleet) -> Fleet:
     """The instances that a request can be sent to first: those that do everything, and, where some decode,
     those that prefill. Empty when the fleet cannot answer any request."""
+    for instance in fleet:
+        if instance.role is not Role.COLOCATED:
+            break
+    else:
+        return fleet
     decodes = any(instance.role is Role.DECODE for instance in fleet)
     return tuple(
         instance

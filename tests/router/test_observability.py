@@ -15,6 +15,7 @@ import pytest
 from router import Router, RouterConfig
 from router.logs import JsonFormatter, configure_logging
 from router.observability import RouterMetrics
+from router.tally import Spreads, Tallies
 from router.tracing import NO_TRACING, OpenTelemetry, open_tracing
 from sglang_ext.errors import ConfigError
 
@@ -61,6 +62,8 @@ def test_labels_of_the_dashboard_are_there() -> None:
         for one in metric.values() if isinstance(metric, dict) else [metric]:
             if hasattr(one, "_labelnames"):
                 labels[one._name] = set(one._labelnames)
+            elif isinstance(one, Tallies | Spreads):
+                labels[one.name] = set(one.labels)
     for panel in json.loads(DASHBOARD.read_text())["panels"]:
         for target in panel["targets"]:
             used = {
