@@ -21,7 +21,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,7 +49,7 @@ from benchmarks.advisory_fleet import (
 )
 from benchmarks.advisory_hits import measure_hits
 from benchmarks.advisory_play import Player, Scene
-from benchmarks.advisory_talks import Encode, Shape, Talk, agents, turns_of, users
+from benchmarks.advisory_talks import FRESH, Encode, Shape, agents, turns_of, users
 from benchmarks.common import SEED, Options, Report, Value, parse, percentile
 from benchmarks.data import data_folder
 from benchmarks.router_processes import peer_missing
@@ -83,14 +84,15 @@ class Plan:
 
 
 QUICK = Plan(
-    main=16,
-    counts={"recompute": (2, 6), "ours": (16, 24)},
+    main=12,
+    counts={"recompute": (2, 6), "ours without hints": (), "ours": (12, 20)},
     seconds=8.0,
     varied_s=24.0,
     missing=(0.0, 0.1, 0.3),
-    hits=40,
-    runs=4,
-    calls=6,
+    hits=32,
+    runs=3,
+    calls=5,
+    tiers=Tiers(hbm=8192),
 )
 FULL = Plan(
     main=24,
@@ -159,6 +161,8 @@ class Benchmark:
         for kind, systems in kinds:
             progress(f"starting {self._instances} servers: {kind}")
             with Fleet(kind, self._instances, self.plan.tiers) as fleet:
+                order = "before" if fleet.first else "among"
+                self.report.note(f"servers ({kind}): run {order} other work of this machine")
                 self._measure(fleet, systems)
         self._summarise()
 
@@ -176,9 +180,13 @@ class Benchmark:
     def _measure_system(self, fleet: Fleet, system: System, url: str) -> None:
         if "hits" in self.parts and system is HINTED:
             measure_hits(self.report, fleet, url, self.plan.hits, self.plan.tiers)
-        if "systems" in self.parts:
-            for count in self.plan.counts.get(system.name, (self.plan.main,)):
-                self._systems(fleet, system, url, count)
+        counts = self.plan.counts.get(system.name, (self.plan.main,)) if "systems" in self.parts else ()
+        varied = {"missing", "priority", "prefill"} & set(self.parts)
+        most = max([*counts, *([self.plan.main] if varied else [])], default=0)
+        if most:
+            self._warm(fleet, system, url, most)
+        for count in counts:
+            self._systems(fleet, system, url, count)
         if "missing" in self.parts and system is HINTED:
             self._missing(fleet, system, url)
         if "priority" in self.parts and system in (HINTED, RECOMPUTE):
@@ -188,8 +196,22 @@ class Benchmark:
         if "agents" in self.parts:
             self._agents(fleet, system, url)
 
+    def _warm(self, fleet: Fleet, system: System, url: str, count: int) -> None:
+        """Have what was said before the measurements computed, once for all of them; nothing else is kept."""
+        fleet.flush()
+        if system is not RECOMPUTE:
+            talks = [next(row) for row in users(self._folder, self._encode, count, SEED, self.shape)]
+            begin = time.perf_counter()
+            Player(url, self._scene(system, 0.0)).warm(talks, WARM_AT_ONCE)
+            fleet.settle()
+            told = sum(len(talk.past) for talk in talks)
+            progress(
+                f"{system.name}: {told} tokens of {count} users in {time.perf_counter() - begin:.0f} s; "
+                f"HBM holds {self.plan.tiers.hbm * len(fleet.servers)}"
+            )
+
     def _systems(self, fleet: Fleet, system: System, url: str, count: int) -> None:
-        scene = self._scene("systems", system, self.plan.seconds)
+        scene = self._scene(system, self.plan.seconds)
         moved = self._people(fleet, system, url, scene, count, self.shape)
         row = self._row(fleet, scene, moved)
         self.report.add("systems", system=system.name, users=count, **row)
@@ -203,7 +225,7 @@ class Benchmark:
 
     def _missing(self, fleet: Fleet, system: System, url: str) -> None:
         levels = turns_of(self.plan.missing, self.plan.varied_s, SLICE_S, SEED)
-        scene = self._scene("missing", system, self.plan.varied_s)
+        scene = self._scene(system, self.plan.varied_s)
         scene.levels, scene.slice_s, scene.missing = levels, SLICE_S, lambda level: level
         self._people(fleet, system, url, scene, self.plan.main, self.shape)
         for level in self.plan.missing:
@@ -222,7 +244,7 @@ class Benchmark:
 
     def _priority(self, fleet: Fleet, system: System, url: str) -> None:
         levels = turns_of(URGENT, self.plan.varied_s, SLICE_S, SEED)
-        scene = self._scene("priority", system, self.plan.varied_s)
+        scene = self._scene(system, self.plan.varied_s)
         scene.levels, scene.slice_s, scene.urgent = levels, SLICE_S, lambda level: level
         self._people(fleet, system, url, scene, self.plan.main, self.shape)
         for level in URGENT:
@@ -240,7 +262,7 @@ class Benchmark:
                     )
 
     def _prefill(self, fleet: Fleet, system: System, url: str) -> None:
-        scene = self._scene("prefill", system, self.plan.seconds)
+        scene = self._scene(system, self.plan.seconds)
         shape = Shape(self.shape.pace, prompt_tokens=PREFILL.prompt_tokens, answer_tokens=1)
         self._people(fleet, system, url, scene, self.plan.main, shape)
         self.report.add(
@@ -256,7 +278,7 @@ class Benchmark:
 
     def _agents(self, fleet: Fleet, system: System, url: str) -> None:
         chains = agents(self._folder, self.plan.runs, self.plan.calls, SEED, self.shape)
-        scene = self._scene("agents", system, 0.0)
+        scene = self._scene(system, 0.0)
         fleet.flush()
         seconds = Player(url, scene).chains(chains)
         self.report.add(
@@ -272,23 +294,19 @@ class Benchmark:
 
     # -- a measurement ------------------------------------------------------------------------------
 
-    def _scene(self, part: str, system: System, seconds: float) -> Scene:
-        return Scene(f"{part}-{next(self._scenes)}", SEED, seconds, hints=system.hints)
+    def _scene(self, system: System, seconds: float) -> Scene:
+        name = system.name.replace(" ", "-")
+        return Scene(name, SEED, seconds, hints=system.hints, mark=FRESH[1] + next(self._scenes))
 
     def _people(
         self, fleet: Fleet, system: System, url: str, scene: Scene, count: int, shape: Shape
     ) -> float:
         """Play users; tokens that hints have moved."""
-        talks = _begun(users(self._folder, self._encode, count, SEED, shape))
-        player = Player(url, scene)
-        fleet.flush()
-        if system is not RECOMPUTE:
-            player.warm([talk for talk, _ in talks], WARM_AT_ONCE)
         fleet.settle()
         before = _moved(url, system)
-        player.people([row for _, row in talks])
+        Player(url, scene).people(users(self._folder, self._encode, count, SEED, shape))
         progress(
-            f"{scene.name}, {system.name}, {count} users: {len(scene.served)} requests, "
+            f"{system.name}, {count} users: {len(scene.served)} requests, "
             f"{1e3 * normalized_latency(scene.served):.0f} ms per token"
         )
         return _moved(url, system) - before
@@ -322,15 +340,6 @@ class Benchmark:
         self.report.summary["users_vs_recompute"] = many / users_at(latency, recompute)[0]
         stock = self._curves.get(STOCK.name)
         self.report.summary["users_vs_stock_router"] = many / users_at(latency, stock)[0] if stock else None
-
-
-def _begun(rows: Sequence[Iterator[Talk]]) -> list[tuple[Talk, Iterator[Talk]]]:
-    """Of each user, the talk that is under way, and all talks from it on."""
-    found: list[tuple[Talk, Iterator[Talk]]] = []
-    for row in rows:
-        first = next(row)
-        found.append((first, itertools.chain([first], row)))
-    return found
 
 
 def _moved(url: str, system: System) -> float:

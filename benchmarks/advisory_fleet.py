@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import tempfile
 import time
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.quiet import DEFAULT, go_first
 from benchmarks.router_processes import free_port, our_router, peer_router, process, wait_for
+from sglang_ext.testing.leaks import descendants
 from sglang_ext.testing.models import RECIPES
 from sglang_ext.testing.servers import ServerProcess, ServerSpec
 
@@ -76,13 +79,22 @@ class Fleet:
     def __init__(self, kind: str, instances: int, tiers: Tiers) -> None:
         self.kind = kind
         self._router_port = free_port()
-        spec = ServerSpec(
-            model=MODEL,
-            flags=server_flags(kind, tiers, self._router_port),
-            # As many threads as cores in each of several servers would wait for each other most of the time.
-            environment={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-        )
-        self.servers = [ServerProcess(spec) for _ in range(instances)]
+        cores = sorted(os.sched_getaffinity(0))
+        specs = [
+            ServerSpec(
+                model=MODEL,
+                flags=server_flags(kind, tiers, self._router_port),
+                # A core each: what one instance does not use is not another one's gain.
+                environment={
+                    "OMP_NUM_THREADS": "1",
+                    "SGLANG_CPU_OMP_THREADS_BIND": str(cores[number % len(cores)]),
+                },
+            )
+            for number in range(instances)
+        ]
+        self.servers = [ServerProcess(spec) for spec in specs]
+        self.first = False
+        """Whether the kernel puts the servers before other work."""
         self._folder = tempfile.TemporaryDirectory(prefix="advisory-")
 
     def __enter__(self) -> Fleet:
@@ -92,6 +104,9 @@ class Fleet:
                 stack.callback(server.stop)
             with ThreadPoolExecutor(len(self.servers)) as pool:
                 list(pool.map(ServerProcess.start, self.servers))
+            pids = [pid for server in self.servers for pid in (server.pid, *descendants(server.pid))]
+            stack.callback(go_first, [os.getpid()], DEFAULT)
+            self.first = go_first([os.getpid(), *pids])
             self._stack = stack.pop_all()
         return self
 
@@ -130,6 +145,8 @@ class Fleet:
             if ours:
                 command.remove("--worker-urls")
         with contextlib.chdir(ROOT), process(command, core=None, log=log) as running:
+            if self.first:
+                go_first([running.pid])
             wait_for(port, running)
             if self.kind == "ours":
                 self._wait_registered(port, log)

@@ -25,7 +25,8 @@ HINT_TTL_S = 60.0
 class Scene:
     """One measurement.
 
-    name: goes before the names of sessions, so that a router takes no measurement's session for another's.
+    name: goes before the names of sessions: the same for all measurements of one system. mark: a token that
+    comes before what is new in each request, so that no measurement finds what another one has computed.
     hints: whether hints are sent at all. levels: what is varied, a level per slice of ``slice_s`` seconds.
     missing: of a level, the share of requests whose hint is missing. urgent: of a level, the share of
     sessions with a high priority.
@@ -35,6 +36,7 @@ class Scene:
     seed: int
     seconds: float
     hints: bool = False
+    mark: int | None = None
     levels: Sequence[float] = (0.0,)
     slice_s: float = 1e9
     missing: Callable[[float], float] = lambda level: 0.0
@@ -134,15 +136,17 @@ class Player:
         # Of a session that has not sent anything nothing can be moved.
         hinted = scene.hints and bool(history) and not drawn(scene.seed, session, turn, scene.missing(level))
         if hinted:
-            self._aside(self._hint(session, priority))
+            # A router knows the session's last request, which is another measurement's at first.
+            self._aside(self._hint(session, priority, said=history if turn == 1 else None))
         await asyncio.sleep(ask.typing_s)
         if self._elapsed > scene.seconds:
             return False
+        new = ask.new if scene.mark is None else (scene.mark, *ask.new)
         served, answer = await self._send(
-            session, turn, [*history, *ask.new], len(history), ask.answer, priority, level, hinted=hinted
+            session, turn, [*history, *new], len(history), ask.answer, priority, level, hinted=hinted
         )
         scene.served.append(served)
-        history += [*ask.new, *answer]
+        history += [*new, *answer]
         return True
 
     async def _chain(self, chain: Sequence[Call]) -> float:
@@ -208,9 +212,13 @@ class Player:
         )  # fmt: skip
         return served, list(event["output_ids"])
 
-    async def _hint(self, session: str, priority: int, earliest_s: float = 0.0) -> None:
+    async def _hint(
+        self, session: str, priority: int, earliest_s: float = 0.0, said: list[int] | None = None
+    ) -> None:
         assert self._http is not None
         body: dict[str, Any] = {"session": self._named(session), "ttl_s": HINT_TTL_S}
+        if said is not None:
+            body["input_ids"] = list(said)
         if priority:
             body["priority"] = priority
         if earliest_s:

@@ -107,6 +107,19 @@ def test_a_user_goes_on_from_what_was_answered(router: StandIn) -> None:
     assert [one.hinted for one in scene.served] == [True, True, False]
 
 
+def test_a_measurement_marks_what_is_new_in_it(router: StandIn) -> None:
+    for number in range(2):
+        scene = Scene("a", 1, 30.0, hints=True, mark=500 + number)
+        Player(router.url, scene).people([iter([talk("s", 2)])])
+    past = list(range(100, 120))
+    assert [prompt[:22] for _, prompt, _ in router.asked] == [
+        [*past, mark, 7] for mark in (500, 500, 501, 501)
+    ]
+    assert router.asked[1][1][20:] == [500, 7, 8, 0, 0, 0, 0, 500, 7, 8, 1]
+    # The router remembers the session as the measurement before has left it.
+    assert [hint.get("input_ids") for hint in router.hints] == [past, None, past, None]
+
+
 def test_what_was_said_before_is_warmed_up_once(router: StandIn) -> None:
     scene = Scene("a", 1, 1.0)
     Player(router.url, scene).warm([talk("s", 1), talk("t", 1, past=0), talk("u", 1, past=9)], 2)
