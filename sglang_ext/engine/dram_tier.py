@@ -113,6 +113,11 @@ class DramTier:
         self.hinted: Hinted | None = None
         """What is held back for requests that were announced."""
 
+    @property
+    def source(self) -> Holder:
+        """HBM, from where it is filled."""
+        return self._hbm
+
     # -- HBM to DRAM ----------------------------------------------------------------------------
 
     def write_through(self, node: Node, *, always: bool = False) -> None:

@@ -3,6 +3,9 @@
 A loan holds one DRAM lock, so that nothing of it is evicted, and a lease (``fetch_link``). The lease ends
 when its reader says that it is done, is dead, or is late; the lock goes once it has ended on every rank.
 
+What is in HBM only is copied to DRAM first, and what is being copied is waited for: the reader asks until
+something is published.
+
 All methods run in the scheduler's thread, on every rank between the same two passes.
 """
 
@@ -47,6 +50,16 @@ class LendingCounters:
     """Of what was lent, what is nobody's any more."""
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A loan that is to be made when copies have completed."""
+
+    loan: str
+    namespace: Hashable
+    key: bytes
+    seconds: float
+
+
 @dataclass(eq=False)
 class _Loan:
     node: Node
@@ -71,15 +84,41 @@ class Lending:
         self._link = link
         self._agree = agree
         self._loans: list[_Loan] = []
+        self._asked: list[_Asked] = []
         self.counters = LendingCounters()
 
     def lend(self, loan: str, namespace: Hashable, key: bytes, seconds: float) -> None:
-        """Lend what DRAM has of a prompt's beginning, if only nothing: whoever asks shall know."""
-        if len(self._loans) >= MOST_LOANS:
+        """Lend what is in memory of a prompt's beginning, if only nothing: whoever asks shall know."""
+        if len(self._loans) + len(self._asked) >= MOST_LOANS:
             return
         # Copies may have completed while an idle scheduler slept; commands come before it looks.
         self._tier.drain()
-        nodes = self._held(namespace, key)
+        asked = _Asked(loan, namespace, key, seconds)
+        self._copy(asked)
+        if self._copying(asked):
+            self._asked.append(asked)
+        else:
+            self._publish(asked)
+
+    def _copy(self, asked: _Asked) -> None:
+        """Begin to copy to DRAM what is in HBM only."""
+        last, blocks = None, 0
+        for node in self._tree.match(asked.namespace, asked.key).path:
+            if self._tier.source in node.placements and self._tier.holder not in node.placements:
+                last = node
+            elif self._tier.holder not in node.placements:
+                break
+            blocks += node.blocks
+        if last is not None and self.lent_blocks + blocks <= self._tier.n_blocks // SHARE:
+            self._tier.write_through(last, always=True)
+
+    def _copying(self, asked: _Asked) -> bool:
+        incomplete = self._tier.incomplete()
+        path = self._tree.match(asked.namespace, asked.key).path if incomplete else ()
+        return any(node in incomplete for node in path)
+
+    def _publish(self, asked: _Asked) -> None:
+        nodes = self._held(asked.namespace, asked.key)
         blocks = sum(node.blocks for node in nodes)
         if self.lent_blocks + blocks > self._tier.n_blocks // SHARE:
             self.counters.not_lent += blocks
@@ -88,7 +127,8 @@ class Lending:
         ids = [np.asarray(node.placements[dram], np.int64) for node in nodes]
         last = nodes[-1] if nodes else self._tree.root
         self._tree.lock(last, dram)
-        lease = self._link.publish(loan, np.concatenate(ids) if ids else np.zeros(0, np.int64), seconds)
+        flat = np.concatenate(ids) if ids else np.zeros(0, np.int64)
+        lease = self._link.publish(asked.loan, flat, asked.seconds)
         self._loans.append(_Loan(last, blocks, lease))
         self.counters.lent += blocks
 
@@ -103,13 +143,19 @@ class Lending:
         return nodes
 
     def drain(self) -> None:
-        """Let go of loans that have ended on every rank. Once per pass; does not wait."""
+        """Make loans whose copies have completed, and let go of those that have ended on every rank. Once
+        per pass; does not wait."""
+        for asked in list(self._asked):
+            if not self._copying(asked):
+                self._asked.remove(asked)
+                self._publish(asked)
         for loan in list(self._loans):
             if self._agree(int(loan.lease is None or self._link.over(loan.lease))):
                 self._end(loan)
 
     def clear(self) -> None:
         """The cache is about to be emptied: end every loan. Readers find that what they read is stale."""
+        self._asked.clear()
         for loan in list(self._loans):
             if loan.lease is not None:
                 self._link.withdraw(loan.lease)
@@ -129,7 +175,7 @@ class Lending:
 
     @property
     def busy(self) -> bool:
-        return bool(self._loans)
+        return bool(self._loans or self._asked)
 
     def __repr__(self) -> str:
         return f"Lending(loans={len(self._loans)}, blocks={self.lent_blocks}, {self.counters})"

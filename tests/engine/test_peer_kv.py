@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from engine_movers import until
@@ -206,6 +207,47 @@ def test_only_what_is_lacking_is_read(make_server: MakeServer) -> None:
     assert reader.in_dram(tokens) == 20 * BLOCK
     req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))
     assert req.cached_tokens == 20 * BLOCK
+
+
+def lent(server: Server) -> int:
+    return server.peers.lending.lent_blocks
+
+
+@pytest.mark.parametrize("write", [True, False], ids=["being copied", "never copied"])
+def test_what_is_in_hbm_is_lent_when_dram_has_it(make_server: MakeServer, write: bool) -> None:
+    owner, reader = make_server(dataclasses.replace(SCENARIO, write=write)), make_server()
+    tokens = prompt(1, 20)
+    owner.rank.serve(tokens)
+    if write:
+        # As if the copy of what was computed just now had not completed.
+        assert owner.rank.tier is not None
+        path = owner.rank.tree.match((0, None, None), encode_tokens(tokens)).path
+        with patch.object(owner.rank.tier, "incomplete", lambda: set(path)):
+            lend_and_fetch(owner, reader, tokens)
+            for _ in range(3):
+                owner.peers.drain()
+            assert owner.peers.busy
+            assert lent(owner) == 0
+    else:
+        assert not owner.in_dram(tokens)
+        lend_and_fetch(owner, reader, tokens)
+        assert lent(owner) == 0
+    owner.settle()
+    owner.passes_until(lambda: lent(owner) > 0, "the loan")
+    assert lent(owner) == 20
+    fetched(reader)
+    assert reader.in_dram(tokens) == 20 * BLOCK
+    owner.passes_until(lambda: not owner.peers.busy, "the lease to end")
+
+
+def test_a_flush_forgets_what_was_to_be_lent(make_server: MakeServer) -> None:
+    owner = make_server(dataclasses.replace(SCENARIO, write=False))
+    tokens = prompt(1, 20)
+    owner.rank.serve(tokens)
+    owner.told(Lend("loan", encode_tokens(tokens)))
+    assert owner.peers.busy
+    assert owner.rank.scheduler.flush()
+    assert not owner.peers.busy
 
 
 def test_what_was_fetched_goes_on_to_disk(make_server: MakeServer) -> None:

@@ -270,3 +270,20 @@ def test_a_hint_names_a_source() -> None:
     assert source.endpoints == ("b:7",)
     assert [name for name, _ in channels.told] == ["b"]
     assert fetching(channels).source_for(TOKENS, KEY, "b", FLEET, {"b": Match(960)}) is None
+
+
+def test_a_note_says_in_headers_what_is_known_when_the_answer_begins() -> None:
+    decision = Decision("a", Reason.FETCH)
+    found = fetching()
+    note = found.begin(flight(), Fetch("b", 960), decision, FLEET, {"b": Match(960), "a": Match(320)})
+    assert note is not None
+    assert note.headers()["x-kv-fetch"] == "under-way"
+    found.on_fetched("a", fetched(tokens=640))
+    assert note.headers() == {
+        "x-kv-fetch": "done",
+        "x-kv-fetch-source": "b",
+        "x-kv-fetched-tokens": "640",
+    }
+    told = note.told()
+    assert (told["tokens"], told["lacking_tokens"], told["moved_tokens"]) == (960, 640, 640)
+    assert 0 < told["expected_transfer_s"] < told["expected_saving_s"]
