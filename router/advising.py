@@ -187,8 +187,12 @@ class Advisor:
 
     def offer(self, hint: Hint) -> tuple[Answer, dict[str, Any]]:
         """Take a hint; the book's answer, and what the client is told."""
-        answer = self.book.offer(uuid.uuid4().hex, hint, self._clock.monotonic())
+        now = self._clock.monotonic()
+        self._expire(now)
+        answer = self.book.offer(uuid.uuid4().hex, hint, now)
         self._metrics.hints.labels(answer.verdict.value).inc()
+        if answer.replaced is not None:
+            self._ended(answer.replaced)
         entry = answer.entry
         if entry is None:
             return answer, {"verdict": answer.verdict.value, "reason": answer.reason, "id": None}
@@ -397,6 +401,7 @@ class Advisor:
             return None
         (prompt,) = flight.prompts
         scope, now = flight.record.caller.scope, self._clock.monotonic()
+        self._expire(now)
         entry = self.book.claim(scope, prompt.namespace, prompt.key, flight.session, now)
         if entry is None:
             return None
@@ -421,12 +426,15 @@ class Advisor:
         usable = {known.name for known in self._fleet.usable()}
         for name in {entry.instance for entry in self.book.live() if entry.instance} - usable:
             self.on_lost(name)
-        for entry in self.book.expire(self._clock.monotonic()):
-            self._metrics.hints_used.labels("never").inc()
-            self._ended(entry)
+        self._expire(self._clock.monotonic())
         self._start_all(self.book.startable())
         for id in [id for id in self._kept if self.book.find(id) is None]:
             del self._kept[id]
+
+    def _expire(self, now: float) -> None:
+        for entry in self.book.expire(now):
+            self._metrics.hints_used.labels("never").inc()
+            self._ended(entry)
 
     async def run(self) -> None:
         """Tick until cancelled."""

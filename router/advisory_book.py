@@ -145,6 +145,7 @@ class Answer:
     """What the book says to a hint.
 
     entry: None when refused. start: whether the caller has to start moving now. retry_after_s: of a refusal.
+    replaced: a hint of the same session that has ended with this.
     """
 
     verdict: Verdict
@@ -152,6 +153,7 @@ class Answer:
     entry: Entry | None = None
     start: bool = False
     retry_after_s: float | None = None
+    replaced: Entry | None = None
 
 
 class HintBook:
@@ -186,7 +188,10 @@ class HintBook:
 
     def offer(self, id: str, hint: Hint, now: float) -> Answer:
         """A hint has come; ``id`` is its name from here on, unless it repeats another."""
+        before = self._same(hint)
         answer = self._offer(id, hint, now)
+        if before is not None and before.state in ENDED and before.ended_at == now:
+            answer = dataclasses.replace(answer, replaced=before)
         self.counts[answer.verdict.value] += 1
         return answer
 

@@ -106,6 +106,9 @@ class Computes(Protocol):
     @property
     def busy(self) -> bool: ...
 
+    @property
+    def blocks(self) -> int: ...
+
 
 class Advice:
     """See the module's docstring.

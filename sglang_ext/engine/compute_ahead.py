@@ -1,11 +1,11 @@
 """Computes what nobody holds of an announced prompt, while the instance has nothing else to do.
 
-With ``--kv-advisory-compute``. After a prefetch has brought up what there is, the rest is computed as requests
-of our own that ask for one token: a piece of the prompt each, never more than a prefill chunk, and the next
-one only when the instance is idle again. So a request that comes meanwhile waits for one piece at most,
-nothing needs to be aborted, and what was computed until then is cached as anything else, for that request
-too. What is computed takes the room of what nobody announced, or announced with a lower priority, and no
-other.
+With ``--kv-advisory-compute``. After a prefetch has brought up what there is, the rest is computed as
+requests of our own that ask for one token: a piece of the prompt each, never more than a prefill chunk, and
+the next one only when the instance is idle again. So a request that comes meanwhile waits for one piece at
+most, nothing needs to be aborted, and what was computed until then is cached as anything else, for that
+request too. What is computed takes the room of what nobody announced, or announced with a lower priority,
+and no other.
 
 Decided alike on all ranks: from the scheduler's queues, which they have alike, and their equal trees. The
 scheduler's thread only.
@@ -103,7 +103,7 @@ class ComputeAhead:
         """Whose piece is being computed, and how many blocks HBM had of it before."""
         self._ended: deque[PrefetchResult] = deque()
         self._names = 0
-        self.tokens = 0
+        self.blocks = 0
         """Computed ahead, since the start."""
 
     # -- asking ---------------------------------------------------------------------------------
@@ -160,9 +160,9 @@ class ComputeAhead:
             if not (running.finished() or self._host.idle()):  # one that was aborted is just gone
                 return
             self._running = None
-            gained = max(0, self._reached(job) - before) * self._tree.block_size
-            job.computed += gained
-            self.tokens += gained
+            gained = max(0, self._reached(job) - before)
+            job.computed += gained * self._tree.block_size
+            self.blocks += gained
             self._prefetcher.hinted.look(job.id)
             if not gained and job in self._jobs:
                 self._end(job, PrefetchEnd.GIVEN_UP)  # refused, aborted, or already evicted
@@ -221,7 +221,7 @@ class ComputeAhead:
             self._end(self._jobs[0], PrefetchEnd.DROPPED)
 
     def __repr__(self) -> str:
-        return f"ComputeAhead({len(self._jobs)} prompts, {self.tokens} tokens so far)"
+        return f"ComputeAhead({len(self._jobs)} prompts, {self.blocks} blocks so far)"
 
 
 class SglangHost:

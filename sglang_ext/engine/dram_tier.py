@@ -12,6 +12,7 @@ disk before any others.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
@@ -158,13 +159,12 @@ class DramTier:
         self._writes.pending.append((part, fits))
         return part is node
 
-    def _make_room(self, blocks: int, *, lose: bool = True) -> None:
+    def _make_room(self, blocks: int, *, lose: bool = True, rank: float = -math.inf) -> None:
         shortage = blocks - self._arena.free_blocks
         if shortage > 0 and self.below is not None:
             # Durable before free: these cost nothing but a read.
             shortage -= self._evict(shortage, only=self.below.durable)
-            if lose:
-                shortage -= self._give_up(shortage, self.below.durable)
+            shortage -= self._give_up(shortage, self.below.durable, below=math.inf if lose else rank)
         if shortage > 0 and lose:
             shortage -= self._evict(shortage)
             shortage -= self._give_up(shortage, lambda node: True)
@@ -181,8 +181,10 @@ class DramTier:
             spare = self.hinted or ()
         return self._free(self._tree.evict(self._dram, blocks, only=only, spare=spare))
 
-    def _give_up(self, blocks: int, may_go: Callable[[Node], bool]) -> int:
-        return 0 if self.hinted is None else self._free(self.hinted.give_up(self._dram, blocks, may_go))
+    def _give_up(self, blocks: int, may_go: Callable[[Node], bool], below: float = math.inf) -> int:
+        if self.hinted is None:
+            return 0
+        return self._free(self.hinted.give_up(self._dram, blocks, may_go, below=below))
 
     def _free(self, gone: Sequence[Evicted]) -> int:
         for evicted in gone:
@@ -218,12 +220,13 @@ class DramTier:
                 node = node.parent
         return found
 
-    def take(self, blocks: int, *, lose: bool = True) -> BlockIds:
+    def take(self, blocks: int, *, lose: bool = True, rank: float = -math.inf) -> BlockIds:
         """Up to so many blocks of the arena, for somebody who fills them, and inserts or returns them.
 
-        Evicts older blocks for them; only what is on disk too unless ``lose``.
+        Evicts older blocks for them. Unless ``lose``, only what is on disk too and was not announced, or with
+        a lower priority than ``rank``.
         """
-        self._make_room(blocks, lose=lose)
+        self._make_room(blocks, lose=lose, rank=rank)
         taken = self._arena.alloc(min(blocks, self._arena.free_blocks))
         assert taken is not None
         self._taken += len(taken)

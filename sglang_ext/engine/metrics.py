@@ -53,6 +53,7 @@ class CacheMetrics:
 
         self._blocks = gauge("blocks", "Blocks that a tier holds.", "tier")
         self._capacity = gauge("capacity_blocks", "Blocks that a tier can hold.", "tier")
+        self._announced = gauge("announced_prompts", "Prompts whose requests are expected (hints).")
         self._backlog = gauge("disk_backlog_bytes", "Bytes in DRAM that wait to be written to disk.")
         self._weighed = {
             tier: gauge(
@@ -73,6 +74,11 @@ class CacheMetrics:
             "prefetch": events(
                 "prefetches",
                 "Prompts that were to be brought to HBM ahead of their request, by how that ended.",
+            ),
+            "announced": events(
+                "announced_blocks",
+                "Blocks of announced prompts: given up although they were held back (given_up), in any tier, "
+                "and computed ahead of their request (computed).",
             ),
             "dram": events(
                 "dram_blocks",
@@ -118,6 +124,10 @@ class CacheMetrics:
             self._count("peers", dataclasses.asdict(cache.peers.lending.counters))
         if cache.prefetcher is not None:
             self._count("prefetch", dataclasses.asdict(cache.prefetcher.counters))
+            self._announced.labels(self._rank).set(len(cache.prefetcher.hinted))
+            self._count("announced", {"given_up": cache.prefetcher.hinted.given_up})
+        if cache.advice is not None and cache.advice.computes is not None:
+            self._count("announced", {"computed": cache.advice.computes.blocks})
 
     def _decide(self, tier: str, decisions: LoadDecisions) -> None:
         for (decision, reason), count in decisions.counts.items():

@@ -264,7 +264,7 @@ class Prefetcher:
         prefetch.since = self._tree.now()
         prefetch.reached = self._reached(prefetch)[0]
         if self._promotions is not None:
-            wanted = Wanted(prefetch.namespace, prefetch.key, AHEAD, request=prefetch)
+            wanted = Wanted(prefetch.namespace, prefetch.key, AHEAD, request=prefetch, rank=prefetch.priority)
             self._promotions.begin(prefetch, wanted)
 
     def _reached(self, prefetch: _Prefetch) -> tuple[int, list[Node]]:

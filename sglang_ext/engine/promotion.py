@@ -45,6 +45,8 @@ class Wanted:
     priority: int = 0
     request: Hashable = None
     """Whose it is, however often it is tried."""
+    rank: int = 0
+    """Of what nobody waits for yet: its priority among announced prompts."""
     report: LoadReport = field(default_factory=lambda: LoadReport(Tier.DISK), compare=False)
     """Is told what becomes of it."""
 

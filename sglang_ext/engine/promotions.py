@@ -220,7 +220,7 @@ class Promotions:
         chosen = found if wanted.ahead else self._choose(wanted, found, start)
         # What the blocks continue must not be evicted to make room for them.
         self._tree.lock(parent, self._dram)
-        ids = self._room.take(chosen, lose=not wanted.ahead)
+        ids = self._room.take(chosen, lose=not wanted.ahead, rank=wanted.rank)
         if len(ids) < chosen and self._may_stream(wanted):
             self._room.give_back(ids)
             self._straight.add(handle, StraightLoad(parent, wanted.request, start, chosen, get))

@@ -78,6 +78,10 @@ class WholeCache:
     def weights_changed(self) -> None:
         """New weights are a new namespace: what older ones computed never matches again."""
         self._weights += 1
+        if self.advice is not None:
+            self.advice.clear()
+        if self.prefetcher is not None:
+            self.prefetcher.hinted.clear()
         if self.feed is not None:
             self.feed.clear(self._weights)
         if self.pool is not None:

@@ -264,6 +264,7 @@ class Computer:
     taken: list[tuple[Any, ...]] = field(default_factory=list)
     ended: list[PrefetchResult] = field(default_factory=list)
     busy: bool = False
+    blocks: int = 0
 
     def takes(self, *what: Any) -> bool:
         self.taken.append(what)

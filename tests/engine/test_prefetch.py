@@ -367,6 +367,19 @@ def test_it_is_held_back_in_dram_too(make_rank: MakeRank) -> None:
     finish(rank)
 
 
+def test_a_higher_priority_takes_the_place_of_a_lower_one_in_dram(make_rank: MakeRank) -> None:
+    rank = make_rank(Scenario("a small DRAM", hbm_tokens=240, dram_blocks=40, disk_blocks=4000))
+    for number in (1, 2, 3):
+        for blocks in (10, 20, 30):  # the disk is not to be behind
+            rank.serve(prompt(number, blocks))
+            settle(rank)
+    leave_memory(rank)
+    assert prefetch(rank, prompt(1, 30), "low").tokens == 120
+    assert prefetch(rank, prompt(2, 30), "as low").tokens == 40, "DRAM has ten blocks left"
+    assert prefetch(rank, prompt(3, 30), "high", priority=1).tokens == 120
+    finish(rank)
+
+
 def test_running_requests_get_all_that_is_announced(make_rank: MakeRank) -> None:
     rank = make_rank()
     prompts = announced(rank, 20, 20, 18)
@@ -579,5 +592,6 @@ def test_new_weights_leave_what_was_brought_unfound(make_rank: MakeRank) -> None
     prefetcher_of(rank).prefetch("s", tokens)
     rank.scheduler.step()
     rank.scheduler.change_weights()
+    assert len(prefetcher_of(rank).hinted) == 0, "what was announced is computed anew"
     passes(rank)
     assert rank.serve(tokens).cached_tokens == 0

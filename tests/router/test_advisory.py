@@ -192,6 +192,41 @@ async def test_what_is_in_hbm_already_is_held_back(start_worker, start_router, c
     assert links.withdrawn() == [told["id"]], "nothing is held back any more"
 
 
+async def test_a_grown_conversation_ends_what_was_held_back_for_the_former(
+    start_worker, start_router, client
+) -> None:
+    router = await start_router(await start_worker())
+    links = link(router)
+    await chat(client, router, NEXT, session="s")
+    first = await advise(client, router, messages=CHAT, session="s")
+    url = f"{router.url}/v1/advisory/{first['id']}"
+    second = await advise(client, router, messages=NEXT[:2], session="s")
+    assert second["id"] != first["id"]
+    assert links.withdrawn() == [first["id"]]
+    async with client.get(url) as answer:
+        told = await answer.json()
+    assert (told["state"], "longer one" in told["why"]) == ("cancelled", True)
+
+
+async def test_a_stream_ends_with_its_hint(start_worker, start_router, client, monkeypatch) -> None:
+    """Also when it expires as another one comes."""
+    router = await start_router(await start_worker())
+    link(router)
+    in_dram(router, monkeypatch)
+    await chat(client, router, NEXT, session="s")
+    told = await advise(client, router, session="s", ttl_s=0.2)
+    url = f"{router.url}/v1/advisory/{told['id']}"
+    async with client.get(url, headers={"accept": "text/event-stream"}) as stream:
+        assert b"moving" in await stream.content.readline()
+        monkeypatch.setattr(router.advisor, "tick", lambda: None)
+        async with asyncio.timeout(20):
+            while router.advisor.book.find(told["id"]).state.value == "moving":
+                await advise(client, router, text="Another one")
+            rest = await stream.text()
+    assert '"state":"expired"' in rest
+    assert rest.rstrip().endswith("data: [DONE]")
+
+
 async def test_an_instance_that_computes_is_told_of_what_nobody_has(
     start_worker, start_router, client
 ) -> None:
