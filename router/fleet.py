@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from router.exchange import ConnectionLost
 from router.facts import InstanceFacts
@@ -32,6 +31,26 @@ Listener = Callable[[Row, Event, State], None]
 
 def nobody_listens(row: Row, event: Event, before: State) -> None:
     """A listener that does nothing."""
+
+
+class Carrying:
+    """See ``Fleet.carrying``. A class, because a generator costs every request more."""
+
+    __slots__ = ("_fleet", "_load", "_name", "_queued_tokens")
+
+    def __init__(self, fleet: Fleet, name: str, queued_tokens: int) -> None:
+        self._fleet = fleet
+        self._name = name
+        self._queued_tokens = queued_tokens
+        self._load: Load | None = None
+
+    def __enter__(self) -> Load:
+        self._load = load = self._fleet.begin(self._name, self._queued_tokens)
+        return load
+
+    def __exit__(self, *error: object) -> None:
+        if self._load is not None:
+            self._fleet.end(self._load)
 
 
 class Fleet:
@@ -271,19 +290,22 @@ class Fleet:
         there = " and ".join(f"{count} {role}" for role, count in counts.items())
         return f"there are {there} instances: this router does not send requests to pairs"
 
-    @contextmanager
-    def carrying(self, name: str, queued_tokens: int) -> Iterator[Load]:
-        """Count a request as being in flight at an instance."""
+    def carrying(self, name: str, queued_tokens: int) -> Carrying:
+        """Count a request as being in flight at an instance while the block runs; gives its ``Load``."""
+        return Carrying(self, name, queued_tokens)
+
+    def begin(self, name: str, queued_tokens: int) -> Load:
+        """See ``carrying``; what begins is ended."""
         row = self.rows[name]
         row.in_flight += 1
         row.last_picked = next(self._picks)
-        load = Load(row, queued_tokens)
-        try:
-            yield load
-        finally:
-            load.prefilled()
-            load.row.in_flight -= 1
-            self._look_whether_drained(load.row)
+        return Load(row, queued_tokens)
+
+    def end(self, load: Load) -> None:
+        """A request is not in flight any more."""
+        load.prefilled()
+        load.row.in_flight -= 1
+        self._look_whether_drained(load.row)
 
     def move(self, load: Load, name: str) -> None:
         """A request that was in flight at one instance is so at another.

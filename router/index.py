@@ -174,9 +174,12 @@ class Index(PromptTrees):
 
     def confirm(self, namespace: Hashable, key: bytes, instance: str) -> None:
         """``instance`` has computed these tokens: of no interest where it tells by itself."""
-        if self.mode == "exact" or (self._tells(instance) and tenant_of(namespace) is not None):
-            return
-        super().confirm(namespace, key, instance)
+        if self.learns_of(namespace, instance):
+            super().confirm(namespace, key, instance)
+
+    def learns_of(self, namespace: Hashable, instance: str) -> bool:
+        """See ``PromptTrees.learns_of``."""
+        return self.mode != "exact" and not (self._tells(instance) and tenant_of(namespace) is not None)
 
     def _tells(self, name: str) -> bool:
         return self.mode != "approximate" and name in self._known

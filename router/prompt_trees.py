@@ -104,6 +104,10 @@ class PromptTrees:
         """``instance`` has computed these tokens."""
         self._insert(namespace, key, instance, is_guess=False)
 
+    def learns_of(self, namespace: Hashable, instance: str) -> bool:
+        """Whether ``confirm`` is of any use for such prompts at an instance."""
+        return True
+
     def forget(self, instance: str) -> None:
         """``instance`` holds nothing any more: it restarted, or was flushed."""
         for generation in list(self._live.values()):

@@ -200,12 +200,14 @@ class Relay:
                 usage = read_answer(body, form=flight.form, choices=flight.job.choices)
                 _infer_cached(flight, usage)
             self._learn(flight, decision, usage)
-            self._learn_texts(flight, record.instance or "", lambda: usage.output_texts, len(body))
         _note(record, usage)
         headers = self._response_headers(response, record, usage)
+        size = len(body)
         if flight.translation is not None:
             body = flight.translation.whole(response.status, body)
         await flight.responder.send(response.status, headers, body)
+        if response.status == 200:
+            self._learn_texts(flight, record.instance or "", lambda: usage.output_texts, size)
 
     async def _stream(
         self,
@@ -255,9 +257,9 @@ class Relay:
         if reader.done:
             _infer_cached(flight, reader.usage)
         self._learn(flight, decision, reader.usage)
-        self._learn_texts(flight, record.instance or "", reader.output_texts, reader.kept_bytes)
         _note(record, reader.usage)
         await responder.finish()
+        self._learn_texts(flight, record.instance or "", reader.output_texts, reader.kept_bytes)
 
     async def _go_on(self, flight: Flight, leg: Leg, reader: StreamReader) -> None:
         """Pass on what other instances make of a stream that has begun.
@@ -316,15 +318,30 @@ class Relay:
         tells_ids = flight.form is Form.NATIVE
         if tells_ids or flight.job.echoes or all(prompt.tokens is None for prompt in prompts):
             return
+        if flight.session is None and not any(
+            self._trees.learns_of(prompt.namespace, instance) for prompt in prompts
+        ):
+            return  # the instance tells by itself what it holds, and no session goes on from it
 
-        async def learn() -> None:
-            for index, key in (await self._tokenizers.continuations(texts, size)).items():
+        def learn(generated: Mapping[int, bytes]) -> None:
+            for index, key in generated.items():
                 if index < len(prompts) and prompts[index].tokens is not None:
                     whole = prompts[index].key + key
                     self._trees.confirm(prompts[index].namespace, whole, instance)
                     self.on_learnt(flight, prompts[index].namespace, whole)
 
-        task = asyncio.create_task(learn(), name="learn what was generated")
+        async def learn_later() -> None:
+            learn(await self._tokenizers.continuations(texts))
+
+        try:
+            at_once = self._tokenizers.short_continuations(texts, size)
+            if at_once is not None:
+                learn(at_once)
+                return
+        except Exception:
+            logger.exception("cannot learn what was generated")
+            return
+        task = asyncio.create_task(learn_later(), name="learn what was generated")
         self._learning.add(task)
         task.add_done_callback(self._learnt)
 

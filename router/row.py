@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from router.exchange import ConnectionLost
@@ -81,28 +79,31 @@ class Load:
         self._row.queued_tokens -= self._tokens
         self._tokens = 0
 
-    @contextmanager
-    def until_lost(self) -> Iterator[None]:
-        """Give up what runs inside when the instance is found to be down.
+    def until_lost(self) -> UntilLost:
+        """Give up what runs while the block does when the instance is found to be down.
 
         Raises:
             ConnectionLost: it was.
         """
-        self._task = asyncio.current_task()
-        if self._task is None or self.doomed:
+        return UntilLost(self)
+
+    def wait(self) -> None:
+        """See ``until_lost``: the block begins."""
+        task = self._task = asyncio.current_task()
+        if task is None or self.doomed:
             raise ConnectionLost(f"{self._row.name} is {self._row.state}: {self._row.why}")
-        self._cancelling = self._task.cancelling()
+        self._cancelling = task.cancelling()
         self._row.waiting.add(self)
-        try:
-            yield
-        except asyncio.CancelledError as error:
-            # Ours, unless someone else has cancelled the task too (as asyncio.timeout does it).
-            if self._given_up is not None and self._task.uncancel() <= self._cancelling:
-                given_up, self._given_up = self._given_up, None
-                raise given_up from error
-            raise
-        finally:
-            self._row.waiting.discard(self)
+
+    def waited(self, error: BaseException | None) -> None:
+        """See ``until_lost``: the block ends."""
+        self._row.waiting.discard(self)
+        if self._given_up is None or self._task is None or not isinstance(error, asyncio.CancelledError):
+            return
+        # Ours, unless someone else has cancelled the task too (as asyncio.timeout does it).
+        if self._task.uncancel() <= self._cancelling:
+            given_up, self._given_up = self._given_up, None
+            raise given_up from error
 
     def give_up(self, why: ConnectionLost | None = None) -> None:
         """The verdict has fallen, or ``why`` nothing more is to be waited for; only what is in
@@ -122,3 +123,18 @@ class Load:
         """The request runs elsewhere from now on. Outside of ``until_lost``."""
         self.prefilled()
         self._row, self._fatal = row, row.fatal
+
+
+class UntilLost:
+    """See ``Load.until_lost``. A class, because a generator costs every request more."""
+
+    __slots__ = ("_load",)
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+
+    def __enter__(self) -> None:
+        self._load.wait()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._load.waited(error)

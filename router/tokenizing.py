@@ -379,30 +379,35 @@ class TokenizerService:
         with_tools = bool(prompt.chat.payload.get("tools"))
         return None if (self.trust.tools if with_tools else self.trust.chat) else Fallback.UNTRUSTED
 
-    async def continuations(
-        self, texts: Callable[[], Mapping[int, str]], size: int = LARGE_ANSWER
-    ) -> dict[int, bytes]:
+    def short_continuations(
+        self, texts: Callable[[], Mapping[int, str]], size: int
+    ) -> dict[int, bytes] | None:
+        """As ``continuations``, in the calling thread; ``None`` where that would take too long.
+
+        Args:
+            texts: as there.
+            size: bytes of the answer that it looks at.
+        """
+        if self.tokenizer is None:
+            return {}
+        if size < LARGE_ANSWER:
+            with contextlib.suppress(TooMuchNew):
+                return _encoded(self.tokenizer.segmenter, texts, INLINE_NEW)
+        return None
+
+    async def continuations(self, texts: Callable[[], Mapping[int, str]]) -> dict[int, bytes]:
         """The tokens of generated texts, to be put behind the tokens of their prompts.
 
         The last token of a prompt and the first of an answer are taken not to merge, which chat templates
         see to; where they would, a little of the next turn's prefix is not foreseen.
 
         Args:
-            texts: gives the texts by prompt; called in a thread, as it may have to parse, or at once if the
-                answer is small.
-            size: bytes of the answer that ``texts`` looks at.
+            texts: gives the texts by prompt; called in a thread, as it may have to parse.
         """
-        tokenizer = self.tokenizer
-        if tokenizer is None:
+        if self.tokenizer is None:
             return {}
-
-        def encode(most_new: int | None = None) -> dict[int, bytes]:
-            return {index: tokenizer.segmenter.encode(text, most_new) for index, text in texts().items()}
-
-        if size < LARGE_ANSWER:
-            with contextlib.suppress(TooMuchNew):
-                return encode(INLINE_NEW)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, encode)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, _encoded, self.tokenizer.segmenter, texts)
 
     def close(self) -> None:
         """End the threads."""
@@ -410,6 +415,12 @@ class TokenizerService:
 
     def __repr__(self) -> str:
         return f"TokenizerService({self.status}, {self.trust}, {self.cache})"
+
+
+def _encoded(
+    segmenter: Segmenter, texts: Callable[[], Mapping[int, str]], most_new: int | None = None
+) -> dict[int, bytes]:
+    return {index: segmenter.encode(text, most_new) for index, text in texts().items()}
 
 
 def _size(prompt: PromptInput) -> int:

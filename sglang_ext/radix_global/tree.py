@@ -288,7 +288,8 @@ class RadixTree:
         if usage is None:
             return 0
         dropped = usage.blocks
-        for root in list(self._roots.values()):
+        # One whose blocks were all evicted before is dropped without a look at the tree, which may be large.
+        for root in list(self._roots.values()) if usage.nodes else ():
             for child in list(root.children.values()):
                 self.remove(child, holder)
         usage.queue.clear()

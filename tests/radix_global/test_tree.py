@@ -473,3 +473,30 @@ def test_churn_leaves_nothing_behind(policy: str) -> None:
     assert tree.node_count <= 3
     assert sys.getrefcount(watched) == references
     tree.check()
+
+
+# -- holders that go --------------------------------------------------------------------------------
+
+
+def test_a_holder_without_blocks_is_dropped_without_a_walk(tree: RadixTree) -> None:
+    """A router drops holders every half second, of a tree that may have a hundred thousand conversations."""
+    for name in "abcdefgh":
+        tree.insert(None, key(name), HBM)
+        tree.insert(None, key(name), PEER)
+    tree.evict(HBM, 100)
+    looked_at = 0
+
+    class Counting(dict[bytes, Any]):
+        def values(self) -> Any:
+            nonlocal looked_at
+            looked_at += 1
+            return super().values()
+
+    root = tree.roots[None]
+    root.children = Counting(root.children)
+    assert tree.drop_holder(HBM) == 0
+    assert looked_at == 0
+    assert tree.drop_holder(PEER) == 8
+    assert looked_at > 0
+    assert tree.known_holders() == []
+    tree.check()

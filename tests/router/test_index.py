@@ -152,6 +152,18 @@ def test_what_passes_by_counts_for_stock_servers_only(index: Index) -> None:
     assert index.match(adapted, key(1, 2)) == {"a": Match(8, own=True)}
 
 
+def test_whose_answers_are_worth_reading_is_told(index: Index) -> None:
+    Told(index, "a")
+    text = ("text", None, None, None)
+    assert not index.learns_of(NS, "a")
+    assert index.learns_of(text, "a")  # the engine cannot tell it
+    assert index.learns_of(NS, "stock")
+    before = index.tokens_of("a")
+    index.confirm(NS, key(1, 2, 3), "a")
+    assert index.match(NS, key(1, 2, 3)) == {}
+    assert index.tokens_of("a") == before
+
+
 @pytest.mark.parametrize(
     ("mode", "told", "stock"), [("auto", 12, 8), ("exact", 12, 0), ("approximate", 8, 8)]
 )

@@ -294,3 +294,21 @@ async def test_a_client_that_asks_whether_to_go_on_is_told_to(start_worker, star
     assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 200")
     writer.close()
     await writer.wait_closed()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_cannot_be_learnt_from_is_passed_on_all_the_same(
+    stream, start_worker, start_router, client, monkeypatch, caplog
+) -> None:
+    router = await start_router(await start_worker())
+
+    def fail(texts: Any, size: int) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    monkeypatch.setattr(router.tokenizers, "short_continuations", fail)
+    body = {**PROMPTS["/v1/completions"], "stream": stream}
+    async with client.post(router.url + "/v1/completions", json=body) as answer:
+        text = await answer.text()
+    assert answer.status == 200
+    assert "[DONE]" in text if stream else json.loads(text)["choices"]
+    assert "cannot learn what was generated" in caplog.text
