@@ -6,6 +6,7 @@ before the request or with the hint. What comes of it is between the two: a fetc
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable
@@ -95,14 +96,11 @@ class Fetching:
     ) -> FetchNote | None:
         """Have the chosen instance fetch what is sooner fetched than computed; ``None`` when nobody else
         holds more of the prompt than it does."""
-        fetch = self.wanted(decision, fleet, matches, flight.units)
-        if fetch is not None:
-            return self.begin(flight, fetch, decision, fleet, matches)
-        chosen = _named(fleet, decision.instance)
-        if chosen is None or decision.decode is not None or not self._holders(chosen, fleet, matches):
-            return None
-        source = self._best(chosen, fleet, matches, flight.units)
-        note = self._note(source, chosen, matches, flight.units, in_memory(matches[source.name]))
+        if decision.fetch is not None:
+            return self.begin(flight, decision.fetch, decision, fleet, matches)
+        note = None if decision.decode is not None else self._weigh(decision, fleet, matches, flight.units)
+        if note is None or note.transfer_s <= note.saved_s:
+            return None if note is None else self._tell(flight, note, fleet)
         note.end = NOT_WORTH_IT
         self._told(NOT_WORTH_IT)
         return note
@@ -112,34 +110,34 @@ class Fetching:
         most say nothing of it, what is sooner there than computed."""
         if decision.fetch is not None or decision.decode is not None:
             return decision.fetch
-        chosen = _named(fleet, decision.instance)
-        if chosen is None or not self._holders(chosen, fleet, matches):
-            return None
-        source = self._best(chosen, fleet, matches, tokens)
-        note = self._note(source, chosen, matches, tokens, in_memory(matches[source.name]))
-        worth = note.lacking > 0 and note.transfer_s <= note.saved_s
-        return Fetch(source.name, note.tokens) if worth else None
+        note = self._weigh(decision, fleet, matches, tokens)
+        return None if note is None or note.transfer_s > note.saved_s else Fetch(note.source, note.tokens)
 
     def begin(
         self, flight: Flight, fetch: Fetch, decision: Decision, fleet: Instances, matches: Matches
     ) -> FetchNote | None:
         """Tell both. ``None`` where the prompt's KV cannot be moved."""
+        chosen, holder = _named(fleet, decision.instance), _named(fleet, fetch.source)
+        if chosen is None or holder is None:
+            return None
+        return self._tell(flight, self._note(holder, chosen, matches, flight.units, fetch.tokens), fleet)
+
+    def _tell(self, flight: Flight, note: FetchNote, fleet: Instances) -> FetchNote | None:
         if len(flight.prompts) != 1:
             return None
         (prompt,) = flight.prompts
-        chosen, holder = _named(fleet, decision.instance), _named(fleet, fetch.source)
-        key = prompt.key[: fetch.tokens * TOKEN_BYTES]
-        if chosen is None or holder is None or not self._movable(prompt.namespace, key):
+        key = prompt.key[: note.tokens * TOKEN_BYTES]
+        if not self._movable(prompt.namespace, key):
             return None
         _, _, extra_key, salt = prompt.namespace
-        note = self._note(holder, chosen, matches, flight.units, fetch.tokens)
-        source = self._lend(fetch.source, chosen.name, key, extra_key, salt)
+        source = self._lend(note.source, note.target, key, extra_key, salt)
         if source is not None:
-            busy_s = min(MOST_BUSY_S, self._costs.queue_s(holder))
+            holder = _named(fleet, note.source)
+            busy_s = 0.0 if holder is None else min(MOST_BUSY_S, self._costs.queue_s(holder))
             wait_s = min(MOST_WAIT_S, self.least_wait_s + note.saved_s + busy_s)
             id = flight.record.request_id
             message = agent_messages.Fetch(id, key, source, extra_key, salt, wait_s)
-            if self._channels.send(chosen.name, message):
+            if self._channels.send(note.target, message):
                 self._told("fetch")
                 self._keep(ahead=False, id=id, note=note)
                 return note
@@ -160,12 +158,11 @@ class Fetching:
 
     def _saved_s(self, instance: Instance, tokens: int, held: int, there: int) -> float:
         """What need not be computed when ``there`` tokens are known instead of ``held``."""
+        return max(0.0, self._exec_s(instance, tokens, held) - self._exec_s(instance, tokens, there))
 
-        def exec_s(known: int) -> float:
-            new = max(1, tokens - known)
-            return self._costs.exec_s(instance, new, max(0, tokens - new))
-
-        return max(0.0, exec_s(held) - exec_s(there))
+    def _exec_s(self, instance: Instance, tokens: int, known: int) -> float:
+        new = max(1, tokens - known)
+        return self._costs.exec_s(instance, new, max(0, tokens - new))
 
     # -- for a hint ---------------------------------------------------------------------------------
 
@@ -243,15 +240,24 @@ class Fetching:
             and self.possible(known.name, chosen.name)
         ]
 
-    def _best(self, chosen: Instance, fleet: Instances, matches: Matches, tokens: int) -> Instance:
-        """The holder whose KV saves the chosen instance most time; there is one."""
-
-        def gain(known: Instance) -> tuple[float, int]:
-            there = in_memory(matches[known.name])
-            note = self._note(known, chosen, matches, tokens, there)
-            return note.saved_s - note.transfer_s, there
-
-        return max(self._holders(chosen, fleet, matches), key=gain)
+    def _weigh(self, decision: Decision, fleet: Instances, matches: Matches, tokens: int) -> FetchNote | None:
+        """The fetch that saves the chosen instance most time, or loses it least; ``None`` when nobody else
+        has more."""
+        chosen = _named(fleet, decision.instance)
+        holders = [] if chosen is None else self._holders(chosen, fleet, matches)
+        if chosen is None or not holders:
+            return None
+        held = matches.get(chosen.name, NOTHING).tokens
+        best, most = holders[0], -math.inf
+        for known in holders:
+            there = min(in_memory(matches[known.name]), tokens)
+            # Of what is computed, only what comes after ``there`` differs between them.
+            left_s = self._exec_s(chosen, tokens, there)
+            gain = -left_s - self._costs.transfer_s(known, chosen, max(0, there - held))
+            if gain > most:
+                best, most = known, gain
+        note = self._note(best, chosen, matches, tokens, in_memory(matches[best.name]))
+        return note if note.lacking else None
 
     def _movable(self, namespace: tuple[str | None, ...], key: bytes) -> bool:
         """Whether a prompt's tokens are known, and its KV means the same everywhere."""

@@ -7,6 +7,7 @@ a file ``held`` tells so. It goes on when ``hold`` is gone. In a cluster, that i
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import sys
 from pathlib import Path
@@ -34,10 +35,10 @@ def hold_reads(folder: Path) -> None:
     FetchLink._reading = held  # type: ignore[method-assign]
 
 
-if __name__ == "__mp_main__" and GATE in os.environ:  # in the scheduler's process
+if __name__ == "__mp_main__" and GATE in os.environ:  # in the scheduler's process, spawned
     hold_reads(Path(os.environ[GATE]))
 
 if __name__ == "__main__":
-    # A forked scheduler would not import this module again.
-    os.environ["SGLANG_EXT_START_METHOD"] = "spawn"
+    if GATE in os.environ:  # or forked
+        os.register_at_fork(after_in_child=functools.partial(hold_reads, Path(os.environ[GATE])))
     launch_server.main(sys.argv[1:])
