@@ -92,6 +92,8 @@ class RouterConfig:
     """For the head of a request to arrive; its body has 30 s, and more for each byte that has come."""
     keep_alive_secs: float = 75.0
     """Idle connections of clients are closed after this time."""
+    shutdown_grace_period_secs: float = 1.0
+    """What is being answered when the router is told to stop may go on for this time; then it is cut."""
     tls_cert_file: str | None = None
     """With ``tls_key_file``: clients are answered over TLS only."""
     tls_key_file: str | None = field(default=None, repr=False)
@@ -153,8 +155,8 @@ class RouterConfig:
             self._require(name, getattr(self, name) > 0, "must be greater than 0")
         for name in (
             "balance_abs_threshold", "balance_cache_factor", "max_retries", "retry_budget",
-            "max_running_per_instance", "queue_size", "explain_max_bytes",
-            "session_memory_bytes",
+            "max_running_per_instance", "queue_size", "explain_max_bytes", "session_memory_bytes",
+            "shutdown_grace_period_secs",
         ):  # fmt: skip
             self._require(name, getattr(self, name) >= 0, "must not be negative")
         self._require("balance_rel_threshold", self.balance_rel_threshold >= 1.0, "must be at least 1")
@@ -271,6 +273,11 @@ class RouterConfig:
         flag("max_concurrent_requests", int, "most requests at a time; one more gets a 429")
         flag("header_timeout_secs", float, "seconds for the head of a request to arrive")
         flag("keep_alive_secs", float, "seconds after which a client's idle connection is closed")
+        flag(
+            "shutdown_grace_period_secs",
+            float,
+            "seconds for which running answers may go on when the router is told to stop",
+        )
         flag("tls_cert_file", str, "certificate (PEM) for answering clients over TLS", metavar="FILE")
         flag("tls_key_file", str, "private key (PEM) of the certificate", metavar="FILE")
         flag("tls_worker_ca_file", str, "certificates (PEM) that vouch for https workers", metavar="FILE")

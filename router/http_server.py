@@ -18,7 +18,7 @@ from sglang_ext.errors import InternalError
 logger = logging.getLogger("router.http")
 
 SHUTDOWN_GRACE_S = 1.0
-"""How long running requests may take to end when the router stops; then they are cut."""
+"""What running requests have by default."""
 SWEEP_INTERVAL_S = 0.5
 """Between two looks at every connection's clocks."""
 BACKLOG = 2048
@@ -36,6 +36,7 @@ class HttpServer:
         tls: with it, HTTPS is spoken, and nothing else.
         clock: seconds.
         on_crash: told when the server's own task died; the router must not go on without it.
+        grace_s: how long running requests may take to end when the server stops; then they are cut.
     """
 
     def __init__(
@@ -46,12 +47,15 @@ class HttpServer:
         tls: ssl.SSLContext | None = None,
         clock: Clock | None = None,
         on_crash: Callable[[BaseException], None] = lambda error: None,
+        grace_s: float = SHUTDOWN_GRACE_S,
     ) -> None:
         self._handler = handler
         self._limits = limits
         self._tls = tls
         self._clock = clock or SystemClock()
         self._on_crash = on_crash
+        self._grace_s = grace_s
+        self._hurried = False
         self._server: asyncio.Server | None = None
         self._sweeping: asyncio.Task[None] | None = None
         self._state: ServerState | None = None
@@ -87,7 +91,7 @@ class HttpServer:
         self._sweeping.add_done_callback(self._swept)
 
     async def stop(self) -> None:
-        """Stop listening, let what is running end for a moment, and cut the rest."""
+        """Stop listening, let what is running end for ``grace_s``, and cut the rest."""
         if self._server is None or self._state is None:
             return
         server, self._server = self._server, None
@@ -97,8 +101,8 @@ class HttpServer:
         for connection in list(state.connections):
             connection.close_if_idle()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SHUTDOWN_GRACE_S):
-                while state.active:  # noqa: ASYNC110 - on the way out
+            async with asyncio.timeout(self._grace_s):
+                while state.active and not self._hurried:  # noqa: ASYNC110 - on the way out
                     await asyncio.sleep(0.01)
         tasks = [task for connection in list(state.connections) if (task := connection.cancel()) is not None]
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -108,6 +112,10 @@ class HttpServer:
             self._sweeping.cancel()
             await asyncio.gather(self._sweeping, return_exceptions=True)
         await server.wait_closed()
+
+    def hurry(self) -> None:
+        """Have ``stop`` wait for nothing any more."""
+        self._hurried = True
 
     async def _sweep(self) -> None:
         while True:

@@ -27,7 +27,7 @@ from router.exchange import (
 )
 from router.http_messages import request_head
 from router.http_worker_connection import WorkerConnection
-from sglang_ext.errors import SglangExtError
+from sglang_ext.errors import InternalError, SglangExtError
 
 KEEP_ALIVE_S = 3.0
 """Idle connections are given up after this time: before the worker closes them (SGLang's uvicorn: 5 s)."""
@@ -235,7 +235,7 @@ class _Response(UpstreamResponse):
 
     def _open(self) -> WorkerConnection:
         if self._connection is None:
-            raise ConnectionLost(f"the answer of {self._url} was given back already")
+            raise InternalError(f"the answer of {self._url} was closed already")
         return self._connection
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:

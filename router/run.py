@@ -197,6 +197,7 @@ class Router:
             tls=server_context(config.tls_cert_file, config.tls_key_file) if config.tls_cert_file else None,
             clock=self.clock,
             on_crash=self._crash,
+            grace_s=config.shutdown_grace_period_secs,
         )
         self._adopting: asyncio.Task[None] | None = None
         self._background: list[asyncio.Task[None]] = []
@@ -259,13 +260,14 @@ class Router:
             logger.info("%r from %s", self.keys, self.config.api_keys_file)
 
     async def stop(self) -> None:
-        """Stop listening, cut what is running, and end every task and thread."""
+        """Stop listening, let what is running end for the grace period, and end every task and thread."""
+        # First, because what still runs needs all the rest.
+        await self._server.stop()
         await self.watch.stop()
         for task in (*self._background, self._adopting):
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-        await self._server.stop()
         await self.mover.stop()
         await self.members.stop()
         await self.agents.close()
@@ -276,6 +278,10 @@ class Router:
         self.tracing.close()
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
+
+    def hurry(self) -> None:
+        """Have ``stop`` wait for no request any more."""
+        self._server.hurry()
 
     async def ended(self) -> None:
         """Wait until it was stopped.
@@ -371,7 +377,7 @@ class Router:
 
 
 async def serve(config: RouterConfig) -> None:
-    """Run a router until SIGINT or SIGTERM.
+    """Run a router until SIGINT or SIGTERM; a second one cuts what still runs.
 
     Raises:
         ConfigError: it cannot start as configured.
@@ -389,8 +395,10 @@ async def serve(config: RouterConfig) -> None:
             await asyncio.wait({stopping, ending}, return_when=asyncio.FIRST_COMPLETED)
             if ending.done():
                 ending.result()
-            logger.info("stopping")
+            logger.info("stopping: %d requests are being answered", len(router.serving.flights))
         finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, router.hurry)
             for task in (stopping, ending):
                 task.cancel()
             await asyncio.gather(stopping, ending, return_exceptions=True)

@@ -104,6 +104,33 @@ async def test_waiting_ends(start_worker, start_router, client, eventually) -> N
         assert answer.status == 200
 
 
+async def test_a_client_that_goes_away_while_it_waits_leaves_its_place(
+    start_worker, start_router, client, eventually
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker, max_running_per_instance=1)
+    worker.before_head = Gate()
+
+    async def ask() -> int:
+        async with client.post(router.url + "/generate", json=BODY) as answer:
+            await answer.read()
+            return answer.status
+
+    first = asyncio.create_task(ask())
+    await eventually(lambda: len(worker.requests) == 1)
+    impatient = asyncio.create_task(ask())
+    await eventually(lambda: len(router.serving.admission.line) == 1)
+    patient = asyncio.create_task(ask())
+    await eventually(lambda: len(router.serving.admission.line) == 2)
+    impatient.cancel()
+    await eventually(lambda: len(router.serving.admission.line) == 1)
+    worker.before_head.open()
+    assert await asyncio.gather(first, patient) == [200, 200]
+    assert len(worker.requests) == 2
+    await eventually(lambda: not router.serving.flights)
+    assert router.serving.admission.admitted == 0
+
+
 async def test_a_full_instance_is_passed_over_for_one_with_room(
     start_worker, start_router, client, eventually
 ) -> None:

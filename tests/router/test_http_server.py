@@ -339,6 +339,24 @@ async def test_stopping_cuts_what_does_not_end() -> None:
         assert await wire.ended() == b""
 
 
+@pytest.mark.parametrize("hurried", [False, True])
+async def test_stopping_waits_as_long_as_it_is_told_to_or_until_it_is_hurried(hurried: bool) -> None:
+    async with running(grace_s=3600.0) as rig:
+        wire = await rig.connect()
+        wire.send(b"GET /held-stream HTTP/1.1\r\nHost: h\r\n\r\n")
+        await rig.echo.gate.reached()
+        stopping = asyncio.create_task(rig.server.stop())
+        await rig.until(lambda: rig.server.state.stopping)
+        if hurried:
+            rig.server.hurry()
+        else:
+            rig.echo.gate.open()
+        text = await wire.ended()
+        await stopping
+    assert b"first" in text
+    assert text.endswith(b"4\r\nlast\r\n0\r\n\r\n") is not hurried
+
+
 async def test_no_delay(rig: Rig) -> None:
     wire = await rig.connect()
     wire.send(GET)

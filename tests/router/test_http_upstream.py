@@ -343,7 +343,7 @@ async def test_giving_up_closes_the_connection(
     response = await how(upstream, worker)
     await worker.until(lambda: worker.ended == 1)
     if response is not None:
-        with pytest.raises(ConnectionLost):
+        with pytest.raises(InternalError):
             await response.read()
 
 
@@ -356,3 +356,16 @@ async def test_a_line_break_does_not_become_a_header(upstream: HttpUpstream, wor
         with pytest.raises(InternalError):
             await upstream.open("GET", url, headers=headers)
     assert worker.requests == []
+
+
+async def test_an_answer_that_was_closed_is_not_read_again(upstream: HttpUpstream, worker: Worker) -> None:
+    """Its connection may carry another one by then."""
+    response = await upstream.open("GET", worker.url, timeout_s=WAIT_S)
+    assert await response.read() == b"ok"
+    response.close()
+    response.close()
+    with pytest.raises(InternalError, match="closed already"):
+        response.status  # noqa: B018
+    with pytest.raises(InternalError, match="closed already"):
+        await response.read()
+    assert await ask(upstream, worker.url) == b"ok"

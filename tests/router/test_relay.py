@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import aiohttp
 import pytest
 
 from sglang_ext.testing.workers import Gate
@@ -312,3 +313,22 @@ async def test_an_answer_that_cannot_be_learnt_from_is_passed_on_all_the_same(
     assert answer.status == 200
     assert "[DONE]" in text if stream else json.loads(text)["choices"]
     assert "cannot learn what was generated" in caplog.text
+
+
+async def test_a_stream_ends_whole_while_the_router_stops(start_worker, start_router, client) -> None:
+    """Everything that a running request needs outlives it."""
+    worker = await start_worker()
+    worker.between_chunks = Gate()
+    router = await start_router(worker, shutdown_grace_period_secs=3600)
+    body = {**PROMPTS["/v1/chat/completions"], "stream": True}
+    async with client.post(router.url + "/v1/chat/completions", json=body) as answer:
+        await asyncio.wait_for(answer.content.readuntil(b"\n\n"), 5)
+        stopping = asyncio.create_task(router.stop())
+        with pytest.raises(aiohttp.ClientConnectionError):
+            while True:
+                await client.get(router.url + "/health")
+        worker.between_chunks.open()
+        rest = await answer.text()
+    assert rest.endswith("data: [DONE]\n\n")
+    await asyncio.wait_for(stopping, 20)
+    assert len(router.serving.flights) == 0
