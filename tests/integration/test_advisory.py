@@ -26,6 +26,7 @@ pytestmark = pytest.mark.integration
 BLOCK = 16
 TOKENS = 20 * BLOCK
 HBM_TOKENS = 2048
+CHUNK = 256
 NS = ("tokens", None, None, None)
 
 
@@ -35,19 +36,25 @@ def port() -> int:
     return free_port()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.long)], ids="{} rank(s)".format)
 def server(
-    port: int, tmp_path_factory: pytest.TempPathFactory, leak_guard: LeakGuard
+    request: pytest.FixtureRequest,
+    port: int,
+    tmp_path_factory: pytest.TempPathFactory,
+    leak_guard: LeakGuard,
 ) -> Iterator[ServerProcess]:
+    ranks = request.param
     spec = ServerSpec(
         flags=(
             *("--radix-cache-backend", "global", "--kv-check", "--kv-instance-id", "one"),
             *("--kv-router", f"http://127.0.0.1:{port}", "--kv-load-policy", "always"),
             *("--kv-dram-size", "16MB", "--kv-disk-path", str(tmp_path_factory.mktemp("kv"))),
             *("--kv-disk-size", "1GB", "--max-total-tokens", str(HBM_TOKENS)),
-            *("--chunked-prefill-size", "512"),
+            *("--chunked-prefill-size", str(CHUNK), "--kv-advisory-compute", "--enable-metrics"),
+            *("--tp", str(ranks)),
         ),
         environment={
+            **({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if ranks == 2 else {}),
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
         },
@@ -152,6 +159,11 @@ async def test_a_hinted_request_hits_hbm(server, router, client, rng) -> None:
     ready = await settled(client, router, told["id"])
     assert ready["state"] == "ready"
     assert ready["moved_tokens"] >= TOKENS
+    async with client.get(f"{router.url}/cluster") as response:
+        (instance,) = (await response.json())["instances"]
+    assert instance["tiers"].keys() == {"hbm", "dram", "disk"}
+    assert instance["tiers"]["hbm"]["size"] == HBM_TOKENS // BLOCK
+    assert all(0 < fill["used"] <= fill["size"] for fill in instance["tiers"].values())
     await until(lambda: held_in_hbm(router, server, prompt) >= TOKENS, 5, "the index to see it")
     follow_up = prompt + random_prompt(rng, 5)
     answer, headers = await generate(client, router.url, follow_up, session="s")
@@ -169,6 +181,84 @@ async def test_what_is_brought_is_given_up_under_pressure(server, router, client
     answer, _ = await generate(client, router.url, [*prompt, 7], session="s")
     assert answer.cached_tokens == TOKENS
     assert answer.hbm_tokens < TOKENS, "what was brought should have made room"
+    assert_same(await cold(client, server, [*prompt, 7]), answer)
+
+
+async def test_what_is_announced_goes_last(server, router, client, rng) -> None:
+    """The same traffic as pushes a session out that is not expected."""
+    prompt = await said_and_pushed_out(client, router, server, rng)
+    await settled(client, router, (await advise(client, router, session="s"))["id"])
+    for _ in range(3):
+        await generate(client, router.url, random_prompt(rng, 900))
+    answer, _ = await generate(client, router.url, [*prompt, 7], session="s")
+    assert answer.hbm_tokens == TOKENS
+    assert_same(await cold(client, server, [*prompt, 7]), answer)
+    await generate(client, router.url, random_prompt(rng, HBM_TOKENS - 200))
+    await until(lambda: held_in_hbm(router, server, prompt) < TOKENS, 10, "it to go, now that it was used")
+
+
+async def test_a_high_priority_takes_the_place_of_a_low_one(server, router, client, rng) -> None:
+    """Both are expected, and HBM has room for one and a half."""
+    low, high = random_prompt(rng, 75 * BLOCK), random_prompt(rng, 75 * BLOCK)
+    for session, prompt in (("low", low), ("high", high)):
+        await generate(client, router.url, prompt, session=session)
+    for session, prompt in (("low", low), ("high", high)):
+        told = await advise(client, router, session=session, priority=int(session == "high"))
+        await settled(client, router, told["id"])
+        await until(lambda prompt=prompt: held_in_hbm(router, server, prompt) == 75 * BLOCK, 10, session)
+    assert held_in_hbm(router, server, low) < 75 * BLOCK
+    for session, prompt in (("high", high), ("low", low)):
+        answer, _ = await generate(client, router.url, [*prompt, 7], session=session)
+        assert answer.cached_tokens == 75 * BLOCK
+        assert (answer.hbm_tokens == 75 * BLOCK) == (session == "high")
+        assert_same(await cold(client, server, [*prompt, 7]), answer)
+
+
+# -- what nobody holds --------------------------------------------------------------------------------
+
+
+async def test_what_nobody_has_is_computed_ahead_and_hit(server, router, client, rng) -> None:
+    prompt = random_prompt(rng, 3 * CHUNK + 5 * BLOCK)
+    told = await advise(client, router, input_ids=prompt)
+    assert told["tokens"]["nowhere"] == len(prompt)
+    ready = await settled(client, router, told["id"])
+    assert (ready["state"], ready["moved_tokens"], ready["computed_tokens"]) == ("ready", 0, len(prompt))
+    assert ready["tokens"]["hbm"] == len(prompt)
+    answer, _ = await generate(client, router.url, [*prompt, 7])
+    assert answer.hbm_tokens == len(prompt)
+    computed = 'sglang_ext_cache_announced_blocks_total{event="computed",tp_rank="0"}'
+    await until(lambda: server.metrics().get(computed, 0) * BLOCK >= len(prompt), 10, "the count")
+    assert_same(await cold(client, server, [*prompt, 7]), answer)
+
+
+async def test_a_request_in_the_middle_of_computing_ahead_goes_first(server, router, client, rng) -> None:
+    """No piece begins while it runs: of many, at most the one under way is added."""
+    prompt = random_prompt(rng, 1600)
+    told = await advise(client, router, input_ids=prompt)
+    url = f"{router.url}/v1/advisory/{told['id']}"
+    await until(lambda: held_in_hbm(router, server, prompt), 10, "the first piece")
+    before = held_in_hbm(router, server, prompt)
+    other = random_prompt(rng, 50)
+    sampling = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
+    answer, _ = await generate(client, router.url, other, sampling_params=sampling)
+    async with client.get(url) as response:
+        state = (await response.json())["state"]
+    reached = held_in_hbm(router, server, prompt)
+    assert (state, reached <= before + 2 * CHUNK) == ("computing", True), "it was in the middle"
+    ready = await settled(client, router, told["id"])
+    assert (ready["state"], ready["computed_tokens"]) == ("ready", 1600)
+    again, _ = await generate(client, server.url, other, sampling_params=sampling, cache_salt="cold")
+    assert_same(again, answer)
+
+
+async def test_the_request_itself_finds_what_was_computed_so_far(server, router, client, rng) -> None:
+    prompt = random_prompt(rng, 1600)
+    told = await advise(client, router, input_ids=prompt, session="s")
+    await until(lambda: held_in_hbm(router, server, prompt), 10, "the first piece")
+    answer, headers = await generate(client, router.url, [*prompt, 7], session="s")
+    assert headers["x-kv-route-reason"] == "advised"
+    assert CHUNK <= answer.hbm_tokens < 1600
+    assert (await settled(client, router, told["id"]))["state"] == "used"
     assert_same(await cold(client, server, [*prompt, 7]), answer)
 
 
@@ -229,7 +319,13 @@ HINTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", sorted(HINTS))
+SHORT = {"late", "wrong"}
+KINDS = [
+    pytest.param(kind, marks=() if kind in SHORT else pytest.mark.long, id=kind) for kind in sorted(HINTS)
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 async def test_no_hint_changes_an_answer(kind, server, router, client, rng) -> None:
     prompt = await said_and_pushed_out(client, router, server, rng)
     await HINTS[kind](client, router, prompt, rng)
@@ -266,6 +362,11 @@ def program(s):
     time.sleep(0.5)  # a tool works
     s += " A tool has answered. "
     s += sgl.gen("second", max_tokens=4)
+    branches = s.fork(2)
+    for branch in branches:
+        branch += " And this branch says: "
+        branch += sgl.gen("third", max_tokens=4)
+    branches.join()
 
 endpoint = AdvisingEndpoint(sys.argv[1])
 program.run(backend=endpoint).text()  # waits for the program
@@ -280,5 +381,7 @@ async def test_a_frontend_program_announces_its_next_call(server, router) -> Non
         sys.executable, "-c", PROGRAM, router.url, stdout=asyncio.subprocess.PIPE
     )
     said, _ = await asyncio.wait_for(process.communicate(), 120)
-    assert said.decode().split()[-2:] == ["2", "0"]
-    assert router.advisor.book.counts["used"] == 1, "the second call is the one that was announced"
+    sent, dropped = map(int, said.decode().split()[-2:])
+    assert (sent, dropped) == (5, 0), "after each of four answers, and at the fork"
+    # The call after the tool, that of the fork's beginning, and a branch: each was announced.
+    assert router.advisor.book.counts["used"] >= 2
