@@ -36,7 +36,7 @@ def test_conversations_share_their_beginnings_and_nothing_else(tmp_path: Path) -
     talks = conversations(Words(), 6, 3, shared_by=3, prefix_tokens=50, turn_tokens=10)
     first = [talk.turns[0] for talk in talks]
     write_tokenizer(tmp_path, 4096)
-    from router.tokenizing import load_tokenizer
+    from router.prompt_tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(str(tmp_path), trust_remote_code=False)
     ids = [tokenizer(text)["input_ids"] for text in first]

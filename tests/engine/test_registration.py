@@ -38,7 +38,7 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def worker(tokenizer_dir: Path) -> AsyncIterator[StandInWorker]:
-    from router.tokenizing import load_tokenizer
+    from router.prompt_tokenizer import load_tokenizer
 
     stand_in = StandInWorker(
         tokenizer=load_tokenizer(str(tokenizer_dir), trust_remote_code=False),

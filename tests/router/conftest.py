@@ -34,7 +34,7 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_dir: Path) -> Any:
     """The tiny model's tokenizer."""
-    from router.tokenizing import load_tokenizer
+    from router.prompt_tokenizer import load_tokenizer
 
     return load_tokenizer(str(tokenizer_dir), trust_remote_code=False)
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from router.chat_template import CannotRender
 from router.facts import ChatFacts, InstanceFacts, ModelFacts
+from router.prompt_tokenizer import PromptTokenizer
 from router.segments import Segmenter, TokenCache
-from router.tokenizing import Fallback, PromptTokenizer, TokenizerService
+from router.tokenizing import Fallback, TokenizerService
 from router.trial import EVERYTHING, Trust, compare
 from router.validation import Chat, Endpoint, Job, PromptInput
 from sglang_ext.keys import decode_tokens, encode_tokens
@@ -30,7 +31,7 @@ def ids(key: bytes) -> list[int]:
 
 @pytest.fixture(scope="module")
 def prompt_tokenizer(tokenizer_dir) -> PromptTokenizer:
-    from router.tokenizing import load_tokenizer
+    from router.prompt_tokenizer import load_tokenizer
 
     fresh = load_tokenizer(str(tokenizer_dir), trust_remote_code=False)
     return PromptTokenizer(fresh, FACTS, TokenCache(1 << 20))
@@ -112,7 +113,7 @@ def rendered(template: str, body: dict[str, Any], tokenizer, **chat: Any) -> str
 
 @pytest.fixture
 def own_tokenizer(tokenizer_dir) -> Any:
-    from router.tokenizing import load_tokenizer
+    from router.prompt_tokenizer import load_tokenizer
 
     return load_tokenizer(str(tokenizer_dir), trust_remote_code=False)
 
