@@ -216,6 +216,13 @@ class Fetching:
         if moved:
             self._costs.observe_transfer(note.source, name, moved, message.seconds)
 
+    def forget(self, name: str) -> None:
+        """An instance was started anew, or is gone: nothing more is heard of what it was told."""
+        for key, note in list(self._notes.items()):
+            if note.target == name:
+                note.end = "gone"
+                del self._notes[key]
+
     @property
     def under_way(self) -> int:
         """Fetches that were told and of whose end nothing was heard."""

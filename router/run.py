@@ -348,6 +348,7 @@ class Router:
         """An instance was started anew or is gone: neither its cache nor its speed is what it was."""
         self.trees.forget(name)
         self.costs.forget(name)
+        self.fetching.forget(name)
 
     def _adopt(self, facts: InstanceFacts) -> None:
         """The fleet takes on a model: nothing known of the former one holds."""

@@ -208,6 +208,16 @@ def test_what_came_of_it_is_noted_once() -> None:
     assert found.under_way == 0
 
 
+def test_of_who_is_gone_nothing_more_is_heard() -> None:
+    found = fetching()
+    note = found.begin(flight(), Fetch("b", 960), Decision("a", Reason.FETCH), FLEET, {"b": Match(960)})
+    assert note is not None
+    found.forget("b")
+    assert found.under_way == 1
+    found.forget("a")
+    assert (note.end, found.under_way) == ("gone", 0)
+
+
 @pytest.mark.parametrize("end", ["late", "gone", "done"])
 def test_who_takes_too_long_is_not_fetched_from_for_a_while(end: str) -> None:
     now = [0.0]
