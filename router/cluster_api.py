@@ -15,6 +15,7 @@ from router.exchange import JSON_TYPE, Request, RequestRefused, Responder
 from router.members import CannotChangeRole, Members, Unknown
 from router.members_view import cluster, instance_view, instances
 from router.record import Record
+from router.role_change import RoleChanges
 from router.roster import Taken
 from router.routes import Access, Route
 from router.tenants import KeyRing
@@ -40,6 +41,7 @@ class ClusterApi:
 
     Args:
         members: who is asked and told.
+        roles: changes them.
         key: of the cluster; ``None`` when there is none.
         keys: API keys; those of administrators are good here.
         local: whether the router listens on loopback only.
@@ -47,9 +49,17 @@ class ClusterApi:
     """
 
     def __init__(
-        self, members: Members, key: ClusterKey | None, keys: KeyRing, clock: Clock, *, local: bool
+        self,
+        members: Members,
+        roles: RoleChanges,
+        key: ClusterKey | None,
+        keys: KeyRing,
+        clock: Clock,
+        *,
+        local: bool,
     ) -> None:
         self._members = members
+        self._roles = roles
         self._key = key
         self._keys = keys
         self._local = local
@@ -102,7 +112,7 @@ class ClusterApi:
             elif request.method == "POST" and action == "drain":
                 self._drain(member.instance, _decoded(request, Drain))
             elif request.method == "POST" and action == "role":
-                self._members.change_role(member.instance, _decoded(request, ChangeRole).role)
+                await self._roles.change(member.instance, _decoded(request, ChangeRole).role)
             elif request.method != "GET" or action:
                 raise _not_allowed(request, action)
         except Unknown as error:

@@ -23,7 +23,7 @@ from router import seam
 from router.exchange import ConnectionLost, UpstreamResponse
 from router.fleet import Fleet
 from router.flight import Flight
-from router.lifecycle import State
+from router.lifecycle import USABLE, State
 from router.policies.base import Role
 from router.row import Load
 from router.usage import StreamReader
@@ -289,7 +289,7 @@ class Mover:
             opening = asyncio.ensure_future(self._opened(leg.flight, target, body))
             try:
                 async with asyncio.timeout(GO_ON_S):
-                    await self._until_it_runs(leg, opening, running)
+                    await self._until_it_runs(leg, target, opening, running)
             except (TimeoutError, ConnectionLost) as error:
                 logger.info("%s does not go on with a request: %s", target, error or "no word of it")
                 _discard(opening)
@@ -320,11 +320,17 @@ class Mover:
         raise ConnectionLost(f"{target} answers {response_status(text)}")
 
     async def _until_it_runs(
-        self, leg: Leg, opening: asyncio.Future[UpstreamResponse], running: asyncio.Future[Running]
+        self,
+        leg: Leg,
+        target: str,
+        opening: asyncio.Future[UpstreamResponse],
+        running: asyncio.Future[Running],
     ) -> None:
         while not running.done():
             if leg.over:
                 raise ConnectionLost("the client is gone")
+            if (row := self._fleet.rows.get(target)) is None or row.state not in USABLE:
+                raise ConnectionLost("it is down")
             if opening.done():
                 opening.result()
             await asyncio.wait(

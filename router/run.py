@@ -36,6 +36,7 @@ from router.moving import Mover
 from router.observability import RouterMetrics
 from router.pages import page_routes
 from router.profiles import AUTO, cost_model_for, load_named
+from router.role_change import RoleChanges
 from router.routes import RouteTable
 from router.service import Service
 from router.serving import Serving
@@ -181,7 +182,14 @@ class Router:
         )
         self.costs.can_fetch = self.fetching.possible
         self.serving.chooser.fetching = self.advisor.fetching = self.fetching
-        cluster = ClusterApi(self.members, key, self.keys, self.clock, local=is_loopback(config.host))
+        cluster = ClusterApi(
+            self.members,
+            RoleChanges(self.members, self._api),
+            key,
+            self.keys,
+            self.clock,
+            local=is_loopback(config.host),
+        )
         self.routes = RouteTable(
             [
                 *self.serving.routes(),

@@ -44,6 +44,9 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "cluster-status": Command("sglang_ext.cluster.status", "show who is in a cluster, as its router sees it"),
     "drain": Command("sglang_ext.cluster.drain", "let an instance of a cluster finish what it has, and go"),
+    "role": Command(
+        "sglang_ext.cluster.role", "have an instance prefill instead of decode, or the other way round"
+    ),
     "doctor": Command("sglang_ext.cluster.doctor", "check this machine and installation, and say what to do"),
 }
 

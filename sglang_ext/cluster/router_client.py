@@ -40,7 +40,9 @@ class RouterClient:
     key: ClusterKey | None = None
     tls: ssl.SSLContext | None = None
 
-    def call(self, method: str, path: str, kind: type[T], body: Any = None) -> T:
+    def call(
+        self, method: str, path: str, kind: type[T], body: Any = None, *, timeout_s: float = TIMEOUT_S
+    ) -> T:
         """One call.
 
         Raises:
@@ -59,7 +61,7 @@ class RouterClient:
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=self.tls)
         )
         try:
-            with opener.open(request, timeout=TIMEOUT_S) as answer:
+            with opener.open(request, timeout=timeout_s) as answer:
                 return msgspec.json.decode(answer.read(MAX_ANSWER_BYTES), type=kind)
         except urllib.error.HTTPError as error:
             with error:

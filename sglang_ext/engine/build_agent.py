@@ -7,6 +7,8 @@ import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from sglang_ext.agent_messages import Fill, Load, Naming, ToAgent
 from sglang_ext.cluster_key import ClusterKey, read_cluster_key
 from sglang_ext.cluster_messages import Registration, RoleName
@@ -131,9 +133,13 @@ def attach_agent(
         agent.close()
         cache.feed = cache.tree.observer = None
         cache.before_end = lambda: None
+        cache.role_changed = lambda role: None
         feed.close()
 
     cache.before_end = end
+    cache.role_changed = lambda role: registrar.update(
+        msgspec.structs.replace(registration, role=ROLES[role])
+    )
     logger.info(
         "Agent of instance %s at %s, for routers %s", facts.instance, registration.agent, config.router
     )

@@ -235,6 +235,25 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
             if part is not None:
                 part.each_pass()
 
+    @property
+    def supports_role_switch(self) -> bool:
+        """Whether the server can change between prefill and decode: the pool's layers are not watched."""
+        return settings().transfer_mode != "push-by-layer"
+
+    def teardown(self) -> None:
+        """The server changes its role, and is idle: end connections and rooms. The cache stays as it is."""
+        cache, scheduler = _process.scheduler.tree_cache, _process.scheduler
+        poller = getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)
+        if poller is not None:
+            poller.unregister(self.agent.wake_fd)
+        if isinstance(cache, GlobalRadixCache):
+            cache.before_clear()
+            cache.before_clear = lambda: None
+            cache.request_ended = lambda req, tokens: None
+            cache.migration.manager = None
+        _process.manager = None
+        self.agent.close()
+
     def register_to_bootstrap(self) -> None:
         """The agent does, again and again."""
 

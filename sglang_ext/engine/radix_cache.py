@@ -124,6 +124,8 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
         """Commands for this process's scheduler, in rank 0 of an instance with an agent."""
         self.before_clear: Callable[[], None] = lambda: None
         """Called before everything is forgotten."""
+        self.role_changed: Callable[[str], None] = lambda role: None
+        """Told that the server prefills or decodes from now on."""
         self.before_end: Callable[[], None] = lambda: None
         """Called before everything ends."""
         self._hbm = hbm

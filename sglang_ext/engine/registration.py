@@ -44,6 +44,8 @@ class _Router:
     pause: float = FIRST_PAUSE_S
     registered: float | None = None
     problem: str = ""
+    stale: bool = False
+    """It knows the instance as it was."""
 
 
 class Registrar:
@@ -80,6 +82,12 @@ class Registrar:
         """Begin to register."""
         self._thread.start()
 
+    def update(self, registration: Registration) -> None:
+        """Say something else of the instance from now on, at once; from any thread."""
+        self._registration = registration
+        for router in self._routers:
+            router.stale = True
+
     def close(self) -> None:
         """Leave every router that knows the instance, and end. At most `CALL_S`, and `LEAVE_S` per router."""
         self._stopping.set()
@@ -107,12 +115,13 @@ class Registrar:
 
     def _is_due(self, router: _Router) -> bool:
         now = self._now()
-        if router.registered is None:
+        if router.registered is None or router.stale:
             return now >= router.due
         # It connects to the agent within a moment, and says something every second from then on.
         return min(now - router.registered, self._silent_s(router.name)) > VERDICT_S
 
     def _register(self, router: _Router) -> None:
+        router.stale = False
         try:
             status, body = self._call(router, "POST", PATH, encode(self._registration), CALL_S)
             problem = "" if status == 200 else f"it answered {status}: {body[:300].decode(errors='replace')}"

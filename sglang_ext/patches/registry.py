@@ -15,6 +15,7 @@ from sglang_ext.patches import (
     mla_rope,
     paged_allocator,
     restarts,
+    role_switch,
     scheduler_calls,
     sgl_kernel_stand_in,
     torchvision_operators,
@@ -47,6 +48,7 @@ PATCHES: tuple[Patch, ...] = (
     load_details.PATCH,
     commands.PATCH,
     migration.PATCH,
+    role_switch.PATCH,
     weight_updates.PATCH,
     vocabulary.PATCH,
 )

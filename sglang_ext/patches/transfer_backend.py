@@ -61,6 +61,16 @@ def choose_caches(_cls: type, args: argparse.Namespace) -> None:
         return
     config = KvConfig.from_user(flags.given_values(args), os.environ)
     caches = config.pd_caching != "basic" if mode == "prefill" else config.pd_caching in ("2", "3")
+    if getattr(args, "enable_pd_role_switch", False):
+        if config.pd_caching not in ("2", "3"):
+            raise ConfigError(
+                "a server that changes its role keeps its cache in both",
+                field="--enable-pd-role-switch",
+                hint="Choose --kv-pd-caching 2 or 3",
+            )
+        args.disaggregation_decode_enable_radix_cache = True
+        if args.disaggregation_decode_retraction_backup is None:
+            args.disaggregation_decode_retraction_backup = "cpu_tensor"
     if not caches:
         if getattr(args, "radix_cache_backend", None) == CACHE_BACKEND:
             raise ConfigError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,7 +18,7 @@ from router_rig import FLAGS, running, until
 from router import Router, RouterConfig
 from router.lifecycle import State
 from sglang_ext.cluster_messages import instance_path
-from sglang_ext.testing.leaks import LeakGuard
+from sglang_ext.testing.leaks import LeakGuard, descendants
 from sglang_ext.testing.pd import pd_servers
 from sglang_ext.testing.servers import ServerProcess, ServerSpec, free_port
 
@@ -24,7 +26,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 Json = dict[str, Any]
 TOKENS = 60
-PATIENCE = {"health_check_timeout_secs": 5.0}
+SWITCH = "--enable-pd-role-switch"
 STORY = "A traveller asks the librarian for a map of the town, and then for another one. "
 
 
@@ -42,28 +44,25 @@ def fleet(request: pytest.FixtureRequest, leak_guard: LeakGuard) -> Iterator[Fle
     """A prefill server and two decode servers, or two that do both."""
     port = free_port()
 
-    def spec(name: str) -> ServerSpec:
+    def spec(name: str, *more: str) -> ServerSpec:
         router = ("--kv-router", f"http://127.0.0.1:{port}", "--kv-instance-id", name)
-        return ServerSpec(flags=(*FLAGS, "--kv-dram-size", "64MiB", *router))
+        return ServerSpec(flags=(*FLAGS, "--kv-dram-size", "64MiB", *router, *more))
 
-    with leak_guard.adopting():
-        if request.param == "decode":
-            with pd_servers([spec("p")], [spec("a"), spec("b")]) as (pd, _):
-                yield Fleet(port, request.param, pd.servers)
-            return
-        servers = [ServerProcess(spec(name)) for name in ("a", "b")]
-        try:
-            for server in servers:
-                server.start()
-            yield Fleet(port, request.param, servers)
-        finally:
-            for server in servers:
-                server.stop()
+    def switching(name: str) -> ServerSpec:
+        return spec(name, SWITCH, "--disaggregation-bootstrap-port", str(free_port()))
+
+    apart = request.param == "decode"
+    prefill = [spec("p", SWITCH)] if apart else []
+    decode = [switching("a"), switching("b")] if apart else []
+    others = [] if request.param == "decode" else [spec("a"), spec("b")]
+    with leak_guard.adopting(), pd_servers(prefill, decode, others) as (pd, colocated):
+        yield Fleet(port, request.param, [*pd.servers, *colocated])
 
 
 @pytest.fixture
 async def router(fleet: Fleet) -> AsyncIterator[Router]:
-    async with Router(RouterConfig(port=fleet.port, policy="round-robin", **PATIENCE)) as router:
+    config = RouterConfig(port=fleet.port, policy="round-robin", health_check_timeout_secs=5.0)
+    async with Router(config) as router:
         await until(lambda: len(router.fleet.usable()) == len(fleet.servers), seconds=60)
         yield router
         router.check()
@@ -85,9 +84,7 @@ def bodies(seed: int = 0) -> list[tuple[str, Json]]:
         elif number % 4 == 2:
             body = {"messages": [{"role": "user", "content": text}], "max_tokens": TOKENS, "temperature": 0}
             usage = {"stream_options": {"include_usage": True}} if stream else {}
-            found.append(
-                ("/v1/chat/completions", {**body, "ignore_eos": True, "stream": stream, **usage})
-            )
+            found.append(("/v1/chat/completions", {**body, "ignore_eos": True, "stream": stream, **usage}))
         else:
             body = {"input_ids": list(range(50 + number, 200 + number)), "sampling_params": sampling}
             found.append(("/generate", {**body, "stream": stream}))
@@ -162,13 +159,11 @@ async def client_of(router: Router) -> AsyncIterator[Client]:
 
 
 async def moved(router: Router, how: str = "moved") -> float:
-    value = router.metrics.registry.get_sample_value(
-        "sglang_ext_router_moves_total", {"how": how}
-    )
+    value = router.metrics.registry.get_sample_value("sglang_ext_router_moves_total", {"how": how})
     return value or 0.0
 
 
-async def drain(router: Router, instance: str, client: aiohttp.ClientSession | None = None) -> None:
+async def drain(router: Router, instance: str) -> None:
     async with (
         aiohttp.ClientSession() as session,
         session.post(router.url + instance_path(instance) + "/drain", json={"deadline_s": 60}) as answer,
@@ -203,3 +198,85 @@ async def test_every_answer_is_the_undisturbed_one(router: Router, fleet: Fleet)
     router.members.resume("a")
     await until(lambda: len(router.fleet.usable()) == len(fleet.servers))
     await asyncio.to_thread(server.wait_idle)
+
+
+async def test_a_target_that_stops_in_the_middle_costs_a_pause(router: Router, fleet: Fleet) -> None:
+    """It has been asked to go on with requests, and never answers: they go on where they were."""
+    async with client_of(router) as client:
+        expected = await asyncio.gather(*(client.ask(*each) for each in bodies()))
+        client.heard.clear()
+        answers = [asyncio.create_task(client.ask(*each)) for each in bodies()]
+        await until(lambda: sum(heard.events > 3 for heard in client.heard) >= 5)
+        source, target = (router.members.member(name).url for name in ("a", "b"))
+        there = [task for task, heard in zip(answers, client.heard, strict=True) if heard.instance == source]
+        pids = descendants(next(server for server in fleet.servers if server.url == target).pid)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            await drain(router, "a")
+            await until(lambda: router.fleet.rows[target].state is State.DOWN, seconds=20)
+            got = await asyncio.gather(*there)
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+        assert got
+        for heard in got:
+            assert heard.error == ""
+            assert heard.said == expected[client.heard.index(heard)].said
+        assert await moved(router, "failed") >= 1
+        router.members.resume("a")
+        await asyncio.gather(*answers)
+        await until(lambda: len(router.fleet.usable()) == len(fleet.servers))
+    for server in fleet.servers:
+        await asyncio.to_thread(server.wait_idle)
+
+
+async def role(router: Router, instance: str, wanted: str) -> tuple[int, Json]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(router.url + instance_path(instance) + "/role", json={"role": wanted}) as answer,
+    ):
+        return answer.status, await answer.json()
+
+
+async def test_a_server_that_changes_its_role_keeps_its_cache(router: Router, fleet: Fleet) -> None:
+    if fleet.kind != "decode":
+        status, said = await role(router, "a", "prefill")
+        assert (status, said["error"]["code"]) == (409, "role_is_fixed")
+        return
+    status, said = await role(router, "p", "decode")
+    assert status == 409
+    assert "last prefill" in said["error"]["message"]
+    async with client_of(router) as client:
+        asked = bodies(seed=1)
+        expected = await asyncio.gather(*(client.ask(*each) for each in asked))
+        url = router.members.member("b").url
+        at_b = [each for each, heard in zip(asked, expected, strict=True) if heard.instance == url]
+        assert at_b
+        client.heard.clear()
+        # Traffic goes on through the change, to and fro.
+        for wanted in ("prefill", "decode"):
+            answers = [asyncio.create_task(client.ask(*each)) for each in asked]
+            await until(lambda: sum(heard.events > 1 for heard in client.heard) >= 5)
+            status, said = await role(router, "b", wanted)
+            assert status == 200, said
+            assert (said["role"], said["state"]) == (wanted, "ready")
+            got = await asyncio.gather(*answers)
+            assert [heard.error for heard in got] == [""] * 8
+            assert [heard.said for heard in got] == [heard.said for heard in expected]
+            client.heard.clear()
+            if wanted == "prefill":
+                await found_by_what_it_had(router, url, at_b)
+
+
+async def found_by_what_it_had(router: Router, url: str, asked: list[tuple[str, Json]]) -> None:
+    """Ask until the server that decoded has prefilled: it finds what it had."""
+    async with aiohttp.ClientSession() as session:
+        for path, body in asked * 4:
+            body = {**body, "stream": False}
+            async with session.post(router.url + path, json=body) as answer:
+                assert answer.status == 200, await answer.text()
+                if answer.headers["x-kv-prefill-instance"] == url:
+                    assert int(answer.headers["x-kv-cached-tokens"]) >= 32
+                    return
+    raise AssertionError("no request was prefilled by the server that had decoded")

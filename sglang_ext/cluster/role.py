@@ -1,0 +1,45 @@
+"""``sglang-ext role``: have an instance prefill instead of decode, or the other way round."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from sglang_ext.cluster.router_client import RouterClient, add_router_args, quoted, router_of
+from sglang_ext.cluster_messages import ChangeRole, InstanceView, RoleName, instance_path
+from sglang_ext.errors import SglangExtError
+
+PROG = "sglang-ext role"
+TIMEOUT_S = 900.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Change a role. Returns the exit status: 0, or 1 when the instance does not serve in it."""
+    parser = argparse.ArgumentParser(
+        prog=PROG,
+        description="Have an instance prefill instead of decode, or the other way round. It finishes what it "
+        "has, or hands it to others, keeps its cache, and serves in its new role. It must have been started "
+        "with --enable-pd-role-switch and a --disaggregation-bootstrap-port of its own.",
+    )
+    add_router_args(parser)
+    parser.add_argument("instance", help="its id or its URL, as sglang-ext cluster-status shows them")
+    parser.add_argument("role", choices=("prefill", "decode"))
+    args = parser.parse_args(arguments)
+    try:
+        return change(router_of(args), args.instance, args.role)
+    except SglangExtError as error:
+        sys.stderr.write(f"{PROG}: {error}\n")
+        return 1
+
+
+def change(router: RouterClient, instance: str, role: RoleName) -> int:
+    """Ask for it and wait. Returns the exit status."""
+    path = instance_path(quoted(instance), "role")
+    view = router.call("POST", path, InstanceView, ChangeRole(role=role), timeout_s=TIMEOUT_S)
+    sys.stdout.write(f"{view.instance} is {view.role}, {view.state}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

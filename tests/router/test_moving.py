@@ -1,0 +1,175 @@
+"""Requests that are moved while they run: stand-in workers, and agents that say what a test has them say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from router import Router
+from router.lifecycle import State
+from sglang_ext.agent_messages import FromAgent, Park, Parked, Running, ToAgent, Unpark, Watch
+from sglang_ext.cluster_messages import Registration
+from sglang_ext.testing.workers import Gate, StandInWorker
+
+EPOCH = bytes(16)
+STATE = json.dumps({"output_ids": [1], "prompt_tokens": 4}).encode()
+BODIES: dict[str, dict[str, Any]] = {
+    "/generate": {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 8}},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi there"}], "max_tokens": 8},
+    "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 8},
+}
+
+
+@dataclass
+class Agents:
+    """Agents of all workers. Each stops what it is told to, and says of what it watches that it runs."""
+
+    router: Router
+    why: str = ""
+    silent: set[type] = field(default_factory=set)
+    told: list[tuple[str, ToAgent]] = field(default_factory=list)
+
+    def registration(self, name: str) -> Registration | None:
+        return Registration(url=name, instance="i", epoch="0" * 32)
+
+    def send(self, name: str, message: ToAgent) -> bool:
+        self.told.append((name, message))
+        answer: FromAgent | None = None
+        if isinstance(message, Park):
+            answer = Parked(EPOCH, message.id, self.why, STATE, meeting="127.0.0.1:7", room=5)
+        elif isinstance(message, Watch):
+            answer = Running(EPOCH, message.id)
+        if answer is not None and type(message) not in self.silent:
+            asyncio.get_running_loop().call_soon(self.router.mover.on_message, name, answer)
+        return True
+
+    def ends(self) -> list[bool]:
+        """What became of each request that was stopped: whether it stays."""
+        return [message.stay for _, message in self.told if isinstance(message, Unpark)]
+
+
+@dataclass
+class Rig:
+    source: StandInWorker
+    target: StandInWorker
+    router: Router
+    agents: Agents
+    gate: Gate
+
+
+@pytest.fixture
+async def rig(start_worker: Any, start_router: Any) -> Rig:
+    """A router that knows one worker, which stops after some chunks; another one joins before the drain."""
+    source, target = await start_worker(), await start_worker()
+    gate = source.between_chunks = Gate()
+    router: Router = await start_router(source, target, policy="round-robin")
+    agents = Agents(router)
+    router.mover._channels = agents
+    return Rig(source, target, router, agents, gate)
+
+
+async def first_there(rig: Rig, client: Any, path: str, body: Any) -> Any:
+    """An answer that the source has begun."""
+    while True:
+        answer = await client.post(rig.router.url + path, json=body)
+        if answer.headers["x-kv-instance"] == rig.source.url:
+            return answer
+        await answer.read()
+
+
+def without_ids(data: bytes) -> list[Any]:
+    events = [json.loads(part[6:]) for part in data.split(b"\n\n") if part and b"[DONE]" not in part]
+    for event in events:
+        for name in ("id", "created", "meta_info"):
+            if name == "meta_info" and name in event:
+                event[name] = event[name]["completion_tokens"]
+            else:
+                event.pop(name, None)
+    return events
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_stream_goes_on_elsewhere(path: str, rig: Rig, client: Any, eventually: Any) -> None:
+    body = {**BODIES[path], "stream": True}
+    async with client.post(rig.target.url + path, json=body) as answer:
+        expected = await answer.read()
+    rig.source.chunks_before_gate = 4
+    answer = await first_there(rig, client, path, body)
+    await rig.gate.reached()
+    rig.router.members.drain(rig.router.members.member(rig.source.url).instance, 60)
+    got = await asyncio.wait_for(answer.read(), 10)
+    assert without_ids(got) == without_ids(expected)
+    assert got.endswith(b"data: [DONE]\n\n")
+    assert rig.agents.ends() == [False]
+    await eventually(lambda: rig.router.fleet.rows[rig.source.url].state is State.LEFT)
+    assert rig.router.fleet.rows[rig.target.url].in_flight == 0
+    rig.gate.open()
+
+
+async def test_a_whole_answer_comes_from_elsewhere(rig: Rig, client: Any, eventually: Any) -> None:
+    body = BODIES["/generate"]
+    rig.source.before_head, rig.source.between_chunks = rig.gate, None
+    async with client.post(rig.target.url + "/generate", json=body) as answer:
+        expected = await answer.json()
+    asked = [asyncio.create_task(read(client, rig.router.url, body)) for _ in range(2)]
+    await rig.gate.reached()
+    rig.router.members.drain(rig.router.members.member(rig.source.url).instance, 60)
+    for status, instance, got in await asyncio.gather(*asked):
+        assert (status, instance) == (200, rig.target.url)
+        assert got["text"] == expected["text"]
+    assert rig.agents.ends() == [False]
+    rig.gate.open()
+
+
+async def read(client: Any, url: str, body: Any) -> tuple[int, str, Any]:
+    async with client.post(url + "/generate", json=body) as answer:
+        return answer.status, answer.headers["x-kv-instance"], await answer.json()
+
+
+@pytest.mark.parametrize("trouble", ["no answer", "the target refuses", "it cannot be moved"])
+async def test_what_is_not_taken_ends_where_it_is(
+    trouble: str, rig: Rig, client: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.moving.ANSWER_S", 0.1)
+    path, body = "/generate", {**BODIES["/generate"], "stream": True}
+    async with client.post(rig.target.url + path, json=body) as answer:
+        expected = await answer.read()
+    rig.source.chunks_before_gate = 4
+    answer = await first_there(rig, client, path, body)
+    await rig.gate.reached()
+    if trouble == "no answer":
+        rig.agents.silent = {Park}
+    elif trouble == "the target refuses":
+        rig.agents.silent = {Watch}
+        rig.target.deaths_before_head = 100
+    else:
+        rig.agents.why = "penalties"
+    rig.router.members.drain(rig.router.members.member(rig.source.url).instance, 60)
+    await eventually(lambda: any(isinstance(message, Park) for _, message in rig.agents.told))
+    if trouble != "it cannot be moved":
+        await eventually(lambda: bool(rig.agents.ends()))
+        assert rig.agents.ends()[0] is True
+    rig.gate.open()
+    assert without_ids(await asyncio.wait_for(answer.read(), 10)) == without_ids(expected)
+    assert False not in rig.agents.ends()
+
+
+async def test_the_twin_that_repeats_a_token_is_seen(
+    rig: Rig, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other worker makes another answer: the client is told, and gets none of it."""
+    body = {**BODIES["/generate"], "stream": True}
+    rig.source.chunks_before_gate = 4
+    answer = await first_there(rig, client, "/generate", body)
+    await rig.gate.reached()
+    monkeypatch.setattr(rig.target, "text", lambda ids: "x" * len(ids))
+    rig.router.members.drain(rig.router.members.member(rig.source.url).instance, 60)
+    got = await asyncio.wait_for(answer.read(), 10)
+    events = without_ids(got)
+    assert "another answer" in events[-1]["error"]["message"]
+    assert b"[DONE]" not in got
+    rig.gate.open()
