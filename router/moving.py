@@ -26,6 +26,7 @@ from router.flight import Flight
 from router.lifecycle import USABLE, State
 from router.policies.base import Role
 from router.row import Load
+from router.tenancy import RESUME
 from router.usage import StreamReader
 from router.validation import Endpoint
 from sglang_ext.agent_messages import (
@@ -46,8 +47,6 @@ logger = logging.getLogger("router.moving")
 
 T = TypeVar("T")
 
-RESUME_FIELD: Final = "sglang_ext_resume"
-"""Of ``custom_params``, as servers know it (``engine/resume.py``)."""
 AGAIN: Final = "again"
 AT_ONCE: Final = 8
 """Requests that are on their way at a time, so that each one's pause is short."""
@@ -432,7 +431,7 @@ def _body(leg: Leg, parked: Parked) -> bytes:
     if flight.target.partition("?")[0] == Endpoint.GENERATE.value:
         holder = payload["sampling_params"] = dict(payload.get("sampling_params") or {})
     custom = dict(holder.get("custom_params") or {})
-    custom[RESUME_FIELD] = orjson.loads(parked.state)
+    custom[RESUME] = orjson.loads(parked.state)
     holder["custom_params"] = custom
     if parked.meeting:
         host, _, port = parked.meeting.rpartition(":")

@@ -18,6 +18,8 @@ RESERVED = (
     "disagg_prefill_dp_rank",
 )  # fmt: skip
 """Fields that the router alone sets for tenants: they choose namespaces, servers and names of others."""
+RESUME = "sglang_ext_resume"
+"""Of ``custom_params``: what an instance goes on with a request from (``engine/resume.py``)."""
 SCOPED = ("rid", "session_id")
 """Names that clients choose and servers look up; each tenant has its own."""
 OVERRIDES = "x-override-"
@@ -25,11 +27,19 @@ OVERRIDES = "x-override-"
 
 
 def check_reserved(payload: Json, caller: Caller) -> None:
-    """Refuse what a tenant must not choose.
+    """Refuse what a tenant must not choose, and what nobody may.
 
     Raises:
         RequestRefused: 400, naming the field.
     """
+    for holder in (payload, payload.get("sampling_params")):
+        custom = holder.get("custom_params") if isinstance(holder, dict) else None
+        if isinstance(custom, dict) and RESUME in custom:
+            raise RequestRefused(
+                f"custom_params.{RESUME} is set by the router and cannot be chosen",
+                param="custom_params",
+                code="reserved_field",
+            )
     if caller.tenant is None:
         return
     for name in RESERVED:

@@ -379,6 +379,8 @@ class Migration:
             req.kv_prompt = req.origin_input_ids
             req.origin_input_ids = req.origin_input_ids + array("q", resume.output_ids[:-1])
         self._arriving[req.rid] = (req, resume)
+        while len(self._arriving) > MOST_COMING:
+            del self._arriving[next(iter(self._arriving))]
 
     def committed(self, req: Any) -> None:
         """The KV of a request has come, on decode."""

@@ -173,3 +173,16 @@ async def test_the_twin_that_repeats_a_token_is_seen(
     assert "another answer" in events[-1]["error"]["message"]
     assert b"[DONE]" not in got
     rig.gate.open()
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_clients_cannot_say_what_was_generated(path: str, rig: Rig, client: Any) -> None:
+    custom = {"custom_params": {"sglang_ext_resume": {"output_ids": [1 << 30], "prompt_tokens": 4}}}
+    body = {**BODIES[path]}
+    if path == "/generate":
+        body["sampling_params"] = {**body["sampling_params"], **custom}
+    else:
+        body |= custom
+    async with client.post(rig.router.url + path, json=body) as answer:
+        assert answer.status == 400
+        assert (await answer.json())["error"]["code"] == "reserved_field"
