@@ -121,9 +121,10 @@ def put_back(req: Any, resume: Resume) -> None:
 def replay(req: Any, resume: Resume, account: Any) -> None:
     """Bring what follows the output along, to where it was: grammar, and the count of reasoning tokens.
 
-    account: SGLang's count, called with (request, id).
+    account: SGLang's count, called with (request, id). Of a token that comes with the KV, SGLang counts it.
     """
-    for token in resume.output_ids:
+    for at, token in enumerate(resume.output_ids, 1):
         if req.grammar is not None:
             req.grammar.accept_token(token)
-        account(req, token)
+        if at < len(resume.output_ids) or not resume.received:
+            account(req, token)

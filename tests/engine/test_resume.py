@@ -63,6 +63,10 @@ def test_grammar_and_counts_follow_the_output() -> None:
     req = request(grammar=SimpleNamespace(accept_token=accepted.append))
     replay(req, Resume([8, 9], 3), lambda _req, token: counted.append(token))
     assert accepted == counted == [8, 9]
+    counted.clear()
+    replay(req, Resume([8, 9], 3, received=True), lambda _req, token: counted.append(token))
+    # SGLang counts the token that comes with the KV.
+    assert (accepted, counted) == ([8, 9, 8, 9], [8])
 
 
 @pytest.mark.parametrize(
