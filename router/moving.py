@@ -55,6 +55,8 @@ ANSWER_S: Final = 5.0
 GO_ON_S: Final = 20.0
 FETCH_S: Final = 5.0
 LOOK_S: Final = 0.1
+PAUSE_S: Final = 1.0
+"""After a try that failed: each one stops the request for a while."""
 WHOLE_EVENT_S: Final = 1.0
 MOVABLE: Final = frozenset({Endpoint.GENERATE, Endpoint.CHAT, Endpoint.COMPLETIONS})
 
@@ -89,7 +91,8 @@ class Leg:
     stuck: str = ""
     """Why it ends where it is."""
     over: bool = False
-    moves: int = 0
+    told: str = ""
+    """What became of the last try."""
 
     async def take_over(self, fleet: Fleet) -> UpstreamResponse:
         """The answer of the instance that goes on with the request, from its beginning.
@@ -102,7 +105,7 @@ class Leg:
         fleet.move(self.load, self.taker)
         self.instance = self.flight.record.instance = self.taker
         self.moving, self.response = False, None
-        self.moves += 1
+        self.told = ""
         try:
             with self.load.until_lost():
                 return await asyncio.shield(opening)
@@ -180,13 +183,17 @@ class Mover:
             yield leg
         finally:
             leg.over = True
-            for name in {instance, leg.instance}:
-                legs = self._legs.get(name, set())
-                legs.discard(leg)
-                if not legs:
-                    self._legs.pop(name, None)
+            for name in (instance, leg.instance, leg.taker):
+                self._drop(name, leg)
             if leg.taken is not None:
                 _discard(leg.taken)
+
+    def _drop(self, name: str, leg: Leg) -> None:
+        legs = self._legs.get(name)
+        if legs is not None:
+            legs.discard(leg)
+            if not legs:
+                del self._legs[name]
 
     # -- moving ---------------------------------------------------------------------------------------------
 
@@ -231,15 +238,18 @@ class Mover:
             except Exception:
                 logger.exception("request %s is not moved", leg.flight.record.request_id)
                 what = "failed"
-        if what != "moved":
-            leg.moving = False
         if what not in ("moved", AGAIN, "failed", "no_target"):
             leg.stuck = what
             logger.info("request %s ends at %s: %s", leg.flight.record.request_id, leg.instance, what)
             what = "stuck"
+        if what != leg.told:
+            # What is tried again and again is counted once.
+            self._told(what)
+        leg.told = what
         if what == "failed":
-            await self._clock.sleep(1.0)
-        self._told(what)
+            await self._clock.sleep(PAUSE_S)
+        if what != "moved":
+            leg.moving = False
 
     async def _move(self, leg: Leg) -> str:
         """Returns what became of it: ``moved``, ``failed``, ``again``, ``no_target``, or why it cannot be."""
@@ -300,6 +310,7 @@ class Mover:
             _discard(opening)
             return False
         leg.taken, leg.taker = opening, target
+        self._drop(leg.instance, leg)
         self._legs.setdefault(target, set()).add(leg)
         if leg.response is not None:
             leg.response.interrupt(GoesOnElsewhere(f"the request goes on at {target}"))

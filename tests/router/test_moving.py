@@ -186,3 +186,26 @@ async def test_clients_cannot_say_what_was_generated(path: str, rig: Rig, client
     async with client.post(rig.router.url + path, json=body) as answer:
         assert answer.status == 400
         assert (await answer.json())["error"]["code"] == "reserved_field"
+
+
+async def test_each_of_several_is_moved_once(
+    rig: Rig, client: Any, start_worker: Any, eventually: Any
+) -> None:
+    """While the last ones are still there, those that have gone are left where they are."""
+    body = {**BODIES["/generate"], "stream": True}
+    async with client.post(rig.target.url + "/generate", json=body) as answer:
+        expected = without_ids(await answer.read())
+    rig.source.chunks_before_gate = 4
+    answers = [await first_there(rig, client, "/generate", body) for _ in range(5)]
+    rig.target.between_chunks, rig.target.chunks_before_gate = Gate(), 6
+    rig.agents.why = "again"
+    rig.router.members.drain(rig.router.members.member(rig.source.url).instance, 60)
+    await eventually(lambda: sum(isinstance(message, Park) for _, message in rig.agents.told) >= 5)
+    rig.agents.why = ""
+    await eventually(lambda: rig.router.fleet.rows[rig.source.url].state is State.LEFT)
+    assert rig.router.fleet.rows[rig.target.url].in_flight == 5
+    rig.target.between_chunks.open()
+    for each in answers:
+        assert without_ids(await asyncio.wait_for(each.read(), 10)) == expected
+    assert rig.agents.ends() == [False] * 5
+    rig.gate.open()
