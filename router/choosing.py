@@ -143,7 +143,7 @@ def _choice(
         decision.instance,
         decision.reason.value,
         decision.matched,
-        {name: {"hbm": m.hbm, "dram": m.dram, "disk": m.disk} for name, m in matches.items()},
+        matches,
         decision.scores,
         [known.name for known in fleet if not known.trusted],
         decision.decode,

@@ -10,10 +10,12 @@ from __future__ import annotations
 import enum
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from router.fetch_note import FetchNote
+from router.policies import Match
 from router.record import Record
 from router.tokenizing import Encoded
 from sglang_ext.keys import TOKEN_BYTES
@@ -49,15 +51,14 @@ class Cause(enum.StrEnum):
     """The index does not keep a history, so an eviction cannot be told from a prompt never seen."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True):
     """One decision for a request; a retry makes another."""
 
     instance: str
     reason: str
     matched: int
-    holders: Mapping[str, Mapping[str, int]]
-    """Instance -> tokens by tier that it was believed to hold."""
+    holders: Mapping[str, Match]
+    """Instance -> what it was believed to hold."""
     scores: Mapping[str, float]
     untrusted: Sequence[str]
     decode: str | None = None
@@ -65,15 +66,14 @@ class Choice:
     """What another instance holds; filled in when it is known what became of it."""
 
 
-@dataclass(eq=False, slots=True)
-class Story:
+class Story(msgspec.Struct, eq=False):
     """What is kept of one request."""
 
     record: Record
     prompts: Sequence[Encoded]
     at: float
     """Seconds since the epoch."""
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[Choice] = []
 
     @property
     def size_bytes(self) -> int:
@@ -173,7 +173,7 @@ def causes(
     if not story.choices:
         return found
     choice = story.choices[-1]
-    best = max((sum(tiers.values()) for tiers in choice.holders.values()), default=0)
+    best = max((match.tokens for match in choice.holders.values()), default=0)
     reused = record.cached_tokens
     if reused is None:
         found.append(Cause.NOT_REPORTED)
@@ -244,7 +244,10 @@ def told(
                 "decode": choice.decode,
                 "reason": choice.reason,
                 "believed_tokens": choice.matched,
-                "holders": {name: dict(tiers) for name, tiers in choice.holders.items()},
+                "holders": {
+                    name: {"hbm": match.hbm, "dram": match.dram, "disk": match.disk}
+                    for name, match in choice.holders.items()
+                },
                 "scores": dict(choice.scores),
                 "index_not_trusted": list(choice.untrusted),
                 "fetch": None if choice.fetch is None else choice.fetch.told(),

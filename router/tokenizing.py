@@ -134,11 +134,11 @@ class TokenizerService:
             answer_follows: see ``PromptTokenizer.encode_chat``.
         """
         prompts = job.prompts
-        if all(prompt.ids is not None for prompt in prompts):
-            return [_from_ids(prompt) for prompt in prompts]
         if sum(map(_size, prompts)) <= INLINE_BYTES:
-            with contextlib.suppress(TooMuchNew):
+            try:
                 return self.encode_all(prompts, completion_template, answer_follows, INLINE_NEW)
+            except TooMuchNew:
+                pass  # then in a thread
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
             self._pool, self.encode_all, prompts, completion_template, answer_follows

@@ -9,9 +9,9 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import orjson
 
 from router.sse import EventSplitter
@@ -45,20 +45,19 @@ FORMS = {
 }
 
 
-@dataclass(slots=True)
-class Usage:
+class Usage(msgspec.Struct):
     """Tokens of one request; for a batch, of all its prompts."""
 
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
-    tiers: dict[str, int] = field(default_factory=dict)
+    tiers: dict[str, int] = {}
     """Tier (hbm, dram, disk) -> cached tokens that were found there, where the worker tells."""
     response_id: str | None = None
     """Of ``/v1/responses``: the name under which the worker keeps the answer."""
-    output_keys: dict[int, bytes] = field(default_factory=dict)
+    output_keys: dict[int, bytes] = {}
     """Index of the prompt -> its generated tokens, encoded; where there is one choice per prompt."""
-    output_texts: dict[int, str] = field(default_factory=dict)
+    output_texts: dict[int, str] = {}
     """Index of the prompt -> what was generated, where only its text is told."""
 
     def add_native(self, answer: Any, index: int, choices: int) -> None:

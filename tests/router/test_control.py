@@ -9,6 +9,7 @@ import pytest
 
 from router.explain import Cause, Choice, Stories, Story, causes, told
 from router.index_history import Departure
+from router.policies import Match
 from router.record import Record
 from router.tenants import Caller
 from router.tokenizing import Encoded
@@ -194,7 +195,7 @@ def story(
 ) -> Story:
     record = Record("r", "POST", "/generate", 0.0)
     record.prompt_tokens, record.cached_tokens = total, cached
-    held = {name: {"hbm": tokens} for name, tokens in (holders or {}).items()}
+    held = {name: Match(tokens) for name, tokens in (holders or {}).items()}
     return Story(record, [], 0.0, [Choice("i", reason, matched, held, {}, untrusted)])
 
 
