@@ -85,7 +85,7 @@ class Plan:
 
 QUICK = Plan(
     main=12,
-    counts={"recompute": (2, 6), "ours without hints": (), "ours": (12, 20)},
+    counts={"recompute": (2, 4), "ours without hints": (), "ours": (12, 20)},
     seconds=8.0,
     varied_s=24.0,
     missing=(0.0, 0.1, 0.3),
@@ -97,17 +97,16 @@ QUICK = Plan(
 FULL = Plan(
     main=24,
     counts={
-        "recompute": (2, 6, 12, 24),
-        "stock, cache_aware": (6, 12, 24),
-        "ours without hints": (24, 40),
-        "ours": (12, 24, 40, 56),
+        "recompute": (2, 4, 8),
+        "stock, cache_aware": (4, 12, 24),
+        "ours": (12, 24, 40),
     },
-    seconds=30.0,
+    seconds=16.0,
     varied_s=96.0,
     missing=MISSING,
     hits=160,
-    runs=8,
-    calls=16,
+    runs=6,
+    calls=12,
 )
 QUICK_PARTS = ("systems", "hits", "missing")
 
@@ -181,20 +180,29 @@ class Benchmark:
         if "hits" in self.parts and system is HINTED:
             measure_hits(self.report, fleet, url, self.plan.hits, self.plan.tiers)
         counts = self.plan.counts.get(system.name, (self.plan.main,)) if "systems" in self.parts else ()
-        varied = {"missing", "priority", "prefill"} & set(self.parts)
+        varied = self._varied(system)
         most = max([*counts, *([self.plan.main] if varied else [])], default=0)
         if most:
             self._warm(fleet, system, url, most)
         for count in counts:
             self._systems(fleet, system, url, count)
-        if "missing" in self.parts and system is HINTED:
+        if "missing" in varied:
             self._missing(fleet, system, url)
-        if "priority" in self.parts and system in (HINTED, RECOMPUTE):
+        if "priority" in varied:
             self._priority(fleet, system, url)
-        if "prefill" in self.parts:
+        if "prefill" in varied:
             self._prefill(fleet, system, url)
         if "agents" in self.parts:
             self._agents(fleet, system, url)
+
+    def _varied(self, system: System) -> set[str]:
+        """Of the parts that play people at one number of users, those that this system takes part in."""
+        of_all = {"prefill"}
+        if system is HINTED:
+            of_all |= {"missing", "priority"}
+        elif system is RECOMPUTE:
+            of_all |= {"priority"}
+        return of_all & set(self.parts)
 
     def _warm(self, fleet: Fleet, system: System, url: str, count: int) -> None:
         """Have what was said before the measurements computed, once for all of them; nothing else is kept."""

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 class Tiers:
     """Of one instance, in tokens."""
 
-    hbm: int = 12_288
+    hbm: int = 16_384
     dram: int = 131_072
 
 
@@ -102,16 +102,26 @@ class Fleet:
             stack.callback(self._folder.cleanup)
             for server in self.servers:
                 stack.callback(server.stop)
-            with ThreadPoolExecutor(len(self.servers)) as pool:
-                list(pool.map(ServerProcess.start, self.servers))
-            pids = [pid for server in self.servers for pid in (server.pid, *descendants(server.pid))]
             stack.callback(go_first, [os.getpid()], DEFAULT)
-            self.first = go_first([os.getpid(), *pids])
+            with ThreadPoolExecutor(len(self.servers)) as pool:
+                starting = [pool.submit(server.start) for server in self.servers]
+                while not all(each.done() for each in starting):
+                    time.sleep(0.5)
+                    self._go_first()
+                for each in starting:
+                    each.result()
+            self._go_first()
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def _go_first(self) -> None:
+        pids = [
+            pid for server in self.servers if server.running for pid in (server.pid, *descendants(server.pid))
+        ]
+        self.first = go_first([os.getpid(), *pids])
 
     @property
     def urls(self) -> list[str]:

@@ -1,9 +1,9 @@
 """How close a hinted request comes to an HBM hit: one request at a time, while others' KV is being moved.
 
 More sessions than HBM holds take turns; the hint for each is some requests ahead of it. Each is at once asked
-again with other new tokens: an HBM hit of the same lengths under the same conditions. Through these goes the
-line that an HBM hit takes by its lengths. How often HBM hits themselves are within 1.1 of it is told beside:
-it bounds what a hint can reach on this machine.
+again with other new tokens: an HBM hit of the same lengths under the same conditions: moves for others run
+beside one of the two, by turns. Through these hits goes the line that one takes by its lengths. How often HBM
+hits themselves are within 1.1 of it is told beside: it bounds what a hint can reach on this machine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,13 @@ def measure_hits(report: Report, fleet: Fleet, url: str, rounds: int, tiers: Tie
     again = [one for one in scene.served if one.turn == 2 and one.hbm >= one.known - one.known % 16]
     line = fit_hits(again)
     share, itself = share_within(hinted, line), share_within(again, line)
-    for name, found in (("hinted", hinted), ("HBM hits", again)):
+    groups = {"hinted": hinted, "HBM hits": again}
+    for name, found in list(groups.items()):
+        for level, word in ((0.0, "alone"), (1.0, "beside moves")):
+            groups[f"{name}, {word}"] = [one for one in found if one.level == level]
+    for name, found in groups.items():
+        if not found:
+            continue
         relative = [one.ttft / line.seconds(max(1, one.prompt - one.known), one.known) for one in found]
         report.add(
             f"TTFT, {name}",

@@ -90,20 +90,22 @@ class Player:
 
     def in_turn(self, talks: Sequence[Talk], ahead: int) -> None:
         """One request at a time: the requests of one talk, each behind its past, then those of the next. A
-        talk's hint comes ``ahead`` talks earlier: what is brought for it is brought while others are served.
+        talk's hint comes ``ahead`` talks earlier: what is brought for it is brought while others are served,
+        by turns each request of a talk; level 1 are those that have it beside them.
         """
 
         async def play() -> None:
             async with self._open():
                 self._begin = time.perf_counter()
                 for number, talk in enumerate(talks):
-                    if number + ahead < len(talks):
-                        await self._hint(talks[number + ahead].name, 0)
                     for turn, ask in enumerate(talk.asks, 1):
-                        hinted = turn == 1 and number >= ahead and self._scene.hints
+                        beside = number + ahead < len(talks) and number % len(talk.asks) == turn - 1
+                        if beside:
+                            await self._hint(talks[number + ahead].name, 0)
                         served, _ = await self._send(
-                            talk.name, turn, [*talk.past, *ask.new], len(talk.past), ask.answer, hinted=hinted
-                        )
+                            talk.name, turn, [*talk.past, *ask.new], len(talk.past), ask.answer,
+                            level=float(beside), hinted=turn == 1 and number >= ahead and self._scene.hints,
+                        )  # fmt: skip
                         self._scene.served.append(served)
 
         asyncio.run(play())
@@ -130,6 +132,8 @@ class Player:
     async def _turn(self, session: str, turn: int, history: list[int], ask: Ask) -> bool:
         """A turn, whose tokens come behind ``history``. False when the measurement has ended before it."""
         scene = self._scene
+        if self._elapsed + ask.reading_s + ask.typing_s > scene.seconds:
+            return False
         await asyncio.sleep(ask.reading_s)
         level = scene.level(self._elapsed)
         priority = int(scene.urgent is not None and drawn(scene.seed, session, 0, scene.urgent(level)))
@@ -139,8 +143,6 @@ class Player:
             # A router knows the session's last request, which is another measurement's at first.
             self._aside(self._hint(session, priority, said=history if turn == 1 else None))
         await asyncio.sleep(ask.typing_s)
-        if self._elapsed > scene.seconds:
-            return False
         new = ask.new if scene.mark is None else (scene.mark, *ask.new)
         served, answer = await self._send(
             session, turn, [*history, *new], len(history), ask.answer, priority, level, hinted=hinted

@@ -39,13 +39,13 @@ class Shape:
     request, instead of the logged ones (Symphony, figure 16).
     """
 
-    pace: float = 16.0
+    pace: float = 32.0
     answer_scale: int = 8
     least_turns: int = 8
     least_past: int = 1024
     most_past: int = 3072
     least_typing_s: float = 0.3
-    longest_pause_s: float = 12.0
+    longest_pause_s: float = 6.0
     prompt_tokens: int | None = None
     answer_tokens: int | None = None
 

@@ -156,9 +156,10 @@ def test_hints_go_ahead_of_requests_that_take_turns(router: StandIn) -> None:
     scene = Scene("a", 1, 0.0, hints=True)
     Player(router.url, scene).in_turn([talk(f"s{number}", 2) for number in range(4)], 2)
     assert router.order == [
-        *("hint a/s2", "ask a/s0", "ask a/s0", "hint a/s3", "ask a/s1", "ask a/s1"),
+        *("hint a/s2", "ask a/s0", "ask a/s0", "ask a/s1", "hint a/s3", "ask a/s1"),
         *("ask a/s2", "ask a/s2", "ask a/s3", "ask a/s3"),
     ]
+    assert [one.level for one in scene.served] == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     assert [(one.session, one.turn) for one in scene.served if one.hinted] == [("s2", 1), ("s3", 1)]
 
 
