@@ -245,6 +245,17 @@ def test_the_one_profile_of_a_model_is_used(tmp_path, caplog) -> None:
     assert "--cost-profile" in caplog.text
 
 
+@pytest.mark.parametrize("choose", [lambda: load_named("none"), lambda: cost_model_for("nobody's/model")])
+def test_it_is_said_which_defaults_are_calculated_with(choose, tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    caplog.set_level("INFO")
+    choose()
+    assert "calculating with defaults" in caplog.text
+    assert "5 GB/s between instances" in caplog.text
+    assert "128 KiB of KV per token" in caplog.text
+    assert CostModel().transfer_s(1_000_000) == pytest.approx(1e6 * 128 * 1024 / 5e9, rel=0.01)
+
+
 def test_a_named_profile_is_used_or_refused(tmp_path) -> None:
     path = save(profile(), tmp_path / "one.json")
     named = load_named(str(path))

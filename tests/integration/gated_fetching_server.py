@@ -1,7 +1,7 @@
 """SGLang's server as ``sglang_ext.launch_server`` starts it, whose reads from peers can be held up.
 
 While there is a file ``hold`` in the folder of ``GATE``, each read waits after it was offered its blocks, and
-a file ``held`` tells so. It goes on when ``hold`` is gone. In a cluster, that is a moment too short to hit.
+a file ``held`` says how many do. They go on when ``hold`` is gone. Elsewhere that moment is too short to hit.
 """
 
 from __future__ import annotations
@@ -23,13 +23,19 @@ def hold_reads(folder: Path) -> None:
     from sglang_ext.engine.fetch_link import FetchLink
 
     reading = FetchLink._reading
+    waiting = 0
 
     async def held(self: FetchLink, *arguments: Any) -> int:
+        nonlocal waiting
         if (folder / "hold").exists():
-            (folder / "held").touch()
-            while (folder / "hold").exists():  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-            (folder / "held").unlink()
+            waiting += 1
+            (folder / "held").write_text(str(waiting))
+            try:
+                while (folder / "hold").exists():  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+            finally:
+                waiting -= 1
+                (folder / "held").unlink(missing_ok=True)
         return await reading(self, *arguments)
 
     FetchLink._reading = held  # type: ignore[method-assign]

@@ -228,7 +228,7 @@ async def busy(client: aiohttp.ClientSession, router: Router, pair: Pair) -> Asy
         yield pair.at(row.name)
         before = row.in_flight
         response.close()
-    await until(lambda: row.in_flight < before, 20, "the end of it")
+    await until(lambda: row.in_flight < max(1, before), 30, "the end of it")
 
 
 async def said_at(
@@ -424,7 +424,11 @@ async def test_the_chosen_instance_dies_in_mid_prefetch(pair, port, client, rng)
         assert headers["x-kv-instance"] == owner.url
         assert answer.cached_tokens == TOKENS
         assert_same(await cold(client, owner, prompt), answer)
-        await until(lambda: router.advisor.book.find(told["id"]).instance != reader.url, 30, "the verdict")
+        await until(
+            lambda: all(entry.instance != reader.url for entry in router.advisor.book.live()),
+            30,
+            "the verdict",
+        )
         await asyncio.to_thread(wait_until, lambda: nothing_is_lent(owner), seconds=30, what="the lease")
     await asyncio.to_thread(pair.end, reader)
 
@@ -440,17 +444,23 @@ async def test_the_holder_dies_in_mid_read(pair, port, client, rng) -> None:
             told = await hinted(client, router, input_ids=announced)
             assert told["instance"] == reader.url
             request = asyncio.create_task(generate(client, router.url, asked))
-            await until(lambda: router.fetching.under_way == 2 and reading.exists(), 30, "the reads")
+            await until(lambda: reading.exists() and reading.read_text() == "2", 30, "the reads")
             signal_to(owner, signal.SIGKILL)
         answer, headers = await request
         assert headers["x-kv-instance"] == reader.url
         fetched = await explained(client, router, headers)
-        assert (fetched["end"], answer.cached_tokens) == ("gone", 0)
+        assert fetched["end"] in ("gone", "late")
+        assert answer.cached_tokens == 0
         assert_same(await cold(client, reader, asked), answer)
         await settled(client, router, told["id"])
         answer, headers = await generate(client, router.url, announced)
         assert headers["x-kv-instance"] == reader.url
         assert answer.cached_tokens == 0
         assert_same(await cold(client, reader, announced), answer)
-        assert counted(reader, "gone") >= 2
+        await asyncio.to_thread(
+            wait_until,
+            lambda: counted(reader, "gone") + counted(reader, "late") >= 2,
+            seconds=10,
+            what="the counts",
+        )
     await asyncio.to_thread(pair.end, owner)
