@@ -28,7 +28,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 PR_SET_PDEATHSIG = 1
@@ -58,7 +58,23 @@ def prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
 
 
-def start(command: list[str], temporary: str) -> int:
+Run = Callable[[dict[str, str]], object]
+"""Becomes the command, given its environment; does not return."""
+
+
+def execute(command: list[str]) -> Run:
+    """Become ``command``."""
+
+    def run(environment: dict[str, str]) -> None:
+        try:
+            os.execvpe(command[0], command, environment)
+        except OSError as error:
+            os.write(2, f"cannot run {command[0]}: {error}\n".encode())
+
+    return run
+
+
+def start(run: Run, temporary: str) -> int:
     """Fork and run, with ``temporary`` as its TMPDIR; returns the process id."""
     guard = os.getpid()
     child = os.fork()
@@ -69,12 +85,10 @@ def start(command: list[str], temporary: str) -> int:
             signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != guard:
-            os._exit(CANNOT_RUN)
-        os.execvpe(command[0], command, {**os.environ, "TMPDIR": temporary})
-    except OSError as error:
-        os.write(2, f"cannot run {command[0]}: {error}\n".encode())
-    os._exit(CANNOT_RUN)
+        if os.getppid() == guard:
+            run({**os.environ, "TMPDIR": temporary})
+    finally:
+        os._exit(CANNOT_RUN)
 
 
 def children_by_parent() -> dict[int, list[int]]:
@@ -213,13 +227,13 @@ class Signals:
         return set()
 
 
-def guard(watch: int, grace: float, command: list[str]) -> int:
-    """Run ``command`` to its end; returns its wait status."""
+def guard(watch: int, grace: float, run: Run) -> int:
+    """Run a command to its end; returns its wait status."""
     os.set_inheritable(watch, False)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     signals = Signals()
     temporary = make_temporary()
-    main = start(command, temporary)
+    main = start(run, temporary)
     poll = select.poll()
     poll.register(signals.reader, select.POLLIN)
     poll.register(watch, select.POLLIN | select.POLLHUP)
@@ -273,4 +287,4 @@ def end_like(status: int) -> None:
 
 
 if __name__ == "__main__":
-    end_like(guard(int(sys.argv[1]), float(sys.argv[2]), sys.argv[4:]))
+    end_like(guard(int(sys.argv[1]), float(sys.argv[2]), execute(sys.argv[4:])))

@@ -3,8 +3,8 @@
 What: SGLang starts its processes by spawn, because CUDA does not survive a fork. Each then imports torch,
 transformers and SGLang again: on a CPU that is most of a small server's start, twice over, and the memory of
 the modules three times. Without CUDA nothing stands against a fork at the point where SGLang starts them: the
-server's process has imported, parsed its arguments and started no thread. A child gets the default handlers of
-the signals that SGLang has given the server a handler for: they end the server.
+server has imported, parsed its arguments and started no thread. A child gets the default handlers of those
+signals for which SGLang has given the server one that ends all of it.
 
 Why no extension point serves: the start method is fixed in the function.
 
@@ -20,6 +20,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 import signal
+import sys
 import threading
 from typing import Any
 
@@ -32,9 +33,18 @@ _MODULE = "sglang.srt.entrypoints.engine"
 _FUNCTION = "_set_envs_and_config"
 
 
-def possible() -> bool:
-    """Whether this process may be forked: nobody asked for spawn, and no other thread could hold a lock."""
-    return os.environ.get(START_METHOD, "fork") == "fork" and threading.active_count() == 1
+def possible(metrics: bool) -> bool:
+    """Whether this process may be forked, now that SGLang is about to set it up.
+
+    Nobody asked for spawn; no other thread could hold a lock; and with ``metrics``, prometheus_client has not
+    been imported: it decides then whether it writes files that all processes share, by an environment
+    variable that SGLang is going to set.
+    """
+    return (
+        os.environ.get(START_METHOD, "fork") == "fork"
+        and threading.active_count() == 1
+        and not (metrics and "prometheus_client" in sys.modules)
+    )
 
 
 def apply() -> None:
@@ -46,8 +56,9 @@ def apply() -> None:
 
     @functools.wraps(stock)
     def set_envs_and_config(server_args: Any) -> None:
+        fork = possible(server_args.enable_metrics)
         stock(server_args)
-        if possible():
+        if fork:
             multiprocessing.set_start_method("fork", force=True)
             # Neither the collector nor reference counts of what is only read should copy shared pages.
             gc.collect()

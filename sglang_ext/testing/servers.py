@@ -27,6 +27,7 @@ import httpx
 from sglang_ext.cluster.host import Ports
 from sglang_ext.cluster.plan import LOOPBACK
 from sglang_ext.cluster.process import GUARD, how_it_ended, tail
+from sglang_ext.testing import preloaded
 from sglang_ext.testing.compare import Answer
 from sglang_ext.testing.leaks import descendants
 from sglang_ext.testing.models import DType, model_path
@@ -107,7 +108,7 @@ class ServerProcess:
         self._grace_s = grace_s
         self.port = free_port()
         self.url = f"http://{LOOPBACK}:{self.port}"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: preloaded.Handle | None = None
         self._watch: int | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._client = httpx.Client(
@@ -151,14 +152,27 @@ class ServerProcess:
         self._folder = tempfile.TemporaryDirectory(prefix="server-")
         watch, self._watch = os.pipe()
         try:
+            command = self.spec.command(self.port)
+            environment = {**os.environ, **self.spec.environment}
             with self.log.open("wb") as log:
+                parent = preloaded.current(self.spec.environment)
+                if parent is not None:
+                    self._process = parent.launch(
+                        command,
+                        environment=environment,
+                        folder=Path(self._folder.name),
+                        log=log.fileno(),
+                        watch=watch,
+                        grace_s=self._grace_s,
+                    )
+                    return
                 self._process = subprocess.Popen(
                     [
                         *(sys.executable, "-I", "-S", str(GUARD), str(watch), str(self._grace_s), "--"),
-                        *self.spec.command(self.port),
+                        *command,
                     ],
                     cwd=self._folder.name,
-                    env={**os.environ, **self.spec.environment},
+                    env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

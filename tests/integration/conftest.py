@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from sglang_ext.testing import preloaded
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.servers import ServerPool, ServerProcess, ServerSpec
 
@@ -16,8 +19,20 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1] / "router"))  # for api_fuzz.py
 
 
+@pytest.fixture(scope="session", autouse=True)
+def preloaded_servers(leak_guard: LeakGuard) -> Iterator[None]:
+    """Servers are forked from one process, unless SGLANG_EXT_TESTS_PRELOAD=0 asks for fresh ones."""
+    if os.environ.get("SGLANG_EXT_TESTS_PRELOAD") == "0":
+        yield
+        return
+    with ExitStack() as stack:
+        with leak_guard.adopting():
+            stack.enter_context(preloaded.use())
+        yield
+
+
 @pytest.fixture(scope="session")
-def server_pool() -> Iterator[ServerPool]:
+def server_pool(preloaded_servers: None) -> Iterator[ServerPool]:
     pool = ServerPool(limit=2)
     yield pool
     pool.close()

@@ -5,14 +5,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sglang_ext.patches import fork_children
+
+NO_METRICS = SimpleNamespace(enable_metrics=False)
 
 
 @pytest.fixture
@@ -42,8 +45,21 @@ def test_forks(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "active_count", lambda: 1)
     fork_children.apply()
     assert fork_children.applied()
-    engine._set_envs_and_config(None)
+    engine._set_envs_and_config(NO_METRICS)
     assert multiprocessing.get_start_method() == "fork"
+
+
+@pytest.mark.parametrize(("imported", "method"), [(False, "fork"), (True, "spawn")])
+def test_metrics_need_to_know_how_to_be_kept(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, imported: bool, method: str
+) -> None:
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    monkeypatch.delitem(sys.modules, "prometheus_client", raising=False)
+    if imported:
+        monkeypatch.setitem(sys.modules, "prometheus_client", ModuleType("prometheus_client"))
+    fork_children.apply()
+    engine._set_envs_and_config(SimpleNamespace(enable_metrics=True))
+    assert multiprocessing.get_start_method() == method
 
 
 def test_applies_once(engine: Any) -> None:
@@ -59,7 +75,7 @@ def test_spawns_beside_another_thread(engine: Any) -> None:
     thread.start()
     try:
         fork_children.apply()
-        engine._set_envs_and_config(None)
+        engine._set_envs_and_config(NO_METRICS)
         assert multiprocessing.get_start_method() == "spawn"
     finally:
         ended.set()
@@ -70,13 +86,13 @@ def test_spawns_when_asked(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(threading, "active_count", lambda: 1)
     monkeypatch.setenv(fork_children.START_METHOD, "spawn")
     fork_children.apply()
-    engine._set_envs_and_config(None)
+    engine._set_envs_and_config(NO_METRICS)
     assert multiprocessing.get_start_method() == "spawn"
 
 
 def test_a_child_dies_of_what_only_the_server_handles(engine: Any) -> None:
     fork_children.apply()
-    engine._set_envs_and_config(None)
+    engine._set_envs_and_config(NO_METRICS)
 
     def quit_now() -> None:
         os.kill(os.getpid(), signal.SIGQUIT)
