@@ -25,6 +25,7 @@ from router.validation import (
     take_bool,
     take_int,
     take_number,
+    take_objects,
     take_string,
     wrong,
 )
@@ -91,15 +92,8 @@ def check_conversation(payload: Json) -> None:
     """
     if not take_string(payload, "model"):
         raise RequestRefused("model is missing", param="model", code="missing")
-    messages = payload.get("messages")
-    if type(messages) is not list:
-        raise wrong("messages", "an array of messages", messages)
-    if not messages:
-        raise RequestRefused("messages is empty", param="messages", code="empty_prompt")
-    for index, message in enumerate(messages):
+    for index, message in enumerate(take_objects(payload, "messages", "an array of messages")):
         field = f"messages[{index}]"
-        if type(message) is not dict:
-            raise wrong(field, "an object", message)
         if message.get("role") not in ROLES:
             raise RequestRefused(
                 f"{field}.role must be one of {', '.join(ROLES)}", param=f"{field}.role", code="invalid_value"

@@ -21,6 +21,7 @@ from router.validation import (
     take_bool,
     take_choices,
     take_int,
+    take_objects,
     take_string,
     wrong,
 )
@@ -40,12 +41,7 @@ def parse_chat(payload: Json, limits: Limits) -> Job:
     stream, choices = _common(payload, limits)
     take_bool(payload, "logprobs")
     take_int(payload, "top_logprobs", least=0, most=limits.vocab_size)
-    messages = payload.get("messages")
-    if type(messages) is not list:
-        raise wrong("messages", "an array of messages", messages)
-    if not messages:
-        raise RequestRefused("messages is empty", param="messages", code="empty_prompt")
-    for index, message in enumerate(messages):
+    for index, message in enumerate(take_objects(payload, "messages", "an array of messages")):
         _check_message(message, f"messages[{index}]")
     # SGLang takes 0 as absent.
     max_new = take_int(payload, "max_completion_tokens", least=0) or take_int(payload, "max_tokens", least=0)
@@ -100,9 +96,7 @@ def _common(payload: Json, limits: Limits) -> tuple[bool, int]:
     return take_bool(payload, "stream"), take_choices(payload)
 
 
-def _check_message(message: Any, field: str) -> None:
-    if type(message) is not dict:
-        raise wrong(field, "an object", message)
+def _check_message(message: Json, field: str) -> None:
     role = message.get("role")
     if type(role) is not str:
         raise wrong(f"{field}.role", "a string", role)

@@ -23,6 +23,7 @@ from router.validation import (
     namespaces,
     take_bool,
     take_int,
+    take_objects,
     take_string,
     wrong,
 )
@@ -54,7 +55,7 @@ def parse_responses(payload: Json, limits: Limits) -> Job:
             raise wrong(name, "an object", payload[name])
     for name in ("extra_key", "cache_salt", "session_id"):
         take_string(payload, name)
-    _check_input(payload.get("input"))
+    _check_input(payload)
     _check_tools(payload)
     adapter = model.partition(":")[2].strip() or None if model else None
     (space,) = namespaces(payload, 1, adapter)
@@ -66,17 +67,11 @@ def parse_responses(payload: Json, limits: Limits) -> Job:
     return Job(Endpoint.RESPONSES, stream, (prompt,), pinned_to=previous)
 
 
-def _check_input(value: Any) -> None:
-    if type(value) is str:
+def _check_input(payload: Json) -> None:
+    if type(payload.get("input")) is str:
         return
-    if type(value) is not list:
-        raise wrong("input", "a string or an array of items", value)
-    if not value:
-        raise RequestRefused("input is empty", param="input", code="empty_prompt")
-    for index, item in enumerate(value):
+    for index, item in enumerate(take_objects(payload, "input", "a string or an array of items")):
         where = f"input[{index}]"
-        if type(item) is not dict:
-            raise wrong(where, "an object", item)
         kind = item.get("type")
         if kind is not None and type(kind) is not str:
             raise wrong(f"{where}.type", "a string", kind)

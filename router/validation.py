@@ -149,6 +149,23 @@ def take_string(source: Json, name: str, prefix: str = "") -> str | None:
     return value
 
 
+def take_objects(source: Json, name: str, what: str) -> list[Json]:
+    """A field that is an array of objects, of one at least.
+
+    Args:
+        what: what it is an array of, for the text of an error.
+    """
+    value = source.get(name)
+    if type(value) is not list:
+        raise wrong(name, what, value)
+    if not value:
+        raise RequestRefused(f"{name} is empty", param=name, code="empty_prompt")
+    for index, item in enumerate(value):
+        if type(item) is not dict:
+            raise wrong(f"{name}[{index}]", "an object", item)
+    return value
+
+
 def take_choices(source: Json, prefix: str = "") -> int:
     """``n``: answers per prompt."""
     n = take_int(source, "n", least=1, most=MAX_CHOICES, prefix=prefix)

@@ -136,7 +136,8 @@ def test_load_is_counted_while_it_is_carried() -> None:
     fleet.check()
 
 
-async def test_the_verdict_ends_what_waits_for_the_instance() -> None:
+async def _one_waits() -> tuple[Fleet, asyncio.Task[None]]:
+    """A fleet, and a request that waits for its only instance."""
     fleet = Fleet(("a",))
     fleet.learnt("a", FACTS)
     entered = asyncio.Event()
@@ -148,6 +149,11 @@ async def test_the_verdict_ends_what_waits_for_the_instance() -> None:
 
     task = asyncio.create_task(request())
     await entered.wait()
+    return fleet, task
+
+
+async def test_the_verdict_ends_what_waits_for_the_instance() -> None:
+    fleet, task = await _one_waits()
     fleet.lost("a", "killed")
     with pytest.raises(ConnectionLost, match="killed"):
         await task
@@ -156,17 +162,7 @@ async def test_the_verdict_ends_what_waits_for_the_instance() -> None:
 
 
 async def test_a_cancellation_at_the_same_moment_wins() -> None:
-    fleet = Fleet(("a",))
-    fleet.learnt("a", FACTS)
-    entered = asyncio.Event()
-
-    async def request() -> None:
-        with fleet.carrying("a", 1) as load, load.until_lost():
-            entered.set()
-            await asyncio.Event().wait()
-
-    task = asyncio.create_task(request())
-    await entered.wait()
+    fleet, task = await _one_waits()
     fleet.lost("a", "killed")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

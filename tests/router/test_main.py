@@ -48,6 +48,22 @@ async def test_importing_it_is_light() -> None:
     assert not modules & {"torch", "transformers", "sglang", "numba"}
 
 
+async def ended(process: asyncio.subprocess.Process) -> str:
+    """Tell it to stop; returns what it has logged."""
+    process.send_signal(signal.SIGTERM)
+    _, errors = await asyncio.wait_for(process.communicate(), 20)
+    log = errors.decode()
+    assert process.returncode == 0, log
+    return log
+
+
+async def killed(process: asyncio.subprocess.Process) -> None:
+    """Leave nothing behind of a test that failed."""
+    if process.returncode is None:
+        process.kill()
+        await process.wait()
+
+
 async def test_it_serves_until_it_is_told_to_stop(start_worker, client, eventually) -> None:
     worker = await start_worker()
     port = free_port()
@@ -66,14 +82,9 @@ async def test_it_serves_until_it_is_told_to_stop(start_worker, client, eventual
         async with client.post(url + "/generate", json=body) as answer:
             assert answer.status == 200
             assert answer.headers["x-kv-instance"] == worker.url
-        process.send_signal(signal.SIGTERM)
-        _, errors = await asyncio.wait_for(process.communicate(), 20)
+        log = await ended(process)
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    log = errors.decode()
-    assert process.returncode == 0, log
+        await killed(process)
     (line,) = [line for line in log.splitlines() if "path=/generate" in line]
     assert "status=200" in line
     assert f"instance={worker.url}" in line
@@ -137,14 +148,9 @@ async def test_hanging_up_reads_the_keys_again(start_worker, client, tmp_path) -
         path.write_text("[[")
         process.send_signal(signal.SIGHUP)
         await until_accepted("sk-second-key")
-        process.send_signal(signal.SIGTERM)
-        _, errors = await asyncio.wait_for(process.communicate(), 20)
+        log = await ended(process)
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    log = errors.decode()
-    assert process.returncode == 0, log
+        await killed(process)
     assert "sk-first-key" not in log
     assert "sk-second-key" not in log
     assert "not valid TOML" in log
