@@ -19,6 +19,8 @@ from sglang_ext.testing.servers import ServerSpec
 
 START_S = 300.0
 MODEL = "small"
+DRAM_IN_FRONT = "64MB"
+"""The disk is read into DRAM and written from it."""
 
 
 class RealFleet:
@@ -27,11 +29,12 @@ class RealFleet:
     Args:
         folder: for logs.
         instances: how many.
-        pool_tokens: of each one's pool, which is all the cache it has.
+        pool_tokens: of each one's pool, which is all the cache it has, but for what `restart` gives it.
     """
 
     def __init__(self, folder: Path, instances: int, pool_tokens: int) -> None:
         self._folder = folder
+        self._disks = 0
         self.router_port = free_port()
         self._ports = [free_port() for _ in range(instances)]
         self._stacks = [contextlib.ExitStack() for _ in self._ports]
@@ -39,7 +42,7 @@ class RealFleet:
             model=MODEL,
             flags=(
                 *("--radix-cache-backend", "global", "--kv-router", f"http://127.0.0.1:{self.router_port}"),
-                *("--kv-dram-size", "0", "--chunked-prefill-size", "-1"),
+                *("--chunked-prefill-size", "-1"),
                 *("--max-total-tokens", str(pool_tokens), "--mem-fraction-static", "0.5"),
             ),
             # As many threads as cores in each of several servers would wait for each other most of the time.
@@ -65,10 +68,18 @@ class RealFleet:
         for stack in self._stacks:
             stack.close()
 
-    def restart(self, index: int) -> None:
-        """Kill a server and start it anew at its address, with empty caches."""
+    def restart(self, index: int, *, keeps: bool) -> None:
+        """Kill a server and start it anew at its address, from now on with a disk tier.
+
+        Args:
+            keeps: it finds what was on its disk; else its disk is empty.
+        """
         self._stacks[index].close()
-        self._wait(index, self._launch(index))
+        self._disks += not keeps
+        disk = self._folder / f"disk-{self._disks}"
+        disk.mkdir(exist_ok=True)
+        tiers = ("--kv-dram-size", DRAM_IN_FRONT, "--kv-disk-path", str(disk), "--kv-disk-size", "1GB")
+        self._wait(index, self._launch(index, tiers))
 
     def flush(self) -> None:
         """Empty every cache, once the servers are idle."""
@@ -79,10 +90,10 @@ class RealFleet:
                     raise RuntimeError(f"{url} does not become idle")
                 time.sleep(0.05)
 
-    def _launch(self, index: int) -> subprocess.Popen[str]:
+    def _launch(self, index: int, tiers: Sequence[str] = ("--kv-dram-size", "0")) -> subprocess.Popen[str]:
         return self._stacks[index].enter_context(
             _guarded(
-                self._spec.command(self._ports[index]),
+                [*self._spec.command(self._ports[index]), *tiers],
                 self._folder / f"server-{index}.log",
                 self._spec.environment,
             )

@@ -58,8 +58,9 @@ def measure_serving(options: Options, report: Report, peer_python: Path | None) 
         report.note(f"{PEER} {missing}")
     report.note(
         f"serving: {plan.instances} servers on the CPU, model {MODEL!r}, {plan.pool_tokens} tokens "
-        f"of cache each and no other tier; {plan.turns} turns of {TURN} tokens behind {DOCUMENT} tokens that "
-        f"{SHARED_BY} sessions share; {AT_ONCE} requests at a time"
+        "of cache each and no other tier; one that restarts has a disk behind our router, and nothing behind "
+        f"the peer; {plan.turns} turns of {TURN} tokens behind {DOCUMENT} tokens that {SHARED_BY} sessions "
+        f"share; {AT_ONCE} requests at a time"
     )
     with (
         tempfile.TemporaryDirectory(prefix="router-serving-") as name,
@@ -68,12 +69,20 @@ def measure_serving(options: Options, report: Report, peer_python: Path | None) 
         for case, sessions, leg in (
             ("ordinary", plan.few, _all_turns(plan)),
             ("scarce", plan.many, _all_turns(plan)),
-            ("restart", plan.few, _restart(plan)),
         ):
             if case in options.extra.cases:
                 _measure_case(report, plan, fleet, case, sessions, leg, policies, peer_python)
         if "sharing" in options.extra.cases:
             _measure_sharing(report, plan, fleet, policies, peer_python)
+        if "restart" in options.extra.cases:
+            # Last: from here on one server has a disk. First the peer, whose restart gives it an empty one.
+            if CACHE_AWARE not in policies:
+                fleet.restart(0, keeps=False)
+            first = [CACHE_AWARE] if CACHE_AWARE in policies else []
+            order = [*first, *(policy for policy in policies if policy not in first)]
+            _measure_case(report, plan, fleet, "restart", plan.few, _restart(plan), order, peer_python)
+        if "scarce" in options.extra.cases and not options.quick:
+            _measure_scarce_with_tiers(report, plan, fleet)
 
 
 def _all_turns(plan: Plan) -> Leg:
@@ -84,11 +93,15 @@ def _all_turns(plan: Plan) -> Leg:
 
 
 def _restart(plan: Plan) -> Leg:
-    """An instance restarts after the first turns; what counts is the turns after that."""
+    """An instance restarts after the first turns; what counts is the turns after that.
+
+    Behind our router it keeps a disk tier. Behind the peer, which is for servers without tiers, it starts
+    with an empty one, that is with nothing, as stock SGLang does.
+    """
 
     def leg(fleet: RealFleet, policy: str, port: int, sessions: Sequence[Session]) -> list[Seen]:
         play_rounds(port, sessions, plan.turns - 1, at_once=AT_ONCE)
-        fleet.restart(0)
+        fleet.restart(0, keeps=policy != CACHE_AWARE)
         if policy != CACHE_AWARE:
             fleet.wait_registered(port)
         return play_rounds(port, sessions, 1, at_once=AT_ONCE)
@@ -123,6 +136,30 @@ def _measure_case(
         report.summary[key] = statistics.median(
             ours / max(theirs, 1.0) for ours, theirs in zip(reuse[OURS], reuse[CACHE_AWARE], strict=True)
         )
+
+
+def _measure_scarce_with_tiers(report: Report, plan: Plan, fleet: RealFleet) -> None:
+    """The same load as "scarce", behind our router, when what leaves a pool goes to DRAM and disk.
+
+    On that load no choice of instances reuses much more than another: conversations with one document go to
+    one place either way, and what is evicted there is gone. What is below the pool decides.
+    """
+    for index in range(plan.instances):
+        fleet.restart(index, keeps=False)
+    case = "scarce, with tiers"
+    _measure_case(report, plan, fleet, case, plan.many, _all_turns(plan), [OURS], None)
+
+    def reused(case: str, policy: str) -> list[float]:
+        return [
+            float(row["reused_tokens"] or 0)
+            for row in report.rows
+            if row["case"] == case and row["policy"] == policy
+        ]
+
+    ours, theirs = reused(case, OURS), reused("scarce", f"{CACHE_AWARE} cache_aware")
+    if ours and theirs:
+        ratio = statistics.median(ours) / max(1.0, statistics.median(theirs))
+        report.summary["reuse_vs_cache_aware_scarce_tiers"] = ratio
 
 
 def _row(report: Report, case: str, policy: str, seen: Sequence[Seen], elapsed: float) -> float:
