@@ -178,6 +178,8 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
             kvcache = scheduler.token_to_kv_pool_allocator.get_kvcache()
             self.feed = self.agent.layer_feed(kvcache.start_layer, len(pool_planes(kvcache)))
             watch_layers(kvcache, self.feed)
+        rows = scheduler.req_to_metadata_buffer_idx_allocator
+        self.agent.metadata_rows = lambda: rows.size - rows.available_size()
         _process.manager = self
         self.meeting = ""
         """Where other decode servers find this one's ranks, to take requests over."""

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +106,8 @@ class Agent:
         self._backs: dict[str, Instance] = {}
         self.returns: ReturnTaker | None = None
         self.giver: ReturnGiver | None = None
+        self.metadata_rows: Callable[[], int] = int
+        """Rows of SGLang's metadata buffers in use."""
         self._thread = LoopThread("kv-transfer")
         try:
             self._thread.run(self._start(pool))
@@ -129,6 +131,8 @@ class Agent:
                 if part is not None
             },
             returned_tokens=sum(part.tokens for part in (self.returns, self.giver) if part is not None),
+            metadata_rows=self.metadata_rows(),
+            set_aside=self.returns.set_aside if self.returns is not None else {},
             transport_bytes={str(name): stats.bytes for name, stats in self.endpoint.totals().items()},
         )
 

@@ -13,7 +13,8 @@ class AgentState:
     """What one rank's agent is doing, and what it has done since it was started.
 
     rooms: by side, those that have not ended. ends: by side and by how. transport_bytes: read from peers.
-    returns: by side and outcome. returned_tokens: given (decode), got (prefill).
+    returns: by side and outcome. returned_tokens: given (decode), got (prefill). metadata_rows: of SGLang's
+    buffers, in use. set_aside: by tier, tokens of places that returns are to fill.
     """
 
     rooms: Mapping[str, int]
@@ -22,6 +23,8 @@ class AgentState:
     transport_bytes: Mapping[str, int] = field(default_factory=dict)
     returns: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     returned_tokens: int = 0
+    metadata_rows: int = 0
+    set_aside: Mapping[str, int] = field(default_factory=dict)
 
 
 class AgentMetrics:
@@ -40,6 +43,8 @@ class AgentMetrics:
 
         self._rooms = gauge("rooms", "Requests whose hand-over has not ended.", "side")
         self._leased = gauge("leased_pages", "Pages that peers may be reading.")
+        self._metadata = gauge("metadata_rows", "Rows of SGLang's metadata buffers that requests have.")
+        self._aside = gauge("set_aside_tokens", "Room that KV on its way back is to fill, in tokens.", "tier")
         self._ends = Counter(
             metric_name("pd", "handovers"),
             "Hand-overs that have ended: released (prefill) and held (decode) are good, fault, abort, "
@@ -72,6 +77,9 @@ class AgentMetrics:
         for side, rooms in state.rooms.items():
             self._rooms.labels(side, self._rank).set(rooms)
         self._leased.labels(self._rank).set(state.leased_pages)
+        self._metadata.labels(self._rank).set(state.metadata_rows)
+        for tier, tokens in state.set_aside.items():
+            self._aside.labels(tier, self._rank).set(tokens)
         for side, ends in state.ends.items():
             for end, count in ends.items():
                 self._ends.labels(side, end, self._rank).inc(self._more(count, side, end))

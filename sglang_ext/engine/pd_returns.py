@@ -34,7 +34,7 @@ from sglang_ext.engine.pd_peers import PrefillPeer
 from sglang_ext.engine.pd_places import BUDGET, Blocks, Place, Places
 from sglang_ext.engine.pd_taking import Wanted, after_skip
 from sglang_ext.errors import SglangExtError
-from sglang_ext.keys import encode_tokens
+from sglang_ext.keys import Tier, encode_tokens
 from sglang_ext.radix_global import Node
 
 if TYPE_CHECKING:
@@ -182,6 +182,15 @@ class ReturnTaker:
         self.outcomes: Counter[str] = Counter()
         """Returns that were offered, by what came of them: `returned` to HBM, `dram`, or why not."""
         self.tokens = 0
+
+    @property
+    def set_aside(self) -> dict[str, int]:
+        """Tokens of places that are to be filled, by tier. From any thread."""
+        places = self._places
+        return {
+            Tier.HBM.name.lower(): places.slots_aside,
+            Tier.DRAM.name.lower(): places.blocks_aside * places.blocks.step,
+        }
 
     async def take(self, message: Return) -> Returned:
         """Decode offers a request's KV. On the event loop."""
