@@ -210,7 +210,7 @@ async def test_a_grown_conversation_ends_what_was_held_back_for_the_former(
 
 async def test_a_stream_ends_with_its_hint(start_worker, start_router, client, monkeypatch) -> None:
     """Also when it expires as another one comes."""
-    router = await start_router(await start_worker())
+    router = await start_router(await start_worker(), hints_per_second=10_000)
     link(router)
     in_dram(router, monkeypatch)
     await chat(client, router, NEXT, session="s")
