@@ -62,6 +62,8 @@ WINDOW_S = 5.0
 SLICE_S = 4.0
 MISSING = (0.0, 0.1, 0.3, 0.5)
 URGENT = (0.1, 0.3, 0.5)
+FEW, FEW_LONGER = 6, 2
+"""Fewer users than this are measured for so many times longer: they send little."""
 EQUAL = 1.5
 """The latency at which users are compared, over recompute's at its fewest users."""
 MOVED = "sglang_ext_router_hint_tokens_total"
@@ -84,15 +86,15 @@ class Plan:
 
 
 QUICK = Plan(
-    main=12,
-    counts={"recompute": (2, 4), "ours without hints": (), "ours": (12, 20)},
+    main=16,
+    counts={"recompute": (2, 4), "ours without hints": (), "ours": (16, 24)},
     seconds=8.0,
     varied_s=24.0,
     missing=(0.0, 0.1, 0.3),
     hits=32,
     runs=3,
     calls=5,
-    tiers=Tiers(hbm=8192),
+    tiers=Tiers(hbm=12_288),
 )
 FULL = Plan(
     main=24,
@@ -219,7 +221,7 @@ class Benchmark:
             )
 
     def _systems(self, fleet: Fleet, system: System, url: str, count: int) -> None:
-        scene = self._scene(system, self.plan.seconds)
+        scene = self._scene(system, self.plan.seconds * (FEW_LONGER if count < FEW else 1))
         moved = self._people(fleet, system, url, scene, count, self.shape)
         row = self._row(fleet, scene, moved)
         self.report.add("systems", system=system.name, users=count, **row)

@@ -22,7 +22,7 @@ NEW_TOKENS = (32, 64, 128)
 ANSWER_TOKENS = 2
 AHEAD = 3
 """Requests between a hint and its request: on each of two instances, one or two."""
-OVERBOOKED = 1.5
+OVERBOOKED = 1.25
 """Tokens of all sessions over those that HBM holds."""
 
 

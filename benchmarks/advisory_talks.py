@@ -39,7 +39,7 @@ class Shape:
     request, instead of the logged ones (Symphony, figure 16).
     """
 
-    pace: float = 32.0
+    pace: float = 16.0
     answer_scale: int = 8
     least_turns: int = 8
     least_past: int = 1024
