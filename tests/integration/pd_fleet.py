@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 from faulty_pd_server import FAULTS
 
-from sglang_ext.testing.compare import Answer
+from sglang_ext.testing.compare import Answer, assert_same, random_conversations
 from sglang_ext.testing.pd import PdServers
 from sglang_ext.testing.servers import ServerProcess, ServerSpec, wait_until
 
@@ -69,10 +69,50 @@ class Rig:
     def expected(self, prompt: list[int], tokens: int = ANSWER_TOKENS) -> Answer:
         return self.truth.generate(prompt, max_new_tokens=tokens)
 
+    def revive(self, kind: str) -> ServerProcess:
+        """The second server of a kind, started anew if it was killed."""
+        server = self.pd.prefill[1].server if kind == "prefill" else self.pd.decode[1]
+        if server.processes("sglang::scheduler"):
+            return server
+        server.stop()
+        fresh = ServerProcess(server.spec)
+        fresh.start()
+        if kind == "prefill":
+            self.pd.prefill[1].server = fresh
+        else:
+            self.pd.decode[1] = fresh
+        return fresh
+
 
 def prompt_of(seed: int, tokens: int) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(100, 30_000) for _ in range(tokens)]
+
+
+def conversations_are_answered_alike(
+    pd: PdServers, truth: ServerProcess, *, count: int, seed: int = 3, atol: float = 1e-4
+) -> None:
+    """Hold conversations of several turns, three at a time; every answer is the truth's."""
+    conversations = random_conversations(
+        seed=seed, count=count, turns=(2, 3), tokens=(8, 500), system_tokens=100
+    )
+
+    def play(turns: list[list[int]]) -> list[tuple[list[int], Answer]]:
+        history: list[int] = []
+        played: list[tuple[list[int], Answer]] = []
+        for added in turns:
+            history = history + added
+            answer = pd.generate(history, max_new_tokens=ANSWER_TOKENS)
+            played.append((history, answer))
+            history = history + answer.tokens
+        return played
+
+    with ThreadPoolExecutor(3) as pool:
+        for played in pool.map(play, conversations):
+            for prompt, answer in played:
+                expected = truth.generate(prompt, max_new_tokens=ANSWER_TOKENS)
+                assert_same(expected, answer, atol=atol)
+    pd.wait_idle()
 
 
 def ends_in_error(answer: Future[Answer], seconds: float = 30) -> bool:
@@ -85,8 +125,10 @@ def ends_in_error(answer: Future[Answer], seconds: float = 30) -> bool:
 
 
 def nothing_is_left(servers: Sequence[ServerProcess], seconds: float = 5) -> bool:
-    """Whether no room or lease of a hand-over is left; metrics are a moment old."""
-    names = ("sglang_ext_pd_rooms", "sglang_ext_pd_leased_pages")
+    """Whether no room, lease, metadata row or place of a hand-over is left; metrics are a moment old."""
+    names = tuple(
+        f"sglang_ext_pd_{name}" for name in ("rooms", "leased_pages", "metadata_rows", "set_aside_tokens")
+    )
 
     def held() -> float:
         return sum(
@@ -96,5 +138,5 @@ def nothing_is_left(servers: Sequence[ServerProcess], seconds: float = 5) -> boo
             if sample.startswith(names)
         )
 
-    wait_until(lambda: held() == 0, seconds=seconds, what="rooms and leases to end")
+    wait_until(lambda: held() == 0, seconds=seconds, what="hand-overs to end")
     return True

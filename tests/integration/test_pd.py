@@ -7,7 +7,6 @@ answers are the truth.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from pd_fleet import (
@@ -16,13 +15,14 @@ from pd_fleet import (
     TRUTH,
     FaultySpec,
     Rig,
+    conversations_are_answered_alike,
     ends_in_error,
     fault,
     nothing_is_left,
     prompt_of,
 )
 
-from sglang_ext.testing.compare import Answer, assert_same, random_conversations
+from sglang_ext.testing.compare import assert_same
 from sglang_ext.testing.pd import pd_servers
 from sglang_ext.testing.servers import ServerProcess, wait_until
 
@@ -60,25 +60,7 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_conversations_get_the_answers_of_one_server(rig: Rig, long_run: bool) -> None:
-    conversations = random_conversations(
-        seed=3, count=50 if long_run else 5, turns=(2, 3), tokens=(8, 500), system_tokens=100
-    )
-
-    def play(turns: list[list[int]]) -> list[tuple[list[int], Answer]]:
-        history: list[int] = []
-        played: list[tuple[list[int], Answer]] = []
-        for added in turns:
-            history = history + added
-            answer = rig.pd.generate(history, max_new_tokens=ANSWER_TOKENS)
-            played.append((history, answer))
-            history = history + answer.tokens
-        return played
-
-    with ThreadPoolExecutor(3) as pool:
-        for played in pool.map(play, conversations):
-            for prompt, answer in played:
-                assert_same(rig.expected(prompt), answer)
-    rig.pd.wait_idle()
+    conversations_are_answered_alike(rig.pd, rig.truth, count=50 if long_run else 5)
 
 
 def test_one_damaged_bit_is_seen(rig: Rig) -> None:

@@ -27,8 +27,8 @@ from pd_fleet import (
 
 from sglang_ext.testing.compare import assert_same
 from sglang_ext.testing.leaks import descendants
-from sglang_ext.testing.pd import decode_spec, pd_servers
-from sglang_ext.testing.servers import ServerProcess, wait_until
+from sglang_ext.testing.pd import pd_servers
+from sglang_ext.testing.servers import ServerProcess, ServerSpec, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
@@ -133,8 +133,7 @@ def test_a_killed_prefill_server_frees_decode_and_the_other_serves(rig: Rig) -> 
 
 
 def test_a_decode_server_that_joins_while_others_serve_is_served(rig: Rig) -> None:
-    spec = decode_spec(FaultySpec(flags=(*COMMON, "--kv-pd-caching", "2", "--page-size", "16")))
-    with ServerProcess(spec) as joined:
+    with ServerProcess(ServerSpec(flags=rig.pd.decode[0].spec.flags)) as joined:
         rig.pd.decode.append(joined)
         try:
             prompt = prompt_of(11, 150)

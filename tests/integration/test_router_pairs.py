@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from router_rig import sglang_program
 
 from router import Router, RouterConfig
 from sglang_ext.testing.leaks import LeakGuard
+from sglang_ext.testing.models import model_path
 from sglang_ext.testing.pd import PdServers, pd_servers
 from sglang_ext.testing.servers import ServerProcess, ServerSpec
 
@@ -125,3 +128,31 @@ async def test_sixteen_at_a_time(cluster: tuple[PdServers, ServerProcess]) -> No
                 return answer.status
 
         assert await asyncio.gather(*(ask(number) for number in range(16))) == [200] * 16
+
+
+@pytest.mark.parametrize(
+    "kit",
+    [
+        "parity",
+        pytest.param("multiturn", marks=pytest.mark.long),
+        pytest.param("radix", marks=pytest.mark.long),
+    ],
+)
+async def test_sglangs_own_kits_pass(
+    kit: str, cluster: tuple[PdServers, ServerProcess], tmp_path: Path, long_run: bool
+) -> None:
+    """The checks in SGLang's wheel for prefill and decode apart and for caches."""
+    pd, alone = cluster
+    prefill, decode = pd.prefill[0].server, pd.decode[0]
+    data = tmp_path / "conversations.json"
+    turns = [{"from": "human", "value": TEXT}, {"from": "gpt", "value": TEXT}]
+    data.write_text(json.dumps([{"conversations": turns}] * 64))
+    config = RouterConfig(worker_urls=(prefill.url, decode.url), port=0)
+    async with Router(config) as router:
+        urls = (router.url, prefill.url, decode.url, alone.url)
+        script = str(Path(__file__).with_name("pd_kits.py"))
+        size = "8" if long_run else "2"
+        out = await sglang_program(
+            "script", script, kit, *urls, str(model_path("tiny")), str(data), size, cwd=tmp_path
+        )
+    assert f"{kit} passed" in out

@@ -1,0 +1,116 @@
+"""Every way to serve with prefill and decode apart gives the answers of one server without a cache.
+
+Design, transfer mode, transport, page size and parallelism, each with each where it exists. All of it runs
+with ``--long``, which takes hours; one way runs with it: ``-k 'caching3-push-cma-page16-tp11'``. Short forms
+are in test_pd.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+from pd_fleet import (
+    ANSWER_TOKENS,
+    COMMON,
+    TRUTH,
+    FaultySpec,
+    Rig,
+    conversations_are_answered_alike,
+    fault,
+    nothing_is_left,
+    prompt_of,
+)
+
+from sglang_ext.testing.compare import assert_same
+from sglang_ext.testing.pd import pd_servers
+from sglang_ext.testing.servers import ServerSpec
+
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1800)]
+
+TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+TWO_RANKS_ATOL = 1e-3
+"""Sums over two ranks round otherwise than sums over one."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """prefill, decode: ranks of each."""
+
+    caching: str
+    mode: str
+    transport: str
+    page: int
+    prefill: int
+    decode: int
+
+    @property
+    def exists(self) -> bool:
+        """A decode rank is not pushed by several prefill ranks (docs/pd.md)."""
+        return self.mode == "pull" or self.prefill <= self.decode
+
+    def __str__(self) -> str:
+        ranks = f"tp{self.prefill}{self.decode}"
+        return f"caching{self.caching}-{self.mode}-{self.transport}-page{self.page}-{ranks}"
+
+
+WAYS = [
+    way
+    for way in (
+        Way(*each, *ranks)
+        for *each, ranks in product(
+            ("basic", "1", "2", "3"),
+            ("pull", "push", "push-by-layer"),
+            ("cma", "tcp"),
+            (1, 16),
+            ((1, 1), (2, 1), (1, 2)),
+        )
+    )
+    if way.exists
+]
+
+
+@pytest.fixture(scope="module", params=WAYS, ids=str)
+def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    way: Way = request.param
+    folder = tmp_path_factory.mktemp("faults")
+    base = FaultySpec(
+        flags=(
+            *(*COMMON, "--kv-pd-caching", way.caching, "--kv-transfer-mode", way.mode),
+            *("--page-size", str(way.page), "--kv-transports", way.transport),
+        )
+    )
+    specs = [server(base, folder / "prefill", way.prefill), server(base, folder / "decode", way.decode)]
+    with pd_servers(specs[:1], specs[1:], [TRUTH]) as (servers, others):
+        yield Rig(servers, others[0], [folder / "prefill"], [folder / "decode"])
+
+
+def server(base: FaultySpec, folder: Path, ranks: int) -> ServerSpec:
+    spec = base.looking_at(folder)
+    if ranks == 1:
+        return spec
+    return replace(
+        spec, flags=(*spec.flags, "--tp", str(ranks)), environment={**spec.environment, **TWO_RANKS}
+    )
+
+
+def atol_of(rig: Rig) -> float:
+    two = any("--tp" in each.spec.flags for each in rig.pd.servers)
+    return TWO_RANKS_ATOL if two else 1e-4
+
+
+def test_conversations(rig: Rig) -> None:
+    conversations_are_answered_alike(rig.pd, rig.truth, count=50, atol=atol_of(rig))
+    nothing_is_left(rig.pd.servers)
+
+
+def test_one_damaged_bit_is_seen(rig: Rig) -> None:
+    """The twin of the test above."""
+    prompt = prompt_of(5, 203)
+    with fault(rig.decode_faults[0], "damage"):
+        damaged = rig.pd.generate(prompt, max_new_tokens=ANSWER_TOKENS)
+    with pytest.raises(AssertionError):
+        assert_same(rig.expected(prompt), damaged, atol=atol_of(rig))
