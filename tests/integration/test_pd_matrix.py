@@ -59,17 +59,14 @@ class Way:
 
 WAYS = [
     way
-    for way in (
-        Way(*each, *ranks)
-        for *each, ranks in product(
-            ("basic", "1", "2", "3"),
-            ("pull", "push", "push-by-layer"),
-            ("cma", "tcp"),
-            (1, 16),
-            ((1, 1), (2, 1), (1, 2)),
-        )
+    for caching, mode, transport, page, (prefill, decode) in product(
+        ("basic", "1", "2", "3"),
+        ("pull", "push", "push-by-layer"),
+        ("cma", "tcp"),
+        (1, 16),
+        ((1, 1), (2, 1), (1, 2)),
     )
-    if way.exists
+    if (way := Way(caching, mode, transport, page, prefill, decode)).exists
 ]
 
 
