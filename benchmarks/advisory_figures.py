@@ -7,6 +7,7 @@ tokens of the answer. Load is requests at an instance, waiting or running.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,22 +92,28 @@ def max_over_median(served: Sequence[Served], instances: Sequence[str], window_s
     return float(np.average(np.minimum(ratios, len(instances)), weights=total[busy]))
 
 
-def users_at(latency: float, curve: Mapping[int, float]) -> tuple[float, bool]:
+def users_at(latency: float, curve: Mapping[int, float]) -> tuple[float, float]:
     """How many users are served at a normalized latency, on a line through the measured points.
 
     Returns:
-        The users, and whether that is a lower bound: even the most that were measured were served sooner.
-        Below the fewest that were measured, the line goes through (0 users, the latency of the fewest).
+        The fewest and the most that it can be: the same where the latency lies between measured points;
+        from 0 where even the fewest users that were measured are served later than that; up to infinity
+        where even the most are served sooner.
     """
     points = sorted(curve.items())
     fewest, at_fewest = points[0]
-    if latency <= at_fewest:
-        return float(fewest) * latency / at_fewest, False
+    if latency < at_fewest:
+        return 0.0, float(fewest)
     for (low, a), (high, b) in itertools.pairwise(points):
         if a <= latency <= b:
-            return low + (high - low) * (latency - a) / (b - a), False
-    reached = [users for users, seconds in points if seconds <= latency]
-    return float(max(reached)), max(reached) == points[-1][0]
+            users = low + (high - low) * (latency - a) / (b - a) if b > a else float(high)
+            return users, users
+    return float(points[-1][0]), math.inf
+
+
+def times_the_users(ours: tuple[float, float], theirs: tuple[float, float]) -> float:
+    """How many times as many users at least, from what ``users_at`` says of both."""
+    return ours[0] / theirs[1]
 
 
 # --- what an HBM hit takes ---

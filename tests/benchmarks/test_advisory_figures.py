@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
@@ -14,6 +15,7 @@ from benchmarks.advisory_figures import (
     max_over_median,
     normalized_latency,
     share_within,
+    times_the_users,
     users_at,
 )
 from benchmarks.advisory_sticky import sticky
@@ -63,12 +65,21 @@ def test_a_load_that_nobody_knows_is_not_told() -> None:
 
 def test_users_are_read_off_a_line_through_the_measured_points() -> None:
     curve = {4: 0.1, 8: 0.2, 16: 0.6}
-    assert users_at(0.15, curve) == (6.0, False)
-    assert users_at(0.4, curve) == (12.0, False)
-    assert users_at(0.05, curve) == (2.0, False)
-    assert users_at(0.7, curve) == (16.0, True)
+    assert users_at(0.15, curve) == (6.0, 6.0)
+    assert users_at(0.4, curve) == (12.0, 12.0)
+    assert users_at(0.1, curve) == (4.0, 4.0)
+    assert users_at(0.05, curve) == (0.0, 4.0)
+    assert users_at(0.7, curve) == (16.0, math.inf)
     # A dip is no reason to take the worse side of it.
-    assert users_at(0.2, {4: 0.1, 8: 0.3, 16: 0.15}) == (6.0, False)
+    assert users_at(0.2, {4: 0.1, 8: 0.3, 16: 0.15}) == (6.0, 6.0)
+    assert users_at(0.1, {4: 0.1, 8: 0.1}) == (8.0, 8.0)
+
+
+def test_users_are_compared_by_the_least_that_it_can_be() -> None:
+    assert times_the_users((12.0, 12.0), (4.0, 4.0)) == 3.0
+    assert times_the_users((16.0, math.inf), (0.0, 8.0)) == 2.0
+    assert times_the_users((0.0, 16.0), (4.0, 4.0)) == 0.0
+    assert times_the_users((16.0, 16.0), (8.0, math.inf)) == 0.0
 
 
 def hits(noise: float = 0.0) -> list[Served]:
