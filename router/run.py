@@ -137,13 +137,10 @@ class Router:
             timeout_s=config.health_check_timeout_secs,
             on_crash=self._crash,
         )
-        key = read_cluster_key(config.cluster_key_file) if config.cluster_key_file else None
-        name = new_router_name()
         store = open_membership(
             config.cluster, config.cluster_name, config.cluster_password_file, name, self.clock, self._crash
         )
         show_membership(store, self.metrics)
-        self.agents = Agents(self.trees, self.clock, router=name, key=key)
         self.members = Members(
             self.fleet,
             self.watch,
