@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -129,10 +130,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     options = parse(argv, NAME, __doc__, add_flags)
     report = Report(NAME)
+    # Routers are no guarded processes: an end by SIGTERM has to pass through here, as Ctrl-C does.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         Benchmark(options, report).run()
     except KeyboardInterrupt:
         report.note("interrupted: only what was measured until then")
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return report.finish(options)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -225,3 +226,21 @@ def test_quick_run(tmp_path: Path) -> None:
     }  # fmt: skip
     assert 0.5 < report["summary"]["hidden_share"] <= 1.0
     assert report["summary"]["users_vs_recompute"] > 1.0
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_what_was_measured_is_told_when_it_is_ended(
+    sent: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(benchmark: Benchmark) -> None:
+        benchmark.report.summary["hidden_share"] = 0.5
+        signal.raise_signal(sent)
+        raise AssertionError("goes on")
+
+    monkeypatch.setattr(Benchmark, "run", run)
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["--quick", "--data", str(tmp_path), "--json", str(tmp_path / "out.json")]) == 0
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["summary"] == {"hidden_share": 0.5}
+    assert "interrupted" in report["notes"][-1]
+    assert signal.getsignal(signal.SIGTERM) is before
