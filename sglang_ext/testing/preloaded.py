@@ -15,6 +15,7 @@ and a socket on which the server's end is told.
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import os
 import runpy
@@ -177,19 +178,24 @@ def current(extra: Mapping[str, str]) -> Preloaded | None:
 # -- in the preloaded process --------------------------------------------------------------------
 
 
-def _import_all() -> None:
-    """What a server and its scheduler import, without what looks at the environment as it is imported.
+MODULES = (
+    "sglang.launch_server",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.detokenizer_manager",
+)
+"""What is imported ahead, with all that it imports. By name: this module itself has no use for any of it.
 
-    Of the latter kind is prometheus_client, which our engine modules import: they stay out.
-    """
+Not our engine modules: they import prometheus_client, which looks at the environment as it is imported.
+"""
+
+
+def _import_all() -> None:
     from sglang_ext.patches import runtime
 
     runtime.prepare_process(os.environ)
-    import sglang.launch_server
-    import sglang.srt.entrypoints.http_server
-    import sglang.srt.managers.detokenizer_manager
-    import sglang.srt.managers.scheduler  # noqa: F401
-
+    for name in MODULES:
+        importlib.import_module(name)
     assert "prometheus_client" not in sys.modules
 
 
