@@ -1,4 +1,4 @@
-"""``python -m sglang_ext.demo``: run the demo; exit status 0 when both tiers were reused, 1 otherwise."""
+"""``python -m sglang_ext.demo``: run the demo; exit status 0 when all it is to show was there, else 1."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglang_ext.cluster.host import Ports, host_facts
 from sglang_ext.cluster.plan import HostFacts, Part, make_plan
 from sglang_ext.cluster.supervisor import Cluster
 from sglang_ext.cluster.terminal import Display
-from sglang_ext.demo import report
+from sglang_ext.demo import apart, report
 from sglang_ext.demo.client import Message, say
 from sglang_ext.demo.script import SYSTEM, conversations
 from sglang_ext.errors import PeerError, SglangExtError
@@ -149,6 +149,37 @@ async def run(count: int, turns: int, log_dir: Path | None, console: Console) ->
     return 0
 
 
+async def run_apart(log_dir: Path | None, console: Console) -> int:
+    """The part with prefill and decode apart; returns the exit status."""
+    console.print("Prefill and decode apart: one prefill server, two decode servers ...", highlight=False)
+    model = await asyncio.to_thread(model_path, "tiny")
+    config = ClusterConfig(
+        model_path=str(model),
+        colocated=0,
+        prefill=1,
+        decode=len(apart.DESIGNS),
+        server_args=(*ENGINE, "--max-total-tokens", "8192", "--enable-metrics"),
+        instance_args=apart.instance_args(),
+        router_args=("--health-failure-threshold", "10"),
+    )
+    host = dataclasses.replace(host_facts(), accelerators=0)
+    folder = None if log_dir is None else log_dir / "apart"
+    with LogFolder(folder) as logs, Ports() as ports, Display(console, logs.path, announce=False) as display:
+        router, servers = ports.take(config.host, 0, "--port"), ports.free_after(20_000, config.ports)
+        parts = make_plan(config, host, router, servers)
+        async with Cluster(parts, logs.path, observer=display) as cluster:
+            await cluster.ready()
+            turns = await cluster.doing(apart.converse(parts))
+        console.print()
+        for text in apart.lines(turns):
+            console.print(text, soft_wrap=True, highlight=False)
+        if not apart.grows(turns):
+            logs.keep = True
+            sys.stderr.write(f"demo: what decode had did not grow. The logs are in {logs.path}\n")
+            return 1
+    return 0
+
+
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
@@ -164,8 +195,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--conversations", type=_count, default=6, metavar="N", help="default: 6")
     parser.add_argument("--turns", type=_count, default=4, metavar="N", help="default: 4")
     parser.add_argument("--log-dir", type=Path, help="keep the logs here; default: kept only after a failure")
+    parser.add_argument(
+        "--apart", action="store_true", help="show prefill and decode apart instead: what each side still has"
+    )
     args = parser.parse_args(arguments)
     try:
+        if args.apart:
+            return asyncio.run(run_apart(args.log_dir, Console()))
         return asyncio.run(run(args.conversations, args.turns, args.log_dir, Console()))
     except KeyboardInterrupt:
         return 130
