@@ -243,6 +243,7 @@ class Mover:
             logger.info("request %s ends at %s: %s", leg.flight.record.request_id, leg.instance, what)
             what = "stuck"
         if what != leg.told:
+            logger.info("request %s at %s: %s", leg.flight.record.request_id, leg.instance, what)
             # What is tried again and again is counted once.
             self._told(what)
         leg.told = what
@@ -263,6 +264,7 @@ class Mover:
             return "no_target"
         parked = await self._ask(source, id, Park(id, leg.rid), ANSWER_S)
         if not isinstance(parked, Parked):
+            logger.info("%s does not say that it has stopped a request", source)
             self._channels.send(source, Unpark(id, stay=True))
             return "failed"
         if parked.why:

@@ -25,7 +25,7 @@ from sglang_ext.testing.servers import ServerProcess, ServerSpec, free_port
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 Json = dict[str, Any]
-TOKENS = 60
+TOKENS = 32
 SWITCH = "--enable-pd-role-switch"
 STORY = "A traveller asks the librarian for a map of the town, and then for another one. "
 
@@ -143,7 +143,7 @@ def _take(heard: Heard, event: Json) -> None:
         heard.tokens = event["meta_info"]["completion_tokens"]
         heard.names.add(event["meta_info"]["id"])
         return
-    heard.names.add(f"{event['id']} {event['created']}")
+    heard.names.add(event["id"])
     for choice in event.get("choices", ()):
         part = choice.get("delta") or choice.get("message") or choice
         heard.text += part.get("content") or part.get("text") or ""
@@ -179,12 +179,12 @@ async def test_every_answer_is_the_undisturbed_one(router: Router, fleet: Fleet)
 
         client.heard.clear()
         answers = [asyncio.create_task(client.ask(*each)) for each in bodies()]
-        await until(lambda: sum(heard.events > 3 for heard in client.heard) >= 5)
+        await until(lambda: sum(heard.events > 2 for heard in client.heard) >= 5)
         url = router.members.member("a").url
         there = router.fleet.rows[url].in_flight
         assert there >= 3
         await drain(router, "a")
-        await until(lambda: router.fleet.rows[url].state is State.LEFT, seconds=20)
+        await until(lambda: router.fleet.rows[url].state is State.LEFT, seconds=60)
         # It has left long before the answers have ended.
         assert sum(not task.done() for task in answers) >= there
         got = await asyncio.gather(*answers)
@@ -206,7 +206,7 @@ async def test_a_target_that_stops_in_the_middle_costs_a_pause(router: Router, f
         expected = await asyncio.gather(*(client.ask(*each) for each in bodies()))
         client.heard.clear()
         answers = [asyncio.create_task(client.ask(*each)) for each in bodies()]
-        await until(lambda: sum(heard.events > 3 for heard in client.heard) >= 5)
+        await until(lambda: sum(heard.events > 2 for heard in client.heard) >= 5)
         source, target = (router.members.member(name).url for name in ("a", "b"))
         there = [task for task, heard in zip(answers, client.heard, strict=True) if heard.instance == source]
         pids = descendants(next(server for server in fleet.servers if server.url == target).pid)
@@ -214,7 +214,7 @@ async def test_a_target_that_stops_in_the_middle_costs_a_pause(router: Router, f
             os.kill(pid, signal.SIGSTOP)
         try:
             await drain(router, "a")
-            await until(lambda: router.fleet.rows[target].state is State.DOWN, seconds=20)
+            await until(lambda: router.fleet.rows[target].state is State.DOWN, seconds=60)
             got = await asyncio.gather(*there)
         finally:
             for pid in pids:
