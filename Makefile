@@ -22,7 +22,7 @@ $(READY): pyproject.toml requirements/cpu.txt requirements/test.txt scripts/setu
 			"make PYTHON=/path/to/python3.11" >&2; exit 1; fi
 	@"$(PYTHON)" scripts/setup.py --venv $(VENV)
 
-demo: $(READY)  ## Run a cluster of two servers and the router through a multi-turn conversation
+demo: $(READY)  ## Hold conversations with servers that share their KV, then with prefill and decode apart
 	@$(BIN)/python -m sglang_ext.demo
 
 check: $(READY)  ## Lint, formatting and types

@@ -38,6 +38,7 @@ which all conversations share and which would keep all of them on one server; le
 has in common with the first."""
 FIRST_ANSWER_S = 60.0
 PLAIN = "plain"
+PARTS = ("all", "together", "apart")
 
 
 def plans(config: ClusterConfig, host: HostFacts, ports: Ports) -> tuple[Part, ...]:
@@ -180,6 +181,17 @@ async def run_apart(log_dir: Path | None, console: Console) -> int:
     return 0
 
 
+async def run_parts(part: str, count: int, turns: int, log_dir: Path | None, console: Console) -> int:
+    """What ``--part`` asks for; returns the exit status of the first part that fails."""
+    status = 0
+    if part != "apart":
+        status = await run(count, turns, log_dir, console)
+        console.print()
+    if part != "together" and not status:
+        status = await run_apart(log_dir, console)
+    return status
+
+
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
@@ -190,19 +202,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m sglang_ext.demo",
-        description="Hold conversations with a cluster of two servers, and show what was reused from where.",
+        description="Hold conversations with a cluster of two servers, and show what was reused from where; "
+        "then with prefill and decode apart, and show what each side still has.",
     )
     parser.add_argument("--conversations", type=_count, default=6, metavar="N", help="default: 6")
     parser.add_argument("--turns", type=_count, default=4, metavar="N", help="default: 4")
     parser.add_argument("--log-dir", type=Path, help="keep the logs here; default: kept only after a failure")
     parser.add_argument(
-        "--apart", action="store_true", help="show prefill and decode apart instead: what each side still has"
+        "--part",
+        choices=PARTS,
+        default="all",
+        help="together: two servers and their tiers; apart: prefill and decode; default: all",
     )
     args = parser.parse_args(arguments)
     try:
-        if args.apart:
-            return asyncio.run(run_apart(args.log_dir, Console()))
-        return asyncio.run(run(args.conversations, args.turns, args.log_dir, Console()))
+        return asyncio.run(run_parts(args.part, args.conversations, args.turns, args.log_dir, Console()))
     except KeyboardInterrupt:
         return 130
     except SglangExtError as error:

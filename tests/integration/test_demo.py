@@ -1,10 +1,11 @@
-"""`make demo` in a short form: the report is complete, both tiers were used, and nothing is left."""
+"""`make demo` in a short form: the report is complete, both tiers were used, KV came back to prefill."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 
@@ -32,11 +33,20 @@ def test_both_tiers_are_reused_and_the_answers_are_the_same() -> None:
     assert tokens("HBM") > 0
     assert tokens("DRAM") > 0
     assert "Answers equal to those with caching off: 12 of 12." in lines
+    (comparison,) = [line for line in lines if line.startswith("With caching off")]
     last = re.match(
         r"With caching off, the same 12 turns computed ([\d,]+) prompt tokens instead of ([\d,]+), "
         r"and the median time to first token was \d+ ms instead of \d+ ms \(median ratio ([\d.]+)\)\.",
-        lines[-1],
+        comparison,
     )
-    assert last is not None, lines[-1]
+    assert last is not None, comparison
     assert int(last[1].replace(",", "")) == tokens("HBM") + tokens("DRAM") + computed
     assert int(last[2].replace(",", "")) == computed
+
+    # Prefill and decode apart: under 1 decode never has any of a prompt, under 3 more of it with each turn.
+    apart = [[int(cell) for cell in line.split()] for line in lines if re.match(r" {3}\d( +\d+){7}$", line)]
+    assert [turn[0] for turn in apart] == list(range(1, 6))
+    assert [turn[3] for turn in apart] == [0] * 5
+    assert all(a[6] < b[6] for a, b in pairwise(apart))
+    assert all(a[5] > a[2] for a in apart[1:])
+    assert lines[-1].endswith("Answers equal: 5 of 5.")
