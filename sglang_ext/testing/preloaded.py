@@ -25,6 +25,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -213,6 +214,7 @@ def _run(argv: Sequence[str]) -> None:
 def _become_server(argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(environment)
+    tempfile.tempdir = None  # found out again, from this environment
     setproctitle.setproctitle(" ".join([sys.executable, *argv]))
     code = 0
     try:

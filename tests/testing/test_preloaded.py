@@ -16,9 +16,9 @@ from sglang_ext.testing.leaks import descendants
 from sglang_ext.testing.servers import wait_until
 
 WITHOUT_SGLANG = """\
-import sys
+import sys, tempfile
 from sglang_ext.testing import preloaded
-preloaded._import_all = lambda: None
+preloaded._import_all = tempfile.gettempdir  # some import asks for it, and it is remembered
 preloaded.main(sys.argv[1:])
 """
 
@@ -60,8 +60,8 @@ def parent() -> Iterator[preloaded.Preloaded]:
 
 def test_runs_a_script_as_python_would(parent: preloaded.Preloaded, tmp_path: Path) -> None:
     source = (
-        "import os, sys\n"
-        "print(__name__, sys.argv[1:], os.environ['COLOUR'], os.getcwd(), 'TMPDIR' in os.environ)\n"
+        "import os, sys, tempfile\n"
+        "print(__name__, sys.argv[1:], os.environ['COLOUR'], os.getcwd(), tempfile.gettempdir() == os.environ['TMPDIR'])\n"
         "sys.exit(7)\n"
     )
     started = Started(parent, tmp_path, source, "--port", "1")
