@@ -37,10 +37,16 @@ from sglang_ext.cluster import guard
 
 MAX_REQUEST = 1 << 20
 STATUS = struct.Struct("=i")
-SAFE_VARIABLES = ("SGLANG_EXT_", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""What a server's environment may set and still be forked: nothing reads it while modules are imported.
-
-(The thread counts are read when the first parallel region runs, which is in the scheduler.)
+SAFE_VARIABLES = (
+    "MKL_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS",
+    "SGLANG_CPU_OMP_THREADS_BIND",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK",
+    "SGLANG_EXT_",
+)
+"""Beginnings of what a server's environment may set for it to be forked: nothing reads these as modules are
+imported. (The thread counts are read when the first parallel region runs, which is in the scheduler.)
 """
 
 

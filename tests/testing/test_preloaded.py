@@ -61,7 +61,8 @@ def parent() -> Iterator[preloaded.Preloaded]:
 def test_runs_a_script_as_python_would(parent: preloaded.Preloaded, tmp_path: Path) -> None:
     source = (
         "import os, sys, tempfile\n"
-        "print(__name__, sys.argv[1:], os.environ['COLOUR'], os.getcwd(), tempfile.gettempdir() == os.environ['TMPDIR'])\n"
+        "own = tempfile.gettempdir() == os.environ['TMPDIR']\n"
+        "print(__name__, sys.argv[1:], os.environ['COLOUR'], os.getcwd(), own)\n"
         "sys.exit(7)\n"
     )
     started = Started(parent, tmp_path, source, "--port", "1")
@@ -111,4 +112,5 @@ def test_a_killed_guard_takes_the_server_along(parent: preloaded.Preloaded, tmp_
 
 def test_only_with_variables_that_no_import_reads(parent: preloaded.Preloaded) -> None:
     assert preloaded.current({"SGLANG_EXT_X": "1", "OMP_NUM_THREADS": "1"}) is parent
+    assert preloaded.current({"SGLANG_TEST_RETRACT": "1"}) is None
     assert preloaded.current({"SGLANG_USE_CPU_ENGINE": "1"}) is None
