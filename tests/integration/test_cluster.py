@@ -101,7 +101,7 @@ def test_serves_and_is_gone_after_a_kill(cluster: RunningCluster) -> None:
     below = cluster.below()
     names = [process.name() for process in below]
     assert sum("sched" in name for name in names) == 2, names
-    assert len(below) >= 11, names  # guards, servers, schedulers, detokenizers, resource trackers, router
+    assert len(below) >= 10, names  # guards, servers, schedulers, detokenizers, router
     cluster.process.kill()
     _, left = psutil.wait_procs(below, timeout=END_S)
     assert left == []
