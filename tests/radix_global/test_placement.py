@@ -29,6 +29,7 @@ def test_a_number_is_as_good_as_a_tier() -> None:
 
 
 def test_a_holder_nobody_refers_to_is_forgotten() -> None:
+    gc.collect()  # of other tests
     before = len(Holder._interned)
     holder = Holder.of("short-lived", 1, Tier.HBM)
     assert len(Holder._interned) == before + 1
