@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import httpx
 from faulty_pd_server import FAULTS
 
 from sglang_ext.testing.compare import Answer, assert_same, random_conversations
+from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.pd import PdServers
 from sglang_ext.testing.servers import ServerProcess, ServerSpec, wait_until
 
@@ -59,12 +60,16 @@ def fault(folder: Path, what: str) -> Iterator[Path]:
 
 @dataclass
 class Rig:
-    """Servers, the folders in which they look for faults, and a server whose answers are the truth."""
+    """Servers, the folders in which they look for faults, and a server whose answers are the truth.
+
+    leak_guard: is told of servers that are started anew, which outlive their test.
+    """
 
     pd: PdServers
     truth: ServerProcess
     prefill_faults: list[Path]
     decode_faults: list[Path]
+    leak_guard: LeakGuard | None = None
 
     def expected(self, prompt: list[int], tokens: int = ANSWER_TOKENS) -> Answer:
         return self.truth.generate(prompt, max_new_tokens=tokens)
@@ -74,9 +79,10 @@ class Rig:
         server = self.pd.prefill[1].server if kind == "prefill" else self.pd.decode[1]
         if server.processes("sglang::scheduler"):
             return server
-        server.stop()
-        fresh = ServerProcess(server.spec)
-        fresh.start()
+        with self.leak_guard.adopting() if self.leak_guard is not None else nullcontext():
+            server.stop()
+            fresh = ServerProcess(server.spec)
+            fresh.start()
         if kind == "prefill":
             self.pd.prefill[1].server = fresh
         else:

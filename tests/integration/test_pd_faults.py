@@ -18,6 +18,7 @@ from pd_faults import UNKNOWN_SECONDS, Cell, cells, ended, killed, place, serves
 from pd_fleet import ANSWER_TOKENS, COMMON, TRUTH, FaultySpec, Rig, nothing_is_left, prompt_of
 
 from sglang_ext.testing.compare import Answer
+from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.pd import pd_servers
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(3600)]
@@ -29,7 +30,7 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def rig(mode: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+def rig(mode: str, tmp_path_factory: pytest.TempPathFactory, leak_guard: LeakGuard) -> Iterator[Rig]:
     """Two prefill and two decode servers; the second of each is for killing."""
     folder = tmp_path_factory.mktemp("faults")
     # Aggregated and in pages of one token; `test_pd` has the rest.
@@ -39,7 +40,7 @@ def rig(mode: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     folders = [folder / name for name in names]
     specs = [spec.looking_at(each) for each in folders]
     with pd_servers(specs[:2], specs[2:], [TRUTH]) as (servers, others):
-        yield Rig(servers, others[0], folders[:2], folders[2:])
+        yield Rig(servers, others[0], folders[:2], folders[2:], leak_guard)
         for server in servers.servers:  # some were started anew
             server.stop()
 
