@@ -23,6 +23,14 @@ from router.validation import (
 
 MEDIA_FIELDS = frozenset({"image_data", "video_data", "audio_data"})
 _LOGPROB_FIELDS = frozenset({"top_logprobs_num", "return_logprob", "logprob_start_len"})
+_PER_PROMPT = _LOGPROB_FIELDS | {
+    "custom_logit_processor",
+    "lora_path",
+    "return_hidden_states",
+    "return_sampling_mask",
+    "sampling_logprobs_mode",
+}
+"""Fields that may be lists with an element for each prompt of a batch."""
 
 
 def parse_generate(payload: Json, limits: Limits) -> Job:
@@ -36,7 +44,9 @@ def parse_generate(payload: Json, limits: Limits) -> Job:
     stream = take_bool(payload, "stream")
     prompts, is_batch = _prompts(payload, limits)
     sampling, choices = _sampling(payload.get("sampling_params"), len(prompts), is_batch, limits)
-    _check_logprobs(payload, limits)
+    if not _PER_PROMPT.isdisjoint(payload):
+        _check_lists(payload, len(prompts), is_batch)
+        _check_logprobs(payload, limits)
     opaque = _has_media(payload)
     spaces = namespaces(payload, len(prompts))
     return Job(
@@ -120,18 +130,7 @@ def _sampling(value: Any, count: int, is_batch: bool, limits: Limits) -> tuple[l
         )
     if type(value) is not list:
         raise wrong("sampling_params", "an object or an array of objects", value)
-    if not is_batch:
-        raise RequestRefused(
-            "sampling_params is an array, but there is only one prompt; give an object",
-            param="sampling_params",
-            code="invalid_type",
-        )
-    if len(value) != count:
-        raise RequestRefused(
-            f"sampling_params has {len(value)} elements for {count} prompts",
-            param="sampling_params",
-            code="invalid_length",
-        )
+    _check_length("sampling_params", value, count, is_batch)
     limits_per_prompt: list[int | None] = []
     choices: set[int] = set()
     for index, item in enumerate(value):
@@ -154,10 +153,30 @@ def _one_sampling(value: Json, prefix: str, limits: Limits) -> int | None:
     return take_int(value, "max_new_tokens", least=0, prefix=prefix)
 
 
+def _check_lists(payload: Json, count: int, is_batch: bool) -> None:
+    """A server takes a list that is too short, and breaks off its answer where it looks for the rest."""
+    for name in _PER_PROMPT:
+        value = payload.get(name)
+        if type(value) is list:
+            _check_length(name, value, count, is_batch)
+
+
+def _check_length(name: str, value: list[Any], count: int, is_batch: bool) -> None:
+    """A list with an element for each prompt."""
+    if not is_batch:
+        raise RequestRefused(
+            f"{name} is an array, but there is only one prompt; give one value",
+            param=name,
+            code="invalid_type",
+        )
+    if len(value) != count:
+        raise RequestRefused(
+            f"{name} has {len(value)} elements for {count} prompts", param=name, code="invalid_length"
+        )
+
+
 def _check_logprobs(payload: Json, limits: Limits) -> None:
     """More top logprobs than the vocabulary has entries, or fewer than none, bring the scheduler down."""
-    if _LOGPROB_FIELDS.isdisjoint(payload):
-        return
     value = payload.get("top_logprobs_num")
     for index, item in enumerate(value if type(value) is list else [value]):
         field = f"top_logprobs_num[{index}]" if type(value) is list else "top_logprobs_num"

@@ -140,6 +140,7 @@ BROKEN: list[tuple[str, Any]] = [
     ("/generate", {"text": "x", "sampling_params": {"no_such_thing": 1}}),
     ("/generate", {"text": "x", "return_logprob": True, "top_logprobs_num": 10**6}),
     ("/generate", {"text": "x", "return_logprob": True, "top_logprobs_num": -1}),
+    ("/generate", {"text": ["x", "y", "z"], "return_logprob": [True, False], "stream": True}),
     ("/generate", {"text": "x", "return_logprob": "yes"}),
     ("/generate", {"text": "x", "cache_salt": 3}),
     ("/generate", {"text": ["x", "y"], "extra_key": ["a"]}),

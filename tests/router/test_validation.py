@@ -84,6 +84,13 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     ("generate", {"text": "a", "top_logprobs_num": 101}, "top_logprobs_num", "size of the vocabulary"),
     ("generate", {"text": "a", "top_logprobs_num": -1}, "top_logprobs_num", "between 0 and 100"),
+    (
+        "generate",
+        {"text": ["a", "b"], "return_logprob": [True]},
+        "return_logprob",
+        "1 elements for 2 prompts",
+    ),
+    ("generate", {"text": "a", "lora_path": ["x"]}, "lora_path", "only one prompt"),
     ("generate", {"text": ["a"], "top_logprobs_num": [101]}, "top_logprobs_num[0]", "vocabulary"),
     ("generate", {"text": "a", "return_logprob": 1}, "return_logprob", "booleans"),
     ("generate", {"text": ["a", "b"], "extra_key": ["x"]}, "extra_key", "1 elements for 2 prompts"),
