@@ -108,11 +108,14 @@ def test_an_abort_at_any_step_frees_both_sides(rig: Rig, number: int, side: str)
         if step == "joining" and not pulls(rig):
             # Decode has not met prefill yet; a router tells both.
             rig.pd.prefill[0].server.post("/abort_request", {"rid": rid})
+        # Held up at the end of its read, decode has all: prefill may hear of that before it hears of the
+        # abort.
+        over = (side, step) == ("decode", "reading")
         if side == "prefill" or step != "joining":
             # Without waiting for what is held up.
-            assert ends_in_error(both[0])
+            assert ends_in_error(both[0]) or over
     assert ends_in_error(both[1])
-    assert ends_in_error(both[0])
+    assert ends_in_error(both[0]) or over
     rig.pd.wait_idle()
     assert nothing_is_left(rig.pd.servers)
     prompt = prompt_of(hash_of(rid) + 1, 100)
