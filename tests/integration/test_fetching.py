@@ -402,6 +402,7 @@ async def turn(
     return await generate(client, router.url, prompt, headers={"x-session-id": session})
 
 
+@pytest.mark.long
 async def test_a_session_moves_as_often_as_balance_wants(pair, port, client, rng) -> None:
     """Its KV is in HBM where its next request will run, each time before that comes."""
     async with routing(pair, port, "least-load") as router, AsyncExitStack() as rest:
@@ -437,6 +438,7 @@ async def test_a_session_moves_as_often_as_balance_wants(pair, port, client, rng
 # -- deaths: each test leaves one server, and the next one starts another ---------------------------
 
 
+@pytest.mark.long
 async def test_the_chosen_instance_dies_in_mid_prefetch(pair, port, client, rng) -> None:
     async with routing(pair, port, "least-load") as router, busy(client, router, pair) as owner:
         reader = pair.other(owner)
@@ -462,6 +464,7 @@ async def test_the_chosen_instance_dies_in_mid_prefetch(pair, port, client, rng)
     await asyncio.to_thread(pair.end, reader)
 
 
+@pytest.mark.long
 async def test_the_holder_dies_in_mid_read(pair, port, client, rng) -> None:
     """While one prompt is read for a request, and another for a hint."""
     async with routing(pair, port, "least-load") as router, busy(client, router, pair) as owner:
