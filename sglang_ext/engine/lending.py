@@ -82,7 +82,7 @@ class Lending:
         self._tree = tree
         self._tier = tier
         self._link = link
-        self._agree = agree
+        self.agree = agree
         self._loans: list[_Loan] = []
         self._asked: list[_Asked] = []
         self.counters = LendingCounters()
@@ -150,7 +150,7 @@ class Lending:
                 self._asked.remove(asked)
                 self._publish(asked)
         for loan in list(self._loans):
-            if self._agree(int(loan.lease is None or self._link.over(loan.lease))):
+            if self.agree(int(loan.lease is None or self._link.over(loan.lease))):
                 self._end(loan)
 
     def clear(self) -> None:

@@ -424,8 +424,8 @@ def test_an_owner_that_dies_is_a_miss(make_server: MakeServer) -> None:
     assert not reader.peers.fetches.busy
 
 
-def test_a_reader_that_dies_frees_what_was_lent(make_server: MakeServer) -> None:
-    owner, reader = make_server(), make_server()
+def lend_20_blocks(owner: Server, reader: Server) -> None:
+    """A prompt of so many blocks is at the owner, and the reader has been offered them."""
     tokens = prompt(1, 20)
     owner.serve(tokens)
     key = encode_tokens(tokens)
@@ -433,6 +433,11 @@ def test_a_reader_that_dies_frees_what_was_lent(make_server: MakeServer) -> None
     reader.told(Fetch("r1", key, Source((owner.link.address,), "loan"), wait_s=30.0))
     (fetch,) = reader.peers.fetches._active
     until(lambda: fetch.job.offered is not None, "the offer")
+
+
+def test_a_reader_that_dies_frees_what_was_lent(make_server: MakeServer) -> None:
+    owner, reader = make_server(), make_server()
+    lend_20_blocks(owner, reader)
     assert owner.peers.lending.lent_blocks == 20
     reader.rank.cache.release_host_resources()
     owner.passes_until(lambda: not owner.peers.busy, "the lease to end")
@@ -442,13 +447,7 @@ def test_a_reader_that_dies_frees_what_was_lent(make_server: MakeServer) -> None
 @pytest.mark.parametrize("epoch", [EPOCH, b""], ids=["its epoch", "any epoch"])
 def test_a_death_that_is_told_frees_at_once_what_was_lent(make_server: MakeServer, epoch: bytes) -> None:
     owner, reader = make_server(), make_server()
-    tokens = prompt(1, 20)
-    owner.serve(tokens)
-    key = encode_tokens(tokens)
-    owner.told(Lend("loan", key, ttl_s=60.0))
-    reader.told(Fetch("r1", key, Source((owner.link.address,), "loan"), wait_s=30.0))
-    (fetch,) = reader.peers.fetches._active
-    until(lambda: fetch.job.offered is not None, "the offer")
+    lend_20_blocks(owner, reader)
     for others in (PeerDead("server 1", b"x" * 16), PeerDead("server", b""), PeerDead("server 10", EPOCH)):
         owner.told(others)
     for _ in range(3):

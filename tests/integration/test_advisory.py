@@ -9,11 +9,12 @@ import asyncio
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import aiohttp
 import pytest
+from token_requests import generate, random_prompt, until
 
 from router import Router, RouterConfig
 from sglang_ext.keys import encode_tokens
@@ -83,33 +84,6 @@ async def client() -> AsyncIterator[aiohttp.ClientSession]:
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> random.Random:
     return random.Random(request.node.name)
-
-
-async def until(condition: Callable[[], Any], seconds: float, what: str) -> None:
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < seconds, f"{what}: not within {seconds} s"
-        await asyncio.sleep(0.01)
-
-
-def random_prompt(rng: random.Random, tokens: int) -> list[int]:
-    return [rng.randrange(100, 30_000) for _ in range(tokens)]
-
-
-async def generate(
-    client: aiohttp.ClientSession, url: str, prompt: list[int], *, session: str | None = None, **fields: Any
-) -> tuple[Answer, Any]:
-    body = {
-        "input_ids": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True},
-        "return_logprob": True,
-        "top_logprobs_num": 2,
-        **fields,
-    }
-    headers = {} if session is None else {"x-session-id": session}
-    async with client.post(f"{url}/generate", json=body, headers=headers) as response:
-        assert response.status == 200, await response.text()
-        return Answer.of(await response.json()), response.headers
 
 
 async def advise(client: aiohttp.ClientSession, router: Router, **body: Any) -> dict[str, Any]:

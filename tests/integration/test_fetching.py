@@ -11,7 +11,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ import numpy.typing as npt
 import pytest
 from dram_damage import arena_files, flip_bit, snapshot
 from gated_fetching_server import GATE
+from token_requests import generate, random_prompt, until
 
 from router import Router, RouterConfig
 from router.policies import Match
@@ -37,7 +38,6 @@ pytestmark = pytest.mark.integration
 BLOCK = 16
 TOKENS = 40 * BLOCK
 NS = ("tokens", None, None, None)
-ANSWER = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 
 
 @dataclass(frozen=True)
@@ -156,36 +156,6 @@ async def client() -> AsyncIterator[aiohttp.ClientSession]:
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> random.Random:
     return random.Random(request.node.name)
-
-
-async def until(condition: Callable[[], Any], seconds: float, what: str) -> None:
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < seconds, f"{what}: not within {seconds} s"
-        await asyncio.sleep(0.01)
-
-
-def random_prompt(rng: random.Random, tokens: int) -> list[int]:
-    return [rng.randrange(100, 30_000) for _ in range(tokens)]
-
-
-async def generate(
-    client: aiohttp.ClientSession,
-    url: str,
-    prompt: list[int],
-    headers: Mapping[str, str] | None = None,
-    **fields: Any,
-) -> tuple[Answer, Any]:
-    body = {
-        "input_ids": prompt,
-        "sampling_params": ANSWER,
-        "return_logprob": True,
-        "top_logprobs_num": 2,
-        **fields,
-    }
-    async with client.post(f"{url}/generate", json=body, headers=headers) as response:
-        assert response.status == 200, await response.text()
-        return Answer.of(await response.json()), response.headers
 
 
 async def cold(client: aiohttp.ClientSession, server: ServerProcess, prompt: list[int]) -> Answer:
@@ -399,7 +369,7 @@ async def settled(client: aiohttp.ClientSession, router: Router, id: str) -> dic
 async def turn(
     client: aiohttp.ClientSession, router: Router, session: str, prompt: list[int]
 ) -> tuple[Answer, Any]:
-    return await generate(client, router.url, prompt, headers={"x-session-id": session})
+    return await generate(client, router.url, prompt, session=session)
 
 
 @pytest.mark.long
