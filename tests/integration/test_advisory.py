@@ -63,6 +63,9 @@ def server(
     with leak_guard.adopting():
         process = ServerProcess(spec)
         process.start()
+    # What compiles at first use holds up its agent, on a busy machine for longer than a death takes to tell.
+    process.generate(list(range(100, 1000)), max_new_tokens=2)
+    process.flush()
     yield process
     process.stop()
 
