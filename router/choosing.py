@@ -75,7 +75,7 @@ class Chooser:
         """An instance for a request, and what was seen; ``None`` when there is none."""
         record = flight.record
         fleet = self._with_room(self._fleet.usable(excluded))
-        if not beginners(fleet):
+        if not fleet:  # if there are any, a request can begin at one of them: see ``Fleet.usable``
             return None
         matches = self._matches(flight)
         decision = None
@@ -88,11 +88,17 @@ class Chooser:
             decision = self.policy(prompt, fleet, matches, self._costs, self.options)
         if self.fetching is not None:
             record.fetch = self.fetching.consider(flight, decision, fleet, matches)
-        self._guess(flight, decision.instance)
+        if not self._has_all(flight, decision.instance, matches):
+            self._guess(flight, decision.instance)
         record.instance, record.reason = decision.instance, decision.reason.value
         record.matched_tokens = None if record.prompt_tokens is None else decision.matched
         self._metrics.decided(self._name, decision.reason.value)
         return decision, _choice(decision, matches, fleet, record.fetch)
+
+    async def prepared(self, flight: Flight) -> None:
+        """Return when the chosen instance is ready for a request that was chosen for it."""
+        if self.fetching is not None and flight.record.fetch is not None:
+            await self.fetching.heard(flight.record.fetch)
 
     def _matches(self, flight: Flight) -> dict[str, Match]:
         """What each instance holds of all prompts together."""
@@ -119,6 +125,13 @@ class Chooser:
         flight.record.instance, flight.record.reason = instance, decision.reason.value
         self._metrics.decided(self._name, decision.reason.value)
         return decision, _choice(decision, {}, fleet)
+
+    def _has_all(self, flight: Flight, instance: str, matches: dict[str, Match]) -> bool:
+        """Whether an instance is known to hold every whole block of a single prompt: a guess adds nothing."""
+        if len(flight.prompts) != 1:
+            return False
+        block = self._trees.block_size
+        return matched_tokens(matches, instance) >= flight.units // block * block
 
     def _guess(self, flight: Flight, instance: str) -> None:
         for encoded in flight.prompts:

@@ -54,7 +54,7 @@ class RouterConfig:
     """Requests in flight that an instance may have beyond the least loaded one before its cached
     prefixes stop attracting more; both this and ``balance_rel_threshold`` must be exceeded."""
     balance_rel_threshold: float = 1.5
-    balance_cache_factor: float = 2.0
+    balance_cache_factor: float = 4.0
     """A common beginning of prompts stops attracting new ones to an instance that caches more than the
     emptiest one by more than this factor times that beginning."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 from typing import Any
 
 UNDER_WAY = "under-way"
@@ -33,6 +34,8 @@ class FetchNote:
     moved: int = 0
     """Tokens that came."""
     took_s: float | None = None
+    heard: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the target knows of it, or nobody will say so any more."""
 
     def told(self) -> dict[str, Any]:
         """As JSON."""

@@ -6,6 +6,8 @@ before the request or with the hint. What comes of it is between the two: a fetc
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
 import uuid
 from collections import OrderedDict
@@ -13,14 +15,14 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from router.costs import RouterCosts
-from router.fetch_note import NOT_WORTH_IT, UNHEARD, FetchNote
+from router.fetch_note import NOT_WORTH_IT, UNDER_WAY, UNHEARD, FetchNote
 from router.flight import Flight
 from router.policies import Decision, Instance, Match, beginners
 from router.policies import Fleet as Instances
 from router.policies.base import Fetch, Matches, load_of
 from router.policies.prompt_tree import NOTHING
 from sglang_ext import agent_messages
-from sglang_ext.agent_messages import Fetched, Lend, Source, ToAgent
+from sglang_ext.agent_messages import Expecting, Fetched, FromAgent, Lend, Source, ToAgent
 from sglang_ext.cluster_messages import Registration
 from sglang_ext.keys import TOKEN_BYTES
 
@@ -105,14 +107,6 @@ class Fetching:
         self._told(NOT_WORTH_IT)
         return note
 
-    def wanted(self, decision: Decision, fleet: Instances, matches: Matches, tokens: int) -> Fetch | None:
-        """What the chosen instance should fetch for a prompt of so many tokens: what the policy says, or, as
-        most say nothing of it, what is sooner there than computed."""
-        if decision.fetch is not None or decision.decode is not None:
-            return decision.fetch
-        note = self._weigh(decision, fleet, matches, tokens)
-        return None if note is None or note.transfer_s > note.saved_s else Fetch(note.source, note.tokens)
-
     def begin(
         self, flight: Flight, fetch: Fetch, decision: Decision, fleet: Instances, matches: Matches
     ) -> FetchNote | None:
@@ -164,6 +158,13 @@ class Fetching:
         new = max(1, tokens - known)
         return self._costs.exec_s(instance, new, max(0, tokens - new))
 
+    async def heard(self, note: FetchNote) -> None:
+        """Return when the instance that fetches knows of it. A request that came there before that would not
+        wait for its KV; so it waits here, for a round trip, and not long where the agent does not answer."""
+        if note.end == UNDER_WAY and not note.heard.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(note.heard.wait(), self.least_wait_s)
+
     # -- for a hint ---------------------------------------------------------------------------------
 
     def balanced(self, fleet: Instances, matches: Matches) -> str:
@@ -204,11 +205,26 @@ class Fetching:
 
     # -- what becomes of it -------------------------------------------------------------------------
 
-    def on_fetched(self, name: str, message: Fetched) -> None:
-        """An instance says how a fetch ended."""
+    def on_message(self, name: str, message: FromAgent) -> None:
+        """What an agent says."""
+        match message:
+            case Expecting():
+                self._on_expecting(name, message)
+            case Fetched():
+                self._on_fetched(name, message)
+
+    def _on_expecting(self, name: str, message: Expecting) -> None:
+        """The request of a fetch may come."""
+        note = self._notes.get((False, message.id))
+        if note is not None and note.target == name:
+            note.heard.set()
+
+    def _on_fetched(self, name: str, message: Fetched) -> None:
+        """A fetch has ended."""
         note = self._notes.get((message.ahead, message.id))
         if note is None or note.target != name:
             return
+        note.heard.set()
         del self._notes[message.ahead, message.id]
         note.end, note.moved, note.took_s = message.end, message.tokens, message.seconds
         self._ended(message.end, message.tokens)
@@ -221,6 +237,7 @@ class Fetching:
         for key, note in list(self._notes.items()):
             if note.target == name:
                 note.end = "gone"
+                note.heard.set()
                 del self._notes[key]
 
     @property

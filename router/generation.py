@@ -216,7 +216,7 @@ class Generation:
         """Put into the body what the router has to say, if anything."""
         job, caller = flight.job, flight.record.caller
         fields = additions(payload, caller)
-        flight.rid = _one_name(flight, {**payload, **fields})
+        flight.rid = _one_name(flight, {**payload, **fields} if fields else payload)
         if job.endpoint is Endpoint.MESSAGES and caller.salt is not None:
             if self._config.cache_details:
                 fields |= _TELL_TIERS
@@ -264,6 +264,8 @@ class Generation:
             decision, choice = chosen
             story.choices.append(choice)
             flight.record.attempts += 1
+            if flight.record.fetch is not None:
+                await self._chooser.prepared(flight)
             try:
                 await self._relay.attempt(flight, decision)
                 return
@@ -340,12 +342,12 @@ def _one_name(flight: Flight, payload: Json) -> str:
     """What a worker will call a request that is a single one; empty where it will be several."""
     if flight.job.choices != 1 or len(flight.prompts) != 1:
         return ""
-    if any(isinstance(payload.get(name), list) for name in ("text", "sampling_params", "rid")):
+    given = payload.get("rid")
+    if list in (type(given), type(payload.get("text")), type(payload.get("sampling_params"))):
         return ""
     ids = payload.get("input_ids", payload.get("prompt"))
     if isinstance(ids, list) and ids and not isinstance(ids[0], int):
         return ""
-    given = payload.get("rid")
     return given if isinstance(given, str) and given else new_request_id()
 
 

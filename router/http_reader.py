@@ -168,8 +168,11 @@ class RequestReader:
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.phase is not Phase.HEAD:
             return  # a trailer, which nobody here asks for
-        if not add_header(self._headers, header_name(name), value.decode("latin-1")):
-            self._refuse(refusal(400, f"{header_name(name)} is there twice", "bad_request"))
+        headers, key = self._headers, header_name(name)
+        if key not in headers:
+            headers[key] = value.decode("latin-1")
+        elif not add_header(headers, key, value.decode("latin-1")):
+            self._refuse(refusal(400, f"{key} is there twice", "bad_request"))
             raise _StopReading
 
     def on_headers_complete(self) -> None:
@@ -192,9 +195,10 @@ class RequestReader:
 
     def _judge(self) -> RequestRefused | None:
         headers = self._headers
-        size = len(self._target) + sum([len(name) + len(value) + 4 for name, value in headers.items()])
-        if size > self._max_head_bytes:
-            return self._head_too_large()
+        if self._raw > self._max_head_bytes:  # which counts what has come of the body, too
+            size = len(self._target) + sum([len(name) + len(value) + 4 for name, value in headers.items()])
+            if size > self._max_head_bytes:
+                return self._head_too_large()
         refused = check_head(self._version, self._method, self._target.decode("latin-1"), headers)
         if refused is not None:
             return refused

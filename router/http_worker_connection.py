@@ -205,7 +205,10 @@ class WorkerConnection(asyncio.Protocol):
             if key == "transfer-encoding":
                 self._chunked = True
             elif key not in HOP_BY_HOP:
-                add_header(self.headers, key, value.decode("latin-1"))
+                if key not in self.headers:
+                    self.headers[key] = value.decode("latin-1")
+                else:
+                    add_header(self.headers, key, value.decode("latin-1"))
 
     def on_headers_complete(self) -> None:
         parser = self._parser

@@ -265,8 +265,8 @@ class Index(PromptTrees):
     def tokens_of(self, instance: str) -> int:
         """Tokens that ``instance`` holds in memory, as far as is known."""
         known = self._known.get(instance)
-        if known is None or not self._tells(instance):
-            return super().tokens_of(instance)
+        if known is None or self.mode == "approximate":
+            return self._blocks.get(instance, 0) * self.block_size
         return known.replica.blocks * self.block_size
 
     # -- memory and time ------------------------------------------------------------------------------

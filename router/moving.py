@@ -14,8 +14,8 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Final, TypeVar
 
 import orjson
 
@@ -24,24 +24,20 @@ from router.exchange import ConnectionLost, UpstreamResponse
 from router.fleet import Fleet
 from router.flight import Flight
 from router.lifecycle import USABLE, State
+from router.move_calls import MoveCalls, MoveChannels
 from router.policies.base import Role
 from router.row import Load
 from router.tenancy import RESUME
 from router.usage import StreamReader
 from router.validation import Endpoint
 from sglang_ext.agent_messages import (
-    Fetch,
-    FromAgent,
     Park,
     Parked,
     Running,
-    Source,
-    ToAgent,
     Unpark,
     Watch,
 )
 from sglang_ext.clock import Clock
-from sglang_ext.cluster_messages import Registration
 
 logger = logging.getLogger("router.moving")
 
@@ -53,7 +49,6 @@ AT_ONCE: Final = 8
 ANSWER_S: Final = 5.0
 """For an instance to stop a request: it has to come to the end of a step."""
 GO_ON_S: Final = 20.0
-FETCH_S: Final = 5.0
 LOOK_S: Final = 0.1
 PAUSE_S: Final = 1.0
 """After a try that failed: each one stops the request for a while."""
@@ -63,14 +58,6 @@ MOVABLE: Final = frozenset({Endpoint.GENERATE, Endpoint.CHAT, Endpoint.COMPLETIO
 
 class GoesOnElsewhere(ConnectionLost):
     """The instance that was read is not the one that answers any more."""
-
-
-class MoveChannels(Protocol):
-    """What of ``router.agents.Agents`` is used here. Names are URLs."""
-
-    def registration(self, name: str) -> Registration | None: ...
-
-    def send(self, name: str, message: ToAgent) -> bool: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -91,6 +78,8 @@ class Leg:
     stuck: str = ""
     """Why it ends where it is."""
     over: bool = False
+    copied_to: str = ""
+    """Where its prompt's KV was copied ahead."""
     told: str = ""
     """What became of the last try."""
 
@@ -114,22 +103,6 @@ class Leg:
             raise
 
 
-@dataclass(eq=False)
-class _Waiting:
-    """Answers of agents that are expected, by (instance, id)."""
-
-    futures: dict[tuple[str, str], asyncio.Future[Any]] = field(default_factory=dict)
-
-    @contextmanager
-    def expecting(self, name: str, id: str) -> Iterator[asyncio.Future[Any]]:
-        future = self.futures[name, id] = asyncio.get_running_loop().create_future()
-        try:
-            yield future
-        finally:
-            del self.futures[name, id]
-            future.cancel()
-
-
 class Mover:
     """See the module's docstring.
 
@@ -147,11 +120,11 @@ class Mover:
         told: Callable[[str], None] = lambda what: None,
     ) -> None:
         self._fleet = fleet
-        self._channels = channels
+        self.calls = MoveCalls(channels)
+        """To the agents."""
         self._clock = clock
         self._told = told
         self._legs: dict[str, set[Leg]] = {}
-        self._waiting = _Waiting()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._at_once = asyncio.Semaphore(AT_ONCE)
         self._heading: Counter[str] = Counter()
@@ -166,7 +139,7 @@ class Mover:
         if (
             flight.rid
             and (flight.job.endpoint in MOVABLE or flight.translation is not None)
-            and self._channels.registration(instance) is not None
+            and self.calls.known(instance)
         ):
             return flight.rid
         return ""
@@ -262,10 +235,18 @@ class Mover:
             return why
         if target is None:
             return "no_target"
-        parked = await self._ask(source, id, Park(id, leg.rid), ANSWER_S)
+        if leg.copied_to != target:
+            leg.copied_to = target
+            await self.calls.copy_ahead(leg.flight, source, target)
+            if not self.calls.known(target):
+                leg.copied_to = ""
+                return AGAIN
+            if leg.over:
+                return AGAIN
+        parked = await self.calls.ask(source, id, Park(id, leg.rid), ANSWER_S)
         if not isinstance(parked, Parked):
             logger.info("%s does not say that it has stopped a request", source)
-            self._channels.send(source, Unpark(id, stay=True))
+            self.calls.send(source, Unpark(id, stay=True))
             return "failed"
         if parked.why:
             return parked.why
@@ -277,7 +258,7 @@ class Mover:
         finally:
             self._heading[target] -= 1
             # A client that is gone has taken the request with it.
-            self._channels.send(source, Unpark(id, stay=not handed_over and not leg.over))
+            self.calls.send(source, Unpark(id, stay=not handed_over and not leg.over))
         if handed_over:
             logger.info(
                 "request %s goes on at %s instead of %s after %.0f ms",
@@ -291,11 +272,11 @@ class Mover:
     async def _hand_over(self, leg: Leg, target: str, id: str, parked: Parked) -> bool:
         """Have the target go on; whether it does, and its answer is read."""
         if parked.loan:
-            self._have_it_fetched(leg, target, parked)
+            await self.calls.have_it_fetched(leg.instance, target, parked)
         assert self.open is not None
         body = _body(leg, parked)
-        with self._waiting.expecting(target, id) as running:
-            if not self._channels.send(target, Watch(id, leg.rid)):
+        with self.calls.expecting(target, id) as running:
+            if not self.calls.send(target, Watch(id, leg.rid)):
                 return False
             opening = asyncio.ensure_future(self._opened(leg.flight, target, body))
             try:
@@ -362,29 +343,6 @@ class Mover:
             await self._clock.sleep(0.005)
         return True
 
-    def _have_it_fetched(self, leg: Leg, target: str, parked: Parked) -> None:
-        there = self._channels.registration(leg.instance)
-        here = self._channels.registration(target)
-        if (
-            there is not None
-            and here is not None
-            and there.endpoints
-            and (there.namespace, there.block_size, len(there.endpoints))
-            == (here.namespace, here.block_size, len(here.endpoints))
-        ):
-            source = Source(there.endpoints, parked.loan)
-            self._channels.send(
-                target,
-                Fetch(
-                    parked.id,
-                    parked.tokens,
-                    source,
-                    extra_key=parked.extra_key,
-                    cache_salt=parked.cache_salt,
-                    wait_s=FETCH_S,
-                ),
-            )
-
     def _target(self, source: str) -> str | None:
         """Where requests of an instance go: to the one of its kind that has least to do."""
         row = self._fleet.rows.get(source)
@@ -392,9 +350,7 @@ class Mover:
         there = [
             known
             for known in self._fleet.usable()
-            if known.name != source
-            and known.role is role
-            and self._channels.registration(known.name) is not None
+            if known.name != source and known.role is role and self.calls.known(known.name)
         ]
         best = min(
             there,
@@ -402,22 +358,6 @@ class Mover:
             default=None,
         )
         return None if best is None else best.name
-
-    async def _ask(self, name: str, id: str, message: ToAgent, seconds: float) -> Any:
-        with self._waiting.expecting(name, id) as answer:
-            if not self._channels.send(name, message):
-                return None
-            try:
-                return await asyncio.wait_for(asyncio.shield(answer), seconds)
-            except TimeoutError:
-                return None
-
-    def on_message(self, name: str, message: FromAgent) -> None:
-        """An agent answers."""
-        if isinstance(message, Parked | Running):
-            future = self._waiting.futures.get((name, message.id))
-            if future is not None and not future.done():
-                future.set_result(message)
 
     def __repr__(self) -> str:
         return f"Mover({sum(map(len, self._legs.values()))} legs, emptying {sorted(self._tasks)})"

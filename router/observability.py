@@ -11,7 +11,7 @@ from router.prompt_trees import PromptTrees
 from router.queueing import Admission
 from router.record import CLIENT_GONE, Record
 from router.segments import TokenCache
-from router.tally import Spreads, Tallies
+from router.tally import Spread, Spreads, Tallies, Tally
 from sglang_ext.metrics import REQUEST_BUCKETS, STAGE_BUCKETS, metric_name
 
 TIERS = ("hbm", "dram", "disk")
@@ -78,6 +78,11 @@ class RouterMetrics:
         self.duration = self._spreads(
             "request_seconds", "Time from a request to the end of its answer", REQUEST_BUCKETS, "endpoint"
         )
+        self._queue_wait = self.queue_wait.of()
+        self._prompt_tokens, self._matched_tokens = self.prompt_tokens.of(), self.matched_tokens.of()
+        self._cached_tokens, self._completion_tokens = self.cached_tokens.of(), self.completion_tokens.of()
+        self._ends: dict[tuple[str, int], tuple[Tally, Spread, Spread]] = {}
+        """(endpoint, status) -> what each request that ends so is counted in."""
         self._in_flight = self.gauge("in_flight", "Requests in flight", "instance")
         self._queued = self.gauge("queued_tokens", "Prompt tokens waiting for their prefill", "instance")
         self._up = self.gauge("instance_up", "1 when the instance is given requests", "instance")
@@ -155,28 +160,35 @@ class RouterMetrics:
 
     def count(self, record: Record, endpoint: str, now: float) -> None:
         """Take in a request that has ended."""
-        status = str(record.status)
-        self.requests.of(endpoint, status).add()
-        self.duration.of(endpoint).add(now - record.started)
+        ends = self._ends.get((endpoint, record.status))
+        if ends is None:
+            ends = self._ends[endpoint, record.status] = (
+                self.requests.of(endpoint, str(record.status)),
+                self.duration.of(endpoint),
+                self.first_byte.of(endpoint),
+            )
+        requests, duration, first_byte = ends
+        requests.value += 1.0
+        duration.add(now - record.started)
         if record.first_byte is not None:
-            self.first_byte.of(endpoint).add(record.first_byte - record.started)
+            first_byte.add(record.first_byte - record.started)
         for stage, seconds in record.stages.items():
             self.stage.of(stage).add(seconds)
         if record.status == CLIENT_GONE:
             self.disconnects.inc()
         if record.caller.tenant is not None and record.stages:
-            self.tenant_requests.of(record.caller.tenant, status).add()
+            self.tenant_requests.of(record.caller.tenant, str(record.status)).add()
         if record.status == 200 and record.stages:
             self._count_tokens(record)
 
     def _count_tokens(self, record: Record) -> None:
         prompt, cached = record.prompt_tokens or 0, record.cached_tokens or 0
         completion = record.completion_tokens or 0
-        self.queue_wait.of().add(record.queued_s)
-        self.prompt_tokens.of().add(prompt)
-        self.matched_tokens.of().add(record.matched_tokens or 0)
-        self.cached_tokens.of().add(cached)
-        self.completion_tokens.of().add(completion)
+        self._queue_wait.add(record.queued_s)
+        self._prompt_tokens.value += prompt
+        self._matched_tokens.value += record.matched_tokens or 0
+        self._cached_tokens.value += cached
+        self._completion_tokens.value += completion
         for tier, tokens in record.tiers.items():
             self.tier_tokens.of(tier).add(tokens)
         tenant = record.caller.tenant

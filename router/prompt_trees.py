@@ -71,6 +71,8 @@ class PromptTrees:
         self._clock = clock
         self._ttl_s = ttl_s
         self._max_bytes = max_bytes
+        self.block_size = block_size
+        """Tokens per block."""
         self._tree = RadixTree(block_size, clock=clock.monotonic)
         self._serial = itertools.count(1)
         self._open: dict[tuple[str, bool], _Generation] = {}
@@ -89,10 +91,6 @@ class PromptTrees:
         self._unique_blocks = 0
         self.evicted_blocks = 0
         """Blocks forgotten because the memory was full, since the start."""
-
-    @property
-    def block_size(self) -> int:
-        return self._tree.block_size
 
     # -- what requests and responses tell ---------------------------------------------------------
 

@@ -256,7 +256,8 @@ class Relay:
                     await responder.write(held)
         if reader.done:
             _infer_cached(flight, reader.usage)
-        self._learn(flight, decision, reader.usage)
+        if reader.usage.output_keys or reader.usage.response_id is not None:
+            self._learn(flight, decision, reader.usage)
         _note(record, reader.usage)
         await responder.finish()
         self._learn_texts(flight, record.instance or "", reader.output_texts, reader.kept_bytes)

@@ -45,7 +45,7 @@ from router.tenants import KeyRing
 from router.tokenizing import TokenizerService
 from router.tracing import open_tracing
 from router.worker import LEARN_TIMEOUT_S, WorkerApi
-from sglang_ext.agent_messages import Fetched, FromAgent, Parked, Running
+from sglang_ext.agent_messages import FromAgent
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.cluster_key import read_cluster_key
 from sglang_ext.cost_model import CostModel
@@ -338,12 +338,8 @@ class Router:
 
     def _on_message(self, name: str, message: FromAgent) -> None:
         """What an agent says that concerns neither the index nor its life."""
-        if isinstance(message, Fetched):
-            self.fetching.on_fetched(name, message)
-        elif isinstance(message, Parked | Running):
-            self.mover.on_message(name, message)
-        else:
-            self.advisor.on_message(name, message)
+        for listener in (self.fetching, self.mover.calls, self.advisor):
+            listener.on_message(name, message)
 
     def _fetch_ended(self, how: str, tokens: int) -> None:
         self.metrics.fetches_ended.labels(how).inc()

@@ -13,7 +13,7 @@ class EventSplitter:
     An event that the end of the stream cuts off is not an event.
     """
 
-    __slots__ = ("_after_cr", "_data", "_line", "_size", "_skipping")
+    __slots__ = ("_after_cr", "_between", "_data", "_line", "_size", "_skipping")
 
     def __init__(self) -> None:
         self._line = bytearray()
@@ -21,6 +21,8 @@ class EventSplitter:
         self._size = 0
         self._after_cr = False
         self._skipping = False
+        self._between = True
+        """Nothing of an event has come since the last one ended."""
 
     @property
     def in_event(self) -> bool:
@@ -30,15 +32,16 @@ class EventSplitter:
     def feed(self, chunk: bytes) -> list[bytes]:
         """Take the next piece of the stream; return the data of every event that it completes."""
         if (
-            chunk.startswith(b"data: ")
+            self._between
+            and chunk.startswith(b"data: ")
             and chunk.endswith(b"\n\n")
-            and chunk.count(b"\n") == 2
-            and not (self._line or self._data or self._after_cr or self._skipping)
             and len(chunk) <= MAX_EVENT_BYTES
             and b"\r" not in chunk
         ):
-            return [chunk[6:-2]]  # what workers send nearly always: one whole event
-        events: list[bytes] = []
+            events = chunk[6:-2].split(b"\n\ndata: ")
+            if chunk.count(b"\n") == 2 * len(events):
+                return events  # what workers send nearly always: whole events of one line
+        events = []
         if self._after_cr and chunk:
             self._after_cr = False
             if chunk.startswith(b"\n"):
@@ -56,6 +59,7 @@ class EventSplitter:
         self._line += rest
         if len(self._line) + self._size > MAX_EVENT_BYTES:
             self._skip()
+        self._between = not (self._line or self._data or self._after_cr or self._skipping)
         return events
 
     def _end_line(self, line: bytes, events: list[bytes]) -> None:

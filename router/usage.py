@@ -6,9 +6,10 @@ saying nothing.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -155,6 +156,42 @@ def texts_of(answers: Iterable[Any]) -> dict[int, str]:
             if isinstance(text, str) and text:
                 texts[index] = texts.get(index, "") + text
     return {index: text for index, text in texts.items() if index not in mixed}
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    tool_calls: list[Any] | None = None
+    reasoning_content: str | None = None
+
+
+class _StreamedChoice(msgspec.Struct):
+    delta: _Delta
+    index: int = 0
+
+
+class _ChatEvent(msgspec.Struct):
+    choices: list[_StreamedChoice]
+
+
+_CHAT_EVENTS = msgspec.json.Decoder(list[_ChatEvent])
+
+
+def streamed_texts(events: Sequence[bytes]) -> dict[int, str]:
+    """As ``texts_of``, of the events of a stream of chat, which are read at once.
+
+    Raises:
+        msgspec.MsgspecError: one of them is of another form.
+    """
+    texts: dict[int, list[str]] = {}
+    mixed: set[int] = set()
+    for event in _CHAT_EVENTS.decode(b"[" + b",".join(events) + b"]"):
+        for choice in event.choices:
+            delta = choice.delta
+            if delta.tool_calls or delta.reasoning_content:
+                mixed.add(choice.index)
+            if delta.content:
+                texts.setdefault(choice.index, []).append(delta.content)
+    return {index: "".join(pieces) for index, pieces in texts.items() if index not in mixed}
 
 
 def anthropic_text(answers: Iterable[Any]) -> dict[int, str]:
@@ -305,6 +342,9 @@ class StreamReader:
         """
         if self._choices != 1 or self._size > MAX_TEXT_BYTES or self._form is Form.NATIVE:
             return {}
+        if self._form is Form.OPENAI:
+            with contextlib.suppress(msgspec.MsgspecError):
+                return streamed_texts(self._events)
         events = []
         for data in self._events:
             try:

@@ -1,11 +1,11 @@
-"""Run all tests in two processes side by side: those that start servers, and all others.
+"""Run all tests in three processes side by side: fleets of servers, servers that tests share, and all others.
 
     python scripts/run_tests.py [PYTEST ARGUMENTS]
 
-The first wait for servers most of the time, the others compute. Each has a temporary folder of its own,
+The first two wait for servers much of the time, the others compute. Each has a temporary folder of its own,
 because tests look for what they leave there. The output of the first is shown as it comes, that of the others
-at the end. Once the others are through, the RDMA transport's tests run in a virtual machine (tests/rdma,
-under a minute), unless arguments select tests. Exits with the worst status of all.
+when they have ended. Then the RDMA transport's tests run in a virtual machine (tests/rdma, under a minute),
+unless arguments select tests. Exits with the worst status of all.
 """
 
 from __future__ import annotations
@@ -58,23 +58,29 @@ def rdma_status(status: int, log: Path) -> int:
     return status
 
 
+def show(title: str, log: Path) -> None:
+    """The output of tests that have ended."""
+    print(f"\n--- {title} ---", flush=True)
+    sys.stdout.write(log.read_text(errors="replace"))
+
+
 def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="tests-") as name:
         folder = Path(name)
-        log = folder / "others.log"
-        others = start("not integration", arguments, folder / "o", log)
-        servers = start("integration", arguments, folder / "i", None)
-        running = [servers, others]
+        shared_log, others_log, rdma_log = (folder / f"{of}.log" for of in ("shared", "others", "rdma"))
+        fleets = start("integration and fleet", arguments, folder / "f", None)
+        shared = start("integration and not fleet", arguments, folder / "s", shared_log)
+        others = start("not integration", arguments, folder / "o", others_log)
+        running = [fleets, shared, others]
         try:
-            others_status = others.wait()
+            statuses = [others.wait(), shared.wait()]
             if not arguments:
-                running.append(start_rdma(folder / "rdma.log"))
-            statuses = [servers.wait()]
-            print("\n--- tests that start no server ---", flush=True)
-            statuses.append(others_status)
-            sys.stdout.write(log.read_text(errors="replace"))
-            for rdma in running[2:]:
-                statuses.append(rdma_status(rdma.wait(), folder / "rdma.log"))
+                running.append(start_rdma(rdma_log))
+            statuses.append(fleets.wait())
+            show("tests that share servers", shared_log)
+            show("tests that start no server", others_log)
+            for rdma in running[3:]:
+                statuses.append(rdma_status(rdma.wait(), rdma_log))
         except KeyboardInterrupt:
             # The terminal has told them as well; they clean up after themselves.
             for process in running:

@@ -14,6 +14,7 @@ goes on there, or a snapshot follows:
     Advise, Withdraw   -------------> (a request is expected, or no more)
     Lend               -------------> (a peer will read a prompt's blocks from DRAM)
     Fetch              -------------> (read them from there, for a request that is on its way)
+                       <------------- Expecting(id)                       (its request may be sent now)
     Park               -------------> (stop a request where it is: another instance shall go on with it)
                        <------------- Parked(id, state)                   what the other one needs for that
     Watch              -------------> (of the other one: tell when the request runs there)
@@ -369,6 +370,13 @@ class Running(Message, frozen=True, tag="running"):
     id: Name
 
 
+class Expecting(Message, frozen=True, tag="expecting"):
+    """A `Fetch` is before the scheduler: its request, if it is sent now, comes after it."""
+
+    epoch: Epoch
+    id: Name
+
+
 class Fetched(Message, frozen=True, tag="fetched"):
     """What became of a `Fetch`, or of an `Advise` that names a source.
 
@@ -393,6 +401,7 @@ FromAgent: TypeAlias = (
     | SnapshotEnd
     | Events
     | Beat
+    | Expecting
     | Fetched
     | Advised
     | Parked

@@ -30,6 +30,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if INTEGRATION in item.path.parents:
             item.add_marker(pytest.mark.integration)
+            if "server_pool" not in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.fleet)
         if "long" in item.keywords and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="long form; give --long"))
         if "integration" in item.keywords and config.getoption("--no-integration"):

@@ -152,7 +152,7 @@ class PolicyOptions:
     cache_threshold: float = 0.3
     balance_abs_threshold: int = 8
     balance_rel_threshold: float = 1.5
-    balance_cache_factor: float = 2.0
+    balance_cache_factor: float = 4.0
     tie_tokens: int = 16
     work_weight: float = 1.0
     """What a second of computing counts beyond the request's own time; see ``cost``."""

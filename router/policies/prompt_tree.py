@@ -44,9 +44,17 @@ def prompt_tree(
     prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions
 ) -> Decision:
     """Choose by the rule in the module's docstring; scores are matched tokens."""
-    scores = {instance.name: float(matches.get(instance.name, NOTHING).tokens) for instance in fleet}
-    least = min(instance.in_flight for instance in fleet)
-    level = tuple(instance for instance in fleet if not is_ahead(instance, least, options))
+    scores: dict[str, float] = {}
+    least = most = fleet[0].in_flight
+    for instance in fleet:
+        match = matches.get(instance.name)
+        scores[instance.name] = 0.0 if match is None else float(match.tokens)
+        least = min(least, instance.in_flight)
+        most = max(most, instance.in_flight)
+    if most - least <= options.balance_abs_threshold:  # then nobody is ahead
+        best, reason = _holders(prompt, fleet, matches, options)
+        return _least_loaded(best or fleet, reason, scores)
+    level = tuple([instance for instance in fleet if not is_ahead(instance, least, options)])
     best, reason = _holders(prompt, level, matches, options)
     if len(level) < len(fleet):
         wanted, _ = _holders(prompt, fleet, matches, options)
@@ -59,20 +67,25 @@ def _holders(
     prompt: Prompt, candidates: Fleet, matches: Matches, options: PolicyOptions
 ) -> tuple[Fleet, Reason]:
     """Rules 2 and 3: who of the candidates holds a prefix that decides; nobody, if none does."""
-    held = {instance.name: matches.get(instance.name, NOTHING) for instance in candidates}
-    longest = max(match.tokens for match in held.values())
+    held = [(instance, matches.get(instance.name, NOTHING)) for instance in candidates]
+    longest = max([match.tokens for _, match in held])
     if longest <= 0:
         return (), Reason.NO_PREFIX
-    best = tuple(i for i in candidates if longest - held[i.name].tokens <= options.tie_tokens)
-    if not any(held[instance.name].own for instance in best):
+    best = []
+    own = False
+    for instance, match in held:
+        if longest - match.tokens <= options.tie_tokens:
+            best.append(instance)
+            own = own or match.own
+    if not own:
         if longest < options.cache_threshold * prompt.tokens:
             return (), Reason.SHORT_PREFIX
-        emptiest = min(instance.cached_tokens for instance in candidates)
+        emptiest = min([instance.cached_tokens for instance in candidates])
         room = options.balance_cache_factor * longest
-        best = tuple(instance for instance in best if instance.cached_tokens - emptiest <= room)
+        best = [instance for instance in best if instance.cached_tokens - emptiest <= room]
         if not best:
             return (), Reason.SPREAD
-    return best, Reason.PREFIX if len(best) == 1 else Reason.PREFIX_SHARED
+    return tuple(best), Reason.PREFIX if len(best) == 1 else Reason.PREFIX_SHARED
 
 
 def is_ahead(instance: Instance, least: int, options: PolicyOptions) -> bool:
@@ -84,5 +97,5 @@ def is_ahead(instance: Instance, least: int, options: PolicyOptions) -> bool:
 
 
 def _least_loaded(candidates: Fleet, reason: Reason, scores: dict[str, float]) -> Decision:
-    chosen = min(candidates, key=load_of)
+    chosen = candidates[0] if len(candidates) == 1 else min(candidates, key=load_of)
     return Decision(chosen.name, reason, int(scores[chosen.name]), scores)

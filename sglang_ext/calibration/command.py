@@ -10,12 +10,14 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TypeVar
 
+import msgspec
 import numpy as np
 
 from sglang_ext.calibration import measure, reductions
 from sglang_ext.calibration.instance import Facts, Instance
-from sglang_ext.calibration.plan import Tokens, points
+from sglang_ext.calibration.plan import Tokens, anchors, points
 from sglang_ext.calibration.started import started
 from sglang_ext.cost_model import fitting, profile
 from sglang_ext.cost_model.fit import relative_errors
@@ -60,6 +62,13 @@ def parser() -> argparse.ArgumentParser:
         default=[],
         metavar="N",
         help="measure all-reduces between N ranks of this machine, to predict --tp-size N; may be repeated",
+    )
+    made.add_argument(
+        "--scale-profile",
+        type=Path,
+        metavar="FILE",
+        help="measure a few prompts only, and keep in this profile of the same model how times change "
+        "with the server's --tp-size; the profile has to know its all-reduce (--scale-to-tp)",
     )
     made.add_argument("--dram", type=_link, metavar="GB/S", help="bandwidth from DRAM to HBM")
     made.add_argument("--disk", type=_link, metavar="GB/S", help="bandwidth from disk to HBM")
@@ -117,6 +126,65 @@ def run(given: argparse.Namespace, progress: measure.Progress) -> profile.Profil
     }
     name = given.device_name or device_name(facts.device, instance.host)
     return fitted(facts, model, found, longest, name, links, _media(given), given.transfer)
+
+
+def scale(given: argparse.Namespace, path: Path, progress: measure.Progress) -> profile.Profile:
+    """The profile at ``path`` with the constants of the parallelism of a running instance.
+
+    Raises:
+        SglangExtError: the instance cannot be measured, or is of another model.
+    """
+    known = profile.load(path)
+    instance = Instance(given.url, given.api_key)
+    try:
+        facts = instance.facts()
+        of_profile, of_server = (known.identity.model, known.identity.dtype), (facts.model, facts.dtype)
+        if of_profile != of_server or facts.tp == known.identity.tp or facts.pp != known.identity.pp:
+            raise ConfigError(
+                f"the server has {facts.model}, {facts.dtype}, TP {facts.tp}, PP {facts.pp}; "
+                f"the profile is of {known.identity}",
+                field="--scale-profile",
+                hint="Name the profile of the same model, dtype and PP at another TP",
+            )
+        model = measure.read_model(facts.model_path, facts.dtype)
+        tokens = Tokens(model.vocabulary if model else measure.SAFE_VOCABULARY, os.getpid())
+        longest = measure.longest_prompt(facts, min(given.longest, known.longest_prompt))
+        samples = scaling_samples(measure.Bench(instance, tokens, longest), longest, given.rounds, progress)
+    finally:
+        instance.close()
+    return with_scaling(known, facts.tp, samples)
+
+
+def scaling_samples(
+    bench: measure.Bench, longest: int, rounds: int, progress: measure.Progress
+) -> list[fitting.Timed]:
+    """What the constants of a parallelism are fitted to."""
+    few = anchors(longest)
+    bench.warm_up([few[0], few[-1]])
+    return measure.prefills(bench, few, rounds, progress)
+
+
+def with_scaling(known: profile.Profile, tp: int, samples: Sequence[fitting.Timed]) -> profile.Profile:
+    """The profile with the constants of ``tp`` ranks: no I/O."""
+
+    def scaled(level: _Level) -> _Level:
+        bare = msgspec.structs.replace(
+            level, scalings={ranks: one for ranks, one in level.scalings.items() if ranks != str(tp)}
+        )
+        try:
+            found = fitting.fit_scaling(bare.scaled(tp), samples)
+        except ValueError as error:
+            raise PeerError(f"the constants of {tp} ranks cannot be fitted: {error}") from error
+        return msgspec.structs.replace(bare, scalings={**bare.scalings, str(tp): found})
+
+    return msgspec.structs.replace(
+        known,
+        arch=scaled(known.arch),
+        operators=None if known.operators is None else scaled(known.operators),
+    )
+
+
+_Level = TypeVar("_Level", OperatorLevel, ArchLevel)
 
 
 def _media(given: argparse.Namespace) -> dict[str, Link]:
@@ -238,8 +306,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     started(given.model_path, given.server_args, given.start_timeout_secs)
                 )
             shown = stack.enter_context(_Shown(quiet=given.quiet))
-            made = run(given, shown.progress)
-        path = profile.save(made, given.profile)
+            if given.scale_profile is None:
+                made = run(given, shown.progress)
+            else:
+                made = scale(given, given.scale_profile, shown.progress)
+        path = profile.save(made, given.profile or given.scale_profile)
     except SglangExtError as error:
         sys.stderr.write(f"sglang-ext calibrate: {error}\n")
         return 1

@@ -59,6 +59,11 @@ def between(grid: Sequence[Point]) -> list[Point]:
     return sorted(found - set(grid))
 
 
+def anchors(longest: int) -> list[Point]:
+    """The few points by which a profile is scaled to another parallelism."""
+    return points(longest, 3, (0.0, 0.75))
+
+
 class Tokens:
     """Prompts of random tokens that nobody has sent before.
 

@@ -5,7 +5,7 @@ No SGLang, no torch: the router calculates with it, and so does a simulator. ``c
 
 from sglang_ext.cost_model.levels import ArchLevel, OperatorLevel
 from sglang_ext.cost_model.model import CostModel, Execution
-from sglang_ext.cost_model.operators import Attention, Linear, Link, Outside, Rest, Waves
+from sglang_ext.cost_model.operators import Attention, Linear, Link, Outside, Rest, Scaling, Waves
 from sglang_ext.cost_model.profile import Decode, Identity, Profile, Quality, load, save
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Profile",
     "Quality",
     "Rest",
+    "Scaling",
     "Waves",
     "load",
     "save",

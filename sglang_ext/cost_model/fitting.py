@@ -17,7 +17,7 @@ import numpy as np
 
 from sglang_ext.cost_model.fit import non_negative, relative_errors
 from sglang_ext.cost_model.levels import ArchLevel, OperatorLevel, features
-from sglang_ext.cost_model.operators import Attention, Linear, Link, Outside, Rest, Split, Waves
+from sglang_ext.cost_model.operators import Attention, Linear, Link, Outside, Rest, Scaling, Split, Waves
 
 TILE_ROWS = (1, 8, 16, 32, 64, 128, 256)
 TILE_COLUMNS = (16, 64, 128, 256)
@@ -117,6 +117,26 @@ def fit_arch(
         shape.activation_bytes if shape else 0,
         tp,
     )
+
+
+def fit_scaling(level: OperatorLevel | ArchLevel, samples: Sequence[Timed]) -> Scaling:
+    """The constants of a parallelism.
+
+    Args:
+        level: scaled to it by shapes alone.
+        samples: times to first token of an instance with that parallelism.
+
+    Raises:
+        ValueError: the samples say too little.
+    """
+    points = merged(samples)
+    if len(points) < 2:
+        raise ValueError("at least two different prefills have to be measured")
+    rows = np.array([[level.seconds(one.new, one.context), 1.0] for one in points])
+    factor, fixed = non_negative(rows, [one.seconds for one in points])
+    if factor <= 0:
+        raise ValueError("prefills take no longer where more has to be computed")
+    return Scaling(float(factor), float(fixed))
 
 
 # -- operator level ---------------------------------------------------------------------------------

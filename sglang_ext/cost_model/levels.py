@@ -7,7 +7,17 @@ from collections.abc import Mapping
 import numpy as np
 
 from sglang_ext.cost_model.fit import Array
-from sglang_ext.cost_model.operators import Attention, Linear, Link, Outside, Part, Rest, Waves
+from sglang_ext.cost_model.operators import (
+    AS_PREDICTED,
+    Attention,
+    Linear,
+    Link,
+    Outside,
+    Part,
+    Rest,
+    Scaling,
+    Waves,
+)
 from sglang_ext.errors import ConfigError
 
 REDUCTIONS_PER_LAYER = 2
@@ -49,6 +59,10 @@ class OperatorLevel(Part, frozen=True):
     """All-reduce between so many ranks (as text: JSON has no other keys)."""
     stage_link: Link | None = None
     """From one pipeline stage to the next."""
+    scalings: Mapping[str, Scaling] = {}
+    """The constants of other parallelisms, by ranks (as text); without them, shapes alone tell."""
+    scaling: Scaling = AS_PREDICTED
+    """Those that apply to this one."""
 
     def seconds(self, new: int, context: int) -> float:
         """To the first token of a prompt of ``context + new`` tokens of which ``context`` are in HBM."""
@@ -56,13 +70,17 @@ class OperatorLevel(Part, frozen=True):
 
     def parts(self, new: int, context: int) -> dict[str, float]:
         """The same, by kind of operator."""
-        return {
+        parts = {
             "linear": sum(one.count * self.waves.seconds(one, new) for one in self.linears),
             "attention": self.attention.seconds(new, context),
             "rest": self.rest.seconds(new),
             "communication": self._communication(new),
             "outside": self.outside.seconds(new, context),
         }
+        if self.scaling != AS_PREDICTED:
+            parts = {name: self.scaling.factor * seconds for name, seconds in parts.items()}
+            parts["scaling"] = self.scaling.fixed_s
+        return parts
 
     def _communication(self, new: int) -> float:
         nbytes = new * self.hidden * self.activation_bytes
@@ -105,6 +123,8 @@ class OperatorLevel(Part, frozen=True):
             pp=pp,
             reductions=self.reductions,
             stage_link=self.stage_link,
+            scalings=self.scalings,
+            scaling=self.scaling if tp == self.tp else self.scalings.get(str(tp), AS_PREDICTED),
         )
 
 
@@ -123,6 +143,9 @@ class ArchLevel(Part, frozen=True):
     tp: int = 1
     divided_by: float = 1.0
     """What the fit is divided by: the ranks it is scaled to, over those it was fitted at."""
+    scalings: Mapping[str, Scaling] = {}
+    """As in the operator level."""
+    scaling: Scaling = AS_PREDICTED
 
     def seconds(self, new: int, context: int) -> float:
         """As ``OperatorLevel.seconds``."""
@@ -131,7 +154,7 @@ class ArchLevel(Part, frozen=True):
         if self.divided_by != 1.0 and self.tp > 1:
             nbytes = new * self.hidden * self.activation_bytes
             seconds += communication_s(self.reductions[str(self.tp)], self.layers, nbytes)
-        return seconds
+        return self.scaling.seconds(seconds)
 
     def scaled(self, tp: int) -> ArchLevel:
         """Divided by the ranks that are more, plus communication: all that can be done without knowing what
@@ -150,6 +173,8 @@ class ArchLevel(Part, frozen=True):
             self.activation_bytes,
             tp,
             self.divided_by * tp / self.tp,
+            self.scalings,
+            self.scaling if tp == self.tp else self.scalings.get(str(tp), AS_PREDICTED),
         )
 
 

@@ -145,6 +145,27 @@ class Outside(Part, frozen=True):
         return self.fixed_s + self.per_new_token_s * new + self.per_prompt_token_s * (new + context)
 
 
+class Scaling(Part, frozen=True):
+    """What dividing a model between ranks does to times beyond what its shapes say: the constants of a
+    parallelism (MemServe, section 5.3.2), a property of the device, measured by a few prefills.
+
+    Ranks share what the device has once (memory's bandwidth, caches, cores for all that is not a rank), and
+    wait for each other; shapes and a probe of the all-reduce know nothing of that.
+    """
+
+    factor: float = 1.0
+    """Measured over predicted time, of what grows with the prompt."""
+    fixed_s: float = 0.0
+    """And what each prefill takes besides."""
+
+    def seconds(self, by_shapes_s: float) -> float:
+        """What a prefill takes that is predicted to take ``by_shapes_s``."""
+        return self.factor * by_shapes_s + self.fixed_s
+
+
+AS_PREDICTED = Scaling()
+
+
 class Link(Part, frozen=True):
     """Something that moves bytes: a fixed time, and bytes over bandwidth."""
 

@@ -217,6 +217,10 @@ def check(profile: Profile, where: str) -> None:
     ):
         if positive <= 0:
             refuse(name, f"is {positive}, and must be positive")
+    for name, level in (("arch", profile.arch), ("operators", profile.operators)):
+        for ranks, scaling in level.scalings.items() if level is not None else ():
+            if scaling.factor <= 0:
+                refuse(f"{name}.scalings.{ranks}.factor", f"is {scaling.factor}, and must be positive")
     if unknown := set(profile.tiers) - TIERS:
         refuse("tiers", f"names {', '.join(sorted(unknown))}; there are {', '.join(sorted(TIERS))}")
     if profile.operators is not None:

@@ -7,8 +7,8 @@ prefill writes.
 Prefill's side of a room (`Giving`):
 
     state      what is pinned on prefill            ends by itself when
-    COMPUTING  what the engine holds to compute     never: the engine ends it; pushing, GRANT_SECONDS
-                                                    without a decode rank
+    COMPUTING  what the engine holds to compute     never: the engine ends it; pushing, no decode rank has
+                                                    met it: JOIN_SECONDS
     COMPLETE   the request's slots                  no decode rank has joined: JOIN_SECONDS
     OFFERED    the request's slots, leased          a lease is not renewed: LEASE_SECONDS
     WRITING    the request's slots (push)           WRITE_SECONDS
@@ -46,9 +46,8 @@ from typing import Final
 HEARTBEAT_SECONDS: Final = 1.0
 VERDICT_SECONDS: Final = 2.5
 JOIN_SECONDS: Final = 10.0
-"""How long complete KV waits for a decode rank to join, and a decode rank for its room to appear."""
-GRANT_SECONDS: Final = 60.0
-"""Pushing, how long a request that nobody has named pages for waits on prefill: decode may have no room."""
+"""How long complete KV waits for a decode rank to join, and a decode rank for its room to appear. Pushing,
+also how long a request waits for a decode rank before it is computed."""
 CONNECT_SECONDS: Final = 10.0
 LEASE_SECONDS: Final = 10.0
 RENEW_SECONDS: Final = 1.0

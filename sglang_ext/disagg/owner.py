@@ -2,8 +2,8 @@
 
 A session lives from CONNECT until BYE, or until its reader has been silent for `dead_after`. Whatever it
 held ends with it: leases at once; grants once the writer is fenced, which its transport may be able to
-enforce (`tcp` cuts the connection, `verbs` destroys the queue pair) or not (`shm`, `cma`: until the
-writer's process is gone).
+enforce (`tcp` cuts the connection, `verbs` destroys the queue pair, `cma` closes its guard page to a process
+that stands still) or not (`shm`: until the writer's process is gone).
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from sglang_ext.disagg.messages import (
     Written,
 )
 from sglang_ext.disagg.pools import OwnedPool
-from sglang_ext.disagg.sessions import MAX_GRANTS, Receiver, Session, process_born
+from sglang_ext.disagg.processes import process_born
+from sglang_ext.disagg.sessions import MAX_GRANTS, Receiver, Session
 from sglang_ext.disagg.tensors import dtypes, pool_strided
 from sglang_ext.disagg.transports import Transport, TransportName
 from sglang_ext.wire import pack_ids, unpack_ids

@@ -59,15 +59,3 @@ class Session:
     grants: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(MAX_GRANTS, np.int64))
     slots: dict[int, int] = field(default_factory=dict)
     """Grant number to slot."""
-
-
-def process_born(pid: int) -> int:
-    """When a process on this host started, in clock ticks; 0 when there is none. Tells it from a later
-    one.
-    """
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as f:
-            fields = f.read().rpartition(b")")[2].split()
-    except OSError:
-        return 0
-    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])

@@ -19,6 +19,7 @@ from sglang_ext.agent_messages import (
     TO_AGENT,
     Advise,
     Advised,
+    Expecting,
     Fetch,
     Fetched,
     FromAgent,
@@ -236,10 +237,12 @@ class HintDesk:
 
     def take(self, reader: bytes, message: ToAgent) -> None:
         """What a router says, in the agent's thread; what is not for the schedulers is left to others."""
+        if isinstance(message, Fetch):
+            self._remember(FETCH + message.id, reader)
         if isinstance(message, Lend | Fetch | PeerDead):
             self._inbox.put(TO_AGENT.encode(message))
         if isinstance(message, Fetch):
-            self._remember(FETCH + message.id, reader)
+            self._post(reader, Expecting(self._epoch, message.id))
         if not isinstance(message, Advise | Withdraw):
             return
         if isinstance(message, Advise):

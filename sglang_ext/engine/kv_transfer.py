@@ -8,7 +8,6 @@ in `pd_agent`, on a thread of its own; SGLang polls.
 from __future__ import annotations
 
 import logging
-import os
 import socket
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +31,7 @@ from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 from sglang.srt.runtime_context import get_parallel
 from zmq.constants import POLLIN
 
-from sglang_ext.config import KvConfig, with_instance_id
+from sglang_ext.config import with_instance_id
 from sglang_ext.disagg.errors import RefusedError
 from sglang_ext.disagg.handover import Giving, Taking
 from sglang_ext.disagg.transports import TransportName
@@ -45,6 +44,7 @@ from sglang_ext.engine.pd_peers import Local
 from sglang_ext.engine.pd_places import Blocks, Places, hbm_holder
 from sglang_ext.engine.pd_pushing import Computing, LayerFeed
 from sglang_ext.engine.pd_returns import ReturnGiver, ReturnTaker
+from sglang_ext.engine.pd_settings import settings
 from sglang_ext.engine.pd_setup import (
     BACKEND,
     FLAG,
@@ -90,9 +90,8 @@ _TAKING_POLL = {
 
 @dataclass
 class _Process:
-    """What this process knows: the settings, and in a scheduler process the scheduler and its agent."""
+    """What a scheduler process knows: the scheduler and its agent."""
 
-    config: KvConfig | None = None
     scheduler: Any = None
     manager: GlobalKVManager | None = None
 
@@ -100,16 +99,9 @@ class _Process:
 _process = _Process()
 
 
-def configure(config: KvConfig, scheduler: Any = None) -> None:
-    """Settings for the classes below, which SGLang constructs without any. Called by the patch."""
-    _process.config = config
-    if scheduler is not None:
-        _process.scheduler = scheduler
-
-
-def settings() -> KvConfig:
-    """The settings of this process."""
-    return _process.config or KvConfig.from_user({}, os.environ)
+def serve(scheduler: Any) -> None:
+    """Whose pool the classes below serve in this process. Called by the patch."""
+    _process.scheduler = scheduler
 
 
 class AnyPrefill:

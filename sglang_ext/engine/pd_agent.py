@@ -37,6 +37,7 @@ from sglang_ext.engine.pd_messages import (
     Done,
     Join,
     Lookup,
+    Meet,
     Ok,
     Push,
     RankInfo,
@@ -104,6 +105,8 @@ class Agent:
         self._tasks: list[asyncio.Task[None]] = []
         self._started: set[asyncio.Future[None]] = set()
         self._backs: dict[str, Instance] = {}
+        self._back_locks: dict[str, asyncio.Lock] = {}
+        """One each: who does not answer keeps nobody from the others."""
         self.returns: ReturnTaker | None = None
         self.giver: ReturnGiver | None = None
         self.metadata_rows: Callable[[], int] = int
@@ -179,7 +182,7 @@ class Agent:
 
     async def back(self, control: str) -> Instance:
         """The connection to a decode server that offers something; made once, remade after a death."""
-        async with self._back_lock:
+        async with self._back_locks.setdefault(control, asyncio.Lock()):
             known = self._backs.get(control)
             if known is not None and not known.gone:
                 return known
@@ -208,7 +211,6 @@ class Agent:
         config, loop = self.config, asyncio.get_running_loop()
         claims, pushes = Claims(), config.local.mode != "pull"
         self._context = Context()
-        self._back_lock = asyncio.Lock()
         self.endpoint = await Endpoint.start(
             EndpointConfig(
                 config.instance,
@@ -290,6 +292,9 @@ class Agent:
                 return Topology(self.registry.topology())
             case Join():
                 return await self.giving.join(message)
+            case Meet():
+                await self.giving.meet(message)
+                return Ok()
             case Push():
                 return await self.giving.push(message)
             case Done():

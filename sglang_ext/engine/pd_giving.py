@@ -20,7 +20,6 @@ from sglang_ext.clock import Clock
 from sglang_ext.disagg.errors import RefusedError
 from sglang_ext.disagg.handover import (
     FACTS,
-    GRANT_SECONDS,
     JOIN_SECONDS,
     LEASE_SECONDS,
     Event,
@@ -30,7 +29,7 @@ from sglang_ext.disagg.handover import (
 from sglang_ext.disagg.leases import LeaseEnd
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.engine.pd_leases import LeaseBook
-from sglang_ext.engine.pd_messages import MAX_ROOM, Join, Push, Ready
+from sglang_ext.engine.pd_messages import MAX_ROOM, Join, Meet, Push, Ready
 from sglang_ext.engine.pd_pushing import Writing
 from sglang_ext.engine.pd_staging import Staging
 from sglang_ext.errors import SglangExtError
@@ -47,7 +46,7 @@ class Reader:
 
     reads: bool
     target: Push | None = None
-    """Where to write; None where it reads."""
+    """Where to write; None where it reads, or has no pages yet."""
     writing: Writing | None = None
     """Once its pages are claimed; None where it lacks none."""
     claimed: bool = False
@@ -190,8 +189,8 @@ class GivingRooms:
             reader.answer = self._loop.create_future()
         return await reader.answer
 
-    async def push(self, message: Push) -> Ready:
-        """A decode rank names pages to be filled; returns when they are.
+    async def meet(self, message: Meet) -> None:
+        """A decode rank takes part, and will name pages to be filled.
 
         Raises:
             RefusedError: as `join`.
@@ -200,11 +199,29 @@ class GivingRooms:
         with self._lock:
             if FACTS[room.state].end:
                 raise RefusedError("room", room.reason or "the request is over")
-            if room.state is not Giving.COMPUTING or message.reader in room.readers:
+            if room.state is not Giving.COMPUTING:
                 raise RefusedError("room", "the request is computed already; set --kv-transfer-mode alike")
+            if message.reader in room.readers or room.expected not in (0, message.readers):
+                raise RefusedError("room", "another decode server takes part in this room")
+            if len(room.readers) == message.readers:
+                raise RefusedError("room", "another decode server takes part in this room")
             room.expected = message.readers
-            reader = room.readers[message.reader] = Reader(False, message)
+            room.readers[message.reader] = Reader(False)
             self._move(room, Event.JOINED)
+
+    async def push(self, message: Push) -> Ready:
+        """A decode rank that takes part names pages to be filled; returns when they are.
+
+        Raises:
+            RefusedError: it does not take part, or the request has ended; the text says why.
+        """
+        with self._lock:
+            room, reader = self._part_of(message.room, message.reader)
+            if FACTS[room.state].end:
+                raise RefusedError("room", room.reason or "the request is over")
+            if room.state is not Giving.COMPUTING or reader.target is not None:
+                raise RefusedError("room", "its pages are named already")
+            reader.target = message
             reader.answer = self._loop.create_future()
         assert self._claim is not None
         try:
@@ -276,8 +293,12 @@ class GivingRooms:
                 self._lose(room, Event.PEER_DEAD, "the decode server is gone")
                 continue
             if self._pushes and room.state is Giving.COMPUTING and not room.readers:
-                if now - room.since > GRANT_SECONDS:
-                    self._lose(room, Event.FAULT, f"no decode server has room within {GRANT_SECONDS:.0f} s")
+                if now - room.since > JOIN_SECONDS:
+                    self._lose(
+                        room,
+                        Event.FAULT,
+                        f"no decode server takes part in this request within {JOIN_SECONDS:.0f} s",
+                    )
                 continue
             limit = FACTS[room.state].seconds
             if limit is not None and now - room.since > limit:

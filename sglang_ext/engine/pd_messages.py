@@ -3,7 +3,8 @@
 Bootstrap: each rank of a prefill server says `Register` to its server's bootstrap port, again and again; a
 decode rank says `Lookup` there and is told all ranks. Hand-over: a decode rank says `Join` to every rank of
 the prefill server and is answered by `Ready` once the request is computed, or refused; then `Done`, or
-`Abort`. When a request has ended, decode may say `Return` (PD-Caching-3). The bytes travel by `disagg`. See
+`Abort`. Where KV is pushed, it says `Meet` and, once it has pages, `Push`, which is answered by `Ready`. When
+a request has ended, decode may say `Return` (PD-Caching-3). The bytes travel by `disagg`. See
 `sglang_ext.wire` for the rules of messages.
 """
 
@@ -16,7 +17,7 @@ import msgspec
 from sglang_ext.disagg.messages import Offer, Refused
 from sglang_ext.wire import Blob, Codec, Epoch, Message, Name
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 
 MAX_ROOM: Final = (1 << 63) - 1
 
@@ -83,16 +84,27 @@ class Ready(Message, frozen=True, tag="ready"):
     metadata: Blob
 
 
-class Push(Message, frozen=True, tag="push"):
-    """A decode rank has set pages aside and wants them filled (push). Answered by Ready when they are.
+class Meet(Message, frozen=True, tag="meet"):
+    """A decode rank takes part in a room, and will name pages to be filled (push). Answered by Ok.
 
-    readers: how many decode ranks this prefill rank fills. control: of decode's endpoint. pages: for the
-    prompt after `skip` pages, which decode has. pool: of decode, in which they are.
+    So prefill knows whose death ends the request, however long decode has no room for it. reader: epoch of
+    its endpoint, which is connected already. readers: how many decode ranks this prefill rank fills.
     """
 
     room: Room
     reader: Epoch
     readers: Ranks
+
+
+class Push(Message, frozen=True, tag="push"):
+    """A decode rank has set pages aside and wants them filled, after `Meet`. Answered by Ready when they are.
+
+    control: of decode's endpoint. pages: for the prompt after `skip` pages, which decode has. pool: of
+    decode, in which they are.
+    """
+
+    room: Room
+    reader: Epoch
     control: Name
     pages: Blob
     skip: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -139,7 +151,7 @@ class Ok(Message, frozen=True, tag="ok"):
     """Taken note of."""
 
 
-Ask = Register | Lookup | Join | Push | Done | Abort | Return
+Ask = Register | Lookup | Join | Meet | Push | Done | Abort | Return
 Answer = Ok | Topology | Ready | Returned | Refused
 
 ASKS: Codec[Ask] = Codec(Ask)

@@ -24,6 +24,8 @@ from sglang_ext.engine.pd_messages import (
     Done,
     Join,
     Lookup,
+    Meet,
+    Ok,
     Push,
     RankInfo,
     Ready,
@@ -95,22 +97,35 @@ class PrefillPeer:
             raise PeerProtocolError("a prefill rank answers a join with something else")
         return list(answers)
 
-    async def push(
-        self, room: int, epoch: bytes, control: str, pages: bytes, skip: int, pool: str
-    ) -> list[Ready]:
-        """Have pages of a pool of ours filled; returns when they are.
+    async def meet(self, room: int, epoch: bytes) -> None:
+        """Take part in a room whose KV will be pushed, at the rank that fills our pages.
 
         Raises:
             RefusedError: several prefill ranks would have to fill one of ours. As `join`.
         """
-        if len(self._needed) != 1:
-            raise RefusedError("shard", "several ranks there fill one here; set --kv-transfer-mode pull")
-        (at,) = self._needed
         readers = max(1, self._local.ranks // len(self.ranks))
-        answer = await self._clients[at].ask(Push(room, epoch, readers, control, pages, skip, pool), None)
+        if not isinstance(await self._filler().ask(Meet(room, epoch, readers), None), Ok):
+            raise PeerProtocolError("a prefill rank answers a meeting with something else")
+
+    async def push(
+        self, room: int, epoch: bytes, control: str, pages: bytes, skip: int, pool: str
+    ) -> list[Ready]:
+        """Have pages of a pool of ours filled, in a room that was met; returns when they are.
+
+        Raises:
+            RefusedError, PeerGoneError: as `join`.
+        """
+        answer = await self._filler().ask(Push(room, epoch, control, pages, skip, pool), None)
         if not isinstance(answer, Ready):
             raise PeerProtocolError("a prefill rank answers a push with something else")
         return [answer]
+
+    def _filler(self) -> ControlClient:
+        """The prefill rank that has all that our pages lack."""
+        if len(self._needed) != 1:
+            raise RefusedError("shard", "several ranks there fill one here; set --kv-transfer-mode pull")
+        (at,) = self._needed
+        return self._clients[at]
 
     async def done(self, room: int, epoch: bytes, ranks: Sequence[int]) -> None:
         """Say to some ranks that nothing more is needed of a room."""

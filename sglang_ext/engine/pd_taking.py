@@ -233,6 +233,8 @@ class TakingRooms:
         refused = False
         try:
             peer = await self._peers.get(room.address)
+            if self._pushed is not None:
+                await peer.meet(room.number, self._epoch)
             self._moved(room, Event.JOINED)
             if self._pushed is None:
                 ready = await peer.join(room.number, self._epoch)

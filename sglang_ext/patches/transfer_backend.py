@@ -25,6 +25,7 @@ import os
 from typing import Any
 
 from sglang_ext.config import KvConfig
+from sglang_ext.engine import pd_settings
 from sglang_ext.engine.support import BACKEND as CACHE_BACKEND
 from sglang_ext.errors import ConfigError
 from sglang_ext.patches import flags
@@ -90,9 +91,7 @@ def choose_caches(_cls: type, args: argparse.Namespace) -> None:
 def keep_settings(server_args: Any, _cls: type, args: argparse.Namespace) -> None:
     """After ``from_cli_args``: the bootstrap port is opened in this process, and wants the key."""
     if server_args.disaggregation_transfer_backend == BACKEND:
-        from sglang_ext.engine import kv_transfer
-
-        kv_transfer.configure(flags.carried_config(server_args, os.environ))
+        pd_settings.configure(flags.carried_config(server_args, os.environ))
 
 
 def before_init_disaggregation(scheduler: Any) -> None:
@@ -100,7 +99,8 @@ def before_init_disaggregation(scheduler: Any) -> None:
     if scheduler.server_args.disaggregation_transfer_backend == BACKEND:
         from sglang_ext.engine import kv_transfer
 
-        kv_transfer.configure(flags.carried_config(scheduler.server_args, os.environ), scheduler)
+        pd_settings.configure(flags.carried_config(scheduler.server_args, os.environ))
+        kv_transfer.serve(scheduler)
 
 
 def after_idle(_result: None, scheduler: Any) -> None:

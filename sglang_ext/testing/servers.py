@@ -101,12 +101,13 @@ class ServerProcess:
     Args:
         spec: what to start.
         grace_s: seconds between SIGTERM and SIGKILL when it is stopped.
+        port: where it listens; without one, where nobody does.
     """
 
-    def __init__(self, spec: ServerSpec, *, grace_s: float = GRACE_SECONDS) -> None:
+    def __init__(self, spec: ServerSpec, *, grace_s: float = GRACE_SECONDS, port: int | None = None) -> None:
         self.spec = spec
         self._grace_s = grace_s
-        self.port = free_port()
+        self.port = free_port() if port is None else port
         self.url = f"http://{LOOPBACK}:{self.port}"
         self._process: preloaded.Handle | None = None
         self._watch: int | None = None

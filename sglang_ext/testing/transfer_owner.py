@@ -4,7 +4,8 @@
 
 Prints one line of JSON when it serves: {"address": ..., "pid": ...}. Publishes request `r<i>` for i in
 range(requests), all blocks each. With `connect` it connects there, takes the lease of `r0`, and prints it.
-Ends when its standard input does.
+With `reserve` it reserves so many blocks there; with `write`, it writes to the first region there without
+end, and prints what ends that. Ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -17,9 +18,26 @@ from typing import Any
 import numpy as np
 
 from sglang_ext.disagg.config import EndpointConfig
+from sglang_ext.disagg.errors import TransferError
 from sglang_ext.disagg.messages import Reserve
-from sglang_ext.disagg.transports import TransportName
+from sglang_ext.disagg.transports import CancelToken, Channel, TransportName
 from sglang_ext.testing.transfer_rig import NAMESPACE, Shape, start_instance
+
+
+def say(found: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+
+
+def write_on(channel: Channel, size: int) -> None:
+    """Write the first `size` bytes of the first pool there, whatever else goes on, until that fails."""
+    token = CancelToken()
+    runs = np.array([(1, 0, 1, 0, size)], np.int64)
+    try:
+        while True:
+            channel.write(0, runs, token, (0, 0))
+    except TransferError as error:
+        say({"ended": str(error)})
 
 
 async def main(options: dict[str, Any]) -> None:
@@ -50,9 +68,11 @@ async def main(options: dict[str, Any]) -> None:
         if "reserve" in options:
             link = instance.links[0]
             await link.ask(Reserve(link.session, "push", "hbm", options["reserve"]), 5.0)
-    sys.stdout.write(json.dumps(found) + "\n")
-    sys.stdout.flush()
+    say(found)
     loop = asyncio.get_running_loop()
+    if "write" in options:
+        channel = instance.links[0].peer.channel
+        loop.run_in_executor(None, write_on, channel, options["write"])
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     await reader.read()

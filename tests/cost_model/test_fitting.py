@@ -16,10 +16,11 @@ from sglang_ext.cost_model.fitting import (
     fit_attention,
     fit_operators,
     fit_rest,
+    fit_scaling,
     fit_waves,
     typical,
 )
-from sglang_ext.cost_model.levels import OperatorLevel
+from sglang_ext.cost_model.levels import ArchLevel, OperatorLevel
 from sglang_ext.cost_model.operators import Attention, Linear, Link, Outside, Rest, Waves
 
 SHAPE = Shape(layers=2, hidden=64, activation_bytes=4)
@@ -153,3 +154,17 @@ def test_what_says_too_little_is_refused(steps, why) -> None:
 def test_other_ranks_are_predicted_with_their_reductions() -> None:
     fitted = fit_operators(STEPS, SAMPLES, SHAPE, units=4, reductions={"2": Link(1e-5, 1e-9)})
     assert fitted.scaled(2).seconds(1500, 0) < fitted.seconds(1500, 0)
+
+
+def test_the_constants_of_a_parallelism_are_found_again() -> None:
+    arch = ArchLevel((0.01, 0.0, 1e-4, 0.0, 0.0, 0.0))
+    samples = [
+        Timed(new, context, 1.4 * arch.seconds(new, context) + 0.02)
+        for new, context in ((64, 0), (16, 48), (2048, 0), (512, 1536))
+    ]
+    found = fit_scaling(arch, samples)
+    assert (found.factor, found.fixed_s) == pytest.approx((1.4, 0.02))
+    with pytest.raises(ValueError, match="two different"):
+        fit_scaling(arch, samples[:1])
+    with pytest.raises(ValueError, match="no longer"):
+        fit_scaling(arch, [Timed(100, 0, 1.0), Timed(1000, 0, 0.1)])

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.cost_model import ArchLevel, Attention, Linear, Link, OperatorLevel, Outside, Rest, Waves
+from sglang_ext.cost_model import (
+    ArchLevel,
+    Attention,
+    Linear,
+    Link,
+    OperatorLevel,
+    Outside,
+    Rest,
+    Scaling,
+    Waves,
+)
 from sglang_ext.cost_model.levels import FEATURES
 from sglang_ext.errors import ConfigError
 
@@ -142,3 +153,20 @@ def test_unmeasured_reductions_are_named(whole) -> None:
 def test_a_parallelism_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="0 x 1"):
         level().scaled(0)
+
+
+def test_the_constants_of_a_parallelism_apply_to_it_alone() -> None:
+    scalings = {"2": Scaling(1.5, 0.01)}
+    level = OperatorLevel(
+        4, 512, 4, (Linear(512, 512, 4),), Waves(1, 16, 16, 1e9), Attention.of_work(1e-9, 0, 0, 0, 0),
+        Rest(1e-3, 0.0), Outside(5e-3), reductions={"2": Link(1e-5, 0.0), "4": Link(1e-5, 0.0)},
+    )  # fmt: skip
+    told = msgspec.structs.replace(level, scalings=scalings)
+    assert told.seconds(100, 50) == level.seconds(100, 50)
+    assert told.scaled(4) == msgspec.structs.replace(level.scaled(4), scalings=scalings)
+    assert told.scaled(2).seconds(100, 50) == pytest.approx(1.5 * level.scaled(2).seconds(100, 50) + 0.01)
+    assert told.scaled(2).scaled(1).seconds(100, 50) == pytest.approx(level.seconds(100, 50))
+    arch = ArchLevel((0.01, 0.0, 1e-4, 0.0, 0.0, 0.0), level.reductions, 4, 512, 4)
+    told_arch = msgspec.structs.replace(arch, scalings=scalings)
+    assert told_arch.seconds(100, 50) == arch.seconds(100, 50)
+    assert told_arch.scaled(2).seconds(100, 50) == pytest.approx(1.5 * arch.scaled(2).seconds(100, 50) + 0.01)

@@ -4,6 +4,7 @@ place.
 
 import asyncio
 import json
+import os
 import secrets
 import signal
 import socket
@@ -38,6 +39,7 @@ from sglang_ext.disagg.memory import RegionTable
 from sglang_ext.disagg.messages import REPLIES, REQUESTS, Connect, Connected, Reserve, Written
 from sglang_ext.disagg.observe import EndpointMetrics
 from sglang_ext.disagg.transports import CancelToken, TransportName, _stream
+from sglang_ext.disagg.transports._guard import GuardPage
 from sglang_ext.disagg.transports._rdma import Nic, choose
 from sglang_ext.disagg.transports.select import reasons
 from sglang_ext.disagg.transports.tcp import _ANSWER, TcpChannel, TcpTransport, _proof
@@ -469,6 +471,39 @@ async def test_a_writer_that_dies_is_fenced() -> None:
             await until(lambda: me.owned.granted == 0, 5)
         assert me.receiver.free == [4, 5]
         assert me.endpoint.owner.grants == 0
+
+
+async def test_a_writer_that_is_stopped_is_fenced_and_writes_nothing_when_it_goes_on() -> None:
+    """Over cma, and in the middle of writing."""
+    async with reader(TransportName.CMA, grant_ttl=600.0) as me:
+        me.receiver.free = [4, 5]
+        me.owned.seal(np.array([9]))
+        me.endpoint.publish("hbm", "r0", np.array([9]))
+        size = int(me.pool.bytes.size)
+        options = {"name": "writer", "connect": me.endpoint.address, "transports": ["cma"], "reserve": 2}
+        async with process(**options, write=size) as (child, _):
+            assert me.owned.granted == 2
+            await until(lambda: bool(me.pool.bytes.any()), 5)
+            child.send_signal(signal.SIGSTOP)
+            await until(lambda: me.owned.granted == 0, 5)
+            assert me.receiver.free == [4, 5]
+            me.pool.bytes[:] = 7
+            child.send_signal(signal.SIGCONT)
+            assert child.stdout is not None
+            async with asyncio.timeout(20):
+                ended = json.loads(await child.stdout.readline())["ended"]
+            assert "Bad address" in ended
+            assert (me.pool.bytes == 7).all()
+            assert me.endpoint.owner.grants == 0
+
+
+async def test_a_writer_that_runs_is_asked_to_stop() -> None:
+    """Not fenced by its guard page: a call may be under way."""
+    guard = GuardPage(os.getpid())
+    assert not guard.holds
+    guard.close()
+    assert not guard.holds
+    assert GuardPage(2**22 + 1).writer_gone
 
 
 async def test_nothing_listens_beyond_loopback_without_a_key() -> None:

@@ -310,8 +310,6 @@ def test_a_push_that_several_ranks_would_have_to_make_is_refused() -> None:
     with rig(2, 1, mode="push") as servers:
         number = next(NUMBERS)
         taking = servers.decode[0].agent.taking.open(servers.address, number)
-        servers.wait(lambda: taking.state is Taking.WAITING, "a connection")
-        servers.decode[0].agent.taking.read(taking, Wanted(np.array([1]), 0, 0))
         servers.wait(lambda: taking.state is Taking.FAILED, "the refusal")
         assert "--kv-transfer-mode pull" in taking.reason
 
@@ -375,9 +373,31 @@ def test_who_has_another_key_gets_nowhere(monkeypatch: pytest.MonkeyPatch) -> No
         assert not room.readers
 
 
-def test_a_request_that_no_decode_server_has_room_for_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pd_giving, "GRANT_SECONDS", 0.3)
+def test_pushing_a_request_waits_for_room_and_not_without_a_decode_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pd_giving, "JOIN_SECONDS", 0.5)
     with rig(mode="push") as servers:
-        room = servers.prefill[0].agent.giving.open(next(NUMBERS))
-        servers.wait(lambda: room.state is Giving.LOST, "the end")
-        assert "no decode server has room" in room.reason
+        met, alone = next(NUMBERS), next(NUMBERS)
+        rooms = [servers.prefill[0].agent.giving.open(number) for number in (met, alone)]
+        taking = servers.decode[0].agent.taking.open(servers.address, met)
+        servers.wait(lambda: rooms[1].state is Giving.LOST, "the end of the one that nobody takes part in")
+        assert "no decode server takes part" in rooms[1].reason
+        assert (rooms[0].state, taking.state) == (Giving.COMPUTING, Taking.WAITING)
+        assert servers.prefill[0].agent.giving.granted(rooms[0]) is None
+        servers.prefill[0].agent.giving.abort(rooms[0], "enough")
+        servers.decode[0].agent.taking.read(taking, Wanted(np.array([1]), 0, 0))
+        servers.wait(lambda: taking.state is Taking.FAILED, "the end on decode")
+        assert taking.reason.endswith("enough")
+
+
+def test_pushed_into_are_one_decode_servers_pages() -> None:
+    with rig(mode="push") as servers:
+        number = next(NUMBERS)
+        giving = servers.prefill[0].agent.giving.open(number)
+        first = servers.decode[0].agent.taking.open(servers.address, number)
+        servers.wait(lambda: first.state is Taking.WAITING, "the meeting")
+        second = servers.decode[0].agent.taking.open(servers.address, number)
+        servers.wait(lambda: second.state is Taking.FAILED, "the refusal")
+        assert "another decode server takes part" in second.reason
+        assert giving.state is Giving.COMPUTING

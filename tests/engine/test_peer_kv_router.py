@@ -169,7 +169,10 @@ async def test_from_registration_to_a_hit(router_port: int, key_file: Path, node
         )
         assert decision.fetch is not None
         router.fetching.least_wait_s = 8.0  # nobody waits for it here
-        assert router.fetching.begin(flight, decision.fetch, decision, fleet, held())
+        note = router.fetching.begin(flight, decision.fetch, decision, fleet, held())
+        assert note is not None
+        await router.fetching.heard(note)
+        assert note.heard.is_set()
         await until(lambda: reader.in_dram() == 20 * BLOCK, nodes, "the KV")
         # The router is told of it too.
         await until(lambda: held().get(reader.url, Match(0)).dram == 20 * BLOCK, nodes, "the event")

@@ -47,3 +47,12 @@ def get_server(server_pool: ServerPool, leak_guard: LeakGuard) -> Callable[[Serv
             return server_pool.get(spec)
 
     return get
+
+
+@pytest.fixture(scope="session")
+def truth(preloaded_servers: None) -> Iterator[ServerProcess]:
+    """A server without a cache, whose answers are those that prefill and decode apart have to give."""
+    from pd_fleet import TRUTH
+
+    with ServerProcess(TRUTH) as server:
+        yield server

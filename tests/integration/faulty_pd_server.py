@@ -2,22 +2,27 @@
 
 The folder in ``FAULTS`` says what is wrong now. With a file ``hold-STEP`` in it, hand-overs wait at that
 step, and leave a file ``at-STEP`` there; the steps are those of ``STEPS``. On a prefill server ``reading`` is
-the read of a return. With a file ``damage``, one bit of
-the last page that was read is inverted before SGLang is told that the KV is there.
+the read of a return, and ``layers`` the forward pass, when the first layer has been sent (push by layer).
+With a file ``damage``, one bit of the last page that was read is inverted before SGLang is told that the KV
+is there.
 """
 
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import multiprocessing.util
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from sglang_ext import launch_server
 
-FAULTS = "SGLANG_TEST_PD_FAULTS"
-STEPS = ("joining", "waiting", "ready", "reading", "held", "granted", "writing", "computed")
+FAULTS = "SGLANG_EXT_TEST_PD_FAULTS"
+"""Nothing reads it while modules are imported, so that servers which have it can be forked (`preloaded`)."""
+STEPS = ("joining", "waiting", "ready", "reading", "held", "granted", "layers", "writing", "computed")
 
 
 def make_faulty(folder: Path) -> None:
@@ -25,7 +30,7 @@ def make_faulty(folder: Path) -> None:
     from sglang_ext.disagg.instance import Instance
     from sglang_ext.engine.kv_transfer import GlobalKVReceiver, GlobalKVSender
     from sglang_ext.engine.pd_peers import PrefillPeer, PrefillPeers
-    from sglang_ext.engine.pd_pushing import Writing
+    from sglang_ext.engine.pd_pushing import LayerFeed, Writing
     from sglang_ext.engine.pd_taking import TakingRooms
 
     async def gate(step: str) -> None:
@@ -45,6 +50,16 @@ def make_faulty(folder: Path) -> None:
     PrefillPeer.push = held("granted", PrefillPeer.push)  # type: ignore[method-assign]
     Instance.complete = held("reading", Instance.complete)  # type: ignore[method-assign]
     Writing.finish = held("writing", Writing.finish)  # type: ignore[method-assign]
+
+    layer_begins = LayerFeed.layer_begins
+
+    def held_layer(self: LayerFeed, layer: int) -> None:
+        layer_begins(self, layer)
+        while self._now and layer == self._first + 1 and (folder / "hold-layers").exists():
+            (folder / "at-layers").touch()
+            time.sleep(0.02)
+
+    LayerFeed.layer_begins = held_layer  # type: ignore[method-assign]
 
     send, poll = GlobalKVSender.poll, GlobalKVReceiver.poll
 
@@ -93,14 +108,21 @@ def make_faulty(folder: Path) -> None:
         first = values[page * allocator.page_size].view(-1)[:1].numpy().view("uint32")
         first ^= 1 << 30
 
-    TakingRooms._read = read_and_damage  # type: ignore[method-assign]
-    TakingRooms._let_write = let_write_and_damage  # type: ignore[method-assign]
+    TakingRooms._read = read_and_damage  # type: ignore[assignment,method-assign]
+    TakingRooms._let_write = let_write_and_damage  # type: ignore[assignment,method-assign]
 
 
-if __name__ == "__mp_main__" and FAULTS in os.environ:  # in the scheduler's process
+def in_child(_module: object) -> None:
+    """A process of the server has been forked: a scheduler, or the detokenizer."""
+    target = getattr(multiprocessing.current_process(), "_target", None)
+    if "scheduler" in getattr(target, "__name__", ""):
+        make_faulty(Path(os.environ[FAULTS]))
+
+
+if __name__ == "__mp_main__" and FAULTS in os.environ:  # in the scheduler's process, spawned
     make_faulty(Path(os.environ[FAULTS]))
 
 if __name__ == "__main__":
-    # A forked scheduler would not import this module again.
-    os.environ["SGLANG_EXT_START_METHOD"] = "spawn"
+    if FAULTS in os.environ:  # or forked
+        multiprocessing.util.register_after_fork(sys.modules[__name__], in_child)
     launch_server.main(sys.argv[1:])

@@ -18,7 +18,7 @@ import httpx
 import pytest
 from pd_fleet import ANSWER_TOKENS, Rig, fault, nothing_is_left, prompt_of
 
-from sglang_ext.disagg.handover import GRANT_SECONDS, JOIN_SECONDS, VERDICT_SECONDS
+from sglang_ext.disagg.handover import JOIN_SECONDS, VERDICT_SECONDS
 from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.leaks import descendants
 from sglang_ext.testing.servers import ServerProcess, free_port, wait_until
@@ -29,15 +29,19 @@ SLACK_SECONDS = 2.0
 """Metrics are a moment old, and the machine has other work."""
 UNKNOWN_SECONDS = JOIN_SECONDS + FREED_SECONDS
 """Where prefill does not know yet whose request it is: nobody's death can be seen, and a deadline ends it."""
-UNGRANTED_SECONDS = GRANT_SECONDS + FREED_SECONDS
-"""The same where KV is pushed, and decode may not have room yet."""
 
 PULLED = ("joining", "waiting", "ready", "reading", "held", "returning")
 PUSHED = ("joining", "ready", "granted", "writing", "held")
-NOT_MET = {"pull": ("joining", "waiting"), "push": ("joining", "ready", "granted")}
+BY_LAYER = ("joining", "ready", "granted", "layers", "writing", "held")
+STATES = {"pull": PULLED, "push": PUSHED, "push-by-layer": BY_LAYER}
+NOT_MET = ("joining", "waiting")
 """States in which prefill has not heard of the decode server."""
-SEEN_BY_DECODE = ("ready", "writing")
-"""States in which a decode server that is held in them can see that prefill is dead."""
+SEEN_BY_DECODE = ("ready", "layers", "writing")
+"""States in which a decode server that is held in them, or waits for them, can see that prefill is dead."""
+HELD_ON_PREFILL = ("layers", "writing", "returning")
+"""States in which it is prefill that is held."""
+HOLDS_PREFILL = ("layers", "returning")
+"""In them, prefill can do nothing else."""
 PROMPT_TOKENS = 203
 """With the answer, another block of 16 is full, which prefill lacks: it comes back."""
 VICTIMS = ("prefill", "decode", "router")
@@ -57,17 +61,16 @@ class Cell:
 
 
 def cells(mode: str) -> list[Cell]:
-    """Every death in every state of a hand-over."""
-    states = PULLED if mode == "pull" else PUSHED
-    return [Cell(*each) for each in product(states, VICTIMS, SIGNALS)]
+    """Every death in every state of a hand-over. mode: pull, push or push-by-layer."""
+    return [Cell(*each) for each in product(STATES[mode], VICTIMS, SIGNALS)]
 
 
-def place(rig: Rig, mode: str, cell: Cell, number: int) -> None:
-    """Bring one death about, and check everything that must be true then. mode: pull or push."""
+def place(rig: Rig, cell: Cell, number: int) -> None:
+    """Bring one death about, and check everything that must be true then."""
     if cell.victim == "router":
         _router_dies(rig, cell, number)
     else:
-        _server_dies(rig, mode, cell, number)
+        _server_dies(rig, cell, number)
     serves(rig, 0, 0, number)
 
 
@@ -83,44 +86,44 @@ def serves(rig: Rig, prefill: int, decode: int, number: int) -> None:
 
 def _gate(rig: Rig, cell: Cell, prefill: int, decode: int) -> Any:
     """Holds hand-overs in the cell's state."""
-    if cell.state in ("writing", "returning"):
-        step = "writing" if cell.state == "writing" else "reading"
+    if cell.state in HELD_ON_PREFILL:
+        step = "reading" if cell.state == "returning" else cell.state
         return fault(rig.prefill_faults[prefill], f"hold-{step}")
     return fault(rig.decode_faults[decode], f"hold-{cell.state}")
 
 
-def _server_dies(rig: Rig, mode: str, cell: Cell, number: int) -> None:
+def _server_dies(rig: Rig, cell: Cell, number: int) -> None:
     # The second of each kind is for killing, and its partner survives.
     prefill, decode = (1, 0) if cell.victim == "prefill" else (0, 1)
     victim = rig.revive(cell.victim)
     survivor = rig.pd.decode[0] if cell.victim == "prefill" else rig.pd.prefill[0].server
     prompt = prompt_of(number, PROMPT_TOKENS)
     expected = rig.expected(prompt)
-    unknown = UNKNOWN_SECONDS if mode == "pull" else UNGRANTED_SECONDS
-    limit = SLACK_SECONDS
-    limit += unknown if cell.victim == "decode" and cell.state in NOT_MET[mode] else FREED_SECONDS
+    not_met = cell.victim == "decode" and cell.state in NOT_MET
+    limit = SLACK_SECONDS + (UNKNOWN_SECONDS if not_met else FREED_SECONDS)
     with ExitStack() as stack:
         at = stack.enter_context(_gate(rig, cell, prefill, decode))
         both = rig.pd.start(prompt, max_new_tokens=ANSWER_TOKENS, prefill=prefill, decode=decode)
         wait_until(at.exists, seconds=60, what=str(cell))
         stack.enter_context(stopped(victim) if cell.signal == "SIGSTOP" else killed(victim))
         since = time.monotonic()
-        if cell.state in SEEN_BY_DECODE or (cell.victim == "decode" and cell.state != "returning"):
+        acts = cell.state not in HOLDS_PREFILL if cell.victim == "decode" else cell.state in SEEN_BY_DECODE
+        if acts:
             ended(both[1] if cell.victim == "prefill" else both[0], expected, limit)
             left = limit - (time.monotonic() - since)
             nothing_is_left([survivor], seconds=max(left, 1.0))
         elif cell.signal == "SIGSTOP":
             # The gate holds up the survivor too. It learns of the death, and acts when it goes on.
             time.sleep(VERDICT_SECONDS + SLACK_SECONDS)
-        if cell.victim == "decode" and cell.state not in ("writing", "returning"):
+        if cell.victim == "decode" and cell.state not in HELD_ON_PREFILL:
             # Nothing holds up the survivors: they serve meanwhile, with slots that were the request's.
             serves(rig, 0, 0, number)
     for answer in both:
-        ended(answer, expected, unknown + SLACK_SECONDS)
-    nothing_is_left([survivor], seconds=unknown)
+        ended(answer, expected, UNKNOWN_SECONDS + SLACK_SECONDS)
+    nothing_is_left([survivor], seconds=UNKNOWN_SECONDS)
     if cell.signal == "SIGSTOP":
         # It finds that it was given up, and goes on.
-        nothing_is_left([victim], seconds=unknown)
+        nothing_is_left([victim], seconds=UNKNOWN_SECONDS)
         serves(rig, prefill, decode, number + 1)
 
 

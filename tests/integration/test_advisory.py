@@ -8,17 +8,16 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import aiohttp
 import pytest
-from token_requests import generate, random_prompt, until
+from token_requests import advise, cold, generate, random_prompt, settled, until
 
 from router import Router, RouterConfig
 from sglang_ext.keys import encode_tokens
-from sglang_ext.testing.compare import Answer, assert_same
+from sglang_ext.testing.compare import assert_same
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.servers import ServerProcess, ServerSpec, free_port
 
@@ -73,6 +72,8 @@ def server(
 @pytest.fixture
 async def router(port: int, server: ServerProcess) -> AsyncIterator[Router]:
     async with Router(RouterConfig(port=port, policy="prompt-tree")) as router:
+        # A machine that is busy with other tests may leave the server without a core for longer than 3 s.
+        router.agents.verdict_s = 20.0
         await until(lambda: router.trees.trusted(server.url) and router.fleet.usable(), 30, "the server")
         yield router
         router.check()
@@ -87,18 +88,6 @@ async def client() -> AsyncIterator[aiohttp.ClientSession]:
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> random.Random:
     return random.Random(request.node.name)
-
-
-async def advise(client: aiohttp.ClientSession, router: Router, **body: Any) -> dict[str, Any]:
-    async with client.post(f"{router.url}/v1/advisory", json=body) as response:
-        told = await response.json()
-        assert response.status == 200, told
-        return dict(told)
-
-
-async def settled(client: aiohttp.ClientSession, router: Router, id: str) -> dict[str, Any]:
-    async with client.get(f"{router.url}/v1/advisory/{id}?wait_s=20") as response:
-        return dict(await response.json())
 
 
 async def said_and_pushed_out(
@@ -118,13 +107,6 @@ async def said_and_pushed_out(
 def held_in_hbm(router: Router, server: ServerProcess, prompt: list[int]) -> int:
     match = router.trees.match(NS, encode_tokens(prompt)).get(server.url)
     return 0 if match is None else match.hbm
-
-
-async def cold(client: aiohttp.ClientSession, server: ServerProcess, prompt: list[int]) -> Answer:
-    """The answer without any cache: a salt that nobody used."""
-    answer, _ = await generate(client, server.url, prompt, cache_salt=f"cold {time.monotonic_ns()}")
-    assert answer.cached_tokens == 0
-    return answer
 
 
 async def test_a_hinted_request_hits_hbm(server, router, client, rng) -> None:

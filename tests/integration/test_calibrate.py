@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from sglang_ext.calibration.command import main
-from sglang_ext.cost_model import CostModel, load
+from sglang_ext.cost_model import CostModel, Profile, load, save
 from sglang_ext.testing.models import model_path
 from sglang_ext.testing.servers import ServerProcess, ServerSpec
 
@@ -52,6 +54,36 @@ def test_a_running_server_is_calibrated(get_server, tmp_path, capsys) -> None:
     assert profile.decode is not None
     assert profile.decode.seconds(1) >= 0
     assert json.loads(path.read_text())["schema"] == 1
+    _scale(server, profile, path, capsys)
+
+
+def _scale(server: ServerProcess, profile: Profile, path: Path, capsys) -> None:
+    """The constants of this server's parallelism, kept in a profile that says it is of another."""
+    scale = [
+        "--url",
+        server.url,
+        "--scale-profile",
+        str(path),
+        "--longest",
+        "512",
+        "--rounds",
+        "1",
+        "--quiet",
+    ]
+    assert main(scale) == 1
+    assert "TP 1" in capsys.readouterr().err
+    other = msgspec.structs.replace(
+        profile,
+        identity=msgspec.structs.replace(profile.identity, tp=2),
+        arch=msgspec.structs.replace(profile.arch, tp=2),
+        operators=None,
+    )
+    save(other, path)
+    assert main(scale) == 0
+    told = load(path)
+    assert told.arch.scalings["1"].factor > 0
+    assert told.arch.scaled(1).seconds(512, 0) > 0
+    assert told.arch.seconds(512, 0) == other.arch.seconds(512, 0)
 
 
 def test_a_server_is_started_measured_and_ended(tmp_path, capsys) -> None:

@@ -223,20 +223,12 @@ async def fetched(
     rng: random.Random,
     said: Callable[[list[int]], Awaitable[None]],
 ) -> tuple[list[int], Answer, Any]:
-    """A prompt that is ``said`` at its owner, and then fetched for; its answer, and the headers of that.
-
-    On a busy machine a request can come to its scheduler before the word of the fetch does. Then it is
-    computed, which is right, and another prompt is tried.
-    """
-    for _ in range(6):
-        prompt = random_prompt(rng, TOKENS + 3)
-        await said(prompt)
-        answer, headers = await generate(client, router.url, prompt)
-        assert headers["x-kv-instance"] != owner.url
-        if answer.cached_tokens:
-            return prompt, answer, headers
-        await explained(client, router, headers)  # it has ended
-    raise AssertionError("no fetch was in time")
+    """A prompt that is ``said`` at its owner, and then fetched for; its answer, and the headers of that."""
+    prompt = random_prompt(rng, TOKENS + 3)
+    await said(prompt)
+    answer, headers = await generate(client, router.url, prompt)
+    assert headers["x-kv-instance"] != owner.url
+    return prompt, answer, headers
 
 
 async def test_what_one_has_computed_another_fetches(pair, port, client, rng) -> None:
@@ -275,7 +267,7 @@ async def test_one_damaged_byte_at_the_holder_is_another_answer(pair, port, clie
         (arena,) = arena_files(owner.pid)
 
         async def said_and_damaged(prompt: list[int]) -> None:
-            before = snapshot(arena)
+            before = await still(arena)
             await said_at(client, router, owner, prompt)
             # The last plane of a block holds float32 values; bit 6 of the last byte is the exponent's
             # highest.
@@ -292,6 +284,15 @@ async def test_one_damaged_byte_at_the_holder_is_another_answer(pair, port, clie
         await asyncio.to_thread(server.flush)
 
 
+async def still(arena: Path) -> npt.NDArray[np.uint8]:
+    """The bytes of an arena into which nothing is being copied any more, of what was said before."""
+    while True:
+        before = snapshot(arena)
+        await asyncio.sleep(0.3)
+        if np.array_equal(before, now := snapshot(arena)):
+            return now
+
+
 def last_change(arena: Path, before: npt.NDArray[np.uint8]) -> int:
     """The offset of the last byte that has changed; 0 while none has or more are changing."""
     now = snapshot(arena)
@@ -303,21 +304,18 @@ async def test_a_queue_makes_the_cost_policy_fetch(pair, port, client, rng) -> N
     """Equation 2: who holds a popular beginning has a queue, and so others fetch it."""
     async with routing(pair, port, "cost") as router:
         owner = pair.servers["a"]
-        for _ in range(6):
-            beginning = random_prompt(rng, TOKENS)
-            await said_at(client, router, owner, beginning)
-            prompts = [beginning + random_prompt(rng, 300) for _ in range(6)]
-            answers = await asyncio.gather(*(generate(client, router.url, prompt) for prompt in prompts))
-            ways = [(headers["x-kv-instance"], headers["x-kv-route-reason"]) for _, headers in answers]
-            assert (pair.other(owner).url, "fetch") in ways
-            assert (owner.url, "prefix") in ways
-            for prompt, (answer, _) in zip(prompts, answers, strict=True):
-                assert_same(await cold(client, owner, prompt), answer)
-            # See `fetched`: on a busy machine it can be late, and is computed.
-            if all(answer.cached_tokens == TOKENS for answer, _ in answers):
-                break
-        else:
-            raise AssertionError("no fetch was in time")
+        beginning = random_prompt(rng, TOKENS)
+        await said_at(client, router, owner, beginning)
+        prompts = [beginning + random_prompt(rng, 300) for _ in range(6)]
+        answers = await asyncio.gather(*(generate(client, router.url, prompt) for prompt in prompts))
+        ways = [(headers["x-kv-instance"], headers["x-kv-route-reason"]) for _, headers in answers]
+        assert (pair.other(owner).url, "fetch") in ways
+        assert (owner.url, "prefix") in ways
+        for prompt, (answer, headers) in zip(prompts, answers, strict=True):
+            # Where moving turns out slower than thought, computing is chosen for the later ones.
+            if headers["x-kv-route-reason"] in ("fetch", "prefix"):
+                assert answer.cached_tokens == TOKENS
+            assert_same(await cold(client, owner, prompt), answer)
 
 
 @pytest.mark.parametrize("when", ["before the offer", "before the read"])

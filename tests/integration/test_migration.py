@@ -17,6 +17,7 @@ from router_rig import FLAGS, running, until
 
 from router import Router, RouterConfig
 from router.lifecycle import State
+from sglang_ext.agent_messages import ToAgent, Watch
 from sglang_ext.cluster_messages import instance_path
 from sglang_ext.testing.leaks import LeakGuard, descendants
 from sglang_ext.testing.pd import pd_servers
@@ -68,10 +69,10 @@ async def router(fleet: Fleet) -> AsyncIterator[Router]:
         router.check()
 
 
-def bodies(seed: int = 0) -> list[tuple[str, Json]]:
+def bodies(seed: int = 0, tokens: int = TOKENS) -> list[tuple[str, Json]]:
     """Eight requests in every form that can be moved, long enough to be met in the middle."""
     found: list[tuple[str, Json]] = []
-    sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     for number in range(8):
         text = f"Visitor {seed}-{number}. " + STORY * 3
         stream = number != 3 and number != 6
@@ -79,10 +80,10 @@ def bodies(seed: int = 0) -> list[tuple[str, Json]]:
             body: Json = {"text": text, "sampling_params": sampling}
             found.append(("/generate", {**body, "stream": stream}))
         elif number % 4 == 1:
-            body = {"prompt": text, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+            body = {"prompt": text, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
             found.append(("/v1/completions", {**body, "stream": stream}))
         elif number % 4 == 2:
-            body = {"messages": [{"role": "user", "content": text}], "max_tokens": TOKENS, "temperature": 0}
+            body = {"messages": [{"role": "user", "content": text}], "max_tokens": tokens, "temperature": 0}
             usage = {"stream_options": {"include_usage": True}} if stream else {}
             found.append(("/v1/chat/completions", {**body, "ignore_eos": True, "stream": stream, **usage}))
         else:
@@ -200,18 +201,28 @@ async def test_every_answer_is_the_undisturbed_one(router: Router, fleet: Fleet)
     await asyncio.to_thread(server.wait_idle)
 
 
-async def test_a_target_that_stops_in_the_middle_costs_a_pause(router: Router, fleet: Fleet) -> None:
-    """It has been asked to go on with requests, and never answers: they go on where they were."""
+async def test_a_target_that_stops_in_the_middle_costs_a_pause(
+    router: Router, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stops as it is asked to go on with a request, and never answers: they go on where they were."""
+    asked = bodies(tokens=4 * TOKENS)  # Long enough not to end while their prompts are copied.
     async with client_of(router) as client:
-        expected = await asyncio.gather(*(client.ask(*each) for each in bodies()))
+        expected = await asyncio.gather(*(client.ask(*each) for each in asked))
         client.heard.clear()
-        answers = [asyncio.create_task(client.ask(*each)) for each in bodies()]
+        answers = [asyncio.create_task(client.ask(*each)) for each in asked]
         await until(lambda: sum(heard.events > 2 for heard in client.heard) >= 5)
         source, target = (router.members.member(name).url for name in ("a", "b"))
         there = [task for task, heard in zip(answers, client.heard, strict=True) if heard.instance == source]
         pids = descendants(next(server for server in fleet.servers if server.url == target).pid)
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+        send = router.mover.calls.send
+
+        def stopping(name: str, message: ToAgent) -> bool:
+            if isinstance(message, Watch):
+                for pid in pids:
+                    os.kill(pid, signal.SIGSTOP)
+            return send(name, message)
+
+        monkeypatch.setattr(router.mover.calls, "send", stopping)
         try:
             await drain(router, "a")
             await until(lambda: router.fleet.rows[target].state is State.DOWN, seconds=60)

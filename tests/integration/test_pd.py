@@ -12,7 +12,6 @@ import pytest
 from pd_fleet import (
     ANSWER_TOKENS,
     COMMON,
-    TRUTH,
     FaultySpec,
     Rig,
     conversations_are_answered_alike,
@@ -45,7 +44,11 @@ RETURNED = "sglang_ext_pd_returned_tokens"
     ],
     ids=lambda p: f"caching-{p[0]}-page{p[1]}-{p[2]}-{p[3]}",
 )
-def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+def rig(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    truth: ServerProcess,
+) -> Iterator[Rig]:
     caching, page, mode, layout = request.param
     folder = tmp_path_factory.mktemp("faults")
     spec = FaultySpec(
@@ -55,8 +58,8 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         )
     )
     prefill, decode = spec.looking_at(folder / "prefill"), spec.looking_at(folder / "decode")
-    with pd_servers([prefill], [decode], [TRUTH]) as (servers, others):
-        yield Rig(servers, others[0], [folder / "prefill"], [folder / "decode"])
+    with pd_servers([prefill], [decode]) as (servers, _):
+        yield Rig(servers, truth, [folder / "prefill"], [folder / "decode"])
 
 
 def test_conversations_get_the_answers_of_one_server(rig: Rig, long_run: bool) -> None:
@@ -128,8 +131,7 @@ def test_a_room_that_nobody_else_hears_of_is_given_up(rig: Rig) -> None:
         lonely = rig.pd.pool.submit(
             server.generate, prompt_of(8, 60), max_new_tokens=2, rid=f"lonely-{server.port}", **rig.pd.pair()
         )
-        # Pushing, prefill waits for decode to have room, which may take longer.
-        assert ends_in_error(lonely, seconds=40 if pulls(rig) else 90)
+        assert ends_in_error(lonely, seconds=40)
     rig.pd.wait_idle()
     assert nothing_is_left(rig.pd.servers)
 

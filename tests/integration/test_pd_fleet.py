@@ -11,14 +11,16 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
+from pathlib import Path
 
 import pytest
+from pd_faults import serves, stopped
 from pd_fleet import (
     ANSWER_TOKENS,
     COMMON,
-    TRUTH,
     FaultySpec,
     Rig,
+    conversations_are_answered_alike,
     ends_in_error,
     fault,
     nothing_is_left,
@@ -26,7 +28,7 @@ from pd_fleet import (
 )
 
 from sglang_ext.testing.compare import assert_same
-from sglang_ext.testing.leaks import descendants
+from sglang_ext.testing.leaks import LeakGuard, descendants
 from sglang_ext.testing.pd import pd_servers
 from sglang_ext.testing.servers import ServerProcess, ServerSpec, wait_until
 
@@ -37,7 +39,7 @@ FREED_SECONDS = 5.0
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+def rig(tmp_path_factory: pytest.TempPathFactory, truth: ServerProcess) -> Iterator[Rig]:
     """Two prefill and two decode servers; the second of each is for killing."""
     folder = tmp_path_factory.mktemp("faults")
     # Aggregated and in pages of one token; `test_pd` has the rest.
@@ -46,8 +48,8 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     names = ("prefill0", "prefill1", "decode0", "decode1")
     folders = [folder / name for name in names]
     specs = [spec.looking_at(each) for each in folders]
-    with pd_servers(specs[:2], specs[2:], [TRUTH]) as (servers, others):
-        yield Rig(servers, others[0], folders[:2], folders[2:])
+    with pd_servers(specs[:2], specs[2:]) as (servers, _):
+        yield Rig(servers, truth, folders[:2], folders[2:])
 
 
 def test_any_pair_serves_and_some_at_the_same_time(rig: Rig) -> None:
@@ -142,6 +144,34 @@ def test_a_decode_server_that_joins_while_others_serve_is_served(rig: Rig) -> No
         finally:
             rig.pd.decode.pop()
     nothing_is_left([rig.pd.prefill[0].server])
+
+
+def test_deaths_while_prefill_writes_into_decode(
+    tmp_path: Path, truth: ServerProcess, leak_guard: LeakGuard
+) -> None:
+    """Push by layer: who writes stands still, and its reader may have the pages for others; then the reader
+    dies. Before, they give right answers."""
+    spec = FaultySpec(flags=(*COMMON, "--kv-transfer-mode", "push-by-layer", "--page-size", "16"))
+    folders = [tmp_path / name for name in ("prefill", "decode")]
+    with pd_servers([spec.looking_at(folders[0])], [spec.looking_at(folders[1])]) as (pd, _):
+        pushing = Rig(pd, truth, folders[:1], folders[1:], leak_guard)
+        conversations_are_answered_alike(pd, pushing.truth, count=2)
+        prefill, decode, prompt = pd.prefill[0].server, pd.decode[0], prompt_of(12, 200)
+        with fault(folders[0], "hold-writing") as at:
+            both = pd.start(prompt, max_new_tokens=ANSWER_TOKENS)
+            wait_until(at.exists, seconds=60, what="writing")
+            with stopped(prefill):
+                assert ends_in_error(both[1], seconds=FREED_SECONDS)
+                nothing_is_left([decode])
+        assert ends_in_error(both[0])
+        serves(pushing, 0, 0, 1)
+        with fault(folders[0], "hold-writing") as at:
+            both = pd.start(prompt_of(13, 200), max_new_tokens=ANSWER_TOKENS)
+            wait_until(at.exists, seconds=60, what="writing")
+            kill(decode)
+            assert ends_in_error(both[0], seconds=FREED_SECONDS)
+            nothing_is_left([prefill])
+        assert ends_in_error(both[1])
 
 
 def kill(server: ServerProcess) -> None:

@@ -1,22 +1,23 @@
 """Every way to serve with prefill and decode apart gives the answers of one server without a cache.
 
 Design, transfer mode, transport, page size and parallelism, each with each where it exists. All of it runs
-with ``--long``, which takes hours; one way runs with it: ``-k 'caching3-push-cma-page16-tp11'``. Short forms
-are in test_pd.py.
+with ``--long``, which takes hours. In portions: ``-k pairwise`` is a sample in which every two of these
+values meet, ``-k 'caching3-push-cma-page16-tp11'`` is one way, and SGLANG_EXT_TEST_CONVERSATIONS says how
+many conversations are held in each instead of 50. Short forms are in test_pd.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import product
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
 from pd_fleet import (
     ANSWER_TOKENS,
     COMMON,
-    TRUTH,
     FaultySpec,
     Rig,
     conversations_are_answered_alike,
@@ -27,11 +28,12 @@ from pd_fleet import (
 
 from sglang_ext.testing.compare import assert_same
 from sglang_ext.testing.pd import pd_servers
-from sglang_ext.testing.servers import ServerSpec
+from sglang_ext.testing.servers import ServerProcess, ServerSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1800)]
 
 TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+CONVERSATIONS = int(os.environ.get("SGLANG_EXT_TEST_CONVERSATIONS", "50"))
 TWO_RANKS_ATOL = 1e-3
 """Sums over two ranks round otherwise than sums over one."""
 
@@ -46,6 +48,12 @@ class Way:
     page: int
     prefill: int
     decode: int
+
+    @property
+    def pairs(self) -> frozenset[object]:
+        """Every two of its values, the ranks of both sides as one."""
+        values = (*astuple(self)[:4], (self.prefill, self.decode))
+        return frozenset(combinations(enumerate(values), 2))
 
     @property
     def exists(self) -> bool:
@@ -70,8 +78,25 @@ WAYS = [
 ]
 
 
-@pytest.fixture(scope="module", params=WAYS, ids=str)
-def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+def pairwise(ways: Sequence[Way]) -> list[Way]:
+    """A few of the ways in which every two values meet that meet in any."""
+    missing = set().union(*(way.pairs for way in ways))
+    found: list[Way] = []
+    while missing:
+        found.append(max(ways, key=lambda way: len(way.pairs & missing)))
+        missing -= found[-1].pairs
+    return found
+
+
+SAMPLE = pairwise(WAYS)
+
+
+@pytest.fixture(scope="module", params=WAYS, ids=lambda way: f"{way}-pairwise" if way in SAMPLE else f"{way}")
+def rig(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    truth: ServerProcess,
+) -> Iterator[Rig]:
     way: Way = request.param
     folder = tmp_path_factory.mktemp("faults")
     base = FaultySpec(
@@ -81,8 +106,8 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         )
     )
     specs = [server(base, folder / "prefill", way.prefill), server(base, folder / "decode", way.decode)]
-    with pd_servers(specs[:1], specs[1:], [TRUTH]) as (servers, others):
-        yield Rig(servers, others[0], [folder / "prefill"], [folder / "decode"])
+    with pd_servers(specs[:1], specs[1:]) as (servers, _):
+        yield Rig(servers, truth, [folder / "prefill"], [folder / "decode"])
 
 
 def server(base: FaultySpec, folder: Path, ranks: int) -> ServerSpec:
@@ -100,7 +125,7 @@ def atol_of(rig: Rig) -> float:
 
 
 def test_conversations(rig: Rig) -> None:
-    conversations_are_answered_alike(rig.pd, rig.truth, count=50, atol=atol_of(rig))
+    conversations_are_answered_alike(rig.pd, rig.truth, count=CONVERSATIONS, atol=atol_of(rig))
     nothing_is_left(rig.pd.servers)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from pd_fleet import ANSWER_TOKENS, COMMON, STRICT, TRUTH, nothing_is_left
+from pd_fleet import ANSWER_TOKENS, COMMON, STRICT, nothing_is_left
 
 from sglang_ext.testing.compare import assert_same, random_conversations
 from sglang_ext.testing.pd import PdServers, pd_servers
@@ -22,7 +22,9 @@ TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     params=[(2, 1, "pull"), (1, 2, "pull"), (1, 2, "push")],
     ids=lambda p: f"prefill{p[0]}-decode{p[1]}-{p[2]}",
 )
-def servers(request: pytest.FixtureRequest) -> Iterator[tuple[PdServers, ServerProcess]]:
+def servers(
+    request: pytest.FixtureRequest, truth: ServerProcess
+) -> Iterator[tuple[PdServers, ServerProcess]]:
     *sizes, mode = request.param
     base = ServerSpec(flags=(*COMMON, "--page-size", "16", "--kv-transfer-mode", mode), environment=STRICT)
     specs = [
@@ -31,8 +33,8 @@ def servers(request: pytest.FixtureRequest) -> Iterator[tuple[PdServers, ServerP
         else base
         for size in sizes
     ]
-    with pd_servers(specs[:1], specs[1:], [TRUTH]) as (found, others):
-        yield found, others[0]
+    with pd_servers(specs[:1], specs[1:]) as (found, _):
+        yield found, truth
 
 
 def test_conversations_get_the_answers_of_one_rank(servers: tuple[PdServers, ServerProcess]) -> None:

@@ -366,7 +366,8 @@ async def test_no_request_harms_a_server(
     start: Callable[..., Any], servers: list[ServerProcess], long_run: bool
 ) -> None:
     """A corpus of broken requests, and what schemathesis makes of the description, at real servers."""
-    router: Router = await start()
+    # Whether a busy machine's servers answer probes in time is not what is asked here.
+    router: Router = await start(health_check_timeout_secs=20.0)
     assert await asyncio.to_thread(send_broken, router.url, never_ours) == len(BROKEN)
     examples = 60 if long_run else 3
     sent = await asyncio.to_thread(fuzz, router.url, description(), never_ours, examples=examples)

@@ -10,7 +10,9 @@ from typing import Any
 
 import aiohttp
 
+from router import Router
 from sglang_ext.testing.compare import Answer
+from sglang_ext.testing.servers import ServerProcess
 
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 
@@ -43,3 +45,24 @@ async def generate(
     async with client.post(f"{url}/generate", json=body, headers=headers) as response:
         assert response.status == 200, await response.text()
         return Answer.of(await response.json()), response.headers
+
+
+async def cold(client: aiohttp.ClientSession, server: ServerProcess, prompt: list[int]) -> Answer:
+    """The answer without any cache: a salt that nobody used."""
+    answer, _ = await generate(client, server.url, prompt, cache_salt=f"cold {time.monotonic_ns()}")
+    assert answer.cached_tokens == 0
+    return answer
+
+
+async def advise(client: aiohttp.ClientSession, router: Router, **body: Any) -> dict[str, Any]:
+    """Give a hint; what is said of it at once."""
+    async with client.post(f"{router.url}/v1/advisory", json=body) as response:
+        told = await response.json()
+        assert response.status == 200, told
+        return dict(told)
+
+
+async def settled(client: aiohttp.ClientSession, router: Router, id: str) -> dict[str, Any]:
+    """What is said of a hint when no more is done for it."""
+    async with client.get(f"{router.url}/v1/advisory/{id}?wait_s=30") as response:
+        return dict(await response.json())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -87,3 +89,18 @@ def test_a_retraction_backup_of_the_users_choice_stays() -> None:
     args = arguments("decode", "3", disaggregation_decode_retraction_backup="host_pool")
     patch.choose_caches(object, args)
     assert args.disaggregation_decode_retraction_backup == "host_pool"
+
+
+def test_a_server_that_keeps_its_settings_can_still_be_forked() -> None:
+    """With metrics, it cannot once prometheus_client is imported (`fork_children`)."""
+    code = (
+        "import sys\n"
+        "from types import SimpleNamespace\n"
+        "from sglang_ext.engine import pd_settings\n"
+        "from sglang_ext.patches import transfer_backend\n"
+        "args = SimpleNamespace(disaggregation_transfer_backend='global', radix_cache_backend='global')\n"
+        "transfer_backend.keep_settings(args, object, None)\n"
+        "assert pd_settings._given is not None\n"
+        "assert 'prometheus_client' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

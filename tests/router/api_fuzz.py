@@ -14,6 +14,8 @@ from schemathesis import GenerationMode
 SLOW = ("/health_generate",)
 """SGLang takes a second or more to answer these."""
 MAX_TOKENS = 8
+TIMEOUT_S = 120
+"""Of an answer. Every request is bounded, so that no right one takes a hundredth of it on an idle machine."""
 
 Check = Callable[[str, str, Any, requests.Response], None]
 
@@ -62,7 +64,7 @@ def _run(strategy: Any, url: str, session: requests.Session, check: Check, examp
     def run(case: Any) -> None:
         nonlocal sent
         bounded(case.path, case.body)
-        answer = case.call(base_url=url, session=session, timeout=60)
+        answer = case.call(base_url=url, session=session, timeout=TIMEOUT_S)
         sent += 1
         check(case.path, case.method, case.body, answer)
 
@@ -81,6 +83,8 @@ def bounded(path: str, body: Any) -> None:
     """Keep requests that are right from generating for long."""
     if not isinstance(body, dict):
         return
+    if path == "/generate" and body.get("sampling_params") is None:
+        body["sampling_params"] = {}  # without one, SGLang generates 128 tokens
     if path in LIMITS and body.get(LIMITS[path]) is None:
         body[LIMITS[path]] = MAX_TOKENS
     if path == "/v1/chat/completions" and body["max_tokens"] == 0:
@@ -91,6 +95,8 @@ def bounded(path: str, body: Any) -> None:
     sampling = body.get("sampling_params")
     for one in sampling if isinstance(sampling, list) else [sampling]:
         if isinstance(one, dict):
+            if one.get("max_new_tokens") is None:
+                one["max_new_tokens"] = MAX_TOKENS
             bounded_sampling(one)
     bounded_sampling(body)
 
@@ -189,7 +195,7 @@ def send_broken(url: str, check: Check) -> int:
         for path, body in BROKEN:
             data = body if isinstance(body, bytes) else json.dumps(body).encode()
             headers = {"content-type": "application/json"}
-            check(path, "POST", body, session.post(url + path, data=data, headers=headers, timeout=60))
+            check(path, "POST", body, session.post(url + path, data=data, headers=headers, timeout=TIMEOUT_S))
     return len(BROKEN)
 
 

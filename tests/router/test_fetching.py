@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -11,13 +12,13 @@ from typing import Any
 import pytest
 
 from router.costs import RouterCosts
-from router.fetch_note import NOT_WORTH_IT, UNHEARD
+from router.fetch_note import NOT_WORTH_IT, UNDER_WAY, UNHEARD
 from router.fetching import LEAST_WAIT_S, MOST_BUSY_S, MOST_KEY_BYTES, MOST_WAIT_S, Fetching
 from router.policies import Decision, Instance, Match, Reason
 from router.policies.base import Fetch
 from router.tokenizing import Encoded
 from sglang_ext import agent_messages
-from sglang_ext.agent_messages import Fetched, Lend, ToAgent
+from sglang_ext.agent_messages import Expecting, Fetched, Lend, ToAgent
 from sglang_ext.cluster_messages import Registration
 from sglang_ext.cost_model import CostModel
 
@@ -108,6 +109,14 @@ def test_nobody_fetches_from_itself_or_from_whom_no_agent_is_heard() -> None:
     assert not fetching().everywhere(FLEET[:1])
 
 
+def wanted(
+    found: Fetching, decision: Decision, fleet: tuple[Instance, ...], matches: dict[str, Match]
+) -> Fetch | None:
+    """What an instance is told to fetch for a prompt of 1000 tokens."""
+    note = found.consider(flight(), decision, fleet, matches)
+    return None if note is None or note.end == NOT_WORTH_IT else Fetch(note.source, note.tokens)
+
+
 # -- whether ----------------------------------------------------------------------------------------
 
 
@@ -124,23 +133,23 @@ def test_nobody_fetches_from_itself_or_from_whom_no_agent_is_heard() -> None:
 )
 def test_what_is_fetched(matches: dict[str, Match], expected: Fetch | None) -> None:
     decision = Decision("a", Reason.REBALANCED)
-    assert fetching().wanted(decision, FLEET, matches, 1000) == expected
+    assert wanted(fetching(), decision, FLEET, matches) == expected
 
 
 def test_what_is_computed_sooner_is_not_fetched() -> None:
     found = fetching()
     # Moving anything has a fixed cost, above that of computing a token.
-    assert found.wanted(Decision("a", Reason.REBALANCED), FLEET, {"b": Match(1)}, 1000) is None
+    assert wanted(found, Decision("a", Reason.REBALANCED), FLEET, {"b": Match(1)}) is None
 
 
 def test_an_index_that_is_not_believed_names_no_source() -> None:
     fleet = (instance("a"), instance("b", trusted=False))
-    assert fetching().wanted(Decision("a", Reason.UNTRUSTED), fleet, {"b": Match(960)}, 1000) is None
+    assert wanted(fetching(), Decision("a", Reason.UNTRUSTED), fleet, {"b": Match(960)}) is None
 
 
 def test_the_policys_word_counts() -> None:
     decision = Decision("a", Reason.FETCH, fetch=Fetch("b", 16))
-    assert fetching().wanted(decision, FLEET, {"b": Match(960)}, 1000) == Fetch("b", 16)
+    assert wanted(fetching(), decision, FLEET, {"b": Match(960)}) == Fetch("b", 16)
 
 
 # -- telling ----------------------------------------------------------------------------------------
@@ -200,12 +209,40 @@ def test_what_came_of_it_is_noted_once() -> None:
     note = found.begin(flight(), Fetch("b", 960), decision, FLEET, {"b": Match(960)})
     assert note is not None
     assert found.under_way == 1
-    found.on_fetched("b", fetched())  # that was not the one that was told
-    found.on_fetched("a", fetched())
-    found.on_fetched("a", fetched())
+    found.on_message("b", fetched())  # that was not the one that was told
+    found.on_message("a", fetched())
+    found.on_message("a", fetched())
     assert heard == [("done", 960)]
     assert (note.end, note.moved, note.took_s) == ("done", 960, 0.05)
     assert found.under_way == 0
+
+
+async def test_a_request_waits_until_its_instance_knows_of_the_fetch() -> None:
+    found, decision = fetching(), Decision("a", Reason.FETCH)
+    found.least_wait_s = 60.0
+    note = found.begin(flight(), Fetch("b", 960), decision, FLEET, {"b": Match(960)})
+    assert note is not None
+    request = asyncio.create_task(found.heard(note))
+    for name, id in (("b", "r1"), ("a", "r2")):  # another instance, and another request
+        found.on_message(name, Expecting(b"e" * 16, id))
+        await asyncio.sleep(0)
+        assert not request.done()
+    found.on_message("a", Expecting(b"e" * 16, "r1"))
+    await request
+    assert note.end == UNDER_WAY
+
+
+@pytest.mark.parametrize("how", ["fetched", "gone", "silent", "unheard"])
+async def test_a_request_does_not_wait_in_vain(how: str) -> None:
+    found = fetching(Channels(deaf={"a"} if how == "unheard" else set()))
+    found.least_wait_s = 0.01 if how == "silent" else 60.0
+    note = found.begin(flight(), Fetch("b", 960), Decision("a", Reason.FETCH), FLEET, {"b": Match(960)})
+    assert note is not None
+    if how == "fetched":
+        found.on_message("a", fetched())
+    elif how == "gone":
+        found.forget("a")
+    await asyncio.wait_for(found.heard(note), 30)
 
 
 def test_of_who_is_gone_nothing_more_is_heard() -> None:
@@ -223,16 +260,16 @@ def test_who_takes_too_long_is_not_fetched_from_for_a_while(end: str) -> None:
     now = [0.0]
     found = fetching(now=lambda: now[0])
     decision, matches = Decision("a", Reason.REBALANCED), {"b": Match(960)}
-    assert found.wanted(decision, FLEET, matches, 1000) is not None
+    assert wanted(found, decision, FLEET, matches) is not None
     found.begin(flight(), Fetch("b", 960), decision, FLEET, matches)
-    found.on_fetched("a", fetched(end, seconds=3.0))
-    assert found.wanted(decision, FLEET, matches, 1000) is None
+    found.on_message("a", fetched(end, seconds=3.0))
+    assert wanted(found, decision, FLEET, matches) is None
     note = found.consider(flight(), decision, FLEET, matches)
     assert note is not None
     assert note.end == NOT_WORTH_IT
     assert note.transfer_s > note.saved_s
     now[0] = 300.0
-    assert found.wanted(decision, FLEET, matches, 1000) is not None
+    assert wanted(found, decision, FLEET, matches) is not None
 
 
 def test_of_equal_holders_the_one_that_was_faster_is_read_from() -> None:
@@ -241,8 +278,8 @@ def test_of_equal_holders_the_one_that_was_faster_is_read_from() -> None:
     fleet, matches = (*FLEET, instance("c")), {"b": Match(960), "c": Match(960)}
     decision = Decision("a", Reason.REBALANCED)
     found.begin(flight(), Fetch("b", 960), decision, fleet, matches)
-    found.on_fetched("a", fetched(seconds=0.5))
-    assert found.wanted(decision, fleet, matches, 1000) == Fetch("c", 960)
+    found.on_message("a", fetched(seconds=0.5))
+    assert wanted(found, decision, fleet, matches) == Fetch("c", 960)
     channels.told.clear()
     assert found.source_for(TOKENS, KEY, "a", fleet, matches) is not None
     assert [name for name, _ in channels.told] == ["c"]
@@ -288,7 +325,7 @@ def test_a_note_says_in_headers_what_is_known_when_the_answer_begins() -> None:
     note = found.begin(flight(), Fetch("b", 960), decision, FLEET, {"b": Match(960), "a": Match(320)})
     assert note is not None
     assert note.headers()["x-kv-fetch"] == "under-way"
-    found.on_fetched("a", fetched(tokens=640))
+    found.on_message("a", fetched(tokens=640))
     assert note.headers() == {
         "x-kv-fetch": "done",
         "x-kv-fetch-source": "b",

@@ -11,8 +11,24 @@ import pytest
 
 from router import Router
 from router.lifecycle import State
-from sglang_ext.agent_messages import FromAgent, Park, Parked, Running, ToAgent, Unpark, Watch
+from router.move_calls import LEAST_AHEAD
+from sglang_ext.agent_messages import (
+    Advise,
+    Advised,
+    Expecting,
+    Fetch,
+    FromAgent,
+    Lend,
+    Park,
+    Parked,
+    Running,
+    Source,
+    ToAgent,
+    Unpark,
+    Watch,
+)
 from sglang_ext.cluster_messages import Registration
+from sglang_ext.keys import encode_tokens
 from sglang_ext.testing.workers import Gate, StandInWorker
 
 EPOCH = bytes(16)
@@ -31,20 +47,27 @@ class Agents:
     router: Router
     why: str = ""
     silent: set[type] = field(default_factory=set)
+    endpoints: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Where the instances' KV can be read; nowhere, unless a test says so."""
     told: list[tuple[str, ToAgent]] = field(default_factory=list)
 
     def registration(self, name: str) -> Registration | None:
-        return Registration(url=name, instance="i", epoch="0" * 32)
+        return Registration(url=name, instance="i", epoch="0" * 32, endpoints=self.endpoints.get(name, ()))
 
     def send(self, name: str, message: ToAgent) -> bool:
         self.told.append((name, message))
         answer: FromAgent | None = None
         if isinstance(message, Park):
-            answer = Parked(EPOCH, message.id, self.why, STATE, meeting="127.0.0.1:7", room=5)
+            loan = message.id if self.endpoints else ""
+            answer = Parked(EPOCH, message.id, self.why, STATE, meeting="127.0.0.1:7", room=5, loan=loan)
+        elif isinstance(message, Advise):
+            answer = Advised(EPOCH, message.id, "done", 0, 0, 0)
+        elif isinstance(message, Fetch):
+            answer = Expecting(EPOCH, message.id)
         elif isinstance(message, Watch):
             answer = Running(EPOCH, message.id)
         if answer is not None and type(message) not in self.silent:
-            asyncio.get_running_loop().call_soon(self.router.mover.on_message, name, answer)
+            asyncio.get_running_loop().call_soon(self.router.mover.calls.on_message, name, answer)
         return True
 
     def ends(self) -> list[bool]:
@@ -68,7 +91,7 @@ async def rig(start_worker: Any, start_router: Any) -> Rig:
     gate = source.between_chunks = Gate()
     router: Router = await start_router(source, target, policy="round-robin")
     agents = Agents(router)
-    router.mover._channels = agents
+    router.mover.calls.channels = agents
     return Rig(source, target, router, agents, gate)
 
 
@@ -208,4 +231,29 @@ async def test_each_of_several_is_moved_once(
     for each in answers:
         assert without_ids(await asyncio.wait_for(each.read(), 10)) == expected
     assert rig.agents.ends() == [False] * 5
+    rig.gate.open()
+
+
+@pytest.mark.parametrize("tokens", [100, 10])
+async def test_a_prompt_is_copied_while_its_request_still_runs(
+    tokens: int, rig: Rig, client: Any, eventually: Any
+) -> None:
+    rig.agents.endpoints = {rig.source.url: ("there:1",), rig.target.url: ("here:1",)}
+    body = {"input_ids": [5] * tokens, "sampling_params": {"max_new_tokens": 8}, "stream": True}
+    rig.source.chunks_before_gate = 4
+    answer = await first_there(rig, client, "/generate", body)
+    await rig.gate.reached()
+    rig.router.members.drain(rig.router.members.member(rig.source.url).instance, 60)
+    await asyncio.wait_for(answer.read(), 10)
+    assert rig.agents.ends() == [False]
+    told = [(name, message) for name, message in rig.agents.told if not isinstance(message, Unpark)]
+    kinds = [(name == rig.source.url, type(message)) for name, message in told]
+    ahead = [(True, Lend), (False, Advise)] if tokens >= LEAST_AHEAD else []
+    assert kinds == [*ahead, (True, Park), (False, Fetch), (False, Watch)]
+    if ahead:
+        (_, lend), (_, hint) = told[:2]
+        assert isinstance(lend, Lend)
+        assert isinstance(hint, Advise)
+        assert hint.source == Source(("there:1",), lend.loan)
+        assert hint.tokens == lend.tokens == encode_tokens([5] * tokens)
     rig.gate.open()

@@ -99,8 +99,8 @@ def test_idle_instances_share_new_prompts_by_what_they_cache() -> None:
 @pytest.mark.parametrize(
     ("cached", "matches", "chosen", "reason"),
     [
-        pytest.param((296, 100), common({"a": 98}), "a", Reason.PREFIX, id="twice its size ahead: stays"),
-        pytest.param((297, 100), common({"a": 98}), "b", Reason.SPREAD, id="more: spreads"),
+        pytest.param((492, 100), common({"a": 98}), "a", Reason.PREFIX, id="four times its size: stays"),
+        pytest.param((493, 100), common({"a": 98}), "b", Reason.SPREAD, id="more: spreads"),
         pytest.param((9000, 100), own({"a": 98}), "a", Reason.PREFIX, id="its own past: stays whatever"),
         pytest.param(
             (900, 100), common({"a": 98, "b": 98}), "b", Reason.PREFIX, id="the fuller holder drops out"
@@ -122,14 +122,14 @@ def test_conversations_with_one_system_prompt_share_an_idle_fleet() -> None:
     cached = {"a": 0, "b": 0, "c": 0}
     system: set[str] = set()
     homes = []
-    for number in range(12):
+    for number in range(36):
         view = tuple(Instance(name, 0, 0, tokens, number) for name, tokens in cached.items())
         matches = common(dict.fromkeys(system, 100))
         chosen = prompt_tree(Prompt(160), view, matches, COSTS, OPTIONS).instance
         cached[chosen] += 160 if chosen not in system else 60
         system.add(chosen)
         homes.append(chosen)
-    assert sorted(homes.count(name) for name in "abc") == [4, 4, 4]
+    assert min(homes.count(name) for name in "abc") >= 9, homes
 
 
 def test_questions_about_a_long_document_stay_with_it() -> None:

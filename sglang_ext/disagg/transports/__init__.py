@@ -151,7 +151,7 @@ class Served(ABC):
 
 
 class Unserved(Served):
-    """A session whose peer needs no service of ours (shm, cma), and that we therefore cannot fence."""
+    """A session whose peer needs no service of ours (shm), and that we therefore cannot fence."""
 
     def fence(self) -> bool:
         return False

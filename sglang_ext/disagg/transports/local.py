@@ -1,10 +1,11 @@
-"""`shm` and `cma`: both ends on one host, no service by the owner, no fence against it.
+"""`shm` and `cma`: both ends on one host, no service by the owner.
 
 shm: the owner's pool is shared memory; the reader maps it and copies. Every byte that was stored here had
 been loaded before; the full fence at the end of a copy orders those loads before the load of a counter.
 
 cma: the owner's pool is any memory; the reader calls process_vm_readv with many ranges at a time. The
-kernel has copied the bytes when the call returns, and a counter is read by a later call.
+kernel has copied the bytes when the call returns, and a counter is read by a later call. Writers pass a
+guard page (`_guard`), by which the owner fences one that stands still; over shm, nothing fences a writer.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import struct
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,7 @@ from sglang_ext.disagg._jit import COMPILED, kernel, libc
 from sglang_ext.disagg.errors import (
     CancelledTransferError,
     PeerGoneError,
+    PeerProtocolError,
     TransferError,
     TransportUnavailableError,
 )
@@ -37,11 +40,14 @@ from sglang_ext.disagg.transports import (
     host_identity,
 )
 from sglang_ext.disagg.transports._copy import STREAM_BYTES, copy_runs
+from sglang_ext.disagg.transports._guard import GuardPage
 
 IOVECS = 1024
 """Ranges per call, the kernel's limit."""
 STEP_BYTES = 4 << 20
 """Bytes between two looks at the cancel flag: under a millisecond."""
+ADDRESS = struct.Struct("<Q")
+"""The guard page, in the answer of `cma`."""
 INLINE_SHM = 32 << 20
 INLINE_CMA = 16 << 20
 """What the event loop's own thread may read: two or three milliseconds. Two hand-overs between threads cost
@@ -53,10 +59,11 @@ _errno = libc("__errno_location", result="int32*")
 
 
 @kernel
-def _vector(pid, runs, remote_bases, local_bases, iov, flag, write):  # type: ignore[no-untyped-def]
-    """process_vm_readv or writev over all runs. 0, -1 when cancelled, or -(1000 + errno).
+def _vector(pid, runs, remote_bases, local_bases, iov, flag, guard):  # type: ignore[no-untyped-def]
+    """process_vm_readv over all runs, or writev with a guard. 0, -1 when cancelled, or -(1000 + errno).
 
-    iov: int64, shape (2, IOVECS, 2): local and remote vectors of (address, bytes).
+    iov: int64, shape (2, IOVECS, 2): local and remote vectors of (address, bytes). guard: address of the
+    peer's byte that each write begins with; 0 to read.
     """
     n = runs.shape[0]
     i = 0
@@ -66,6 +73,13 @@ def _vector(pid, runs, remote_bases, local_bases, iov, flag, write):  # type: ig
             return -1
         count = 0
         total = 0
+        if guard:
+            # From anywhere: what the byte is does not matter.
+            iov[0, 0, 0] = flag.ctypes.data
+            iov[1, 0, 0] = guard
+            iov[0, 0, 1] = 1
+            iov[1, 0, 1] = 1
+            count = 1
         j = i
         skip = done
         while j < n and count < iov.shape[1] and total < 4194304:
@@ -80,8 +94,8 @@ def _vector(pid, runs, remote_bases, local_bases, iov, flag, write):  # type: ig
             skip = 0
         local = iov[0].ctypes.data
         remote = iov[1].ctypes.data
-        if write:
-            moved = _writev(pid, local, count, remote, count, 0)
+        if guard:
+            moved = _writev(pid, local, count, remote, count, 0) - 1
         else:
             moved = _readv(pid, local, count, remote, count, 0)
         if moved <= 0:
@@ -152,10 +166,12 @@ class CmaChannel(Channel):
     name = TransportName.CMA
     gap = 1024
 
-    def __init__(self, regions: RegionTable, peer: PeerInfo, lanes: int) -> None:
+    def __init__(self, regions: RegionTable, peer: PeerInfo, lanes: int, guard: int) -> None:
+        """guard: address of the peer's guard page for this session."""
         self.lanes = lanes
         self._local = regions
         self._pid = peer.pid
+        self._guard = guard
         self._bases = np.zeros(MAX_REGIONS, np.int64)
         self._bases[: len(peer.regions)] = [m.address for m in peer.regions]
         self._iov = [np.zeros((2, IOVECS, 2), np.int64) for _ in range(lanes + 1)]
@@ -169,13 +185,13 @@ class CmaChannel(Channel):
         self.inline = INLINE_CMA if self.counters is not None else 0
 
     def read(self, lane: int, runs: Runs, token: CancelToken) -> None:
-        self._move(lane, runs, token, False)
+        self._move(lane, runs, token, 0)
 
     def write(self, lane: int, runs: Runs, token: CancelToken, grant: tuple[int, int]) -> None:
-        self._move(lane, runs, token, True)
+        self._move(lane, runs, token, self._guard)
 
-    def _move(self, lane: int, runs: Runs, token: CancelToken, write: bool) -> None:
-        code = _vector(self._pid, runs, self._bases, self._local.bases, self._iov[lane], token.flag, write)
+    def _move(self, lane: int, runs: Runs, token: CancelToken, guard: int) -> None:
+        code = _vector(self._pid, runs, self._bases, self._local.bases, self._iov[lane], token.flag, guard)
         if code == -1:
             raise CancelledTransferError("cma: the call was cancelled")
         if code:
@@ -205,7 +221,7 @@ def _warm() -> None:
     """Load the compiled loops, or compile them where they are not cached: not while a peer waits."""
     none, zero = np.zeros((0, 5), np.int64), np.zeros(1, np.int64)
     copy_runs(none, zero, 2, zero, 0, STREAM_BYTES, zero)
-    _vector(0, none, zero, zero, np.zeros((2, 1, 2), np.int64), zero, False)
+    _vector(0, none, zero, zero, np.zeros((2, 1, 2), np.int64), zero, 0)
     _fence()
 
 
@@ -245,6 +261,21 @@ class ShmTransport(Transport):
         """Nothing is held."""
 
 
+class CmaServed(Served):
+    """A session of a process on this host, which begins its writes with a guard page of ours."""
+
+    def __init__(self, pid: int) -> None:
+        """pid: of the peer."""
+        self.guard = GuardPage(pid)
+
+    def fence(self) -> bool:
+        """Whether the session is over, and its peer stands still or is gone; a peer that runs is asked."""
+        return self.guard.holds
+
+    def close(self) -> None:
+        self.guard.close()
+
+
 class CmaTransport(Transport):
     """See the top of this file. lanes: calls that may run at a time on one channel."""
 
@@ -269,17 +300,23 @@ class CmaTransport(Transport):
         return f"kernel.yama.ptrace_scope is {scope}: set it to 0 or grant CAP_SYS_PTRACE"
 
     def offer(self) -> bytes:
-        return host_identity().encode()
+        return f"{host_identity()} {os.getpid()}".encode()
 
     def accept(self, session: bytes, offer: bytes, grants: npt.NDArray[np.int64]) -> tuple[bytes, Served]:
-        _same_host(self.name, offer)
+        host, _, pid = offer.rpartition(b" ")
+        _same_host(self.name, host)
         reason = _reachable(self.regions)
         if reason:
             raise TransportUnavailableError(f"{self.name}: {reason}")
-        return b"", Unserved()
+        if not pid.isdigit():
+            raise PeerProtocolError("cma: the offer does not say whose it is")
+        served = CmaServed(int(pid))
+        return ADDRESS.pack(served.guard.address), served
 
     def open(self, peer: PeerInfo, session: bytes, offer: bytes, answer: bytes) -> Channel:
-        return CmaChannel(self.regions, peer, self._lanes)
+        if len(answer) != ADDRESS.size:
+            raise PeerProtocolError("cma: the answer does not name a guard page")
+        return CmaChannel(self.regions, peer, self._lanes, *ADDRESS.unpack(answer))
 
     def withdraw(self, offer: bytes) -> None:
         """Nothing was reserved."""
