@@ -21,6 +21,18 @@ WITHIN = 1.1
 
 
 @dataclass(frozen=True, slots=True)
+class Told:
+    """What became of the hint of a request. ready: all that could be brought was there before the request.
+    below: tokens that were known then and not in HBM. gap_s: from the hint to the request. ready_s: from the
+    hint until all was there; None where the request came sooner."""
+
+    ready: bool
+    below: int
+    gap_s: float
+    ready_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Served:
     """One request. sent, first, ended: seconds of one clock. hbm, dram, disk: cached tokens of the prompt by
     the tier that they were in when the request was admitted; what was fetched from another instance is in
@@ -43,6 +55,7 @@ class Served:
     hinted: bool = False
     priority: int = 0
     level: float = 0.0
+    told: Told | None = None
 
     @property
     def ttft(self) -> float:
@@ -167,8 +180,67 @@ def hidden_share(before: float, after: float) -> float:
     return before / (before + after) if before + after else 1.0
 
 
+def not_hidden(served: Iterable[Served]) -> dict[str, int]:
+    """Tokens loaded once their request was there, by why: it had no hint; the hint was too late; HBM had no
+    room when the hint came; or it was given up again between the two."""
+    found = {"no hint": 0, "too late": 0, "no room": 0, "given up": 0}
+    for one in served:
+        loaded = one.dram + one.disk
+        if one.told is None:
+            found["no hint"] += loaded
+        elif not one.told.ready:
+            found["too late"] += loaded
+        else:
+            below = min(loaded, one.told.below)
+            found["no room"] += below
+            found["given up"] += loaded - below
+    return found
+
+
 def cost_of(level: float, served: Sequence[Served]) -> float:
     """Normalized latency of the requests at a level over that of those at level 0, less 1."""
     at = [one for one in served if one.level == level]
     base = [one for one in served if one.level == 0.0]
     return normalized_latency(at) / normalized_latency(base) - 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class CostLine:
+    """What a level costs when the cost grows with it as a line. per_level: of level 1, over the latency at
+    level 0. noise: its standard error."""
+
+    per_level: float
+    noise: float
+
+    def cost(self, level: float) -> tuple[float, float]:
+        """Of a level, and its standard error."""
+        return level * self.per_level, level * self.noise
+
+
+def cost_line(served: Sequence[Served], slice_s: float, seed: int, rounds: int = 400) -> CostLine:
+    """A line through the normalized latency of all requests over their levels: ten times as sure at 10 % as
+    the difference between two levels. What a prompt's known and new tokens explain is taken out first.
+
+    Its error is found by drawing the slices anew: requests of one slice wait for each other.
+    """
+    begin = min(one.sent for one in served)
+    slices: dict[int, list[Served]] = {}
+    for one in served:
+        slices.setdefault(int((one.sent - begin) / slice_s), []).append(one)
+    rows = list(slices.values())
+    rng = np.random.default_rng(seed)
+    drawn = []
+    for _ in range(rounds):
+        again = [one for at in rng.integers(0, len(rows), len(rows)) for one in rows[at]]
+        if len({one.level for one in again}) > 1:
+            drawn.append(_slope(again))
+    return CostLine(_slope(served), float(np.std(drawn)))
+
+
+def _slope(served: Sequence[Served]) -> float:
+    terms = np.array([(1.0, one.level, one.prompt - one.known, one.known) for one in served])
+    means = terms[:, 2:].mean(axis=0)
+    terms[:, 2:] -= means
+    latency = np.array([one.normalized for one in served])
+    at_0, per_level, _, _ = np.linalg.lstsq(terms, latency, rcond=None)[0]
+    return float(per_level / at_0)

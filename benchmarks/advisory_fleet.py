@@ -39,16 +39,18 @@ class System:
     """One way to serve. servers: a key of ``server_flags``. policy: of our router; None: sglang-router."""
 
     name: str
+    word: str
+    """For the command line."""
     servers: str
     policy: str | None
     hints: bool = False
 
 
-RECOMPUTE = System("recompute", "no cache", "least-load")
-STICKY = System("sticky swapping", "ours", "benchmarks.advisory_sticky:sticky")
-STOCK = System("stock, cache_aware", "stock", None)
-UNHINTED = System("ours without hints", "ours", "auto")
-HINTED = System("ours", "ours", "auto", hints=True)
+RECOMPUTE = System("recompute", "recompute", "no cache", "least-load")
+STICKY = System("sticky swapping", "sticky", "ours", "benchmarks.advisory_sticky:sticky")
+STOCK = System("stock, cache_aware", "stock", "stock", None)
+UNHINTED = System("ours without hints", "unhinted", "ours", "auto")
+HINTED = System("ours", "ours", "ours", "auto", hints=True)
 SYSTEMS = (RECOMPUTE, STOCK, STICKY, UNHINTED, HINTED)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.advisory_figures import Served
+from benchmarks.advisory_figures import Served, Told
 from benchmarks.advisory_talks import Ask, Call, Talk, drawn
 
 TIMEOUT_S = 120.0
@@ -59,6 +60,8 @@ class Player:
         self._http: aiohttp.ClientSession | None = None
         self._begin = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._hints: dict[str, tuple[str, float]] = {}
+        """Session -> id of its last hint, and when it was sent."""
 
     # -- what is played -------------------------------------------------------------------------
 
@@ -147,7 +150,7 @@ class Player:
         served, answer = await self._send(
             session, turn, [*history, *new], len(history), ask.answer, priority, level, hinted=hinted
         )
-        scene.served.append(served)
+        await self._keep(served)
         history += [*new, *answer]
         return True
 
@@ -164,7 +167,7 @@ class Player:
                 call.session, number, [*history, *call.new], len(history), call.answer,
                 hinted=self._scene.hints and bool(history),
             )  # fmt: skip
-            self._scene.served.append(served)
+            await self._keep(served)
             said[call.session] = [*history, *call.new, *answer]
         return time.perf_counter() - begin
 
@@ -227,10 +230,27 @@ class Player:
             body["earliest_s"] = earliest_s
         if not self._scene.hints:
             return
+        asked = time.perf_counter()
         async with self._http.post(f"{self._url}/v1/advisory", json=body) as response:
             self._scene.hints_sent += 1
             self._scene.hints_refused += response.status != 200
-            await response.read()
+            told = await response.json()
+            if told.get("id"):
+                self._hints[session] = (told["id"], asked)
+
+    async def _keep(self, served: Served) -> None:
+        """Add what was served to the scene, with what became of its hint."""
+        assert self._http is not None
+        id, asked = self._hints.pop(served.session, ("", 0.0))
+        if id and served.hinted:
+            async with self._http.get(f"{self._url}/v1/advisory/{id}") as response:
+                hint = await response.json()
+            if hint.get("state") == "used":
+                ready_s, where = hint["ready_after_s"], hint["tokens"]
+                below = where["dram"] + where["disk"] + where["elsewhere"]
+                told = Told(ready_s is not None, below, served.sent - asked, ready_s)
+                served = dataclasses.replace(served, told=told)
+        self._scene.served.append(served)
 
     def _named(self, session: str) -> str:
         return f"{self._scene.name}/{session}"

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.traces import Session, Turn, agent_runs, people
+from benchmarks.traces import AgentCall, Session, Turn, agent_runs, people
 
 Encode = Callable[[str], list[int]]
 """From text to tokens."""
@@ -36,7 +36,8 @@ class Shape:
     least_turns: of the conversations taken. most_past: tokens that are there at the beginning, at most.
     least_typing_s, longest_pause_s: bounds of the shortened times; a load from DRAM or a peer is to be
     shorter than the former, and nobody is to sit out a measurement. prompt_tokens, answer_tokens: of every
-    request, instead of the logged ones (Symphony, figure 16).
+    request, instead of the logged ones (Symphony, figure 16). under_way: the first conversation of each user
+    is; else it begins.
     """
 
     pace: float = 16.0
@@ -48,6 +49,7 @@ class Shape:
     longest_pause_s: float = 6.0
     prompt_tokens: int | None = None
     answer_tokens: int | None = None
+    under_way: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ def users(folder: Path, encode: Encode, count: int, seed: int, shape: Shape) -> 
 
 def _talks(row: Iterator[Session], encode: Encode, rng: random.Random, shape: Shape) -> Iterator[Talk]:
     for number, session in enumerate(row):
-        if number == 0:
+        if number == 0 and shape.under_way:
             yield _under_way(session, encode, rng, shape)
         else:
             asks = tuple(_ask(turn, encode, rng, shape) for turn in session.turns)
@@ -145,7 +147,8 @@ class Call:
 
 def agents(folder: Path, runs: int, calls: int, seed: int, shape: Shape) -> list[list[Call]]:
     """So many logged runs of at most so many calls each, the longest runs first; from the first again where
-    the log has fewer.
+    the log has fewer. Of each, the calls from where agents begin to take turns: the cycles of review and
+    revision (Symphony, section 4.4), before which each agent is asked once and nothing can be kept.
 
     The log has lengths and no text. A call repeats what its session has, as far as its length goes.
     """
@@ -155,8 +158,9 @@ def agents(folder: Path, runs: int, calls: int, seed: int, shape: Shape) -> list
     for number, run in enumerate(itertools.islice(itertools.cycle(logged), runs)):
         lengths: dict[str, int] = {}
         chain = []
-        ended = run[0].send_s
-        for call in run[:calls]:
+        begin = _taking_turns(run)
+        ended = run[begin].send_s
+        for call in run[begin : begin + calls]:
             before = lengths.get(call.session, 0)
             prompt = min(call.prompt_tokens, shape.most_past)
             keeps = max(0, min(before, prompt - AGENT_NEW_TOKENS))
@@ -169,6 +173,18 @@ def agents(folder: Path, runs: int, calls: int, seed: int, shape: Shape) -> list
             ended = call.receive_s
         found.append(chain)
     return found
+
+
+def _taking_turns(run: Sequence[AgentCall]) -> int:
+    """Where the first agent is asked that is asked again after another one; 0 where there is none."""
+    for at, call in enumerate(run):
+        others = False
+        for later in run[at + 1 :]:
+            if later.session != call.session:
+                others = True
+            elif others:
+                return at
+    return 0
 
 
 # --- what is varied within a measurement ---

@@ -2,8 +2,9 @@
 
 A server on one core is calibrated as ``sglang-ext calibrate`` does it. Then prefills of lengths and cached
 shares that calibration has not seen are timed on it, and on a server of the same model with two ranks on one
-core each (TP 2), which was never calibrated: both levels predict it from the profile of one rank (MemServe,
-section 8.4 and figure 14). The error of a point is |predicted - measured| / measured.
+core each (TP 2): both levels predict it from the profile of one rank, by shapes alone, and with the constants
+of the parallelism, two numbers that six other prefills at TP 2 give (MemServe, sections 5.3.2 and 8.4, figure
+14). The error of a point is |predicted - measured| / measured.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from benchmarks.quiet import DEFAULT, go_first, undisturbed
 from sglang_ext.calibration import measure
 from sglang_ext.calibration.command import parser as calibrate_parser
 from sglang_ext.calibration.command import run as calibrate
+from sglang_ext.calibration.command import with_scaling
 from sglang_ext.calibration.instance import Instance
-from sglang_ext.calibration.plan import Point, Tokens, between, points
+from sglang_ext.calibration.plan import Point, Tokens, anchors, between, points
 from sglang_ext.cost_model import ArchLevel, OperatorLevel, Profile, save
-from sglang_ext.cost_model.fitting import merged
+from sglang_ext.cost_model.fitting import Timed, merged
 from sglang_ext.testing.leaks import descendants
 from sglang_ext.testing.servers import ServerProcess, ServerSpec
 
@@ -69,9 +71,23 @@ def run(options: Options, report: Report) -> None:
         return
     with _server(model, "0|1", 2) as (server, quiet):
         report.note(quiet)
+        few = [point for point in anchors(LONGEST) if point not in unseen]
+        constants = [Timed(*one) for one in _measure(server.url, few, rounds, run=2)]
         two = _measure(server.url, unseen, rounds)
-    report.summary["op_mean_error_tp2"] = _compare(report, "TP 2, operator level", op.scaled(2), two)
-    report.summary["arch_mean_error_tp2"] = _compare(report, "TP 2, arch level", arch.scaled(2), two)
+    told = with_scaling(profile, 2, constants)
+    assert told.operators is not None
+    for name, key, by_shapes, scaled in (
+        ("operator level", "op_mean_error_tp2", op.scaled(2), told.operators.scaled(2)),
+        ("arch level", "arch_mean_error_tp2", arch.scaled(2), told.arch.scaled(2)),
+    ):
+        report.summary[key] = _compare(report, f"TP 2, {name}", scaled, two)
+        report.summary[f"{key}_by_shapes"] = _compare(report, f"TP 2, {name}, by shapes", by_shapes, two)
+        report.add(
+            f"constants of TP 2, {name}",
+            points=len(few),
+            factor=scaled.scaling.factor,
+            fixed_ms=scaled.scaling.fixed_s * 1e3,
+        )
 
 
 @contextmanager
@@ -114,13 +130,13 @@ def _calibrate(url: str, lengths: int, rounds: int, keep: Path | None) -> Profil
     return profile
 
 
-def _measure(url: str, unseen: Sequence[Point], rounds: int) -> list[tuple[int, int, float]]:
-    """(new, context, seconds) of every point."""
+def _measure(url: str, unseen: Sequence[Point], rounds: int, run: int = 1) -> list[tuple[int, int, float]]:
+    """(new, context, seconds) of every point; run: another one for each on a server, for other tokens."""
     instance = Instance(url)
     try:
         facts = instance.facts()
         model = measure.read_model(facts.model_path, facts.dtype)
-        tokens = Tokens(model.vocabulary if model else measure.SAFE_VOCABULARY, os.getpid() + 1)
+        tokens = Tokens(model.vocabulary if model else measure.SAFE_VOCABULARY, os.getpid() + run)
         bench = measure.Bench(instance, tokens, LONGEST)
         bench.warm_up([unseen[0], unseen[-1]])
         samples = measure.prefills(bench, unseen, rounds, lambda what, done, of: None)

@@ -4,6 +4,9 @@ Each turn of each session is asked of every design, in an order that changes, so
 machine disturbs all of them. The prompts are the first design's (the answers of a server that finds nothing
 are the truth), so that every design computes the same, and every token is compared. The peer is SGLang's own
 hand-over with mooncake_tcp, behind its own router where that is installed.
+
+A run takes `--minutes`; sessions that would not fit are not begun. `--designs`, `--loads` and `--sessions`
+choose, so that the whole can be had in several runs.
 """
 
 from __future__ import annotations
@@ -12,19 +15,19 @@ import argparse
 import asyncio
 import random
 import signal
-import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import disagg_figures
-from benchmarks.common import SEED, Options, Report, parse, percentile
+from benchmarks.common import SEED, Options, Report, parse
 from benchmarks.data import data_folder
-from benchmarks.disagg_loads import Session, Size, sessions
+from benchmarks.disagg_loads import LOADS, Session, Size, sessions
 from benchmarks.disagg_loads import Turn as Said
+from benchmarks.disagg_report import Leg, Turn, complete_summary, report_on
 from benchmarks.disagg_servers import (
     COLOCATED,
     DESIGNS,
@@ -32,8 +35,8 @@ from benchmarks.disagg_servers import (
     STOCK,
     STOCK_DESIGN,
     STOCK_ROUTED,
+    TRUTH,
     AskError,
-    Design,
     Group,
     GroupSpec,
     ask,
@@ -43,57 +46,46 @@ from benchmarks.disagg_servers import (
     running,
     stock,
 )
+from benchmarks.quiet import undisturbed
 from benchmarks.router_processes import peer_missing
-from sglang_ext.testing.compare import Answer, assert_same
+from sglang_ext.errors import ConfigError
 
 NAME = "disagg"
-LATE = 3
-"""From this turn on a conversation has grown beyond its first prompts (the aims' "third turn and later")."""
-GROWING = ("sharegpt", "react")
-"""Loads whose turns come after all that was said before."""
-BLOCK = 16
 FIGURES = ("pull_vs_push", "layers", "xpyd")
+ALL = {design.name: design for design in (*DESIGNS, ROUTED, STOCK_ROUTED, STOCK_DESIGN)}
+TIE = 1e-4
+"""How close two log probabilities are between which rounding may decide."""
+SECONDS_FOR_PUSH = 110.0
+"""What pull against push takes at the end of the default form."""
 
 
-@dataclass
-class Turn:
-    """What one turn took, in seconds and bytes. added: tokens that are new in its prompt."""
+def play(
+    legs: Sequence[Leg], groups: Mapping[str, Group], played: Sequence[Session], until: float = float("inf")
+) -> None:
+    """Every session, turn by turn, on every design.
 
-    load: str
-    number: int
-    prompt: int
-    added: int
-    ttft: float
-    jct: float
-    tpot: float
-    cached: int
-    sent: float
-
-
-@dataclass
-class Leg:
-    """A design, and what was seen of it."""
-
-    design: Design
-    turns: list[Turn] = field(default_factory=list)
-    wrong: int = 0
-
-
-def play(legs: Sequence[Leg], groups: Mapping[str, Group], played: Sequence[Session]) -> None:
-    """Every session, turn by turn, on every design."""
+    Args:
+        until: by `time.monotonic`; what would take longer, by sessions of its load before, is left out.
+    """
     rng = random.Random(SEED)
+    took: dict[str, float] = {}
+    for group in groups.values():
+        group.flush()
     for name, session in enumerate(played):
-        for group in groups.values():
-            group.flush()
+        begin = time.monotonic()
+        if begin + took.get(session.load, 0.0) > until:
+            continue
         history = list(session.first)
         for number, said in enumerate(session.turns, 1):
             prompt = [*history, *said.added]
             order = [legs[0], *rng.sample(legs[1:], len(legs) - 1)]
-            expected: Answer | None = None
+            expected: list[int] | None = None
             for leg in order:
-                answer = _turn(leg, groups, rng, f"{name}", session, number, said, prompt)
-                expected = expected or answer
-                leg.wrong += not _same(expected, answer)
+                got = _turn(leg, groups, rng, f"{name}", session, number, said, prompt)
+                expected = expected or got
+                if got != expected and not _tie(groups[legs[0].design.servers], prompt, expected, got):
+                    sys.stderr.write(f"wrong answer of {leg.design.name}: {got} instead of {expected}\n")
+                    leg.wrong += 1
                 seen = leg.turns[-1]
                 sys.stderr.write(
                     f"{session.load} {number} {leg.design.name}: {seen.cached} of {seen.prompt} cached, "
@@ -101,7 +93,8 @@ def play(legs: Sequence[Leg], groups: Mapping[str, Group], played: Sequence[Sess
                 )
             assert expected is not None
             if session.grows:
-                history = [*prompt, *expected.tokens]
+                history = [*prompt, *expected]
+        took[session.load] = max(took.get(session.load, 0.0), time.monotonic() - begin)
 
 
 def _turn(
@@ -113,7 +106,7 @@ def _turn(
     number: int,
     said: Said,
     prompt: Sequence[int],
-) -> Answer:
+) -> list[int]:
     design = leg.design
     group = groups[design.servers]
     before = group.read_bytes()
@@ -125,103 +118,29 @@ def _turn(
     leg.turns.append(
         Turn(
             session.load,
+            name,
             number,
             len(prompt),
             len(said.added),
             found.ttft,
             found.jct,
             found.tpot,
-            found.answer.cached_tokens,
+            found.cached,
             group.read_bytes() - before,
         )
     )
-    return found.answer
+    return found.tokens
 
 
-def _same(expected: Answer, got: Answer) -> bool:
-    try:
-        assert_same(expected, got)
-    except AssertionError as error:
-        sys.stderr.write(f"wrong answer: {error}\n")
-        return False
-    return True
-
-
-def report_on(report: Report, legs: Sequence[Leg]) -> None:
-    """Rows of times by load and design, of bytes and reuse by turn, and the summary."""
-    for load in sorted({turn.load for leg in legs for turn in leg.turns}):
-        for leg in legs:
-            turns = [turn for turn in leg.turns if turn.load == load]
-            values: dict[str, float] = {}
-            for what in ("ttft", "tpot", "jct"):
-                seconds = [getattr(turn, what) for turn in turns]
-                values |= {
-                    f"{what}_mean_ms": statistics.mean(seconds) * 1e3,
-                    f"{what}_p50_ms": percentile(seconds, 50) * 1e3,
-                    f"{what}_p99_ms": percentile(seconds, 99) * 1e3,
-                }
-            report.add(load, design=leg.design.name, **values, turns=len(turns))
-    for leg in legs:
-        for load in GROWING:
-            for number in sorted({turn.number for turn in leg.turns if turn.load == load}):
-                turns = [t for t in leg.turns if t.load == load and t.number == number]
-                report.add(
-                    load,
-                    design=leg.design.name,
-                    turn=number,
-                    prompt_tokens=statistics.mean(t.prompt for t in turns),
-                    cached_tokens=statistics.mean(t.cached for t in turns),
-                    sent_kib=statistics.mean(t.sent for t in turns) / 1024,
-                    ttft_ms=statistics.mean(t.ttft for t in turns) * 1e3,
-                )
-    by = {leg.design.name: leg for leg in legs}
-    through = (STOCK_ROUTED.name, ROUTED.name) if STOCK_ROUTED.name in by else (STOCK, "3")
-    report.summary |= {
-        "ttft_c3_vs_c1_turn3": _ratio(by, "ttft", "3", "1", late=True),
-        "jct_c3_vs_basic": _ratio(by, "jct", "3", "basic"),
-        "ttft_c3_vs_stock_mooncake_tcp": _ratio(by, "ttft", through[1], through[0]),
-        "jct_c3_vs_stock_mooncake_tcp": _ratio(by, "jct", through[1], through[0]),
-        "bytes_per_turn_growth_c1": growth(by.get("1")),
-        "bytes_per_turn_growth_c3": growth(by.get("3")),
-        "pull_vs_push_jct": report.summary.get("pull_vs_push_jct"),
-        "wrong_answers": sum(leg.wrong for leg in legs),
-        "ttft_c3_vs_c2": _ratio(by, "ttft", "3", "2"),
-        "ttft_c2_vs_c1": _ratio(by, "ttft", "2", "1"),
-    }
-
-
-def _ratio(by: Mapping[str, Leg], what: str, over: str, under: str, late: bool = False) -> float | None:
-    """Of means; `late`: over the third and later turns of loads that grow."""
-
-    def mean(name: str) -> float | None:
-        turns = [
-            turn
-            for turn in (by[name].turns if name in by else ())
-            if not late or (turn.number >= LATE and turn.load in GROWING)
-        ]
-        return statistics.mean(getattr(turn, what) for turn in turns) if turns else None
-
-    a, b = mean(over), mean(under)
-    return None if a is None or not b else a / b
-
-
-def growth(leg: Leg | None) -> float | None:
-    """Bytes sent per token that the user added (and a block, to which both sides round), in the last turns of
-    conversations over those in the second turns.
+def _tie(truth: Group, prompt: Sequence[int], expected: Sequence[int], got: Sequence[int]) -> bool:
+    """Whether rounding decided where two answers part; what follows has no meaning then. The server that
+    finds nothing is asked once more, with log probabilities.
     """
-    if leg is None:
-        return None
-    turns = [turn for turn in leg.turns if turn.load == GROWING[0]]
-    last = max((turn.number for turn in turns), default=0)
-    if last <= LATE - 1:
-        return None
-
-    def per_token(number: int) -> float:
-        mine = [turn for turn in turns if turn.number == number]
-        return sum(turn.sent for turn in mine) / sum(turn.added + BLOCK for turn in mine)
-
-    first = per_token(LATE - 1)
-    return per_token(last) / first if first else None
+    if len(got) != len(expected):
+        return False
+    place = next(at for at, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b)
+    again = asyncio.run(ask(truth, prompt, place + 1, 0, ("", f"tie/{place}/{len(prompt)}"), margins=True))
+    return again.margins[place] <= TIE
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -241,6 +160,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="interpreter of an environment with sglang-router==0.3.2, to put it in front of stock SGLang",
     )
     parser.add_argument(
+        "--designs", metavar="A,B", help=f"only these, of {', '.join(ALL)}; {TRUTH} is always asked"
+    )
+    parser.add_argument("--loads", metavar="A,B", help=f"only these, of {', '.join(LOADS)}")
+    parser.add_argument("--sessions", type=int, metavar="N", help="of each load at most")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=9.0,
+        help="how long a run may take, about, 9 unless given; fewer sessions or rounds are played in less",
+    )
+    parser.add_argument(
         "--pull-vs-push", action="store_true", help="only compare pull with push (KVDirect, figure 16)"
     )
     parser.add_argument(
@@ -253,69 +183,129 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def measure_designs(options: Options, report: Report) -> None:
-    """Rows by load and design, and the summary."""
-    size = Size(*((4, 64, 64, 1000) if options.quick else (6, 256, 192, 4000)))
-    played = sessions(data_folder(options.extra.data), options.rounds(8, quick=1), size)
-    specs: dict[str, GroupSpec] = {"colocated": COLOCATED, "pull": pair()}
-    designs = list(DESIGNS)
-    missing = mooncake_missing(options.extra.mooncake)
-    router_missing = peer_missing(options.extra.sglang_router_python)
-    if missing is None:
-        specs[STOCK] = stock(options.extra.mooncake)
-        if router_missing is None:
-            designs += [ROUTED, STOCK_ROUTED]
-        if router_missing is not None or not options.quick:
-            designs.append(STOCK_DESIGN)
-        if router_missing is not None:
-            report.note(f"no router in front of stock SGLang or of ours: sglang-router {router_missing}")
-    else:
-        report.note(f"stock SGLang with mooncake_tcp {missing}")
-    report.note(
-        f"{len(played)} sessions of at most {size.turns} turns, one request at a time; questions are cut at "
-        f"{size.question} tokens (observations at twice that), answers at {size.answer}, documents and "
-        f"few-shot prefixes at {size.document}; designs basic to 3 share a pair of servers"
-    )
-    legs = [Leg(design) for design in designs]
-    with running(specs) as groups, ExitStack() as stack:
-        if ROUTED in designs:
+def chosen(given: str | None, known: Sequence[str], field: str) -> list[str]:
+    """The names of a list on the command line, in the order in which they are known.
+
+    Raises:
+        ConfigError: one is unknown.
+    """
+    if given is None:
+        return list(known)
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"there is no {name!r}", field=field, hint=f"Choose from {', '.join(known)}")
+    return [name for name in known if name in names]
+
+
+class Designs:
+    """The default form: loads by design."""
+
+    def __init__(self, options: Options, report: Report) -> None:
+        self.report = report
+        self.why: dict[str, str] = {}
+        """Why keys of the summary are null."""
+        extra = options.extra
+        self.legs: list[Leg] = []
+        self._peer_python: Path | None = extra.sglang_router_python
+        self._specs: dict[str, GroupSpec] = {"colocated": COLOCATED, "pull": pair()}
+        names = chosen(extra.designs, list(ALL), "--designs")
+        missing, router_missing = mooncake_missing(extra.mooncake), peer_missing(self._peer_python)
+        reason = f"stock SGLang with mooncake_tcp {missing}" if missing else ""
+        if missing is None:
+            self._specs[STOCK] = stock(extra.mooncake)
+            if router_missing is not None:
+                report.note(f"no router in front of stock SGLang or of ours: sglang-router {router_missing}")
+        for key in ("ttft_c3_vs_stock_mooncake_tcp", "jct_c3_vs_stock_mooncake_tcp"):
+            if reason:
+                self.why[key] = reason
+        designs = []
+        for name in names:
+            design = ALL[name]
+            if design.servers == STOCK and missing is not None:
+                continue
+            if design.routed and (router_missing is not None or missing is not None):
+                continue
+            if design is STOCK_DESIGN and extra.designs is None and router_missing is None:
+                # Behind its router is how it is used; without, it is measured when asked for.
+                continue
+            designs.append(design)
+        if ALL[TRUTH] not in designs:
+            designs.insert(0, ALL[TRUTH])
+        self.designs = designs
+        used = {design.servers for design in designs}
+        self._specs = {name: spec for name, spec in self._specs.items() if name in used}
+        self.size = Size(*((4, 64, 64, 1000) if options.quick else (5, 256, 128, 2000)))
+        loads = chosen(extra.loads, list(LOADS), "--loads")
+        count = extra.sessions or options.rounds(4, quick=1)
+        self.played = sessions(data_folder(extra.data), count, self.size, loads)
+
+    def run(self, until: float) -> None:
+        """Measure; what was seen is in `legs`, also after an exception."""
+        with running(self._specs) as groups, ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="disagg-routers-")))
-            stack.enter_context(routed(groups["pull"], folder))
-            stack.enter_context(routed(groups[STOCK], folder, options.extra.sglang_router_python))
-        # Once, so that nothing is compiled or connected in what is timed.
+            for name, python in (("pull", None), (STOCK, self._peer_python)):
+                if any(design.routed and design.servers == name for design in self.designs):
+                    stack.enter_context(routed(groups[name], folder, python))
+            self._warm_up(groups)
+            self.report.note(f"a core was ours for {undisturbed():.0%} of the time when sessions began")
+            play(self.legs, groups, self.played, until)
+
+    def conditions(self) -> str:
+        """What was played, in words."""
+        played = len({(turn.load, turn.session) for leg in self.legs for turn in leg.turns})
+        return (
+            f"{played} of {len(self.played)} sessions of at most {self.size.turns} turns, one request at a "
+            f"time; questions are cut at {self.size.question} tokens (observations at twice that), answers "
+            f"at {self.size.answer}, documents and few-shot prefixes at {self.size.document}; designs basic "
+            "to 3 share a pair of servers"
+        )
+
+    def _warm_up(self, groups: Mapping[str, Group]) -> None:
+        """Once, so that nothing is compiled or connected in what is timed; leaves out what cannot serve."""
         warm = Session("sharegpt", [7] * 300, (Said([8] * 40, 4), Said([9] * 40, 4)))
-        sys.stderr.write("servers run\n")
+        legs = [Leg(design) for design in self.designs]
         play([leg for leg in legs if groups[leg.design.servers].ours], groups, [warm])
         for leg in [leg for leg in legs if not groups[leg.design.servers].ours]:
             try:
                 play([legs[0], leg], groups, [warm])
             except AskError as error:
-                report.note(f"{leg.design.name} was left out: {str(error).splitlines()[0]}")
+                reason = f"{leg.design.name} was left out: {str(error).splitlines()[0]}"
+                self.report.note(reason)
                 sys.stderr.write(f"{leg.design.name}: {error}\n")
                 leg.turns.clear()
-        legs = [leg for leg in legs if leg.turns]
-        for leg in legs:
-            leg.turns.clear()
-            leg.wrong = 0
-        play(legs, groups, played)
-    report_on(report, legs)
+        self.legs = [Leg(leg.design) for leg in legs if leg.turns]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns its exit status."""
-    # Ends what was started.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    begin = time.monotonic()
     options = parse(argv, NAME, __doc__, add_flags)
     report = Report(NAME)
-    chosen = [name for name in FIGURES if getattr(options.extra, name)]
-    if not options.quick and not chosen:
-        disagg_figures.pull_vs_push(options, report)
-    for name in chosen:
-        getattr(disagg_figures, name)(options, report)
-    if not chosen:
-        measure_designs(options, report)
-        if options.quick:
-            report.note("pull_vs_push_jct: --pull-vs-push measures it, or the form without --quick")
+    figures = [name for name in FIGURES if getattr(options.extra, name)]
+    designs = None if figures else Designs(options, report)
+    # Ends what was started, and what was seen until then is told.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    whole = options.extra.designs is None and options.extra.loads is None and not options.quick
+    end = begin + 60 * options.extra.minutes
+    try:
+        for name in figures:
+            getattr(disagg_figures, name)(options, report, end)
+        if designs is not None:
+            designs.run(end - SECONDS_FOR_PUSH * whole)
+            if whole:
+                disagg_figures.pull_vs_push(options, report, end, short=True)
+    except KeyboardInterrupt:
+        report.note("interrupted: only what was measured until then")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    why = designs.why if designs is not None else {}
+    if designs is not None:
+        report.note(designs.conditions())
+        report_on(report, designs.legs)
+    complete_summary(
+        report, {"pull_vs_push_jct": "--pull-vs-push measures it, or the form without choices"} | why
+    )
     return report.finish(options)
 
 

@@ -8,6 +8,7 @@ are shares of what one pair can serve, measured first.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import statistics
 import time
@@ -18,7 +19,7 @@ from benchmarks.common import SEED, Options, Report, percentile
 from benchmarks.disagg_loads import FIRST_ID, LAST_ID
 from benchmarks.disagg_servers import Asked, Group, GroupSpec, ask, pair, running
 
-SHARES = (0.4, 0.9)
+SHARES = (0.9, 0.4)
 """Of one pair's capacity."""
 
 
@@ -31,49 +32,56 @@ class Load:
     requests: int
 
 
-def pull_vs_push(options: Options, report: Report) -> None:
-    """KVDirect, figure 16: decode has room for a few requests only, and pushing reserves it beforehand."""
-    load = Load(options.rounds(1024, quick=768), options.rounds(48, quick=24), options.rounds(60, quick=10))
+def pull_vs_push(options: Options, report: Report, until: float = math.inf, *, short: bool = False) -> None:
+    """KVDirect, figure 16: decode has room for a few requests only, and pushing reserves it beforehand.
+
+    Args:
+        until: by `time.monotonic`; rates and rounds that take longer are left out, but for the first.
+        short: once, and at the highest rate only.
+    """
+    load = Load(options.rounds(1024, quick=768), options.rounds(48, quick=24), options.rounds(16, quick=8))
     room = ("--max-total-tokens", str(6 * (load.prompt + load.answer)))
     specs = {
         "pull": pair(*room, "--kv-transfer-mode", "pull"),
         "push": pair(*room, "--kv-transfer-mode", "push"),
     }
-    means = _compare(report, "pull vs push", specs, load, options)
-    report.summary["pull_vs_push_jct"] = statistics.mean(
-        means["pull", share].jct / means["push", share].jct for share in SHARES
-    )
+    shares, rounds = (SHARES[:1], 1) if short else (SHARES, options.rounds(3, quick=1))
+    means = _compare(report, "pull vs push", specs, load, shares, rounds, until)
+    report.summary["pull_vs_push_jct"] = _over(report, means, "pull", "push")
 
 
-def layers(options: Options, report: Report) -> None:
-    """MemServe, figure 12: 1024 tokens of prompt and 32 of answer."""
-    load = Load(1024, options.rounds(32, quick=16), options.rounds(60, quick=10))
+def layers(options: Options, report: Report, until: float = math.inf) -> None:
+    """MemServe, figure 12: 1024 tokens of prompt and 32 of answer. until: as in `pull_vs_push`."""
+    load = Load(1024, options.rounds(32, quick=16), options.rounds(16, quick=8))
     specs = {
         "by layer": pair("--kv-transfer-mode", "push-by-layer"),
         "by request": pair("--kv-transfer-mode", "push"),
         "by request, aggregated": pair("--kv-transfer-mode", "push", "--kv-transfer-layout", "aggregated"),
     }
-    means = _compare(report, "layers", specs, load, options)
+    means = _compare(report, "layers", specs, load, SHARES, options.rounds(3, quick=1), until)
     for name in ("by layer", "by request"):
-        key = f"agg_vs_{name.replace(' ', '_')}_jct"
-        report.summary[key] = statistics.mean(
-            means["by request, aggregated", share].jct / means[name, share].jct for share in SHARES
-        )
+        _over(report, means, "by request, aggregated", name)
 
 
-def xpyd(options: Options, report: Report) -> None:
-    """KVDirect, figure 12: the same load on one or several prefill and decode servers."""
+def xpyd(options: Options, report: Report, until: float = math.inf) -> None:
+    """KVDirect, figure 12: the same load on one or several prefill and decode servers. until: as in
+    `pull_vs_push`.
+    """
     most = options.rounds(3, quick=2)
     sizes = [(1, 1), *((1, n) for n in range(2, most + 1)), *((n, 1) for n in range(2, most + 1))]
     answers = (16, options.rounds(96, quick=48))
-    loads = [Load(1024, answer, options.rounds(40, quick=10)) for answer in answers]
+    loads = [Load(1024, answer, options.rounds(20, quick=8)) for answer in answers]
     with running({"all": pair(prefill=most, decode=most)}) as groups:
         group = groups["all"]
         for load in loads:
             rate = 0.9 * capacity(group, load)
+            if time.monotonic() + len(sizes) * load.requests / rate > until and load is not loads[0]:
+                report.note(f"{load.prompt}-{load.answer} was left out: --minutes are over")
+                break
             for prefill, decode in sizes:
-                found = mean(play(group, load, rate, (prefill, decode)))
-                _row(report, f"{load.prompt}-{load.answer}", f"{prefill}P{decode}D", rate, found)
+                asked = play(group, load, rate, (prefill, decode))
+                name = f"{prefill}P{decode}D"
+                _row(report, f"{load.prompt}-{load.answer}", name, rate, mean(asked), len(asked))
 
 
 @dataclass(frozen=True)
@@ -140,7 +148,13 @@ def _prompts(rng: random.Random, load: Load, count: int) -> list[list[int]]:
 
 
 def _compare(
-    report: Report, case: str, specs: Mapping[str, GroupSpec], load: Load, options: Options
+    report: Report,
+    case: str,
+    specs: Mapping[str, GroupSpec],
+    load: Load,
+    shares: Sequence[float],
+    rounds: int,
+    until: float,
 ) -> dict[tuple[str, float], Mean]:
     """Rows of each way at each rate. The ways take turns, and every one gets the same arrivals."""
     found: dict[tuple[str, float], list[Asked]] = {}
@@ -148,17 +162,30 @@ def _compare(
         for group in groups.values():
             capacity(group, Load(64, 4, 1))
         rate = capacity(next(iter(groups.values())), load)
-        for number in range(options.rounds(3, quick=1)):
-            for share in SHARES:
-                for name in sorted(groups, reverse=number % 2 == 1):
-                    found.setdefault((name, share), []).extend(play(groups[name], load, share * rate))
-    means = {key: mean(asked) for key, asked in found.items()}
-    for (name, share), value in means.items():
-        _row(report, case, name, share * rate, value)
+        try:
+            for number in range(rounds):
+                for share in shares:
+                    takes = len(groups) * load.requests / (share * rate)
+                    if found and time.monotonic() + takes > until:
+                        continue
+                    for name in sorted(groups, reverse=number % 2 == 1):
+                        found.setdefault((name, share), []).extend(play(groups[name], load, share * rate))
+        finally:
+            means = {key: mean(asked) for key, asked in found.items()}
+            for (name, share), value in means.items():
+                _row(report, case, name, share * rate, value, len(found[name, share]))
     return means
 
 
-def _row(report: Report, case: str, name: str, rate: float, found: Mean) -> None:
+def _over(report: Report, means: Mapping[tuple[str, float], Mean], over: str, under: str) -> float:
+    """Job completion time of one way over that of another: the mean of the rates' ratios."""
+    shares = [share for name, share in means if name == over]
+    ratio = statistics.mean(means[over, share].jct / means[under, share].jct for share in shares)
+    report.add("all rates", what="jct", design=over, over=under, ratio=ratio)
+    return ratio
+
+
+def _row(report: Report, case: str, name: str, rate: float, found: Mean, requests: int) -> None:
     report.add(
         case,
         design=name,
@@ -168,4 +195,5 @@ def _row(report: Report, case: str, name: str, rate: float, found: Mean) -> None
         tpot_ms=found.tpot * 1e3,
         decode_stage_ms=(found.jct - found.ttft) * 1e3,
         jct_ms=found.jct * 1e3,
+        requests=requests,
     )

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import ast
 import gzip
-import random
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,34 +67,29 @@ def tokens(text: str) -> list[int]:
     return [FIRST_ID + zlib.crc32(word.encode()) % (LAST_ID - FIRST_ID) for word in _WORD.findall(text)]
 
 
-def sessions(folder: Path, count: int, size: Size) -> list[Session]:
-    """So many sessions of each load, in turns.
-
-    Raises:
-        ConfigError: the folder lacks the texts, or they are others than expected.
-    """
-    found: list[Session] = []
-    loads = (sharegpt(folder, size), react(folder, size), loogle(folder, size))
-    for _ in range(count):
-        for load in loads:
-            session = next(load, None)
-            if session is None:
-                raise ConfigError("the texts have too few sessions", field="--data", hint="Ask for fewer")
-            found.append(session)
-    return found
-
-
 def sharegpt(folder: Path, size: Size) -> Iterator[Session]:
-    """Conversations with enough turns, in an order drawn once."""
-    talks = [pairs for _, pairs in conversations(folder) if len(pairs) >= size.turns]
-    random.Random(0).shuffle(talks)
-    for pairs in talks:
+    """Conversations with enough turns: that in the middle by the length of its answers first, then those in
+    the middle of what is shorter and longer, and so on, so that few are like all.
+    """
+    talks = [pairs[: size.turns] for _, pairs in conversations(folder) if len(pairs) >= size.turns]
+    talks.sort(key=lambda pairs: sum(_length(answer, size) for _, answer in pairs))
+    for at in middles(len(talks)):
         turns = [
-            Turn(tokens(question)[: size.question], _length(answer, size))
-            for question, answer in pairs[: size.turns]
+            Turn(tokens(question)[: size.question], _length(answer, size)) for question, answer in talks[at]
         ]
         if all(turn.added for turn in turns):
             yield Session("sharegpt", [], tuple(turns))
+
+
+def middles(count: int) -> Iterator[int]:
+    """Every place of a row once, breadth first: the middle, the middles of both halves, ..."""
+    spans = deque([(0, count)])
+    while spans:
+        begin, end = spans.popleft()
+        if begin < end:
+            middle = (begin + end) // 2
+            yield middle
+            spans += [(begin, middle), (middle + 1, end)]
 
 
 def react(folder: Path, size: Size) -> Iterator[Session]:
@@ -127,6 +122,30 @@ def loogle(folder: Path, size: Size) -> Iterator[Session]:
             for pair in pairs[: size.turns]
         ]
         yield Session("loogle", tokens(str(row["input"]))[: size.document], tuple(turns), grows=False)
+
+
+LOADS: Mapping[str, Callable[[Path, Size], Iterator[Session]]] = {
+    "sharegpt": sharegpt,
+    "react": react,
+    "loogle": loogle,
+}
+
+
+def sessions(folder: Path, count: int, size: Size, loads: Sequence[str] = tuple(LOADS)) -> list[Session]:
+    """So many sessions of each load, in turns.
+
+    Raises:
+        ConfigError: the folder lacks the texts, or they are others than expected.
+    """
+    found: list[Session] = []
+    chosen = [LOADS[name](folder, size) for name in loads]
+    for _ in range(count):
+        for load in chosen:
+            session = next(load, None)
+            if session is None:
+                raise ConfigError("the texts have too few sessions", field="--data", hint="Ask for fewer")
+            found.append(session)
+    return found
 
 
 def _length(answer: str, size: Size) -> int:

@@ -4,8 +4,8 @@ Designs share servers: who keeps what follows from the names under which a reque
 (SGLang's `extra_key`), and prefill and decode may be told different ones.
 
     keeps nothing      a name of its own for every turn: nothing is ever found
-    keeps what it has  one name for the conversation
-    takes nothing back one name for the conversation, but another on the other side: what returns is not found
+    keeps what it has  one name
+    takes nothing back one name, but another on the other side: what returns is not found
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from typing import Any
 
 import httpx
 
+from benchmarks.quiet import DEFAULT, go_first
 from benchmarks.router_processes import our_router, process, wait_for
 from sglang_ext.cluster.plan import LOOPBACK
 from sglang_ext.cluster.process import tail
 from sglang_ext.testing.compare import Answer
+from sglang_ext.testing.leaks import descendants
 from sglang_ext.testing.pd import BACKEND
 from sglang_ext.testing.servers import ServerProcess, ServerSpec, free_port, wait_until
 
@@ -65,12 +67,14 @@ class Design:
     routed: bool = False
 
     def keys(self, talk: str, turn: int) -> tuple[str, str]:
-        """The names for prefill and decode."""
+        """The names for prefill and decode. What is kept is found by every conversation: agents share a
+        prefix.
+        """
         found = []
         for side, keeps in (("p", self.prefill), ("d", self.decode)):
-            name = f"{self.name}/{talk}"
+            name = self.name
             if keeps is Keeps.NOTHING:
-                name = f"{name}/{side}{turn}"
+                name = f"{name}/{talk}/{side}{turn}"
             elif keeps is Keeps.ITS_OWN:
                 name = f"{name}/{side}"
             found.append(name)
@@ -224,7 +228,9 @@ def mooncake_missing(folder: Path | None) -> str | None:
 
 @contextmanager
 def running(specs: Mapping[str, GroupSpec]) -> Iterator[dict[str, Group]]:
-    """Start all servers at once, and end them."""
+    """Start all servers at once, and end them. They and this process go before other work, where that is
+    allowed.
+    """
     groups = {name: spec.build() for name, spec in specs.items()}
     servers = [server for group in groups.values() for server in group.servers]
     with ExitStack() as stack:
@@ -232,6 +238,10 @@ def running(specs: Mapping[str, GroupSpec]) -> Iterator[dict[str, Group]]:
             stack.callback(server.stop)
         with ThreadPoolExecutor(len(servers)) as pool:
             list(pool.map(ServerProcess.start, servers))
+        stack.callback(go_first, [os.getpid()], DEFAULT)
+        go_first(
+            [os.getpid(), *(pid for server in servers for pid in (server.pid, *descendants(server.pid)))]
+        )
         yield groups
 
 
@@ -250,6 +260,7 @@ def routed(group: Group, folder: Path, peer_python: Path | None = None) -> Itera
         ]
     with process(command, core=None, log=log) as started:
         wait_for(port, started, "/health")
+        go_first([started.pid, *descendants(started.pid)])
         group.router = f"http://{LOOPBACK}:{port}"
         try:
             yield
@@ -263,16 +274,20 @@ class AskError(RuntimeError):
 
 @dataclass(frozen=True)
 class Asked:
-    """One answer. ttft, jct: seconds to the first token and to the last."""
+    """One answer. ttft, jct: seconds to the first token and to the last. cached: tokens of the prompt.
+    margins: how far each token is ahead of the second best, if that was asked for.
+    """
 
-    answer: Answer
+    tokens: list[int]
+    cached: int
     ttft: float
     jct: float
+    margins: list[float]
 
     @property
     def tpot(self) -> float:
         """Seconds per token after the first."""
-        return (self.jct - self.ttft) / max(1, len(self.answer.tokens) - 1)
+        return (self.jct - self.ttft) / max(1, len(self.tokens) - 1)
 
 
 async def ask(
@@ -284,15 +299,18 @@ async def ask(
     *,
     by_router: bool = False,
     which: tuple[int, int] = (0, 0),
+    margins: bool = False,
 ) -> Asked:
-    """One turn, streamed. keys: names of its KV on prefill and decode. which: of the servers."""
+    """One turn, streamed. keys: names of its KV on prefill and decode. which: of the servers. margins: ask
+    for log probabilities too, which makes every event of the stream a long one.
+    """
     body: dict[str, Any] = {
         "input_ids": list(prompt),
         "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
-        "return_logprob": True,
-        "top_logprobs_num": 2,
         "stream": True,
     }
+    if margins:
+        body |= {"return_logprob": True, "top_logprobs_num": 2}
     url = group.router if by_router else group.decode[which[1]].url
     if group.prefill and not by_router:
         body |= {
@@ -322,4 +340,6 @@ async def ask(
             if other_answer.status_code != 200:
                 text = f"prefill: {other_answer.status_code}: {other_answer.text[:500]}"
                 raise AskError(f"{text}\n{group.log_ends()}")
-    return Asked(Answer.of(json.loads(last)), first, whole)
+    answer = json.loads(last)
+    best = Answer.of(answer).margins if margins else []
+    return Asked(list(answer["output_ids"]), answer["meta_info"]["cached_tokens"], first, whole, best)

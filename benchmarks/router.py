@@ -1,9 +1,13 @@
 """What the router costs a request, and how much of the caches it brings to use, beside sglang-router.
 
 With fast stand-in workers: requests per second and added latency, one core for the router. With real servers:
-tokens reused and time to first token by policy, in ordinary operation, with caches too small for the load,
+tokens reused and time to first token by policy, in ordinary operation, with pools too small for the load,
 and right after an instance has restarted; and the tail of the time to first token when some sessions share
 their beginning (MemServe, figure 15).
+
+Two things are compared with sglang-router: the routing alone, in front of the very same servers, without
+tiers (ordinary, scarce pools); and the whole, our router in front of servers with DRAM and disk tiers, beside
+sglang-router in front of servers that have none, as stock SGLang's (scarce, restart).
 """
 
 from __future__ import annotations
@@ -44,11 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = parse(argv, "router", __doc__, add_flags)
     report = Report("router")
-    if "speed" in options.extra.parts:
-        measure_speed(options, report, options.extra.sglang_router_python)
-    if "serving" in options.extra.parts:
-        measure_serving(options, report, options.extra.sglang_router_python)
-    return report.finish(options)
+    try:
+        if "speed" in options.extra.parts:
+            measure_speed(options, report, options.extra.sglang_router_python)
+        if "serving" in options.extra.parts:
+            measure_serving(options, report, options.extra.sglang_router_python)
+    finally:
+        # What was measured before it was ended is told, too.
+        report.finish(options)
+    return 0
 
 
 if __name__ == "__main__":

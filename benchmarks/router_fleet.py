@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 
 from benchmarks.router_processes import PEER, free_port, our_router, peer_router, process, wait_for
-from sglang_ext.cluster.process import GUARD
-from sglang_ext.testing.servers import ServerSpec
+from sglang_ext.testing import preloaded
+from sglang_ext.testing.servers import ServerProcess, ServerSpec
 
-START_S = 300.0
 MODEL = "small"
-DRAM_IN_FRONT = "64MB"
-"""The disk is read into DRAM and written from it."""
+DRAM, DISK = "64MB", "1GB"
+"""Of an instance with tiers. The disk is read into DRAM and written from it."""
+NO_TIERS: tuple[str, ...] = ("--kv-dram-size", "0")
+
+
+@contextlib.contextmanager
+def forked_servers() -> Iterator[None]:
+    """Fork servers from one process that has imported SGLang, which takes a third of the time."""
+    if preloaded.current({}) is not None:
+        yield
+        return
+    with preloaded.use():
+        yield
 
 
 class RealFleet:
@@ -29,24 +37,21 @@ class RealFleet:
     Args:
         folder: for logs.
         instances: how many.
-        pool_tokens: of each one's pool, which is all the cache it has, but for what `restart` gives it.
+        pool_tokens: of each one's pool, which is all the cache it has until `give_tiers`.
     """
 
     def __init__(self, folder: Path, instances: int, pool_tokens: int) -> None:
         self._folder = folder
-        self._disks = 0
+        self._stack = contextlib.ExitStack()
+        self._servers: dict[int, ServerProcess] = {}
         self.router_port = free_port()
         self._ports = [free_port() for _ in range(instances)]
-        self._stacks = [contextlib.ExitStack() for _ in self._ports]
-        self._spec = ServerSpec(
-            model=MODEL,
-            flags=(
-                *("--radix-cache-backend", "global", "--kv-router", f"http://127.0.0.1:{self.router_port}"),
-                *("--chunked-prefill-size", "-1"),
-                *("--max-total-tokens", str(pool_tokens), "--mem-fraction-static", "0.5"),
-            ),
-            # As many threads as cores in each of several servers would wait for each other most of the time.
-            environment={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        self._tiers = dict.fromkeys(range(instances), NO_TIERS)
+        """Flags by server."""
+        self._flags = (
+            *("--radix-cache-backend", "global", "--kv-router", f"http://127.0.0.1:{self.router_port}"),
+            *("--chunked-prefill-size", "-1"),
+            *("--max-total-tokens", str(pool_tokens), "--mem-fraction-static", "0.5"),
         )
 
     @property
@@ -55,31 +60,49 @@ class RealFleet:
         return [f"http://127.0.0.1:{port}" for port in self._ports]
 
     def __enter__(self) -> RealFleet:
-        try:
-            running = [self._launch(index) for index in range(len(self._ports))]
-            for index, server in enumerate(running):
-                self._wait(index, server)
-        except BaseException:
-            self.__exit__()
-            raise
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._stop, list(self._tiers))
+            self._start(list(self._tiers))
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for stack in self._stacks:
-            stack.close()
+        self._stack.close()
 
-    def restart(self, index: int, *, keeps: bool) -> None:
-        """Kill a server and start it anew at its address, from now on with a disk tier.
+    def give_tiers(self) -> None:
+        """Start all servers anew, from now on with DRAM and disk tiers."""
+        for number in range(len(self._ports)):
+            disk = self._folder / f"disk-{number}"
+            disk.mkdir()
+            self._tiers[number] = (
+                *("--kv-dram-size", DRAM),
+                *("--kv-disk-path", str(disk), "--kv-disk-size", DISK),
+            )
+        self._stop(list(self._tiers))
+        self._start(list(self._tiers))
 
-        Args:
-            keeps: it finds what was on its disk; else its disk is empty.
-        """
-        self._stacks[index].close()
-        self._disks += not keeps
-        disk = self._folder / f"disk-{self._disks}"
-        disk.mkdir(exist_ok=True)
-        tiers = ("--kv-dram-size", DRAM_IN_FRONT, "--kv-disk-path", str(disk), "--kv-disk-size", "1GB")
-        self._wait(index, self._launch(index, tiers))
+    def restart(self, number: int) -> None:
+        """End a server and start it anew at its address; it keeps what is on its disk, if it has one."""
+        self._stop([number])
+        self._start([number])
+
+    def _start(self, which: Sequence[int]) -> None:
+        """Start servers, all at the same time."""
+        for number in which:
+            spec = ServerSpec(
+                model=MODEL,
+                flags=(*self._flags, *self._tiers[number]),
+                # With as many threads as cores, several servers would mostly wait for each other.
+                environment={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+            )
+            self._servers[number] = ServerProcess(spec, port=self._ports[number])
+        with ThreadPoolExecutor(len(which)) as pool:
+            list(pool.map(lambda number: self._servers[number].start(), which))
+
+    def _stop(self, which: Sequence[int]) -> None:
+        there = [server for number in which if (server := self._servers.pop(number, None)) is not None]
+        with ThreadPoolExecutor(max(1, len(there))) as pool:
+            list(pool.map(ServerProcess.stop, there))
 
     def flush(self) -> None:
         """Empty every cache, once the servers are idle."""
@@ -89,30 +112,6 @@ class RealFleet:
                 if time.monotonic() > end:
                     raise RuntimeError(f"{url} does not become idle")
                 time.sleep(0.05)
-
-    def _launch(self, index: int, tiers: Sequence[str] = ("--kv-dram-size", "0")) -> subprocess.Popen[str]:
-        return self._stacks[index].enter_context(
-            _guarded(
-                [*self._spec.command(self._ports[index]), *tiers],
-                self._folder / f"server-{index}.log",
-                self._spec.environment,
-            )
-        )
-
-    def _wait(self, index: int, server: subprocess.Popen[str]) -> None:
-        end = time.monotonic() + START_S
-        while time.monotonic() < end:
-            if server.poll() is not None:
-                raise RuntimeError(f"a server ended: {self._log(index)}")
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.urls[index]}/health", timeout=5, trust_env=False).status_code == 200:
-                    return
-            time.sleep(0.2)
-        raise RuntimeError(f"a server does not start: {self._log(index)}")
-
-    def _log(self, index: int) -> str:
-        lines = (self._folder / f"server-{index}.log").read_text(errors="replace").splitlines()
-        return "\n".join(lines[-15:])
 
     @contextlib.contextmanager
     def routed(self, policy: str, peer_python: Path | None) -> Iterator[int]:
@@ -157,34 +156,6 @@ class RealFleet:
                 time.sleep(0.05)
         text = "" if log is None else log.read_text(errors="replace")[-2000:]
         raise RuntimeError(f"the servers did not register: {seen}\n{text}")
-
-
-@contextlib.contextmanager
-def _guarded(
-    command: Sequence[str], log: Path, environment: Mapping[str, str]
-) -> Iterator[subprocess.Popen[str]]:
-    """A process that is killed when the block ends, and when this process does, with all it has started."""
-    watch, ours = os.pipe()
-    try:
-        with log.open("ab") as output:
-            guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(GUARD), str(watch), "1.0", "--", *command],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                text=True,
-                env={**os.environ, **environment},
-                pass_fds=(watch,),
-                start_new_session=True,
-            )
-        try:
-            yield guard
-        finally:
-            guard.send_signal(signal.SIGQUIT)
-            guard.wait()
-    finally:
-        os.close(watch)
-        os.close(ours)
 
 
 def _counts_tokens(client: httpx.Client) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ import httpx
 from benchmarks.router_load import Job
 
 START_S = 60.0
+PR_SET_PDEATHSIG = 1
 PEER = "sglang-router 0.3.2"
 
 
@@ -31,7 +33,8 @@ def process(
     log: Path,
     talks: bool = False,
 ) -> Iterator[subprocess.Popen[str]]:
-    """A process on one core, if given, that ends with the block, with all that it has started.
+    """A process on one core, if given, that ends with the block, with all that it has started; and itself
+    when this process ends without a word.
 
     Args:
         talks: it has pipes; else its output goes to ``log``, as its errors do in any case.
@@ -44,6 +47,7 @@ def process(
             stderr=output,
             text=True,
             start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
     try:
         if core is not None:
@@ -56,6 +60,13 @@ def process(
         for pipe in (running.stdin, running.stdout):
             if pipe is not None:
                 pipe.close()
+
+
+_libc = ctypes.CDLL(None)
+
+
+def _end_with_parent() -> None:
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextlib.contextmanager

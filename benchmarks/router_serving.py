@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import sys
 import tempfile
@@ -10,15 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.common import Options, Report, percentile
-from benchmarks.router_fleet import MODEL, RealFleet
+from benchmarks.common import SEED, Options, Report, percentile
+from benchmarks.router_fleet import DISK, DRAM, MODEL, RealFleet, forked_servers
 from benchmarks.router_processes import PEER, peer_missing
 from benchmarks.router_sessions import Seen, Session, Words, conversations, play_arriving, play_rounds
 
 OURS, SESSION = "auto", "session"
-POLICIES = (OURS, "cost", "prompt-tree", SESSION, "least-load", "round-robin", "random")
-QUICK_POLICIES = (OURS,)
-CACHE_AWARE = PEER
+OTHERS = ("cost", "prompt-tree", SESSION, "least-load", "round-robin", "random")
+"""Measured once, where the run is not a quick one."""
 AT_ONCE = 4
 SERVING_CASES = ("ordinary", "scarce", "restart", "sharing")
 DOCUMENT, TURN = 384, 48
@@ -27,10 +27,12 @@ SHARED_BY = 3
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured. ``few`` sessions fit into the caches, ``many`` do not."""
+    """How much is measured. The KV of ``few`` sessions fits into the pools, that of ``many`` is 2.5 times as
+    large. ``sharing_pool``: what long documents need."""
 
     instances: int
     pool_tokens: int
+    sharing_pool: int
     few: int
     many: int
     turns: int
@@ -40,126 +42,147 @@ class Plan:
 
 def plan_for(options: Options) -> Plan:
     if options.quick:
-        return Plan(2, 4096, 6, 45, 3, 6, 1)
-    return Plan(3, 4096, 15, 66, 4, 30, 3)
+        return Plan(2, 2048, 4096, 6, 36, 3, 6, 1)
+    return Plan(3, 2048, 4096, 12, 45, 4, 15, 3)
 
 
-Leg = Callable[[RealFleet, str, int, Sequence[Session]], list[Seen]]
+Leg = Callable[[str, int, Sequence[Session]], list[Seen]]
 
 
 def measure_serving(options: Options, report: Report, peer_python: Path | None) -> None:
     """Rows of reuse and TTFT by policy, and their summary."""
-    plan = plan_for(options)
-    policies = list(QUICK_POLICIES if options.quick else POLICIES)
+    plan, cases = plan_for(options), options.extra.cases
     missing = peer_missing(peer_python)
-    if missing is None:
-        policies.append(CACHE_AWARE)
-    else:
+    peers = [PEER] if missing is None else []
+    if missing is not None:
         report.note(f"{PEER} {missing}")
+    others = [] if options.quick else list(OTHERS)
     report.note(
-        f"serving: {plan.instances} servers on the CPU, model {MODEL!r}, {plan.pool_tokens} tokens "
-        "of cache each and no other tier; one that restarts has a disk behind our router, and nothing behind "
-        f"the peer; {plan.turns} turns of {TURN} tokens behind {DOCUMENT} tokens that {SHARED_BY} sessions "
-        f"share; {AT_ONCE} requests at a time"
+        f"serving: {plan.instances} servers on the CPU, model {MODEL!r}, pools of {plan.pool_tokens} tokens; "
+        f"with tiers, {DRAM} of DRAM and {DISK} of disk each; {plan.turns} turns of {TURN} tokens behind "
+        f"{DOCUMENT} tokens that {SHARED_BY} sessions share; {AT_ONCE} requests at a time"
     )
-    with (
-        tempfile.TemporaryDirectory(prefix="router-serving-") as name,
-        RealFleet(Path(name), plan.instances, plan.pool_tokens) as fleet,
-    ):
-        for case, sessions, leg in (
-            ("ordinary", plan.few, _all_turns(plan)),
-            ("scarce", plan.many, _all_turns(plan)),
-        ):
-            if case in options.extra.cases:
-                _measure_case(report, plan, fleet, case, sessions, leg, policies, peer_python)
-        if "sharing" in options.extra.cases:
-            _measure_sharing(report, plan, fleet, policies, peer_python)
-        if "restart" in options.extra.cases:
-            # Last: from here on one server has a disk. First the peer, whose restart gives it an empty one.
-            if CACHE_AWARE not in policies:
-                fleet.restart(0, keeps=False)
-            first = [CACHE_AWARE] if CACHE_AWARE in policies else []
-            order = [*first, *(policy for policy in policies if policy not in first)]
-            _measure_case(report, plan, fleet, "restart", plan.few, _restart(plan), order, peer_python)
-        if "scarce" in options.extra.cases and not options.quick:
-            _measure_scarce_with_tiers(report, plan, fleet)
+    with tempfile.TemporaryDirectory(prefix="router-serving-") as name, forked_servers():
+        if not {"ordinary", "scarce", "restart"}.isdisjoint(cases):
+            with RealFleet(Path(name), plan.instances, plan.pool_tokens) as fleet:
+                _measure_conversations(_Bench(report, plan, fleet, peer_python), cases, peers, others)
+        if "sharing" in cases:
+            with RealFleet(Path(name), plan.instances, plan.sharing_pool) as fleet:
+                _Bench(report, plan, fleet, peer_python).measure_sharing([*peers, *others])
 
 
-def _all_turns(plan: Plan) -> Leg:
-    def leg(fleet: RealFleet, policy: str, port: int, sessions: Sequence[Session]) -> list[Seen]:
-        return play_rounds(port, sessions, plan.turns, at_once=AT_ONCE)
+def _measure_conversations(
+    bench: _Bench, cases: Sequence[str], peers: Sequence[str], others: Sequence[str]
+) -> None:
+    plan = bench.plan
+    alone: Reuse = {}
+    restarted: Reuse = {}
+    if "ordinary" in cases:
+        ordinary = bench.measure("ordinary", plan.few, bench.all_turns, [OURS, *peers], others)
+        bench.compare("reuse_vs_cache_aware", ordinary, ordinary)
+    if "scarce" in cases:
+        alone = bench.measure("scarce pools", plan.many, bench.all_turns, [OURS, *peers], others)
+        bench.compare("reuse_vs_cache_aware_scarce_pools", alone, alone)
+    if "restart" in cases:
+        restarted = bench.measure("restart", plan.few, bench.restart, peers)
+    if {"scarce", "restart"}.isdisjoint(cases):
+        return
+    bench.fleet.give_tiers()
+    if "scarce" in cases:
+        with_tiers = bench.measure("scarce pools, tiers", plan.many, bench.all_turns, [OURS])
+        bench.compare("reuse_vs_cache_aware_scarce", with_tiers, alone)
+    if "restart" in cases:
+        with_tiers = bench.measure("restart, tiers", plan.few, bench.restart, [OURS], others)
+        bench.compare("reuse_vs_cache_aware_restart", with_tiers, restarted)
 
-    return leg
+
+Reuse = dict[str, list[float]]
+"""Tokens reused by policy, a number per round."""
 
 
-def _restart(plan: Plan) -> Leg:
-    """An instance restarts after the first turns; what counts is the turns after that.
+class _Bench:
+    """Measures policies in front of one fleet."""
 
-    Behind our router it keeps a disk tier. Behind the peer, which is for servers without tiers, it starts
-    with an empty one, that is with nothing, as stock SGLang does.
-    """
+    def __init__(self, report: Report, plan: Plan, fleet: RealFleet, peer_python: Path | None) -> None:
+        self._report = report
+        self.plan = plan
+        self.fleet = fleet
+        self._peer_python = peer_python
+        self._legs = 0
 
-    def leg(fleet: RealFleet, policy: str, port: int, sessions: Sequence[Session]) -> list[Seen]:
-        play_rounds(port, sessions, plan.turns - 1, at_once=AT_ONCE)
-        fleet.restart(0, keeps=policy != CACHE_AWARE)
-        if policy != CACHE_AWARE:
-            fleet.wait_registered(port)
+    def all_turns(self, policy: str, port: int, sessions: Sequence[Session]) -> list[Seen]:
+        """Every turn of every session."""
+        return play_rounds(port, sessions, self.plan.turns, at_once=AT_ONCE)
+
+    def restart(self, policy: str, port: int, sessions: Sequence[Session]) -> list[Seen]:
+        """An instance restarts after the first turns; what counts is the turns after that."""
+        play_rounds(port, sessions, self.plan.turns - 1, at_once=AT_ONCE)
+        self.fleet.restart(0)
+        if policy != PEER:
+            self.fleet.wait_registered(port)
         return play_rounds(port, sessions, 1, at_once=AT_ONCE)
 
-    return leg
+    def measure(
+        self, case: str, sessions: int, leg: Leg, policies: Sequence[str], once: Sequence[str] = ()
+    ) -> Reuse:
+        """Rows of a case.
 
+        Args:
+            policies: measured in every round, taking turns.
+            once: measured in the first round only.
+        """
+        reuse: Reuse = {}
+        for number in range(self.plan.rounds):
+            line = [*policies, *once] if number == 0 else list(policies)
+            for policy in line if number % 2 == 0 else reversed(line):
+                with self.fleet.routed(policy, self._peer_python) as port:
+                    begin = time.perf_counter()
+                    seen = leg(policy, port, self._conversations(sessions))
+                    elapsed = time.perf_counter() - begin
+                reuse.setdefault(policy, []).append(_row(self._report, case, policy, seen, elapsed))
+        return reuse
 
-def _measure_case(
-    report: Report,
-    plan: Plan,
-    fleet: RealFleet,
-    case: str,
-    sessions: int,
-    leg: Leg,
-    policies: Sequence[str],
-    peer_python: Path | None,
-) -> None:
-    reuse: dict[str, list[float]] = {policy: [] for policy in policies}
-    # A restart takes half a minute; one round of those has to do.
-    for number in range(plan.rounds if case != "restart" else 1):
-        for policy in policies if number % 2 == 0 else reversed(policies):
-            talks = conversations(
-                Words(), sessions, plan.turns, shared_by=SHARED_BY, prefix_tokens=DOCUMENT, turn_tokens=TURN
-            )
-            with fleet.routed(policy, peer_python) as port:
-                begin = time.perf_counter()
-                seen = leg(fleet, policy, port, talks)
-                elapsed = time.perf_counter() - begin
-            reuse[policy].append(_row(report, case, policy, seen, elapsed))
-    if CACHE_AWARE in policies:
-        key = "reuse_vs_cache_aware" + ("" if case == "ordinary" else f"_{case}")
-        report.summary[key] = statistics.median(
-            ours / max(theirs, 1.0) for ours, theirs in zip(reuse[OURS], reuse[CACHE_AWARE], strict=True)
+    def _conversations(self, sessions: int) -> list[Session]:
+        """The same load with other words each time: a flushed server may know the last ones from its disk."""
+        self._legs += 1
+        return conversations(
+            Words(random.Random(SEED + self._legs)),
+            sessions,
+            self.plan.turns,
+            shared_by=SHARED_BY,
+            prefix_tokens=DOCUMENT,
+            turn_tokens=TURN,
         )
 
+    def compare(self, key: str, ours: Reuse, theirs: Reuse) -> None:
+        """Into the summary: what is reused behind our router over what is behind the peer's."""
+        if OURS in ours and PEER in theirs:
+            self._report.summary[key] = statistics.median(
+                mine / max(other, 1.0) for mine, other in zip(ours[OURS], theirs[PEER], strict=True)
+            )
 
-def _measure_scarce_with_tiers(report: Report, plan: Plan, fleet: RealFleet) -> None:
-    """The same load as "scarce", behind our router, when what leaves a pool goes to DRAM and disk.
-
-    On that load no choice of instances reuses much more than another: conversations with one document go to
-    one place either way, and what is evicted there is gone. What is below the pool decides.
-    """
-    for index in range(plan.instances):
-        fleet.restart(index, keeps=False)
-    case = "scarce, with tiers"
-    _measure_case(report, plan, fleet, case, plan.many, _all_turns(plan), [OURS], None)
-
-    def reused(case: str, policy: str) -> list[float]:
-        return [
-            float(row["reused_tokens"] or 0)
-            for row in report.rows
-            if row["case"] == case and row["policy"] == policy
-        ]
-
-    ours, theirs = reused(case, OURS), reused("scarce", f"{CACHE_AWARE} cache_aware")
-    if ours and theirs:
-        ratio = statistics.median(ours) / max(1.0, statistics.median(theirs))
-        report.summary["reuse_vs_cache_aware_scarce_tiers"] = ratio
+    def measure_sharing(self, once: Sequence[str]) -> None:
+        """MemServe, figure 15: every session is there twice, under two names (share ratio 2)."""
+        plan, report = self.plan, self._report
+        rate = 0.0
+        tails: dict[str, list[float]] = {}
+        for number in range(plan.rounds):
+            legs = [OURS, SESSION, *(policy for policy in once if policy != SESSION and number == 0)]
+            for policy in legs if number % 2 == 0 else reversed(legs):
+                with self.fleet.routed(policy, self._peer_python) as port:
+                    rate = rate or _rate(port, plan.instances)
+                    begin = time.perf_counter()
+                    seen = play_arriving(port, _twice(plan), rate)
+                    elapsed = time.perf_counter() - begin
+                _row(report, "share ratio 2", policy, seen, elapsed)
+                tails.setdefault(policy, []).append(percentile([one.ttft for one in seen], 99))
+        report.note(
+            f"share ratio 2: {2 * plan.documents} sessions of 3 questions, {rate:.2g} sessions a second, "
+            f"pools of {plan.sharing_pool} tokens"
+        )
+        report.summary["p99_ttft_vs_session_share2"] = statistics.median(
+            ours / theirs for ours, theirs in zip(tails[OURS], tails[SESSION], strict=True)
+        )
 
 
 def _row(report: Report, case: str, policy: str, seen: Sequence[Seen], elapsed: float) -> float:
@@ -168,7 +191,7 @@ def _row(report: Report, case: str, policy: str, seen: Sequence[Seen], elapsed: 
     sys.stderr.write(f"{case}, {policy}: {cached} of {prompt} tokens reused, {elapsed:.1f} s\n")
     report.add(
         case,
-        policy=f"{CACHE_AWARE} cache_aware" if policy == CACHE_AWARE else policy,
+        policy=f"{PEER} cache_aware" if policy == PEER else policy,
         requests=len(seen),
         reused_tokens=cached,
         hit_share=cached / max(1, prompt),
@@ -179,28 +202,6 @@ def _row(report: Report, case: str, policy: str, seen: Sequence[Seen], elapsed: 
     return float(cached)
 
 
-def _measure_sharing(
-    report: Report, plan: Plan, fleet: RealFleet, policies: Sequence[str], peer_python: Path | None
-) -> None:
-    """MemServe, figure 15: every session is there twice, under two names (share ratio 2)."""
-    legs = list(dict.fromkeys([OURS, SESSION, *(policies if plan.rounds > 1 else ())]))
-    rate = 0.0
-    tails: dict[str, list[float]] = {policy: [] for policy in legs}
-    for number in range(plan.rounds):
-        for policy in legs if number % 2 == 0 else reversed(legs):
-            with fleet.routed(policy, peer_python) as port:
-                rate = rate or _rate(port)
-                begin = time.perf_counter()
-                seen = play_arriving(port, _twice(plan), rate)
-                elapsed = time.perf_counter() - begin
-            _row(report, "share ratio 2", policy, seen, elapsed)
-            tails[policy].append(percentile([one.ttft for one in seen], 99))
-    report.note(f"share ratio 2: {2 * plan.documents} sessions of 3 questions, {rate:.2g} sessions a second")
-    report.summary["p99_ttft_vs_session_share2"] = statistics.median(
-        ours / theirs for ours, theirs in zip(tails[OURS], tails[SESSION], strict=True)
-    )
-
-
 def _twice(plan: Plan) -> list[Session]:
     words = Words()
     once = [
@@ -209,12 +210,12 @@ def _twice(plan: Plan) -> list[Session]:
     return [Session(f"{number}-{copy}", turns) for copy in range(2) for number, turns in enumerate(once)]
 
 
-def _rate(port: int) -> float:
+def _rate(port: int, instances: int) -> float:
     """Sessions per second that keep the machine busy nearly all the time, if no copy meets its twin."""
     words = Words()
     words.random.seed(1)
     sessions = [Session(f"rate-{n}", [words.text(1048), words.text(24), words.text(24)]) for n in range(5)]
     play_rounds(port, sessions[:1], 3, at_once=1)
     begin = time.perf_counter()
-    play_rounds(port, sessions[1:], 3, at_once=2)
+    play_rounds(port, sessions[1:], 3, at_once=instances)
     return 0.95 * 4 / (time.perf_counter() - begin)

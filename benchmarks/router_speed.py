@@ -76,7 +76,7 @@ class Leg:
 
 def measure_speed(options: Options, report: Report, peer_python: Path | None) -> None:
     """Rows of requests per second and added latency, and their summary."""
-    seconds, rounds = (0.5, 3) if options.quick else (3.0, 9)
+    seconds, rounds, warm_s = (0.3, 3, 1.5) if options.quick else (3.0, 5, 1.5)
     with (
         tempfile.TemporaryDirectory(prefix="router-speed-") as name,
         _legs(Path(name), peer_python, report) as (
@@ -90,7 +90,7 @@ def measure_speed(options: Options, report: Report, peer_python: Path | None) ->
             for leg in legs.values():
                 # Long enough that every prompt has been seen, and so tokenized.
                 warm_up = dataclasses.replace(case, connections=MANY)
-                load.measure(warm_up.job(leg.port, 1.0))
+                load.measure(warm_up.job(leg.port, warm_s))
                 leg.results[case] = []
             for _ in range(rounds):
                 shuffle.shuffle(order)

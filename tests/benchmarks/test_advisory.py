@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from benchmarks.advisory import PARTS, Benchmark, main
+from benchmarks.advisory import Benchmark, main
+from benchmarks.advisory_figures import Told
 from benchmarks.advisory_fleet import SYSTEMS, Tiers, server_flags
 from benchmarks.advisory_play import Player, Scene
 from benchmarks.advisory_talks import Ask, Call, Talk
@@ -53,7 +54,14 @@ class StandIn:
     async def advisory(self, request: web.Request) -> web.Response:
         self.hints.append(await request.json())
         self.order.append(f"hint {self.hints[-1]['session']}")
-        return web.json_response({}, status=200 if len(self.hints) > 1 else 404)
+        if len(self.hints) == 1:
+            return web.json_response({}, status=404)
+        return web.json_response({"id": f"h{len(self.hints)}"})
+
+    async def hint(self, request: web.Request) -> web.Response:
+        where = {"hbm": 5, "dram": 2, "disk": 1, "elsewhere": 4, "nowhere": 8}
+        state = "used" if request.match_info["id"] != "h3" else "expired"
+        return web.json_response({"state": state, "ready_after_s": 0.25, "tokens": where})
 
 
 @pytest.fixture
@@ -65,6 +73,7 @@ def router() -> Iterator[StandIn]:
         app = web.Application()
         app.router.add_post("/generate", stand_in.generate)
         app.router.add_post("/v1/advisory", stand_in.advisory)
+        app.router.add_get("/v1/advisory/{id}", stand_in.hint)
         runner = web.AppRunner(app)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -106,6 +115,18 @@ def test_a_user_goes_on_from_what_was_answered(router: StandIn) -> None:
     assert served.instance == "http://i0"
     assert served.sent < served.first <= served.ended
     assert [one.hinted for one in scene.served] == [True, True, False]
+    # The first hint was refused.
+    assert [one.told is not None for one in scene.served] == [False, True, False]
+    told = served.told
+    assert told is not None
+    assert told == Told(ready=True, below=7, gap_s=told.gap_s, ready_s=0.25)
+    assert 0.01 <= told.gap_s < 30.0
+
+
+def test_a_hint_that_ended_otherwise_says_nothing_of_its_request(router: StandIn) -> None:
+    scene = Scene("a", 1, 30.0, hints=True)
+    Player(router.url, scene).people([iter([talk("s", 4)])])
+    assert [one.told is not None for one in scene.served] == [False, True, False, True]
 
 
 def test_a_measurement_marks_what_is_new_in_it(router: StandIn) -> None:
@@ -189,19 +210,25 @@ def test_systems_differ_in_what_keeps_kv_and_nothing_else() -> None:
     assert "--kv-router" in flags["ours"]
 
 
-def test_users_are_compared_at_one_latency(tmp_path: Path) -> None:
-    report = Report("advisory")
-    benchmark = Benchmark(parse(["--quick"], "advisory", "", _no_data(tmp_path)), report)
-    benchmark._curves = {"recompute": {2: 0.1, 6: 0.2}, "ours": {16: 0.1, 24: 0.2}}
-    benchmark._summarise()
-    assert report.summary["users_vs_recompute"] == pytest.approx(20 / 4)
-    assert report.summary["users_vs_stock_router"] is None
-    benchmark._curves |= {"ours": {16: 0.1}, "stock, cache_aware": {8: 0.3}}
-    benchmark._summarise()
-    # Ours serves 16 users or more, stock fewer than 8.
-    assert report.summary["users_vs_stock_router"] == pytest.approx(16 / 8)
-    assert "16 or more" in report.notes[-1]
-    assert "fewer than 8" in report.notes[-1]
+def test_a_run_in_pieces_measures_what_is_asked_for(tmp_path: Path) -> None:
+    def groups(*flags: str) -> list[tuple[str, int, list[str], list[str]]]:
+        options = parse(list(flags), "advisory", "", _no_data(tmp_path))
+        found = list(Benchmark(options, Report("advisory"))._groups())
+        return [
+            (each.kind, each.instances, [system.word for system in each.systems], sorted(each.parts))
+            for each in found
+        ]
+
+    assert groups("--parts", "missing") == [("ours", 2, ["ours"], ["missing"])]
+    assert groups("--parts", "balance", "--systems", "sticky", "ours") == [
+        ("ours", 4, ["sticky", "ours"], ["balance"])
+    ]
+    assert groups("--parts", "priority") == [
+        ("ours", 2, ["ours"], ["priority"]),
+        ("no cache", 2, ["recompute"], ["priority"]),
+    ]
+    everything = groups()
+    assert [kind for kind, *_ in everything] == ["ours", "no cache", "ours"], "stock has no interpreter"
 
 
 def _no_data(folder: Path):
@@ -217,14 +244,17 @@ def _no_data(folder: Path):
 @pytest.mark.long
 def test_quick_run(tmp_path: Path) -> None:
     with contextlib.chdir(tmp_path):
-        assert main(["--quick", "--parts", *PARTS, "--json", str(tmp_path / "out.json")]) == 0
+        flags = ["--quick", "--json", str(tmp_path / "out.json"), "--plots", str(tmp_path)]
+        assert main([*flags, "--systems", "recompute", "sticky", "ours"]) == 0
     report = json.loads((tmp_path / "out.json").read_text())
     assert report["name"] == "advisory"
     assert set(report["summary"]) == {
         "share_within_1_1_of_hbm_hit", "users_vs_recompute", "users_vs_stock_router", "max_over_median_load",
-        "max_over_median_load_sticky", "missed10_cost", "missed30_cost", "hidden_share",
+        "max_over_median_load_sticky", "missed10_cost", "missed10_noise", "missed30_cost", "missed30_noise",
+        "missed50_cost", "missed50_noise", "hidden_share",
     }  # fmt: skip
-    assert 0.5 < report["summary"]["hidden_share"] <= 1.0
+    assert 0.0 < report["summary"]["hidden_share"] <= 1.0
+    assert (tmp_path / "figure_17_missing.svg").exists()
     assert report["summary"]["users_vs_recompute"] > 1.0
 
 
@@ -233,7 +263,7 @@ def test_what_was_measured_is_told_when_it_is_ended(
     sent: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(benchmark: Benchmark) -> None:
-        benchmark.report.summary["hidden_share"] = 0.5
+        benchmark.report.add("hidden", users=8, hidden=0.5, hbm_wanted=0.9)
         signal.raise_signal(sent)
         raise AssertionError("goes on")
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 
 import pytest
 
 from benchmarks.advisory_figures import (
     Served,
+    Told,
+    cost_line,
     cost_of,
     fit_hits,
     hidden_share,
     max_over_median,
     normalized_latency,
+    not_hidden,
     share_within,
     times_the_users,
     users_at,
@@ -141,3 +145,37 @@ def test_sticky_sessions_stay_where_they_began() -> None:
     # Its instance is gone: another one is its home from then on.
     only = (Instance("c", 5, 0, 0, 0),)
     assert sticky(Prompt(10, "sticks"), only, {}, None, PolicyOptions()).instance == "c"  # type: ignore[arg-type]
+
+
+def test_a_line_tells_a_small_cost_where_two_levels_do_not() -> None:
+    """A tenth more at level 1, behind prompts whose lengths matter ten times as much."""
+    rng = random.Random(5)
+    many = []
+    for number in range(800):
+        level = (0.0, 0.1, 0.3, 0.5)[number // 10 % 4]
+        new = rng.randrange(20, 400)
+        latency = (1.0 + 0.4 * level) * 0.05 + 0.0002 * (new - 210) + rng.gauss(0.0, 0.01)
+        begin = 0.7 * number
+        many.append(served(sent=begin, ended=begin + 4 * latency, prompt=1000 + new, known=1000, level=level))
+    line = cost_line(many, 7.0, 1)
+    cost, noise = line.cost(0.1)
+    assert cost == pytest.approx(0.04, abs=3 * noise)
+    assert 0.0005 < noise < 0.01
+    assert line.cost(0.3) == (pytest.approx(3 * cost), pytest.approx(3 * noise))
+    assert abs(cost_of(0.1, many) - 0.04) > noise
+
+
+def test_what_was_not_hidden_has_a_reason() -> None:
+    def told(ready: bool, below: int) -> Told:
+        return Told(ready, below, 1.0, 0.2 if ready else None)
+
+    found = not_hidden(
+        [
+            served(dram=10, disk=1),
+            served(dram=20, disk=2, told=told(False, 50)),
+            served(dram=40, disk=8, told=told(True, 30)),
+            served(dram=5, disk=0, told=told(True, 30)),
+            served(dram=0, disk=0, told=told(True, 0)),
+        ]
+    )
+    assert found == {"no hint": 11, "too late": 22, "no room": 35, "given up": 18}

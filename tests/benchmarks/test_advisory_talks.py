@@ -120,6 +120,28 @@ def test_agents_repeat_what_their_session_has_said(folder: Path) -> None:
     assert code.earliest_s == 2.0
 
 
+def test_agents_are_played_from_where_they_take_turns(tmp_path: Path) -> None:
+    order = ["Plan", "Plan", "Code", "Review", "Modify", "Review", "Modify", "Manual"]
+    write(
+        tmp_path / "chatdev_logs/calls.jsonl.gz",
+        [call("run", at, 10 * at, 10 * at + 4, phase, 200) for at, phase in enumerate(order)],
+    )
+    (chain,) = agents(tmp_path, 1, 4, 7, Shape(pace=2.0))
+    assert [each.session for each in chain] == ["0/run/Review", "0/run/Modify"] * 2
+    assert [each.keeps > 0 for each in chain] == [False, False, True, True]
+    # What was answered before the first of them is no pause of theirs.
+    assert [each.pause_s for each in chain] == [0.0, 3.0, 3.0, 3.0]
+
+
+def test_a_crowd_begins_its_conversations(folder: Path) -> None:
+    shape = Shape(least_turns=3, under_way=False)
+    for row in users(folder, encode, 3, 7, shape):
+        first = next(row)
+        assert not first.past
+        assert first.asks[0].reading_s == 0.0
+        assert len(first.asks) >= 3
+
+
 def test_levels_take_turns_equally_often() -> None:
     order = turns_of([0.0, 0.1, 0.3], 60.0, 5.0, 1)
     assert len(order) == 12

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common import Report
-from benchmarks.disagg import Leg, Turn, growth, report_on
-from benchmarks.disagg_loads import Size, sessions, tokens
+from benchmarks.disagg import chosen
+from benchmarks.disagg_loads import Size, middles, sessions, tokens
+from benchmarks.disagg_report import Leg, Turn, compare, complete_summary, growth, late, line, report_on
 from benchmarks.disagg_servers import DESIGNS, ROUTED, STOCK_DESIGN, STOCK_ROUTED, TRUTH, Design
 from sglang_ext.errors import ConfigError
 
@@ -30,7 +31,7 @@ def leg(name: str, ttft: float, sent: list[float], wrong: int = 0, load: str = "
     known = (*DESIGNS, ROUTED, STOCK_DESIGN, STOCK_ROUTED)
     design = next(design for design in known if design.name == name)
     turns = [
-        Turn(load, number, 100 * number, 34, ttft, 2 * ttft, 0.01, 0, bytes_)
+        Turn(load, "0", number, 100 * number, 34, ttft, 2 * ttft, 0.01, 0, bytes_)
         for number, bytes_ in enumerate(sent, 1)
     ]
     return Leg(design, turns, wrong)
@@ -48,8 +49,11 @@ def test_ratios_are_of_means_and_of_late_turns() -> None:
     truth = leg(TRUTH, 1.0, [0, 0, 0, 0])
     truth.turns += leg(TRUTH, 9.0, [0, 0, 0, 0], load="loogle").turns
     report_on(report, [truth, basic, one, three])
+    complete_summary(report, {"jct_c3_vs_stock_mooncake_tcp": "it is not there"})
     summary = report.summary
-    assert set(summary) >= ASKED
+    assert set(summary) == ASKED
+    assert "jct_c3_vs_stock_mooncake_tcp: it is not there" in report.notes
+    assert any(note.startswith("pull_vs_push_jct: ") for note in report.notes), "null with a reason"
     assert summary["ttft_c3_vs_c1_turn3"] == pytest.approx(0.4)
     assert summary["jct_c3_vs_basic"] == pytest.approx((0.4 + 18) / (1.6 + 18))
     assert summary["bytes_per_turn_growth_c1"] == pytest.approx(2.0)
@@ -60,7 +64,7 @@ def test_ratios_are_of_means_and_of_late_turns() -> None:
 
 def test_growth_is_by_what_the_user_added() -> None:
     found = leg("3", 1.0, [10, 50, 50, 100])
-    found.turns[-1].added = 84
+    found.turns[-1].added = 76
     assert growth(found) == pytest.approx(1.0)
     assert growth(leg("3", 1.0, [10, 50])) is None
     assert growth(None) is None
@@ -80,6 +84,46 @@ def test_routers_are_compared_with_routers() -> None:
     report = Report("disagg")
     report_on(report, legs[:3])
     assert report.summary["ttft_c3_vs_stock_mooncake_tcp"] == pytest.approx(0.5)
+
+
+def test_designs_are_compared_by_the_turns_that_both_were_asked() -> None:
+    one, three = leg("1", 0.5, [1, 1, 1, 1]), leg("3", 0.25, [1, 1, 1, 1])
+    three.turns[-1].ttft = 9.0
+    one.turns.pop()
+    found = compare(three, one, "ttft", late)
+    assert found is not None
+    assert (found.ratio, found.low, found.high, found.pairs) == (0.5, 0.5, 0.5, 1)
+    assert compare(three, one, "ttft", lambda turn: turn.number == 4) is None
+    one, three = leg("1", 1.0, [1] * 9), leg("3", 0.5, [1] * 9)
+    three.turns[0].ttft = 5.0
+    found = compare(three, one, "ttft")
+    assert found is not None
+    assert found.pairs_median == 0.5
+    assert found.ratio == pytest.approx(1.0)
+    assert found.low < found.ratio < found.high
+
+
+def test_a_line_is_told_from_a_curve() -> None:
+    assert line([(1, 0.0), (2, 10.0), (3, 20.0)]) == pytest.approx((10.0, 1.0))
+    bent = line([(n, float(n**4)) for n in range(9)])
+    assert bent is not None
+    assert bent[1] < 0.9
+    assert line([(1, 1.0), (2, 2.0)]) is None
+    assert line([(1, 1.0)] * 3) is None
+    assert line([(1, 0.0), (2, 0.0), (3, 0.0)]) == (0.0, 0.0)
+
+
+def test_few_of_a_row_are_like_all() -> None:
+    assert list(middles(7)) == [3, 1, 5, 0, 2, 4, 6]
+    assert sorted(middles(100)) == list(range(100))
+    assert not list(middles(0))
+
+
+def test_what_is_chosen_is_known() -> None:
+    assert chosen("3, 1", ["1", "2", "3"], "--designs") == ["1", "3"]
+    assert chosen(None, ["1"], "--designs") == ["1"]
+    with pytest.raises(ConfigError, match="there is no '4'"):
+        chosen("4", ["1"], "--designs")
 
 
 def names(design: Design) -> list[tuple[str, str]]:

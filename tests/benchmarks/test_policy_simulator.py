@@ -104,7 +104,7 @@ def test_a_true_index_is_worth_its_events_when_caches_are_scarce(policy, seed) -
     sessions = documents(4, seed, per_second=8.0)
     knows = simulate(sessions, POLICIES[policy], FleetPlan(4, cache_blocks=200))
     guesses = simulate(sessions, POLICIES[policy], FleetPlan(4, cache_blocks=200, exact=False))
-    assert knows.reused > 1.05 * guesses.reused
+    assert knows.reused > 1.02 * guesses.reused
     assert knows.ttft(99) < guesses.ttft(99)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from benchmarks.router_load import Job
 from benchmarks.router_processes import PEER, generator, peer_missing, stand_ins
 from benchmarks.router_sessions import Words, conversations, play_arriving, play_rounds
 from benchmarks.router_speed import CASES, DIRECT, MANY, ONE, OURS, Leg, summarise
+from sglang_ext.testing.servers import wait_until
 from sglang_ext.testing.tokenizer import write_tokenizer
 
 
@@ -93,4 +96,30 @@ def test_quick_run(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "out.json").read_text())
     assert report["name"] == "router"
     assert set(report["summary"]) >= {"added_p50_ms", "added_p99_ms", "p99_ttft_vs_session_share2"}
-    assert {row["case"] for row in report["rows"]} >= {"ordinary", "scarce", "restart", "share ratio 2"}
+    assert {row["case"] for row in report["rows"]} >= {
+        "ordinary", "scarce pools", "scarce pools, tiers", "restart, tiers", "share ratio 2",
+    }  # fmt: skip
+
+
+def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
+    script = """
+import sys, time
+from pathlib import Path
+from benchmarks.router_processes import process
+with process(["sleep", "300"], core=None, log=Path(sys.argv[1])) as running:
+    print(running.pid, flush=True)
+    time.sleep(300)
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.terminate()  # without a handler of its own
+    wait_until(lambda: _ended(child), seconds=10, what="its end")
+
+
+def _ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
