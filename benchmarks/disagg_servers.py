@@ -41,8 +41,6 @@ READ_BYTES = "sglang_ext_pd_read_bytes"
 BUSY = ("sglang_ext_pd_rooms", "sglang_ext_pd_leased_pages")
 SHOWN_SECONDS = 0.3
 """How old what `/metrics` shows may be."""
-# Several servers with as many threads as cores each would wait for each other most of the time.
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 STOCK = "stock-mooncake_tcp"
 
 
@@ -160,7 +158,7 @@ class GroupSpec:
         common = ("--enable-metrics", *self.flags)
         if "--max-total-tokens" not in self.flags:
             common += ("--max-total-tokens", str(POOL_TOKENS))
-        environment = {**ONE_THREAD, **dict(self.environment)}
+        environment = dict(self.environment)
         ports = [free_port() for _ in range(self.prefill)]
         backend = BACKEND if self.ours else ()
 

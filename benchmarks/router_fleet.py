@@ -92,8 +92,6 @@ class RealFleet:
             spec = ServerSpec(
                 model=MODEL,
                 flags=(*self._flags, *self._tiers[number]),
-                # With as many threads as cores, several servers would mostly wait for each other.
-                environment={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
             )
             self._servers[number] = ServerProcess(spec, port=self._ports[number])
         with ThreadPoolExecutor(len(which)) as pool:

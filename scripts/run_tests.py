@@ -31,7 +31,8 @@ def start(marker: str, arguments: Sequence[str], folder: Path, log: Path | None)
         *(sys.executable, "-m", "pytest", "-m", marker, "-o", f"cache_dir={folder / 'cache'}"),
         *("--durations=15", *arguments),
     ]
-    environment = {**os.environ, "TMPDIR": str(folder)}
+    # Each has less than a core to itself: torch's threads would spin while they wait for one another.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": str(folder)}
     if log is None:
         return subprocess.Popen(command, env=environment)
     with log.open("wb") as output:

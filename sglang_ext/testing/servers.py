@@ -38,6 +38,9 @@ REQUEST_SECONDS = 180.0
 GRACE_SECONDS = 1.0
 """SGLang looks only every 5 s whether it was told to end; an idle server has nothing to lose."""
 POLL_SECONDS = 0.1
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""For torch, of a server that shares a machine with others: threads spin while they wait for one another's
+share of a tiny operator, and where others want the cores, that is most of what they do."""
 
 T = TypeVar("T")
 
@@ -154,7 +157,7 @@ class ServerProcess:
         watch, self._watch = os.pipe()
         try:
             command = self.spec.command(self.port)
-            environment = {**os.environ, **self.spec.environment}
+            environment = {**ONE_THREAD, **os.environ, **self.spec.environment}
             with self.log.open("wb") as log:
                 parent = preloaded.current(self.spec.environment)
                 if parent is not None:

@@ -69,25 +69,27 @@ async def router(fleet: Fleet) -> AsyncIterator[Router]:
         router.check()
 
 
-def bodies(seed: int = 0, tokens: int = TOKENS) -> list[tuple[str, Json]]:
-    """Eight requests in every form that can be moved, long enough to be met in the middle."""
+def bodies(seed: int = 0, *, short: bool = False) -> list[tuple[str, Json]]:
+    """Eight requests in every form that can be moved, long enough to be met in the middle. Short prompts are
+    moved at once, others are copied while their requests run."""
     found: list[tuple[str, Json]] = []
-    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
     for number in range(8):
-        text = f"Visitor {seed}-{number}. " + STORY * 3
+        text = f"Visitor {seed}-{number}. " + STORY * (1 if short else 3)
         stream = number != 3 and number != 6
         if number % 4 == 0:
             body: Json = {"text": text, "sampling_params": sampling}
             found.append(("/generate", {**body, "stream": stream}))
         elif number % 4 == 1:
-            body = {"prompt": text, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+            body = {"prompt": text, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
             found.append(("/v1/completions", {**body, "stream": stream}))
         elif number % 4 == 2:
-            body = {"messages": [{"role": "user", "content": text}], "max_tokens": tokens, "temperature": 0}
+            body = {"messages": [{"role": "user", "content": text}], "max_tokens": TOKENS, "temperature": 0}
             usage = {"stream_options": {"include_usage": True}} if stream else {}
             found.append(("/v1/chat/completions", {**body, "ignore_eos": True, "stream": stream, **usage}))
         else:
-            body = {"input_ids": list(range(50 + number, 200 + number)), "sampling_params": sampling}
+            ids = list(range(50 + number, (90 if short else 200) + number))
+            body = {"input_ids": ids, "sampling_params": sampling}
             found.append(("/generate", {**body, "stream": stream}))
     return found
 
@@ -205,7 +207,7 @@ async def test_a_target_that_stops_in_the_middle_costs_a_pause(
     router: Router, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stops as it is asked to go on with a request, and never answers: they go on where they were."""
-    asked = bodies(tokens=4 * TOKENS)  # Long enough not to end while their prompts are copied.
+    asked = bodies(short=True)
     async with client_of(router) as client:
         expected = await asyncio.gather(*(client.ask(*each) for each in asked))
         client.heard.clear()
