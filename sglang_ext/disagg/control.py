@@ -235,12 +235,18 @@ class ControlClient:
             raise RefusedError(answer.reason, answer.text)
         return answer
 
-    async def close(self) -> None:
-        """Stop; whoever waits gets a PeerGoneError."""
+    async def tell(self, message: Any) -> None:
+        """Send a request whose reply nobody waits for, also to a peer that is asked nothing more (`fail`)."""
+        number = next(self._numbers).to_bytes(NUMBER_BYTES, "little")
+        with contextlib.suppress(ZMQError):
+            await self._socket.send_multipart([number, self._requests.encode(message)], zmq.NOBLOCK)
+
+    async def close(self, linger_ms: int = 0) -> None:
+        """Stop; whoever waits gets a PeerGoneError. linger_ms: for what was told to reach the peer."""
         self._main.cancel()
         await asyncio.gather(self._main, return_exceptions=True)
         self.fail(PeerGoneError(f"the connection to {self.address} was closed"))
-        self._socket.close(linger=0)
+        self._socket.close(linger=linger_ms)
 
     async def _receive(self) -> None:
         while True:

@@ -37,6 +37,9 @@ from sglang_ext.disagg.tensors import PoolMeta
 
 log = logging.getLogger(__name__)
 
+LINGER_MS = 500
+"""For a last word to reach a peer that was taken for dead."""
+
 T = TypeVar("T")
 
 
@@ -122,20 +125,27 @@ class Link:
         return Outcome.RELEASED if reply.released else Outcome.LEASE_OVER
 
     async def give_up(self, grant: int) -> None:
-        """Tell the receiver that nothing of ours writes under the grant."""
-        await self.ask(Revoked(self.session, grant), self._dead_after)
+        """Tell the receiver that nothing of ours writes under the grant. It waits for that as long as we
+        live, also when each of us has taken the other for dead."""
+        message = Revoked(self.session, grant)
+        if self.peer.gone is None:
+            await self.ask(message, self._dead_after)
+        else:
+            await self.client.tell(message)
 
     async def close(self) -> None:
-        """Disconnect."""
-        self._beat.cancel()
-        if self.peer.gone is None:
-            with contextlib.suppress(TransferError):
-                await self.ask(Bye(self.session), self._dead_after)
-        for task in self._tasks:
+        """Disconnect; when the peer hears of it, nothing of ours writes there any more."""
+        for task in (self._beat, *self._tasks):
             task.cancel()
         await asyncio.gather(self._beat, *self._tasks, return_exceptions=True)
+        gone = self.peer.gone
         await self.peer.close()
-        await self.client.close()
+        if gone is None:
+            with contextlib.suppress(TransferError):
+                await self.client.ask(Bye(self.session), self._dead_after)
+        else:
+            await self.client.tell(Bye(self.session))
+        await self.client.close(LINGER_MS)
 
     async def _stop(self, grant: int) -> None:
         await self.peer.stop_writes(grant)

@@ -196,7 +196,7 @@ class Revoked(Message, frozen=True, tag="revoked"):
 
 
 class Bye(Message, frozen=True, tag="bye"):
-    """The reader disconnects; its leases end. Answered by Completed."""
+    """The peer disconnects; its leases end, and nothing of it writes any more. Answered by Completed."""
 
     session: Session
 

@@ -104,6 +104,8 @@ class Owner:
             return await self._connect(identity, message)
         if isinstance(message, Revoked):
             return Completed(await self._revoked(message))
+        if isinstance(message, Bye):
+            return Completed(await self._left(message.session))
         session = self._sessions.get(message.session)
         if session is None:
             raise RefusedError("session", "this session is over; connect again")
@@ -126,9 +128,6 @@ class Owner:
                 return await self._written(session, message)
             case Take():
                 return await self._take(message, self._receiving())
-            case Bye():
-                await self.end(session)
-                return Completed(True)
         raise PeerProtocolError(f"{type(message).__name__} is not handled here")
 
     async def tick(self) -> None:
@@ -314,9 +313,21 @@ class Owner:
         self._grants.quarantine(message.grant)
         return await self._free(message.grant)
 
+    async def _left(self, number: bytes) -> bool:
+        """A peer says that it goes, and writes no more; be its session over or not, its grants are."""
+        session = self._sessions.get(number)
+        if session is not None:
+            await self.end(session)
+        for grant in [known for known, writer in self._writers.items() if writer.number == number]:
+            self._grants.quarantine(grant)
+            await self._free(grant)
+        return session is not None
+
     async def _fence(self, grant: Grant) -> None:
         """Free a quarantined grant as soon as its writer cannot write any more."""
-        writer = self._writers[grant.number]
+        writer = self._writers.get(grant.number)
+        if writer is None:
+            return  # it has ended while others were fenced
         slot = writer.slots.get(grant.number)
         if slot is not None:
             writer.grants[slot] = 0

@@ -506,6 +506,28 @@ async def test_a_writer_that_runs_is_asked_to_stop() -> None:
     assert GuardPage(2**22 + 1).writer_gone
 
 
+@pytest.mark.parametrize("leaves", [False, True], ids=["still connected", "connects anew"])
+@pytest.mark.parametrize("transport", [TransportName.SHM, TransportName.CMA])
+async def test_a_grant_ends_when_both_have_taken_the_other_for_dead(
+    transport: TransportName, leaves: bool
+) -> None:
+    """Both stood still for a while, as on a machine without memory, and live."""
+    async with reader(transport, grant_ttl=600.0) as me, reader(transport) as writer:
+        instance = await writer.endpoint.connect([me.endpoint.address])
+        link = instance.links[0]
+        await until(lambda: me.endpoint.owner.sessions[0].transport == transport, 5)
+        me.receiver.free = [4, 5]
+        await link.ask(Reserve(link.session, "r", "hbm", 2), 5)
+        link.fail(PeerGoneError("the receiver was silent"))
+        await me.endpoint.owner.end(me.endpoint.owner.sessions[0])
+        if leaves:
+            assert me.owned.granted == 2
+            await instance.close()
+        await until(lambda: me.owned.granted == 0, 5)
+        assert me.receiver.free == [4, 5]
+        assert me.endpoint.owner.grants == 0
+
+
 async def test_nothing_listens_beyond_loopback_without_a_key() -> None:
     shape = Shape()
     for fields in ({"bind": "0.0.0.0"}, {"data_bind": "0.0.0.0"}):
