@@ -18,6 +18,7 @@ apart, and work for nobody must end at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from typing import cast
@@ -252,7 +253,9 @@ class ClientConnection(asyncio.Protocol):
         task = self._task
         if task is not None:
             task.cancel()
-        self.transport.abort()
+        # Before Python 3.11.4, a TLS transport that has closed already cannot be aborted.
+        with contextlib.suppress(AttributeError):
+            self.transport.abort()
         return task
 
     def __repr__(self) -> str:

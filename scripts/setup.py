@@ -31,6 +31,9 @@ FIRST = ("torch",)
 WITHOUT_DEPENDENCIES = ("sglang==0.5.21", "torchvision==0.28.0")
 """Their metadata asks for CUDA builds; what they need on a CPU is in the extra `cpu`."""
 
+FOR_SOME_PYTHONS = ("async-timeout==5.0.1; python_full_version < '3.11.3'",)
+"""What packages need on a Python other than that which has made the lock, such as Debian 12's."""
+
 BROUGHT_BY_TORCH = ("triton",)
 """Left as torch's build brought it; the pin counts only where torch brings none (a CPU build)."""
 
@@ -258,7 +261,7 @@ def lock(scratch: Path) -> None:
     environment.progress.start("extra test")
     cpu = freeze() | set(WITHOUT_DEPENDENCIES)
     environment.pip("the extra test", f"{ROOT}[cpu,test]")
-    test = freeze() - cpu
+    test = (freeze() - cpu) | set(FOR_SOME_PYTHONS)
     environment.progress.done("done")
     environment.progress.start("requirements/")
     CPU.write_text(base + "".join(f"{pin}\n" for pin in sorted(cpu, key=str.lower)))

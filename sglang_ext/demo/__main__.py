@@ -51,7 +51,11 @@ def plans(config: ClusterConfig, host: HostFacts, ports: Ports) -> tuple[Part, .
     )
     share = HostFacts(cores=max(1, host.cores // config.colocated), accelerators=0)
     alone = dataclasses.replace(
-        config, colocated=1, instance_args={}, server_args=(*ENGINE, "--disable-radix-cache")
+        config,
+        colocated=1,
+        instance_args={},
+        # Without a limit its pool would take most of the memory of this machine.
+        server_args=(*ENGINE, "--disable-radix-cache", "--max-total-tokens", str(HBM_TOKENS[0])),
     )
     plain = make_plan(alone, share, ports.take(config.host, 0, "--port"), ports.free_after(20_000, 1))
     return (

@@ -192,22 +192,25 @@ async def test_what_nobody_has_is_computed_ahead_and_hit(server, router, client,
 
 async def test_a_request_in_the_middle_of_computing_ahead_goes_first(server, router, client, rng) -> None:
     """No piece begins while it runs: of many, at most the one under way is added."""
-    prompt = random_prompt(rng, 1600)
-    told = await advise(client, router, input_ids=prompt)
-    url = f"{router.url}/v1/advisory/{told['id']}"
-    await until(lambda: held_in_hbm(router, server, prompt), 10, "the first piece")
-    before = held_in_hbm(router, server, prompt)
-    other = random_prompt(rng, 50)
     sampling = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
-    answer, _ = await generate(client, router.url, other, sampling_params=sampling)
-    async with client.get(url) as response:
-        state = (await response.json())["state"]
-    reached = held_in_hbm(router, server, prompt)
-    assert (state, reached <= before + 2 * CHUNK) == ("computing", True), "it was in the middle"
-    ready = await settled(client, router, told["id"])
-    assert (ready["state"], ready["computed_tokens"]) == ("ready", 1600)
-    again, _ = await generate(client, server.url, other, sampling_params=sampling, cache_salt="cold")
-    assert_same(again, answer)
+    for _ in range(4):
+        prompt, other = random_prompt(rng, 1600), random_prompt(rng, 50)
+        told = await advise(client, router, input_ids=prompt)
+        await until(lambda prompt=prompt: held_in_hbm(router, server, prompt), 10, "the first piece")
+        before = held_in_hbm(router, server, prompt)
+        answer, _ = await generate(client, router.url, other, sampling_params=sampling)
+        async with client.get(f"{router.url}/v1/advisory/{told['id']}") as response:
+            state = (await response.json())["state"]
+        reached = held_in_hbm(router, server, prompt)
+        ready = await settled(client, router, told["id"])
+        assert (ready["state"], ready["computed_tokens"]) == ("ready", 1600)
+        again, _ = await generate(client, server.url, other, sampling_params=sampling, cache_salt="cold")
+        assert_same(again, answer)
+        # On a busy machine pieces go on while the request is still on its way to the server.
+        if (state, reached <= before + 2 * CHUNK) == ("computing", True):
+            break
+    else:
+        pytest.fail("computing ahead went on beside each request")
 
 
 async def test_the_request_itself_finds_what_was_computed_so_far(server, router, client, rng) -> None:
