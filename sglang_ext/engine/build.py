@@ -24,6 +24,7 @@ from sglang_ext.engine.build_disk import (
     promotions_from,
 )
 from sglang_ext.engine.build_peers import attach_peers, may_fetch
+from sglang_ext.engine.commands import Inbox
 from sglang_ext.engine.compute_ahead import ComputeAhead, SglangHost
 from sglang_ext.engine.cuda_mover import CudaMover
 from sglang_ext.engine.dram_tier import DramTier
@@ -105,6 +106,9 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         load_always=config.load_policy == "always",
         check=config.check,
     )
+    cache.agree = agree
+    if ctx.tp_rank == 0 and params.pp_rank == 0:
+        cache.inbox = Inbox()
     if _small_priorities_first():
         cache.priority_sign = -1
     cache.attach_pool(

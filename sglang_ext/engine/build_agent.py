@@ -18,7 +18,6 @@ from sglang_ext.engine.advice import HintDesk
 from sglang_ext.engine.agent import Agent, AgentFacts, DiskNames
 from sglang_ext.engine.agent_socket import AgentSocket
 from sglang_ext.engine.block_names import BlockNames
-from sglang_ext.engine.commands import Inbox
 from sglang_ext.engine.events import PlacementFeed
 from sglang_ext.engine.migration import MoveDesk
 from sglang_ext.engine.registration import Registrar
@@ -148,7 +147,7 @@ def attach_agent(
 
 def attach_hints(cache: GlobalRadixCache, agent: Agent) -> None:
     """Let the agent pass hints on to the schedulers of all ranks, and what came of them back."""
-    cache.inbox = Inbox()
+    assert cache.inbox is not None, "an agent is rank 0's"
     moves = MoveDesk(cache.inbox, agent.post)
     cache.migration.attach(agent.facts.epoch, moves.tell, moves.remind)
     desk = HintDesk(cache.inbox, agent.facts.epoch, agent.post)

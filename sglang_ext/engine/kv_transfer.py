@@ -187,10 +187,14 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
             blocks = Blocks(cache, hbm_holder(cache))
             if prefill:
                 places = Places(blocks, into_dram=dram is not None)
-                taker = ReturnTaker(places, self.agent, lambda: bool(scheduler.waiting_queue))
-                self.agent.returns, cache.before_clear = taker, taker.clear
+                several = parallel.attn_tp_size > 1
+                tell_all = cache.inbox.put if several and cache.inbox is not None else None
+                taker = ReturnTaker(
+                    places, self.agent, lambda: bool(scheduler.waiting_queue), cache.agree, tell_all
+                )
+                self.agent.returns, cache.before_clear, cache.orders = taker, taker.clear, taker.obey
             else:
-                giver = ReturnGiver(blocks, self.agent)
+                giver = ReturnGiver(blocks, self.agent, cache.agree)
                 self.agent.giver, cache.before_clear = giver, giver.clear
                 cache.request_ended = self._request_ended
         poller = getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)
@@ -244,6 +248,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
             cache.before_clear()
             cache.before_clear = lambda: None
             cache.request_ended = lambda req, tokens: None
+            cache.orders = lambda payload: False
             cache.migration.manager = None
         _process.manager = None
         self.agent.close()

@@ -285,7 +285,7 @@ class Migration:
         cache.dram.drain()
         path = cache.tree.match(cache._namespace_of(parked.req), parked.tokens).path
         done = cache.dram.incomplete().isdisjoint(path) or now - parked.since > COPY_SECONDS
-        return bool(cache.peers.lending.agree(int(done)))
+        return bool(cache.agree(int(done)))
 
     def _lend(self, parked: _Parked) -> None:
         cache, req = self._cache, parked.req

@@ -104,8 +104,8 @@ class Agent:
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._tasks: list[asyncio.Task[None]] = []
         self._started: set[asyncio.Future[None]] = set()
-        self._backs: dict[str, Instance] = {}
-        self._back_locks: dict[str, asyncio.Lock] = {}
+        self._backs: dict[tuple[str, ...], Instance] = {}
+        self._back_locks: dict[tuple[str, ...], asyncio.Lock] = {}
         """One each: who does not answer keeps nobody from the others."""
         self.returns: ReturnTaker | None = None
         self.giver: ReturnGiver | None = None
@@ -180,15 +180,16 @@ class Agent:
 
         self._thread.loop.call_soon_threadsafe(finish)
 
-    async def back(self, control: str) -> Instance:
-        """The connection to a decode server that offers something; made once, remade after a death."""
-        async with self._back_locks.setdefault(control, asyncio.Lock()):
-            known = self._backs.get(control)
+    async def back(self, *controls: str) -> Instance:
+        """The connection to ranks of a decode server that offers something; made once, remade after a
+        death."""
+        async with self._back_locks.setdefault(controls, asyncio.Lock()):
+            known = self._backs.get(controls)
             if known is not None and not known.gone:
                 return known
             if known is not None:
                 await known.close()
-            self._backs[control] = fresh = await self.endpoint.connect([control])
+            self._backs[controls] = fresh = await self.endpoint.connect(list(controls))
             return fresh
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from sglang_ext.disagg.messages import Offer, Refused
 from sglang_ext.wire import Blob, Codec, Epoch, Message, Name
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 
 MAX_ROOM: Final = (1 << 63) - 1
 
@@ -127,17 +127,29 @@ class Abort(Message, frozen=True, tag="abort"):
 
 
 class Return(Message, frozen=True, tag="return"):
-    """A request has ended on decode: its KV, for prefill to insert. Answered by Returned.
+    """A request has ended on decode: one rank's part of its KV, for prefill to insert. Said to prefill's
+    first rank; answered by Returned, once all parts have come.
 
-    offer: pages of the whole blocks of `tokens`, leased. control: address of decode's endpoint.
-    extra_key, cache_salt: whose prompts they are.
+    name: of the return, alike on all decode ranks. rank, ranks: of decode. offers: pages of the whole blocks
+    of `tokens`, leased to each prefill rank, in rank order; none where there was no budget for it. control:
+    address of the decode rank's endpoint. extra_key, cache_salt: whose prompts they are.
     """
 
-    offer: Offer
+    name: Name
+    rank: Rank
+    ranks: Ranks
+    offers: Annotated[tuple[Offer, ...], msgspec.Meta(max_length=4096)]
     control: Name
     tokens: Blob
     extra_key: Name | None = None
     cache_salt: Name | None = None
+
+
+class TakeBack(Message, frozen=True, tag="take_back"):
+    """Prefill's first rank to all of its ranks, in one pass of their schedulers: what decode's ranks offer,
+    in rank order."""
+
+    parts: Annotated[tuple[Return, ...], msgspec.Meta(min_length=1, max_length=4096)]
 
 
 class Returned(Message, frozen=True, tag="returned"):
@@ -156,3 +168,4 @@ Answer = Ok | Topology | Ready | Returned | Refused
 
 ASKS: Codec[Ask] = Codec(Ask)
 ANSWERS: Codec[Answer] = Codec(Answer)
+ORDERS: Codec[TakeBack] = Codec(TakeBack)

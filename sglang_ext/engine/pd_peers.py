@@ -134,7 +134,7 @@ class PrefillPeer:
                 await self._clients[at].ask(Done(room, epoch), LOOKUP_SECONDS)
 
     async def give_back(self, message: Return, seconds: float) -> Returned:
-        """Offer a request's KV to the only rank; returns when it has been read, or is not wanted.
+        """Offer this rank's part of a request's KV; returns when it has been read, or is not wanted.
 
         Raises:
             RefusedError, TransferDeadlineError, PeerGoneError: it may have been read.

@@ -121,7 +121,11 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
         self.migration = Migration(self)
         """Stops requests that go on elsewhere, and goes on with such."""
         self.inbox: Inbox | None = None
-        """Commands for this process's scheduler, in rank 0 of an instance with an agent."""
+        """Commands for the schedulers of all ranks, in rank 0 of an instance."""
+        self.orders: Callable[[bytes], bool] = lambda payload: False
+        """Takes commands that concern prefill and decode apart; whether one does."""
+        self.agree: Callable[[int], int] = int
+        """The ranks' consensus: the smallest of their numbers."""
         self.before_clear: Callable[[], None] = lambda: None
         """Called before everything is forgotten."""
         self.role_changed: Callable[[str], None] = lambda role: None
@@ -366,7 +370,7 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
 
     def obey(self, payload: bytes, at: float) -> None:
         """Do what a command says. Comes to every rank between the same two passes. at: rank 0's time."""
-        if self.migration.takes(payload):
+        if self.orders(payload) or self.migration.takes(payload):
             return
         if self.advice is not None:
             self.advice.obey(payload, at)

@@ -187,6 +187,7 @@ class Rank:
             load_min_tokens=scenario.load_min_tokens,
             load_always=not scenario.weigh,
         )
+        self.cache.agree = agree
         self.pool = engine_mempool(
             self.cache,
             self.hbm,

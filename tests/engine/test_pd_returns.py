@@ -34,7 +34,7 @@ PROMPT = list(range(100, 133))
 ANSWERED = [*PROMPT, *range(300, 320)]
 
 
-def agent_of(rank: Rank, name: str, bootstrap: str) -> Agent:
+def agent_of(rank: Rank, name: str, bootstrap: str, number: int = 0, ranks: int = 1) -> Agent:
     geometry = rank.pools.geometry()
     memory = [
         MemoryRange(plane.data_ptr(), plane.nbytes, keep=plane)
@@ -42,7 +42,7 @@ def agent_of(rank: Rank, name: str, bootstrap: str) -> Agent:
         for plane in layer
     ]
     spec = PoolSpec.of_geometry(POOL, geometry, memory, lease_budget=geometry.slots)
-    local = Local(0, 1, rank.pools.kind.page, METADATA)
+    local = Local(number, ranks, rank.pools.kind.page, METADATA)
     arena = rank.arena
     assert arena is not None
     dram = PoolSpec(
@@ -54,6 +54,13 @@ def agent_of(rank: Rank, name: str, bootstrap: str) -> Agent:
         (MemoryRange(arena.address, arena.n_blocks * arena.block_bytes, keep=arena),),
     )
     return Agent(AgentConfig(name, "model", local, bootstrap=bootstrap), spec, Rows(), dram=dram)
+
+
+def request_from(host: str, port: str) -> Any:
+    """A request that has ended on decode, as returns look at it."""
+    return SimpleNamespace(
+        bootstrap_host=host, bootstrap_port=port, bootstrap_room=7, extra_key=None, cache_salt=None
+    )
 
 
 @dataclass
@@ -68,7 +75,7 @@ class Pair:
 
     def request(self, address: str | None = None) -> Any:
         host, _, port = (address or self.address).rpartition(":")
-        return SimpleNamespace(bootstrap_host=host, bootstrap_port=port, extra_key=None, cache_salt=None)
+        return request_from(host, port)
 
     def until(self, outcome: str, times: int = 1) -> None:
         """Let both schedulers pass until returns have ended so, as decode sees it."""
@@ -85,14 +92,16 @@ class Pair:
 
     def compare(self, tokens: list[int]) -> None:
         """Prefill has all whole blocks of a prompt, and their KV is what the model computes."""
-        block = self.prefill.scenario.block
-        whole = len(tokens) // block * block
-        blocks = self.taker._places.blocks
-        _, slots, count = blocks.held(NAMESPACE, key_of(tokens))
-        assert count * block == whole
-        chain = np.array(chain_of(NAMESPACE, tokens), np.uint64)[:whole]
-        for layer in range(self.prefill.pools.oracle.layers):
-            self.prefill.pools.oracle.compare(np.concatenate(slots), chain, layer, "returned")
+        compare_with_model(self.prefill, self.taker._places.blocks, tokens)
+
+
+def compare_with_model(rank: Rank, blocks: Blocks, tokens: list[int]) -> None:
+    whole = len(tokens) // rank.scenario.block * rank.scenario.block
+    _, slots, count = blocks.held(NAMESPACE, key_of(tokens))
+    assert count * rank.scenario.block == whole
+    chain = np.array(chain_of(NAMESPACE, tokens), np.uint64)[:whole]
+    for layer in range(rank.pools.oracle.layers):
+        rank.pools.oracle.compare(np.concatenate(slots), chain, layer, "returned")
 
 
 def key_of(tokens: list[int]) -> bytes:
@@ -150,7 +159,7 @@ def test_what_prefill_computes_meanwhile_is_not_there_twice(pair: Pair) -> None:
         seconds=20,
         what="slots to be set aside",
     )
-    wait_until(lambda: pair.taker._read, seconds=20, what="the read")
+    wait_until(lambda: pair.taker._placed[0].stopped.is_set(), seconds=20, what="the read")
     # Without the simulation's checks, to which the slots that are set aside are nobody's.
     pair.prefill.scheduler.submit(ANSWERED, new_tokens=1)
     while not pair.prefill.scheduler.idle:
@@ -271,7 +280,7 @@ def test_an_emptied_cache_ends_returns(
 def test_a_server_that_is_not_connected_gets_nothing(pair: Pair) -> None:
     pair.decode.serve(ANSWERED)
     pair.giver.ended(pair.request("127.0.0.1:9"), ANSWERED)
-    assert pair.giver.outcomes["prefill_gone"] == 1
+    pair.until("prefill_gone")
     pair.giver.ended(pair.request(), ANSWERED[:3])
     assert pair.giver.outcomes["short"] == 1
 
@@ -313,3 +322,184 @@ def test_what_decode_has_in_dram_is_brought_to_hbm_before_the_match(sglang_confi
         rank.pools.oracle.compare(match.prefix_indices.numpy(), chain, layer, "from DRAM")
     finish(rank)
     rank.close()
+
+
+class Instances:
+    """Two ranks of prefill and two of decode, whose schedulers pass in step, each in a thread of its own."""
+
+    def __init__(self, kind: PoolKind, stack: ExitStack) -> None:
+        self.ranks = {
+            name: [Rank(Scenario(f"{name}{i}", kind, hbm_tokens=256, dram_blocks=20)) for i in range(2)]
+            for name in ("p", "d")
+        }
+        for rank in (*self.ranks["p"], *self.ranks["d"]):
+            stack.callback(rank.close)
+            stack.callback(finish, rank)
+        self._bootstrap = BootstrapService("127.0.0.1", 0, None)
+        stack.callback(self._bootstrap.close)
+        address = self._bootstrap.address
+        self.agents: dict[str, list[Agent]] = {"p": [], "d": []}
+        for name, agents in self.agents.items():
+            for number, rank in enumerate(self.ranks[name]):
+                agents.append(agent_of(rank, name, address if name == "p" else "", number, 2))
+                stack.callback(agents[-1].close)
+        self._commands: list[bytes] = []
+        self._barrier = {name: threading.Barrier(2, timeout=20) for name in self.ranks}
+        self._said: dict[str, list[int]] = {name: [0, 0] for name in self.ranks}
+        blocks = {
+            name: [Blocks(rank.cache, hbm_holder(rank.cache)) for rank in ranks]
+            for name, ranks in self.ranks.items()
+        }
+
+        def tell_all(payload: bytes) -> bool:
+            self._commands.append(payload)
+            return True
+
+        self.takers = [
+            ReturnTaker(
+                Places(blocks["p"][i]), agent, lambda: False, self._agree("p", i), None if i else tell_all
+            )
+            for i, agent in enumerate(self.agents["p"])
+        ]
+        for agent, taker in zip(self.agents["p"], self.takers, strict=True):
+            agent.returns = taker
+        self.givers = [
+            ReturnGiver(blocks["d"][i], agent, self._agree("d", i))
+            for i, agent in enumerate(self.agents["d"])
+        ]
+
+    def connect(self, *numbers: int) -> None:
+        """Let ranks of decode find prefill."""
+        for number in numbers:
+            agent = self.agents["d"][number]
+            agent._thread.run(agent._peers.get(self._bootstrap.address))
+
+    def _agree(self, name: str, number: int) -> Any:
+        def agree(value: int) -> int:
+            self._said[name][number] = value
+            self._barrier[name].wait()
+            least = min(self._said[name])
+            self._barrier[name].wait()
+            return least
+
+        return agree
+
+    def ended(self) -> None:
+        """A request ends on decode, on both ranks between the same two passes."""
+        host, _, port = str(self._bootstrap.address).rpartition(":")
+        for giver in self.givers:
+            giver.ended(request_from(host, port), ANSWERED)
+
+    def each_pass(self) -> None:
+        """All schedulers pass once."""
+        commands, self._commands = self._commands, []
+        for taker in self.takers:
+            for command in commands:
+                assert taker.obey(command)
+        threads = [threading.Thread(target=part.each_pass) for part in (*self.takers, *self.givers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+        for ranks in self.ranks.values():
+            assert ranks[0].picture() == ranks[1].picture(), "the ranks have different trees"
+
+    def until(self, outcome: str) -> None:
+        """Let the schedulers pass until a return has ended so, as decode sees it."""
+
+        def there() -> bool:
+            self.each_pass()
+            return all(giver.outcomes[outcome] for giver in self.givers)
+
+        wait_until(there, seconds=30, what=outcome)
+
+
+@pytest.fixture(params=[PoolKind(), PoolKind("mla", page=4)], ids=str)
+def instances(request: pytest.FixtureRequest, sglang_config: None) -> Iterator[Instances]:
+    with ExitStack() as stack:
+        found = Instances(request.param, stack)
+        stack.callback(vars(found).clear)
+        for rank in found.ranks["p"]:
+            rank.serve(PROMPT)
+        for rank in found.ranks["d"]:
+            rank.serve(ANSWERED)
+        yield found
+
+
+def test_ranks_take_a_return_in_the_same_pass(instances: Instances, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank has read long before the other; its tree stays as that of the other."""
+    from sglang_ext.disagg.instance import Instance
+
+    go_on = threading.Event()
+    stock = Instance.complete
+    slow = instances.agents["p"][1]
+
+    async def waits(self: Instance, request: str, seconds: float) -> Any:
+        while self in slow._backs.values() and not go_on.is_set():  # noqa: ASYNC110 - set by another thread
+            await asyncio.sleep(0.01)
+        return await stock(self, request, seconds)
+
+    monkeypatch.setattr(Instance, "complete", waits)
+    instances.connect(0, 1)
+    instances.ended()
+    first, second = instances.takers
+
+    def one_has_read() -> bool:
+        instances.each_pass()
+        return bool(first._placed) and first._placed[0].stopped.is_set()
+
+    wait_until(one_has_read, seconds=20, what="the read")
+    for _ in range(3):
+        instances.each_pass()
+    assert first._placed
+    assert not second._placed[0].stopped.is_set()
+    go_on.set()
+    instances.until("returned")
+    for rank, taker in zip(instances.ranks["p"], instances.takers, strict=True):
+        compare_with_model(rank, taker._places.blocks, ANSWERED)
+    assert first.tokens == second.tokens > 0
+    for rank in (*instances.ranks["p"], *instances.ranks["d"]):
+        rank.check()
+
+
+def test_what_one_rank_cannot_read_no_rank_keeps(
+    instances: Instances, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang_ext.disagg.errors import StaleReadError
+    from sglang_ext.disagg.instance import Instance
+
+    stock = Instance.complete
+    failing = instances.agents["p"][1]
+
+    async def fails(self: Instance, request: str, seconds: float) -> Any:
+        if self in failing._backs.values():
+            raise StaleReadError("return", 1, 1)
+        return await stock(self, request, seconds)
+
+    monkeypatch.setattr(Instance, "complete", fails)
+    instances.connect(0, 1)
+    free = [rank.pools.allocator.available_size() for rank in instances.ranks["p"]]
+    instances.ended()
+    instances.until("unread")
+    assert [taker.tokens for taker in instances.takers] == [0, 0]
+    assert [rank.pools.allocator.available_size() for rank in instances.ranks["p"]] == free
+
+
+def test_a_part_that_does_not_come_ends_the_return(
+    instances: Instances, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank of decode has lost prefill; the other one's pages are free again, on both at once."""
+    monkeypatch.setattr("sglang_ext.engine.pd_returns.RETURN_SECONDS", 0.5)
+    instances.connect(0)
+    instances.ended()
+    wait_until(
+        lambda: instances.each_pass() or not instances.givers[0]._going, seconds=20, what="the return's end"
+    )
+    assert [giver._going for giver in instances.givers] == [[], []]
+    assert [giver.tokens for giver in instances.givers] == [0, 0]
+    assert not instances.takers[0]._gathering
+    assert [giver._pinned for giver in instances.givers] == [0, 0]
+    for rank in instances.ranks["d"]:
+        rank.cache.settle()
+        assert not any(node.locks for node in rank.tree.nodes())

@@ -28,6 +28,7 @@ COMMON = (
     *("--max-total-tokens", str(POOL_TOKENS), "--chunked-prefill-size", "256"),
     *("--max-running-requests", "8", "--kv-check", "--enable-metrics"),
 )
+RETURNED = "sglang_ext_pd_returned_tokens"
 TRUTH = ServerSpec(flags=("--disable-radix-cache", "--max-total-tokens", "8000"))
 
 
@@ -88,6 +89,10 @@ class Rig:
         else:
             self.pd.decode[1] = fresh
         return fresh
+
+
+def count(server: ServerProcess, name: str) -> float:
+    return sum(value for sample, value in server.metrics().items() if sample.startswith(name))
 
 
 def prompt_of(seed: int, tokens: int) -> list[int]:

@@ -12,9 +12,11 @@ import pytest
 from pd_fleet import (
     ANSWER_TOKENS,
     COMMON,
+    RETURNED,
     FaultySpec,
     Rig,
     conversations_are_answered_alike,
+    count,
     ends_in_error,
     fault,
     nothing_is_left,
@@ -26,8 +28,6 @@ from sglang_ext.testing.pd import pd_servers
 from sglang_ext.testing.servers import ServerProcess, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
-
-RETURNED = "sglang_ext_pd_returned_tokens"
 
 
 @pytest.fixture(
@@ -207,7 +207,3 @@ def design_of(rig: Rig) -> str:
 def pulls(rig: Rig) -> bool:
     flags = rig.pd.decode[0].spec.flags
     return flags[flags.index("--kv-transfer-mode") + 1] == "pull"
-
-
-def count(server: ServerProcess, name: str) -> float:
-    return sum(value for sample, value in server.metrics().items() if sample.startswith(name))

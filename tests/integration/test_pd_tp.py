@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from pd_fleet import ANSWER_TOKENS, COMMON, STRICT, nothing_is_left
+from pd_fleet import ANSWER_TOKENS, COMMON, RETURNED, STRICT, count, nothing_is_left, prompt_of
 
 from sglang_ext.testing.compare import assert_same, random_conversations
 from sglang_ext.testing.pd import PdServers, pd_servers
-from sglang_ext.testing.servers import ServerProcess, ServerSpec
+from sglang_ext.testing.servers import ServerProcess, ServerSpec, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1200)]
 
@@ -19,7 +19,7 @@ TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 @pytest.fixture(
     scope="module",
-    params=[(2, 1, "pull"), (1, 2, "pull"), (1, 2, "push")],
+    params=[(2, 1, "pull"), (1, 2, "pull"), (1, 2, "push"), (2, 2, "pull")],
     ids=lambda p: f"prefill{p[0]}-decode{p[1]}-{p[2]}",
 )
 def servers(
@@ -48,5 +48,20 @@ def test_conversations_get_the_answers_of_one_rank(servers: tuple[PdServers, Ser
             # Sums over two ranks round otherwise than sums over one.
             assert_same(truth.generate(history, max_new_tokens=ANSWER_TOKENS), answer, atol=1e-3)
             history = history + answer.tokens
+    pd.wait_idle()
+    nothing_is_left(pd.servers)
+
+
+def test_answers_go_back_to_all_ranks(servers: tuple[PdServers, ServerProcess]) -> None:
+    """The next turn's prefill finds prompt and answer, and goes on from what decode has computed."""
+    pd, truth = servers
+    prefill = pd.prefill[0].server
+    prompt, before = prompt_of(40, 100), count(pd.prefill[0].server, RETURNED)
+    first = pd.generate(prompt, max_new_tokens=60)
+    wait_until(lambda: count(prefill, RETURNED) > before, seconds=30, what="the return")
+    history = prompt + first.tokens + prompt_of(41, 40)
+    at_prefill, at_decode = pd.start(history, max_new_tokens=ANSWER_TOKENS)
+    assert_same(truth.generate(history, max_new_tokens=ANSWER_TOKENS), at_decode.result(), atol=1e-3)
+    assert at_prefill.result().cached_tokens in range(144, 161)
     pd.wait_idle()
     nothing_is_left(pd.servers)
