@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -17,7 +18,7 @@ import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +39,8 @@ REQUEST_SECONDS = 180.0
 GRACE_SECONDS = 1.0
 """SGLang looks only every 5 s whether it was told to end; an idle server has nothing to lose."""
 POLL_SECONDS = 0.1
+PORTS = range(21_000, 32_000)
+"""Below those that Linux gives to connections, which would take a port before its server listens."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """For torch, of a server that shares a machine with others: threads spin while they wait for one another's
 share of a tiny operator, and where others want the cores, that is most of what they do."""
@@ -92,10 +95,12 @@ def wait_until(condition: Callable[[], T], *, seconds: float, what: str) -> T:
 
 
 def free_port() -> int:
-    """A port on loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
+    """A port on loopback that nobody listens on now, and that the system gives to nobody who asks for any."""
+    while True:
+        port = random.SystemRandom().choice(PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
 
 
 class ServerProcess:
