@@ -18,6 +18,7 @@ from sglang_ext.engine.advice import HintDesk
 from sglang_ext.engine.agent import Agent, AgentFacts, DiskNames
 from sglang_ext.engine.agent_socket import AgentSocket
 from sglang_ext.engine.block_names import BlockNames
+from sglang_ext.engine.commands import Inbox
 from sglang_ext.engine.events import PlacementFeed
 from sglang_ext.engine.migration import MoveDesk
 from sglang_ext.engine.registration import Registrar
@@ -147,10 +148,10 @@ def attach_agent(
 
 def attach_hints(cache: GlobalRadixCache, agent: Agent) -> None:
     """Let the agent pass hints on to the schedulers of all ranks, and what came of them back."""
-    assert cache.inbox is not None, "an agent is rank 0's"
-    moves = MoveDesk(cache.inbox, agent.post)
+    inbox = cache.inbox = cache.inbox or Inbox()
+    moves = MoveDesk(inbox, agent.post)
     cache.migration.attach(agent.facts.epoch, moves.tell, moves.remind)
-    desk = HintDesk(cache.inbox, agent.facts.epoch, agent.post)
+    desk = HintDesk(inbox, agent.facts.epoch, agent.post)
 
     def take(reader: bytes, message: ToAgent) -> None:
         if not moves.take(reader, message):
