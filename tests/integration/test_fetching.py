@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -24,7 +23,7 @@ import numpy.typing as npt
 import pytest
 from dram_damage import arena_files, flip_bit, snapshot
 from gated_fetching_server import GATE
-from token_requests import generate, random_prompt, until
+from token_requests import advise, cold, generate, random_prompt, settled, until
 
 from router import Router, RouterConfig
 from router.policies import Match
@@ -156,13 +155,6 @@ async def client() -> AsyncIterator[aiohttp.ClientSession]:
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> random.Random:
     return random.Random(request.node.name)
-
-
-async def cold(client: aiohttp.ClientSession, server: ServerProcess, prompt: list[int]) -> Answer:
-    """The answer without any cache: a salt that nobody used."""
-    answer, _ = await generate(client, server.url, prompt, cache_salt=f"cold {time.monotonic_ns()}")
-    assert answer.cached_tokens == 0
-    return answer
 
 
 def held(router: Router, server: ServerProcess, prompt: list[int]) -> Match:
@@ -352,18 +344,6 @@ async def test_a_holder_that_stops_hangs_nobody(when, pair, port, client, rng) -
 # -- hints ------------------------------------------------------------------------------------------
 
 
-async def hinted(client: aiohttp.ClientSession, router: Router, **body: Any) -> dict[str, Any]:
-    async with client.post(f"{router.url}/v1/advisory", json=body) as response:
-        told = await response.json()
-        assert response.status == 200, told
-        return dict(told)
-
-
-async def settled(client: aiohttp.ClientSession, router: Router, id: str) -> dict[str, Any]:
-    async with client.get(f"{router.url}/v1/advisory/{id}?wait_s=20") as response:
-        return dict(await response.json())
-
-
 async def turn(
     client: aiohttp.ClientSession, router: Router, session: str, prompt: list[int]
 ) -> tuple[Answer, Any]:
@@ -388,7 +368,7 @@ async def test_a_session_moves_as_often_as_balance_wants(pair, port, client, rng
             said = said + answer.tokens
             before = (len(said) - 1) // BLOCK * BLOCK  # of the last token there is no KV
             said = said + random_prompt(rng, 40)
-            told = await hinted(client, router, session="s")
+            told = await advise(client, router, session="s")
             assert told["instance"] not in places[-1:]
             assert told["tokens"]["elsewhere"] > 0
             ready = await settled(client, router, told["id"])
@@ -413,7 +393,7 @@ async def test_the_chosen_instance_dies_in_mid_prefetch(pair, port, client, rng)
         prompt = random_prompt(rng, TOKENS + 3)
         await said_at(client, router, owner, prompt)
         async with pair.holding_reads(reader) as reading:
-            told = await hinted(client, router, input_ids=prompt)
+            told = await advise(client, router, input_ids=prompt)
             assert told["instance"] == reader.url
             await until(reading.exists, 30, "the read")
             await asyncio.to_thread(wait_until, lambda: not nothing_is_lent(owner), seconds=30, what="a loan")
@@ -441,7 +421,7 @@ async def test_the_holder_dies_in_mid_read(pair, port, client, rng) -> None:
         for prompt in (asked, announced):
             await said_at(client, router, owner, prompt)
         async with pair.holding_reads(reader) as reading:
-            told = await hinted(client, router, input_ids=announced)
+            told = await advise(client, router, input_ids=announced)
             assert told["instance"] == reader.url
             request = asyncio.create_task(generate(client, router.url, asked))
             await until(lambda: reading.exists() and reading.read_text() == "2", 30, "the reads")
