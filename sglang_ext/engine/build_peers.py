@@ -29,11 +29,11 @@ ADDRESS_BYTES: Final = 512
 def may_fetch(config: KvConfig, server_args: Any, *, adapters: bool) -> bool:
     """Whether a server exchanges KV with peers: when a router can tell it to.
 
-    Not with adapters, whose names mean something on one server only; servers that only prefill or decode
-    exchange KV in their own way.
+    Not with adapters, whose names mean something on one server only. Decode servers do so for requests that
+    leave one of them for another; prefill servers, whose requests stay, do not.
     """
-    apart = server_args.disaggregation_mode != "null"
-    return config.router is not None and config.dram_size > 0 and not adapters and not apart
+    stays = server_args.disaggregation_mode == "prefill"
+    return config.router is not None and config.dram_size > 0 and not adapters and not stays
 
 
 def attach_peers(

@@ -178,8 +178,10 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         if not prefill:
             self.meeting = first_rank_address(scheduler, self.agent.address)
             self.agent.meet_at(self.meeting)
-        if isinstance(cache, GlobalRadixCache):
-            cache.migration.manager = None if prefill else self
+        self.migration = cache.migration if isinstance(cache, GlobalRadixCache) else None
+        """By which requests leave for other decode servers, and come from them."""
+        if self.migration is not None:
+            self.migration.manager = None if prefill else self
         self.disk: DiskAhead | None = None
         if not prefill and isinstance(cache, GlobalRadixCache) and cache.promotions is not None:
             self.disk = DiskAhead(cache, cache.promotions)
@@ -354,7 +356,9 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
 
     def init(self, prefill_dp_rank: int) -> None:
         assert self.bootstrap_room is not None
-        self._room = self.kv_mgr.agent.taking.open(self.bootstrap_addr, self.bootstrap_room)
+        migration = self.kv_mgr.migration
+        comes_over = migration is not None and migration.comes_over(self.bootstrap_room)
+        self._room = self.kv_mgr.agent.taking.open(self.bootstrap_addr, self.bootstrap_room, read=comes_over)
 
     def send_metadata(
         self,
@@ -374,7 +378,7 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
     def poll(self) -> int:
         if self._room is None:
             return int(KVPoll.Bootstrapping)
-        if self._room.state is Taking.WAITING and self.kv_mgr.pushes:
+        if self._room.state is Taking.WAITING and not self._room.read:
             # Push: decode allocates before prefill computes.
             return int(KVPoll.WaitingForInput)
         return int(_TAKING_POLL[self._room.state])
@@ -392,7 +396,9 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
         if self._room is None:
             # It never began; from now on it polls as failed.
             assert self.bootstrap_room is not None
-            self._room = TakingRoom(self.bootstrap_addr, self.bootstrap_room, Taking.FAILED, "aborted")
+            self._room = TakingRoom(
+                self.bootstrap_addr, self.bootstrap_room, state=Taking.FAILED, reason="aborted"
+            )
             return
         self.kv_mgr.agent.taking.abort(self._room, "the request was aborted on decode")
 

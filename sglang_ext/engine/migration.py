@@ -15,10 +15,13 @@ client has of it, the router leaves out.
 How the KV goes over is what the two kinds of instances have anyway:
 
     decode       the source gives it as a prefill server does (`pd_giving`): all pages of prompt and answer in
-                 a room, which the target joins as if they were a prompt. Nothing is computed again.
+                 a room, which the target joins as if they were a prompt. It reads what it lacks, also where
+                 prefill pushes; nothing is computed again.
     colocated    the source puts the whole blocks into its tree, waits for their copies in DRAM, and lends
                  them (`lending`). The target fetches them (`fetches`), and computes the rest: the end of the
                  last block, or all, if nothing was to be had.
+
+Before, while the request runs, the router has its prompt fetched where there is DRAM (``router.move_calls``).
 
 All methods run in the scheduler's thread, on every rank between the same two passes.
 """
@@ -192,13 +195,10 @@ class Migration:
 
     def _problem(self, req: Any, rid: str) -> str:
         scheduler = self._cache.scheduler
-        manager = self.manager
         if req is None:
             return AGAIN if _is_known(scheduler, rid) else "no such request runs here"
         if req.finished() or req.to_finish is not None:
             return "it has just ended"
-        if manager is not None and manager.pushes:
-            return "KV is pushed here (--kv-transfer-mode)"
         return obstacle(req, not scheduler.spec_algorithm.is_none())
 
     def _settled(self) -> bool:
@@ -221,7 +221,7 @@ class Migration:
         number = 1 + int.from_bytes(hashlib.blake2b(parked.id.encode(), digest_size=8).digest()) % (ROOMS - 1)
         giving = manager.agent.giving
         try:
-            parked.room = giving.open(number)
+            parked.room = giving.open(number, read=True)
         except RefusedError as error:
             self._unpark(parked, stay=True)
             self._say(Parked(self.epoch, parked.id, str(error)))
@@ -381,6 +381,10 @@ class Migration:
         self._arriving[req.rid] = (req, resume)
         while len(self._arriving) > MOST_COMING:
             del self._arriving[next(iter(self._arriving))]
+
+    def comes_over(self, room: int) -> bool:
+        """Whether a room is of a request that another decode instance has stopped."""
+        return any(req.bootstrap_room == room for req, _ in self._arriving.values())
 
     def committed(self, req: Any) -> None:
         """The KV of a request has come, on decode."""

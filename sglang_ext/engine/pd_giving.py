@@ -59,11 +59,14 @@ class Reader:
 
 @dataclass(slots=True, eq=False)
 class Room:
-    """One request. pages: of the whole prompt; metadata: its row; both set by `complete`."""
+    """One request. pages: of the whole prompt; metadata: its row; both set by `complete`. read: whether
+    decode reads it, whatever --kv-transfer-mode says.
+    """
 
     number: int
     state: Giving
     since: float
+    read: bool
     reason: str = ""
     pages: Ids = field(default_factory=lambda: np.empty(0, np.int64))
     metadata: bytes = b""
@@ -121,8 +124,11 @@ class GivingRooms:
 
     # -- the scheduler's thread -----------------------------------------------------------------
 
-    def open(self, number: int) -> Room:
+    def open(self, number: int, *, read: bool = False) -> Room:
         """A request has come.
+
+        Args:
+            read: it is read also where servers push: what leaves a decode server is complete.
 
         Raises:
             RefusedError: there is such a room already, or the number is none (SGLang takes 0 for no room).
@@ -133,7 +139,9 @@ class GivingRooms:
             known = self._rooms.get(number)
             if known is not None and not FACTS[known.state].end:
                 raise RefusedError("room", f"room {number} is in use by another request")
-            room = self._rooms[number] = Room(number, Giving.COMPUTING, self._clock.monotonic())
+            room = self._rooms[number] = Room(
+                number, Giving.COMPUTING, self._clock.monotonic(), read or not self._pushes
+            )
             waiting = self._parked.pop(number, [])
         for future in waiting:
             self._loop.call_soon_threadsafe(_settle, future, None)
@@ -292,7 +300,7 @@ class GivingRooms:
             if dead:
                 self._lose(room, Event.PEER_DEAD, "the decode server is gone")
                 continue
-            if self._pushes and room.state is Giving.COMPUTING and not room.readers:
+            if not room.read and room.state is Giving.COMPUTING and not room.readers:
                 if now - room.since > JOIN_SECONDS:
                     self._lose(
                         room,
@@ -369,7 +377,7 @@ class GivingRooms:
 
     def _packs(self, room: Room) -> bool:
         """Whether a room is to be packed first, and has not been yet. Under the lock."""
-        wanted = self._staging is not None and not self._pushes and room.pages.size > 0
+        wanted = self._staging is not None and room.read and room.pages.size > 0
         return wanted and not room.packed
 
     def _begin_packing(self, room: Room) -> None:

@@ -59,10 +59,13 @@ class Wanted:
 
 @dataclass(slots=True, eq=False)
 class TakingRoom:
-    """One request. `stopped` is set when nothing of ours reads into its slots any more, and will not."""
+    """One request. read: whether its KV is read, or written by the other side. `stopped` is set when nothing
+    uses its slots any more, and will not.
+    """
 
     address: str
     number: int
+    read: bool = True
     state: Taking = Taking.JOINING
     reason: str = ""
     wanted: Wanted | None = None
@@ -165,16 +168,22 @@ class TakingRooms:
 
     # -- the scheduler's thread -----------------------------------------------------------------
 
-    def open(self, address: str, number: int) -> TakingRoom:
-        """A request has come, whose prefill server is found at a bootstrap address."""
-        room = TakingRoom(address, number)
+    def open(self, address: str, number: int, *, read: bool = False) -> TakingRoom:
+        """A request has come, whose prefill server is found at a bootstrap address.
+
+        Args:
+            read: its KV is read also where servers push: it comes from another decode server.
+        """
+        room = TakingRoom(address, number, read or self._pushed is None)
         self._loop.call_soon_threadsafe(self._start, room)
         return room
 
     def read(self, room: TakingRoom, wanted: Wanted) -> None:
-        """Slots and row are set aside: read into them, once the room is `Taking.READY`."""
+        """Slots and row are set aside: have them filled. The room is `Taking.READY`, or `WAITING` where the
+        other side writes.
+        """
         with self._lock:
-            if room.state is not (Taking.READY if self._pushed is None else Taking.WAITING):
+            if room.state is not (Taking.READY if room.read else Taking.WAITING):
                 return
             room.wanted = wanted
             self._move(room, Event.ALLOCATED)
@@ -233,10 +242,10 @@ class TakingRooms:
         refused = False
         try:
             peer = await self._peers.get(room.address)
-            if self._pushed is not None:
+            if not room.read:
                 await peer.meet(room.number, self._epoch)
             self._moved(room, Event.JOINED)
-            if self._pushed is None:
+            if room.read:
                 ready = await peer.join(room.number, self._epoch)
                 self._moved(room, Event.OFFER)
                 await self._asked(room, peer, ready)
@@ -244,6 +253,7 @@ class TakingRooms:
                 await self._read(room, peer, ready)
                 room.seconds = self._clock.monotonic() - started
             else:
+                assert self._pushed is not None
                 await self._let_write(room, peer, *self._pushed)
             self._moved(room, Event.ARRIVED)
             self.ends["held"] += 1

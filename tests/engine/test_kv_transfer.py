@@ -28,6 +28,7 @@ class Manager:
 
     agent: Any
     pushes: bool = False
+    migration: Any = None
     page_bytes: int = 10
     kv_args: Any = field(default_factory=lambda: SimpleNamespace(page_size=4))
     buffers: Any = field(default_factory=lambda: SimpleNamespace(read=lambda row: ROW))
@@ -99,6 +100,24 @@ def test_a_request_goes_through_the_states_that_sglangs_queues_wait_for(servers:
     for end in (sender, receiver):
         end.clear()
     assert given.agent.giving.live == taken.agent.taking.live == 0
+
+
+def test_a_request_that_leaves_another_decode_server_is_read_whatever_the_mode(servers: Rig) -> None:
+    _, decode = managers(servers)
+    number = next(NUMBERS)
+    decode.migration = SimpleNamespace(comes_over=lambda room: room == number)
+    source, here = servers.prefill[0], servers.decode[0]
+    room = source.agent.giving.open(number, read=True)
+    source.agent.giving.complete(room, np.array([5, 3, 9]), ROW)
+    receiver = GlobalKVReceiver(decode, servers.address, number)
+    receiver.init(0)
+    until(servers, receiver, KVPoll.WaitingForInput)
+    assert room.state is Giving.OFFERED
+    receiver.send_metadata(np.array([2, 7], np.int32), 1, decode_prefix_len=4)
+    until(servers, receiver, KVPoll.Success)
+    servers.wait(lambda: room.state is Giving.RELEASED, "the release")
+    assert np.array_equal(source.kv([3, 9], 4), here.kv([2, 7], 4))
+    assert here.rows.written == {1: ROW}
 
 
 def test_a_failure_has_freed_everything_when_sglang_is_told(servers: Rig) -> None:

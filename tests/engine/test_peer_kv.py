@@ -604,6 +604,7 @@ def test_a_flush_in_the_middle_of_a_fetch_leaves_nothing(make_server: MakeServer
         ({}, "null", False, True),
         ({"router": None}, "null", False, False),
         ({"dram_size": 0}, "null", False, False),
+        ({}, "decode", False, True),
         ({}, "prefill", False, False),
         ({}, "null", True, False),
     ],

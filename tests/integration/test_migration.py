@@ -8,7 +8,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -27,35 +27,55 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 Json = dict[str, Any]
 TOKENS = 32
+DRAM = ("--kv-dram-size", "64MiB", "--enable-metrics")
 SWITCH = "--enable-pd-role-switch"
+TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 STORY = "A traveller asks the librarian for a map of the town, and then for another one. "
 
 
 @dataclass
 class Fleet:
-    """Servers that register with the router of a test; the last two are of the kind that is drained."""
+    """Servers that register with the router of a test; the last two are of the kind that is drained.
+
+    kind: `colocated`, `decode`, or the latter with what is otherwise than by default.
+    """
 
     port: int
     kind: str
     servers: list[ServerProcess] = field(default_factory=list)
 
 
-@pytest.fixture(scope="module", params=["decode", "colocated"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "decode",
+        "colocated",
+        pytest.param("decode-push", marks=pytest.mark.long),
+        pytest.param("decode-push-by-layer", marks=pytest.mark.long),
+        pytest.param("decode-tp2", marks=pytest.mark.long),
+    ],
+)
 def fleet(request: pytest.FixtureRequest, leak_guard: LeakGuard) -> Iterator[Fleet]:
     """A prefill server and two decode servers, or two that do both."""
     port = free_port()
+    kind, _, otherwise = request.param.partition("-")
 
     def spec(name: str, *more: str) -> ServerSpec:
         router = ("--kv-router", f"http://127.0.0.1:{port}", "--kv-instance-id", name)
-        return ServerSpec(flags=(*FLAGS, "--kv-dram-size", "64MiB", *router, *more))
+        mode = ("--kv-transfer-mode", otherwise) if otherwise.startswith("push") else ()
+        return ServerSpec(flags=(*FLAGS, *DRAM, *router, *mode, *more))
 
-    def switching(name: str) -> ServerSpec:
-        return spec(name, SWITCH, "--disaggregation-bootstrap-port", str(free_port()))
+    def decoding(name: str) -> ServerSpec:
+        own = spec(name, *switch, "--disaggregation-bootstrap-port", str(free_port()))
+        if otherwise != "tp2":
+            return own
+        return replace(own, flags=(*own.flags, "--tp", "2"), environment={**own.environment, **TWO_RANKS})
 
-    apart = request.param == "decode"
-    prefill = [spec("p", SWITCH)] if apart else []
-    decode = [switching("a"), switching("b")] if apart else []
-    others = [] if request.param == "decode" else [spec("a"), spec("b")]
+    switch = () if otherwise == "push-by-layer" else (SWITCH,)
+    apart = kind == "decode"
+    prefill = [spec("p", *switch)] if apart else []
+    decode = [decoding("a"), decoding("b")] if apart else []
+    others = [] if apart else [spec("a"), spec("b")]
     with leak_guard.adopting(), pd_servers(prefill, decode, others) as (pd, colocated):
         yield Fleet(port, request.param, [*pd.servers, *colocated])
 
@@ -215,9 +235,21 @@ async def test_every_answer_is_the_undisturbed_one(router: Router, fleet: Fleet)
         assert len(heard.names) == 1, "the answer changed its name in the middle"
     server = next(server for server in fleet.servers if server.url == url)
     await until(lambda: running([server]) == 0)
+    target = next(server for server in fleet.servers[-2:] if server.url != url)
+    await until(lambda: copied_ahead(target) > 0)
     router.members.resume("a")
     await until(lambda: len(router.fleet.usable()) == len(fleet.servers))
     await asyncio.to_thread(server.wait_idle)
+
+
+def copied_ahead(target: ServerProcess) -> float:
+    """Blocks of prompts that were brought before their requests were stopped, over all ranks."""
+    samples = target.metrics().items()
+    return sum(
+        value
+        for name, value in samples
+        if name.startswith("sglang_ext_cache_peers_total{") and 'event="fetched_blocks"' in name
+    )
 
 
 async def test_a_target_that_stops_in_the_middle_costs_a_pause(
@@ -273,7 +305,9 @@ async def role(router: Router, instance: str, wanted: str) -> tuple[int, Json]:
 
 
 async def test_a_server_that_changes_its_role_keeps_its_cache(router: Router, fleet: Fleet) -> None:
-    if fleet.kind != "decode":
+    if fleet.kind in ("decode-push-by-layer", "decode-tp2"):
+        pytest.skip("its servers do not change their roles: layers are watched, or prefill has one rank")
+    if fleet.kind == "colocated":
         status, said = await role(router, "a", "prefill")
         assert (status, said["error"]["code"]) == (409, "role_is_fixed")
         return
