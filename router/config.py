@@ -70,7 +70,7 @@ class RouterConfig:
     health_check_timeout_secs: float = 0.75
     health_failure_threshold: int = 3
     """Probes missed in a row that make the verdict; a refused connection is a verdict at once. The
-    verdict falls within interval + threshold * timeout: 2.75 s by default."""
+    verdict falls within max(interval, timeout) + threshold * timeout: 3 s by default."""
     connect_timeout_secs: float = 2.0
     request_timeout_secs: float = 1800.0
     max_retries: int = 3

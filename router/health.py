@@ -1,8 +1,9 @@
 """Finding out: who the workers are at first, and whether they live from then on.
 
 One task per worker. A worker that is not known, or was down, is asked for its facts; one that is known
-is probed. The verdict over one that stops answering falls within
-interval + threshold * timeout (2.75 s by default): failed probes follow each other without a pause.
+is probed. The verdict over one that stops answering falls within max(interval, timeout) + threshold * timeout
+(3 s by default): failed probes follow each other without a pause. A probe that is late while answers of
+requests come counts for nothing: the worker is busy, and lives.
 A worker that has left is probed while requests still run there, so that they do not wait for a dead one.
 """
 
@@ -13,6 +14,7 @@ import logging
 from collections.abc import Callable
 
 from router.exchange import ConnectFailed
+from router.facts import InstanceFacts
 from router.fleet import Fleet, Row
 from router.lifecycle import USABLE, State
 from router.worker import NotUsable, WorkerApi
@@ -118,7 +120,7 @@ class HealthWatch:
         """Ask one worker what its state calls for, and tell the fleet. Returns whether it answered."""
         row = self._fleet.rows[name]
         known = row.facts if row.state in _PROBED else None
-        fatal = row.fatal
+        fatal, answers = row.fatal, row.answers
         try:
             if known is None:
                 facts = await self._api.learn(name)
@@ -126,7 +128,7 @@ class HealthWatch:
                     self._fleet.learnt(name, facts)
                 return True
             pulse = await self._api.probe(name, self._timeout_s)
-            if row.facts is not known or row.state not in _PROBED:  # meanwhile found dead, or restarted
+            if not _is_probed(row, known):  # meanwhile found dead, or restarted
                 return True
             if pulse.weight_version != known.weight_version:
                 logger.info("instance %s has weights %s now", name, pulse.weight_version)
@@ -143,8 +145,16 @@ class HealthWatch:
                 return True
             self._fleet.missed(name, str(error))
         except (PeerError, DeadlineError) as error:
-            self._fleet.missed(name, str(error))
+            if _is_probed(row, known) and row.answers > answers:
+                self._fleet.alive(name)
+            else:
+                self._fleet.missed(name, str(error))
         return False
+
+
+def _is_probed(row: Row, known: InstanceFacts | None) -> bool:
+    """Whether a worker is the one that was known when its probe was sent."""
+    return known is not None and row.facts is known and row.state in _PROBED
 
 
 def _is_over(row: Row) -> bool:

@@ -191,6 +191,7 @@ class Relay:
         """Pass on an answer in one piece; until it is complete, another instance can be tried."""
         with load.until_lost():
             body = await response.read()
+        load.answered()
         record = flight.record
         record.first_byte = self._clock.monotonic()
         record.status = response.status
@@ -224,6 +225,7 @@ class Relay:
         async with aclosing(response.chunks()) as chunks:
             with load.until_lost():
                 first = await anext(chunks, b"")
+            load.answered()
             load.prefilled()
             first_byte()
             record.first_byte = self._clock.monotonic()
@@ -238,6 +240,7 @@ class Relay:
                         await self._pass_on(flight, first)
                         reader.feed(first)
                     async for chunk in chunks:
+                        load.answered()
                         await self._pass_on(flight, chunk)
                         reader.feed(chunk)
                 except GoesOnElsewhere:
@@ -275,6 +278,7 @@ class Relay:
             try:
                 async with aclosing(response.chunks()) as chunks:
                     async for chunk in chunks:
+                        leg.load.answered()
                         if rest := seam.feed(chunk):
                             await self._pass_on(flight, rest)
                             reader.feed(rest)

@@ -32,6 +32,8 @@ class Row:
     queued_tokens: int = 0
     last_picked: int = 0
     misses: int = 0
+    answers: int = 0
+    """Pieces of answers that have come from it."""
     fatal: int = 0
     """How many events of ``lifecycle.FATAL`` have happened to it."""
     heard: float | None = None
@@ -73,6 +75,10 @@ class Load:
     def doomed(self) -> bool:
         """Whether a verdict has fallen since it was sent."""
         return self._row.fatal != self._fatal
+
+    def answered(self) -> None:
+        """A piece of the answer has come: the instance lives."""
+        self._row.answers += 1
 
     def prefilled(self) -> None:
         """Its prompt has been computed: the first byte of the answer is here. Repeating it is harmless."""

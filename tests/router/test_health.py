@@ -79,14 +79,35 @@ async def test_a_hanging_worker_is_down_after_the_threshold(api, start_worker) -
     assert fleet.rows[worker.url].state is State.READY
 
 
+async def test_a_worker_that_answers_requests_is_not_down_for_late_probes(api, start_worker) -> None:
+    worker = await start_worker()
+    fleet = Fleet((worker.url,), failure_threshold=3)
+    health = watch(fleet, api, FakeClock())
+    await health.check_once(worker.url)
+    worker.hang_probes = Gate()
+    with fleet.carrying(worker.url, 0) as load:
+        for _ in range(4):
+            probe = asyncio.create_task(health.check_once(worker.url))
+            await asyncio.sleep(0.02)
+            load.answered()
+            assert not await probe, "the next probe follows without a pause"
+            assert fleet.rows[worker.url].state is State.READY
+        for expected in (State.SUSPECT, State.SUSPECT, State.DOWN):
+            await health.check_once(worker.url)
+            assert fleet.rows[worker.url].state is expected, "what came before a probe says nothing"
+        probe = asyncio.create_task(health.check_once(worker.url))
+        load.answered()
+        await probe
+        assert fleet.rows[worker.url].state is State.DOWN, "one that was given up has to answer again"
+
+
 async def test_the_verdict_falls_within_three_seconds(start_worker, start_router, eventually) -> None:
     """By default settings, on the real clock, counted from the moment the worker stops."""
     worker = await start_worker()
     config = RouterConfig(worker_urls=(worker.url,))
-    assert (
-        config.health_check_interval_secs + config.health_failure_threshold * config.health_check_timeout_secs
-        <= 3.0
-    )
+    timeout = config.health_check_timeout_secs
+    before = max(config.health_check_interval_secs, timeout)
+    assert before + config.health_failure_threshold * timeout <= 3.0
     router = await start_router(worker, health_check_interval_secs=config.health_check_interval_secs)
     worker.hang_probes = Gate()
     stopped = time.monotonic()
