@@ -46,7 +46,7 @@ SAFE_VARIABLES = (
     "SGLANG_EXT_",
 )
 """Beginnings of what a server's environment may set for it to be forked: nothing reads these as modules are
-imported. (The thread counts are read when the first parallel region runs, which is in the scheduler.)
+imported, but for the thread counts, which `_use_threads` makes up for.
 """
 
 
@@ -220,6 +220,7 @@ def _run(argv: Sequence[str]) -> None:
 def _become_server(argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(environment)
+    _use_threads(environment)
     tempfile.tempdir = None  # found out again, from this environment
     setproctitle.setproctitle(" ".join([sys.executable, *argv]))
     code = 0
@@ -237,6 +238,15 @@ def _become_server(argv: Sequence[str], environment: Mapping[str, str]) -> NoRet
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+def _use_threads(environment: Mapping[str, str]) -> None:
+    """Have torch use as many threads as a server's environment says: OpenMP read its environment as it was
+    loaded, which was here. Servers with a thread per core each, on the same cores, spin for each other."""
+    import torch
+
+    if (count := environment.get("OMP_NUM_THREADS", "")).isdecimal():
+        torch.set_num_threads(int(count))
 
 
 def _become_guard(request: Mapping[str, object], watch: int, log: int) -> NoReturn:
