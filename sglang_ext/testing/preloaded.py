@@ -243,9 +243,9 @@ def _become_server(argv: Sequence[str], environment: Mapping[str, str]) -> NoRet
 def _use_threads(environment: Mapping[str, str]) -> None:
     """Have torch use as many threads as a server's environment says: OpenMP read its environment as it was
     loaded, which was here. Servers with a thread per core each, on the same cores, spin for each other."""
-    import torch
-
     if (count := environment.get("OMP_NUM_THREADS", "")).isdecimal():
+        import torch
+
         torch.set_num_threads(int(count))
 
 

@@ -17,8 +17,10 @@ from sglang_ext.testing.servers import wait_until
 
 WITHOUT_SGLANG = """\
 import sys, tempfile
+import torch
 from sglang_ext.testing import preloaded
 preloaded._import_all = tempfile.gettempdir  # some import asks for it, and it is remembered
+torch.get_num_threads()
 preloaded.main(sys.argv[1:])
 """
 
@@ -26,7 +28,9 @@ preloaded.main(sys.argv[1:])
 class Started:
     """A forked guard with what the tests hold of it."""
 
-    def __init__(self, parent: preloaded.Preloaded, folder: Path, source: str, *arguments: str) -> None:
+    def __init__(
+        self, parent: preloaded.Preloaded, folder: Path, source: str, *arguments: str, **more: str
+    ) -> None:
         script = folder / "script.py"
         script.write_text(source)
         self.log = folder / "log"
@@ -34,7 +38,7 @@ class Started:
         with self.log.open("wb") as log:
             self.process = parent.launch(
                 [sys.executable, str(script), *arguments],
-                environment={"COLOUR": "green", "PATH": os.environ["PATH"]},
+                environment={"COLOUR": "green", "PATH": os.environ["PATH"], **more},
                 folder=folder,
                 log=log.fileno(),
                 watch=watch,
@@ -68,6 +72,17 @@ def test_runs_a_script_as_python_would(parent: preloaded.Preloaded, tmp_path: Pa
     started = Started(parent, tmp_path, source, "--port", "1")
     assert started.process.wait(30) == started.process.poll() == 7
     assert started.log.read_text().strip() == f"__main__ ['--port', '1'] green {tmp_path} True"
+    started.end()
+
+
+@pytest.mark.parametrize("count", ["1", "3"])
+def test_torch_has_the_threads_of_the_servers_own_environment(
+    parent: preloaded.Preloaded, tmp_path: Path, count: str
+) -> None:
+    source = "import torch; print(torch.get_num_threads())"
+    started = Started(parent, tmp_path, source, OMP_NUM_THREADS=count)
+    assert started.process.wait(30) == 0
+    assert started.log.read_text().strip() == count
     started.end()
 
 
