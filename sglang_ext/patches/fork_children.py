@@ -4,7 +4,8 @@ What: SGLang starts its processes by spawn, because CUDA does not survive a fork
 transformers and SGLang again: on a CPU that is most of a small server's start, twice over, and the memory of
 the modules three times. Without CUDA nothing stands against a fork at the point where SGLang starts them: the
 server has imported, parsed its arguments and started no thread. A child gets the default handlers of those
-signals for which SGLang has given the server one that ends all of it.
+signals for which SGLang has given the server one that ends all of it, and a thread pool of torch's that is
+its own.
 
 Why no extension point serves: the start method is fixed in the function.
 
@@ -66,12 +67,27 @@ def apply() -> None:
 
     set_envs_and_config.sglang_ext_patch = "fork_children"  # type: ignore[attr-defined]
     setattr(module, _FUNCTION, set_envs_and_config)
-    multiprocessing.util.register_after_fork(module, _forget_handlers)
+    multiprocessing.util.register_after_fork(module, _begin_child)
 
 
-def _forget_handlers(_module: Any) -> None:
-    """A spawned process would have these; the server's would end the whole process tree."""
+def _begin_child(_module: Any) -> None:
+    # A spawned process would have this one; the server's would end the whole process tree.
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    renew_thread_pool()
+
+
+def renew_thread_pool(threads: int | None = None) -> None:
+    """Give a forked process a thread pool of torch's that works, while it has one thread only.
+
+    torch replaces the pool of its parent, whose threads do not exist here, as soon as somebody uses it, and
+    without a lock: of several threads that are the first together - SGLang loads weights with eight - one
+    finds no pool, and raises "pool INTERNAL ASSERT FAILED ... Invalid thread pool!".
+
+    Args:
+        threads: how many torch is to use from now on; as many as before, if None.
+    """
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(threads or torch.get_num_threads())
 
 
 def applied() -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -101,3 +103,17 @@ def test_a_child_dies_of_what_only_the_server_handles(engine: Any) -> None:
     child.start()
     child.join(30)
     assert child.exitcode == -signal.SIGQUIT
+
+
+FORK_AND_COPY = Path(__file__).parent / "fork_and_copy.py"
+
+
+def test_threads_of_a_child_find_torchs_pool() -> None:
+    ended = subprocess.run([sys.executable, FORK_AND_COPY, "renew", "60"], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
+
+
+def test_without_a_new_pool_they_do_not() -> None:
+    """What `renew_thread_pool` is for is still so; else it can go."""
+    ended = subprocess.run([sys.executable, FORK_AND_COPY, "keep", "1000"], capture_output=True, text=True)
+    assert "Invalid thread pool" in ended.stdout, ended.stderr
