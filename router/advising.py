@@ -258,7 +258,7 @@ class Advisor:
         everywhere = self.fetching is not None and self.fetching.everywhere(fleet)
         among = self._spread(fleet, hint.priority, slack=0 if everywhere else 1)
         if self.fetching is not None and everywhere:
-            # Its KV can be anywhere by then: load alone decides (Symphony, section 3.2).
+            # Its KV can be anywhere by then: load decides (Symphony, section 3.2).
             chosen = self.fetching.balanced(among, matches)
         else:
             chosen = policy(prompt, among, matches, self._costs, options).instance

@@ -1,7 +1,8 @@
 """The channels to the instances' agents: hello, placement events, heartbeats; one task per instance.
 
     silent for `VERDICT_S`   the instance is reported as silent, and its index not trusted; the channel is
-                             made anew, and events go on where they were if the agent still knows them
+                             made anew, and events go on where they were if the agent still knows them;
+                             time in which the router itself stood still does not count
     something is missing     hello without a place: a snapshot follows
     another epoch            the instance was restarted: what was known of it is forgotten at once
 
@@ -286,7 +287,7 @@ class Link:
 
     async def _beats(self, receiving: asyncio.Task[None]) -> None:
         """Ask, ping, and watch the time, until the agent has been silent for too long."""
-        opened = self._clock.monotonic()
+        since = self._clock.monotonic()  # from when silence counts
         limit = self._agents.verdict_s - HEARTBEAT_S / 2
         while True:
             if receiving.done():
@@ -296,8 +297,14 @@ class Link:
                 self._ask(now)
             else:
                 self.send(Ping(self._agents.router))
-            await self._clock.sleep(ASK_PAUSE_S if self._ask_due else HEARTBEAT_S / 2)
-            if self._clock.monotonic() - max(opened, self._heard_at) > limit:
+            pause = ASK_PAUSE_S if self._ask_due else HEARTBEAT_S / 2
+            await self._clock.sleep(pause)
+            woken = self._clock.monotonic()
+            since = max(since, self._heard_at)
+            if (late := woken - now - pause) > HEARTBEAT_S / 2:
+                # It was this process that stood still: what the agent has sent waits in our socket.
+                since += late
+            if woken - since > limit:
                 return
 
     def _ask(self, now: float) -> None:

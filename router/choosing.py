@@ -8,7 +8,7 @@ from typing import Protocol
 from router.config import RouterConfig
 from router.costs import RouterCosts
 from router.explain import Choice
-from router.fetch_note import FetchNote
+from router.fetch_note import NOT_WORTH_IT, FetchNote
 from router.fetching import Fetching
 from router.fleet import Fleet
 from router.flight import Flight
@@ -78,22 +78,41 @@ class Chooser:
         if not fleet:  # if there are any, a request can begin at one of them: see ``Fleet.usable``
             return None
         matches = self._matches(flight)
-        decision = None
-        if self.expectations is not None and not excluded:
-            expected = self.expectations.expected_at(flight, fleet)
-            if expected is not None:
-                decision = Decision(expected, Reason.ADVISED, matched_tokens(matches, expected))
-        if decision is None:
+        decision = self._as_expected(flight, fleet, matches) if not excluded else None
+        fetch = self._fetch(flight, decision, fleet, matches)
+        if decision is None or (fetch is not None and fetch.end == NOT_WORTH_IT):
+            # Not announced, or too late: its KV is elsewhere still, and the announced place would compute it.
             prompt = Prompt(flight.units, flight.session, record.priority, request_id=record.request_id)
             decision = self.policy(prompt, fleet, matches, self._costs, self.options)
-        if self.fetching is not None:
-            record.fetch = self.fetching.consider(flight, decision, fleet, matches)
+            fetch = self._fetch(flight, decision, fleet, matches)
+        record.fetch = fetch
         if not self._has_all(flight, decision.instance, matches):
             self._guess(flight, decision.instance)
         record.instance, record.reason = decision.instance, decision.reason.value
         record.matched_tokens = None if record.prompt_tokens is None else decision.matched
         self._metrics.decided(self._name, decision.reason.value)
         return decision, _choice(decision, matches, fleet, record.fetch)
+
+    def _as_expected(
+        self, flight: Flight, fleet: tuple[Instance, ...], matches: dict[str, Match]
+    ) -> Decision | None:
+        """Where the request was announced to run."""
+        expected = None if self.expectations is None else self.expectations.expected_at(flight, fleet)
+        if expected is None:
+            return None
+        return Decision(expected, Reason.ADVISED, matched_tokens(matches, expected))
+
+    def _fetch(
+        self,
+        flight: Flight,
+        decision: Decision | None,
+        fleet: tuple[Instance, ...],
+        matches: dict[str, Match],
+    ) -> FetchNote | None:
+        """What of the prompt the chosen instance has another one send, if anything."""
+        if decision is None or self.fetching is None:
+            return None
+        return self.fetching.consider(flight, decision, fleet, matches)
 
     async def prepared(self, flight: Flight) -> None:
         """Return when the chosen instance is ready for a request that was chosen for it."""

@@ -38,6 +38,8 @@ MOST_KEY_BYTES: Final = 1 << 19
 """Longer prompts do not fit into a message to an agent."""
 MOST_NOTES: Final = 10_000
 """Fetches of which nothing was heard yet."""
+AS_BUSY: Final = 1
+"""Requests in flight by which instances that have any may differ and yet be as busy as each other."""
 IN_VAIN: Final = frozenset({"late", "gone", "stale"})
 """Ends of fetches that took time and brought nothing."""
 
@@ -168,13 +170,18 @@ class Fetching:
     # -- for a hint ---------------------------------------------------------------------------------
 
     def balanced(self, fleet: Instances, matches: Matches) -> str:
-        """Where a request that is expected runs best when its KV can be anywhere by then: where least is
-        going on, and among equals where most of it is."""
+        """Where a request that is expected runs best when its KV can be anywhere by then: where nothing is
+        going on, else where least is. Among busy ones, one request more is nothing that lasts until it comes:
+        of these it is where most of its KV is, as every move costs both ends time."""
+        beginning = beginners(fleet)
+        least = min(known.in_flight for known in beginning)
+        as_busy = least + AS_BUSY if least else 0
 
         def rank(known: Instance) -> tuple[object, ...]:
-            return (known.in_flight, -matches.get(known.name, NOTHING).tokens, load_of(known))
+            held = matches.get(known.name, NOTHING).tokens
+            return (max(as_busy, known.in_flight), -held, load_of(known))
 
-        return min(beginners(fleet), key=rank).name
+        return min(beginning, key=rank).name
 
     def source_for(
         self,

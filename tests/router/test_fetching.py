@@ -306,8 +306,11 @@ def test_a_request_waits_longer_for_a_holder_that_computes() -> None:
 
 def test_expected_requests_go_where_least_is_going_on() -> None:
     matches = {"b": Match(960)}
-    assert fetching().balanced((instance("a", 3), instance("b", 4)), matches) == "a"
+    assert fetching().balanced((instance("a", 3), instance("b", 5)), matches) == "a"
+    assert fetching().balanced((instance("a", 3), instance("b", 4)), matches) == "b", "as busy as the other"
     assert fetching().balanced((instance("a", 3), instance("b", 3)), matches) == "b"
+    assert fetching().balanced((instance("a", 4), instance("b", 3)), {}) == "b", "nothing is to be moved"
+    assert fetching().balanced((instance("a", 0), instance("b", 1)), matches) == "a", "nothing is going on"
 
 
 def test_a_hint_names_a_source() -> None:

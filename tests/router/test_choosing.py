@@ -1,0 +1,78 @@
+"""Who decides: a hint, or the policy."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from router.choosing import Chooser
+from router.config import RouterConfig
+from router.costs import RouterCosts
+from router.fetch_note import NOT_WORTH_IT, UNDER_WAY, FetchNote
+from router.policies import Decision, Instance, Match, Reason
+from router.tokenizing import Encoded
+from sglang_ext.cost_model import CostModel
+
+KEY = bytes(4 * 1000)
+FLEET = tuple(Instance(name, 0, 0, 0, 0) for name in ("a", "b"))
+HELD = {"a": Match(960, own=True)}
+
+
+class Announced:
+    """Every request was announced to run at ``b``."""
+
+    def expected_at(self, flight: Any, fleet: Any) -> str | None:
+        return "b"
+
+
+class Fetches:
+    """What ``b`` would fetch from ``a`` ends as told; ``a`` needs nothing."""
+
+    def __init__(self, end: str) -> None:
+        self.end = end
+
+    def consider(self, flight: Any, decision: Decision, fleet: Any, matches: Any) -> FetchNote | None:
+        if decision.instance == "a":
+            return None
+        note = FetchNote("a", "b", 960, 960, 2.0, 1.0, True)
+        note.end = self.end
+        return note
+
+
+def choose(end: str | None, *, announced: bool = True) -> tuple[Decision, Any]:
+    metrics: Any = SimpleNamespace(decided=lambda policy, reason: None)
+    fleet: Any = SimpleNamespace(usable=lambda excluded=frozenset(): FLEET)
+    trees: Any = SimpleNamespace(
+        match=lambda namespace, key: dict(HELD), guess=lambda namespace, key, name: None, block_size=16
+    )
+    costs = RouterCosts(CostModel(), lambda: 0.0)
+    chooser = Chooser(RouterConfig(policy="prompt-tree"), fleet, trees, costs, metrics)
+    chooser.expectations = Announced() if announced else None
+    if end is not None:
+        fetching: Any = Fetches(end)
+        chooser.fetching = fetching
+    record = SimpleNamespace(priority=0, request_id="r1", prompt_tokens=1000)
+    flight: Any = SimpleNamespace(
+        prompts=[Encoded(("tokens", None, None, None), KEY, 1000)], units=1000, session="s", record=record
+    )
+    found = chooser.choose(flight, frozenset())
+    assert found is not None
+    return found[0], record
+
+
+@pytest.mark.parametrize("end", [None, UNDER_WAY])
+def test_an_announced_request_goes_where_its_kv_is_or_comes(end: str | None) -> None:
+    decision, record = choose(end)
+    assert (decision.instance, decision.reason) == ("b", Reason.ADVISED)
+    assert (record.fetch is None) == (end is None)
+
+
+def test_an_announced_request_whose_kv_does_not_come_goes_to_who_holds_it() -> None:
+    decision, record = choose(NOT_WORTH_IT)
+    assert (decision.instance, decision.reason) == ("a", Reason.PREFIX)
+    assert (record.instance, record.fetch) == ("a", None)
+
+
+def test_without_a_hint_the_policy_decides() -> None:
+    decision, _ = choose(UNDER_WAY, announced=False)
+    assert (decision.instance, decision.reason) == ("a", Reason.PREFIX)
