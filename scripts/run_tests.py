@@ -1,11 +1,12 @@
-"""Run all tests in three processes side by side: fleets of servers, servers that tests share, and all others.
+"""Run all tests in three processes side by side: fleets of servers, servers that tests share and commands,
+and all others (`part_of` in tests/conftest.py).
 
     python scripts/run_tests.py [PYTEST ARGUMENTS]
 
-The first two wait for servers much of the time, the others compute. Each has a temporary folder of its own,
-because tests look for what they leave there. The output of the first is shown as it comes, that of the others
-when they have ended. Then the RDMA transport's tests run in a virtual machine (tests/rdma, under a minute),
-unless arguments select tests. Exits with the worst status of all.
+Each waits much of the time. Each has a temporary folder of its own, because tests look for what they leave
+there. The output of the first is shown as it comes, that of the others when they have ended. Unless arguments
+select tests, the RDMA transport's tests run in a virtual machine (tests/rdma, under a minute) when the others
+are through. Exits with the worst status of all.
 """
 
 from __future__ import annotations
@@ -17,18 +18,24 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+PARTS = {
+    "fleets": "tests that start servers of their own",
+    "servers": "tests that share servers, and of the commands",
+    "others": "tests that start no server",
+}
+"""Parts of the run, the one whose output is shown as it comes first, and what to call them."""
 RDMA = Path(__file__).resolve().parent.parent / "tests" / "rdma" / "run.sh"
 SKIPPED = 77
 """The status of the RDMA tests where they cannot run; the last line of their output says why."""
 NO_TESTS = 5
-"""pytest's status when nothing was selected, as -k may do for one of the two."""
+"""pytest's status when nothing was selected, as -k may do for some of the parts."""
 
 
-def start(marker: str, arguments: Sequence[str], folder: Path, log: Path | None) -> subprocess.Popen[bytes]:
-    """pytest for the tests that ``marker`` selects."""
+def start(part: str, arguments: Sequence[str], folder: Path, log: Path | None) -> subprocess.Popen[bytes]:
+    """pytest for the tests of one part."""
     folder.mkdir()
     command = [
-        *(sys.executable, "-m", "pytest", "-m", marker, "-o", f"cache_dir={folder / 'cache'}"),
+        *(sys.executable, "-m", "pytest", "--part", part, "-o", f"cache_dir={folder / 'cache'}"),
         *("--durations=15", *arguments),
     ]
     # Each has less than a core to itself: torch's threads would spin while they wait for one another.
@@ -65,36 +72,40 @@ def show(title: str, log: Path) -> None:
     sys.stdout.write(log.read_text(errors="replace"))
 
 
+def worst(statuses: Sequence[int]) -> int:
+    """The status of a run whose parts ended with these; a negative one is the signal that ended a part, which
+    says as much as a failed test even where all tests had passed."""
+    ran = [status for status in statuses if status != NO_TESTS]
+    return max((128 - status if status < 0 else status for status in ran), default=NO_TESTS)
+
+
 def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="tests-") as name:
         folder = Path(name)
-        shared_log, others_log, rdma_log = (folder / f"{of}.log" for of in ("shared", "others", "rdma"))
-        fleets = start("integration and fleet", arguments, folder / "f", None)
-        shared = start("integration and not fleet", arguments, folder / "s", shared_log)
-        others = start("not integration", arguments, folder / "o", others_log)
-        running = [fleets, shared, others]
+        first, *later = PARTS
+        logs = {part: folder / f"{part}.log" for part in later}
+        rdma_log = folder / "rdma.log"
+        running = {part: start(part, arguments, folder / part[0], logs.get(part)) for part in PARTS}
         try:
-            statuses = [others.wait(), shared.wait()]
+            statuses = [running["others"].wait()]
             if not arguments:
-                running.append(start_rdma(rdma_log))
-            statuses.append(fleets.wait())
-            show("tests that share servers", shared_log)
-            show("tests that start no server", others_log)
-            for rdma in running[3:]:
+                running["rdma"] = start_rdma(rdma_log)
+            statuses += [running[part].wait() for part in ("servers", first)]
+            for part, log in logs.items():
+                show(PARTS[part], log)
+            if rdma := running.get("rdma"):
                 statuses.append(rdma_status(rdma.wait(), rdma_log))
         except KeyboardInterrupt:
             # The terminal has told them as well; they clean up after themselves.
-            for process in running:
+            for process in running.values():
                 process.wait()
             return 130
         finally:
-            for process in running:
+            for process in running.values():
                 if process.poll() is None:
                     process.terminate()
                     process.wait()
-        if all(status == NO_TESTS for status in statuses):
-            return NO_TESTS
-        return max(status for status in statuses if status != NO_TESTS)
+        return worst(statuses)
 
 
 if __name__ == "__main__":

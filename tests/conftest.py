@@ -15,23 +15,48 @@ settings.register_profile("short", deadline=None, derandomize=True)
 settings.register_profile("long", deadline=None, print_blob=True)
 
 INTEGRATION = Path(__file__).parent / "integration"
+COMMANDS = ("test_cluster.py", "test_demo.py", "test_pd_cluster.py", "test_stock_launcher.py")
+"""Integration tests of the commands that users type."""
+PARTS = ("fleets", "servers", "others")
+"""What `make test` runs side by side; about as long, each."""
+
+
+def parts_of(file: Path) -> tuple[str, ...]:
+    """The parts that tests of a file may belong to."""
+    if INTEGRATION not in file.parents:
+        return ("others",)
+    return ("servers",) if file.name in COMMANDS else ("servers", "fleets")
+
+
+def part_of(item: pytest.Item) -> str:
+    """The part that a test belongs to: of those with servers, the first has what shares one and what runs a
+    command, and the second what starts servers of its own, several as a rule."""
+    first, *rest = parts_of(item.path)
+    return rest[0] if rest and "server_pool" not in getattr(item, "fixturenames", ()) else first
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="full matrices and counts (`make test-long`)")
     parser.addoption("--no-integration", action="store_true", help="leave out what starts SGLang servers")
+    parser.addoption("--part", choices=PARTS, help="only the tests of this part of a run")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("long" if config.getoption("--long") else "short")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    part = config.getoption("--part")
+    return True if part and collection_path.is_file() and part not in parts_of(collection_path) else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if part := config.getoption("--part"):
+        config.hook.pytest_deselected(items=[item for item in items if part_of(item) != part])
+        items[:] = [item for item in items if part_of(item) == part]
     for item in items:
         if INTEGRATION in item.path.parents:
             item.add_marker(pytest.mark.integration)
-            if "server_pool" not in getattr(item, "fixturenames", ()):
-                item.add_marker(pytest.mark.fleet)
         if "long" in item.keywords and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="long form; give --long"))
         if "integration" in item.keywords and config.getoption("--no-integration"):

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, fields, replace
 from multiprocessing import resource_tracker
 from pathlib import Path
 
+from sglang_ext.cluster.guard import descendants
+
 SETTLE_SECONDS = 3.0
 """How long what is already on its way out (a joined thread's exit, a reaped process) may take."""
 POLL_SECONDS = 0.01
@@ -104,23 +106,6 @@ def _names(folder: Path) -> list[str]:
     with suppress(FileNotFoundError):
         return os.listdir(folder)
     return []
-
-
-def descendants(pid: int) -> list[int]:
-    """Ids of every process below `pid`, parents first. Those that end meanwhile may be missing."""
-    found = _children(pid)
-    for below in found:
-        found += _children(below)
-    return found
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    with suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as children:
-                found += map(int, children.read().split())
-    return found
 
 
 def _processes() -> Iterator[Process]:

@@ -34,6 +34,7 @@ from typing import ClassVar, NoReturn, Protocol
 import setproctitle
 
 from sglang_ext.cluster import guard
+from sglang_ext.patches.fork_children import renew_thread_pool
 
 MAX_REQUEST = 1 << 20
 STATUS = struct.Struct("=i")
@@ -44,9 +45,10 @@ SAFE_VARIABLES = (
     "SGLANG_CPU_OMP_THREADS_BIND",
     "SGLANG_ENABLE_STRICT_MEM_CHECK",
     "SGLANG_EXT_",
+    "SGLANG_TEST_RETRACT",
 )
 """Beginnings of what a server's environment may set for it to be forked: nothing reads these as modules are
-imported, but for the thread counts, which `_use_threads` makes up for.
+imported, but for the thread counts and the forced retraction; `_use_threads` and `_retract` make up for them.
 """
 
 
@@ -221,6 +223,7 @@ def _become_server(argv: Sequence[str], environment: Mapping[str, str]) -> NoRet
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(environment)
     _use_threads(environment)
+    _retract(environment)
     tempfile.tempdir = None  # found out again, from this environment
     setproctitle.setproctitle(" ".join([sys.executable, *argv]))
     code = 0
@@ -243,10 +246,15 @@ def _become_server(argv: Sequence[str], environment: Mapping[str, str]) -> NoRet
 def _use_threads(environment: Mapping[str, str]) -> None:
     """Have torch use as many threads as a server's environment says: OpenMP read its environment as it was
     loaded, which was here. Servers with a thread per core each, on the same cores, spin for each other."""
-    if (count := environment.get("OMP_NUM_THREADS", "")).isdecimal():
-        import torch
+    count = environment.get("OMP_NUM_THREADS", "")
+    renew_thread_pool(int(count) if count.isdecimal() else None)
 
-        torch.set_num_threads(int(count))
+
+def _retract(environment: Mapping[str, str]) -> None:
+    """Have the scheduler retract requests if a server's environment says so: SGLang has read that as it was
+    imported, which was here."""
+    if scheduler := sys.modules.get("sglang.srt.managers.scheduler"):
+        vars(scheduler)["TEST_RETRACT"] = environment.get("SGLANG_TEST_RETRACT") == "1"
 
 
 def _become_guard(request: Mapping[str, object], watch: int, log: int) -> NoReturn:

@@ -25,12 +25,12 @@ from typing import Any, TypeVar
 
 import httpx
 
+from sglang_ext.cluster.guard import descendants
 from sglang_ext.cluster.host import Ports
 from sglang_ext.cluster.plan import LOOPBACK
 from sglang_ext.cluster.process import GUARD, how_it_ended, tail
 from sglang_ext.testing import preloaded
 from sglang_ext.testing.compare import Answer
-from sglang_ext.testing.leaks import descendants
 from sglang_ext.testing.models import DType, model_path
 
 START_SECONDS = 240.0
@@ -65,16 +65,18 @@ class ServerSpec:
         dtype: of the weights and of the KV cache.
         flags: SGLang's flags, and ours.
         environment: on top of the test's own.
+        run: what Python runs: a module behind ``-m``, or a script.
     """
 
     model: str = "tiny"
     dtype: DType = "float32"
     flags: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict, hash=False)
+    run: tuple[str, ...] = ("-m", "sglang_ext.launch_server")
 
     def command(self, port: int) -> list[str]:
         return [
-            *(sys.executable, "-m", "sglang_ext.launch_server"),
+            *(sys.executable, *self.run),
             *("--model-path", str(model_path(self.model, self.dtype)), "--dtype", self.dtype),
             *("--host", LOOPBACK, "--port", str(port), *self.flags),
         ]
@@ -305,6 +307,11 @@ class ServerProcess:
             if match:
                 samples[match[1]] = float(match[2])
         return samples
+
+    @property
+    def pids(self) -> list[int]:
+        """Ids of the server and of everything it has started."""
+        return [self.pid, *descendants(self.pid)]
 
     def processes(self, title: str) -> list[int]:
         """Ids of the server's processes whose title contains ``title``, such as ``sglang::scheduler``."""

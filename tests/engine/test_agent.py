@@ -3,6 +3,7 @@ is lost, late or of another epoch never makes it lie."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
@@ -15,11 +16,13 @@ from router.agents import Agents
 from router.index import Index
 from router.policies import Match
 from sglang_ext.agent_messages import FROM_AGENT, TO_AGENT, Hello, PeerDead, Welcome
-from sglang_ext.clock import SystemClock
+from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.cluster_key import ClusterKey
+from sglang_ext.cluster_messages import HEARTBEAT_S, VERDICT_S
 from sglang_ext.engine.agent_socket import AgentSocket
 from sglang_ext.errors import ConfigError
 from sglang_ext.keys import Namespace, block_keys, encode_tokens, tenant_salt
+from sglang_ext.testing.fakes import FakeClock
 
 
 class Listener:
@@ -37,18 +40,21 @@ class Listener:
 class Side:
     """The router's side."""
 
-    def __init__(self, key: ClusterKey | None = None) -> None:
-        self.index = Index(SystemClock(), block_size=BLOCK)
+    def __init__(self, key: ClusterKey | None = None, clock: Clock | None = None) -> None:
+        clock = clock or SystemClock()
+        self.index = Index(clock, block_size=BLOCK)
         self.listener = Listener()
-        self.agents = Agents(self.index, SystemClock(), router="r", key=key, listener=self.listener)
+        self.agents = Agents(self.index, clock, router="r", key=key, listener=self.listener)
 
     def match(self, tokens: list[int], namespace: tuple[str | None, ...] = PLAIN) -> Match | None:
         return self.index.match(namespace, encode_tokens(tokens)).get(NAME)
 
 
 @contextlib.asynccontextmanager
-async def connected(instance: Instance, key: ClusterKey | None = None) -> AsyncIterator[Side]:
-    side = Side(key)
+async def connected(
+    instance: Instance, key: ClusterKey | None = None, clock: Clock | None = None
+) -> AsyncIterator[Side]:
+    side = Side(key, clock)
     try:
         side.agents.connect(NAME, instance.registration)
         yield side
@@ -145,6 +151,30 @@ async def test_a_silent_instance_is_not_trusted_and_a_restarted_one_known_anew()
             assert side.match([2] * 8) == Match(8, own=True)
         finally:
             again.close()
+
+
+async def test_time_in_which_the_router_stands_still_is_no_silence() -> None:
+    instance, clock = Instance(), FakeClock()
+    instance.insert([1] * 8)
+    async with connected(instance, clock=clock) as side:
+
+        async def heard() -> bool:
+            await clock.pass_time(0.01)
+            return side.index.trusted(NAME)
+
+        async with asyncio.timeout(10):
+            while not await heard():
+                instance.feed.publish()
+                await asyncio.sleep(0.01)
+        clock.advance(VERDICT_S + 1)
+        await clock.pass_time(HEARTBEAT_S)
+        assert not side.listener.silent
+        assert side.index.trusted(NAME)
+        instance.close()
+        await asyncio.sleep(0.1)  # what it has sent arrives
+        for _ in range(8):
+            await clock.pass_time(0.5)
+        assert side.listener.silent
 
 
 async def test_dropped_events_are_noticed_by_the_next_beat() -> None:

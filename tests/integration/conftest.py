@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from sglang_ext.testing import preloaded
@@ -56,3 +58,17 @@ def truth(preloaded_servers: None) -> Iterator[ServerProcess]:
 
     with ServerProcess(TRUTH) as server:
         yield server
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[aiohttp.ClientSession]:
+    """A client with any number of connections, that waits as long as a busy machine may take."""
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=120)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        yield session
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    """The same numbers whenever this test runs."""
+    return random.Random(request.node.name)

@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.cluster.guard import descendants
+
 
 def arena_files(server_pid: int) -> list[Path]:
     """The DRAM arenas of a server's processes, as files that can be opened."""
     found: dict[int, Path] = {}
-    for pid in [server_pid, *_descendants(server_pid)]:
+    for pid in [server_pid, *descendants(server_pid)]:
         for link in Path(f"/proc/{pid}/fd").iterdir():
             try:
                 target = os.readlink(link)
@@ -23,13 +25,6 @@ def arena_files(server_pid: int) -> list[Path]:
                 # A process forked from the scheduler has the same file.
                 found.setdefault(link.stat().st_ino, link)
     return list(found.values())
-
-
-def _descendants(pid: int) -> list[int]:
-    children: list[int] = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        children += [int(child) for child in (task / "children").read_text().split()]
-    return children + [below for child in children for below in _descendants(child)]
 
 
 def snapshot(arena: Path) -> npt.NDArray[np.uint8]:

@@ -1,20 +1,18 @@
 """SGLang's server as ``sglang_ext.launch_server`` starts it, with a disk that is slow and, when told, faulty.
 
-The folder in ``FAULTS`` says what is wrong now: with a file ``damage`` in it, the upper half of every read
-does not verify in the last layer; with a file ``blind``, the cache does not look whether what streamed held.
+Its folder (`hooked_server`) says what is wrong now: with a file ``damage`` in it, the upper half of every
+read does not verify in the last layer; with a file ``blind``, the cache does not look whether what streamed
+held.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from sglang_ext import launch_server
+from hooked_server import serve
 
-FAULTS = "SGLANG_TEST_DISK_FAULTS"
 SECONDS_PER_LAYER = 0.15
 
 
@@ -44,10 +42,5 @@ def make_faulty(folder: Path) -> None:
     GlobalRadixCache.streams_hold = streams_hold  # type: ignore[method-assign]
 
 
-if __name__ == "__mp_main__" and FAULTS in os.environ:  # in the scheduler's process
-    make_faulty(Path(os.environ[FAULTS]))
-
 if __name__ == "__main__":
-    # A forked scheduler would not import this module again.
-    os.environ["SGLANG_EXT_START_METHOD"] = "spawn"
-    launch_server.main(sys.argv[1:])
+    serve(make_faulty)

@@ -1,6 +1,6 @@
 """SGLang's server as ``sglang_ext.launch_server`` starts it, whose hand-overs can be stopped and damaged.
 
-The folder in ``FAULTS`` says what is wrong now. With a file ``hold-STEP`` in it, hand-overs wait at that
+Its folder (`hooked_server`) says what is wrong now. With a file ``hold-STEP`` in it, hand-overs wait at that
 step, and leave a file ``at-STEP`` there; the steps are those of ``STEPS``. On a prefill server ``reading`` is
 the read of a return, and ``layers`` the forward pass, when the first layer has been sent (push by layer).
 With a file ``damage``, one bit of the last page that was read is inverted before SGLang is told that the KV
@@ -10,18 +10,12 @@ is there.
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import multiprocessing.util
-import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from sglang_ext import launch_server
+from hooked_server import serve
 
-FAULTS = "SGLANG_EXT_TEST_PD_FAULTS"
-"""Nothing reads it while modules are imported, so that servers which have it can be forked (`preloaded`)."""
 STEPS = ("joining", "waiting", "ready", "reading", "held", "granted", "layers", "writing", "computed")
 
 
@@ -112,17 +106,5 @@ def make_faulty(folder: Path) -> None:
     TakingRooms._let_write = let_write_and_damage  # type: ignore[assignment,method-assign]
 
 
-def in_child(_module: object) -> None:
-    """A process of the server has been forked: a scheduler, or the detokenizer."""
-    target = getattr(multiprocessing.current_process(), "_target", None)
-    if "scheduler" in getattr(target, "__name__", ""):
-        make_faulty(Path(os.environ[FAULTS]))
-
-
-if __name__ == "__mp_main__" and FAULTS in os.environ:  # in the scheduler's process, spawned
-    make_faulty(Path(os.environ[FAULTS]))
-
 if __name__ == "__main__":
-    if FAULTS in os.environ:  # or forked
-        multiprocessing.util.register_after_fork(sys.modules[__name__], in_child)
-    launch_server.main(sys.argv[1:])
+    serve(make_faulty)

@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 from pd_fleet import ANSWER_TOKENS, Rig, fault, nothing_is_left, prompt_of
 
+from sglang_ext.cluster.guard import descendants
 from sglang_ext.disagg.handover import JOIN_SECONDS, VERDICT_SECONDS
 from sglang_ext.testing.compare import Answer, assert_same
-from sglang_ext.testing.leaks import descendants
 from sglang_ext.testing.servers import ServerProcess, free_port, wait_until
 
 FREED_SECONDS = 5.0

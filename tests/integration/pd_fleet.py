@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -11,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
-from faulty_pd_server import FAULTS
+from hooked_server import FOLDER
 
 from sglang_ext.testing.compare import Answer, assert_same, random_conversations
 from sglang_ext.testing.leaks import LeakGuard
@@ -36,14 +35,12 @@ TRUTH = ServerSpec(flags=("--disable-radix-cache", "--max-total-tokens", "8000")
 class FaultySpec(ServerSpec):
     """A server whose hand-overs can be stopped and damaged."""
 
-    def command(self, port: int) -> list[str]:
-        script = Path(__file__).with_name("faulty_pd_server.py")
-        return [sys.executable, str(script), *super().command(port)[3:]]
+    run: tuple[str, ...] = (str(Path(__file__).with_name("faulty_pd_server.py")),)
 
     def looking_at(self, folder: Path) -> ServerSpec:
         """The same, looking for its faults in a folder of its own."""
         folder.mkdir()
-        return replace(self, environment={**STRICT, FAULTS: str(folder)})
+        return replace(self, environment={**STRICT, FOLDER: str(folder)})
 
 
 @contextmanager

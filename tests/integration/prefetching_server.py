@@ -1,20 +1,16 @@
 """SGLang's server as ``sglang_ext.launch_server`` starts it, which brings prompts to HBM when a file says so.
 
-A file ``NAME.ask`` in the folder of ``ASKED`` holds token ids as JSON. What becomes of it is in ``NAME.told``
-when it has ended: how, and how many tokens are in HBM. In a cluster, an agent asks in this place: the
-scheduler's pass.
+A file ``NAME.ask`` in its folder (`hooked_server`) holds token ids as JSON. What becomes of it is in
+``NAME.told`` when it has ended: how, and how many tokens are in HBM. In a cluster, an agent asks in this
+place: the scheduler's pass.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 
-from sglang_ext import launch_server
-
-ASKED = "SGLANG_TEST_PREFETCHES"
+from hooked_server import serve
 
 
 def listen(folder: Path) -> None:
@@ -41,10 +37,5 @@ def listen(folder: Path) -> None:
     GlobalRadixCache.check_hicache_events = check_hicache_events  # type: ignore[method-assign]
 
 
-if __name__ == "__mp_main__" and ASKED in os.environ:  # in the scheduler's process
-    listen(Path(os.environ[ASKED]))
-
 if __name__ == "__main__":
-    # A forked scheduler would not import this module again.
-    os.environ["SGLANG_EXT_START_METHOD"] = "spawn"
-    launch_server.main(sys.argv[1:])
+    serve(listen)

@@ -82,17 +82,6 @@ async def router(port: int, servers: dict[str, ServerProcess]) -> AsyncIterator[
         router.check()
 
 
-@pytest.fixture
-async def client() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
-        yield session
-
-
-@pytest.fixture
-def rng(request: pytest.FixtureRequest) -> random.Random:
-    return random.Random(request.node.name)
-
-
 def held(router: Router, server: ServerProcess, prompt: list[int]) -> Match:
     return router.trees.match(NS, encode_tokens(prompt)).get(server.url, Match(0))
 

@@ -9,11 +9,9 @@ import asyncio
 import os
 import random
 import signal
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from dram_damage import arena_files, flip_bit, snapshot
-from gated_fetching_server import GATE
+from hooked_server import FOLDER
 from token_requests import advise, cold, generate, random_prompt, settled, until
 
 from router import Router, RouterConfig
@@ -37,15 +35,7 @@ pytestmark = pytest.mark.integration
 BLOCK = 16
 TOKENS = 40 * BLOCK
 NS = ("tokens", None, None, None)
-
-
-@dataclass(frozen=True)
-class GatedSpec(ServerSpec):
-    """A server whose reads from peers can be held up."""
-
-    def command(self, port: int) -> list[str]:
-        script = Path(__file__).with_name("gated_fetching_server.py")
-        return [sys.executable, str(script), *super().command(port)[3:]]
+GATED = str(Path(__file__).with_name("gated_fetching_server.py"))
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +57,8 @@ class Pair:
         """Start servers, at the same time; those of before with these names have to have ended."""
         for name in names:
             (self._folder / name).mkdir(exist_ok=True)
-            spec = GatedSpec(
+            spec = ServerSpec(
+                run=(GATED,),
                 flags=(
                     *("--radix-cache-backend", "global", "--kv-check", "--kv-instance-id", name),
                     *("--kv-router", f"http://127.0.0.1:{self._port}", "--kv-load-policy", "always"),
@@ -75,7 +66,7 @@ class Pair:
                     *("--chunked-prefill-size", "512", "--enable-cache-report"),
                 ),
                 environment={
-                    GATE: str(self._folder / name),
+                    FOLDER: str(self._folder / name),
                     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
                     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
                 },
@@ -104,7 +95,7 @@ class Pair:
     @asynccontextmanager
     async def holding_reads(self, server: ServerProcess) -> AsyncIterator[Path]:
         """While the block runs, what the server reads from the other one stays where it is offered."""
-        gate = Path(server.spec.environment[GATE])
+        gate = Path(server.spec.environment[FOLDER])
         (gate / "hold").touch()
         try:
             yield gate / "held"
@@ -144,17 +135,6 @@ async def routing(pair: Pair, port: int, policy: str) -> AsyncIterator[Router]:
         router.fetching.least_wait_s = 8.0
         yield router
         router.check()
-
-
-@pytest.fixture
-async def client() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-        yield session
-
-
-@pytest.fixture
-def rng(request: pytest.FixtureRequest) -> random.Random:
-    return random.Random(request.node.name)
 
 
 def held(router: Router, server: ServerProcess, prompt: list[int]) -> Match:
@@ -241,7 +221,13 @@ async def test_what_one_has_computed_another_fetches(pair, port, client, rng) ->
         print(f"a first fetch took {told['took_s'] * 1000:.1f} ms, connecting to the holder not counted")
         assert_same(await cold(client, reader, prompt), answer)
         await asyncio.to_thread(wait_until, lambda: nothing_is_lent(owner), seconds=30, what="the lease")
-        assert counted(reader, "fetched_blocks") >= TOKENS // BLOCK
+        # A scheduler exports its counters between passes, not in the moment they change.
+        await asyncio.to_thread(
+            wait_until,
+            lambda: counted(reader, "fetched_blocks") >= TOKENS // BLOCK,
+            seconds=30,
+            what="the count of what came",
+        )
         # Then it is there, and nobody fetches again.
         again, headers = await generate(client, router.url, prompt)
         assert again.hbm_tokens == TOKENS

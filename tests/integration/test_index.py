@@ -92,12 +92,6 @@ async def router(port: int, key_file: Path) -> AsyncIterator[Router]:
         router.check()
 
 
-@pytest.fixture
-async def client() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
-        yield session
-
-
 async def until(condition: Callable[[], Any], seconds: float, what: str) -> float:
     """Wait for a condition; the seconds that it took."""
     started = time.monotonic()

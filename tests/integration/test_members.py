@@ -25,8 +25,9 @@ from router_rig import FLAGS, running, until
 
 from router import Router, RouterConfig
 from router.lifecycle import State
+from sglang_ext.cluster.guard import descendants
 from sglang_ext.cluster_messages import VERDICT_S, instance_path
-from sglang_ext.testing.leaks import LeakGuard, descendants
+from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.servers import ServerProcess, ServerSpec, free_port
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
@@ -68,14 +69,6 @@ def fleet(leak_guard: LeakGuard) -> Iterator[Fleet]:
     yield found
     for server in found.servers.values():
         server.stop()
-
-
-@pytest.fixture
-async def client() -> AsyncIterator[aiohttp.ClientSession]:
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=120)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        yield session
 
 
 @pytest.fixture

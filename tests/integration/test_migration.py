@@ -18,8 +18,9 @@ from router_rig import FLAGS, running, until
 from router import Router, RouterConfig
 from router.lifecycle import State
 from sglang_ext.agent_messages import ToAgent, Watch
+from sglang_ext.cluster.guard import descendants
 from sglang_ext.cluster_messages import instance_path
-from sglang_ext.testing.leaks import LeakGuard, descendants
+from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.pd import pd_servers
 from sglang_ext.testing.servers import ServerProcess, ServerSpec, free_port
 

@@ -27,8 +27,9 @@ from pd_fleet import (
     prompt_of,
 )
 
+from sglang_ext.cluster.guard import descendants
 from sglang_ext.testing.compare import assert_same
-from sglang_ext.testing.leaks import LeakGuard, descendants
+from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.pd import pd_servers
 from sglang_ext.testing.servers import ServerProcess, ServerSpec, wait_until
 

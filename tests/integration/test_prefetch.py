@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from dram_damage import arena_files, flip_bit, snapshot
-from prefetching_server import ASKED
+from hooked_server import FOLDER
 
 from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.servers import ServerProcess, ServerSpec, wait_until
@@ -25,15 +23,6 @@ BLOCKS = 20
 TOKENS = BLOCK * BLOCKS
 TOKEN_BYTES = 4096
 """Of the model `tiny`."""
-
-
-@dataclass(frozen=True)
-class PrefetchingSpec(ServerSpec):
-    """A server that can be told what will be asked."""
-
-    def command(self, port: int) -> list[str]:
-        script = Path(__file__).with_name("prefetching_server.py")
-        return [sys.executable, str(script), *super().command(port)[3:]]
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +37,15 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(disk: Path, asked: Path) -> Iterator[ServerProcess]:
-    spec = PrefetchingSpec(
+    spec = ServerSpec(
+        run=(str(Path(__file__).with_name("prefetching_server.py")),),
         flags=(
             *("--radix-cache-backend", "global", "--kv-check", "--kv-load-policy", "always"),
             *("--kv-dram-size", "16MB", "--kv-disk-path", str(disk), "--kv-disk-size", "1GB"),
             *("--max-total-tokens", "2400", "--chunked-prefill-size", "256", "--enable-metrics"),
         ),
         environment={
-            ASKED: str(asked),
+            FOLDER: str(asked),
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
         },

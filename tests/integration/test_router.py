@@ -43,12 +43,6 @@ async def router(servers: list[ServerProcess]) -> AsyncIterator[Router]:
         router.check()
 
 
-@pytest.fixture
-async def client() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
-        yield session
-
-
 async def test_what_a_server_tells(router: Router) -> None:
     facts = router.fleet.model
     assert facts is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import re
 from collections.abc import AsyncIterator, Callable
@@ -61,12 +60,6 @@ async def start(servers: list[ServerProcess]) -> AsyncIterator[Callable[..., Any
     for router in routers:
         router.check()
         await router.stop()
-
-
-@pytest.fixture
-async def client() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
-        yield session
 
 
 def keys_file(folder: Path, *, isolated: bool = True) -> str:
@@ -336,8 +329,6 @@ async def test_frontend_programs_run_unchanged(
 async def test_bench_serving_runs(
     backend: str, start: Callable[..., Any], servers: list[ServerProcess], tmp_path: Path
 ) -> None:
-    if importlib.util.find_spec("datasets") is None:
-        pytest.skip("sglang.bench_serving needs the package datasets, which nothing else here does")
     router: Router = await start()
     assert router.fleet.model is not None
     arguments = {

@@ -7,15 +7,12 @@ outside, by a ``sitecustomize`` that knows nothing of the plugin. Everything els
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import httpx
 import pytest
 
 from sglang_ext.testing.compare import assert_same
-from sglang_ext.testing.models import model_path
 from sglang_ext.testing.servers import ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
@@ -34,18 +31,6 @@ FLAGS = (
 )
 
 
-@dataclass(frozen=True)
-class StockSpec(ServerSpec):
-    """A server started by ``python -m sglang.launch_server``."""
-
-    def command(self, port: int) -> list[str]:
-        return [
-            *(sys.executable, "-m", "sglang.launch_server"),
-            *("--model-path", str(model_path(self.model, self.dtype)), "--dtype", self.dtype),
-            *("--host", "127.0.0.1", "--port", str(port), *self.flags),
-        ]
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("importable")
@@ -56,7 +41,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         "SGLANG_EXT_CPU_RUNTIME": "",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    with ServerProcess(StockSpec(flags=FLAGS, environment=environment)) as server:
+    spec = ServerSpec(flags=FLAGS, environment=environment, run=("-m", "sglang.launch_server"))
+    with ServerProcess(spec) as server:
         yield server
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from faulty_disk_server import FAULTS
+from hooked_server import FOLDER
 
 from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.servers import ServerProcess, ServerSpec, wait_until
@@ -22,15 +20,6 @@ BLOCKS = 20
 AGAIN = "run again"
 
 
-@dataclass(frozen=True)
-class FaultySpec(ServerSpec):
-    """A server whose disk can be told to be faulty."""
-
-    def command(self, port: int) -> list[str]:
-        script = Path(__file__).with_name("faulty_disk_server.py")
-        return [sys.executable, str(script), *super().command(port)[3:]]
-
-
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("faults")
@@ -38,7 +27,8 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(faults: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    spec = FaultySpec(
+    spec = ServerSpec(
+        run=(str(Path(__file__).with_name("faulty_disk_server.py")),),
         flags=(
             *("--radix-cache-backend", "global", "--kv-check", "--kv-load-policy", "always"),
             *("--kv-dram-size", "16MB", "--kv-disk-path", str(tmp_path_factory.mktemp("kv"))),
@@ -46,7 +36,7 @@ def server(faults: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
             "--enable-metrics",
         ),
         environment={
-            FAULTS: str(faults),
+            FOLDER: str(faults),
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
         },

@@ -385,7 +385,7 @@ def test_an_event_dropped_unnoticed_is_found() -> None:
         replica_class = Deaf
 
     with pytest.raises(AssertionError):
-        run(Machine, 200, phases=(hypothesis.Phase.generate,))
+        run(Machine, 2000, phases=(hypothesis.Phase.generate,))
 
 
 class Believing(Replica):
@@ -401,4 +401,4 @@ def test_a_reader_that_does_not_count_is_found() -> None:
         replica_class = Believing
 
     with pytest.raises(AssertionError):
-        run(Machine, 200, phases=(hypothesis.Phase.generate,))
+        run(Machine, 2000, phases=(hypothesis.Phase.generate,))

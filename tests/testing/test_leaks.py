@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.testing.leaks import LeakError, LeakGuard, Resources, descendants
+from sglang_ext.cluster.guard import descendants
+from sglang_ext.testing.leaks import LeakError, LeakGuard, Resources
 
 
 @contextmanager
@@ -40,6 +41,7 @@ def zombie() -> Iterator[None]:
     child = os.fork()
     if not child:
         os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     yield
     os.waitpid(child, 0)
 

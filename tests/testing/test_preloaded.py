@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from sglang_ext.cluster.guard import descendants
 from sglang_ext.testing import preloaded
-from sglang_ext.testing.leaks import descendants
 from sglang_ext.testing.servers import wait_until
 
 WITHOUT_SGLANG = """\
@@ -127,5 +127,5 @@ def test_a_killed_guard_takes_the_server_along(parent: preloaded.Preloaded, tmp_
 
 def test_only_with_variables_that_no_import_reads(parent: preloaded.Preloaded) -> None:
     assert preloaded.current({"SGLANG_EXT_X": "1", "OMP_NUM_THREADS": "1"}) is parent
-    assert preloaded.current({"SGLANG_TEST_RETRACT": "1"}) is None
+    assert preloaded.current({"SGLANG_TEST_MAX_RETRY": "1"}) is None
     assert preloaded.current({"SGLANG_USE_CPU_ENGINE": "1"}) is None

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.testing.leaks import SHARED_MEMORY, LeakGuard, descendants
+from sglang_ext.cluster.guard import descendants
+from sglang_ext.testing.leaks import SHARED_MEMORY, LeakGuard
 from sglang_ext.testing.servers import (
     ServerDiedError,
     ServerPool,
@@ -196,7 +197,7 @@ def test_a_shared_server_that_died_is_an_error(noticed_by: str) -> None:
 OWNER = """
 import sys
 from tests.testing.test_servers import StandIn
-from sglang_ext.testing.leaks import descendants
+from sglang_ext.cluster.guard import descendants
 from sglang_ext.testing.servers import ServerProcess
 
 server = ServerProcess(StandIn(flags=("segment",)))

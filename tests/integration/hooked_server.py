@@ -1,0 +1,36 @@
+"""SGLang's server as ``sglang_ext.launch_server`` starts it, whose schedulers are other than they should be.
+
+A script beside this module names the change and serves. The folder in ``FOLDER`` is where tests and
+schedulers tell each other what of it holds now.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from sglang_ext import launch_server
+
+FOLDER = "SGLANG_EXT_TEST_FOLDER"
+"""Nothing reads it while modules are imported, so that servers which have it can be forked (`preloaded`)."""
+
+
+def serve(change: Callable[[Path], None]) -> None:
+    """Serve until told to end; in each scheduler's process, ``change`` is called with the folder first.
+
+    Without a folder, nothing is changed.
+    """
+    if FOLDER in os.environ:
+        multiprocessing.util.register_after_fork(change, _in_child)
+    launch_server.main(sys.argv[1:])
+
+
+def _in_child(change: Callable[[Path], None]) -> None:
+    """A process of the server has been forked: a scheduler, or the detokenizer."""
+    target = getattr(multiprocessing.current_process(), "_target", None)
+    if "scheduler" in getattr(target, "__name__", ""):
+        change(Path(os.environ[FOLDER]))
