@@ -36,7 +36,8 @@ class Told:
 class Served:
     """One request. sent, first, ended: seconds of one clock. hbm, dram, disk: cached tokens of the prompt by
     the tier that they were in when the request was admitted; what was fetched from another instance is in
-    DRAM by then. hinted: whether a hint was sent for it. level: what was varied, when it was sent.
+    DRAM by then. hinted: whether a hint was sent for it. level: what was varied, when it was sent. stolen:
+    core seconds that the hypervisor took for others meanwhile.
     """
 
     session: str
@@ -56,6 +57,7 @@ class Served:
     priority: int = 0
     level: float = 0.0
     told: Told | None = None
+    stolen: float = 0.0
 
     @property
     def ttft(self) -> float:

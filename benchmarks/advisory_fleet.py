@@ -14,9 +14,8 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.quiet import DEFAULT, go_first
+from benchmarks.quiet import DEFAULT, go_first, stay_on
 from benchmarks.router_processes import free_port, our_router, peer_router, process, wait_for
-from sglang_ext.testing.leaks import descendants
 from sglang_ext.testing.models import RECIPES
 from sglang_ext.testing.servers import ServerProcess, ServerSpec
 
@@ -57,7 +56,7 @@ SYSTEMS = (RECOMPUTE, STOCK, STICKY, UNHINTED, HINTED)
 def server_flags(kind: str, tiers: Tiers, router_port: int) -> tuple[str, ...]:
     """Flags of the servers of a kind: the same, but for what keeps KV."""
     common = (
-        # On a CPU, SGLang's attention looks at the whole prompt again for each chunk: one piece is fastest.
+        # No prompt here is long enough that chunks would help; each would be a pass more.
         *("--chunked-prefill-size", "-1", "--max-total-tokens", str(tiers.hbm)),
         *("--mem-fraction-static", "0.5", "--enable-cache-report", "--enable-metrics"),
         # A server with nothing to do shall not take the other's core.
@@ -81,18 +80,13 @@ class Fleet:
     def __init__(self, kind: str, instances: int, tiers: Tiers) -> None:
         self.kind = kind
         self._router_port = free_port()
-        cores = sorted(os.sched_getaffinity(0))
         specs = [
             ServerSpec(
                 model=MODEL,
                 flags=server_flags(kind, tiers, self._router_port),
-                # A core each: what one instance does not use is not another one's gain.
-                environment={
-                    "OMP_NUM_THREADS": "1",
-                    "SGLANG_CPU_OMP_THREADS_BIND": str(cores[number % len(cores)]),
-                },
+                environment={"OMP_NUM_THREADS": "1"},
             )
-            for number in range(instances)
+            for _ in range(instances)
         ]
         self.servers = [ServerProcess(spec) for spec in specs]
         self.first = False
@@ -113,6 +107,7 @@ class Fleet:
                 for each in starting:
                     each.result()
             self._go_first()
+            self._keep_apart()
             self._stack = stack.pop_all()
         return self
 
@@ -120,10 +115,13 @@ class Fleet:
         self._stack.close()
 
     def _go_first(self) -> None:
-        pids = [
-            pid for server in self.servers if server.running for pid in (server.pid, *descendants(server.pid))
-        ]
+        pids = [pid for server in self.servers if server.running for pid in server.pids]
         self.first = go_first([os.getpid(), *pids])
+
+    def _keep_apart(self) -> None:
+        """A core for each server, if there are so many: what one does not use is not another's gain."""
+        for number, server in enumerate(self.servers):
+            stay_on(number, server.pids)
 
     @property
     def urls(self) -> list[str]:

@@ -15,6 +15,7 @@ import aiohttp
 
 from benchmarks.advisory_figures import Served, Told
 from benchmarks.advisory_talks import Ask, Call, Talk, drawn
+from benchmarks.quiet import stolen_s
 
 TIMEOUT_S = 120.0
 DRAIN_S = 30.0
@@ -194,7 +195,7 @@ class Player:
         }
         if self._scene.urgent is not None:
             body["priority"] = priority
-        sent = time.perf_counter()
+        stolen, sent = stolen_s(), time.perf_counter()
         first, last = 0.0, b""
         async with self._http.post(
             f"{self._url}/generate", json=body, headers={"x-session-id": self._named(session)}
@@ -213,7 +214,7 @@ class Player:
         served = Served(
             session, turn, sent, first, ended, meta["prompt_tokens"], known, meta["completion_tokens"],
             details.get("device", 0), details.get("host", 0), details.get("storage", 0),
-            instance, hinted, priority, level,
+            instance, hinted, priority, level, stolen=stolen_s() - stolen,
         )  # fmt: skip
         return served, list(event["output_ids"])
 

@@ -81,7 +81,12 @@ def _users(report: Report) -> None:
     recompute, ours = curves.get(RECOMPUTE.name), curves.get(HINTED.name)
     if not recompute or not ours:
         return
-    latency = recompute[min(recompute, key=lambda users: abs(users - EQUAL))]
+    equal = min(recompute, key=lambda users: abs(users - EQUAL))
+    for users, latency in sorted(recompute.items()):
+        if users != equal:
+            served = _told(users_at(latency, ours))
+            report.note(f"{1e3 * latency:.0f} ms per token: ours {served}, {RECOMPUTE.name} {users} users")
+    latency = recompute[equal]
     many = users_at(latency, ours)
     for key, name in (("users_vs_recompute", RECOMPUTE.name), ("users_vs_stock_router", STOCK.name)):
         curve = curves.get(name, {})

@@ -26,9 +26,9 @@ from sglang_ext.calibration.command import run as calibrate
 from sglang_ext.calibration.command import with_scaling
 from sglang_ext.calibration.instance import Instance
 from sglang_ext.calibration.plan import Point, Tokens, anchors, between, points
+from sglang_ext.cluster.guard import descendants
 from sglang_ext.cost_model import ArchLevel, OperatorLevel, Profile, save
 from sglang_ext.cost_model.fitting import Timed, merged
-from sglang_ext.testing.leaks import descendants
 from sglang_ext.testing.servers import ServerProcess, ServerSpec
 
 NAME = "cost_model"

@@ -28,10 +28,10 @@ import httpx
 
 from benchmarks.quiet import DEFAULT, go_first
 from benchmarks.router_processes import our_router, process, wait_for
+from sglang_ext.cluster.guard import descendants
 from sglang_ext.cluster.plan import LOOPBACK
 from sglang_ext.cluster.process import tail
 from sglang_ext.testing.compare import Answer
-from sglang_ext.testing.leaks import descendants
 from sglang_ext.testing.pd import BACKEND
 from sglang_ext.testing.servers import ServerProcess, ServerSpec, free_port, wait_until
 
@@ -237,9 +237,7 @@ def running(specs: Mapping[str, GroupSpec]) -> Iterator[dict[str, Group]]:
         with ThreadPoolExecutor(len(servers)) as pool:
             list(pool.map(ServerProcess.start, servers))
         stack.callback(go_first, [os.getpid()], DEFAULT)
-        go_first(
-            [os.getpid(), *(pid for server in servers for pid in (server.pid, *descendants(server.pid)))]
-        )
+        go_first([os.getpid(), *(pid for server in servers for pid in server.pids)])
         yield groups
 
 

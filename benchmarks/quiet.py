@@ -7,6 +7,7 @@ and the report says so.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterable
@@ -30,9 +31,32 @@ def go_first(pids: Iterable[int], niceness: int = FIRST) -> bool:
     return done
 
 
+def stay_on(number: int, pids: Iterable[int]) -> None:
+    """Keep processes on one of this process's cores, counted around: all their threads, and what those start
+    from now on. What has ended meanwhile is passed over."""
+    cores = sorted(os.sched_getaffinity(0))
+    core = cores[number % len(cores)]
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for task in os.listdir(f"/proc/{pid}/task"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(int(task), {core})
+
+
 def undisturbed(seconds: float = 0.2) -> float:
     """The share of a core that this process gets when it wants all of it."""
     begin, used = time.perf_counter(), time.process_time()
     while time.perf_counter() - begin < seconds:
         sum(range(1000))
     return (time.process_time() - used) / (time.perf_counter() - begin)
+
+
+def stolen_s() -> float:
+    """Seconds, summed over the cores, in which the hypervisor gave this machine's cores to others: a growing
+    count in steps of a clock tick (mostly 10 ms); 0.0 where the kernel does not tell."""
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            fields = file.readline().split()
+        return int(fields[8]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return 0.0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.quiet import stay_on
 from benchmarks.router_processes import PEER, free_port, our_router, peer_router, process, wait_for
 from sglang_ext.testing import preloaded
 from sglang_ext.testing.servers import ServerProcess, ServerSpec
@@ -38,10 +39,13 @@ class RealFleet:
         folder: for logs.
         instances: how many.
         pool_tokens: of each one's pool, which is all the cache it has until `give_tiers`.
+        apart: each on a core of its own, as far as there are so many: what one does not use is not another's
+            gain, as on machines of their own.
     """
 
-    def __init__(self, folder: Path, instances: int, pool_tokens: int) -> None:
+    def __init__(self, folder: Path, instances: int, pool_tokens: int, *, apart: bool = False) -> None:
         self._folder = folder
+        self._apart = apart
         self._stack = contextlib.ExitStack()
         self._servers: dict[int, ServerProcess] = {}
         self.router_port = free_port()
@@ -96,6 +100,8 @@ class RealFleet:
             self._servers[number] = ServerProcess(spec, port=self._ports[number])
         with ThreadPoolExecutor(len(which)) as pool:
             list(pool.map(lambda number: self._servers[number].start(), which))
+        for number in which if self._apart else ():
+            stay_on(number, self._servers[number].pids)
 
     def _stop(self, which: Sequence[int]) -> None:
         there = [server for number in which if (server := self._servers.pop(number, None)) is not None]

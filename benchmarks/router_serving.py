@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 import sys
@@ -28,10 +29,12 @@ SHARED_BY = 3
 @dataclass(frozen=True)
 class Plan:
     """How much is measured. The KV of ``few`` sessions fits into the pools, that of ``many`` is 2.5 times as
-    large. ``sharing_pool``: what long documents need."""
+    large. ``sharing_instances``, ``sharing_pool``: for long documents. The fewer instances, the more often
+    both copies of a document meet by chance: of two, half the time."""
 
     instances: int
     pool_tokens: int
+    sharing_instances: int
     sharing_pool: int
     few: int
     many: int
@@ -42,8 +45,8 @@ class Plan:
 
 def plan_for(options: Options) -> Plan:
     if options.quick:
-        return Plan(2, 2048, 4096, 6, 36, 3, 6, 1)
-    return Plan(3, 2048, 4096, 12, 45, 4, 15, 3)
+        return Plan(2, 2048, 2, 4096, 6, 36, 3, 6, 1)
+    return Plan(3, 2048, 4, 4096, 12, 45, 4, 24, 3)
 
 
 Leg = Callable[[str, int, Sequence[Session]], list[Seen]]
@@ -67,7 +70,8 @@ def measure_serving(options: Options, report: Report, peer_python: Path | None) 
             with RealFleet(Path(name), plan.instances, plan.pool_tokens) as fleet:
                 _measure_conversations(_Bench(report, plan, fleet, peer_python), cases, peers, others)
         if "sharing" in cases:
-            with RealFleet(Path(name), plan.instances, plan.sharing_pool) as fleet:
+            # Where all share all cores, an instance that has too much to do takes the others'.
+            with RealFleet(Path(name), plan.sharing_instances, plan.sharing_pool, apart=True) as fleet:
                 _Bench(report, plan, fleet, peer_python).measure_sharing([*peers, *others])
 
 
@@ -170,7 +174,7 @@ class _Bench:
             legs = [OURS, SESSION, *(policy for policy in once if policy != SESSION and number == 0)]
             for policy in legs if number % 2 == 0 else reversed(legs):
                 with self.fleet.routed(policy, self._peer_python) as port:
-                    rate = rate or _rate(port, plan.instances)
+                    rate = rate or _rate(port, plan.sharing_instances)
                     begin = time.perf_counter()
                     seen = play_arriving(port, _twice(plan), rate)
                     elapsed = time.perf_counter() - begin
@@ -178,6 +182,7 @@ class _Bench:
                 tails.setdefault(policy, []).append(percentile([one.ttft for one in seen], 99))
         report.note(
             f"share ratio 2: {2 * plan.documents} sessions of 3 questions, {rate:.2g} sessions a second, "
+            f"{plan.sharing_instances} instances, each kept on one of {len(os.sched_getaffinity(0))} cores, "
             f"pools of {plan.sharing_pool} tokens"
         )
         report.summary["p99_ttft_vs_session_share2"] = statistics.median(
