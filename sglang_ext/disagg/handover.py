@@ -30,7 +30,8 @@ Decode's side (`Taking`):
 Rules on top:
 
 - A side's death is known to the other within VERDICT_SECONDS; it moves every room of that peer
-  (`PEER_DEAD`).
+  (`PEER_DEAD`). A room belongs to one connection: a side that only stood still finds the connection ended by
+  the other, and its rooms are over too, even if there is a new one at once.
 - Slots are free only in a state that pins nothing. On decode that is why STOPPING exists: what still reads
   into, or is written to, slots keeps them.
 - The end states take no event but those that change nothing: a late message moves no room.

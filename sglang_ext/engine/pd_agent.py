@@ -314,7 +314,7 @@ class Agent:
         metrics = AgentMetrics(self.config.local.rank) if self.config.metrics else None
         while True:
             try:
-                self.giving.tick([session.reader.epoch for session in self.endpoint.owner.sessions])
+                self.giving.tick([session.number for session in self.endpoint.owner.sessions])
                 if metrics is not None:
                     metrics.update(self.state())
             except Exception:

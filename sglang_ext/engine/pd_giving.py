@@ -42,8 +42,10 @@ MAX_PARKED = 4096
 
 @dataclass(slots=True, eq=False)
 class Reader:
-    """A decode rank in a room."""
+    """A decode rank in a room, by one connection: when that is over, decode has given the request up, however
+    soon it connects again."""
 
+    session: bytes
     reads: bool
     target: Push | None = None
     """Where to write; None where it reads, or has no pages yet."""
@@ -189,7 +191,7 @@ class GivingRooms:
             if known is not None or (room.expected and room.expected != message.ranks):
                 raise RefusedError("room", "another decode server takes part in this room")
             room.expected = message.ranks
-            reader = room.readers[message.reader] = Reader(message.reads)
+            reader = room.readers[message.reader] = Reader(message.session, message.reads)
             if room.state is not Giving.COMPUTING and not self._packs(room):
                 return self._offer(room, message.reader, reader)
             if room.state is Giving.COMPUTING:
@@ -214,7 +216,7 @@ class GivingRooms:
             if len(room.readers) == message.readers:
                 raise RefusedError("room", "another decode server takes part in this room")
             room.expected = message.readers
-            room.readers[message.reader] = Reader(False)
+            room.readers[message.reader] = Reader(message.session, False)
             self._move(room, Event.JOINED)
 
     async def push(self, message: Push) -> Ready:
@@ -288,7 +290,7 @@ class GivingRooms:
         self._lose(room, event, f"a decode rank did not take the KV: {how.value}")
 
     def tick(self, connected: Iterable[bytes]) -> None:
-        """End what is overdue. connected: epochs of the decode ranks that live."""
+        """End what is overdue. connected: sessions of the decode ranks that live."""
         now, live = self._clock.monotonic(), set(connected)
         with self._lock:
             for room in [r for r in self._rooms.values() if FACTS[r.state].end]:
@@ -296,8 +298,7 @@ class GivingRooms:
                     del self._rooms[room.number]
             rooms = [r for r in self._rooms.values() if not FACTS[r.state].end]
         for room in rooms:
-            dead = [e for e, r in list(room.readers.items()) if not r.done and e not in live]
-            if dead:
+            if any(not reader.done and reader.session not in live for reader in list(room.readers.values())):
                 self._lose(room, Event.PEER_DEAD, "the decode server is gone")
                 continue
             if not room.read and room.state is Giving.COMPUTING and not room.readers:

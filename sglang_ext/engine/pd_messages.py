@@ -14,10 +14,10 @@ from typing import Annotated, Final
 
 import msgspec
 
-from sglang_ext.disagg.messages import Offer, Refused
+from sglang_ext.disagg.messages import Offer, Refused, Session
 from sglang_ext.wire import Blob, Codec, Epoch, Message, Name
 
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 
 MAX_ROOM: Final = (1 << 63) - 1
 
@@ -63,12 +63,13 @@ class Topology(Message, frozen=True, tag="topology"):
 class Join(Message, frozen=True, tag="join"):
     """A decode rank takes part in a room. Answered by Ready when prefill is done; that may take long.
 
-    reader: epoch of its endpoint, which is connected already. ranks: how many decode ranks take part.
-    reads: whether it needs bytes of this prefill rank.
+    reader: epoch of its endpoint, which is connected already. session: of that connection; with it, its part
+    is over. ranks: how many decode ranks take part. reads: whether it needs bytes of this prefill rank.
     """
 
     room: Room
     reader: Epoch
+    session: Session
     rank: Rank
     ranks: Ranks
     reads: bool
@@ -87,12 +88,13 @@ class Ready(Message, frozen=True, tag="ready"):
 class Meet(Message, frozen=True, tag="meet"):
     """A decode rank takes part in a room, and will name pages to be filled (push). Answered by Ok.
 
-    So prefill knows whose death ends the request, however long decode has no room for it. reader: epoch of
-    its endpoint, which is connected already. readers: how many decode ranks this prefill rank fills.
+    So prefill knows whose death ends the request, however long decode has no room for it. reader, session: as
+    in `Join`. readers: how many decode ranks this prefill rank fills.
     """
 
     room: Room
     reader: Epoch
+    session: Session
     readers: Ranks
 
 

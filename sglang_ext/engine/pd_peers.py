@@ -80,11 +80,14 @@ class PrefillPeer:
         Raises:
             RefusedError: a rank knows no such room, or has lost it. PeerGoneError.
         """
+        local = self._local
+        joins = [
+            Join(room, epoch, link.session, local.rank, local.ranks, at in self._needed)
+            for at, link in enumerate(self.instance.links)
+        ]
         asks = [
-            asyncio.ensure_future(
-                client.ask(Join(room, epoch, self._local.rank, self._local.ranks, at in self._needed), None)
-            )
-            for at, client in enumerate(self._clients)
+            asyncio.ensure_future(client.ask(join, None))
+            for client, join in zip(self._clients, joins, strict=True)
         ]
         try:
             answers = await asyncio.gather(*asks)
@@ -104,7 +107,9 @@ class PrefillPeer:
             RefusedError: several prefill ranks would have to fill one of ours. As `join`.
         """
         readers = max(1, self._local.ranks // len(self.ranks))
-        if not isinstance(await self._filler().ask(Meet(room, epoch, readers), None), Ok):
+        at = self._filler()
+        meet = Meet(room, epoch, self.instance.links[at].session, readers)
+        if not isinstance(await self._clients[at].ask(meet, None), Ok):
             raise PeerProtocolError("a prefill rank answers a meeting with something else")
 
     async def push(
@@ -115,17 +120,18 @@ class PrefillPeer:
         Raises:
             RefusedError, PeerGoneError: as `join`.
         """
-        answer = await self._filler().ask(Push(room, epoch, control, pages, skip, pool), None)
+        push = Push(room, epoch, control, pages, skip, pool)
+        answer = await self._clients[self._filler()].ask(push, None)
         if not isinstance(answer, Ready):
             raise PeerProtocolError("a prefill rank answers a push with something else")
         return [answer]
 
-    def _filler(self) -> ControlClient:
+    def _filler(self) -> int:
         """The prefill rank that has all that our pages lack."""
         if len(self._needed) != 1:
             raise RefusedError("shard", "several ranks there fill one here; set --kv-transfer-mode pull")
         (at,) = self._needed
-        return self._clients[at]
+        return at
 
     async def done(self, room: int, epoch: bytes, ranks: Sequence[int]) -> None:
         """Say to some ranks that nothing more is needed of a room."""

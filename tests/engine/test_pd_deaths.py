@@ -165,6 +165,22 @@ def test_pushing_survives(stage: ExitStack, victim: str, how: signal.Signals) ->
     assert_over(found, room, died)
 
 
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_prefill_that_was_given_up_meanwhile_gives_up_as_well(stage: ExitStack, mode: str) -> None:
+    """It stands still until decode has taken it for dead and asks to connect again. When it goes on, the old
+    connection is replaced at once: there is no moment at which decode's process is not connected."""
+    found = scene(stage, "prefill", mode)
+    taking = found.survivor.taking
+    found.victim.do(f"open {found.number}")
+    room = taking.open(found.address, found.number)
+    wait_until(lambda: room.state is Taking.WAITING, seconds=20, what="a connection")
+    found.die(signal.SIGSTOP)
+    wait_until(lambda: room.state is Taking.FAILED, seconds=FREED_SECONDS, what="decode's verdict")
+    taking.open(found.address, next(NUMBERS))
+    os.kill(found.victim.process.pid, signal.SIGCONT)
+    wait_until(lambda: found.victim.do("look") == "lost", seconds=FREED_SECONDS, what="prefill's verdict")
+
+
 def assert_over(found: Scene, room: Room | TakingRoom, died: float) -> None:
     """The room has ended within the time, and nothing of it is held."""
     wait_until(

@@ -84,15 +84,12 @@ def test_whoever_stops_at_random_gives_no_wrong_answer(rig: Rig, part: int) -> N
         mine = random.Random(100 * part + client)
         while not over.is_set():
             prompt = prompt_of(1, 120) + prompt_of(mine.randrange(40), 90)
-            both = rig.pd.start(
-                prompt,
-                max_new_tokens=ANSWER_TOKENS,
-                prefill=mine.randrange(2),
-                decode=mine.randrange(2),
-            )
+            pair = {"prefill": mine.randrange(2), "decode": mine.randrange(2)}
+            both = rig.pd.start(prompt, max_new_tokens=ANSWER_TOKENS, **pair)
             asked.extend((prompt, answer) for answer in both)
             _, hanging = wait(both, timeout=longest)
-            assert not hanging, f"a request hangs for more than {longest:.0f} s"
+            late = [side for side, answer in zip(pair, both, strict=True) if answer in hanging]
+            assert not late, f"{', '.join(late)} of {pair} let a request hang for more than {longest:.0f} s"
 
     with ThreadPoolExecutor(3) as clients:
         running = [clients.submit(keep_asking, client) for client in range(3)]
