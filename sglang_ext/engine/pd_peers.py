@@ -156,6 +156,10 @@ class PrefillPeer:
             with contextlib.suppress(TransferError):
                 await client.ask(Abort(room, epoch, reason[:500]), LOOKUP_SECONDS)
 
+    async def ended(self) -> None:
+        """Return when it is gone."""
+        await asyncio.shield(self._watch)
+
     async def close(self) -> None:
         """Disconnect."""
         self._watch.cancel()
@@ -181,6 +185,7 @@ class PrefillPeers:
         self._local = local
         self._peers: dict[str, PrefillPeer] = {}
         self._locks: dict[str, asyncio.Lock] = {}
+        self._watches: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
         return f"<PrefillPeers {', '.join(self._peers) or 'none'}>"
@@ -209,8 +214,7 @@ class PrefillPeers:
             if known is not None and not known.gone:
                 return known
             if known is not None:
-                del self._peers[address]
-                await known.close()
+                await self._retire(address, known)
             try:
                 async with asyncio.timeout(CONNECT_SECONDS):
                     peer = self._peers[address] = await self._connect(address)
@@ -218,12 +222,30 @@ class PrefillPeers:
                 raise PeerGoneError(
                     f"no prefill server answers at {address} within {CONNECT_SECONDS:.0f} s"
                 ) from None
+            watch = asyncio.create_task(self._watching(address, peer), name="kv-pd-watch")
+            self._watches.add(watch)
+            watch.add_done_callback(self._watches.discard)
             return peer
 
     async def close(self) -> None:
         """Disconnect from all."""
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
         peers, self._peers = list(self._peers.values()), {}
         await asyncio.gather(*(peer.close() for peer in peers))
+
+    async def _watching(self, address: str, peer: PrefillPeer) -> None:
+        """Tell a server that was given up. If it only stood still, it ends what we had there when it goes on,
+        and not when it has missed us for a while."""
+        await peer.ended()
+        async with self._locks[address]:
+            if self._peers.get(address) is peer:
+                await self._retire(address, peer)
+
+    async def _retire(self, address: str, peer: PrefillPeer) -> None:
+        del self._peers[address]
+        await peer.close()
 
     async def _connect(self, address: str) -> PrefillPeer:
         ranks = await self._lookup(address)

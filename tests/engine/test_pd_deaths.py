@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 from pd_rig import METADATA, PAGES, Rows, pool
 
-from sglang_ext.disagg.handover import Giving, Taking, pins
+from sglang_ext.disagg.handover import VERDICT_SECONDS, Giving, Taking, pins
 from sglang_ext.engine.pd_agent import Agent, AgentConfig
 from sglang_ext.engine.pd_bootstrap import BootstrapService
 from sglang_ext.engine.pd_giving import Room
@@ -165,20 +166,40 @@ def test_pushing_survives(stage: ExitStack, victim: str, how: signal.Signals) ->
     assert_over(found, room, died)
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
-def test_prefill_that_was_given_up_meanwhile_gives_up_as_well(stage: ExitStack, mode: str) -> None:
-    """It stands still until decode has taken it for dead and asks to connect again. When it goes on, the old
-    connection is replaced at once: there is no moment at which decode's process is not connected."""
+def given_up(stage: ExitStack, mode: str) -> Scene:
+    """Prefill stands still, and decode has taken it for dead."""
     found = scene(stage, "prefill", mode)
-    taking = found.survivor.taking
     found.victim.do(f"open {found.number}")
-    room = taking.open(found.address, found.number)
+    room = found.survivor.taking.open(found.address, found.number)
     wait_until(lambda: room.state is Taking.WAITING, seconds=20, what="a connection")
     found.die(signal.SIGSTOP)
     wait_until(lambda: room.state is Taking.FAILED, seconds=FREED_SECONDS, what="decode's verdict")
-    taking.open(found.address, next(NUMBERS))
+    return found
+
+
+def gives_up(found: Scene, seconds: float) -> None:
+    """Prefill goes on, and ends its room."""
     os.kill(found.victim.process.pid, signal.SIGCONT)
-    wait_until(lambda: found.victim.do("look") == "lost", seconds=FREED_SECONDS, what="prefill's verdict")
+    wait_until(lambda: found.victim.do("look") == "lost", seconds=seconds, what="prefill's verdict")
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_prefill_that_stood_still_gives_up_though_decode_connects_again(stage: ExitStack, mode: str) -> None:
+    found = given_up(stage, mode)
+    found.survivor.taking.open(found.address, next(NUMBERS))
+    gives_up(found, FREED_SECONDS)
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_prefill_that_stands_still_again_and_again_gives_up_too(stage: ExitStack, mode: str) -> None:
+    """It never goes on for long enough to miss decode: it has been told."""
+    found = given_up(stage, mode)
+    for _ in range(8):
+        with contextlib.suppress(TimeoutError):
+            return gives_up(found, VERDICT_SECONDS / 4)
+        found.die(signal.SIGSTOP)
+        time.sleep(VERDICT_SECONDS * 0.6)
+    pytest.fail("prefill keeps a request that nobody waits for")
 
 
 def assert_over(found: Scene, room: Room | TakingRoom, died: float) -> None:
