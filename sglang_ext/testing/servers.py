@@ -78,7 +78,9 @@ class ServerSpec:
         return [
             *(sys.executable, *self.run),
             *("--model-path", str(model_path(self.model, self.dtype)), "--dtype", self.dtype),
-            *("--host", LOOPBACK, "--port", str(port), *self.flags),
+            *("--host", LOOPBACK, "--port", str(port)),
+            # SGLang chooses one that the system gives to connections, and listens there much later.
+            *("--nccl-port", str(free_port()), *self.flags),
         ]
 
 
