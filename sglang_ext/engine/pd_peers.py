@@ -229,11 +229,10 @@ class PrefillPeers:
 
     async def close(self) -> None:
         """Disconnect from all."""
-        for watch in self._watches:
-            watch.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)
         peers, self._peers = list(self._peers.values()), {}
         await asyncio.gather(*(peer.close() for peer in peers))
+        # What is being disconnected already is not broken off.
+        await asyncio.gather(*self._watches, return_exceptions=True)
 
     async def _watching(self, address: str, peer: PrefillPeer) -> None:
         """Tell a server that was given up. If it only stood still, it ends what we had there when it goes on,
