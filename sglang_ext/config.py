@@ -218,6 +218,14 @@ class KvConfig:
         "{skip,wait}",
         _one_of("skip", "wait"),
     )
+    disk_io: str = _flag(
+        "auto",
+        "How KV is read from disk: buffered (through the page cache), direct (with O_DIRECT, unless the page "
+        "cache has the bytes anyway) or auto (whichever reads this disk faster, measured at start with a "
+        "temporary file of 64 MiB).",
+        "{auto,direct,buffered}",
+        _one_of("auto", "direct", "buffered"),
+    )
     disk_admission: str = _flag(
         "first-layer",
         "When a request that takes KV from disk is admitted: first-layer (the rest streams in front of the "

@@ -185,8 +185,12 @@ def _speed_finding(facts: DiskFacts) -> Finding:
     if facts.speed is None:
         advice = "Make the directory writable, or free some space."
         return Finding(Level.WARNING, "speed", f"not measured: {facts.speed_error}", advice)
-    how = "" if facts.speed.direct else " (perhaps from memory: no direct reads here)"
-    text = f"writes {facts.speed.write / 1e9:.2f} GB/s, synced; reads {facts.speed.read / 1e9:.2f} GB/s{how}"
+    speed = facts.speed
+    direct = "no O_DIRECT here" if speed.direct is None else f"{speed.direct / 1e9:.2f} GB/s with O_DIRECT"
+    text = (
+        f"writes {speed.write / 1e9:.2f} GB/s, synced; reads {speed.buffered / 1e9:.2f} GB/s through the "
+        f"page cache, cold, {direct}: --kv-disk-io auto would choose {speed.io.value}"
+    )
     return Finding(Level.OK, "speed", text)
 
 
@@ -249,7 +253,7 @@ def as_json(facts: DiskFacts) -> dict[str, Any]:
         "total_bytes": facts.total,
         "free_bytes": facts.free,
         "tier_bytes": facts.ours,
-        "speed": None if facts.speed is None else asdict(facts.speed),
+        "speed": None if facts.speed is None else {**asdict(facts.speed), "io": facts.speed.io.value},
         "stores": [
             {
                 "path": str(store.path),

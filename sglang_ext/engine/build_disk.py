@@ -18,7 +18,7 @@ from sglang_ext.geometry import BlockLayout, Geometry
 from sglang_ext.keys import Namespace, Tier
 from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.tiered_store.disk import DiskTier
-from sglang_ext.tiered_store.disk_state import DiskConfig
+from sglang_ext.tiered_store.disk_state import DiskConfig, IoMode
 from sglang_ext.tiered_store.dram import DramArena
 from sglang_ext.tiered_store.layer_cache import LayerCache
 from sglang_ext.tiered_store.loader import Loader
@@ -66,7 +66,13 @@ def open_disk(config: KvConfig, facts: RankFacts, layout: BlockLayout) -> BlockT
     """
     assert config.disk_path is not None
     disk = DiskTier(
-        DiskConfig(Path(config.disk_path) / facts.shard, config.disk_size, instance=facts.instance), layout
+        DiskConfig(
+            Path(config.disk_path) / facts.shard,
+            config.disk_size,
+            io=IoMode(config.disk_io),
+            instance=facts.instance,
+        ),
+        layout,
     )
     if not config.layer_cache_size:
         return disk

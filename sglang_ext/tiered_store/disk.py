@@ -34,6 +34,7 @@ from sglang_ext.geometry import BlockLayout
 from sglang_ext.keys import Tier
 from sglang_ext.tiered_store.disk_read import DiskGet, DiskReader
 from sglang_ext.tiered_store.disk_reclaim import Reclaimer
+from sglang_ext.tiered_store.disk_speed import choose_io
 from sglang_ext.tiered_store.disk_state import DiskConfig, DiskHealth, DiskState, IoMode, Run
 from sglang_ext.tiered_store.disk_write import DiskPut, DiskWriter
 from sglang_ext.tiered_store.files import Files
@@ -89,7 +90,9 @@ class DiskTier(BlockTier):
         files = files or Files()
         self._owner, readonly = _take(config)
         try:
-            self.config = config = config if readonly else _fitted(config, files)
+            config = config if readonly else _fitted(config, files)
+            io = choose_io(config.path, layout, IoMode.BUFFERED if readonly else config.io)
+            self.config = config = dataclasses.replace(config, io=io)
             index, snapshot = _open_index(config, readonly=readonly, step=step)
             segments = SegmentFiles(
                 config.path,

@@ -155,8 +155,14 @@ class DiskReader:
         return count, Outcome.DONE if count == wanted else Outcome.DAMAGED
 
     def _fd(self, run: Run, vectors: Vectors, offset: int) -> int:
-        direct = run.segment.direct_fd
-        return direct if direct >= 0 and can_be_direct(vectors, offset) else run.segment.fd
+        """Past the page cache where that can be done and the bytes are not in it: what was written or read
+        lately comes from memory in either mode.
+        """
+        direct, buffered = run.segment.direct_fd, run.segment.fd
+        if direct < 0 or not can_be_direct(vectors, offset):
+            return buffered
+        cached = self._state.files.in_page_cache(buffered, offset, int(vectors[:, 1].sum()))
+        return buffered if cached else direct
 
     def _verify(
         self, piece: Piece, first: int, last: int, sums: np.ndarray, layer: int, memory: BlockMemory, ids: Ids

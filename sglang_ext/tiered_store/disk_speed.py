@@ -1,52 +1,124 @@
-"""How fast a disk is, as a disk tier would use it."""
+"""How fast a disk is, as a disk tier would use it, and which way of reading suits it."""
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+from sglang_ext.geometry import BlockLayout
+from sglang_ext.tiered_store.disk_state import IoMode
+from sglang_ext.tiered_store.files import DIRECT_ALIGN
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 4 << 20
+READERS = 4
+"""Reads of a piece under way at once, as the loader has them."""
+CHOOSING_BYTES = 64 << 20
+"""What `choose_io` writes and reads twice: a quarter of a second on an SSD."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskSpeed:
-    """Bytes per second: one large sequential write, synced, and reading it back past the page cache if
-    possible.
+    """Bytes per second. write: one large sequential write, synced. buffered: reading it back through the page
+    cache, which has been told to forget it. direct: reading it back with O_DIRECT; None where the file system
+    has no such thing.
     """
 
     write: float
-    read: float
-    direct: bool
+    buffered: float
+    direct: float | None
+
+    @property
+    def io(self) -> IoMode:
+        """The way to read that is faster on this disk. A tie goes to O_DIRECT, which keeps the page cache for
+        others and takes less of the CPU.
+        """
+        return IoMode.BUFFERED if self.direct is None or self.direct < self.buffered else IoMode.DIRECT
 
 
 def measure_disk(path: Path, nbytes: int = 256 << 20) -> DiskSpeed:
-    """Write and read a file of `nbytes` at `path`, and remove it. Raises OSError."""
-    chunk = 4 << 20
-    buffer = mmap.mmap(-1, chunk)  # page-aligned, as O_DIRECT wants it
-    buffer.write(os.urandom(chunk))
+    """Write and read a file of about `nbytes` at `path`, and remove it. Raises OSError."""
+    pieces = max(READERS, nbytes // PIECE_BYTES)
+    nbytes = pieces * PIECE_BYTES
+    buffers = [mmap.mmap(-1, PIECE_BYTES) for _ in range(READERS)]  # page-aligned, as O_DIRECT wants it
+    buffers[0].write(os.urandom(PIECE_BYTES))
     file = path / f"speed-{os.getpid()}.tmp"
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         begin = time.perf_counter()
-        for offset in range(0, nbytes, chunk):
-            os.pwrite(fd, buffer, offset)
+        for piece in range(pieces):
+            os.pwrite(fd, buffers[0], piece * PIECE_BYTES)
         os.fdatasync(fd)
         write = nbytes / (time.perf_counter() - begin)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         try:
-            read_fd, direct = os.open(file, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC), True
+            direct_fd = os.open(file, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         except OSError:
-            read_fd, direct = os.dup(fd), False
+            direct_fd = -1
         try:
-            begin = time.perf_counter()
-            for offset in range(0, nbytes, chunk):
-                os.preadv(read_fd, [buffer], offset)
-            read = nbytes / (time.perf_counter() - begin)
+            direct = nbytes / _read(direct_fd, pieces, buffers) if direct_fd >= 0 else None
         finally:
-            os.close(read_fd)
+            if direct_fd >= 0:
+                os.close(direct_fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        buffered = nbytes / _read(fd, pieces, buffers)
     finally:
         os.close(fd)
         file.unlink()
-        buffer.close()
-    return DiskSpeed(write, read, direct)
+        for buffer in buffers:
+            buffer.close()
+    return DiskSpeed(write, buffered, direct)
+
+
+def _read(fd: int, pieces: int, buffers: list[mmap.mmap]) -> float:
+    """Seconds to read all pieces, each reader every so-many-th."""
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def read(reader: int) -> None:
+        for piece in range(reader, pieces, READERS):
+            os.preadv(fd, [buffers[reader]], piece * PIECE_BYTES)
+
+    with ThreadPoolExecutor(READERS) as pool:
+        begin = time.perf_counter()
+        list(pool.map(read, range(READERS)))
+        return time.perf_counter() - begin
+
+
+def direct_obstacle(layout: BlockLayout) -> str:
+    """Why blocks of a layout cannot be read with O_DIRECT; empty when they can."""
+    odd = [n for layer in range(layout.n_layers) if (n := layout.layer_bytes(layer)) % DIRECT_ALIGN]
+    return f"a layer of a block has {odd[0]} bytes, no multiple of {DIRECT_ALIGN}" if odd else ""
+
+
+def choose_io(path: Path, layout: BlockLayout, asked: IoMode) -> IoMode:
+    """`asked`, or for `IoMode.AUTO` the way in which the disk of `path` is read faster.
+
+    Measures by writing `CHOOSING_BYTES` and reading them both ways. Where that cannot be done (no room, a
+    medium that is read-only), or blocks cannot be read with O_DIRECT, reads are buffered.
+    """
+    obstacle = direct_obstacle(layout)
+    if asked is IoMode.BUFFERED or (asked is IoMode.AUTO and obstacle):
+        return IoMode.BUFFERED
+    if asked is IoMode.DIRECT:
+        if obstacle:
+            logger.warning("--kv-disk-io direct: %s; read through the page cache instead", obstacle)
+            return IoMode.BUFFERED
+        return asked
+    try:
+        speed = measure_disk(path, CHOOSING_BYTES)
+    except OSError as error:
+        logger.info("%s: reads are buffered, their speed could not be measured: %s", path, error)
+        return IoMode.BUFFERED
+    logger.info(
+        "%s: reads are %s: %.2f GB/s through the page cache (cold), %s with O_DIRECT",
+        path,
+        speed.io.value,
+        speed.buffered / 1e9,
+        "impossible" if speed.direct is None else f"{speed.direct / 1e9:.2f}",
+    )
+    return speed.io

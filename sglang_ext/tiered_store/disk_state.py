@@ -43,10 +43,13 @@ _LOG_SECONDS = 60.0
 class IoMode(enum.Enum):
     """How segments are read. Writes always go through the page cache and are synced."""
 
+    AUTO = "auto"
+    """Whichever of the two reads this disk faster, measured at opening (`disk_speed.choose_io`)."""
     BUFFERED = "buffered"
-    """Through the page cache: what was written or read lately comes from memory."""
+    """Through the page cache."""
     DIRECT = "direct"
-    """Past the page cache where addresses allow it: less CPU per byte, and no second copy in memory."""
+    """With O_DIRECT, where addresses allow it and the bytes are not in the page cache anyway: less CPU per
+    byte, and no second copy in memory."""
 
 
 class DiskHealth(enum.Enum):
@@ -69,6 +72,7 @@ class DiskConfig:
     limit_bytes: the most its segments may take; the index takes some 150 bytes per block beside that.
     segment_bytes: size of a segment file. 0 for a sixteenth of the limit, at most 256 MiB, but no less than
         makes 512 of them: each is an open file.
+    io: how segments are read.
     instance: who we are, for the owner's note.
     retry_seconds: how long to leave a medium alone that was full or failed to read a run.
     """

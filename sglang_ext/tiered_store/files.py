@@ -20,6 +20,7 @@ Vectors = npt.NDArray[np.uint64]
 """Shape (n, 2), C order: address and bytes."""
 
 IOV_MAX = 1024  # Linux's limit per call
+PAGE_CACHE_PAGE = os.sysconf("SC_PAGE_SIZE")
 DIRECT_ALIGN = 512
 """What O_DIRECT asks of addresses, lengths and offsets on the devices in use; larger ones answer EINVAL."""
 
@@ -31,6 +32,23 @@ for _name in ("preadv", "pwritev"):
 _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _libc.sync_file_range.restype = ctypes.c_int
 _SYNC_FILE_RANGE_WRITE = 2
+_libc.syscall.restype = ctypes.c_long
+_CACHESTAT = 451
+"""The number of cachestat(2), Linux 6.5 and later, the same on all architectures."""
+
+
+class _CacheStatRange(ctypes.Structure):
+    _fields_ = [("offset", ctypes.c_uint64), ("length", ctypes.c_uint64)]
+
+
+class _CacheStat(ctypes.Structure):
+    _fields_ = [
+        ("cached", ctypes.c_uint64),
+        ("dirty", ctypes.c_uint64),
+        ("writeback", ctypes.c_uint64),
+        ("evicted", ctypes.c_uint64),
+        ("recently_evicted", ctypes.c_uint64),
+    ]
 
 
 class Files:
@@ -59,6 +77,16 @@ class Files:
         only.
         """
         _libc.sync_file_range(fd, offset, size, _SYNC_FILE_RANGE_WRITE)
+
+    def in_page_cache(self, fd: int, offset: int, size: int) -> bool:
+        """Whether the page cache holds all of a range, so that reading it costs no access to the disk. False
+        where the kernel cannot tell (before Linux 6.5).
+        """
+        asked, found = _CacheStatRange(offset, size), _CacheStat()
+        if _libc.syscall(_CACHESTAT, fd, ctypes.byref(asked), ctypes.byref(found), 0) < 0:
+            return False
+        first, end = offset // PAGE_CACHE_PAGE, -(-(offset + size) // PAGE_CACHE_PAGE)
+        return int(found.cached) >= end - first
 
     def pread(self, fd: int, size: int, offset: int) -> bytes:
         """Read up to `size` bytes; for headers."""

@@ -154,7 +154,7 @@ def test_a_directory_in_use_is_left_alone_and_its_user_named(
     assert found == status
     assert f"in use by instance 'host:8000' (process {os.getpid()} on " in texts(answer)
     assert any("Stop that server first" in f["advice"] for f in answer["findings"])
-    assert answer["disk"]["speed"]["read"] > 0
+    assert answer["disk"]["speed"]["buffered"] > 0
     assert (answer["disk"]["stores"][1]["repaired"] is not None) == bool(flags), (
         "the other rank is looked after"
     )
@@ -183,11 +183,19 @@ def test_a_disk_that_is_full_is_said_so(path: Path) -> None:
     ]
 
 
-def test_reads_that_may_come_from_memory_are_said_so() -> None:
-    facts = DiskFacts(Path("/x"), False, exists=True, free=GIB, speed=DiskSpeed(1e9, 2e9, direct=False))
-    assert any(
-        "writes 1.00 GB/s, synced; reads 2.00 GB/s (perhaps from memory" in f.text for f in findings(facts)
-    )
+@pytest.mark.parametrize(
+    ("direct", "said"),
+    [
+        (None, "no O_DIRECT here: --kv-disk-io auto would choose buffered"),
+        (1e9, "1.00 GB/s with O_DIRECT: --kv-disk-io auto would choose buffered"),
+        (3e9, "3.00 GB/s with O_DIRECT: --kv-disk-io auto would choose direct"),
+    ],
+)
+def test_both_ways_of_reading_are_told(direct: float | None, said: str) -> None:
+    facts = DiskFacts(Path("/x"), False, exists=True, free=GIB, speed=DiskSpeed(1e9, 2e9, direct))
+    text = next(f.text for f in findings(facts) if f.subject == "speed")
+    assert text.startswith("writes 1.00 GB/s, synced; reads 2.00 GB/s through the page cache, cold, ")
+    assert text.endswith(said)
 
 
 def test_the_text_form(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from engine_movers import HandMover
 
+from sglang_ext.config import KvConfig
 from sglang_ext.engine.block_names import BlockNames, unpack_names
+from sglang_ext.engine.build_disk import RankFacts, open_disk
 from sglang_ext.engine.disk_writes import DiskWrites
 from sglang_ext.engine.dram_tier import DramTier
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.keys import Namespace, Tier, block_keys, encode_tokens
 from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
 from sglang_ext.testing.tiers import MemoryTier
+from sglang_ext.tiered_store.disk import DiskTier
+from sglang_ext.tiered_store.disk_state import IoMode
 from sglang_ext.tiered_store.dram import DramArena
 from sglang_ext.tiered_store.tier import BlockMemory
 from sglang_ext.tiered_store.write_behind import LagPolicy, WriteBehind
 
 BLOCK = 4
+ALIGNED = BlockLayout(16, ((128, 128), (256,)))
+"""Blocks that O_DIRECT can read."""
 LAYOUT = BlockLayout.uniform(n_layers=2, planes_per_layer=2, row_bytes=8, block_tokens=BLOCK)
 PLAIN = (0, None, None)
 
@@ -172,3 +179,12 @@ def test_a_disk_that_refuses_costs_nothing_but_durability() -> None:
     assert setup.dram in node.placements
     assert not any(part.locks for part in setup.tree.nodes())
     setup.close()
+
+
+@pytest.mark.parametrize("asked", ["buffered", "direct"])
+def test_the_flag_says_how_the_disk_is_read(asked: str, tmp_path: Path) -> None:
+    config = KvConfig(dram_size=1 << 20, disk_path=str(tmp_path), disk_size=32 << 20, disk_io=asked)
+    disk = open_disk(config, RankFacts("a", 1, "tp0of1"), ALIGNED)
+    assert isinstance(disk, DiskTier)
+    assert disk.config.io is IoMode(asked)
+    disk.close()

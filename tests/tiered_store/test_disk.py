@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import subprocess
@@ -28,7 +29,9 @@ from sglang_ext.testing.blocks import (
 from sglang_ext.testing.fakes import FakeClock
 from sglang_ext.testing.files import READS, FaultyFiles
 from sglang_ext.testing.tier_contract import DurableTierContract
+from sglang_ext.tiered_store import disk_speed
 from sglang_ext.tiered_store.disk import DiskTier
+from sglang_ext.tiered_store.disk_speed import DiskSpeed, choose_io
 from sglang_ext.tiered_store.disk_state import DiskConfig, IoMode
 from sglang_ext.tiered_store.segment_format import PAGE
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Outcome, Put
@@ -63,28 +66,70 @@ class TestDiskTierOnAShortWindedKernel(DurableTierContract):
 # --- reading past the page cache ---
 
 
-def test_aligned_blocks_are_read_past_the_page_cache(tmp_path: Path) -> None:
+def test_what_the_page_cache_has_is_read_from_it(tmp_path: Path) -> None:
     layout = BlockLayout(16, ((128, 128), (256,)))
     tier = DiskTier(DiskConfig(tmp_path, 32 << 20, io=IoMode.DIRECT), layout)
     assert put_all(tier, NAMESPACE, prefix_keys(1, 9)) is Outcome.DONE
+    segment = next(iter(tier._state.segments.by_number.values()))
+    if segment.direct_fd < 0 or not tier._state.files.in_page_cache(segment.fd, 0, PAGE):
+        pytest.skip("no O_DIRECT here, or a kernel that does not tell what the page cache has")
+    run = next(iter(tier._state.runs.values())).row.offset
+    assert _fds_read(tier, layout) == [segment.fd]
+    os.posix_fadvise(segment.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    assert not tier._state.files.in_page_cache(segment.fd, run, PAGE)
+    assert _fds_read(tier, layout) == [segment.direct_fd]
+    tier.close()
+
+
+def _fds_read(tier: DiskTier, layout: BlockLayout) -> list[int]:
+    """Read layer 1 of nine blocks into memory that O_DIRECT takes; by which descriptors."""
     fds: list[int] = []
     files = tier._state.files
-    real = files.preadv
-    files.preadv = lambda fd, vectors, offset: (fds.append(fd), real(fd, vectors, offset))[1]  # type: ignore
-    assert get_all(tier, NAMESPACE, prefix_keys(1, 9)) == 9
-    segment = next(iter(tier._state.segments.by_number.values()))
+    real = type(files).preadv
+    files.preadv = lambda fd, vectors, offset: (fds.append(fd), real(files, fd, vectors, offset))[1]  # type: ignore
     # numpy's memory need not be aligned as O_DIRECT wants it; an arena's is.
     buffer = np.zeros(9 * layout.block_bytes + PAGE, dtype=np.uint8)
     start = -buffer.ctypes.data % PAGE
     memory = BlockMemory.of_blocks(layout, buffer[start:][: 9 * layout.block_bytes].reshape(9, -1))
-    fds.clear()
     get = tier.prepare_get(NAMESPACE, prefix_keys(1, 9))
     assert tier.get_layer(get, 1, memory, np.arange(9)).blocks == 9
     tier.complete_get(get)
-    if segment.direct_fd < 0:
-        pytest.skip("this file system has no O_DIRECT")
-    assert fds == [segment.direct_fd]
+    return fds
+
+
+@pytest.mark.parametrize(
+    ("direct", "chosen"), [(None, IoMode.BUFFERED), (1e9, IoMode.BUFFERED), (3e9, IoMode.DIRECT)]
+)
+def test_auto_is_what_was_measured_to_be_faster(
+    direct: float | None, chosen: IoMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_speed, "measure_disk", lambda path, nbytes: DiskSpeed(1e9, 2e9, direct))
+    tier = DiskTier(DiskConfig(tmp_path, 32 << 20, io=IoMode.AUTO), BlockLayout(16, ((128, 128), (256,))))
+    assert tier.config.io is chosen
     tier.close()
+
+
+def test_auto_measures_this_disk_and_leaves_nothing(tmp_path: Path) -> None:
+    tier = DiskTier(DiskConfig(tmp_path, 32 << 20, io=IoMode.AUTO), BlockLayout(16, ((128, 128), (256,))))
+    assert tier.config.io in (IoMode.BUFFERED, IoMode.DIRECT)
+    assert list(tmp_path.glob("*.tmp")) == []
+    tier.close()
+
+
+@pytest.mark.parametrize("asked", [IoMode.AUTO, IoMode.DIRECT])
+def test_blocks_that_o_direct_does_not_take_are_read_buffered(asked: IoMode, tmp_path: Path) -> None:
+    assert choose_io(tmp_path, BlockLayout(1, ((100,),)), asked) is IoMode.BUFFERED
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_cannot_be_measured_is_read_buffered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, nbytes: int) -> DiskSpeed:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(disk_speed, "measure_disk", full)
+    assert choose_io(tmp_path, BlockLayout(16, ((128, 128),)), IoMode.AUTO) is IoMode.BUFFERED
 
 
 def test_one_layer_of_a_long_prefix_is_one_read(tmp_path: Path) -> None:
