@@ -93,8 +93,9 @@ class ClusterConfig:
 
     @property
     def ports(self) -> int:
-        """Ports that the servers need: one each, then one more for each that prefills."""
-        return self.servers + self.prefill
+        """Ports that the servers need: one each, one more for each that prefills, and one each for the
+        rendezvous of its ranks."""
+        return 2 * self.servers + self.prefill
 
     def role_of(self, index: int) -> tuple[str, int]:
         """What server ``index`` does (colocated, prefill or decode), and its number among those."""

@@ -14,6 +14,8 @@ LOOPBACK = "127.0.0.1"
 DISK_FLAG = "--kv-disk-path"
 ROUTER_TLS_FLAG = "--tls-cert-file"
 """With it, the servers do not register: they would have to trust a certificate that they do not know."""
+RENDEZVOUS_FLAG = "--nccl-port"
+"""Where the ranks of a server meet through torch, on every device, a single rank too."""
 TRANSFER_FLAG = "--disaggregation-transfer-backend"
 ROUTER_KEY_FLAG = "--cluster-key-file"
 SERVER_KEY_FLAG = "--kv-cluster-key-file"
@@ -80,7 +82,8 @@ def make_plan(
         config: what the user asked for.
         host: this machine.
         router_port: where the router will listen.
-        server_ports: one per server, then one more per server that prefills.
+        server_ports: one per server, then one more per server that prefills, then one per server for torch's
+            rendezvous.
         key_file: a key for the cluster, unless the user has named one; see ``needs_key``.
 
     Raises:
@@ -92,14 +95,15 @@ def make_plan(
         )
     router_url = f"http://{_connectable(config.host)}:{router_port}"
     tells = None if any(word.startswith(ROUTER_TLS_FLAG) for word in config.router_args) else router_url
-    bootstrap_ports = server_ports[config.servers :]
+    bootstrap_ports = server_ports[config.servers :][: config.prefill]
+    rendezvous_ports = server_ports[config.servers + config.prefill :]
     router_args = config.router_args
     key = flag_value(router_args, ROUTER_KEY_FLAG)
     if key is None and key_file is not None:
         key = str(key_file)
         router_args = (ROUTER_KEY_FLAG, key, *router_args)
     servers = tuple(
-        _server(config, host, index, port, bootstrap_ports, tells, key)
+        _server(config, host, index, port, bootstrap_ports, rendezvous_ports[index], tells, key)
         for index, port in enumerate(server_ports[: config.servers])
     )
     urls = tuple(server.url for server in servers)
@@ -138,6 +142,7 @@ def _server(
     index: int,
     port: int,
     bootstrap_ports: Sequence[int],
+    rendezvous_port: int,
     tells: str | None,
     key: str | None,
 ) -> Part:
@@ -145,6 +150,10 @@ def _server(
     flags = config.flags_of(index)
     role, number = config.role_of(index)
     ours = ["--model-path", config.model_path, "--host", LOOPBACK, "--port", str(port)]
+    if flag_value(flags, RENDEZVOUS_FLAG) is None:
+        # SGLang would pick one that the kernel also gives to connections, and listen there seconds later: a
+        # connection that has it by then ends the server at its start.
+        ours += [RENDEZVOUS_FLAG, str(rendezvous_port)]
     if role != "colocated":
         ours += ["--disaggregation-mode", role]
         if flag_value(flags, TRANSFER_FLAG) is None:

@@ -47,7 +47,7 @@ def plans(config: ClusterConfig, host: HostFacts, ports: Ports) -> tuple[Part, .
     All servers get the same number of cores, so that they compute equally fast.
     """
     shared = make_plan(
-        config, host, ports.take(config.host, 0, "--port"), ports.free_after(20_000, config.colocated)
+        config, host, ports.take(config.host, 0, "--port"), ports.free_after(20_000, config.ports)
     )
     share = HostFacts(cores=max(1, host.cores // config.colocated), accelerators=0)
     alone = dataclasses.replace(
@@ -57,7 +57,9 @@ def plans(config: ClusterConfig, host: HostFacts, ports: Ports) -> tuple[Part, .
         # Without a limit its pool would take most of the memory of this machine.
         server_args=(*ENGINE, "--disable-radix-cache", "--max-total-tokens", str(HBM_TOKENS[0])),
     )
-    plain = make_plan(alone, share, ports.take(config.host, 0, "--port"), ports.free_after(20_000, 1))
+    plain = make_plan(
+        alone, share, ports.take(config.host, 0, "--port"), ports.free_after(20_000, alone.ports)
+    )
     return (
         *shared,
         *(

@@ -41,6 +41,19 @@ def test_servers_and_their_router() -> None:
     assert router.url == "http://127.0.0.1:30000"
 
 
+def test_each_server_has_a_port_for_the_rendezvous_of_its_ranks() -> None:
+    """Without one, SGLang takes a port that a connection may have by the time it listens there."""
+    *servers, _ = plan(colocated=1, prefill=1, decode=1, instance_args={2: ("--nccl-port", "7")})
+    given = [
+        flag_value(part.command, flag)
+        for part in servers
+        for flag in ("--port", "--disaggregation-bootstrap-port", "--nccl-port")
+        if flag_value(part.command, flag) is not None
+    ]
+    assert [flag_value(part.command, "--nccl-port") for part in servers] == ["30005", "30006", "7"]
+    assert len(set(given)) == len(given) == 7
+
+
 @pytest.mark.parametrize(
     ("flags", "backend"),
     [
@@ -73,7 +86,7 @@ def test_a_key_is_made_where_others_can_reach_the_router(
 
 def test_the_key_goes_to_every_member() -> None:
     config = ClusterConfig(model_path="m", colocated=2, host="0.0.0.0", router_args=("--api-key", "k"))
-    first, second, router = make_plan(config, CPU, 30_000, range(30_001, 30_003), Path("/run/made"))
+    first, second, router = make_plan(config, CPU, 30_000, range(30_001, 30_005), Path("/run/made"))
     assert flag_value(first.command, "--kv-cluster-key-file") == "/run/made"
     assert flag_value(second.command, "--kv-cluster-key-file") == "/run/made"
     assert flag_value(router.command, "--cluster-key-file") == "/run/made"
