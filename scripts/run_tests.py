@@ -5,15 +5,13 @@ and all others (`part_of` in tests/conftest.py).
 
 Each waits much of the time. Each has a temporary folder of its own, because tests look for what they leave
 there. The output of the first is shown as it comes, that of the others when they have ended. Unless arguments
-select tests, two things follow: the RDMA transport's tests run in a virtual machine (tests/rdma, under a
-minute) when the others are through, and a few tests that failed run once more with nothing beside them.
-A heartbeat that got no core for seconds is no fault of the code; what fails alone as well is. Those that pass
-alone are named at the end. Exits with the worst status of all.
+select tests, the RDMA transport's tests run in a virtual machine (tests/rdma, under a minute) when the others are
+through. No test runs a second time: one that fails is a finding. How each part ended is said at the end, and the
+worst status of all is the run's.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -30,17 +28,14 @@ PARTS = {
 RDMA = Path(__file__).resolve().parent.parent / "tests" / "rdma" / "run.sh"
 SKIPPED = 77
 """The status of the RDMA tests where they cannot run; the last line of their output says why."""
-FAILED, NO_TESTS = 1, 5
-"""pytest's statuses when tests failed, and when nothing was selected, as -k may do for some of the parts."""
-CACHE = "cache"
-AGAIN = 5
-"""Failed tests, at most, that run once more alone; of more it is not for want of a core."""
+NO_TESTS = 5
+"""pytest's status when nothing was selected, as -k may do for some of the parts."""
 
 
 def start(arguments: Sequence[str], folder: Path, log: Path | None = None) -> subprocess.Popen[bytes]:
     """pytest, with a folder of its own."""
     folder.mkdir()
-    command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={folder / CACHE}", *arguments]
+    command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={folder / 'cache'}", *arguments]
     # Each has less than a core to itself: torch's threads would spin while they wait for one another.
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": str(folder)}
     if log is None:
@@ -82,16 +77,11 @@ def worst(statuses: Sequence[int]) -> int:
     return max((128 - status if status < 0 else status for status in ran), default=NO_TESTS)
 
 
-def failed_tests(statuses: Sequence[int], folders: Sequence[Path]) -> list[str]:
-    """What failed in the parts of a run, if it is few tests and nothing else is wrong; otherwise none."""
-    found: list[str] = []
-    for status, folder in zip(statuses, folders, strict=True):
-        file = folder / CACHE / "v" / "cache" / "lastfailed"
-        failed = sorted(json.loads(file.read_text())) if file.exists() else []
-        if bool(failed) != (status == FAILED) or status not in (0, FAILED, NO_TESTS):
-            return []
-        found += failed
-    return found if len(found) <= AGAIN else []
+def outcome(status: int) -> str:
+    """How a part ended, in words. A leak found at the end of a part gives it the status of a failed test."""
+    if status < 0:
+        return f"ended by signal {-status}"
+    return {0: "passed", NO_TESTS: "no tests selected"}.get(status, f"FAILED (status {status})")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -113,13 +103,8 @@ def main(arguments: Sequence[str]) -> int:
                 show(PARTS[part], log)
             if rdma := running.get("rdma"):
                 statuses.append(rdma_status(rdma.wait(), rdma_log))
-            failed = failed_tests(statuses[: len(PARTS)], list(folders.values()))
-            if failed and not arguments:
-                print(f"\n--- again, with nothing beside: {len(failed)} that failed ---", flush=True)
-                running["again"] = start(failed, folder / "a")
-                statuses = [running["again"].wait(), *statuses[len(PARTS) :]]
-                if statuses[0] == 0:
-                    print("\nPASSED ONLY ALONE, to be looked into:", *failed, sep="\n    ", flush=True)
+            for part, status in zip(running, statuses, strict=True):
+                print(f"{PARTS.get(part, 'RDMA tests')}: {outcome(status)}", flush=True)
         except KeyboardInterrupt:
             # The terminal has told them as well; they clean up after themselves.
             for process in running.values():

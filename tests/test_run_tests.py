@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import runpy
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -33,32 +35,82 @@ def test_it_runs_every_part() -> None:
     assert tuple(runpy.run_path(str(SCRIPT))["PARTS"]) == parts
 
 
-def part_that_failed(folder: Path, *tests: str) -> Path:
-    """The folder of a part, as pytest leaves it."""
-    cache = folder / "cache" / "v" / "cache"
-    cache.mkdir(parents=True)
-    if tests:
-        (cache / "lastfailed").write_text(json.dumps(dict.fromkeys(tests, True)))
-    return folder
+SUITE = {
+    "conftest.py": """
+        import pytest
+        pytest_plugins = ["sglang_ext.testing.strict"]
+        def pytest_addoption(parser):
+            parser.addoption("--part")
+        def pytest_ignore_collect(collection_path, config):
+            if collection_path.is_file() and config.getoption("--part") not in collection_path.name:
+                return True
+    """,
+    "test_fleets.py": "def test_passes(): pass",
+    "test_servers.py": "def test_passes(): pass",
+    "test_others.py": "def test_passes(): pass",
+}
+LEFT_BY_A_SESSION = """
+    import os
+    import pytest
+
+    @pytest.fixture(scope="session")
+    def forgotten():
+        return os.open(os.devnull, os.O_RDONLY)
+
+    def test_passes(forgotten): pass
+"""
+LEFT_BY_A_SKIPPED_TEST = """
+    import os
+    import pytest
+
+    def test_skips():
+        os.open(os.devnull, os.O_RDONLY)
+        pytest.skip("no")
+"""
+FAILS_ONCE = """
+    from pathlib import Path
+
+    def test_fails_once():
+        seen = Path("seen")
+        again = seen.exists()
+        seen.touch()
+        assert again
+"""
 
 
-@pytest.mark.parametrize(
-    ("statuses", "failed", "expected"),
-    [
-        ([0, 0], [[], []], []),
-        ([1, 0], [["a"], []], ["a"]),
-        ([1, 1], [["b", "a"], ["c"]], ["a", "b", "c"]),
-        ([1, 5], [["a"], []], ["a"]),
-        # More than can be for want of a core.
-        ([1, 1], [["a", "b", "c"], ["d", "e", "f"]], []),
-        # Something beside the tests is wrong: no test to blame, a crash, a file that cannot be collected.
-        ([1, 1], [["a"], []], []),
-        ([1, -11], [["a"], []], []),
-        ([1, 2], [["a"], ["b"]], []),
-    ],
-)
-def test_a_few_tests_run_again_if_nothing_else_is_wrong(
-    statuses: list[int], failed: list[list[str]], expected: list[str], tmp_path: Path
-) -> None:
-    folders = [part_that_failed(tmp_path / str(number), *tests) for number, tests in enumerate(failed)]
-    assert runpy.run_path(str(SCRIPT))["failed_tests"](statuses, folders) == expected
+def run_suite(folder: Path, **files: str) -> subprocess.CompletedProcess[str]:
+    """The script, run over a suite of three passing tests, of which some are others."""
+    for name, source in (SUITE | {f"test_{part}.py": source for part, source in files.items()}).items():
+        (folder / name).write_text(textwrap.dedent(source))
+    (folder / "pytest.ini").write_text("[pytest]\ntimeout = 60\n")
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), "-q"], cwd=folder, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def test_a_run_without_a_fault_passes(tmp_path: Path) -> None:
+    result = run_suite(tmp_path)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count(": passed") == 3
+
+
+@pytest.mark.parametrize("part", ["fleets", "servers", "others"])
+def test_a_leak_at_the_end_of_any_part_fails_the_run(tmp_path: Path, part: str) -> None:
+    result = run_suite(tmp_path, **{part: LEFT_BY_A_SESSION})
+    assert result.returncode == pytest.ExitCode.TESTS_FAILED, result.stdout
+    assert "The run left behind:\nopen file" in result.stdout
+    assert result.stdout.count(": passed") == 2
+    assert result.stdout.count(": FAILED (status 1)") == 1
+
+
+def test_what_a_skipped_test_leaves_fails_the_run(tmp_path: Path) -> None:
+    result = run_suite(tmp_path, others=LEFT_BY_A_SKIPPED_TEST)
+    assert result.returncode == pytest.ExitCode.TESTS_FAILED, result.stdout
+    assert "The run left behind:\nopen file" in result.stdout
+
+
+def test_a_failed_test_is_not_run_again(tmp_path: Path) -> None:
+    """Twice, it would pass."""
+    result = run_suite(tmp_path, servers=FAILS_ONCE)
+    assert result.returncode == pytest.ExitCode.TESTS_FAILED, result.stdout
+    assert (tmp_path / "seen").exists()

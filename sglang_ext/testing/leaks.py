@@ -203,16 +203,22 @@ class LeakGuard:
         """
         self._compare(lambda: _without_others(Resources.take() - before - self._adopted_and_below()), seconds)
 
-    def check_end(self, *, seconds: float = SETTLE_SECONDS) -> None:
+    def check_end(self, since: Resources | None = None, *, seconds: float = SETTLE_SECONDS) -> None:
         """Compare with the guard's beginning; what was adopted has to be gone.
+
+        Args:
+            since: a picture of when everything was imported; nothing that is not in it may be there either,
+                adopted or not. A test that was skipped or a fixture's end may have left it.
+            seconds: what is on its way out has so long.
 
         Raises:
             LeakError: some of it is still there.
         """
 
         def left_behind() -> Resources:
-            now = Resources.take() - self._first
-            return _without_others(now - (now - self._adopted))
+            now = Resources.take()
+            adopted = now - self._first - (now - self._first - self._adopted)
+            return _without_others(adopted if since is None else adopted | (now - since))
 
         self._compare(left_behind, seconds)
 

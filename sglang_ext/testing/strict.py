@@ -5,6 +5,9 @@
 - A test that passes and leaves threads, processes, open files, shared memory or temporary files behind is
   an error. Fixtures of a wider scope may keep what they set up, until the end of the run; what they set up
   later, inside a test, they mark with the `leak_guard` fixture's `adopting()`.
+- What is there at the run's end and was not when the tests began fails the run: what fixtures of a wider scope
+  set up and did not take down, what they left as they did, and what skipped tests have left. Where a test has
+  failed, only the first is looked for: its traceback keeps its objects alive.
 - Temporary files of the run go to a folder of its own, which is removed.
 - pytest-timeout fails a test that runs too long and shows every stack. Where it cannot, because a C call does
   not return to the interpreter, the run ends `HANG_GRACE_SECONDS` later, with every stack on stderr.
@@ -29,6 +32,7 @@ HANG_GRACE_SECONDS = 30.0
 _GUARD = pytest.StashKey[LeakGuard]()
 _FOLDER = pytest.StashKey[str]()
 _STDERR = pytest.StashKey[int]()
+_IMPORTED = pytest.StashKey[Resources]()
 _BEFORE = pytest.StashKey[Resources]()
 _FAILED = pytest.StashKey[bool]()
 
@@ -55,10 +59,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     session.config.stash[_GUARD] = LeakGuard()
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     # What is imported stays. To look through it for garbage after a test takes half a second with SGLang.
     gc.collect()
     gc.freeze()
+    session.config.stash[_IMPORTED] = Resources.take()
 
 
 @pytest.hookimpl(trylast=True)
@@ -67,7 +72,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if guard is None or session.exitstatus in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR):
         return
     try:
-        guard.check_end()
+        guard.check_end(None if session.testsfailed else session.config.stash.get(_IMPORTED, None))
     except LeakError as error:
         reporter: Any = session.config.pluginmanager.getplugin("terminalreporter")
         reporter.write_line(f"\nThe run {error}", red=True)
