@@ -5,9 +5,9 @@ and all others (`part_of` in tests/conftest.py).
 
 Each waits much of the time. Each has a temporary folder of its own, because tests look for what they leave
 there. The output of the first is shown as it comes, that of the others when they have ended. Unless arguments
-select tests, the RDMA transport's tests run in a virtual machine (tests/rdma, under a minute) when the others are
-through. No test runs a second time: one that fails is a finding. How each part ended is said at the end, and the
-worst status of all is the run's.
+select tests, the RDMA transport's tests run in a virtual machine (tests/rdma, under a minute) when the others
+are through. No test runs a second time: one that fails is a finding. How each part ended is said at the end,
+and the worst status of all is the run's.
 """
 
 from __future__ import annotations

@@ -84,7 +84,12 @@ def run_suite(folder: Path, **files: str) -> subprocess.CompletedProcess[str]:
         (folder / name).write_text(textwrap.dedent(source))
     (folder / "pytest.ini").write_text("[pytest]\ntimeout = 60\n")
     return subprocess.run(
-        [sys.executable, str(SCRIPT), "-q"], cwd=folder, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, str(SCRIPT), "-q"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
 
 

@@ -5,9 +5,9 @@
 - A test that passes and leaves threads, processes, open files, shared memory or temporary files behind is
   an error. Fixtures of a wider scope may keep what they set up, until the end of the run; what they set up
   later, inside a test, they mark with the `leak_guard` fixture's `adopting()`.
-- What is there at the run's end and was not when the tests began fails the run: what fixtures of a wider scope
-  set up and did not take down, what they left as they did, and what skipped tests have left. Where a test has
-  failed, only the first is looked for: its traceback keeps its objects alive.
+- What is there at the run's end and was not when the tests began fails the run: what fixtures of a wider
+  scope set up and did not take down, what they left as they did, and what skipped tests have left. Where a
+  test has failed, only the first is looked for: its traceback keeps its objects alive.
 - Temporary files of the run go to a folder of its own, which is removed.
 - pytest-timeout fails a test that runs too long and shows every stack. Where it cannot, because a C call does
   not return to the interpreter, the run ends `HANG_GRACE_SECONDS` later, with every stack on stderr.
