@@ -21,6 +21,12 @@ ROUTER_KEY_FLAG = "--cluster-key-file"
 SERVER_KEY_FLAG = "--kv-cluster-key-file"
 CACHE_FLAGS = ("--radix-cache-backend", "--disable-radix-cache", "--enable-hierarchical-cache")
 """Flags by which a user chooses a cache; any of them keeps ours from being set."""
+REPLICA_FLAGS = (
+    (("--dp-size", "--data-parallel-size", "--dp"), "Give --colocated N instead: a server for each replica"),
+    (("--attn-dp-size",), "Give --colocated N instead: a server for each replica"),
+    (("--attn-cp-size", "--attention-context-parallel-size"), "Give --tp-size instead"),
+)
+"""Flags that give one server several schedulers, each with a tree: all their names, and the way out."""
 ENVIRONMENT = {
     # `python -m` would look for modules in the current folder first, and take any folder named router there.
     "PYTHONSAFEPATH": "1",
@@ -170,6 +176,8 @@ def _server(
         if hands_over
         else flag_value((*ours, *flags), CACHE_FLAGS[0]) == "global"
     )
+    if is_global or hands_over:
+        _refuse_replicas(flags)
     if is_global and tells is not None and flag_value(flags, "--kv-router") is None:
         ours += ["--kv-router", tells]
         if key is not None and flag_value(flags, SERVER_KEY_FLAG) is None:
@@ -184,6 +192,14 @@ def _server(
         environment={**ENVIRONMENT, **(_cpu_environment(config, host, index) if on_cpu else {})},
         url=f"http://{LOOPBACK}:{port}",
     )
+
+
+def _refuse_replicas(flags: Sequence[str]) -> None:
+    """What ``engine/support.py`` refuses in each server, said here before any of them starts."""
+    for names, hint in REPLICA_FLAGS:
+        value = flag_value(flags, *names)
+        if value is not None and value.strip() not in ("", "1"):
+            raise ConfigError(f"{value} does not go with the shared cache", field=names[0], hint=hint)
 
 
 def _own_disk(flags: Sequence[str], name: str) -> list[str]:

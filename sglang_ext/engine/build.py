@@ -54,7 +54,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     Raises:
         ConfigError: model or flags are not supported; names the flag and what to use instead.
     """
-    require_supported(ctx)
+    require_supported(ctx, config)
     check_block_size(config, ctx.params.page_size)
     params = ctx.params
     instance = str(with_instance_id(config, ctx.server_args, socket.gethostname()).instance_id)

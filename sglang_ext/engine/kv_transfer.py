@@ -130,7 +130,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         if scheduler is None:
             raise RuntimeError(f"{FLAG}: the hook before Scheduler.init_disaggregation did not take")
         config = settings()
-        require_supported(args, server_args)
+        require_supported(args, server_args, get_parallel())
         self.buffers = MetadataBuffers(args.aux_data_ptrs, args.aux_item_lens)
         self.page_bytes = sum(args.kv_item_lens)
         self.pushes = config.transfer_mode != "pull"

@@ -22,6 +22,7 @@ from sglang_ext.engine.pd_places import DRAM_POOL
 from sglang_ext.engine.pd_pushing import LayerFeed
 from sglang_ext.engine.pd_staging import Staging
 from sglang_ext.engine.radix_cache import GlobalRadixCache
+from sglang_ext.engine.support import unsupported_parallelism
 from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import Geometry
 from sglang_ext.tiered_store.dram import DramArena
@@ -68,8 +69,13 @@ class MetadataBuffers:
             start += size
 
 
-def require_supported(args: Any, server_args: Any) -> None:
+def require_supported(args: Any, server_args: Any, parallel: Any) -> None:
     """Refuse what this backend cannot move.
+
+    Args:
+        args: SGLang's ``KVArgs``.
+        server_args: the server's.
+        parallel: SGLang's ``get_parallel()``, which knows what has become of the flags.
 
     Raises:
         ConfigError: naming it.
@@ -80,9 +86,16 @@ def require_supported(args: Any, server_args: Any) -> None:
             field=FLAG,
             hint="Use another transfer backend",
         )
+    reason = unsupported_parallelism(
+        FLAG,
+        dp_size=parallel.dp_size,
+        attn_dp_size=parallel.attn_dp_size,
+        attn_cp_size=parallel.attn_cp_size,
+    )
+    if reason is not None:
+        raise ConfigError(reason)
     for value, flag in (
         (server_args.pp_size, "--pp-size"),
-        (server_args.dp_size, "--dp-size"),
         (server_args.nnodes, "--nnodes"),
     ):
         if value > 1:

@@ -2,14 +2,17 @@
 
 The cache keeps the KV of whole prefixes of full-attention layers: one slot per token in one pool, MHA, GQA
 or MLA. Whatever keeps KV otherwise, or brings a prefix cache of its own, is refused at start by name, with
-what to use instead.
+what to use instead. So is every mode in which a forward pass would not wait for KV that is being loaded;
+``tests/engine/test_hicache_guards.py`` says for each of SGLang's own guards why ours is, or is not, here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_ext.config import KvConfig
 from sglang_ext.errors import ConfigError
 
 BACKEND = "global"
@@ -19,6 +22,14 @@ _STOCK = f"Start without {FLAG} to use SGLang's own cache"
 _POOLS = frozenset({"MHATokenToKVPool", "MLATokenToKVPool"})
 # NGRAM drafts from the text; the others keep a draft model's KV in the same slots, which no tier restores.
 _DRAFTLESS = frozenset({None, "NGRAM"})
+# Their attention runs eagerly, layer by layer, so that it waits for a layer that is being loaded. In a full
+# graph the wait is recorded at capture and never again; tc_piecewise SGLang turns off beside HiCache.
+_WAITING_GRAPHS = frozenset({None, "disabled", "breakable"})
+_EARLY_WRITES = "SGLANG_ENABLE_PREFILL_WAR_READ_DONE"
+_REPLICAS = (
+    "Start one server for each replica, behind the router: sglang-ext cluster --colocated N, or "
+    "sglang-ext router --worker-urls URL URL"
+)
 
 
 @dataclass(frozen=True)
@@ -46,11 +57,64 @@ class Facts:
     is_eagle: bool = False
     speculative_algorithm: str | None = None
     radix_eviction_policy: str = "lru"
+    dp_size: int = 1
+    attn_dp_size: int = 1
+    attn_cp_size: int = 1
+    enable_pdmux: bool = False
+    dllm_algorithm: str | None = None
+    prefill_graphs: str | None = None
+    """The backend of the CUDA graphs for prefill."""
+    optimistic_prefill_attempts: int = 0
+    prefill_war_read_done: bool = False
+    post_capture_kv_sizing: bool = False
+    dram: bool = False
+    """Whether there is a DRAM tier, from which KV is loaded in front of forward passes."""
+    disk: bool = False
 
 
 def unsupported(facts: Facts) -> str | None:
     """Why the global backend cannot serve this server, with the way out; None when it can."""
-    return _unsupported_model(facts) or _unsupported_flags(facts)
+    parallelism = unsupported_parallelism(
+        FLAG, dp_size=facts.dp_size, attn_dp_size=facts.attn_dp_size, attn_cp_size=facts.attn_cp_size
+    )
+    return _unsupported_model(facts) or parallelism or _unsupported_flags(facts) or _unwaiting(facts)
+
+
+def unsupported_parallelism(chosen: str, *, dp_size: int, attn_dp_size: int, attn_cp_size: int) -> str | None:
+    """Why this kind of parallelism does not go with the flag ``chosen``, with the way out; None when it does.
+
+    Every replica of data parallelism has a scheduler and a tree of its own, and the server has one name: they
+    would take each other's place in the routers' index, and want the same directory on disk. With context
+    parallelism the ranks of one prefix would not agree on what each of them has loaded.
+    """
+    for size, flag, way_out in (
+        (dp_size, "--dp-size", _REPLICAS),
+        (attn_dp_size, "--attn-dp-size", _REPLICAS),
+        (attn_cp_size, "--attn-cp-size", "Use --tp-size instead"),
+    ):
+        if size > 1:
+            return f"{chosen} cannot be combined with {flag} above 1, with DP attention or without. {way_out}"
+    return None
+
+
+def _unwaiting(facts: Facts) -> str | None:
+    """Modes in which a batch would read KV before it is there, or KV would be kept before it is written."""
+    if facts.enable_pdmux:
+        return f"{FLAG} cannot be combined with --enable-pdmux. Drop that flag"
+    if facts.dllm_algorithm is not None:
+        return f"{FLAG} does not serve diffusion language models (--dllm-algorithm). {_STOCK}"
+    if facts.post_capture_kv_sizing:
+        return f"{FLAG} cannot be combined with SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1. Unset that variable"
+    if facts.dram and facts.prefill_graphs not in _WAITING_GRAPHS:
+        return (
+            f"--kv-dram-size cannot be combined with --cuda-graph-backend-prefill {facts.prefill_graphs}. "
+            f"Use --cuda-graph-backend-prefill breakable, or disabled"
+        )
+    if facts.dram and facts.prefill_war_read_done:
+        return f"--kv-dram-size cannot be combined with {_EARLY_WRITES}=1. Unset that variable"
+    if facts.disk and facts.optimistic_prefill_attempts > 0:
+        return "--kv-disk-path cannot be combined with --optimistic-prefill-attempts. Drop one of them"
+    return None
 
 
 def _unsupported_model(facts: Facts) -> str | None:
@@ -113,12 +177,21 @@ def _unsupported_flags(facts: Facts) -> str | None:
     return None
 
 
-def facts_of(ctx: Any) -> Facts:
+def facts_of(ctx: Any, config: KvConfig) -> Facts:
     """The facts in a ``TreeCacheBuildContext`` and in the configuration of this scheduler process."""
+    from sglang.srt.environ import envs
     from sglang.srt.mem_cache.allocator.page_interleave import page_interleave_shard_size
-    from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel, get_serving, get_spec
+    from sglang.srt.runtime_context import (
+        get_disagg,
+        get_exec,
+        get_memory,
+        get_parallel,
+        get_serving,
+        get_spec,
+    )
 
-    memory, disagg = get_memory(), get_disagg()
+    memory, disagg, parallel = get_memory(), get_disagg(), get_parallel()
+    graphs = get_exec().graph.cuda_graph_config
     allocator = ctx.params.token_to_kv_pool_allocator
     return Facts(
         is_hybrid_swa=ctx.is_hybrid_swa,
@@ -137,21 +210,79 @@ def facts_of(ctx: Any) -> Facts:
         enable_streaming_session=get_serving().enable_streaming_session,
         enable_unified_memory=memory.enable_unified_memory,
         enable_hisparse=memory.enable_hisparse,
-        dcp_enabled=get_parallel().dcp_enabled,
+        dcp_enabled=parallel.dcp_enabled,
         kv_sharded=page_interleave_shard_size(allocator) > 1,
         is_eagle=ctx.params.is_eagle,
         speculative_algorithm=get_spec().speculative_algorithm,
         radix_eviction_policy=memory.radix_eviction_policy,
+        dp_size=parallel.dp_size,
+        attn_dp_size=parallel.attn_dp_size,
+        attn_cp_size=parallel.attn_cp_size,
+        enable_pdmux=disagg.enable_pdmux,
+        dllm_algorithm=get_exec().dllm.dllm_algorithm,
+        prefill_graphs=None if graphs is None else str(graphs.prefill.backend),
+        optimistic_prefill_attempts=disagg.optimistic_prefill_attempts,
+        prefill_war_read_done=envs.SGLANG_ENABLE_PREFILL_WAR_READ_DONE.get(),
+        post_capture_kv_sizing=envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
+        dram=bool(config.dram_size),
+        disk=config.disk_path is not None,
     )
 
 
-def require_supported(ctx: Any) -> None:
+def given_facts(server_args: Any, config: KvConfig) -> Facts:
+    """What the command line and the environment say of modes, before SGLang has resolved anything."""
+    from sglang.srt.environ import envs
+
+    graphs = getattr(server_args, "cuda_graph_config", None)
+    prefill = graphs.get("prefill") if isinstance(graphs, Mapping) else None
+    in_json = prefill.get("backend") if isinstance(prefill, Mapping) else None
+    return Facts(
+        dp_size=getattr(server_args, "dp_size", 1),
+        attn_dp_size=getattr(server_args, "attn_dp_size", 1),
+        attn_cp_size=getattr(server_args, "attn_cp_size", 1),
+        enable_pdmux=getattr(server_args, "enable_pdmux", False),
+        dllm_algorithm=getattr(server_args, "dllm_algorithm", None),
+        prefill_graphs=in_json or getattr(server_args, "cuda_graph_backend_prefill", None),
+        optimistic_prefill_attempts=getattr(server_args, "optimistic_prefill_attempts", 0),
+        prefill_war_read_done=envs.SGLANG_ENABLE_PREFILL_WAR_READ_DONE.get(),
+        post_capture_kv_sizing=envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
+        dram=bool(config.dram_size),
+        disk=config.disk_path is not None,
+    )
+
+
+def require_supported(ctx: Any, config: KvConfig) -> None:
     """Refuse a server that the global backend cannot serve.
 
     Raises:
         ConfigError: naming what is in the way and what to use instead.
     """
-    reason = unsupported(facts_of(ctx))
+    reason = unsupported(facts_of(ctx, config))
+    if reason is not None:
+        raise ConfigError(reason)
+
+
+def require_supported_flags(server_args: Any, config: KvConfig) -> None:
+    """Refuse flags before anything is loaded; ``require_supported`` decides again on what has become of them.
+
+    Raises:
+        ConfigError: naming what is in the way and what to use instead.
+    """
+    reason = unsupported(given_facts(server_args, config))
+    if reason is not None:
+        raise ConfigError(reason)
+
+
+def require_supported_parallelism(server_args: Any, chosen: str) -> None:
+    """Refuse what ``unsupported_parallelism`` names, before anything is loaded.
+
+    Raises:
+        ConfigError: naming what is in the way and what to use instead.
+    """
+    facts = given_facts(server_args, KvConfig())
+    reason = unsupported_parallelism(
+        chosen, dp_size=facts.dp_size, attn_dp_size=facts.attn_dp_size, attn_cp_size=facts.attn_cp_size
+    )
     if reason is not None:
         raise ConfigError(reason)
 

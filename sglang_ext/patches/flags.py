@@ -18,7 +18,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_ext.config import Flag, KvConfig, check_block_size, flags
-from sglang_ext.engine.support import BACKEND, require_supported_model
+from sglang_ext.engine.support import (
+    BACKEND,
+    require_supported_flags,
+    require_supported_model,
+    require_supported_parallelism,
+)
 from sglang_ext.errors import ConfigError
 from sglang_ext.patches import readiness, runtime
 from sglang_ext.patches.base import Target
@@ -113,7 +118,10 @@ def carry_flags(server_args: Any, _cls: type, args: argparse.Namespace) -> None:
         return
     readiness.require()
     if getattr(args, "radix_cache_backend", None) == BACKEND:
+        require_supported_flags(server_args, config)
         require_supported_model(server_args)
+    else:
+        require_supported_parallelism(server_args, "--disaggregation-transfer-backend global")
     setattr(server_args, ATTRIBUTE, config.values())
 
 

@@ -1,7 +1,7 @@
 """Let the scheduler call our cache where it calls HiCache.
 
 What: SGLang's scheduler tells a cache about its loop, about a prefill batch that is about to run, and about
-idleness only when HiCache, LMCache, FlexKV or an external linker is on. Seven hooks tell ours:
+idleness only when HiCache, LMCache, FlexKV or an external linker is on. Nine hooks tell ours:
 
 - once, at start: with a disk tier, the scheduler follows its protocol for storage below the host
   (``engine/storage_prefetch.py``) as it does with a HiCache storage backend;
@@ -10,6 +10,9 @@ idleness only when HiCache, LMCache, FlexKV or an external linker is on. Seven h
 - a prefill batch was formed (prefixes matched, ``init_load_back`` called, slots allocated and written to the
   request table, forward not started): ``ready_to_load_host_cache()``, whose result goes to
   ``batch.hicache_consumer_index`` and from there to the layer counter's ``set_consumer`` just before forward;
+- an embedding batch is about to run: ``set_consumer`` with the same number. SGLang calls it only where tokens
+  are generated, and the batch would read KV that is still being loaded;
+- a beam search request came: refused where there is a DRAM tier, as SGLang refuses it beside HiCache;
 - a prefill batch is about to run, and its result was processed: ``prefill_begins`` and ``prefill_ended``,
   from which the cache learns what computing costs;
 - no prefill batch was formed and nothing runs: ``batch_is_full`` is taken back, as SGLang does for HiCache,
@@ -35,6 +38,8 @@ from sglang_ext.patches.hooks import Hook, hook_patch
 
 NAP_MILLISECONDS = 1
 
+BEAMS_REFUSED = "Beam search is not supported with --kv-dram-size. Send it to a server without a DRAM tier."
+
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 
@@ -52,6 +57,9 @@ class CalledCache(Protocol):
 
     uses_storage: bool
     """Whether it follows the protocol for storage below the host."""
+
+    dram: Any
+    """The DRAM tier, or None."""
 
     def prefill_begins(self, lengths: Sequence[tuple[int, int]], *, loads: bool) -> None:
         """A prefill batch is about to run: of each request the tokens to compute and those before them, and
@@ -118,6 +126,20 @@ def after_prefill_batch(result: tuple[Any, Any], scheduler: Any, *_args: Any, **
         running_batch.batch_is_full = False
 
 
+def before_embedding(worker: Any, batch: Any) -> None:
+    """Before ``forward_batch_embedding``, as ``forward_batch_generation`` does it itself."""
+    if _called is not None:
+        worker.set_hicache_consumer(batch.hicache_consumer_index)
+
+
+def around_beam(stock: Callable[..., str | None], coordinator: Any, req: Any, recv_req: Any) -> str | None:
+    """Around ``BeamCoordinator.validate_and_init``; returns what is wrong with the request, or None."""
+    cache = called_cache(coordinator)
+    if cache is not None and cache.dram is not None:
+        return BEAMS_REFUSED
+    return stock(coordinator, req, recv_req)
+
+
 def after_running_status(_result: None, scheduler: Any) -> None:
     """After ``init_running_status``, which comes once the cache is there and before any request."""
     cache = called_cache(scheduler)
@@ -172,6 +194,24 @@ PATCH = hook_patch(
         Target(f"{_SCHEDULER}.process_batch_result", "(self, batch, result)", "726305f46a97"),
         "after",
         after_batch_result,
+    ),
+    Hook(
+        Target(
+            "sglang.srt.managers.tp_worker.BaseTpWorker.forward_batch_embedding",
+            "(self, batch)",
+            "0cab1c5909f2",
+        ),
+        "before",
+        before_embedding,
+    ),
+    Hook(
+        Target(
+            "sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init",
+            "(self, req, recv_req)",
+            "851372e54ee2",
+        ),
+        "around",
+        around_beam,
     ),
     Hook(Target(f"{_SCHEDULER}.maybe_sleep_on_idle", "(self)", "3c39e1fe8220"), "around", around_sleep),
 )

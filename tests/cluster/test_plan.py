@@ -69,6 +69,31 @@ def test_our_cache_unless_another_is_chosen(flags: tuple[str, ...], backend: str
 
 
 @pytest.mark.parametrize(
+    "flags",
+    [
+        ("--dp-size", "2"),
+        ("--dp-size=2", "--enable-dp-attention"),
+        ("--data-parallel-size", "2"),
+        ("--dp", "2"),
+        ("--attn-dp-size", "2"),
+        ("--attn-cp-size", "2"),
+        ("--attention-context-parallel-size=2",),
+    ],
+)
+def test_replicas_in_one_server_are_refused_before_anything_starts(flags: tuple[str, ...]) -> None:
+    named = flags[0].partition("=")[0]
+    hint = "--tp-size" if "context" in named or "-cp-" in named else "--colocated N"
+    with pytest.raises(ConfigError, match=f"does not go with the shared cache.*{hint}"):
+        plan(server_args=flags)
+    with pytest.raises(ConfigError, match="does not go with the shared cache"):
+        plan(instance_args={1: flags})
+    with pytest.raises(ConfigError, match="does not go with the shared cache"):
+        plan(colocated=0, prefill=1, decode=1, server_args=(*flags, "--kv-pd-caching", "basic"))
+    plan(server_args=(*flags, "--disable-radix-cache"))
+    plan(server_args=(named, "1"))
+
+
+@pytest.mark.parametrize(
     ("host", "args", "needed"),
     [
         ("127.0.0.1", (), False),

@@ -50,16 +50,19 @@ def test_weights_are_told_apart_whatever_part_of_them_a_rank_has() -> None:
     assert weights_mark(model(1, dtype=torch.bfloat16)) not in (0, weights_mark(whole))
 
 
-def facts(**more: object) -> tuple[SimpleNamespace, SimpleNamespace]:
+def facts(**more: object) -> tuple[SimpleNamespace, SimpleNamespace, SimpleNamespace]:
     args = SimpleNamespace(**{"state_types": [], "num_draft_entries": 0, **more})
-    return args, SimpleNamespace(**{"pp_size": 1, "dp_size": 1, "nnodes": 1, **more})
+    parallel = SimpleNamespace(**{"dp_size": 1, "attn_dp_size": 1, "attn_cp_size": 1, **more})
+    return args, SimpleNamespace(**{"pp_size": 1, "nnodes": 1, **more}), parallel
 
 
 @pytest.mark.parametrize(
     ("more", "text"),
     [
         ({"pp_size": 2}, "--pp-size"),
-        ({"dp_size": 2}, "--dp-size"),
+        ({"dp_size": 2}, "--dp-size above 1.*sglang-ext cluster"),
+        ({"attn_dp_size": 2}, "--attn-dp-size"),
+        ({"attn_cp_size": 2}, "--attn-cp-size"),
         ({"nnodes": 2}, "--nnodes"),
         ({"state_types": ["mamba"]}, "mamba"),
         ({"num_draft_entries": 1}, "draft"),

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engine_pools import publish_server_args
+from sglang.srt.arg_groups.arg_utils import record_fields
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.runtime_context import get_context
+from sglang.srt.server_args import ServerArgs
 
-from sglang_ext.engine.support import Facts, unsupported
+from sglang_ext.config import KvConfig
+from sglang_ext.engine.support import (
+    Facts,
+    facts_of,
+    require_supported,
+    require_supported_flags,
+    unsupported,
+)
+from sglang_ext.errors import ConfigError
 
 REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"is_hybrid_swa": True}, ("sliding-window", "Start without --radix-cache-backend global")),
@@ -33,6 +47,16 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"speculative_algorithm": "STANDALONE"}, ("--speculative-algorithm STANDALONE", "NGRAM")),
     ({"radix_eviction_policy": "lfu"}, ("--radix-eviction-policy lfu", "--kv-eviction-policy")),
     ({"disaggregation_decode_retraction_backup": "host_pool"}, ("host_pool", "cpu_tensor")),
+    ({"dp_size": 2}, ("--dp-size above 1", "DP attention or without", "sglang-ext cluster --colocated N")),
+    ({"attn_dp_size": 2}, ("--attn-dp-size above 1", "sglang-ext router --worker-urls")),
+    ({"attn_cp_size": 2}, ("--attn-cp-size above 1", "--tp-size")),
+    ({"enable_pdmux": True}, ("--enable-pdmux", "Drop that flag")),
+    ({"dllm_algorithm": "LowConfidence"}, ("--dllm-algorithm", "Start without")),
+    ({"prefill_graphs": "full", "dram": True}, ("--cuda-graph-backend-prefill full", "breakable")),
+    ({"prefill_graphs": "tc_piecewise", "dram": True}, ("tc_piecewise", "breakable, or disabled")),
+    ({"prefill_war_read_done": True, "dram": True}, ("SGLANG_ENABLE_PREFILL_WAR_READ_DONE", "Unset")),
+    ({"post_capture_kv_sizing": True}, ("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "Unset")),
+    ({"optimistic_prefill_attempts": 1, "disk": True}, ("--optimistic-prefill-attempts", "--kv-disk-path")),
 ]
 
 
@@ -55,10 +79,75 @@ def test_it_is_refused_by_name_with_the_way_out(facts: dict[str, Any], words: tu
         {"disaggregation_mode": "prefill"},
         {"disaggregation_mode": "decode", "disaggregation_decode_enable_radix_cache": True},
         {"disaggregation_decode_retraction_backup": "cpu_tensor"},
+        {"dram": True, "disk": True},
+        {"prefill_graphs": "breakable", "dram": True},
+        {"prefill_graphs": "disabled", "dram": True},
+        {"prefill_graphs": "full"},
+        {"prefill_war_read_done": True},
+        {"optimistic_prefill_attempts": 1, "dram": True},
     ],
 )
 def test_what_is_served(facts: dict[str, Any]) -> None:
     assert unsupported(Facts(**facts)) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ({"dp_size": 2}, "--dp-size"),
+        ({"attn_dp_size": 2}, "--attn-dp-size"),
+        ({"attn_cp_size": 2}, "--attn-cp-size"),
+        ({"enable_pdmux": True}, "--enable-pdmux"),
+        ({"dllm_algorithm": "LowConfidence"}, "--dllm-algorithm"),
+        ({"cuda_graph_backend_prefill": "full"}, "--cuda-graph-backend-prefill full"),
+        ({"cuda_graph_config": {"prefill": {"backend": "full"}}}, "--cuda-graph-backend-prefill full"),
+        ({"optimistic_prefill_attempts": 2}, "--optimistic-prefill-attempts"),
+    ],
+)
+def test_the_command_line_is_refused_before_anything_is_loaded(given: dict[str, Any], word: str) -> None:
+    config = KvConfig(dram_size=1, disk_path="/somewhere")
+    fields = {field.name for field in record_fields(ServerArgs)} | {"attn_dp_size"}
+    assert set(given) <= fields, "SGLang calls it so"
+    require_supported_flags(SimpleNamespace(), config)
+    require_supported_flags(SimpleNamespace(cuda_graph_config={"decode": {"backend": "full"}}), config)
+    with pytest.raises(ConfigError, match=word):
+        require_supported_flags(SimpleNamespace(**given), config)
+
+
+@pytest.mark.parametrize(
+    "variable", ["SGLANG_ENABLE_PREFILL_WAR_READ_DONE", "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"]
+)
+def test_the_environment_is_refused_too(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(ConfigError, match=variable):
+        require_supported_flags(SimpleNamespace(), KvConfig(dram_size=1))
+
+
+def test_what_sglang_made_of_the_flags_is_looked_at_again() -> None:
+    """In the scheduler, where a flag of one mode may have set another one (as --dwdp-size sets --dp-size)."""
+    publish_server_args()
+    pool = SimpleNamespace(get_kvcache=lambda: object.__new__(MHATokenToKVPool), page_size=1)
+    ctx = SimpleNamespace(
+        params=SimpleNamespace(token_to_kv_pool_allocator=pool, is_eagle=False),
+        is_hybrid_swa=False,
+        is_hybrid_ssm=False,
+        is_dsa=False,
+        disable_radix_cache=False,
+        enable_hierarchical_cache=False,
+    )
+    assert unsupported(facts_of(ctx, KvConfig(dram_size=1))) is None
+    get_context().override("test", enable_pdmux=True)
+    with pytest.raises(ConfigError, match="--enable-pdmux"):
+        require_supported(ctx, KvConfig(dram_size=1))
+    publish_server_args()
+    get_context().override(
+        "test",
+        cuda_graph_config=SimpleNamespace(prefill=SimpleNamespace(backend="full")),
+    )
+    require_supported(ctx, KvConfig())
+    with pytest.raises(ConfigError, match="--cuda-graph-backend-prefill full"):
+        require_supported(ctx, KvConfig(dram_size=1))
+    publish_server_args()
 
 
 def test_every_fact_matters() -> None:

@@ -112,6 +112,25 @@ def test_settings_ride_on_the_servers_record(monkeypatch: pytest.MonkeyPatch) ->
     assert carried_config(server_args, {"SGLANG_EXT_KV_DRAM_SIZE": "7"}) == KvConfig(dram_size=5)
 
 
+@pytest.mark.parametrize("flag", ["dp_size", "attn_dp_size", "attn_cp_size"])
+@pytest.mark.parametrize(
+    "chosen", [("--radix-cache-backend", "global"), ("--disaggregation-transfer-backend", "global")]
+)
+def test_replicas_in_one_server_are_refused_on_the_command_line(
+    flag: str, chosen: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readiness, "_problems", [])
+    monkeypatch.setattr(readiness, "_expected", [])
+    given = parser()
+    given.add_argument("--disaggregation-transfer-backend")
+    args = given.parse_args([*chosen])
+    carry_flags(record(**{flag: 1}), object, args)
+    named = f"{' '.join(chosen)} cannot be combined with --{flag.replace('_', '-')} above 1"
+    with pytest.raises(ConfigError, match=named):
+        carry_flags(record(**{flag: 2}), object, args)
+    carry_flags(record(**{flag: 2}), object, given.parse_args([]))
+
+
 def test_choosing_our_backend_needs_every_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readiness, "_problems", ["'flags' is off"])
     with pytest.raises(readiness.NotReadyError, match="'flags' is off"):

@@ -104,6 +104,7 @@ class Cache:
         return 41
 
     uses_storage = True
+    dram: Any = None
 
     def prefill_begins(self, lengths: list[tuple[int, int]], *, loads: bool) -> None:
         self.calls.append(f"prefill of {lengths}, {loads=}")
@@ -199,6 +200,36 @@ def test_a_cache_that_brings_something_in_sleeps_for_a_moment_only(cache: Cache)
     assert cache.calls == ["idle", "idle"]
 
 
+def test_an_embedding_batch_waits_for_its_loads(cache: Cache) -> None:
+    """Over the worker's own method, of which SGLang makes no use when it embeds."""
+    from sglang.srt.managers.tp_worker import TpModelWorker
+
+    gate: list[int] = []
+    worker = SimpleNamespace(hicache_layer_transfer_counter=SimpleNamespace(set_consumer=gate.append))
+    worker.set_hicache_consumer = lambda index: TpModelWorker.set_hicache_consumer(worker, index)
+    batch = Batch()
+    scheduler_calls.after_prefill_batch((batch, Batch(empty=True)), SimpleNamespace(tree_cache=cache))
+    scheduler_calls.before_embedding(worker, batch)
+    scheduler_calls.before_embedding(worker, Batch())
+    assert gate == [41, -1]
+
+
+def test_beam_search_is_refused_where_kv_is_loaded(cache: Cache) -> None:
+    coordinator = SimpleNamespace(tree_cache=cache)
+    stock: list[Any] = []
+
+    def validate(*given: Any) -> str:
+        stock.append(given)
+        return "SGLang's own word"
+
+    assert scheduler_calls.around_beam(validate, coordinator, "req", "received") == "SGLang's own word"
+    assert stock == [(coordinator, "req", "received")]
+    cache.dram = object()
+    assert "--kv-dram-size" in str(scheduler_calls.around_beam(validate, coordinator, "req", "received"))
+    other = SimpleNamespace(tree_cache=object())
+    assert scheduler_calls.around_beam(validate, other, "req", "received") == "SGLang's own word"
+
+
 def test_every_call_that_changes_weights_is_hooked() -> None:
     """What the manager offers today; a new way to change weights must be looked at."""
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
@@ -277,5 +308,7 @@ def test_patches_of_hooks_list_their_targets() -> None:
         "_get_new_batch_prefill_raw",
         "init_running_status",
         "process_batch_result",
+        "forward_batch_embedding",
+        "validate_and_init",
         "maybe_sleep_on_idle",
     ]
