@@ -19,6 +19,7 @@ from router.role_change import RoleChanges
 from router.roster import Taken
 from router.routes import Access, Route
 from router.tenants import KeyRing
+from router.web_sites import WebSites
 from sglang_ext.clock import Clock
 from sglang_ext.cluster_key import ClusterKey
 from sglang_ext.cluster_messages import (
@@ -46,6 +47,7 @@ class ClusterApi:
         keys: API keys; those of administrators are good here.
         local: whether the router listens on loopback only.
         clock: for signatures.
+        sites: which web pages may do what needs no key.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class ClusterApi:
         key: ClusterKey | None,
         keys: KeyRing,
         clock: Clock,
+        sites: WebSites,
         *,
         local: bool,
     ) -> None:
@@ -64,6 +67,7 @@ class ClusterApi:
         self._keys = keys
         self._local = local
         self._clock = clock
+        self._sites = sites
 
     def routes(self) -> Iterator[Route]:
         """The endpoints."""
@@ -140,7 +144,7 @@ class ClusterApi:
         """Refuse what is not signed by a member, where there is a key to sign with."""
         if self._key is None:
             if self._local:
-                self._refuse_browsers(request)
+                self._sites.check(request)
                 return
             raise RequestRefused(
                 "instances cannot register: this router can be reached from other machines and has no "
@@ -160,8 +164,6 @@ class ClusterApi:
     def _check_admin(self, request: Request) -> None:
         """Refuse what is neither signed by a member nor has an administrator's key."""
         if self._is_admin(request):
-            if not self._keys.asks:
-                self._refuse_browsers(request)
             return
         if self._key is not None:
             given = request.headers.get("authorization", "")
@@ -182,14 +184,6 @@ class ClusterApi:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         caller = self._keys.caller(given.strip()) if scheme.lower() == "bearer" else None
         return caller is not None and caller.admin
-
-    @staticmethod
-    def _refuse_browsers(request: Request) -> None:
-        """A web page can make a browser send requests to loopback; it cannot hide that it does."""
-        if request.method != "GET" and "origin" in request.headers:
-            raise RequestRefused(
-                "not from a web page", status=403, code="cross_site", kind="permission_error"
-            )
 
 
 def _split(path: str) -> tuple[str, str]:

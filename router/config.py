@@ -41,6 +41,11 @@ class RouterConfig:
     api_keys_file: str | None = None
     """Keys of tenants, with their limits; see ``tenants``. Read again on SIGHUP."""
     worker_api_key: str | None = field(default=None, repr=False)
+    allowed_hosts: tuple[str, ...] = ()
+    """Names under which a router without a key may be addressed, besides this machine's own and IP addresses;
+    see ``web_sites``. ``*`` for any. With a key, any will do unless some are named."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages that may send requests and read the answers, besides the router's own."""
     cluster: str = field(default=EMBEDDED, repr=False)
     """Where membership is kept; may hold a password."""
     cluster_name: str = "default"
@@ -130,6 +135,9 @@ class RouterConfig:
         object.__setattr__(self, "worker_urls", tuple(normalize_url(url) for url in self.worker_urls))
         if len(set(self.worker_urls)) != len(self.worker_urls):
             raise ConfigError(f"a worker is named twice: {' '.join(self.worker_urls)}", field="--worker-urls")
+        object.__setattr__(self, "allowed_origins", tuple(normalize_origin(o) for o in self.allowed_origins))
+        for name in self.allowed_hosts:
+            self._check_host_name(name)
         policy_named(self.policy)
         check_cluster(self.cluster, self.cluster_name, self.cluster_password_file, is_loopback)
         if not is_loopback(self.host) and not self.api_key and not self.api_keys_file:
@@ -168,6 +176,14 @@ class RouterConfig:
         self._require("index", self.index in INDEX_MODES, f"is not one of {', '.join(INDEX_MODES)}")
         self._require("log_level", self.log_level in LOG_LEVELS, f"is not one of {', '.join(LOG_LEVELS)}")
         self._require("log_format", self.log_format in LOG_FORMATS, f"is not one of {', '.join(LOG_FORMATS)}")
+
+    def _check_host_name(self, name: str) -> None:
+        if not name or any(character in name for character in "/:@ "):
+            raise ConfigError(
+                f"{name!r} is not the name of a host",
+                field="--allowed-hosts",
+                hint="Give names without scheme and port, such as llm.example.com, or * for any",
+            )
 
     def _require(self, name: str, condition: bool, why: str) -> None:
         if not condition:
@@ -238,6 +254,21 @@ class RouterConfig:
             "JSON or TOML file with the keys of tenants and their limits (mode 0600)",
             metavar="FILE",
         )
+        for name, metavar, text in (
+            (
+                "--allowed-hosts",
+                "NAME",
+                "names, besides this machine's own, that the Host header may have where no key is asked for, "
+                "for example behind a proxy that passes it on; * for any",
+            ),
+            (
+                "--allowed-origins",
+                "ORIGIN",
+                "origins of web pages, such as https://chat.example.com, that may use this router and read "
+                "its answers (CORS); * for any",
+            ),
+        ):
+            parser.add_argument(name, nargs="*", default=(), metavar=metavar, help=text)
         flag("worker_api_key", str, "key that the workers ask for (their --api-key)", metavar="KEY")
         flag("cache_threshold", float, "share of a prompt that a common beginning must be to decide")
         flag("balance_abs_threshold", int, "requests an instance may be ahead of the least loaded one")
@@ -322,7 +353,9 @@ class RouterConfig:
             ConfigError: a value cannot work; the message names the flag.
         """
         values = {f.name: getattr(args, f.name) for f in dataclasses.fields(cls) if hasattr(args, f.name)}
-        values["worker_urls"] = tuple(values["worker_urls"])
+        for name in ("worker_urls", "allowed_hosts", "allowed_origins"):
+            if name in values:
+                values[name] = tuple(values[name])
         return cls(**values)
 
 
@@ -345,6 +378,24 @@ def normalize_url(url: str) -> str:
     if not valid or parts.query or parts.fragment or parts.username:
         raise ConfigError(f"{url!r} is not of the form http://host:port", field="--worker-urls")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+
+
+def normalize_origin(origin: str) -> str:
+    """``scheme://host[:port]`` as browsers send it; ``*`` and ``null`` stay.
+
+    Raises:
+        ConfigError: it is not an origin.
+    """
+    if origin in ("*", "null"):
+        return origin
+    parts = urlsplit(origin)
+    if not parts.scheme or not parts.netloc or parts.path not in ("", "/") or parts.query or parts.username:
+        raise ConfigError(
+            f"{origin!r} is not the origin of a web page",
+            field="--allowed-origins",
+            hint="Give scheme, host and port as in https://chat.example.com, or * for any",
+        )
+    return f"{parts.scheme}://{parts.netloc}".lower()
 
 
 def is_loopback(host: str) -> bool:

@@ -35,6 +35,7 @@ logger = logging.getLogger("router.control")
 PROFILE_TIMEOUT_S = 60.0
 _POST = frozenset({"POST"})
 _GET_OR_POST = frozenset({"GET", "POST"})
+# SGLang takes what changes state by GET, too; here no link and no image of a web page may do that.
 
 
 class Control:
@@ -59,9 +60,9 @@ class Control:
 
     def routes(self) -> Iterator[Route]:
         """The endpoints."""
-        yield Route("/flush_cache", _GET_OR_POST, self._flush_cache, Access.ADMIN)
+        yield Route("/flush_cache", _POST, self._flush_cache, Access.ADMIN)
         for path in ("/start_profile", "/stop_profile"):
-            yield Route(path, _GET_OR_POST, self._everywhere, Access.ADMIN)
+            yield Route(path, _POST, self._everywhere, Access.ADMIN)
         yield Route("/abort_request", _POST, self._abort)
         for path in ("/tokenize", "/v1/tokenize"):
             yield Route(path, _POST, self._asking(self._check_tokenize))

@@ -41,7 +41,10 @@ logger = logging.getLogger("router.relaying")
 
 MAX_READ_BYTES = 4 << 20
 """Longer answers are passed on unread."""
-_NOT_FORWARDED = HOP_BY_HOP | {"host", "content-length", "content-encoding", "accept-encoding", "expect"}
+_NOT_FORWARDED = HOP_BY_HOP | {
+    "host", "content-length", "content-encoding", "accept-encoding", "expect",
+    "origin",  # SGLang lets pages of any origin read its answers; who may is decided here (``web_sites``)
+}  # fmt: skip
 _NOT_RETURNED = HOP_BY_HOP | {"content-length", "date", "server"}
 
 

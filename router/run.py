@@ -44,6 +44,7 @@ from router.session_memory import SessionMemory
 from router.tenants import KeyRing
 from router.tokenizing import TokenizerService
 from router.tracing import open_tracing
+from router.web_sites import sites_of
 from router.worker import LEARN_TIMEOUT_S, WorkerApi
 from sglang_ext.agent_messages import FromAgent
 from sglang_ext.clock import Clock, SystemClock
@@ -185,6 +186,7 @@ class Router:
             key,
             self.keys,
             self.clock,
+            sites_of(config.allowed_hosts, config.allowed_origins, config.host, keyed=False),
             local=is_loopback(config.host),
         )
         self.routes = RouteTable(
@@ -195,7 +197,9 @@ class Router:
                 *page_routes(),
             ]
         )
-        self._service = Service(self.routes, self.keys, self.metrics, self.clock, self.tracing)
+        keyed = config.api_key is not None or config.api_keys_file is not None
+        sites = sites_of(config.allowed_hosts, config.allowed_origins, config.host, keyed=keyed)
+        self._service = Service(self.routes, self.keys, sites, self.metrics, self.clock, self.tracing)
         self._server = HttpServer(
             self._service,
             config.http_limits(),

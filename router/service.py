@@ -17,6 +17,7 @@ from router.record import CLIENT_GONE, Record
 from router.routes import Access, Handler, Route, RouteTable
 from router.tenants import KeyRing
 from router.tracing import NO_TRACING, Tracing
+from router.web_sites import ReadableAnswer, WebSites, is_preflight, preflight_headers
 from sglang_ext.clock import Clock
 
 logger = logging.getLogger("router.service")
@@ -31,6 +32,7 @@ class Service:
         routes: who answers what; endpoints may be added while it runs.
         keys: who may ask.
         metrics: counted here.
+        sites: which web pages may.
         clock: seconds.
         tracing: a span per request, where that is wanted.
     """
@@ -39,12 +41,14 @@ class Service:
         self,
         routes: RouteTable,
         keys: KeyRing,
+        sites: WebSites,
         metrics: RouterMetrics,
         clock: Clock,
         tracing: Tracing = NO_TRACING,
     ) -> None:
         self.routes = routes
         self._keys = keys
+        self._sites = sites
         self._metrics = metrics
         self._clock = clock
         self._tracing = tracing
@@ -65,6 +69,10 @@ class Service:
         given = request.headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else new_request_id()
         record = Record(request_id, request.method, request.path, self._clock.monotonic())
+        if "origin" in request.headers and (readable := self._sites.cors(request)) is not None:
+            responder = ReadableAnswer(responder, readable)
+            if is_preflight(request):
+                handler = _answer_preflight
         try:
             with self._tracing.request(request, record):
                 await self._guarded(request, responder, record, handler)
@@ -131,6 +139,7 @@ class Service:
 
     def _find(self, request: Request, record: Record) -> Route:
         route = self.routes.get(request.path)
+        self._sites.check(request, public=route is not None and route.access is Access.OPEN)
         # A key is asked for before anything is told, even that there is no such path.
         if route is None or route.access in (Access.CLIENT, Access.ADMIN):
             self._check_key(request, record, route)
@@ -154,6 +163,11 @@ class Service:
                 kind="permission_error",
                 code="not_an_admin",
             )
+
+
+async def _answer_preflight(request: Request, responder: Responder, record: Record) -> None:
+    record.status = 204
+    await responder.send(204, preflight_headers(request), b"")
 
 
 def key_of(request: Request) -> str | None:

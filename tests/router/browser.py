@@ -97,21 +97,25 @@ class Page:
 
 
 @asynccontextmanager
-async def browser_page(browser: str) -> AsyncIterator[Page]:
-    """Start a browser with a fresh profile, and give its page. Ended with the block."""
+async def browser_page(browser: str, *flags: str) -> AsyncIterator[Page]:
+    """Start a browser with a fresh profile, and give its page. Ended with the block.
+
+    Args:
+        flags: more of the browser's own.
+    """
     # The browser's socket lies there, and the path of a socket must be short: not in a test's own folder.
     with tempfile.TemporaryDirectory(prefix="browser-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        async with _running(browser, Path(folder)) as page:
+        async with _running(browser, Path(folder), flags) as page:
             yield page
 
 
 @asynccontextmanager
-async def _running(browser: str, folder: Path) -> AsyncIterator[Page]:
+async def _running(browser: str, folder: Path, flags: tuple[str, ...]) -> AsyncIterator[Page]:
     process = await asyncio.create_subprocess_exec(
         browser,
         *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
         *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-        *("--remote-debugging-port=0", f"--user-data-dir={folder}", "about:blank"),
+        *("--remote-debugging-port=0", f"--user-data-dir={folder}", *flags, "about:blank"),
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
         env={**os.environ, "HOME": str(folder), "TMPDIR": str(folder)},

@@ -108,7 +108,7 @@ async def test_flush_cache_reaches_every_worker_and_clears_the_index(
     assert router.trees.tokens_of(workers[0].url) == 0
     assert router.trees.tokens_of(workers[1].url) > 0
     workers[1].busy = False
-    async with client.get(router.url + "/flush_cache") as answer:
+    async with client.post(router.url + "/flush_cache") as answer:
         assert answer.status == 200
     assert [worker.flushed for worker in workers] == [2, 1]
     assert router.trees.tokens_of(workers[1].url) == 0
