@@ -28,6 +28,13 @@ class RouterConfig:
     host: str = "127.0.0.1"
     port: int = 30000
     """0 lets the system choose; ``RunningRouter.url`` tells."""
+    listen_fds: tuple[int, ...] = ()
+    """Sockets that were inherited, bound to ``host`` and ``port``: connections wait there while no router
+    accepts them, when one is replaced by another."""
+    member_port: int | None = None
+    """A further port, on loopback: instances register there although ``port`` is another router's."""
+    standby_fd: int | None = None
+    """Get ready, and accept nothing on ``port`` until a byte can be read from this descriptor."""
     policy: str = "auto"
     """A name in ``policies.POLICIES``, or ``package.module:function``."""
     cost_profile: str = "auto"
@@ -148,6 +155,8 @@ class RouterConfig:
             )
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"{self.port} is not a port", field="--port")
+        if self.member_port is not None and not 0 <= self.member_port <= 65535:
+            raise ConfigError(f"{self.member_port} is not a port", field="--member-port")
         if not 0.0 <= self.cache_threshold <= 1.0:
             raise ConfigError(
                 f"{self.cache_threshold} is not a share between 0 and 1", field="--cache-threshold"
@@ -232,6 +241,21 @@ class RouterConfig:
         add_cluster_args(parser)
         flag("host", str, "address to listen on; beyond loopback only with --api-key")
         flag("port", int, "port to listen on; 0 lets the system choose")
+        parser.add_argument(
+            "--listen-fds",
+            type=parse_descriptors,
+            default=(),
+            metavar="FD,...",
+            help="inherited sockets to accept connections from, bound to --host and --port by whoever starts "
+            "the router and keeps them open when it dies",
+        )
+        flag("member_port", int, "another port, on loopback, for instances to register at", metavar="PORT")
+        flag(
+            "standby_fd",
+            int,
+            "stand by: accept nothing at --port until a byte can be read from this inherited pipe",
+            metavar="FD",
+        )
         flag(
             "policy",
             str,
@@ -361,6 +385,15 @@ class RouterConfig:
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
+
+
+def parse_descriptors(text: str) -> tuple[int, ...]:
+    """File descriptors with commas between them.
+
+    Raises:
+        ValueError: one of them is no number.
+    """
+    return tuple(int(word) for word in text.split(","))
 
 
 def normalize_url(url: str) -> str:

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import logging
 import resource
+import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from router.exchange import Handler
 from router.http_connection import ClientConnection
@@ -28,7 +30,7 @@ OTHER_FILES = 256
 
 
 class HttpServer:
-    """Listens on one address until stopped.
+    """Listens on one address or several until stopped.
 
     Args:
         handler: answers the requests.
@@ -56,11 +58,11 @@ class HttpServer:
         self._on_crash = on_crash
         self._grace_s = grace_s
         self._hurried = False
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._sweeping: asyncio.Task[None] | None = None
         self._state: ServerState | None = None
         self.port = 0
-        """The port it listens on, once started."""
+        """The port it listens on, once started; the latest, of several."""
 
     @property
     def state(self) -> ServerState:
@@ -69,33 +71,42 @@ class HttpServer:
             raise InternalError("the HTTP server was not started")
         return self._state
 
-    async def start(self, host: str, port: int) -> None:
-        """Listen.
+    async def start(self, host: str, port: int, sockets: Sequence[socket.socket] = ()) -> None:
+        """Listen; a further call adds an address.
+
+        Args:
+            host, port: where to listen, unless there are sockets.
+            sockets: bound ones to accept connections from. Another process may hold them too: what connects
+                while nobody accepts waits there.
 
         Raises:
             OSError: the address is taken or not ours.
         """
         loop = asyncio.get_running_loop()
-        state = self._state = ServerState(self._handler, self._limits, self._clock, loop)
-        self._server = await loop.create_server(
-            lambda: ClientConnection(state),
-            host,
-            port,
-            backlog=BACKLOG,
-            reuse_address=True,
-            ssl=self._tls,
-            ssl_handshake_timeout=None if self._tls is None else HANDSHAKE_TIMEOUT_S,
-        )
-        self.port = self._server.sockets[0].getsockname()[1]
-        self._sweeping = asyncio.create_task(self._sweep(), name="look at the clocks of connections")
-        self._sweeping.add_done_callback(self._swept)
+        if self._state is None:
+            self._state = ServerState(self._handler, self._limits, self._clock, loop)
+            self._sweeping = asyncio.create_task(self._sweep(), name="look at the clocks of connections")
+            self._sweeping.add_done_callback(self._swept)
+        state = self._state
+        places: list[dict[str, Any]] = [{"sock": each} for each in sockets]
+        for place in places or [{"host": host, "port": port, "reuse_address": True}]:
+            server = await loop.create_server(
+                lambda: ClientConnection(state),
+                backlog=BACKLOG,
+                ssl=self._tls,
+                ssl_handshake_timeout=None if self._tls is None else HANDSHAKE_TIMEOUT_S,
+                **place,
+            )
+            self._servers.append(server)
+            self.port = server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
         """Stop listening, let what is running end for ``grace_s``, and cut the rest."""
-        if self._server is None or self._state is None:
+        if self._state is None or self._state.stopping:
             return
-        server, self._server = self._server, None
-        server.close()
+        servers, self._servers = self._servers, []
+        for server in servers:
+            server.close()
         state = self._state
         state.stopping = True
         for connection in list(state.connections):
@@ -111,7 +122,8 @@ class HttpServer:
         if self._sweeping is not None:
             self._sweeping.cancel()
             await asyncio.gather(self._sweeping, return_exceptions=True)
-        await server.wait_closed()
+        for server in servers:
+            await server.wait_closed()
 
     def hurry(self) -> None:
         """Have ``stop`` wait for nothing any more."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 import signal
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
+from typing import Any
 
 import uvloop
 
@@ -216,30 +219,30 @@ class Router:
     def url(self) -> str:
         """Where it listens, once started."""
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
-        return f"{'https' if self.config.tls_cert_file else 'http'}://{host}:{self._server.port}"
+        port = self.config.port or self._server.port
+        return f"{'https' if self.config.tls_cert_file else 'http'}://{host}:{port}"
 
     async def start(self) -> None:
-        """Ask the workers who they are, load their tokenizer, and listen.
+        """Ask the workers who they are, load their tokenizer, and listen; with ``standby_fd`` all but the
+        last, which is left to ``take_over``.
 
         Workers that do not answer yet are waited for while serving: requests get a 503 until one does.
 
         Raises:
             ConfigError: the workers serve different models, or the address cannot be bound.
         """
+        config = self.config
         self._ended = asyncio.get_running_loop().create_future()
         self.read_keys()
         try:
-            await self.members.start(self.config.worker_urls)
+            await self.members.start(config.worker_urls)
+            if config.member_port is not None:
+                await self._listen("127.0.0.1", config.member_port, "--member-port")
             await self.watch.first_round()
             if self._adopting is not None:
                 await asyncio.wait({self._adopting}, timeout=TOKENIZER_WAIT_S)
-            try:
-                await self._server.start(self.config.host, self.config.port)
-            except OSError as error:
-                raise ConfigError(
-                    f"cannot listen on {self.config.host}:{self.config.port}: {error.strerror or error}",
-                    field="--port",
-                ) from error
+            if config.standby_fd is None:
+                await self.take_over()
         except BaseException:
             await self.stop()
             raise
@@ -254,9 +257,28 @@ class Router:
             self._background.append(task)
         usable = sum(row.state in USABLE for row in self.fleet.rows.values())
         logger.info(
-            "listening at %s: policy %s, %d of %d workers usable, %s",
-            self.url, self.config.policy, usable, len(self.fleet.rows), self.tokenizers.status,
+            "%s %s: policy %s, %d of %d workers usable, %s",
+            "listening at" if config.standby_fd is None else "standing by for",
+            self.url, config.policy, usable, len(self.fleet.rows), self.tokenizers.status,
         )  # fmt: skip
+
+    async def take_over(self) -> None:
+        """Listen where clients connect.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        await self._listen(self.config.host, self.config.port, "--port", self.config.listen_fds)
+
+    async def _listen(self, host: str, port: int, flag: str, descriptors: Sequence[int] = ()) -> None:
+        try:
+            sockets = [socket.socket(fileno=each) for each in descriptors]
+            await self._server.start(host, port, sockets)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error.strerror or error}",
+                field="--listen-fds" if descriptors else flag,
+            ) from error
 
     def read_keys(self) -> None:
         """Read the file of API keys, at the start and whenever it has changed.
@@ -398,6 +420,8 @@ async def serve(config: RouterConfig) -> None:
         stopping = asyncio.create_task(stop.wait())
         ending = asyncio.create_task(router.ended())
         try:
+            if config.standby_fd is not None:
+                await _stand_by(router, config.standby_fd, (stopping, ending))
             await asyncio.wait({stopping, ending}, return_when=asyncio.FIRST_COMPLETED)
             if ending.done():
                 ending.result()
@@ -408,6 +432,32 @@ async def serve(config: RouterConfig) -> None:
             for task in (stopping, ending):
                 task.cancel()
             await asyncio.gather(stopping, ending, return_exceptions=True)
+
+
+async def _stand_by(router: Router, descriptor: int, ends: Iterable[asyncio.Future[Any]]) -> None:
+    """Until a byte comes through the pipe, which makes the router take over, or one of ``ends`` is done.
+
+    Raises:
+        PeerError: nobody is left who could write to the pipe.
+    """
+    loop = asyncio.get_running_loop()
+    told: asyncio.Future[bytes] = loop.create_future()
+
+    def read() -> None:
+        loop.remove_reader(descriptor)
+        told.set_result(os.read(descriptor, 1))
+
+    loop.add_reader(descriptor, read)
+    try:
+        await asyncio.wait({told, *ends}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        loop.remove_reader(descriptor)
+    if told.done():
+        if not told.result():
+            raise PeerError("whoever had this router stand by is gone")
+        await router.take_over()
+        logger.info("took over at %s", router.url)
+    told.cancel()
 
 
 def _read_keys_again(router: Router) -> None:

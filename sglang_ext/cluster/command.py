@@ -19,7 +19,7 @@ from rich.console import Console
 
 from sglang_ext.cluster.config import ClusterConfig, add_cli_args, from_cli_args
 from sglang_ext.cluster.host import Ports, host_facts
-from sglang_ext.cluster.plan import HostFacts, make_plan, needs_key
+from sglang_ext.cluster.plan import Door, HostFacts, make_plan, needs_key, speaks_tls
 from sglang_ext.cluster.supervisor import Cluster, Observer
 from sglang_ext.cluster.terminal import Display
 from sglang_ext.errors import ConfigError, UserError
@@ -75,6 +75,19 @@ def made_key(folder: Path) -> Iterator[Path]:
         path.unlink(missing_ok=True)
 
 
+def open_door(config: ClusterConfig, ports: Ports) -> tuple[int, Door]:
+    """The router's port, and what its processes inherit; all held by ``ports``.
+
+    Raises:
+        ConfigError: the port cannot be had.
+    """
+    sockets = ports.open(config.host, config.port, "--port")
+    port = int(sockets[0].getsockname()[1])
+    stands_by = config.restart and not speaks_tls(config)
+    member_ports = ports.free_after(port, 2) if stands_by else []
+    return port, Door(tuple(each.fileno() for each in sockets), tuple(member_ports))
+
+
 @contextlib.asynccontextmanager
 async def running_cluster(
     config: ClusterConfig, log_dir: Path, observer: Observer | None = None, host: HostFacts | None = None
@@ -91,10 +104,10 @@ async def running_cluster(
         ConfigError: it cannot run here; names the flag.
     """
     with Ports() as ports, contextlib.ExitStack() as keep:
-        router_port = ports.take(config.host, config.port, "--port")
+        router_port, door = open_door(config, ports)
         server_ports = ports.free_after(router_port, config.ports)
         key_file = keep.enter_context(made_key(log_dir)) if needs_key(config) else None
-        parts = make_plan(config, host or host_facts(), router_port, server_ports, key_file)
+        parts = make_plan(config, host or host_facts(), router_port, server_ports, key_file, door)
         cluster = Cluster(
             parts,
             log_dir,

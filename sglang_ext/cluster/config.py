@@ -15,7 +15,10 @@ from sglang_ext.errors import ConfigError
 
 OURS = ("--model-path", "--model", "--host", "--port", "--api-key")
 """Flags of a server that the cluster sets itself (the key would keep its own router out)."""
-ROUTERS = ("--worker-urls", "--host", "--port", "--policy")
+ROUTERS = (
+    *("--worker-urls", "--host", "--port", "--policy"),
+    *("--listen-fds", "--member-port", "--standby-fd"),
+)
 """Flags of the router that the cluster sets itself."""
 
 
@@ -44,7 +47,8 @@ class ClusterConfig:
     router_args: tuple[str, ...] = ()
     log_dir: Path | None = None
     restart: int = 0
-    """Times that a part which died is started again before the cluster gives up."""
+    """Times that a part which died is started again before the cluster gives up. With it, a second router
+    stands by for the first."""
     start_timeout_secs: float = 600.0
     stop_timeout_secs: float = 15.0
 
@@ -167,7 +171,12 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "--router-args", default="", metavar="FLAGS", help="more flags for the router, in one argument"
     )
     flag("log_dir", Path, "folder for the logs; by default a temporary one that a clean end removes")
-    flag("restart", int, "times that a part which died is started again", metavar="N")
+    flag(
+        "restart",
+        int,
+        "times that a part which died is started again; a second router stands by to take over at once",
+        metavar="N",
+    )
     flag("start_timeout_secs", float, "seconds that a part may take to become ready", metavar="SECONDS")
     flag(
         "stop_timeout_secs",

@@ -91,6 +91,15 @@ def start(run: Run, temporary: str) -> int:
         os._exit(CANNOT_RUN)
 
 
+def close_inherited(kept: int) -> None:
+    """Close what the supervisor gave to the command, except for ``kept`` and the standard streams: a socket
+    that the guard held too would not be closed when both others have closed it."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the folder that is being read is listed too, and closed by now
+            if int(name) > 2 and int(name) != kept and os.get_inheritable(int(name)):
+                os.close(int(name))
+
+
 def children_by_parent() -> dict[int, list[int]]:
     """Process ids by parent, of this whole machine, from /proc."""
     found: dict[int, list[int]] = {}
@@ -234,6 +243,7 @@ def guard(watch: int, grace: float, run: Run) -> int:
     signals = Signals()
     temporary = make_temporary()
     main = start(run, temporary)
+    close_inherited(watch)
     poll = select.poll()
     poll.register(signals.reader, select.POLLIN)
     poll.register(watch, select.POLLIN | select.POLLHUP)

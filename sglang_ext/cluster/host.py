@@ -7,6 +7,7 @@ import errno
 import os
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 from sglang_ext.cluster.plan import LOOPBACK, HostFacts
 from sglang_ext.errors import ConfigError
@@ -48,8 +49,17 @@ class Ports:
         Raises:
             ConfigError: it is in use, or the address is not ours; names ``flag``.
         """
+        return int(self.open(host, port, flag)[0].getsockname()[1])
+
+    def open(self, host: str, port: int, flag: str) -> list[socket.socket]:
+        """As ``take``, but returns what holds it, a bound socket per address of ``host``: who inherits them
+        can listen there. They are closed when the block ends.
+
+        Raises:
+            ConfigError: as ``take``.
+        """
         try:
-            holder = self._hold(host, port)
+            return self._hold_all(host, port)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise ConfigError(
@@ -61,7 +71,6 @@ class Ports:
                 f"cannot listen on {host}:{port}: {error.strerror or error}",
                 field="--host" if error.errno != errno.EACCES else flag,
             ) from None
-        return int(holder.getsockname()[1])
 
     def free_after(self, port: int, count: int) -> list[int]:
         """Hold ``count`` ports on loopback, the first free ones above ``port``.
@@ -82,18 +91,39 @@ class Ports:
                 # Without SO_REUSEADDR: a port that another cluster holds is not free.
                 with socket.socket(socket.AF_INET) as probe:
                     probe.bind((LOOPBACK, port))
-                self._hold(LOOPBACK, port)
+                self._hold(*_addresses(LOOPBACK, port)[0])
                 count -= 1
                 yield port
 
-    def _hold(self, host: str, port: int) -> socket.socket:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+    def _hold_all(self, host: str, port: int) -> list[socket.socket]:
+        found: list[socket.socket] = []
+        missing: OSError | None = None
+        for family, address in _addresses(host, port):
+            # Whatever port the first one got.
+            place = (address[0], found[0].getsockname()[1] if found else port, *address[2:])
+            try:
+                found.append(self._hold(family, place))
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+                missing = error
+        if missing is not None and not found:
+            raise missing
+        return found
+
+    def _hold(self, family: int, address: tuple[Any, ...]) -> socket.socket:
         with contextlib.ExitStack() as undo:
             # Whoever listens on it makes the bind fail, with SO_REUSEADDR too.
-            holder = undo.enter_context(socket.socket(family, kind, protocol))
+            holder = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             holder.bind(address)
             self._held.enter_context(undo.pop_all())
         return holder
+
+
+def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
+    """(family, address) of each address that a host stands for."""
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))

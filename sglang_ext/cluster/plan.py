@@ -61,6 +61,11 @@ class Part:
     """Where it listens; it is ready when ``url + "/health"`` answers 200."""
     needs: tuple[str, ...] = ()
     """Parts that have to be ready before this one starts."""
+    sockets: tuple[int, ...] = ()
+    """Descriptors that its processes inherit: bound sockets, in which connections wait while none accepts."""
+    slots: tuple[tuple[str, ...], ...] = ()
+    """What sets its two processes apart, as further flags: one serves, and one stands by to take over at once
+    when that dies. Empty for a part of one process."""
 
     @property
     def shown_command(self) -> str:
@@ -75,12 +80,23 @@ class Part:
         return " ".join(words)
 
 
+@dataclass(frozen=True)
+class Door:
+    """Where clients come in, held open by the supervisor."""
+
+    sockets: tuple[int, ...]
+    """Descriptors of sockets that are bound to the router's address."""
+    member_ports: tuple[int, ...] = ()
+    """Where servers register: a port for the router that serves, and one for the router that stands by."""
+
+
 def make_plan(
     config: ClusterConfig,
     host: HostFacts,
     router_port: int,
     server_ports: Sequence[int],
     key_file: Path | None = None,
+    door: Door | None = None,
 ) -> tuple[Part, ...]:
     """The servers, then the router.
 
@@ -91,6 +107,7 @@ def make_plan(
         server_ports: one per server, then one more per server that prefills, then one per server for torch's
             rendezvous.
         key_file: a key for the cluster, unless the user has named one; see ``needs_key``.
+        door: what the router inherits; without it, it binds ``router_port`` itself.
 
     Raises:
         ConfigError: this machine cannot run it.
@@ -100,7 +117,11 @@ def make_plan(
             f"{len(server_ports)} ports for {config.servers} servers, which need {config.ports}"
         )
     router_url = f"http://{_connectable(config.host)}:{router_port}"
-    tells = None if any(word.startswith(ROUTER_TLS_FLAG) for word in config.router_args) else router_url
+    tells: str | None = router_url
+    if door is not None and door.member_ports:
+        tells = ",".join(f"http://{LOOPBACK}:{port}" for port in door.member_ports)
+    if speaks_tls(config):
+        tells = None
     bootstrap_ports = server_ports[config.servers :][: config.prefill]
     rendezvous_ports = server_ports[config.servers + config.prefill :]
     router_args = config.router_args
@@ -126,13 +147,28 @@ def make_plan(
             sys.executable, "-m", "router",
             "--worker-urls", *urls,
             "--host", config.host, "--port", str(router_port), "--policy", config.policy,
+            *(("--listen-fds", ",".join(map(str, door.sockets))) if door is not None else ()),
             *router_args,
         ),
         environment=ENVIRONMENT,
         url=router_url,
         needs=tuple(server.name for server in servers),
+        sockets=() if door is None else door.sockets,
+        slots=_slots(config, door),
     )  # fmt: skip
     return (*servers, router)
+
+
+def speaks_tls(config: ClusterConfig) -> bool:
+    """Whether the router answers over TLS only."""
+    return any(word.startswith(ROUTER_TLS_FLAG) for word in config.router_args)
+
+
+def _slots(config: ClusterConfig, door: Door | None) -> tuple[tuple[str, ...], ...]:
+    """Two routers where one is to be started again when it dies: starting takes seconds."""
+    if door is None or not config.restart:
+        return ()
+    return tuple(("--member-port", str(port)) for port in door.member_ports) or ((), ())
 
 
 def needs_key(config: ClusterConfig) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
+import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -30,10 +32,24 @@ class PartProcess:
         log: file that output is appended to.
         watch: read end of a pipe whose write end only this process has; see ``guard``.
         grace_s: seconds between SIGTERM and SIGKILL when it is told to end.
+        flags: further ones for its command.
+        stands_by: start it as one that waits until it is told to take over.
     """
 
-    def __init__(self, part: Part, log: Path, *, watch: int, grace_s: float) -> None:
+    def __init__(
+        self,
+        part: Part,
+        log: Path,
+        *,
+        watch: int,
+        grace_s: float,
+        flags: Sequence[str] = (),
+        stands_by: bool = False,
+    ) -> None:
         self._part = part
+        self._flags = tuple(flags)
+        self._call: tuple[int, int] | None = os.pipe() if stands_by else None
+        """What it waits at: the end that it reads from, and the one that is written to."""
         self._log = log
         self._watch = watch
         self._grace_s = grace_s
@@ -48,22 +64,37 @@ class PartProcess:
 
     async def run(self) -> int:
         """Start it and wait for its end; returns the exit code, negative for a signal's number."""
-        with self._log.open("ab") as log:
-            log.write(f"$ {self._part.shown_command}\n".encode())
-            log.flush()
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", str(GUARD), str(self._watch), str(self._grace_s), "--"),
-                *self._part.command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment_of(self._part, os.environ),
-                pass_fds=(self._watch,),
-                start_new_session=True,
-            )
-        for number in self._early:
-            self._send(number)
-        return await self._process.wait()
+        flags, inherited = self._flags, self._part.sockets
+        if self._call is not None:
+            flags, inherited = (*flags, "--standby-fd", str(self._call[0])), (*inherited, self._call[0])
+        try:
+            with self._log.open("ab") as log:
+                log.write(f"$ {' '.join((self._part.shown_command, *flags))}\n".encode())
+                log.flush()
+                self._process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-I", "-S", str(GUARD), str(self._watch), str(self._grace_s), "--"),
+                    *self._part.command,
+                    *flags,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environment_of(self._part, os.environ),
+                    pass_fds=(self._watch, *inherited),
+                    start_new_session=True,
+                )
+            for number in self._early:
+                self._send(number)
+            return await self._process.wait()
+        finally:
+            if self._call is not None:
+                for end in self._call:
+                    os.close(end)
+                self._call = None
+
+    def take_over(self) -> None:
+        """Tell a process that stands by to serve from now on; also before it has come so far."""
+        if self._call is not None:
+            os.write(self._call[1], b"\0")
 
     def terminate(self) -> None:
         """Ask it to end; its guard kills it when the grace time is over."""
@@ -92,6 +123,12 @@ def environment_of(part: Part, ours: Mapping[str, str]) -> dict[str, str]:
     as SGLang does with some of those that are added here.
     """
     return {**ours, **{name: value for name, value in part.environment.items() if name not in ours}}
+
+
+def stop_listening(descriptor: int) -> None:
+    """Have connections to a bound socket refused, whoever holds it."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as shared:
+        shared.shutdown(socket.SHUT_RDWR)  # fails where nobody listened
 
 
 async def probe(url: str) -> bool:

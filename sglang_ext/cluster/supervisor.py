@@ -1,4 +1,8 @@
-"""Runs the parts of a cluster as ``lifecycle`` says: the only place where its decisions become actions."""
+"""Runs the parts of a cluster as ``lifecycle`` says: the only place where its decisions become actions.
+
+A part with slots has a second process that stands by while it is ready and may be started again. To start it
+again is then to have that one take over; the next one to stand by is started when it has answered.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.cluster import lifecycle
 from sglang_ext.cluster.lifecycle import Action, Event, State
 from sglang_ext.cluster.plan import Part, log_path
-from sglang_ext.cluster.process import PartProcess, how_it_ended, probe, tail
+from sglang_ext.cluster.process import PartProcess, how_it_ended, probe, stop_listening, tail
 from sglang_ext.errors import InternalError, PeerError
 
 PROBE_INTERVAL_S = 0.25
@@ -23,6 +27,15 @@ LAST_RESORT_S = 10.0
 
 Result = TypeVar("Result")
 Probe = Callable[[str], Awaitable[bool]]
+
+
+@dataclass
+class Standby:
+    """A process that stands by, and its end."""
+
+    process: PartProcess
+    slot: int
+    ending: asyncio.Task[int]
 
 
 @dataclass
@@ -39,6 +52,11 @@ class PartStatus:
     ready_after_s: float | None = None
     """How long the latest start took."""
     process: PartProcess | None = field(default=None, repr=False)
+    slot: int = 0
+    """Which of the part's slots ``process`` has."""
+    standby: Standby | None = field(default=None, repr=False)
+    standby_deaths: int = 0
+    """Times that the one that stood by died while it did."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set, repr=False)
 
     @property
@@ -141,7 +159,9 @@ class Cluster:
 
     async def ended(self) -> None:
         """Wait until no part runs any more. ``failure`` then says why, if nobody asked for it."""
-        while not all(status.state in lifecycle.OVER for status in self.parts.values()):
+        while not all(
+            status.state in lifecycle.OVER and status.standby is None for status in self.parts.values()
+        ):
             await self._next_change()
 
     async def failed(self) -> None:
@@ -178,9 +198,11 @@ class Cluster:
     def hurry(self) -> None:
         """End every part at once, in any order."""
         self._stopping = True
-        for name in self.parts:
+        for name, status in self.parts.items():
             self._feed(name, Event.STOP)
             self._feed(name, Event.HURRY)
+            if status.standby is not None:
+                status.standby.process.hasten()
 
     def check(self) -> None:
         """Verify that states, processes and tasks agree."""
@@ -190,6 +212,8 @@ class Cluster:
                 raise InternalError(f"{name} is {status.state.value} and something of it runs")
             if status.state in (State.STARTING, State.READY, State.STOPPING) and not running:
                 raise InternalError(f"{name} is {status.state.value} and nothing of it runs")
+            if status.standby is not None and status.standby.slot == status.slot:
+                raise InternalError(f"both processes of {name} have slot {status.slot}")
 
     # -- events to actions ------------------------------------------------------------------------
 
@@ -199,6 +223,8 @@ class Cluster:
         status.state, actions = lifecycle.step(before, event)
         for action in actions:
             self._act(status, action)
+        if status.state in lifecycle.OVER:
+            self._close(status)
         if self._observer is not None and (status.state is not before or Action.SPAWN in actions):
             self._observer.changed(status)
         self._changed.set()
@@ -222,12 +248,14 @@ class Cluster:
             self._spawn(status)
         elif action is Action.ANNOUNCE:
             status.ready_after_s = self._clock.monotonic() - status.started_at
+            self._have_one_stand_by(status)
         elif action is Action.FAIL:
             self._stopping = True
         elif status.process is None:
             raise InternalError(f"{status.part.name} has no process to {action.value}")
         elif action is Action.TERMINATE:
             status.process.terminate()
+            self._dismiss(status)
             self._task(status, self._last_resort(status))
         elif action is Action.HASTEN:
             status.process.hasten()
@@ -239,11 +267,59 @@ class Cluster:
             raise InternalError("the cluster was not entered")
         status.started_at = self._clock.monotonic()
         status.ready_after_s = None
-        status.process = PartProcess(
-            status.part, status.log, watch=self._watch[0], grace_s=self._stop_timeout_s
-        )
-        self._task(status, self._live(status, status.process))
+        standby, status.standby = status.standby, None
+        if standby is None:
+            status.process = self._process(status, status.slot)
+            ending = asyncio.ensure_future(status.process.run())
+        else:
+            status.process, status.slot, ending = standby.process, standby.slot, standby.ending
+            status.process.take_over()
+        self._task(status, self._live(status, ending))
         self._task(status, self._until_healthy(status))
+
+    def _process(self, status: PartStatus, slot: int, *, stands_by: bool = False) -> PartProcess:
+        if self._watch is None:
+            raise InternalError("the cluster was not entered")
+        part = status.part
+        return PartProcess(
+            part,
+            status.log,
+            watch=self._watch[0],
+            grace_s=self._stop_timeout_s,
+            flags=part.slots[slot] if part.slots else (),
+            stands_by=stands_by,
+        )
+
+    def _have_one_stand_by(self, status: PartStatus) -> None:
+        """Start the process that takes over when this one dies, where there is to be one."""
+        deaths = max(status.restarts, status.standby_deaths)
+        if not status.part.slots or status.standby is not None or deaths >= self._restarts:
+            return
+        slot = 1 - status.slot
+        process = self._process(status, slot, stands_by=True)
+        standby = Standby(process, slot, asyncio.ensure_future(process.run()))
+        status.standby = standby
+        standby.ending.add_done_callback(lambda _: self._standby_ended(status, standby))
+
+    def _standby_ended(self, status: PartStatus, standby: Standby) -> None:
+        if status.standby is not standby:
+            return  # it had taken over
+        status.standby = None
+        status.standby_deaths += 1
+        if status.state is State.READY and not self._stopping:
+            self._have_one_stand_by(status)
+        self._changed.set()
+
+    def _dismiss(self, status: PartStatus) -> None:
+        """Have nobody stand by any more."""
+        if status.standby is not None:
+            status.standby.process.terminate()
+
+    def _close(self, status: PartStatus) -> None:
+        """A part is over: nobody will accept what connects to it."""
+        self._dismiss(status)
+        for descriptor in status.part.sockets:
+            stop_listening(descriptor)
 
     def _task(self, status: PartStatus, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
@@ -256,14 +332,15 @@ class Cluster:
             self._record(ClusterError(f"{status.part.name}: {error}"))
             # It may have no process; the state machine is not to be trusted with it.
             status.state = State.FAILED
+            self._close(status)
             self.stop()
             self._changed.set()
 
     # -- tasks ------------------------------------------------------------------------------------
 
-    async def _live(self, status: PartStatus, process: PartProcess) -> None:
-        """A process from its start to its end."""
-        code = await process.run()
+    async def _live(self, status: PartStatus, ending: asyncio.Task[int]) -> None:
+        """A process until its end."""
+        code = await ending
         event = lifecycle.death(self._restarts - status.restarts)
         expected = status.state is State.STOPPING
         if not expected and event is Event.DIED:

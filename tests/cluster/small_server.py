@@ -5,12 +5,16 @@ exit-once=N   the same, but only when PID_FILE is empty
 deaf          never listen
 stubborn      ignore SIGTERM
 family        start a child in a session of its own whose parent ends, so that nobody is left who knows it
+--listen-fds N    accept connections from this inherited socket instead
+--standby-fd N    first write PID_FILE.standby, and wait for a byte from this inherited pipe
 litter        make a temporary file, shared memory and a semaphore, and do not remove them
 """
 
 import http.server
+import itertools
 import os
 import signal
+import socket
 import sys
 import time
 
@@ -64,5 +68,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 
+flags = dict(itertools.pairwise(behaviours))
+if "--standby-fd" in flags:
+    with open(pid_file + ".standby", "a") as file:
+        file.write(f"{os.getpid()}\n")
+    if not os.read(int(flags["--standby-fd"]), 1):
+        os._exit(5)
+if "--listen-fds" in flags:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler, bind_and_activate=False)
+    server.socket.close()
+    server.socket = socket.socket(fileno=int(flags["--listen-fds"]))
+    server.server_activate()
+else:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
 print(f"listening on {port}", flush=True)
-http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+server.serve_forever()

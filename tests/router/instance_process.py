@@ -1,6 +1,6 @@
 """An instance without a model, in a process of its own: a stand-in for HTTP, and a real agent that registers.
 
-    python instance_process.py NAME ROUTER-URL TOKENIZER-FOLDER
+    python instance_process.py NAME ROUTER-URL,... TOKENIZER-FOLDER
 
 It says on standard output where it is, and whom it was told to be dead, a JSON object per line.
 """
@@ -66,7 +66,7 @@ async def main(name: str, router: str, tokenizer_path: str) -> None:
             block_size=BLOCK,
         )
         agent.start()
-        Registrar([router], registration, None, agent.silent_s).start()
+        Registrar(router.split(","), registration, None, agent.silent_s).start()
         say(url=worker.url, epoch=epoch.hex())
         await asyncio.Event().wait()
 

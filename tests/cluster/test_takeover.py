@@ -1,0 +1,217 @@
+"""A part that is killed while clients connect: its port stays open, and the process that stood by answers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+import sys
+import urllib.request
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from cluster_processes import alive, async_wait_for
+
+from sglang_ext.cluster.command import open_door
+from sglang_ext.cluster.config import ClusterConfig
+from sglang_ext.cluster.host import Ports
+from sglang_ext.cluster.lifecycle import State
+from sglang_ext.cluster.plan import LOOPBACK, HostFacts, Part, make_plan
+from sglang_ext.cluster.supervisor import Cluster
+
+MakePart = Callable[..., Part]
+Pids = Callable[[str], list[int]]
+INSTANCE = Path(__file__).parents[1] / "router" / "instance_process.py"
+KILLS = 3
+SESSIONS = 5
+
+
+@contextmanager
+def held_open(part: Part, *slots: tuple[str, ...]) -> Iterator[Part]:
+    """The part, with a socket that the test holds for it."""
+    with Ports() as ports:
+        (door,) = ports.open(LOOPBACK, int(part.url.rpartition(":")[2]), "--port")
+        flags = ("--listen-fds", str(door.fileno()))
+        yield dataclasses.replace(
+            part, command=(*part.command, *flags), sockets=(door.fileno(),), slots=slots
+        )
+
+
+async def outcome(url: str, client: httpx.AsyncClient) -> str:
+    """How a request on a connection of its own ended."""
+    try:
+        return str((await client.get(url)).status_code)
+    except httpx.ConnectError:
+        return "refused"
+    except httpx.HTTPError:
+        return "cut"  # it was with the process that died
+
+
+@asynccontextmanager
+async def clients(url: str, count: int = SESSIONS) -> AsyncIterator[Counter[str]]:
+    """Clients that ask one request after the other, and how these ended."""
+    found: Counter[str] = Counter()
+
+    async def ask_on() -> None:
+        limits = httpx.Limits(max_keepalive_connections=0)
+        async with httpx.AsyncClient(timeout=60, trust_env=False, limits=limits) as client:
+            while True:
+                found[await outcome(url, client)] += 1
+                await asyncio.sleep(0.005)
+
+    tasks = [asyncio.create_task(ask_on()) for _ in range(count)]
+    try:
+        yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_what_connects_while_nobody_accepts_is_answered(
+    small_part: MakePart, tmp_path: Path, pids_of: Pids
+) -> None:
+    with held_open(small_part("router")) as part:
+        async with Cluster([part], tmp_path, restarts=1) as cluster, httpx.AsyncClient() as client:
+            await cluster.ready()
+            (pid,) = pids_of("router")
+            os.kill(pid, signal.SIGSTOP)
+            waiting = asyncio.create_task(outcome(part.url, client))
+            await async_wait_for(lambda: connections_to(part) >= 1, "the connection")
+            os.kill(pid, signal.SIGKILL)
+            assert await waiting == "200", "it waited in the socket, and the next process took it"
+            await async_wait_for(lambda: cluster.parts["router"].state is State.READY, "the restart")
+        async with httpx.AsyncClient() as client:
+            assert await outcome(part.url, client) == "refused", "the cluster has ended"
+
+
+def connections_to(part: Part) -> int:
+    port = int(part.url.rpartition(":")[2])
+    mine = psutil.Process().net_connections()
+    return sum(bool(one.raddr) and one.raddr.port == port for one in mine)
+
+
+async def test_without_a_held_socket_clients_are_refused(
+    small_part: MakePart, tmp_path: Path, pids_of: Pids
+) -> None:
+    """The twin: what the clients below would see."""
+    part = small_part("router")
+    async with Cluster([part], tmp_path, restarts=1) as cluster, clients(part.url) as seen:
+        await cluster.ready()
+        os.kill(pids_of("router")[0], signal.SIGKILL)
+        await async_wait_for(lambda: seen["refused"] > 0, "a refused connection")
+
+
+async def test_the_one_that_stands_by_takes_over(small_part: MakePart, tmp_path: Path, pids_of: Pids) -> None:
+    standby = tmp_path / "router.pids.standby"
+    with held_open(small_part("router"), (), ()) as part:
+        async with Cluster([part], tmp_path, restarts=2) as cluster:
+            await cluster.ready()
+            status = cluster.parts["router"]
+            async with clients(part.url) as seen:
+                for kill in range(2):
+                    await async_wait_for(
+                        lambda kill=kill: standby.exists() and len(standby.read_text().split()) > kill,
+                        "one that stands by",
+                    )
+                    cluster.check()
+                    serving, next_one = pids_of("router")[-2:]
+                    os.kill(serving, signal.SIGKILL)
+                    await async_wait_for(lambda kill=kill: status.restarts == kill + 1, "the restart")
+                    await cluster.ready()
+                    assert alive(next_one)
+                    assert len(standby.read_text().split()) <= kill + 2, "nobody else was started to serve"
+            assert not seen["refused"], seen
+            assert seen["200"] > 0
+            assert status.standby is None, "no restart is left for it"
+            await async_wait_for(lambda: pids_of("router")[:-1] and not alive(serving), "the end")
+    assert cluster.failure is None
+    assert not any(alive(pid) for pid in pids_of("router"))
+
+
+async def test_one_that_stands_by_is_replaced_and_ends_with_the_part(
+    small_part: MakePart, tmp_path: Path, pids_of: Pids
+) -> None:
+    with held_open(small_part("router"), (), ()) as part:
+        async with Cluster([part], tmp_path, restarts=2) as cluster:
+            await cluster.ready()
+            status = cluster.parts["router"]
+            await async_wait_for(lambda: len(pids_of("router")) == 2, "one that stands by")
+            os.kill(pids_of("router")[1], signal.SIGKILL)
+            await async_wait_for(lambda: len(pids_of("router")) == 3, "another one")
+            assert status.state is State.READY
+            assert status.restarts == 0, "the part itself lives"
+            cluster.check()
+        assert status.standby is None
+    assert not any(alive(pid) for pid in pids_of("router"))
+
+
+class Instance:
+    """A stand-in with a real agent, which registers with the routers."""
+
+    def __init__(self, routers: str) -> None:
+        self._routers = routers
+
+    async def __aenter__(self) -> Instance:
+        self.process = await asyncio.create_subprocess_exec(
+            *(sys.executable, str(INSTANCE), "server-0", self._routers, "/nowhere"),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.process.kill()
+        await self.process.communicate()
+
+
+def usable(port: int) -> int:
+    """Instances that the router with this port for members would send requests to; -1 while it starts."""
+    try:
+        with urllib.request.urlopen(f"http://{LOOPBACK}:{port}/cluster/instances", timeout=5) as response:
+            found = json.load(response)["instances"]
+    except OSError:
+        return -1
+    return sum(each["state"] == "ready" for each in found)
+
+
+@pytest.mark.timeout(120)
+async def test_three_routers_are_killed_and_no_client_is_refused(tmp_path: Path) -> None:
+    config = ClusterConfig(model_path="m", port=0, restart=KILLS)
+    with Ports() as ports:
+        port, door = open_door(config, ports)
+        *_, router = make_plan(config, HostFacts(2, 0), port, ports.free_after(port, 1), door=door)
+        # The server is an instance of the test, which registers by itself.
+        cut = router.command.index("--worker-urls")
+        router = dataclasses.replace(
+            router, command=router.command[:cut] + router.command[cut + 2 :], needs=()
+        )
+        first, second = door.member_ports
+        async with (
+            Instance(f"http://{LOOPBACK}:{first},http://{LOOPBACK}:{second}"),
+            Cluster([router], tmp_path, restarts=KILLS) as cluster,
+        ):
+            await cluster.ready()
+            status = cluster.parts["router"]
+            await async_wait_for(lambda: usable(door.member_ports[0]) == 1, "the first registration")
+            async with clients(router.url + "/v1/models") as seen:
+                for kill in range(KILLS):
+                    await async_wait_for(
+                        lambda: usable(door.member_ports[1 - status.slot]) == 1,
+                        "a router that stands by and knows the instance",
+                    )
+                    answered = seen["200"]
+                    (victim,) = psutil.Process(status.pid).children()
+                    victim.kill()
+                    await async_wait_for(lambda kill=kill: status.restarts == kill + 1, "the restart")
+                    await cluster.ready()
+                    await async_wait_for(lambda answered=answered: seen["200"] > answered, "an answer")
+            assert set(seen) <= {"200", "cut"}, seen
+            assert seen["cut"] <= KILLS * SESSIONS, "those that were with the router when it died"
+    assert cluster.failure is None
