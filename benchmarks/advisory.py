@@ -45,17 +45,24 @@ from benchmarks.advisory_fleet import (
 )
 from benchmarks.advisory_hits import measure_hits
 from benchmarks.advisory_parts import Parts
-from benchmarks.advisory_plan import FULL, PARTS, QUICK, QUICK_PARTS, WORDS, add_flags
+from benchmarks.advisory_plan import FULL, PARTS, QUICK, QUICK_PARTS, TINY, WORDS, add_flags
 from benchmarks.advisory_plots import draw
 from benchmarks.advisory_summary import add_to, summarise
 from benchmarks.advisory_talks import Encode, Shape
-from benchmarks.common import Options, Report, parse
+from benchmarks.common import Options, Report, at_least, at_most, parse
 from benchmarks.data import data_folder
 from benchmarks.router_fleet import forked_servers
 from benchmarks.router_processes import peer_missing
 from sglang_ext.testing.models import model_path
 
 NAME = "advisory"
+AIMS = {
+    "share_within_1_1_of_hbm_hit": at_least(0.95),
+    "users_vs_recompute": at_least(5.0),
+    "max_over_median_load": at_most(1.2),
+    "max_over_median_load_sticky": at_least(1.5),
+    "missed10_cost": at_most(0.06),
+}
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,7 @@ class Group:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     options = parse(argv, NAME, __doc__, add_flags)
-    report = Report(NAME)
+    report = Report(NAME, AIMS)
     if options.extra.add_to is not None:
         try:
             add_to(report, options.extra.add_to)
@@ -98,7 +105,7 @@ class Benchmark:
 
     def __init__(self, options: Options, report: Report) -> None:
         extra = options.extra
-        self.plan = QUICK if options.quick else FULL
+        self.plan = options.pick(FULL, quick=QUICK, tiny=TINY)
         self.parts: Sequence[str] = extra.parts or (QUICK_PARTS if options.quick else PARTS)
         self.report = report
         shape, folder = Shape(pace=extra.pace), data_folder(extra.data)

@@ -65,6 +65,20 @@ QUICK = Plan(
     tiers=Tiers(hbm=12_288),
     crowd=Crowd(seconds=30.0, settling_s=6.0),
 )
+TINY = Plan(
+    main=2,
+    counts={RECOMPUTE.name: (2,), STOCK.name: (2,), UNHINTED.name: (), HINTED.name: (2,)},
+    seconds=1.0,
+    varied_s=2.0,
+    slice_s=1.0,
+    missing=(0.0, 0.5),
+    urgent=(0.5,),
+    hits=2,
+    runs=1,
+    calls=2,
+    tiers=Tiers(hbm=12_288),
+    crowd=Crowd(users=2, seconds=1.0, settling_s=0.1),
+)
 FULL = Plan(
     main=24,
     counts={RECOMPUTE.name: (2, 4, 8), STOCK.name: (4, 12, 24), HINTED.name: (12, 24, 40)},

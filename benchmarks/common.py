@@ -31,11 +31,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 SEED = 20240625
 """Seed of every random choice in a benchmark, so that two runs do the same work."""
 
+T = TypeVar("T")
 Value = float | int | str | bool | None
 Row = dict[str, Value]
 
@@ -49,10 +50,15 @@ class Options:
     quick: bool
     json_path: Path | None
     extra: argparse.Namespace
+    tiny: bool = False
 
     def rounds(self, full: int, *, quick: int) -> int:
-        """Rounds to run: `quick` with --quick, else `full`."""
-        return quick if self.quick else full
+        """Rounds to run: `full`, `quick` with --quick, or two at most with --tiny."""
+        return self.pick(full, quick=quick, tiny=min(quick, 2))
+
+    def pick(self, full: T, *, quick: T, tiny: T) -> T:
+        """What the form that was asked for takes."""
+        return tiny if self.tiny else quick if self.quick else full
 
 
 def parse(
@@ -68,12 +74,15 @@ def parse(
         "--quick", action="store_true", help="fewer and smaller measurements; ends within a minute"
     )
     parser.add_argument(
+        "--tiny", action="store_true", help="a pass over everything to see that it runs; figures mean nothing"
+    )
+    parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the report to FILE as one JSON object"
     )
     if add_flags:
         add_flags(parser)
     extra = parser.parse_args(argv)
-    return Options(extra.quick, extra.json, extra)
+    return Options(extra.quick or extra.tiny, extra.json, extra, extra.tiny)
 
 
 # --- measuring ---
@@ -145,11 +154,38 @@ def percentile(values: Iterable[float], percent: float) -> float:
 # --- reporting ---
 
 
+@dataclass(frozen=True)
+class Aim:
+    """What a figure of a summary should reach."""
+
+    bound: float
+    at_most: bool = False
+
+    def met(self, value: float) -> bool:
+        """Whether a figure reaches it."""
+        return value <= self.bound if self.at_most else value >= self.bound
+
+    def __str__(self) -> str:
+        return f"{'at most' if self.at_most else 'at least'} {self.bound:g}"
+
+
+def at_least(bound: float) -> Aim:
+    return Aim(bound)
+
+
+def at_most(bound: float) -> Aim:
+    return Aim(bound, at_most=True)
+
+
 @dataclass
 class Report:
-    """Rows in named groups, and a summary of ratios; printed as tables and written as one JSON object."""
+    """Rows in named groups, and a summary of ratios; printed as tables and written as one JSON object.
+
+    aims: what figures of the summary should reach, by their names; each is reported as met or missed.
+    """
 
     name: str
+    aims: Mapping[str, Aim] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     summary: dict[str, Value] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -162,12 +198,22 @@ class Report:
         """Add a remark for the reader, such as a peer that is not installed and was left out."""
         self.notes.append(text)
 
+    def verdicts(self) -> dict[str, dict[str, Value]]:
+        """The aim of each figure that has one, and whether it was met; None where it was not measured."""
+        found: dict[str, dict[str, Value]] = {}
+        for key, aim in self.aims.items():
+            value = self.summary.get(key)
+            met = aim.met(value) if isinstance(value, int | float) else None
+            found[key] = {"aim": str(aim), "met": met}
+        return found
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "name": self.name,
             "environment": environment(),
             "rows": self.rows,
             "summary": self.summary,
+            "aims": self.verdicts(),
             **({"notes": self.notes} if self.notes else {}),
         }
 
@@ -189,11 +235,21 @@ class Report:
             console.print(table)
         for text in self.notes:
             console.print(f"note: {text}", markup=False)
-        for key, value in self.summary.items():
-            console.print(f"{key}: {_text(value)}", markup=False)
+        if self.summary:
+            table = Table(title="summary", title_justify="left")
+            for column in ("figure", "measured", "aim", ""):
+                table.add_column(column, justify="right" if column == "measured" else "left", overflow="fold")
+            verdicts = self.verdicts()
+            for key, value in self.summary.items():
+                verdict = verdicts.get(key, {"aim": "", "met": None})
+                said = {True: "met", False: "missed", None: ""}[verdict["met"]]  # type: ignore[index]
+                table.add_row(key, Text(_text(value)), str(verdict["aim"]), said)
+            console.print(table)
 
     def finish(self, options: Options) -> int:
         """Print, write the JSON file if asked for, and return the exit status of the benchmark (0)."""
+        if options.tiny:
+            self.note("--tiny: too little was measured for any figure to mean something")
         self.print()
         if options.json_path:
             options.json_path.write_text(json.dumps(self.as_dict(), indent=2) + "\n")

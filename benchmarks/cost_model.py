@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import Options, Report, parse
+from benchmarks.common import Options, Report, at_most, parse
 from benchmarks.quiet import DEFAULT, go_first, undisturbed
 from sglang_ext.calibration import measure
 from sglang_ext.calibration.command import parser as calibrate_parser
@@ -32,6 +32,8 @@ from sglang_ext.cost_model.fitting import Timed, merged
 from sglang_ext.testing.servers import ServerProcess, ServerSpec
 
 NAME = "cost_model"
+FIGURES = ("op_mean_error", "arch_mean_error", "op_mean_error_tp2", "arch_mean_error_tp2")
+AIMS = {figure: at_most(0.1) for figure in FIGURES}
 MODEL = "small"
 LONGEST = 2048
 POOL = 24_000
@@ -41,7 +43,7 @@ AIM = 0.10
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv, NAME, __doc__, _flags)
-    report = Report(NAME)
+    report = Report(NAME, AIMS)
     run(options, report)
     return report.finish(options)
 
@@ -54,7 +56,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 def run(options: Options, report: Report) -> None:
     """Calibrate, predict, measure, compare."""
     model = options.extra.model
-    lengths, rounds = (5, 5) if options.quick else (7, 9)
+    lengths, rounds = options.pick((7, 9), quick=(5, 5), tiny=(5, 1))
     with _server(model, "0", 1) as (server, quiet):
         report.note(quiet)
         profile = _calibrate(server.url, lengths, rounds, options.extra.profile)

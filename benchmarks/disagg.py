@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks import disagg_figures
-from benchmarks.common import SEED, Options, Report, parse
+from benchmarks.common import SEED, Options, Report, at_most, parse
 from benchmarks.data import data_folder
 from benchmarks.disagg_loads import LOADS, Session, Size, sessions
 from benchmarks.disagg_loads import Turn as Said
@@ -51,6 +51,12 @@ from benchmarks.router_processes import peer_missing
 from sglang_ext.errors import ConfigError
 
 NAME = "disagg"
+AIMS = {
+    "wrong_answers": at_most(0),
+    "ttft_c3_vs_c1_turn3": at_most(0.6),
+    "jct_c3_vs_basic": at_most(1.0),
+    "ttft_c3_vs_stock_mooncake_tcp": at_most(0.8),
+}
 FIGURES = ("pull_vs_push", "layers", "xpyd")
 ALL = {design.name: design for design in (*DESIGNS, ROUTED, STOCK_ROUTED, STOCK_DESIGN)}
 TIE = 1e-4
@@ -235,7 +241,7 @@ class Designs:
         self.designs = designs
         used = {design.servers for design in designs}
         self._specs = {name: spec for name, spec in self._specs.items() if name in used}
-        self.size = Size(*((4, 64, 64, 1000) if options.quick else (5, 256, 128, 2000)))
+        self.size = Size(*options.pick((5, 256, 128, 2000), quick=(4, 64, 64, 1000), tiny=(3, 32, 8, 200)))
         loads = chosen(extra.loads, list(LOADS), "--loads")
         count = extra.sessions or options.rounds(4, quick=1)
         self.played = sessions(data_folder(extra.data), count, self.size, loads)
@@ -281,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns its exit status."""
     begin = time.monotonic()
     options = parse(argv, NAME, __doc__, add_flags)
-    report = Report(NAME)
+    report = Report(NAME, AIMS)
     figures = [name for name in FIGURES if getattr(options.extra, name)]
     designs = None if figures else Designs(options, report)
     # Ends what was started, and what was seen until then is told.

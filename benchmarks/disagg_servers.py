@@ -192,7 +192,12 @@ def stock(mooncake: Path | None) -> GroupSpec:
         1,
         1,
         ("--disaggregation-transfer-backend", "mooncake_tcp"),
-        ("--disaggregation-decode-retraction-backup", "cpu_tensor"),
+        # With what it has for caching on decode, which is off unless it is asked for.
+        (
+            "--disaggregation-decode-retraction-backup",
+            "cpu_tensor",
+            "--disaggregation-decode-enable-radix-cache",
+        ),
         ours=False,
         environment=tuple(mooncake_environment(mooncake).items()),
     )

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.common import SEED, Report, parse, percentile
+from benchmarks.common import SEED, Report, at_least, parse, percentile
 from benchmarks.index_workload import TURN_TOKENS, Prompt, Workload
 from sglang_ext.patches import runtime
 
@@ -32,6 +32,11 @@ OURS = "ours"
 PYTHON, UNIFIED, RUST = PEERS = "python", "unified", "rust"
 """SGLang's RadixCache, and its UnifiedRadixCache with the Python and with the Rust core."""
 
+AIMS = {
+    "match_vs_sglang_python": at_least(3.0),
+    "insert_vs_sglang_python": at_least(3.0),
+    "match_vs_sglang_rust": at_least(1.0),
+}
 CONVERSATIONS = 32
 """Measured conversations in each tree."""
 
@@ -198,8 +203,10 @@ class Case:
     page: int
 
 
-def cases(quick: bool) -> list[Case]:
+def cases(quick: bool, tiny: bool = False) -> list[Case]:
     """Every size with SGLang's default page, then every prompt length with larger pages in one tree."""
+    if tiny:
+        return [Case(1_000, next(iter(TURN_TOKENS)), page) for page in (1, 16)]
     sizes = (1_000, 10_000) if quick else (1_000, 10_000, 100_000)
     default = [Case(nodes, length, 1) for nodes in sizes for length in TURN_TOKENS]
     lengths = list(TURN_TOKENS)[1:2] if quick else list(TURN_TOKENS)
@@ -245,9 +252,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # SGLang's trees are faster with one thread: the tensors they join are too small to share out.
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
-    report = Report("index")
-    calls = options.rounds(192, quick=64)
-    measured = {case: run(report, case, calls) for case in cases(options.quick)}
+    report = Report("index", AIMS)
+    calls = options.pick(192, quick=64, tiny=8)
+    measured = {case: run(report, case, calls) for case in cases(options.quick, options.tiny)}
     summarize(report, measured)
     report.note("case: nodes / tokens of the prompt / SGLang's page size; times are microseconds per call")
     report.note(

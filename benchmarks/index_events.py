@@ -255,14 +255,15 @@ def router_rows(report: Report, sources: Sequence[Sent], calls: int) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv, "index_events", __doc__)
     report = Report("index_events")
-    passes = options.rounds(6000, quick=2000)
+    passes = options.pick(6000, quick=2000, tiny=300)
     instances = options.rounds(8, quick=4)
+    warm = options.pick(1200, quick=1200, tiny=100)
     gc.collect()
     gc.disable()
     try:
-        first = scheduler_rows(report, passes, warm=1200)
-        others = [told(f"instance-{number}", SEED + number, passes + 1200) for number in range(1, instances)]
-        router_rows(report, [first, *others], calls=400)
+        first = scheduler_rows(report, passes, warm=warm)
+        others = [told(f"instance-{number}", SEED + number, passes + warm) for number in range(1, instances)]
+        router_rows(report, [first, *others], calls=options.pick(400, quick=400, tiny=50))
     finally:
         gc.enable()
     report.note(

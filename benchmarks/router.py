@@ -18,11 +18,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.common import Report, parse
+from benchmarks.common import Report, at_least, at_most, parse
 from benchmarks.router_serving import SERVING_CASES, measure_serving
 from benchmarks.router_speed import measure_speed
 
 PARTS = ("speed", "serving")
+AIMS = {
+    "added_p50_vs_sglang_router": at_most(1.0),
+    "added_p99_vs_sglang_router": at_most(1.0),
+    "rps_vs_sglang_router": at_least(1.0),
+    "rps_fresh_vs_sglang_router": at_least(1.0),
+    "reuse_vs_cache_aware": at_least(1.2),
+    "reuse_vs_cache_aware_scarce": at_least(1.2),
+    "reuse_vs_cache_aware_restart": at_least(1.2),
+    "p99_ttft_vs_session_share2": at_most(0.41),
+}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Ends what was started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = parse(argv, "router", __doc__, add_flags)
-    report = Report("router")
+    report = Report("router", AIMS)
     try:
         if "speed" in options.extra.parts:
             measure_speed(options, report, options.extra.sglang_router_python)

@@ -8,6 +8,7 @@ for their status and their end.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import random
 import sys
@@ -36,7 +37,8 @@ class Job:
         stream: whether to ask for streams.
         connections: at the same time.
         seconds: how long, after `warmup_s`.
-        fresh: every prompt is new.
+        fresh: how many prompts to make that no job before has sent; 0 for those that all jobs share.
+        first: the number of the first of them.
     """
 
     port: int
@@ -46,7 +48,8 @@ class Job:
     connections: int
     seconds: float
     warmup_s: float = 0.2
-    fresh: bool = False
+    fresh: int = 0
+    first: int = 0
 
 
 def prompt(number: int, size: int) -> str:
@@ -66,9 +69,21 @@ but all were when we there can your which their said if do will each about how u
 _WORDS = [f"{word} " for word in _TEXT.split()]
 
 
+@functools.cache
+def _long_text() -> str:
+    return prompt(0, 1 << 21)
+
+
+def fresh_prompt(number: int, size: int) -> str:
+    """As `prompt`, made faster: a beginning of its own, then a part of one long text from anywhere in it."""
+    text = _long_text()
+    start = random.Random(number).randrange(len(text) - size)
+    return f"{number:x} {text[start : start + size]}"[:size]
+
+
 def message(job: Job, number: int) -> bytes:
     """A whole request."""
-    text = prompt(number, job.prompt_bytes)
+    text = (fresh_prompt if job.fresh else prompt)(number, job.prompt_bytes)
     body: dict[str, Any] = {"stream": job.stream}
     if job.path == "/generate":
         body |= {"text": text, "sampling_params": {"max_new_tokens": 16, "temperature": 0}}
@@ -93,12 +108,18 @@ class Load:
         self.counting = False
         self.running = True
         self.random = random.Random(SEED)
-        self.fresh = 0
+        self.sent = 0
+        self.last = 0.0
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every fresh prompt has been sent."""
+        return 0 < self.job.fresh <= self.sent
 
     def next(self) -> bytes:
         if self.job.fresh:
-            self.fresh += 1
-            return self.messages[self.fresh % len(self.messages)]
+            self.sent += 1
+            return self.messages[self.sent - 1]
         return self.messages[self.random.randrange(len(self.messages))]
 
 
@@ -118,7 +139,7 @@ class Connection(asyncio.Protocol):
         self._ask()
 
     def _ask(self) -> None:
-        if not self._load.running:
+        if not self._load.running or self._load.exhausted:
             self._transport.close()
             return
         data = self._load.next()
@@ -139,6 +160,7 @@ class Connection(asyncio.Protocol):
         if load.counting:
             status = self._parser.get_status_code()
             load.statuses[status] = load.statuses.get(status, 0) + 1
+            load.last = now
             load.latencies.append(now - self._sent)
             load.first_bytes.append((self._first or now) - self._sent)
         if self._parser.should_keep_alive():
@@ -151,8 +173,8 @@ class Connection(asyncio.Protocol):
 
 async def run(job: Job) -> dict[str, Any]:
     """Carry out a job. Times in seconds."""
-    count = DISTINCT if not job.fresh else 2000
-    load = Load(job, [message(job, number) for number in range(count)])
+    numbers = range(job.first, job.first + job.fresh) if job.fresh else range(DISTINCT)
+    load = Load(job, [message(job, number) for number in numbers])
     loop = asyncio.get_running_loop()
     connections = [
         (await loop.create_connection(lambda: Connection(load), "127.0.0.1", job.port))[1]
@@ -163,7 +185,8 @@ async def run(job: Job) -> dict[str, Any]:
     begin = time.perf_counter()
     await asyncio.sleep(job.seconds)
     load.counting = False
-    elapsed = time.perf_counter() - begin
+    # Fresh prompts may have run out before.
+    elapsed = (load.last if load.exhausted else time.perf_counter()) - begin
     load.running = False
     async with asyncio.timeout(30):
         await asyncio.gather(*(connection.ended for connection in connections))

@@ -44,6 +44,8 @@ class Plan:
 
 
 def plan_for(options: Options) -> Plan:
+    if options.tiny:
+        return Plan(2, 2048, 2, 4096, 2, 4, 2, 2, 1)
     if options.quick:
         return Plan(2, 2048, 2, 4096, 6, 36, 3, 6, 1)
     return Plan(3, 2048, 4, 4096, 12, 45, 4, 24, 3)

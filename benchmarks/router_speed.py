@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import random
 import statistics
@@ -34,6 +35,7 @@ from sglang_ext.testing.tokenizer import write_tokenizer
 WORKERS = 4
 SERVICE_S = 0.001
 """Of a stand-in. Without it, cache_aware sends everything to one worker, which is always free."""
+FIRST_FRESH = 1 << 20
 DIRECT, OURS = "direct", "ours"
 ONE, MANY = 1, 32
 """Connections: one shows what a request waits longer, many show how many requests a core carries."""
@@ -47,22 +49,32 @@ class Case:
     prompt_bytes: int
     stream: bool
     connections: int
+    fresh: bool = False
+    """Whether no prompt was seen before, so that each is tokenized anew."""
 
     @property
     def name(self) -> str:
-        what = "chat stream" if self.stream else "generate"
+        what = "chat stream" if self.stream else "generate fresh" if self.fresh else "generate"
         return f"{what} {self.prompt_bytes // 1024} KB, {self.connections} conn."
 
-    def job(self, port: int, seconds: float) -> Job:
-        return Job(port, self.path, self.prompt_bytes, self.stream, self.connections, seconds)
+    def job(self, port: int, seconds: float, first: int = 0) -> Job:
+        job = Job(port, self.path, self.prompt_bytes, self.stream, self.connections, seconds)
+        if not self.fresh:
+            return job
+        # More than a router gets through.
+        prompts = int(seconds * FRESH_BYTES_PER_S / self.prompt_bytes)
+        return dataclasses.replace(job, fresh=max(4 * self.connections, prompts), first=first, warmup_s=0.0)
 
 
-CASES = tuple(
+FRESH_BYTES_PER_S = 48 << 20
+SEEN_CASES = tuple(
     Case(path, size, stream, connections)
     for connections in (ONE, MANY)
     for path, stream in (("/generate", False), ("/v1/chat/completions", True))
     for size in (1024, 32 * 1024)
 )
+FRESH_CASES = tuple(Case("/generate", size, False, MANY, fresh=True) for size in (1024, 8 * 1024, 32 * 1024))
+CASES = SEEN_CASES + FRESH_CASES
 
 
 @dataclass
@@ -76,7 +88,8 @@ class Leg:
 
 def measure_speed(options: Options, report: Report, peer_python: Path | None) -> None:
     """Rows of requests per second and added latency, and their summary."""
-    seconds, rounds, warm_s = (0.3, 3, 1.5) if options.quick else (3.0, 5, 1.5)
+    seconds, rounds, warm_s = options.pick((3.0, 5, 1.5), quick=(0.3, 3, 1.5), tiny=(0.1, 1, 0.1))
+    numbers = itertools.count(FIRST_FRESH, 1 << 20)
     with (
         tempfile.TemporaryDirectory(prefix="router-speed-") as name,
         _legs(Path(name), peer_python, report) as (
@@ -89,7 +102,7 @@ def measure_speed(options: Options, report: Report, peer_python: Path | None) ->
         for case in CASES:
             for leg in legs.values():
                 # Long enough that every prompt has been seen, and so tokenized.
-                warm_up = dataclasses.replace(case, connections=MANY)
+                warm_up = dataclasses.replace(case, connections=MANY, fresh=False)
                 load.measure(warm_up.job(leg.port, warm_s))
                 leg.results[case] = []
             for _ in range(rounds):
@@ -97,7 +110,7 @@ def measure_speed(options: Options, report: Report, peer_python: Path | None) ->
                 for leg_name in order:
                     leg = legs[leg_name]
                     before = cpu_seconds(leg.running.pid) if leg.running else 0.0
-                    result = load.measure(case.job(leg.port, seconds))
+                    result = load.measure(case.job(leg.port, seconds, next(numbers)))
                     result["cpu"] = cpu_seconds(leg.running.pid) - before if leg.running else 0.0
                     if set(result["statuses"]) != {"200"}:
                         raise RuntimeError(f"{leg_name}, {case.name}: {result['statuses']}")
@@ -140,7 +153,8 @@ def _legs(
             legs[name] = Leg(ports_of[name], running)
         report.note(
             f"speed: {WORKERS} stand-in workers that answer after {SERVICE_S * 1e3:g} ms; each router on one "
-            "core, logging warnings only; direct is one worker without a router; 64 prompts, seen before"
+            "core, logging warnings only; direct is one worker without a router; 64 prompts, seen before; or "
+            "fresh ones, each sent once"
         )
         yield load, legs
 
@@ -167,6 +181,11 @@ def _report_case(report: Report, case: Case, legs: dict[str, Leg]) -> None:
         )
 
 
+def _rps(legs: dict[str, Leg], name: str, case: Case) -> float:
+    results = legs[name].results[case]
+    return float(statistics.median(result["requests"] / result["seconds"] for result in results))
+
+
 def _added(legs: dict[str, Leg], name: str, case: Case, key: str) -> list[float]:
     """Milliseconds more than without a router, by round."""
     pairs = zip(legs[name].results[case], legs[DIRECT].results[case], strict=True)
@@ -182,6 +201,12 @@ def summarise(report: Report, legs: dict[str, Leg]) -> None:
     single = [case for case in CASES if case.connections == ONE]
     for key in ("p50", "p99"):
         report.summary[f"added_{key}_ms"] = max(_median_added(legs, OURS, case, key) for case in single)
+    report.summary["fresh_vs_seen_rps"] = min(
+        _rps(legs, OURS, fresh) / _rps(legs, OURS, seen)
+        for fresh in FRESH_CASES
+        for seen in SEEN_CASES
+        if dataclasses.replace(fresh, fresh=False) == seen
+    )
     if PEER not in legs:
         return
     for key in ("p50", "p99"):
@@ -194,12 +219,13 @@ def summarise(report: Report, legs: dict[str, Leg]) -> None:
             )
             for case in single
         )
-    report.summary["rps_vs_sglang_router"] = min(
-        statistics.median(
-            ours["requests"] / ours["seconds"] / (theirs["requests"] / theirs["seconds"])
-            for ours, theirs in zip(legs[OURS].results[case], legs[PEER].results[case], strict=True)
+    many = [case for case in SEEN_CASES if case.connections == MANY]
+    for key, cases in (("rps_vs_sglang_router", many), ("rps_fresh_vs_sglang_router", FRESH_CASES)):
+        report.summary[key] = min(
+            statistics.median(
+                ours["requests"] / ours["seconds"] / (theirs["requests"] / theirs["seconds"])
+                for ours, theirs in zip(legs[OURS].results[case], legs[PEER].results[case], strict=True)
+            )
+            for case in cases
         )
-        for case in CASES
-        if case.connections == MANY
-    )
     report.note("speed: the summary's ratios are those of the case in which ours does worst")

@@ -13,12 +13,23 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.common import Report, parse
+from benchmarks.common import Report, at_least, at_most, parse
 from benchmarks.tiers_copy import measure_copies
 from benchmarks.tiers_disk import measure_disk
 from benchmarks.tiers_serving import measure_servers
 
 PARTS = ("copy", "disk", "servers")
+AIMS = {
+    "dram_to_hbm_vs_copy": at_least(0.85),
+    "hbm_to_dram_vs_copy": at_least(0.85),
+    "disk_to_hbm_vs_fio": at_least(0.8),
+    "disk_read_vs_lmdb_cold": at_least(1.0),
+    "disk_read_vs_file_per_page_cold": at_least(1.0),
+    "disk_read_vs_lmcache": at_least(1.0),
+    "load_hidden_dram": at_least(0.9),
+    "ttft_disk_vs_recompute_8k": at_most(0.5),
+    "write_through_decode_cost": at_most(0.03),
+}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     options = parse(argv, "tiers", __doc__, add_flags)
-    report = Report("tiers")
+    report = Report("tiers", AIMS)
     if "copy" in options.extra.parts:
         measure_copies(options, report)
     if "disk" in options.extra.parts:

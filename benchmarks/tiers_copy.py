@@ -130,7 +130,7 @@ def measure_copies(options: Options, report: Report) -> None:
     memcpy.
     """
     warmup()
-    total = (128 if options.quick else 512) << 20
+    total = options.pick(512, quick=128, tiny=16) << 20
     ratios: dict[str, list[float]] = {"dram_to_hbm": [], "hbm_to_dram": []}
     for plane_bytes in PLANE_BYTES:
         pool = Pool(plane_bytes, total)
@@ -146,7 +146,7 @@ def measure_copies(options: Options, report: Report) -> None:
             "dram_to_hbm numpy": pool.fancy(to_arena=False),
             "hbm_to_dram numpy": pool.fancy(to_arena=True),
         }
-        times = paired(legs, rounds=options.rounds(15, quick=5), deadline=8 if options.quick else 60)
+        times = paired(legs, rounds=options.rounds(15, quick=5), deadline=options.pick(60, quick=8, tiny=1))
         for way, found in ratios.items():
             ratio = times.ratio(f"{way} memcpy", way)
             found.append(ratio)

@@ -2,8 +2,8 @@
 
 LMCache wants other versions of common packages than SGLang, so it lives in an environment of its own, which
 has neither this package nor what it needs: this file imports nothing but the standard library, torch and
-LMCache. It reads commands from its input, `write` or `read`, one a line, and answers each with the seconds
-that it took, in JSON.
+LMCache. It reads commands from its input, `clear`, `write` or `read`, one a line, and answers each with the
+seconds that it took, in JSON.
 """
 
 from __future__ import annotations
@@ -68,11 +68,14 @@ class Backend:
             found.tensor.view(torch.int16).random_(generator=generator)
         self.beginnings = [found.tensor.view(torch.int16).view(-1)[:PROBE].clone() for found in self.objects]
 
-    def write(self) -> None:
-        """Put every chunk, not synced: the backend has no way to ask for it."""
+    def clear(self) -> None:
+        """Remove every chunk."""
         for key in self.keys:
             if self.disk.contains(key):
                 self.disk.remove(key)
+
+    def write(self) -> None:
+        """Put every chunk, not synced: the backend has no way to ask for it."""
         left = threading.Semaphore(0)
         for key, found in zip(self.keys, self.objects, strict=True):
             self.disk.submit_put_task(key, found, on_complete_callback=lambda _key: left.release())
@@ -108,7 +111,7 @@ def main() -> int:
     for line in sys.stdin:
         command = line.strip()
         begin = time.perf_counter()
-        {"write": backend.write, "read": backend.read}[command]()
+        {"clear": backend.clear, "write": backend.write, "read": backend.read}[command]()
         answers.write(json.dumps({"seconds": time.perf_counter() - begin}) + "\n")
     backend.close()
     return 0

@@ -17,7 +17,7 @@ from sglang_ext.geometry import mha_geometry
 from sglang_ext.testing.models import RECIPES
 from sglang_ext.tiered_store.copy import PoolCopier, warmup
 from sglang_ext.tiered_store.disk import DiskTier
-from sglang_ext.tiered_store.disk_state import DiskConfig
+from sglang_ext.tiered_store.disk_state import DiskConfig, IoMode
 from sglang_ext.tiered_store.dram import DramArena
 from sglang_ext.tiered_store.loader import Loader
 from sglang_ext.tiered_store.tier import BlockMemory, Outcome
@@ -35,9 +35,10 @@ class PlainLoad:
     Args:
         tokens: of the prefix; a multiple of a block.
         folder: for a disk tier with the prefix in it, on the same file system as the servers'.
+        io: how the servers read from disk.
     """
 
-    def __init__(self, tokens: int, folder: Path) -> None:
+    def __init__(self, tokens: int, folder: Path, io: IoMode) -> None:
         warmup()
         self.blocks = tokens // BLOCK_TOKENS
         self.nbytes = tokens * TOKEN_BYTES
@@ -63,7 +64,7 @@ class PlainLoad:
         pool = np.random.default_rng(SEED).permutation(self.blocks)
         self._slots = (pool[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)).ravel()
         self._turn = 0
-        self._tier = DiskTier(DiskConfig(folder, 4 * self.nbytes + (64 << 20)), layout)
+        self._tier = DiskTier(DiskConfig(folder, 4 * self.nbytes + (64 << 20), io=io), layout)
         self._loader = Loader(LOAD_BYTES)
         self._keys = [number.to_bytes(16, "little") for number in range(self.blocks)]
         writer = WriteBehind(self._tier, backlog_bytes=2 * self.nbytes)

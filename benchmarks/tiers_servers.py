@@ -15,8 +15,10 @@ from typing import Any
 import httpx
 
 from benchmarks.tiers_timed_server import FILE_VARIABLE, PARTS, Parts, standstill
+from sglang_ext.geometry import BlockLayout
 from sglang_ext.testing.models import RECIPES
 from sglang_ext.testing.servers import ServerProcess, ServerSpec, wait_until
+from sglang_ext.tiered_store.disk_state import IoMode
 
 MODEL = "small"
 BLOCK_TOKENS = 16
@@ -52,7 +54,7 @@ class TimedSpec(ServerSpec):
         ]
 
 
-def spec(sizes: Sizes, folder: Path, durability: str) -> TimedSpec:
+def spec(sizes: Sizes, folder: Path, durability: str, io: IoMode) -> TimedSpec:
     """A server that loads whatever it finds, prefills a prompt in one piece, and writes as far as asked."""
     return TimedSpec(
         environment={
@@ -64,7 +66,7 @@ def spec(sizes: Sizes, folder: Path, durability: str) -> TimedSpec:
         flags=(
             *("--radix-cache-backend", "global", "--kv-load-policy", "always"),
             *("--kv-dram-size", str(sizes.dram * TOKEN_BYTES)),
-            *("--kv-disk-path", str(folder), "--kv-disk-size", str(DISK_BYTES)),
+            *("--kv-disk-path", str(folder), "--kv-disk-size", str(DISK_BYTES), "--kv-disk-io", io.value),
             *("--kv-durability", durability, "--kv-block-size", str(BLOCK_TOKENS)),
             # On a CPU, SGLang's attention looks at the whole prompt again for each chunk: one piece is the
             # fastest way to compute it, and so the fairest to compare loading with.
@@ -72,6 +74,18 @@ def spec(sizes: Sizes, folder: Path, durability: str) -> TimedSpec:
             # Sizes are given above; what SGLang would reserve for a batch of any length is not.
             *("--mem-fraction-static", "0.5"),
         ),
+    )
+
+
+def kv_layout() -> BlockLayout:
+    """A block of the servers' KV."""
+    config = RECIPES[MODEL].config
+    row = int(config["num_key_value_heads"]) * int(config["head_dim"]) * 4
+    return BlockLayout.uniform(
+        n_layers=int(config["num_hidden_layers"]),
+        planes_per_layer=2,
+        row_bytes=row,
+        block_tokens=BLOCK_TOKENS,
     )
 
 

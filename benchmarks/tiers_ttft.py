@@ -26,6 +26,7 @@ from benchmarks.tiers_disk import forget
 from benchmarks.tiers_load import PlainLoad
 from benchmarks.tiers_servers import BLOCK_TOKENS, Client, Prompt, Prompts, Sizes
 from benchmarks.tiers_timed_server import PARTS, Parts
+from sglang_ext.tiered_store.disk_state import IoMode
 
 NEW_TOKENS = 512
 SWEEPER_TOKENS = 1024
@@ -81,6 +82,12 @@ class Length:
     disk: Loads
 
     @property
+    def disk_vs_hbm(self) -> float:
+        """Median over rounds of the whole TTFT of a disk hit over that of an HBM hit of the same tokens."""
+        pairs = zip(self.disk.loading, self.disk.present, strict=True)
+        return statistics.median(a / b for a, b in pairs)
+
+    @property
     def disk_vs_recompute(self) -> float:
         """Median over rounds of TTFT of a disk hit over TTFT of the same length computed."""
         pairs = zip(self.disk.loading, self.cold, strict=False)
@@ -98,7 +105,8 @@ def sizes_for(longest: int) -> Sizes:
 class Stage:
     """One server, and the prompts that push others out of its tiers."""
 
-    def __init__(self, client: Client, sizes: Sizes, prompts: Prompts, folder: Path) -> None:
+    def __init__(self, client: Client, sizes: Sizes, prompts: Prompts, folder: Path, io: IoMode) -> None:
+        self.io = io
         self.client = client
         self.sizes = sizes
         self.prompts = prompts
@@ -131,7 +139,7 @@ class Stage:
 def measure_length(stage: Stage, tokens: int, *, cold_rounds: int, seconds: float) -> Length:
     """Rounds of each tier for prompts of one length, in about so many seconds, at least a few rounds."""
     base = stage.prompts.new(tokens - NEW_TOKENS)
-    with plain_load(len(base), stage.folder.parent / f"load-{tokens}") as plain:
+    with plain_load(len(base), stage.folder.parent / f"load-{tokens}", stage.io) as plain:
         cold = [_cold(stage, tokens) for _ in range(cold_rounds)]
         stage.client.ask(base)
         stage.settle()
@@ -143,8 +151,8 @@ def measure_length(stage: Stage, tokens: int, *, cold_rounds: int, seconds: floa
 
 
 @contextlib.contextmanager
-def plain_load(tokens: int, folder: Path) -> Iterator[PlainLoad]:
-    plain = PlainLoad(tokens, folder)
+def plain_load(tokens: int, folder: Path, io: IoMode) -> Iterator[PlainLoad]:
+    plain = PlainLoad(tokens, folder, io)
     try:
         yield plain
     finally:
@@ -198,6 +206,8 @@ def report_lengths(report: Report, lengths: Sequence[Length]) -> None:
         for loads in (length.dram, length.disk):
             report.add(
                 f"load {loads.tokens} tokens from {loads.tier}",
+                ttft_ms=1000 * statistics.median(loads.loading),
+                hbm_hit_ttft_ms=1000 * statistics.median(loads.present),
                 load_ms=1000 * statistics.median(loads.load),
                 shown_ms=1000 * statistics.median(loads.shown),
                 shown_p99_ms=1000 * percentile(loads.shown, 99),
@@ -217,4 +227,5 @@ def report_lengths(report: Report, lengths: Sequence[Length]) -> None:
     report.summary["load_hidden_dram"] = hidden([length.dram for length in lengths])
     report.summary["load_hidden_disk"] = hidden([length.disk for length in lengths])
     for length in lengths:
+        report.summary[f"ttft_disk_vs_hbm_{length.tokens // 1024}k"] = length.disk_vs_hbm
         report.summary[f"ttft_disk_vs_recompute_{length.tokens // 1024}k"] = length.disk_vs_recompute

@@ -26,7 +26,7 @@ from sglang_ext.disagg.pools import MemoryRange, PoolSpec
 from sglang_ext.disagg.tensors import TensorMeta
 from sglang_ext.disagg.transfer import Endpoint
 from sglang_ext.disagg.transports import _stream
-from sglang_ext.disagg.transports._copy import copy_runs
+from sglang_ext.disagg.transports._copy import STREAM_BYTES, copy_runs
 from sglang_ext.geometry import Shard
 from sglang_ext.wire import pack_ids, unpack_ids
 
@@ -123,10 +123,16 @@ Leg = Callable[[Ids, Ids, int], None]
 
 
 def memory_copy(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]) -> Leg:
-    """The limit: memcpy of the same pattern inside one process, with `shm`'s own loop."""
+    """The limit: a copy of the same pattern inside one process, with `shm`'s own loop and its streaming
+    stores.
+    """
     a, b = np.array([source.ctypes.data]), np.array([target.ctypes.data])
     flag = np.zeros(1, np.int64)
-    return lambda there, here, size: copy_runs(table(there, here, size), b, 2, a, 0, 0, flag) and None
+
+    def leg(there: Ids, here: Ids, size: int) -> None:
+        copy_runs(table(there, here, size), b, 2, a, 0, STREAM_BYTES, flag)
+
+    return leg
 
 
 def raw_cma(pid: int, address: int, target: npt.NDArray[np.uint8]) -> Leg:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common import Report, Samples, paired, parse, percentile
+from benchmarks.common import Report, Samples, at_least, at_most, paired, parse, percentile
 
 
 def test_legs_take_turns_and_warmup_is_not_counted() -> None:
@@ -46,18 +46,29 @@ def test_percentile_of_nothing_is_refused() -> None:
 def test_report_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = parse(["--quick", "--json", str(tmp_path / "out.json")], "demo", __doc__)
     assert options.rounds(9, quick=2) == 2
-    report = Report("demo")
+    aims = {"ratio": at_least(0.8), "cost": at_most(0.03), "not_measured": at_least(1.0)}
+    report = Report("demo", aims)
     report.add("copy [bold]", gb_s=12.3456, ok=True)
     report.add("read", gb_s=None, ok=False)
     report.add("other", microseconds=12345.6)
     report.note("fio is not installed")
     report.summary["ratio"] = 0.8512
+    report.summary["cost"] = 0.04
     assert report.finish(options) == 0
     printed = capsys.readouterr().out
-    for text in ("copy [bold]", "12.3", "12,346", "note: fio", "ratio: 0.851"):
+    for text in ("copy [bold]", "12.3", "12,346", "note: fio"):
         assert text in printed
+    lines = [line.split() for line in printed.splitlines()]
+    row = {line[1]: line for line in lines if len(line) > 3 and line[1] in aims}
+    assert row["ratio"][3:-1] == ["0.851", "│", "at", "least", "0.8", "│", "met"]
+    assert row["cost"][3:-1] == ["0.04", "│", "at", "most", "0.03", "│", "missed"]
     written = json.loads((tmp_path / "out.json").read_text())
-    assert list(written) == ["name", "environment", "rows", "summary", "notes"]
+    assert list(written) == ["name", "environment", "rows", "summary", "aims", "notes"]
     assert written["rows"][0] == {"case": "copy [bold]", "gb_s": 12.3456, "ok": True}
+    assert written["aims"] == {
+        "ratio": {"aim": "at least 0.8", "met": True},
+        "cost": {"aim": "at most 0.03", "met": False},
+        "not_measured": {"aim": "at least 1", "met": None},
+    }
     assert written["environment"]["cores"] >= 1
     assert written["environment"]["packages"]["numpy"]

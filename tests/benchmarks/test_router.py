@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -11,12 +12,14 @@ import pytest
 
 from benchmarks.common import Report
 from benchmarks.router import main
-from benchmarks.router_load import Job
+from benchmarks.router_load import Job, message
 from benchmarks.router_processes import PEER, generator, peer_missing, stand_ins
 from benchmarks.router_sessions import Words, conversations, play_arriving, play_rounds
-from benchmarks.router_speed import CASES, DIRECT, MANY, ONE, OURS, Leg, summarise
+from benchmarks.router_speed import CASES, DIRECT, FRESH_CASES, MANY, ONE, OURS, Leg, summarise
 from sglang_ext.testing.servers import wait_until
 from sglang_ext.testing.tokenizer import write_tokenizer
+
+CASE_OF_FRESH = FRESH_CASES[0]
 
 
 @pytest.fixture
@@ -33,6 +36,16 @@ def test_the_load_generator_counts_answers(path: str, stream: bool, tmp_path: Pa
     assert set(result["statuses"]) == {"200"}
     assert result["requests"] == result["statuses"]["200"] > 4
     assert 0.001 <= result["first_p50"] <= result["p50"] <= result["p99"]
+
+
+def test_no_fresh_prompt_is_sent_twice(tmp_path: Path, workers) -> None:
+    jobs = [CASE_OF_FRESH.job(workers[0], 0.2, first) for first in (1 << 20, 1 << 21)]
+    sent = {message(job, number) for job in jobs for number in range(job.first, job.first + job.fresh)}
+    assert len(sent) == sum(job.fresh for job in jobs) > 1000
+    with generator(tmp_path, core=None) as load:
+        few = dataclasses.replace(jobs[0], fresh=40)
+        result = load.measure(few)
+    assert result["requests"] == 40
 
 
 def test_conversations_share_their_beginnings_and_nothing_else(tmp_path: Path) -> None:
@@ -71,7 +84,8 @@ def test_the_summary_takes_the_worst_case() -> None:
     for case in CASES:
         is_worst = case.prompt_bytes > 1024 and case.stream
         legs[DIRECT].results[case] = [result(0.001, 1000)] * 3
-        legs[OURS].results[case] = [result(0.004 if is_worst else 0.002, 100 if is_worst else 900)] * 3
+        requests = 450 if case.fresh else 100 if is_worst else 900
+        legs[OURS].results[case] = [result(0.004 if is_worst else 0.002, requests)] * 3
         legs[PEER].results[case] = [result(0.002, 200)] * 3
     report = Report("router")
     summarise(report, legs)
@@ -81,7 +95,9 @@ def test_the_summary_takes_the_worst_case() -> None:
         "added_p99_ms": 6.0,
         "added_p50_vs_sglang_router": 3.0,
         "added_p99_vs_sglang_router": 3.0,
+        "fresh_vs_seen_rps": 0.5,
         "rps_vs_sglang_router": 0.5,
+        "rps_fresh_vs_sglang_router": 2.25,
     })  # fmt: skip
 
 

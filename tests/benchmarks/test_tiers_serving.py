@@ -80,6 +80,7 @@ def test_the_report_of_one_length() -> None:
     assert report.summary == {
         "load_hidden_dram": 0.75,
         "load_hidden_disk": 0.75,
+        "ttft_disk_vs_hbm_8k": 1.1,
         "ttft_disk_vs_recompute_8k": (10 / 20 + 11 / 44) / 2,
     }
     cases = [row["case"] for row in report.rows]
