@@ -6,6 +6,9 @@ request comes, it goes there, unless the instance died or filled up meanwhile: t
 other. So no session sticks to an instance, and a hint that is wrong, late or repeated costs nobody anything
 but what the book (``advisory_book``) allows.
 
+With prefill-decode disaggregation the place is a pair, and each of the two brings up what it holds itself. A
+decode instance that goes away is replaced, and the hint lives on: its KV is at the prefill instance.
+
 The decision is the policy's, over a fleet in which expected requests count as load.
 """
 
@@ -16,20 +19,21 @@ import dataclasses
 import logging
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 
-from router.advisory_book import BUSY, ENDED, REPEATED, Answer, Entry, Hint, HintBook, State
+from router.advisory_book import BUSY, ENDED, REPEATED, Answer, Entry, Hint, HintBook, Place, State
 from router.costs import RouterCosts
 from router.fetching import Fetching
 from router.fleet import Fleet
 from router.flight import Flight
 from router.hints import Advisory
 from router.observability import RouterMetrics
+from router.policies import Decision, Match, Policy, PolicyOptions, Prompt, Reason, Role, beginners
 from router.policies import Fleet as Instances
-from router.policies import Match, Policy, PolicyOptions, Prompt, beginners
+from router.policies.assembly import believed, with_decode
 from router.policies.prompt_tree import NOTHING, is_ahead
 from router.prompt_trees import PromptTrees
 from router.session_memory import SessionMemory
@@ -105,18 +109,28 @@ class Whereabouts:
 
 
 @dataclass(eq=False, slots=True)
+class _End:
+    """What one instance does for a hint."""
+
+    where: Whereabouts
+    moved: int = 0
+    """Tokens that it has brought to HBM for it."""
+    computed: int = 0
+    """Tokens that it has computed for it."""
+    told_until: float | None = None
+    """Until when it holds back what it has of it; None when it was told nothing."""
+    busy: bool = False
+    """It was told to bring something, and has not said that it has."""
+
+
+@dataclass(eq=False, slots=True)
 class _Kept:
     """What is kept of a hint besides the book's entry."""
 
-    where: Whereabouts
     tokens: int
     changed: asyncio.Event
-    moved: int = 0
-    """Tokens that were brought to HBM for it."""
-    computed: int = 0
-    """Tokens that were computed for it."""
-    told_until: float | None = None
-    """Until when the instance holds back what it has of it; None when it was told nothing."""
+    ends: dict[str, _End] = field(default_factory=dict)
+    """By instance: who was asked to do something for it, in the order of ``Place.names``."""
 
 
 class Advisor:
@@ -197,7 +211,7 @@ class Advisor:
         if entry is None:
             return answer, {"verdict": answer.verdict.value, "reason": answer.reason, "id": None}
         if entry.id not in self._kept:
-            self._kept[entry.id] = _Kept(Whereabouts(nowhere=hint.tokens), hint.tokens, asyncio.Event())
+            self._kept[entry.id] = _Kept(hint.tokens, asyncio.Event())
         if answer.start:
             self._start(entry)
         elif answer.reason == REPEATED:
@@ -206,18 +220,22 @@ class Advisor:
 
     def told(self, entry: Entry) -> dict[str, Any]:
         """What a client is told of its hint."""
-        kept = self._kept[entry.id]
+        kept, place = self._kept[entry.id], entry.place
         now = self._clock.monotonic()
+        end = kept.ends.get(entry.instance or "") or _End(Whereabouts(nowhere=kept.tokens))
+        decode = None if place is None or place.decode is None else kept.ends.get(place.decode)
         return {
             "id": entry.id,
             "object": "advisory",
             "state": entry.state.value,
             "why": entry.why or None,
             "instance": entry.instance,
+            "decode": None if place is None else place.decode,
             "session": entry.hint.session is not None,
-            "tokens": dataclasses.asdict(kept.where),
-            "moved_tokens": kept.moved,
-            "computed_tokens": kept.computed,
+            "tokens": dataclasses.asdict(end.where),
+            "moved_tokens": end.moved,
+            "decode_moved_tokens": None if decode is None else decode.moved,
+            "computed_tokens": end.computed,
             "expires_in_s": round(max(0.0, entry.expires - now), 3),
             "ready_after_s": None if entry.ready_at is None else round(entry.ready_at - entry.born, 6),
         }
@@ -253,23 +271,33 @@ class Advisor:
             self._start_all(started)
             return
         matches = self._trees.match(hint.namespace, hint.key)
-        prompt = Prompt(hint.tokens, hint.session, hint.priority, request_id=entry.id)
+        prompt = self._prompt(entry)
         policy, options = self._placement.policy, self._placement.options
         everywhere = self.fetching is not None and self.fetching.everywhere(fleet)
         among = self._spread(fleet, hint.priority, slack=0 if everywhere else 1)
         if self.fetching is not None and everywhere:
             # Its KV can be anywhere by then: load decides (Symphony, section 3.2).
-            chosen = self.fetching.balanced(among, matches)
+            balanced = Decision(self.fetching.balanced(among, matches), Reason.ADVISED)
+            decision = self._with_decode(balanced, prompt, among, matches)
         else:
-            chosen = policy(prompt, among, matches, self._costs, options).instance
-        self.book.placed(entry, chosen)
-        kept = self._kept[entry.id]
-        kept.where = whereabouts(matches, chosen, kept.tokens)
-        if not self._bring(entry, kept.where, fleet, matches):
-            # Nothing to move, or nobody who could: the request goes there all the same.
-            self._arrived(entry)
-        else:
-            self._changed(entry)
+            decision = policy(prompt, among, matches, self._costs, options)
+        self.book.placed(entry, Place(decision.instance, decision.decode))
+        self._bring(entry, decision.instance, fleet, matches, first=True)
+        if decision.decode is not None:
+            self._bring(entry, decision.decode, fleet, matches, first=False)
+        # Where there is nothing to move, or nobody who could, the request goes there all the same.
+        self._look(entry)
+
+    def _prompt(self, entry: Entry) -> Prompt:
+        """A hint as policies see it."""
+        hint = entry.hint
+        return Prompt(hint.tokens, hint.session, hint.priority, request_id=entry.id)
+
+    def _with_decode(
+        self, decision: Decision, prompt: Prompt, fleet: Instances, matches: Mapping[str, Match]
+    ) -> Decision:
+        known = believed(fleet, matches)
+        return with_decode(decision, prompt, fleet, known, self._costs, self._placement.options)
 
     def _expecting(self, fleet: Instances) -> Instances:
         """The fleet with the requests that are expected as load."""
@@ -286,36 +314,45 @@ class Advisor:
         """
         if priority <= 0:
             return fleet
-        expected = {known.name: self.book.promised(known.name, priority) for known in beginners(fleet)}
-        most = min(expected.values()) + slack
-        return tuple(known for known in fleet if expected.get(known.name, 0) <= most)
+        decoders = tuple(known for known in fleet if known.role is Role.DECODE)
+        crowded: set[str] = set()
+        for kind in (beginners(fleet), decoders):
+            expected = {known.name: self.book.promised(known.name, priority) for known in kind}
+            most = min(expected.values(), default=0) + slack
+            crowded |= {name for name, count in expected.items() if count > most}
+        return tuple(known for known in fleet if known.name not in crowded)
 
     def _bring(
-        self, entry: Entry, where: Whereabouts, fleet: Instances, matches: Mapping[str, Match]
-    ) -> bool:
-        """Tell the instance. Whether it has something to do, so that more will be heard."""
+        self, entry: Entry, name: str, fleet: Instances, matches: Mapping[str, Match], *, first: bool
+    ) -> None:
+        """Tell an instance, and note whether it has something to do, so that more will be heard.
+
+        first: the request goes there first. What a decode instance lacks it is handed over by the prefill
+        instance, so it is asked to bring up what it holds, and no more.
+        """
+        kept = self._kept[entry.id]
+        where = whereabouts(matches, name, kept.tokens)
+        end = kept.ends[name] = _End(where)
         hint = entry.hint
         names = hint.namespace
         assert isinstance(names, tuple)
         kind, adapter, _, _ = names
-        if kind != "tokens" or adapter is not None or not entry.instance:
-            return False
+        if kind != "tokens" or adapter is not None:
+            return
         source = None
-        if self.fetching is not None and where.elsewhere:
-            source = self.fetching.source_for(names, hint.key, entry.instance, fleet, matches, entry.id)
+        if first and self.fetching is not None and where.elsewhere:
+            source = self.fetching.source_for(names, hint.key, name, fleet, matches, entry.id)
         missing = where.nowhere + where.elsewhere >= self._trees.block_size
-        computes = missing and self._links.computes(entry.instance)
+        computes = first and missing and self._links.computes(name)
         to_do = source is not None or computes or bool(where.dram or where.disk)
-        if not to_do and not where.hbm:
-            return False
-        # What is in HBM already is to be held back.
-        return self._tell(entry, source) and to_do
+        if to_do or where.hbm:
+            # What is in HBM already is to be held back.
+            end.busy = self._tell(entry, name, source) and to_do
 
-    def _tell(self, entry: Entry, source: Source | None = None) -> bool:
+    def _tell(self, entry: Entry, name: str, source: Source | None = None) -> bool:
         hint = entry.hint
         names = hint.namespace
         assert isinstance(names, tuple)
-        assert entry.instance is not None
         _, _, extra_key, salt = names
         message = Advise(
             entry.id,
@@ -326,18 +363,18 @@ class Advisor:
             ttl_s=max(0.0, entry.expires - self._clock.monotonic()),
             source=source,
         )
-        sent = self._links.send(entry.instance, message)
+        sent = self._links.send(name, message)
         if sent:
-            self._kept[entry.id].told_until = entry.expires
+            self._kept[entry.id].ends[name].told_until = entry.expires
         return sent
 
     def _tell_again(self, entry: Entry) -> None:
-        """A hint was repeated and lives longer: its instance is to hold it back as long, and to bring again
-        what it has given up meanwhile.
+        """A hint was repeated and lives longer: its instances are to hold it back as long, and to bring again
+        what they have given up meanwhile.
         """
-        until = self._kept[entry.id].told_until
-        if until is not None and entry.expires - until >= AGAIN_S:
-            self._tell(entry)
+        for name, end in self._kept[entry.id].ends.items():
+            if end.told_until is not None and entry.expires - end.told_until >= AGAIN_S:
+                self._tell(entry, name)
 
     # -- what becomes of them -----------------------------------------------------------------------
 
@@ -349,25 +386,56 @@ class Advisor:
     def on_advised(self, name: str, advised: Advised) -> None:
         """An instance has done for a hint what it could."""
         entry = self.book.find(advised.id)
-        if entry is None or entry.instance != name or entry.state not in BUSY:
+        if entry is None or entry.state in ENDED:
             return
         kept = self._kept[entry.id]
-        brought, computed = advised.brought - kept.moved, advised.computed - kept.computed
-        kept.where = kept.where.brought_up(max(0, brought)).computed(max(0, computed))
-        kept.moved, kept.computed = advised.brought, advised.computed
+        end = kept.ends.get(name)
+        if end is None or not end.busy:
+            return
+        brought, computed = advised.brought - end.moved, advised.computed - end.computed
+        end.where = end.where.brought_up(max(0, brought)).computed(max(0, computed))
+        end.moved, end.computed = advised.brought, advised.computed
         self._metrics.hint_tokens.inc(max(0, brought))
         self._metrics.hint_computed_tokens.inc(max(0, computed))
-        if advised.end == COMPUTING:
+        end.busy = advised.end == COMPUTING
+        if end.busy:
             self.book.computing(entry)
-            self._changed(entry)
-        else:
+        self._look(entry)
+
+    def _look(self, entry: Entry) -> None:
+        """Something has changed: a hint is ready when nobody is doing anything for it any more."""
+        if entry.state in BUSY and not any(end.busy for end in self._kept[entry.id].ends.values()):
             self._arrived(entry)
+        else:
+            self._changed(entry)
 
     def on_lost(self, name: str) -> None:
-        """An instance is gone: what was expected there is not any more."""
+        """An instance is gone: what was expected there is not any more, and what it was to decode goes to
+        another one that decodes, if there is one."""
         for entry in self.book.lost(name, self._clock.monotonic()):
-            self._changed(entry)  # there is nobody to tell
+            self._kept[entry.id].ends.pop(name, None)  # there is nobody to tell
+            self._ended(entry)
+        for entry in self.book.decoding_at(name):
+            self._kept[entry.id].ends.pop(name, None)
+            self._decode_elsewhere(entry)
         self._start_all(self.book.startable())
+
+    def _decode_elsewhere(self, entry: Entry) -> None:
+        """The instance that was to decode is gone: choose another one, which brings up what it holds."""
+        assert entry.instance is not None
+        fleet = self._expecting(self._fleet.usable())
+        if all(known.name != entry.instance for known in beginners(fleet)):
+            self.book.failed(entry, self._clock.monotonic(), "no instance is left that decodes")
+            self._ended(entry)
+            return
+        matches = self._trees.match(entry.hint.namespace, entry.hint.key)
+        again = self._with_decode(
+            Decision(entry.instance, Reason.ADVISED), self._prompt(entry), fleet, matches
+        )
+        self.book.placed(entry, Place(entry.instance, again.decode))
+        if again.decode is not None:
+            self._bring(entry, again.decode, fleet, matches, first=False)
+        self._look(entry)
 
     def _arrived(self, entry: Entry) -> None:
         self._start_all(self.book.arrived(entry, self._clock.monotonic()))
@@ -380,11 +448,11 @@ class Advisor:
     def _ended(self, entry: Entry) -> None:
         """A hint has ended: nothing more needs to be brought for it, and nothing held back."""
         kept = self._kept.get(entry.id)
-        told = kept is not None and kept.told_until is not None
         # An instance knows by itself when the time is over; then there is only work to be stopped.
         over = entry.state is State.EXPIRED and entry.ended_from not in BUSY
-        if entry.instance is not None and told and not over:
-            self._links.send(entry.instance, Withdraw(entry.id))
+        for name, end in {} if kept is None or over else kept.ends.items():
+            if end.told_until is not None:
+                self._links.send(name, Withdraw(entry.id))
         self._changed(entry)
 
     def _changed(self, entry: Entry) -> None:
@@ -395,8 +463,9 @@ class Advisor:
 
     # -- requests -----------------------------------------------------------------------------------
 
-    def expected_at(self, flight: Flight, fleet: Instances) -> str | None:
-        """Where a request was announced to run, if it was and can. Ends its hint."""
+    def expected_at(self, flight: Flight, fleet: Instances) -> Place | None:
+        """Where a request was announced to run, if it was and can; without the instance that decodes, if only
+        that one cannot. Ends its hint."""
         if not len(self.book) or len(flight.prompts) != 1:
             return None
         (prompt,) = flight.prompts
@@ -408,11 +477,19 @@ class Advisor:
         self._metrics.hints_used.labels("early" if entry.ready_at is None else "ready").inc()
         self._ended(entry)
         self._start_all(self.book.startable())
-        least = min(known.in_flight for known in fleet)
-        for known in fleet:
-            if known.name == entry.instance and not is_ahead(known, least, self._placement.options):
-                return known.name
-        return None
+        place = entry.place
+        if place is None or not self._can_take(place.instance, beginners(fleet)):
+            return None
+        decoders = tuple(known for known in fleet if known.role is Role.DECODE)
+        decode = place.decode if place.decode and self._can_take(place.decode, decoders) else None
+        return Place(place.instance, decode)
+
+    def _can_take(self, name: str, fleet: Instances) -> bool:
+        """Whether an instance is among those of its kind, and does not carry too much beside them."""
+        least = min((known.in_flight for known in fleet), default=0)
+        return any(
+            known.name == name and not is_ahead(known, least, self._placement.options) for known in fleet
+        )
 
     def learn(self, flight: Flight, namespace: tuple[str | None, ...], key: bytes) -> None:
         """A session's conversation ends with ``key`` now."""
@@ -424,7 +501,8 @@ class Advisor:
     def tick(self) -> None:
         """End what was not used in time or has lost its instance, and forget what has ended long ago."""
         usable = {known.name for known in self._fleet.usable()}
-        for name in {entry.instance for entry in self.book.live() if entry.instance} - usable:
+        places = [entry.place for entry in self.book.live() if entry.place is not None]
+        for name in {name for place in places for name in place.names} - usable:
             self.on_lost(name)
         self._expire(self._clock.monotonic())
         self._start_all(self.book.startable())

@@ -10,8 +10,9 @@ never harms anybody:
 - nothing left of the budget: deferred, and started when another one ends;
 - the same again: the first one lives longer, and nothing is moved twice.
 
-What was promised to a request is a *place*: the instance where its KV is being brought. Places count as load,
-or all hints of one moment would choose the same instance; those of high priority are counted by themselves.
+What was promised to a request is a *place*: the instance where its KV is being brought, and beside one that
+only prefills the instance that will decode. Places count as load at both, or all hints of one moment would
+choose the same instance; those of high priority are counted by themselves.
 
 Pure: no I/O and no clock; ``now`` is seconds of any clock that does not go back.
 """
@@ -82,6 +83,19 @@ class Verdict(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where a request is expected. decode: the instance that decodes, where ``instance`` only prefills."""
+
+    instance: str
+    decode: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every instance that takes part."""
+        return (self.instance,) if self.decode is None else (self.instance, self.decode)
+
+
+@dataclass(frozen=True, slots=True)
 class HintLimits:
     """What one tenant may cause.
 
@@ -131,13 +145,18 @@ class Entry:
     state: State
     born: float
     expires: float
-    instance: str | None = None
+    place: Place | None = None
     why: str = ""
     """Why it ended, for people."""
     ready_at: float | None = None
     ended_at: float | None = None
     ended_from: State | None = None
     """What it was when it ended."""
+
+    @property
+    def instance(self) -> str | None:
+        """The instance to which the request will be sent first."""
+        return None if self.place is None else self.place.instance
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,14 +251,15 @@ class HintBook:
             return Answer(Verdict.CLIPPED, reason, entry, start=True)
         return Answer(Verdict.ACCEPTED, "new", entry, start=True)
 
-    def placed(self, entry: Entry, instance: str) -> None:
-        """The request is expected at ``instance``."""
+    def placed(self, entry: Entry, place: Place) -> None:
+        """The request is expected there."""
         if entry.state in ENDED:
             return
         self._leave_place(entry)
-        entry.instance = instance
-        self._places[instance] += 1
-        self._ranks.setdefault(instance, Counter())[entry.hint.priority] += 1
+        entry.place = place
+        for name in place.names:
+            self._places[name] += 1
+            self._ranks.setdefault(name, Counter())[entry.hint.priority] += 1
 
     def arrived(self, entry: Entry, now: float) -> list[Entry]:
         """Everything is there. Returns those that can start now."""
@@ -315,13 +335,16 @@ class HintBook:
         return sum(count for priority, count in ranks.items() if priority >= least)
 
     def lost(self, instance: str, now: float) -> list[Entry]:
-        """``instance`` is gone. Returns the hints that were placed there, which have failed."""
-        gone = [
-            entry for live in self._live.values() for entry in live.values() if entry.instance == instance
-        ]
+        """``instance`` is gone. Returns the hints that were placed there, which have failed. Those whose
+        requests it was only to decode have not: see ``decoding_at``."""
+        gone = [entry for entry in self.live() if entry.instance == instance]
         for entry in gone:
             self._end(entry, State.FAILED, now, f"{instance} went away")
         return gone
+
+    def decoding_at(self, instance: str) -> list[Entry]:
+        """The hints whose requests ``instance`` is to decode: if it is gone, each needs another one."""
+        return [entry for entry in self.live() if entry.place is not None and entry.place.decode == instance]
 
     # -- time -------------------------------------------------------------------------------------
 
@@ -411,14 +434,14 @@ class HintBook:
         entry.state = state
 
     def _leave_place(self, entry: Entry) -> None:
-        if entry.instance is not None:
-            self._places[entry.instance] -= 1
-            ranks = self._ranks[entry.instance]
+        for name in () if entry.place is None else entry.place.names:
+            self._places[name] -= 1
+            ranks = self._ranks[name]
             ranks[entry.hint.priority] -= 1
             if not ranks[entry.hint.priority]:
                 del ranks[entry.hint.priority]
-            if not self._places[entry.instance]:
-                del self._places[entry.instance], self._ranks[entry.instance]
+            if not self._places[name]:
+                del self._places[name], self._ranks[name]
 
     def __len__(self) -> int:
         """How many have not ended."""
@@ -445,9 +468,9 @@ class HintBook:
         for entry in live:
             if entry.state in BUSY and entry.hint.tokens:
                 moving[entry.hint.tenant] += entry.hint.tokens
-            if entry.instance is not None:
-                places[entry.instance] += 1
-                ranks.setdefault(entry.instance, Counter())[entry.hint.priority] += 1
+            for name in () if entry.place is None else entry.place.names:
+                places[name] += 1
+                ranks.setdefault(name, Counter())[entry.hint.priority] += 1
         if ranks != self._ranks:
             raise InternalError(f"priorities {self._ranks}, counted {ranks}")
         if moving != self._moving or places != self._places:

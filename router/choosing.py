@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
+from router.advisory_book import Place
 from router.config import RouterConfig
 from router.costs import RouterCosts
 from router.explain import Choice
@@ -15,6 +16,7 @@ from router.flight import Flight
 from router.observability import RouterMetrics
 from router.policies import Decision, Instance, Match, PolicyOptions, Prompt, Reason, beginners, policy_named
 from router.policies import Fleet as Instances
+from router.policies.assembly import believed, with_decode
 from router.policies.base import matched_tokens
 from router.policies.prompt_tree import NOTHING
 from router.prompt_trees import PromptTrees
@@ -23,8 +25,9 @@ from router.prompt_trees import PromptTrees
 class Expectations(Protocol):
     """Where requests are expected (``advising``)."""
 
-    def expected_at(self, flight: Flight, fleet: Instances) -> str | None:
-        """The instance at which a request was announced, if it was, and can still go there."""
+    def expected_at(self, flight: Flight, fleet: Instances) -> Place | None:
+        """Where a request was announced, if it was, and can still go there; without the instance that
+        decodes, if another one has to be chosen."""
 
 
 class Chooser:
@@ -78,11 +81,11 @@ class Chooser:
         if not fleet:  # if there are any, a request can begin at one of them: see ``Fleet.usable``
             return None
         matches = self._matches(flight)
-        decision = self._as_expected(flight, fleet, matches) if not excluded else None
+        prompt = Prompt(flight.units, flight.session, record.priority, request_id=record.request_id)
+        decision = self._as_expected(flight, prompt, fleet, matches) if not excluded else None
         fetch = self._fetch(flight, decision, fleet, matches)
         if decision is None or (fetch is not None and fetch.end == NOT_WORTH_IT):
             # Not announced, or too late: its KV is elsewhere still, and the announced place would compute it.
-            prompt = Prompt(flight.units, flight.session, record.priority, request_id=record.request_id)
             decision = self.policy(prompt, fleet, matches, self._costs, self.options)
             fetch = self._fetch(flight, decision, fleet, matches)
         record.fetch = fetch
@@ -94,13 +97,15 @@ class Chooser:
         return decision, _choice(decision, matches, fleet, record.fetch)
 
     def _as_expected(
-        self, flight: Flight, fleet: tuple[Instance, ...], matches: dict[str, Match]
+        self, flight: Flight, prompt: Prompt, fleet: tuple[Instance, ...], matches: dict[str, Match]
     ) -> Decision | None:
-        """Where the request was announced to run."""
-        expected = None if self.expectations is None else self.expectations.expected_at(flight, fleet)
-        if expected is None:
+        """Where the request was announced to run, with an instance that decodes where it needs one."""
+        place = None if self.expectations is None else self.expectations.expected_at(flight, fleet)
+        if place is None:
             return None
-        return Decision(expected, Reason.ADVISED, matched_tokens(matches, expected))
+        held = matched_tokens(matches, place.instance)
+        decision = Decision(place.instance, Reason.ADVISED, held, decode=place.decode)
+        return with_decode(decision, prompt, fleet, believed(fleet, matches), self._costs, self.options)
 
     def _fetch(
         self,

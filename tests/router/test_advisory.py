@@ -29,14 +29,17 @@ class Links:
     told: list[tuple[str, Advise | Withdraw]] = field(default_factory=list)
     reachable: bool = True
     computing: bool = False
+    deaf: set[str] = field(default_factory=set)
+    """Instances without an agent."""
 
     def computes(self, name: str) -> bool:
         return self.computing
 
     def send(self, name: str, message: Advise | Withdraw) -> bool:
-        if self.reachable:
+        reached = self.reachable and name not in self.deaf
+        if reached:
             self.told.append((name, message))
-        return self.reachable
+        return reached
 
     def hints(self) -> list[Advise]:
         return [message for _, message in self.told if isinstance(message, Advise)]

@@ -17,6 +17,7 @@ from router.advisory_book import (
     Hint,
     HintBook,
     HintLimits,
+    Place,
     State,
     Verdict,
 )
@@ -40,7 +41,7 @@ def accepted(book: HintBook, id: str, offered: Hint, now: float = 0.0, at: str =
     assert answer.verdict is Verdict.ACCEPTED
     assert answer.start
     assert answer.entry is not None
-    book.placed(answer.entry, at)
+    book.placed(answer.entry, Place(at))
     return answer.entry
 
 
@@ -156,6 +157,22 @@ def test_an_instance_that_goes_away_takes_its_hints_along() -> None:
     book.check()
 
 
+def test_a_pair_is_expected_at_both_and_outlives_the_one_that_decodes() -> None:
+    book = HintBook()
+    entry = book.offer("1", hint(16), 0.0).entry
+    assert entry is not None
+    book.placed(entry, Place("prefill", "decode"))
+    assert [book.promised(name) for name in ("prefill", "decode")] == [1, 1]
+    assert book.lost("decode", 1.0) == []
+    assert book.decoding_at("decode") == [entry]
+    book.placed(entry, Place("prefill", "another"))
+    assert [book.promised(name) for name in ("prefill", "decode", "another")] == [1, 0, 1]
+    book.check()
+    assert book.lost("prefill", 2.0) == [entry]
+    assert [book.promised(name) for name in ("prefill", "another")] == [0, 0]
+    book.check()
+
+
 def test_one_can_ask_for_a_while_what_became_of_it() -> None:
     book = HintBook()
     entry = accepted(book, "1", hint(ttl_s=5.0))
@@ -192,11 +209,13 @@ class Histories(RuleBasedStateMachine):
         seed=st.integers(0, 3),
         tenant=st.sampled_from("ab"),
         session=st.none() | st.sampled_from("xyz"),
-        place=st.sampled_from(["one", "two"]),
+        place=st.builds(
+            Place, st.sampled_from(["one", "two"]), st.none() | st.sampled_from(["three", "four"])
+        ),
         ttl=st.none() | st.floats(0.0, 50.0),
     )
     def offer(
-        self, tokens: int, seed: int, tenant: str, session: str | None, place: str, ttl: float | None
+        self, tokens: int, seed: int, tenant: str, session: str | None, place: Place, ttl: float | None
     ) -> Entry | None:
         self.serial += 1
         offered = hint(tokens, seed, tenant=tenant, session=session, ttl_s=ttl)
@@ -247,6 +266,13 @@ class Histories(RuleBasedStateMachine):
         self.book.lost(place, self.now)
         assert self.book.promised(place) == 0
 
+    @rule(lost=st.sampled_from(["three", "four"]), other=st.none() | st.just("five"))
+    def lose_who_decodes(self, lost: str, other: str | None) -> None:
+        for entry in self.book.decoding_at(lost):
+            assert entry.instance is not None
+            self.book.placed(entry, Place(entry.instance, other))
+        assert self.book.promised(lost) == 0
+
     def _started(self, entries: list[Entry]) -> None:
         assert all(entry.state is State.MOVING for entry in entries)
 
@@ -263,17 +289,17 @@ def test_computing_counts_as_moving_and_places_are_counted_by_priority() -> None
     book = HintBook(HintLimits(moving_tokens=100))
     first = book.offer("1", dataclasses.replace(hint(100), priority=2), 0.0).entry
     assert first is not None
-    book.placed(first, "one")
+    book.placed(first, Place("one"))
     book.computing(first)
     second = book.offer("2", hint(10, 1), 0.0).entry
     assert second is not None
-    book.placed(second, "one")
+    book.placed(second, Place("one"))
     assert (first.state, second.state) == (State.COMPUTING, State.DEFERRED)
     assert [book.promised("one", least) for least in (None, 0, 1, 2, 3)] == [2, 2, 1, 1, 0]
     book.check()
     assert book.arrived(first, 1.0) == [second]
     book.computing(first)
     assert first.state is State.READY, "it does not go back"
-    book.placed(first, "two")
+    book.placed(first, Place("two"))
     assert [book.promised(name, 1) for name in ("one", "two", "three")] == [0, 1, 0]
     book.check()

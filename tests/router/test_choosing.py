@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from router.advisory_book import Place
 from router.choosing import Chooser
 from router.config import RouterConfig
 from router.costs import RouterCosts
@@ -21,8 +22,8 @@ HELD = {"a": Match(960, own=True)}
 class Announced:
     """Every request was announced to run at ``b``."""
 
-    def expected_at(self, flight: Any, fleet: Any) -> str | None:
-        return "b"
+    def expected_at(self, flight: Any, fleet: Any) -> Place | None:
+        return Place("b")
 
 
 class Fetches:
