@@ -287,7 +287,7 @@ async def test_a_client_that_asks_whether_to_go_on_is_told_to(start_worker, star
     body = json.dumps(PROMPTS["/generate"]).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", int(router.url.rpartition(":")[2]))
     writer.write(
-        b"POST /generate HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
         b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(body)
     )
     assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5) == b"HTTP/1.1 100 Continue\r\n\r\n"
