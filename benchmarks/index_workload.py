@@ -76,10 +76,6 @@ class Workload:
         ]
         self._measured = [self._conversation(length, self._turn) for _ in range(conversations)]
 
-    def _system_sizes(self) -> Tokens:
-        """All different, so that a size names its prompt."""
-        return self._random.choice(np.arange(*SYSTEM_TOKENS), SYSTEM_PROMPTS, replace=False)
-
     def _fresh(self, count: int) -> Tokens:
         return self._random.integers(0, VOCABULARY, count, dtype=np.int64)
 

@@ -256,7 +256,7 @@ class Geometry:
         if self.block_tokens < 1 or self.page_tokens < 1 or self.block_tokens % self.page_tokens:
             raise ValueError(
                 f"block_tokens ({self.block_tokens}) must be a multiple of the engine's page size "
-                f"({self.page_tokens}); set --kv-block-tokens to one"
+                f"({self.page_tokens}); set --kv-block-size to one"
             )
         if [p.layer for p in self.planes] != sorted(p.layer for p in self.planes):
             raise ValueError("planes must be ordered by layer")

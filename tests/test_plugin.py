@@ -93,7 +93,7 @@ def test_the_launcher_says_what_is_wrong_in_one_line() -> None:
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
         "sglang_ext.launch_server: error: --kv-dram-size: needs --radix-cache-backend global. "
-        "Add it, or drop the --kv flags"
+        "Add it, or drop the --kv-* flags"
     )
 
 

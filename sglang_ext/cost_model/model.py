@@ -1,9 +1,8 @@
-"""What the router and the engine ask: exec(x, y), transfer(y, y'), load(tier, bytes), and where they meet."""
+"""What the router asks: exec(x, y), transfer(y, y') and load(tier, bytes)."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Protocol
 
 from sglang_ext.cost_model.operators import Link
@@ -93,57 +92,5 @@ class CostModel:
         """One step of generation of so many requests."""
         return self._decode.seconds(requests)
 
-    def worth_loading(self, tier: Tier, tokens: int, new: int, context: int) -> bool:
-        """Whether loading ``tokens`` behind ``context`` is no slower than computing them with the ``new``."""
-        saved = self.exec_s(tokens + new, context) - self.exec_s(new, context + tokens)
-        return self.load_tokens_s(tier, tokens) <= saved
-
-    def worth_transferring(self, tokens: int, new: int, context: int) -> bool:
-        """Equation 2: transfer(y, y') <= exec(x, y) - exec(x, y')."""
-        saved = self.exec_s(tokens + new, context) - self.exec_s(new, context + tokens)
-        return self.transfer_s(tokens) <= saved
-
-    def least_worth_loading(self, tier: Tier, new: int, context: int, *, most: int) -> int | None:
-        """Load or recompute: the fewest tokens that are worth loading; None when even ``most`` are not."""
-        return break_even(lambda tokens: self.worth_loading(tier, tokens, new, context), most=most, least=1)
-
-    def least_worth_transferring(self, new: int, context: int, *, most: int) -> int | None:
-        """Fetch or recompute: the fewest tokens that are worth fetching; None when even ``most`` are not."""
-        return break_even(lambda tokens: self.worth_transferring(tokens, new, context), most=most, least=1)
-
-    def tokens_within(self, seconds: float, context: int = 0) -> int:
-        """exec inverted: the most new tokens that can be computed behind ``context`` in so many seconds."""
-        if self.exec_s(1, context) > seconds:
-            return 0
-        first_too_many = break_even(
-            lambda tokens: self.exec_s(tokens, context) > seconds, most=1 << 40, least=1
-        )
-        return (1 << 40) if first_too_many is None else first_too_many - 1
-
     def __repr__(self) -> str:
         return f"CostModel({self.profile.identity if self.profile else 'defaults'})"
-
-
-def break_even(holds: Callable[[int], bool], *, least: int, most: int) -> int | None:
-    """The smallest number of ``least`` … ``most`` from which on ``holds`` is true; None if it is not at
-    ``most``. Doubling, then halving: ``holds`` is asked about 2·log2(answer) times.
-
-    Saved time grows at least in proportion with what is saved, apart from the steps of waves, so what is
-    worth it stays worth it; within one wave the answer may be off by that wave.
-    """
-    if least > most:
-        return None
-    low, step = least - 1, 1
-    high = least
-    while not holds(high):
-        if high == most:
-            return None
-        low, step = high, step * 2
-        high = min(most, least + step - 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if holds(middle):
-            high = middle
-        else:
-            low = middle
-    return high

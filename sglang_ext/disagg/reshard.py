@@ -230,7 +230,7 @@ def _unit(local: PoolMeta, remotes: Sequence[PoolMeta | None]) -> int:
     if any(size % unit for size in sizes):
         raise RefusedError(
             "block_tokens",
-            f"block sizes {sorted(sizes)} do not divide each other; set --kv-block-tokens alike",
+            f"block sizes {sorted(sizes)} do not divide each other; set --kv-block-size alike",
         )
     return unit
 

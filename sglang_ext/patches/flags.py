@@ -101,7 +101,7 @@ def read_flags(args: argparse.Namespace, environment: Mapping[str, str]) -> KvCo
         if given:
             name = next(flag.name for flag in flags() if flag.field in given)
             raise ConfigError(
-                f"needs --radix-cache-backend {BACKEND}", field=name, hint="Add it, or drop the --kv flags"
+                f"needs --radix-cache-backend {BACKEND}", field=name, hint="Add it, or drop the --kv-* flags"
             )
         return None
     config = KvConfig.from_user(given, environment)
@@ -141,14 +141,14 @@ def carried_config(server_args: Any, environment: Mapping[str, str]) -> KvConfig
     if command is not None and not command.startswith("Engine("):
         raise RuntimeError(
             f"the hook on {_SERVER_ARGS}.from_cli_args did not take in the process that read the command "
-            f"line, so the --kv flags are lost. Set SGLANG_PLUGINS=sglang_ext to start without other plugins."
+            f"line, so the --kv-* flags are lost. Set SGLANG_PLUGINS=sglang_ext to start without others."
         )
     return KvConfig.from_user({}, environment)
 
 
 PATCH = hook_patch(
     "flags",
-    "the --kv flags on SGLang's command line, carried to every scheduler process",
+    "the --kv-* flags on SGLang's command line, carried to every scheduler process",
     Hook(Target(f"{_SERVER_ARGS}.add_cli_args", "(parser)", "ce780d0354af"), "after", add_flags),
     Hook(Target(f"{_SERVER_ARGS}.from_cli_args", "(cls, args)", "32152825e268"), "after", carry_flags),
 )

@@ -182,7 +182,7 @@ class ArenaMemory:
                 f"CUDA could not pin {length >> 20} MiB for arena {self.name} (cudaHostRegister: {code})",
                 field="--kv-dram-size",
                 hint="Raise the locked-memory limit (`ulimit -l unlimited`, or --ulimit memlock=-1 for a "
-                "container), make the arena smaller, or turn pinning off with --kv-dram-pin off",
+                "container), or make the arena smaller",
             )
         address = self.address
         self._unpin = lambda: runtime.cudaHostUnregister(address)

@@ -79,7 +79,7 @@ class DramArena:
             raise ConfigError(
                 f"an arena of {nbytes} bytes holds no block of {self.block_bytes} bytes",
                 field="--kv-dram-size",
-                hint="Make it larger, or lower --kv-block-tokens",
+                hint="Make it larger, or lower --kv-block-size",
             )
         used = _generations_at(self.n_blocks, self.block_bytes) + self.n_blocks * _GENERATION_BYTES
         self.memory = ArenaMemory(used, shared=shared, name=name)

@@ -137,7 +137,7 @@ class WriteBehind:
                     raise DeadlineError(
                         f"the writer to {self.tier.tier.name} has been behind for {timeout} s with "
                         f"{self._waiting} bytes waiting",
-                        field="--kv-lag",
+                        field="--kv-disk-lag",
                         hint="Let writes be skipped, or use a faster disk",
                     )
             if self._over:

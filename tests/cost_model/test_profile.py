@@ -28,7 +28,6 @@ from sglang_ext.cost_model import (
     load,
     save,
 )
-from sglang_ext.cost_model.model import break_even
 from sglang_ext.cost_model.profile import SCHEMA, directory, find
 from sglang_ext.errors import ConfigError
 from sglang_ext.keys import Tier
@@ -198,39 +197,6 @@ def test_without_a_profile_there_are_defaults() -> None:
     assert 0.1 < model.exec_s(1000, 0) < 0.2
     assert model.exec_s(1000, 50_000) == pytest.approx(0.02 + 0.1 * 2 + 0.1 * 0.01)
     assert model.load_tokens_s(Tier.DRAM, 1000) < model.exec_s(1000, 0)
-
-
-@given(st.integers(1, 3000), st.integers(0, 3000))
-def test_break_even_is_where_it_turns(new, context) -> None:
-    model = CostModel(profile(transfer=Link(0.05, 1e-9)))
-    least = model.least_worth_transferring(new, context, most=5000)
-    assert least is not None
-    assert model.worth_transferring(least, new, context)
-    assert least == 1 or not model.worth_transferring(least - 1, new, context)
-    saved = model.exec_s(least + new, context) - model.exec_s(new, context + least)
-    assert model.transfer_s(least) <= saved
-
-
-def test_what_is_never_worth_it_has_no_break_even() -> None:
-    slow = CostModel(profile(tiers={"disk": Link(0.0, 1.0)}, transfer=Link(1e6, 0.0)))
-    assert slow.least_worth_loading(Tier.DISK, 10, 0, most=10_000) is None
-    assert slow.least_worth_transferring(10, 0, most=10_000) is None
-    assert CostModel(profile()).least_worth_loading(Tier.HBM, 10, 0, most=100) == 1
-
-
-@given(st.floats(0.001, 30), st.integers(0, 2000))
-def test_exec_is_inverted(seconds, context) -> None:
-    model = CostModel(profile())
-    tokens = model.tokens_within(seconds, context)
-    assert tokens == 0 or model.exec_s(tokens, context) <= seconds
-    assert model.exec_s(tokens + 1, context) > seconds
-
-
-@given(st.integers(1, 100), st.integers(0, 100), st.integers(-5, 205))
-def test_the_smallest_is_found(least, span, turn) -> None:
-    most = least + span
-    expected = next((n for n in range(least, most + 1) if n >= turn), None)
-    assert break_even(lambda n: n >= turn, least=least, most=most) == expected
 
 
 # -- the router's choice ----------------------------------------------------------------------------------

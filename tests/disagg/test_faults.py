@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import zmq
 import zmq.asyncio
-from prometheus_client import CollectorRegistry
 
 from sglang_ext.disagg.config import EndpointConfig
 from sglang_ext.disagg.control import CurveKeys
@@ -37,14 +36,12 @@ from sglang_ext.disagg.leases import LeaseEnd
 from sglang_ext.disagg.link import Outcome
 from sglang_ext.disagg.memory import RegionTable
 from sglang_ext.disagg.messages import REPLIES, REQUESTS, Connect, Connected, Reserve, Written
-from sglang_ext.disagg.observe import EndpointMetrics
 from sglang_ext.disagg.transports import CancelToken, TransportName, _stream
 from sglang_ext.disagg.transports._guard import GuardPage
 from sglang_ext.disagg.transports._rdma import Nic, choose
 from sglang_ext.disagg.transports.select import reasons
 from sglang_ext.disagg.transports.tcp import _ANSWER, TcpChannel, TcpTransport, _proof
 from sglang_ext.errors import ConfigError
-from sglang_ext.metrics import render
 from sglang_ext.testing.transfer_rig import NAMESPACE, Rank, Shape, start_instance
 from sglang_ext.testing.transports import until
 
@@ -562,21 +559,18 @@ async def test_reasons_for_every_transport_are_given() -> None:
             await owner.close()
 
 
-async def test_metrics_name_the_transport_and_outlive_the_peer() -> None:
+async def test_counts_name_the_transport_and_outlive_the_peer() -> None:
     async with reader(TransportName.TCP) as owner, reader(TransportName.TCP) as me:
-        registry = CollectorRegistry()
-        EndpointMetrics(me.endpoint, registry)
         owner.owned.seal(np.arange(64))
         instance = await me.endpoint.connect([owner.endpoint.address])
         offer = owner.endpoint.publish("hbm", "r", np.arange(4))
         instance.transfer("r", [offer], "hbm", np.arange(4))
-        assert 'sglang_ext_transfer_peers{transport="tcp"} 1.0' in render(registry).decode()
         await instance.complete("r", 10)
         await instance.close()
-        text = render(registry).decode()
-        assert 'sglang_ext_transfer_completed_total{transport="tcp"} 1.0' in text
-        sample = registry.get_sample_value("sglang_ext_transfer_bytes_total", {"transport": "tcp"})
-        assert sample == 4 * me.pool.geometry.block_bytes
+        assert not me.endpoint.instances
+        (found,) = me.endpoint.totals().items()
+        name, stats = found
+        assert (name, stats.completed, stats.bytes) == ("tcp", 1, 4 * me.pool.geometry.block_bytes)
 
 
 def test_every_transport_says_why_it_cannot_be_used() -> None:

@@ -123,7 +123,7 @@ def test_geometry_refuses_what_it_cannot_describe() -> None:
         dataclasses.replace(geometry, planes=(second, first))
     with pytest.raises(ValueError, match="cover layers"):
         dataclasses.replace(geometry, planes=(first,))
-    with pytest.raises(ValueError, match="--kv-block-tokens"):
+    with pytest.raises(ValueError, match="--kv-block-size"):
         dataclasses.replace(geometry, block_tokens=16, page_tokens=32)
     with pytest.raises(ValueError, match="same number of token slots"):
         dataclasses.replace(geometry, planes=(first, dataclasses.replace(second, shape=(16, 8))))

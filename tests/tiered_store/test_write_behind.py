@@ -61,7 +61,7 @@ def test_a_lagging_writer_makes_submissions_wait() -> None:
     disk.close_gate("put_layer")
     submit(writer, 1, 3, results)
     disk.wait_until_stopped("put_layer")
-    with pytest.raises(DeadlineError, match="--kv-lag"):
+    with pytest.raises(DeadlineError, match="--kv-disk-lag"):
         submit(writer, 2, 2, results, timeout=0.0)
     accepted: list[Outcome] = []
     thread = threading.Thread(target=lambda: accepted.append(submit(writer, 2, 2, results, timeout=30)))

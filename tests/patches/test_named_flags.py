@@ -1,0 +1,118 @@
+"""Every flag that a message, a docstring or a page of the documentation names is a flag that exists."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sglang.srt.server_args import ServerArgs
+
+from router.config import RouterConfig
+from sglang_ext.cluster.command import parser as cluster_parser
+from sglang_ext.config import flags
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("sglang_ext", "router", "benchmarks", "scripts", "examples")
+PAGES = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md")
+
+FLAG = re.compile(r"(?<![\w/-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*(?![\w-])")
+"""A whole flag: what ends in a dash or a star stands for several."""
+
+OTHERS = {
+    "argparse, sglang-ext": {"--version"},
+    "abbreviations of SGLang's": {"--tp", "--pp", "--dp"},
+    "newer SGLang": {"--attn-dp-size"},
+    "pip": {
+        "--no-deps",
+        "--target",
+        "--no-build-isolation",
+        "--disable-pip-version-check",
+        "--exclude",
+        "--all",
+    },
+    "venv": {"--system-site-packages", "--clear"},
+    "pytest": {"--durations"},
+    "docker": {"--shm-size", "--ulimit"},
+    "nvidia-smi": {"--query-gpu", "--format"},
+    "redis-server": {"--appendonly", "--requirepass", "--save", "--unixsocket"},
+    "fio": {
+        *("--bs", "--direct", "--filename", "--invalidate", "--ioengine", "--name", "--numjobs"),
+        *("--output-format", "--overwrite", "--rw", "--size", "--thread"),
+    },
+    "SGLang's own router": {"--pd-disaggregation", "--prometheus-port"},
+}
+"""Flags that none of the parsers has, by whose they are."""
+
+
+def of_parsers() -> set[str]:
+    """The flags of the parsers that are made from tables: SGLang's with ours, the router's, the cluster's."""
+    sglang, router = argparse.ArgumentParser(), argparse.ArgumentParser()
+    ServerArgs.add_cli_args(sglang)
+    RouterConfig.add_cli_args(router)
+    found = {flag.name for flag in flags()}
+    for parser in (sglang, router, cluster_parser()):
+        found |= {name for action in parser._actions for name in action.option_strings}
+    return found
+
+
+def of_calls(root: Path) -> set[str]:
+    """The flags that programs below ``root``, and the options of pytest, add by name."""
+    found: set[str] = set()
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("add_argument", "addoption"):
+                found |= {
+                    word.value
+                    for word in node.args
+                    if isinstance(word, ast.Constant) and str(word.value).startswith("--")
+                }
+    return found
+
+
+def named_in_code(text: str) -> Iterator[str]:
+    """The flags that strings of a module name, docstrings among them."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from FLAG.findall(node.value)
+
+
+def known() -> set[str]:
+    own = set().union(*(of_calls(ROOT / package) for package in (*PACKAGES, "tests")))
+    return of_parsers() | own | set().union(*OTHERS.values())
+
+
+def test_every_flag_that_is_named_exists() -> None:
+    there = known()
+    assert {"--kv-dram-size", "--tp-size", "--colocated", "--hide-routing", "--long"} <= there
+    assert "--kv-dram-pin" not in there
+    wrong: dict[str, set[str]] = defaultdict(set)
+    pages = [ROOT / name for name in PAGES] + sorted((ROOT / "docs").rglob("*.md"))
+    for path in pages:
+        for flag in set(FLAG.findall(path.read_text(encoding="utf-8"))) - there:
+            wrong[flag].add(path.relative_to(ROOT).as_posix())
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            for flag in set(named_in_code(path.read_text(encoding="utf-8"))) - there:
+                wrong[flag].add(path.relative_to(ROOT).as_posix())
+    assert not wrong, dict(sorted(wrong.items()))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('"""Use --kv-dram-pin off."""', ["--kv-dram-pin"]),
+        (
+            'raise E(f"set --kv-block-tokens to {n}; not --kv-{n}, --kv-x-*")',
+            ["--kv-block-tokens"],
+        ),
+        ("# --a-comment", []),
+        ('x = "a--b", "docs/--x", "---"', []),
+    ],
+)
+def test_a_flag_is_found_where_users_read_it(text: str, found: list[str]) -> None:
+    assert list(named_in_code(text)) == found
