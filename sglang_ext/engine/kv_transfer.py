@@ -35,6 +35,7 @@ from sglang_ext.config import with_instance_id
 from sglang_ext.disagg.errors import RefusedError
 from sglang_ext.disagg.handover import Giving, Taking
 from sglang_ext.disagg.transports import TransportName
+from sglang_ext.engine.forward_fence import ForwardFence
 from sglang_ext.engine.hbm import pool_planes
 from sglang_ext.engine.pd_agent import Agent, AgentConfig
 from sglang_ext.engine.pd_bootstrap import BootstrapService, listen_host
@@ -133,6 +134,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         require_supported(args, server_args, get_parallel())
         self.buffers = MetadataBuffers(args.aux_data_ptrs, args.aux_item_lens)
         self.page_bytes = sum(args.kv_item_lens)
+        self.fence = ForwardFence.of(scheduler)
         self.pushes = config.transfer_mode != "pull"
         parallel = get_parallel()
         prefill = disaggregation_mode.value == "prefill"
@@ -192,7 +194,12 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
                 several = parallel.attn_tp_size > 1
                 tell_all = cache.inbox.put if several and cache.inbox is not None else None
                 taker = ReturnTaker(
-                    places, self.agent, lambda: bool(scheduler.waiting_queue), cache.agree, tell_all
+                    places,
+                    self.agent,
+                    lambda: bool(scheduler.waiting_queue),
+                    cache.agree,
+                    tell_all,
+                    self.fence,
                 )
                 self.agent.returns, cache.before_clear, cache.orders = taker, taker.clear, taker.obey
             else:
@@ -373,7 +380,8 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
         assert aux_index is not None
         skip, rest = divmod(decode_prefix_len or 0, self.kv_mgr.kv_args.page_size)
         assert rest == 0, "a cached prefix is whole pages"
-        self.kv_mgr.agent.taking.read(self._room, Wanted(pages_of(kv_indices), skip, aux_index))
+        wanted = Wanted(pages_of(kv_indices), skip, aux_index, self.kv_mgr.fence())
+        self.kv_mgr.agent.taking.read(self._room, wanted)
 
     def poll(self) -> int:
         if self._room is None:

@@ -38,7 +38,8 @@ class SlotRegion:
         planes: as `hbm.pool_planes` returns them.
         layout: of a block.
         page_tokens: the engine's page size, which is the block of an endpoint's pool.
-        wait: returns when no forward pass writes to the pool any more; needed where it runs on a device.
+        wait: returns when no forward pass writes to the pool any more; needed where it runs on a device, and
+            called before places are handed out or copied from or to.
     """
 
     def __init__(
@@ -74,6 +75,8 @@ class SlotRegion:
         slots = self._allocator.alloc(n * self.layout.block_tokens) if n <= self.free_blocks else None
         if slots is None:
             return None
+        # A peer may write there as soon as it is told of them; a pass over their former owner may still run.
+        self._wait()
         places = self.unpack(slots, n)
         self._open(places)
         return places

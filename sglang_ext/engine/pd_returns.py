@@ -32,6 +32,7 @@ from sglang_ext.disagg.errors import RefusedError
 from sglang_ext.disagg.instance import Instance
 from sglang_ext.disagg.messages import Offer
 from sglang_ext.disagg.runs import Ids
+from sglang_ext.engine.forward_fence import Passed, nothing_runs, until_passed
 from sglang_ext.engine.pd_leases import POOL
 from sglang_ext.engine.pd_messages import ORDERS, Return, Returned, TakeBack
 from sglang_ext.engine.pd_peers import PrefillPeer
@@ -213,6 +214,7 @@ class ReturnTaker:
         agree: see `Agree`.
         tell_all: says a command to the schedulers of all ranks, this one included; false where that cannot
             be. None where there is one rank.
+        fence: says when the passes under way have ended; they may store into slots that are a place now.
     """
 
     def __init__(
@@ -222,12 +224,14 @@ class ReturnTaker:
         busy: Callable[[], bool],
         agree: Agree = int,
         tell_all: Callable[[bytes], bool] | None = None,
+        fence: Callable[[], Passed] = lambda: nothing_runs,
     ) -> None:
         self._places = places
         self._agent = agent
         self._busy = busy
         self._agree = agree
         self._tell_all = tell_all
+        self._fence = fence
         self._gathering: dict[str, _Gathering] = {}
         self._new: deque[_Coming] = deque()
         self._placed: list[_Coming] = []
@@ -319,7 +323,7 @@ class ReturnTaker:
             return
         coming.place = found
         self._placed.append(coming)
-        self._agent.start(self._read(coming, found))
+        self._agent.start(self._read(coming, found, self._fence()))
 
     def _finish(self, coming: _Coming, *, good: bool) -> None:
         place = coming.place
@@ -341,11 +345,11 @@ class ReturnTaker:
 
     # -- reading, on the event loop -----------------------------------------------------------------
 
-    async def _read(self, coming: _Coming, place: Place) -> None:
+    async def _read(self, coming: _Coming, place: Place, passed: Passed) -> None:
         """Fill a place. When this ends, however it does, nothing writes there."""
         try:
             if not coming.unwanted:
-                coming.reading = asyncio.ensure_future(self._fill(coming, place))
+                coming.reading = asyncio.ensure_future(self._fill(coming, place, passed))
                 await asyncio.wait({coming.reading})
         finally:
             if coming.reading is not None and not coming.reading.done():
@@ -354,7 +358,7 @@ class ReturnTaker:
             coming.stopped.set()
             self._agent.wake()
 
-    async def _fill(self, coming: _Coming, place: Place) -> None:
+    async def _fill(self, coming: _Coming, place: Place, passed: Passed) -> None:
         blocks, name = self._places.blocks, f"return {coming.parts[0].name}"
         skip = place.start * blocks.step // blocks.page
         lacking = np.empty(blocks.pages_of(coming.parts[0].tokens) - skip, np.int64)
@@ -363,6 +367,7 @@ class ReturnTaker:
             instance = await self._agent.back(*(part.control for part in coming.parts))
             mine = (part.offers[self._agent.config.local.rank] for part in coming.parts)
             offers = [after_skip(offer, Wanted(lacking, skip, 0)) for offer in mine]
+            await until_passed(passed)
             instance.transfer(name, offers, place.pool, place.ids)
             await instance.complete(name, READ_SECONDS)
             coming.good = True

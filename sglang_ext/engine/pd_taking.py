@@ -31,6 +31,7 @@ from sglang_ext.disagg.handover import (
 )
 from sglang_ext.disagg.messages import Offer
 from sglang_ext.disagg.runs import Ids
+from sglang_ext.engine.forward_fence import Passed, nothing_runs, until_passed
 from sglang_ext.engine.pd_leases import POOL
 from sglang_ext.engine.pd_messages import Ready
 from sglang_ext.engine.pd_peers import PrefillPeer, PrefillPeers
@@ -50,11 +51,14 @@ class MetadataRows(Protocol):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the engine has set aside. pages: ours, for the prompt after `skip` pages."""
+    """What the engine has set aside. pages: ours, for the prompt after `skip` pages. passed: whether the
+    forward passes have ended that may still store a former request's KV there.
+    """
 
     pages: Ids
     skip: int
     row: int
+    passed: Passed = nothing_runs
 
 
 @dataclass(slots=True, eq=False)
@@ -283,6 +287,7 @@ class TakingRooms:
                 raise PeerGoneError("the prefill server is gone")
         wanted = room.wanted
         assert wanted is not None
+        await until_passed(wanted.passed)
         with self._staged(wanted) as staged:
             into = (POOL, wanted.pages) if staged is None else (STAGING, staged)
             ready = await self._claimed(room, peer, claims, control, *into)
@@ -343,6 +348,7 @@ class TakingRooms:
         name = f"{room.number:x}"
         offers = [after_skip(each.offer, wanted) for each in ready if each.offer is not None]
         reading: list[int] = []
+        await until_passed(wanted.passed)
         if wanted.pages.size and offers:
             with self._staged(wanted) as staged:
                 into = (POOL, wanted.pages) if staged is None else (STAGING, staged)

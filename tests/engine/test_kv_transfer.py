@@ -16,6 +16,7 @@ from sglang.srt.disaggregation.common.conn import KVTransferError
 
 from sglang_ext.disagg.handover import Giving, Taking
 from sglang_ext.engine import kv_transfer
+from sglang_ext.engine.forward_fence import nothing_runs
 from sglang_ext.engine.kv_transfer import GlobalKVReceiver, GlobalKVSender, match_on_decode
 
 NUMBERS = itertools.count(1)
@@ -30,6 +31,7 @@ class Manager:
     pushes: bool = False
     migration: Any = None
     page_bytes: int = 10
+    fence: Any = lambda: nothing_runs
     kv_args: Any = field(default_factory=lambda: SimpleNamespace(page_size=4))
     buffers: Any = field(default_factory=lambda: SimpleNamespace(read=lambda row: ROW))
 

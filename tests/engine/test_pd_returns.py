@@ -25,7 +25,7 @@ from sglang_ext.engine.pd_agent import Agent, AgentConfig
 from sglang_ext.engine.pd_bootstrap import BootstrapService
 from sglang_ext.engine.pd_leases import POOL
 from sglang_ext.engine.pd_peers import Local
-from sglang_ext.engine.pd_places import DRAM_POOL, Blocks, Places, hbm_holder
+from sglang_ext.engine.pd_places import DRAM_POOL, Blocks, HbmPlace, Places, hbm_holder
 from sglang_ext.engine.pd_returns import ReturnGiver, ReturnTaker
 from sglang_ext.testing.servers import wait_until
 
@@ -283,6 +283,50 @@ def test_a_server_that_is_not_connected_gets_nothing(pair: Pair) -> None:
     pair.until("prefill_gone")
     pair.giver.ended(pair.request(), ANSWERED[:3])
     assert pair.giver.outcomes["short"] == 1
+
+
+@pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "twin"])
+def test_a_return_waits_for_the_pass_that_stores_to_its_slots(pair: Pair, fenced: bool) -> None:
+    """A pass over a request that has ended runs when its slots become a return's place."""
+    ended, looks = threading.Event(), list[bool]()
+
+    def passed() -> bool:
+        looks.append(ended.is_set())
+        return ended.is_set()
+
+    if fenced:
+        pair.taker._fence = lambda: passed
+    pair.decode.serve(ANSWERED)
+    pair.giver.ended(pair.request(), ANSWERED)
+
+    def placed() -> bool:
+        pair.taker.each_pass()
+        pair.giver.each_pass()
+        return bool(pair.taker._placed)
+
+    wait_until(placed, seconds=20, what="a place")
+    (coming,) = pair.taker._placed
+    place = coming.place
+    assert isinstance(place, HbmPlace)
+    if fenced:
+        wait_until(lambda: len(looks) > 3, seconds=20, what="the read to wait")
+        assert not coming.stopped.is_set()
+    else:
+        assert coming.stopped.wait(20)
+    slots = np.asarray(place.slots)
+    planes = [plane for layer in pair.prefill.pools.tensors for plane in layer]
+    arrived = [plane[slots].clone() for plane in planes]
+    for plane in planes:
+        plane[slots] = 0
+    ended.set()
+    pair.until("returned")
+    if fenced:
+        pair.compare(ANSWERED)
+    else:
+        with pytest.raises(AssertionError):
+            pair.compare(ANSWERED)
+        for plane, whole in zip(planes, arrived, strict=True):  # the simulation ends with whole KV
+            plane[slots] = whole
 
 
 def test_a_read_that_fails_frees_what_was_set_aside(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,64 @@
+"""When slots that the engine has just set aside may be written by others: after the passes under way.
+
+With overlap, the result of pass k-2 ends a request while pass k-1, which still contains it, runs. SGLang frees
+the request's slots at once and may give them to the next request; its own forward passes come later on the same
+stream and are safe. Whoever else writes to such slots (a one-sided read, a peer's push) has to wait for pass
+k-1, or that pass stores the old request's deeper layers over the new KV. SGLang fences its own loads the same
+way (`HiCacheController.load_fence_stream`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+Passed = Callable[[], bool]
+"""Whether the passes that had been launched when a fence was set have ended. From any thread."""
+
+POLL_SECONDS = 0.0003
+"""Between two looks at a fence: short beside a decode pass."""
+
+
+def nothing_runs() -> bool:
+    """The fence of a pool in host memory: a pass on a CPU has ended when the call that runs it returns."""
+    return True
+
+
+class ForwardFence:
+    """Sets fences, in the scheduler's thread.
+
+    module: of the pool's device, as `torch.get_device_module` finds it. streams: on which passes run.
+    """
+
+    def __init__(self, module: Any, streams: tuple[Any, ...]) -> None:
+        self._module = module
+        self._streams = streams
+
+    @classmethod
+    def of(cls, scheduler: Any) -> Callable[[], Passed]:
+        """What sets a fence after all passes that a scheduler has launched."""
+        if scheduler.token_to_kv_pool_allocator.get_kvcache().device == "cpu":
+            return lambda: nothing_runs
+        return cls(scheduler.device_module, (scheduler.forward_stream,))
+
+    def __call__(self) -> Passed:
+        events = []
+        # Without overlap, passes run on the scheduler's own stream.
+        for stream in (*self._streams, self._module.current_stream()):
+            event = self._module.Event()
+            event.record(stream)
+            events.append(event)
+
+        def passed() -> bool:
+            while events and events[-1].query():
+                events.pop()
+            return not events
+
+        return passed
+
+
+async def until_passed(passed: Passed) -> None:
+    """Return when the passes have ended."""
+    while not passed():  # noqa: ASYNC110 - the condition is the state of a device
+        await asyncio.sleep(POLL_SECONDS)
