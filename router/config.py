@@ -122,6 +122,8 @@ class RouterConfig:
     log_format: str = "text"
     explain_routing: bool = True
     """Send ``x-kv-route-reason`` with every answer."""
+    metrics_open: bool = False
+    """``/metrics`` needs no key, though it names tenants and instances."""
     cache_details: bool = True
     """Ask workers which tier cached tokens came from (``return_cached_tokens_details``), where the answer is
     in one piece: what they found is then known even without their ``--enable-cache-report``."""
@@ -356,6 +358,11 @@ class RouterConfig:
         flag("session_memory_bytes", int, "memory for what each session sent last, for hints that name it")
         flag("explain_max_bytes", int, "memory for recent requests that /explain can tell of")
         flag("otel_endpoint", str, "OTLP/HTTP address to send traces to (extra 'otel')", metavar="URL")
+        parser.add_argument(
+            "--metrics-open",
+            action="store_true",
+            help="answer /metrics without an administrator's key, though it names tenants and instances",
+        )
         parser.add_argument(
             "--no-cache-details",
             dest="cache_details",

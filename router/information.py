@@ -71,8 +71,10 @@ class Information:
     def routes(self) -> Iterator[Route]:
         """The endpoints."""
         for path in ("/health", "/ready", "/ping"):
-            yield Route(path, _PROBE, self._health, Access.OPEN)
-        yield Route("/metrics", _GET, self._show_metrics, Access.OPEN)
+            yield Route(path, _PROBE, self._health, Access.OPEN, logged=False)
+        # They name tenants and what each uses.
+        who = Access.OPEN if self._config.metrics_open else Access.ADMIN
+        yield Route("/metrics", _GET, self._show_metrics, who, logged=False)
         yield Route("/health_generate", _PROBE, self._health_generate)
         for path in ("/v1/models", "/v1/models/", "/model_info", "/get_model_info"):
             yield Route(path, _GET, self._from_a_worker)

@@ -68,5 +68,5 @@ def page_routes() -> Iterator[Route]:
         await responder.send(record.status, headers, b"" if unchanged else file.body)
 
     methods = frozenset({"GET", "HEAD"})
-    yield Route(PATH, methods, send, Access.OPEN)
-    yield Route(PATH + "/", methods, send, Access.OPEN)
+    yield Route(PATH, methods, send, Access.OPEN, logged=False)
+    yield Route(PATH + "/", methods, send, Access.OPEN, logged=False)

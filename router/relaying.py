@@ -30,7 +30,7 @@ from router.policies import Decision
 from router.prompt_trees import PromptTrees
 from router.record import Record
 from router.seam import NoContinuation, Seam
-from router.tenancy import OVERRIDES, splice
+from router.tenancy import STEERING_HEADERS, TENANT_HEADERS, splice
 from router.tokenizing import Encoded, TokenizerService
 from router.tracing import NO_TRACING, TRACE_HEADERS, Tracing
 from router.usage import Form, StreamReader, Usage, read_answer
@@ -41,7 +41,7 @@ logger = logging.getLogger("router.relaying")
 
 MAX_READ_BYTES = 4 << 20
 """Longer answers are passed on unread."""
-_NOT_FORWARDED = HOP_BY_HOP | {
+_NOT_FORWARDED = HOP_BY_HOP | STEERING_HEADERS | {
     "host", "content-length", "content-encoding", "accept-encoding", "expect",
     "origin",  # SGLang lets pages of any origin read its answers; who may is decided here (``web_sites``)
 }  # fmt: skip
@@ -377,7 +377,8 @@ class Relay:
         if self._asks_for_key:
             headers.pop("x-api-key", None)
         if flight.record.caller.tenant is not None:
-            headers = {name: value for name, value in headers.items() if not name.startswith(OVERRIDES)}
+            for name in TENANT_HEADERS:
+                headers.pop(name, None)
         if continued := self._tracing.headers():
             for name in TRACE_HEADERS[:2]:
                 headers.pop(name, None)

@@ -17,7 +17,7 @@ class Access(enum.Enum):
     """Who may call an endpoint."""
 
     OPEN = enum.auto()
-    """Anybody, as with SGLang: probes and scrapers have no key. Nothing is logged."""
+    """Anybody, as with SGLang: probes have no key."""
     CLIENT = enum.auto()
     """Whoever has a key, where keys are asked for."""
     ADMIN = enum.auto()
@@ -35,6 +35,8 @@ class Route:
     methods: frozenset[str]
     handler: Handler
     access: Access = Access.CLIENT
+    logged: bool = True
+    """Whether requests are in the access log; what is asked for every few seconds would drown the rest."""
 
 
 class RouteTable:

@@ -80,7 +80,7 @@ class Service:
             now = self._clock.monotonic()
             route = self.routes.get(request.path)
             self._metrics.count(record, "other" if route is None else route.path, now)
-            if route is None or route.access is not Access.OPEN:
+            if route is None or route.logged:
                 log_access(record, now)
 
     async def _guarded(

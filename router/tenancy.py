@@ -22,8 +22,15 @@ RESUME = "sglang_ext_resume"
 """Of ``custom_params``: what an instance goes on with a request from (``engine/resume.py``)."""
 SCOPED = ("rid", "session_id")
 """Names that clients choose and servers look up; each tenant has its own."""
-OVERRIDES = "x-override-"
-"""Headers by which SGLang lets body fields be overridden."""
+STEERING_HEADERS = frozenset({
+    "x-override-rid", "x-override-bootstrap-host", "x-override-bootstrap-port", "x-override-bootstrap-room",
+    "x-override-conversation-id", "x-override-routed-dp-rank", "x-override-disagg-prefill-dp-rank",
+    "x-override-priority", "x-data-parallel-rank", "x-body-compressed",
+})  # fmt: skip
+"""Headers that SGLang lets go before the fields of the same names, or that change how it reads the body: what
+the router has checked and put in would not be what counts. Nobody's are passed on."""
+TENANT_HEADERS = frozenset({"x-smg-routing-key"})
+"""Names that SGLang schedules by, shared by all who use a server: not passed on for tenants."""
 
 
 def check_reserved(payload: Json, caller: Caller) -> None:

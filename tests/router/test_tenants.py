@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,13 @@ from hypothesis import strategies as st
 
 from router.exchange import RequestRefused
 from router.key_file import read_key_file
-from router.tenancy import RESERVED, put_in_front, splice
+from router.tenancy import RESERVED, STEERING_HEADERS, TENANT_HEADERS, put_in_front, splice
 from router.tenants import KeyRing, parse_keys
 from sglang_ext.errors import ConfigError
 from sglang_ext.testing.fakes import FakeClock
 
+STEERING = dict.fromkeys(sorted(STEERING_HEADERS | TENANT_HEADERS), "1")
+"""Headers that say what the router decides."""
 A, B, OPS = "sk-tenant-a-1", "sk-tenant-b-1", "sk-operator-1"
 
 
@@ -254,12 +258,54 @@ async def test_a_salt_cannot_be_smuggled_in(start_worker, start_router, client, 
         '{"cache_salt": "kv-tenant-x", "cache_salt": null, ' + inner,
         '{"cache_salt": "", "cache\\u005fsalt": null,' + inner,
     ):
-        headers = {**bearer(A), "x-override-rid": "theirs", "x-override-priority": "99"}
+        headers = {**bearer(A), **STEERING}
         async with client.post(router.url + "/generate", data=raw.encode(), headers=headers) as answer:
             assert answer.status == 200
     expected = parse_keys({"keys": [TWO[0]]})[0].salt
     assert {request[1]["cache_salt"] for request in worker.requests} == {expected}
-    assert not any(name.startswith("x-override") for request in worker.requests for name in request[2])
+    assert not any(set(STEERING) & set(request[2]) for request in worker.requests)
+
+
+async def test_headers_that_steer_a_worker_are_nobodys(start_worker, start_router, client) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    headers = {**STEERING, "x-else": "passes"}
+    async with client.post(router.url + "/generate", json=BODIES["/generate"], headers=headers) as answer:
+        assert answer.status == 200
+    received = worker.requests[-1][2]
+    assert (set(STEERING) & set(received), received["x-else"]) == ({"x-smg-routing-key"}, "passes")
+
+
+def test_every_header_that_sglang_reads_has_been_judged() -> None:
+    """A header of a new SGLang may choose a server, a rank or a name past the router."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    assert spec.origin is not None
+    literal = re.compile(r"""["'](x-[a-z-]+)["']""", re.IGNORECASE)
+    read = {
+        name.lower()
+        for path in Path(spec.origin).parent.joinpath("srt").rglob("*.py")
+        for name in literal.findall(path.read_text())
+    }
+    sent_by_sglang = {"x-sglang-startup-warmup", "x-exa-integration"}
+    of_the_answer_only = {"x-sglext-return-input-ids", "x-sglext-return-output-ids", "x-sglext-ids-framed"}
+    labels_the_operator_wants = {"x-custom-labels"}
+    key = {"x-api-key"}
+    judged = STEERING_HEADERS | TENANT_HEADERS | sent_by_sglang | of_the_answer_only | key
+    assert read == judged | labels_the_operator_wants
+
+
+async def test_metrics_are_for_administrators(start_worker, start_router, client, tmp_path, caplog) -> None:
+    keys = keys_file(tmp_path, *TWO)
+    router = await start_router(await start_worker(), api_keys_file=keys)
+    caplog.clear()
+    for headers, status in (({}, 401), (bearer(A), 403), (bearer(OPS), 200)):
+        async with client.get(router.url + "/metrics", headers=headers) as answer:
+            assert answer.status == status
+    assert "/metrics" not in caplog.text, "scrapes are not in the access log"
+    router = await start_router(await start_worker(), api_keys_file=keys, metrics_open=True)
+    async with client.get(router.url + "/metrics") as answer:
+        assert answer.status == 200
 
 
 async def test_names_that_clients_choose_are_the_tenants_own(
@@ -354,7 +400,7 @@ async def test_no_key_is_ever_logged(start_worker, start_router, client, tmp_pat
             router.url + "/v1/messages", json=BODIES["/v1/messages"], headers={"x-api-key": key}
         ):
             pass
-    async with client.get(router.url + "/metrics") as answer:
+    async with client.get(router.url + "/metrics", headers=bearer(OPS)) as answer:
         metrics = await answer.text()
     logged = caplog.text + repr([getattr(record, "fields", {}) for record in caplog.records])
     for key in (A, B, "sk-wrong-key"):
