@@ -27,7 +27,7 @@ WITH_SERVERS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "cost_model": ((), {"op_mean_error"}),
     "disagg": (("--designs", "3"), {"wrong_answers"}),
     "policies": ((), {"conversations_p99_cost_vs_session"}),
-    "router": (("--parts", "serving"), {"reuse_vs_cache_aware"}),
+    "router": (("--parts", "serving"), {"p99_ttft_vs_session_share2"}),
     "tiers": (("--parts", "servers"), {"load_hidden_disk", "ttft_disk_vs_hbm_1k"}),
 }
 
