@@ -1,10 +1,10 @@
 """When slots that the engine has just set aside may be written by others: after the passes under way.
 
-With overlap, the result of pass k-2 ends a request while pass k-1, which still contains it, runs. SGLang frees
-the request's slots at once and may give them to the next request; its own forward passes come later on the same
-stream and are safe. Whoever else writes to such slots (a one-sided read, a peer's push) has to wait for pass
-k-1, or that pass stores the old request's deeper layers over the new KV. SGLang fences its own loads the same
-way (`HiCacheController.load_fence_stream`).
+With overlap, the result of pass k-2 ends a request while pass k-1, which still contains it, runs. SGLang
+frees the request's slots at once and may give them to the next request; its own forward passes come later on
+the same stream and are safe. Whoever else writes to such slots (a one-sided read, a peer's push) has to wait
+for pass k-1, or that pass stores the old request's deeper layers over the new KV. SGLang fences its own loads
+the same way (`HiCacheController.load_fence_stream`).
 """
 
 from __future__ import annotations
