@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.engine.weights import Weights
 from sglang_ext.keys import BLOCK_KEY_BYTES, Namespace, block_keys, tenant_salt
 from sglang_ext.radix_global import Holder, Node
 
@@ -44,12 +45,21 @@ class BlockNames:
         fresh: a text that no other process start has, such as the epoch.
         adapters: whether requests may use LoRA adapters. SGLang puts an adapter's id into the extra key, and
             makes it from name and path, where other weights may lie at the next start.
+        weights: tells the version of each generation of weights; without, of the first only.
     """
 
     def __init__(
-        self, identity: Namespace, block_tokens: int, disk: Holder, fresh: str, *, adapters: bool = False
+        self,
+        identity: Namespace,
+        block_tokens: int,
+        disk: Holder,
+        fresh: str,
+        *,
+        adapters: bool = False,
+        weights: Weights | None = None,
     ) -> None:
         self.identity = identity
+        self._weights = weights or Weights(identity.weights_version)
         self._block_tokens = block_tokens
         self._disk = disk
         self._fresh = fresh
@@ -58,19 +68,19 @@ class BlockNames:
         """The name of a namespace of the tree: 16 bytes."""
 
     def _digest(self, namespace: Any) -> bytes:
-        weights, extra_key, salt = namespace
+        generation, extra_key, salt = namespace
         adapted = bool(self.adapters and extra_key)
-        version = self.weights(weights, adapted=adapted)
+        version = self.weights(generation, adapted=adapted)
         return dataclasses.replace(
             self.identity, weights_version=version, salt=tenant_salt(extra_key, salt)
         ).digest()
 
-    def weights(self, updates: int, *, adapted: bool = False) -> str:
-        """The version of the weights after so many updates in place; adapted: by an adapter."""
-        version = self.identity.weights_version
-        if updates or adapted:
+    def weights(self, generation: int, *, adapted: bool = False) -> str:
+        """The version of a generation of weights; adapted: by an adapter."""
+        version = self._weights.version(generation)
+        if version is None or adapted:
             # No later process can know that it has the same weights.
-            version = f"{version}+{self._fresh}.{updates}"
+            version = f"{version or self.identity.weights_version}+{self._fresh}.{generation}"
         return version
 
     def of_path(self, node: Node, blocks: int) -> list[bytes]:

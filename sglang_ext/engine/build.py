@@ -32,9 +32,11 @@ from sglang_ext.engine.hbm import pool_geometry, pool_planes
 from sglang_ext.engine.layer_gate import LayerGate
 from sglang_ext.engine.mempool import engine_mempool
 from sglang_ext.engine.metrics import CacheMetrics
+from sglang_ext.engine.model_identity import weights_digest
 from sglang_ext.engine.mover import Mover, ThreadMover
 from sglang_ext.engine.radix_cache import GlobalRadixCache
 from sglang_ext.engine.support import require_computing, require_supported
+from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import Geometry
 from sglang_ext.keys import Tier
@@ -68,9 +70,11 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     agree = _consensus(params.tp_cache_group)
     shard = f"tp{ctx.tp_rank}of{ctx.tp_size}"
     fetches = may_fetch(config, ctx.server_args, adapters=_uses_adapters())
-    identity = None
+    identity, weights = None, Weights()
     if fetches or (config.dram_size and config.disk_path is not None):
         identity = identity_of(ctx, geometry, shard)
+        model = ctx.tp_worker.model_runner.model
+        weights = Weights(identity.weights_version, lambda: weights_digest(model))
     if config.dram_size:
         if params.pp_size > 1:
             # Each stage has a tree of its own; nothing keeps completed copies of the stages in step.
@@ -85,7 +89,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         if config.disk_path is not None and identity is not None:
             facts = RankFacts(instance, epoch, shard, adapters=_uses_adapters())
             disk = open_disk(config, facts, geometry.layout)
-            below = disk_below(disk, config, facts, identity, tree, holder, arena, agree)
+            below = disk_below(disk, config, facts, identity, tree, holder, arena, agree, weights)
         write = config.durability != "off"
         dram = DramTier(tree, hbm, holder, arena, mover, agree, below=below, write=write)
         if disk is not None and below is not None:
@@ -104,6 +108,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         metrics=CacheMetrics(ctx.tp_rank) if params.enable_metrics else None,
         load_min_tokens=config.load_min_tokens,
         load_always=config.load_policy == "always",
+        weights=weights,
         check=config.check,
     )
     cache.agree = agree

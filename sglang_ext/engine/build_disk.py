@@ -13,6 +13,7 @@ from sglang_ext.engine.dram_tier import DramTier
 from sglang_ext.engine.load_policy import DiskPolicy
 from sglang_ext.engine.model_identity import config_digest, weights_digest
 from sglang_ext.engine.promotions import Promotions
+from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import BlockLayout, Geometry
 from sglang_ext.keys import Namespace, Tier
@@ -99,10 +100,13 @@ def disk_below(
     dram: Holder,
     arena: DramArena,
     agree: Agree,
+    weights: Weights,
 ) -> DiskWrites:
     """What takes blocks on from DRAM to ``disk``."""
     holder = Holder.of(facts.instance, facts.epoch, Tier.DISK)
-    names = BlockNames(identity, tree.block_size, holder, f"{facts.epoch:x}", adapters=facts.adapters)
+    names = BlockNames(
+        identity, tree.block_size, holder, f"{facts.epoch:x}", adapters=facts.adapters, weights=weights
+    )
     writer = WriteBehind(
         disk,
         backlog_bytes=min(_MOST_BACKLOG_BYTES, arena.n_blocks * arena.block_bytes // 2),

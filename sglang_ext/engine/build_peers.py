@@ -81,7 +81,7 @@ def attach_peers(
         tier,
         link,
         namespace=cache.namespace,
-        fresh=lambda: cache.weights_as_started,
+        fresh=lambda: cache.weights.as_started,
         rank=rank,
         ranks=len(addresses),
         agree=agree,

@@ -78,7 +78,7 @@ class PlacementFeed:
     Args:
         tree: of this rank, empty.
         hbm, dram: the holders to tell of.
-        weights_name: the version of the weights in names of blocks, after so many updates.
+        weights_name: the version of a generation of weights, as names of blocks have it.
         now: seconds, monotonic.
         limit: entries that may wait for the agent.
     """
@@ -125,7 +125,7 @@ class PlacementFeed:
             self._snapshots(IDLE_SECONDS if idle else 0.0)
 
     def clear(self, weights: int | None = None) -> None:
-        """Nothing that is in memory will match any more. weights: how often they were updated, if they were.
+        """Nothing that is in memory will match any more. weights: their new generation, if it is one.
 
         Called before anything is taken out of the tree. Told at once: a server that is paused has no passes.
         """

@@ -69,7 +69,7 @@ class PeerKv:
 
     def lend(self, message: Lend) -> None:
         """A peer is about to ask."""
-        # Nothing is said of weights that were put in later: KV of theirs is nobody else's.
+        # Nothing is said of other weights than those by which peers know each other.
         key = self._whole(message.tokens) if self._fresh() else b""
         namespace = self._namespace(message.extra_key, message.cache_salt)
         self.lending.lend(message.loan, namespace, key, message.ttl_s)

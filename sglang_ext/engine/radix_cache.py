@@ -44,6 +44,7 @@ from sglang_ext.engine.prefill_clock import PrefillClock
 from sglang_ext.engine.promotions import Promotions
 from sglang_ext.engine.slots import slot_ops
 from sglang_ext.engine.storage_prefetch import StoragePrefetch
+from sglang_ext.engine.weights import Weights
 from sglang_ext.engine.whole_cache import WholeCache
 from sglang_ext.keys import Tier, encode_tokens
 from sglang_ext.mempool import MemPool
@@ -84,6 +85,7 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
         metrics: where to publish the cache's state.
         load_min_tokens: DRAM hits shorter than this are computed instead of loaded.
         load_always: longer ones are not weighed against computing.
+        weights: which of them are in use.
         check: verify every invariant when the server is idle (slow; for debugging and tests).
     """
 
@@ -98,6 +100,7 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
         metrics: CacheMetrics | None = None,
         load_min_tokens: int = 0,
         load_always: bool = False,
+        weights: Weights | None = None,
         check: bool = False,
     ) -> None:
         StoragePrefetch.__init__(self)
@@ -136,7 +139,9 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
         self._load_min_tokens = load_min_tokens
         self._check_when_idle = check
         self._checked_state = ""
-        self._weights = 0
+        self.weights = weights or Weights()
+        self.weights_watch: Callable[[], None] = lambda: None
+        """Called when weights are about to change, and when they have."""
         allocator = self.token_to_kv_pool_allocator
         self.device = torch.device(allocator.device if allocator is not None else "cpu")
         self._slots = slot_ops(self.device)
@@ -214,11 +219,18 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
 
     def namespace(self, extra_key: str | None, cache_salt: str | None) -> Hashable:
         """Where the KV of a tenant's prompts belongs now."""
-        return (self._weights, extra_key, cache_salt)
+        return (self.weights.generation, extra_key, cache_salt)
 
-    def _namespace_of(self, req: Req) -> Hashable:
-        """Where the request's KV belongs: weights may have changed since it started."""
-        return getattr(req, _NAMESPACE, None) or self.namespace(req.extra_key, req.cache_salt)
+    def _namespace_of(self, req: Req) -> Hashable | None:
+        """Where the request's KV belongs; ``None`` when it is nobody else's.
+
+        A request that was matched before the weights changed has KV of both, or KV of one that attends to
+        that of the other. From then on nothing of it is inserted, not even what was computed before: a pass
+        may have been under way.
+        """
+        found = getattr(req, _NAMESPACE, (0, req.extra_key, req.cache_salt))
+        current = found[0] == self.weights.generation and not self.weights.moving
+        return found if current and not _is_private(req) else None
 
     def resolve_node_handle(self, node_handle: Node) -> Any:
         return self.root_node if node_handle.is_root else node_handle
@@ -248,7 +260,7 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
 
     def insert_req(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
         """A request has ended: the tree takes over its whole blocks before position ``up_to``."""
-        if _is_private(req):
+        if self._namespace_of(req) is None:
             return
         tokens = (req.origin_input_ids + req.output_ids)[:up_to]
         self._insert_row(req, tokens)
@@ -257,7 +269,7 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
     def cache_unfinished_req(self, req: Req, chunked: bool = False, **kwargs: Any) -> None:
         """A prefill or a part of it is done: others may use its whole blocks from now on."""
         tokens = req.get_fill_ids()
-        if not _is_private(req):
+        if self._namespace_of(req) is not None:
             before = req.kv.cache_protected_len
             node, held = self._insert_row(req, tokens)
             if held > before:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sglang_ext.engine.peer_kv import PeerKv
     from sglang_ext.engine.prefetch import Prefetcher
     from sglang_ext.engine.promotions import Promotions
+    from sglang_ext.engine.weights import Weights
     from sglang_ext.mempool import MemPool
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,10 @@ class WholeCache:
     feed: PlacementFeed | None
     before_clear: Callable[[], None]
     before_end: Callable[[], None]
+    weights: Weights
+    weights_watch: Callable[[], None]
+    _behind_peers: dict[Any, Any]
     _hbm: Holder
-    _weights: int
     _check_when_idle: bool
     _checked_state: str
 
@@ -56,41 +59,55 @@ class WholeCache:
 
     def reset(self) -> None:
         """Forget everything in every tier (``/flush_cache``). SGLang empties the pools itself."""
-        self.before_clear()
+        self.drop_in_flight()
         if self.feed is not None:
             self.feed.clear()
         if self.pool is not None:
             self.pool.reset()
-        if self.peers is not None:
-            self.peers.clear()
-        if self.advice is not None:
-            self.advice.clear()
-        if self.prefetcher is not None:
-            self.prefetcher.clear()
-        if self.promotions is not None:
-            self.promotions.settle()
         if self.dram is not None:
             self.dram.clear()
         if self.promotions is not None:
             self.promotions.clear()
         self.tree.drop_holder(self._hbm)
 
-    def weights_changed(self) -> None:
-        """New weights are a new namespace: what older ones computed never matches again."""
-        self._weights += 1
+    def drop_in_flight(self) -> None:
+        """Give up what is on its way between tiers and instances for requests, announced or waiting: returns,
+        fetches and loans, hints, prefetches, reads from disk. When this returns, nothing of it arrives.
+        """
+        self.before_clear()
+        if self.peers is not None:
+            self.peers.clear()
         if self.advice is not None:
             self.advice.clear()
         if self.prefetcher is not None:
-            self.prefetcher.hinted.clear()
+            self.prefetcher.clear()
+        # Requests that wait for a peer would have the disk looked at in the namespace they were queued in.
+        self._behind_peers.clear()
+        if self.promotions is not None:
+            self.promotions.settle()
+
+    def weights_changing(self) -> None:
+        """The model's weights are about to change, and may do so until ``weights_changed``.
+
+        Each generation of weights is a namespace, so what older ones computed never matches again. What is
+        computed meanwhile, or has begun before, is nobody's (``_namespace_of``).
+        """
+        if not self.weights.moving:
+            self.weights.begin()
+            self._new_generation()
+
+    def weights_changed(self) -> None:
+        """The weights stay as they are now. Every rank is called at once."""
+        self.weights.settle()
+        self._new_generation()
+
+    def _new_generation(self) -> None:
+        self.drop_in_flight()
         if self.feed is not None:
-            self.feed.clear(self._weights)
+            self.feed.clear(self.weights.generation)
         if self.pool is not None:
             self.pool.namespace = self.namespace(None, None)
-
-    @property
-    def weights_as_started(self) -> bool:
-        """Whether the weights are those that the server was started with."""
-        return self._weights == 0
+        self.weights_watch()
 
     def settle(self) -> None:
         """Wait until no copy reads or writes the pool, which is about to be unmapped."""

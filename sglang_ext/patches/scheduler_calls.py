@@ -79,8 +79,13 @@ class CalledCache(Protocol):
     keeps_awake: bool
     """Whether the next passes have something to do though nothing runs and nothing waits."""
 
+    def weights_changing(self) -> None:
+        """The model's weights are about to change, and may until ``weights_changed``: KV from before must
+        not match afterwards, and what is computed meanwhile must not be cached.
+        """
+
     def weights_changed(self) -> None:
-        """The model's weights are about to change: KV from before must not match afterwards."""
+        """The weights stay as they are now."""
 
     def settle(self) -> None:
         """The pool's memory is about to go away: wait for every copy that reads or writes it."""

@@ -1,10 +1,16 @@
 """Tell our cache when the model's weights or the KV pool's memory change under it.
 
-What: before any call that changes weights the cache starts a new namespace (``weights_changed()``), so that
-KV of other weights never matches, also where the caller asked SGLang not to flush its cache. Before memory is
-released the cache waits for copies that read or write the pool (``settle()``), because SGLang unmaps the pool
-before it flushes the cache. A session of updates (``begin`` to ``end``) may change weights from outside at
-any time in between, so both ends count.
+What: around any call that changes weights the cache is told that they are about to change
+(``weights_changing()``), and once they stand still that they have (``weights_changed()``), also when the call
+has failed: half an update changes weights too. KV of other weights then never matches, also where the caller
+asked SGLang not to flush its cache. In between, nothing is cached: in a session of updates (``begin`` to
+``end``) weights may be changed from outside at any time, and while their memory is released
+(``release_memory_occupation`` to ``resume_memory_occupation``) there are none. ``check_weights`` overwrites
+them when it is asked to reset tensors. Before memory is released the cache waits for copies that read or
+write the pool (``settle()``), because SGLang unmaps the pool before it flushes the cache.
+
+LoRA adapters need no hook: SGLang gives each load of an adapter an id of its own, which is part of the extra
+key of its requests.
 
 Why no extension point serves: SGLang tells a cache of weight updates only by ``reset()``, and only when the
 caller asks for it.
@@ -15,31 +21,74 @@ Can go: when SGLang has such calls in its cache interface.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 from sglang_ext.patches.base import Target
 from sglang_ext.patches.hooks import Hook, hook_patch
-from sglang_ext.patches.scheduler_calls import called_cache
+from sglang_ext.patches.scheduler_calls import CalledCache, called_cache
 
+WEIGHTS: Final = "weights"
+"""SGLang's tag of the weights' memory."""
+RESETS: Final = "reset_tensors"
+"""What ``check_weights`` is asked for when it overwrites."""
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 
-def before_weights_change(manager: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before every call that changes weights. Also when it will fail: half an update changes weights too."""
+def around_weights_change(change: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around every call that changes weights, or after which they may change."""
     cache = called_cache(manager.scheduler)
-    if cache is not None:
-        cache.weights_changed()
+    if cache is None:
+        return change(manager, *args, **kwargs)
+    cache.weights_changing()
+    try:
+        return change(manager, *args, **kwargs)
+    finally:
+        _stand_still(manager, cache)
 
 
-def before_memory_release(manager: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before ``release_memory_occupation``."""
+def around_check(check: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+    """Around ``check_weights``, which compares, sums, or overwrites."""
+    if recv_req.action != RESETS:
+        return check(manager, recv_req)
+    return around_weights_change(check, manager, recv_req)
+
+
+def around_release(release: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+    """Around ``release_memory_occupation``."""
     cache = called_cache(manager.scheduler)
     if cache is not None:
         cache.settle()
+        if _concerns_weights(recv_req):
+            cache.weights_changing()
+    return release(manager, recv_req)
+
+
+def around_resume(resume: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+    """Around ``resume_memory_occupation``: what comes back may be what was there, or anything."""
+    result = resume(manager, recv_req)
+    cache = called_cache(manager.scheduler)
+    if cache is not None and _concerns_weights(recv_req):
+        _stand_still(manager, cache)
+    return result
+
+
+def _stand_still(manager: Any, cache: CalledCache) -> None:
+    """A change is over; not while a session is open, or the weights have no memory to be read from."""
+    if manager._session is None and WEIGHTS not in manager.offload_tags:
+        cache.weights_changed()
+
+
+def _concerns_weights(recv_req: Any) -> bool:
+    return not recv_req.tags or WEIGHTS in recv_req.tags
 
 
 def _weights(method: str, source: str) -> Hook:
-    return Hook(Target(f"{_MANAGER}.{method}", "(self, recv_req)", source), "before", before_weights_change)
+    return _around(method, source, around_weights_change)
+
+
+def _around(method: str, source: str, function: Callable[..., Any]) -> Hook:
+    return Hook(Target(f"{_MANAGER}.{method}", "(self, recv_req)", source), "around", function)
 
 
 PATCH = hook_patch(
@@ -51,9 +100,7 @@ PATCH = hook_patch(
     _weights("update_weights_from_ipc", "b723b5e6f9fd"),
     _weights("begin_weight_update", "fd496cbc2ddb"),
     _weights("end_weight_update", "c977f83bb344"),
-    Hook(
-        Target(f"{_MANAGER}.release_memory_occupation", "(self, recv_req)", "cda5d3de6816"),
-        "before",
-        before_memory_release,
-    ),
+    _around("check_weights", "f7c2707ec767", around_check),
+    _around("release_memory_occupation", "cda5d3de6816", around_release),
+    _around("resume_memory_occupation", "a07abb1165a5", around_resume),
 )

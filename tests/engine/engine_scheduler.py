@@ -41,6 +41,8 @@ class Served:
     """Where its KV belongs: the weights in use when it was last matched, its extra key and its salt."""
     chain: list[int] = field(default_factory=list)
     """Hash of the prefix up to each token, as far as computed or matched."""
+    weights: int = 0
+    """With which the last of them was computed."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +169,13 @@ class SimulatedScheduler:
 
     def change_weights(self) -> None:
         """The model's weights are replaced under running requests, without a flush."""
+        self.begin_to_change_weights()
         self.cache.weights_changed()
-        self.weights += 1
+
+    def begin_to_change_weights(self) -> None:
+        """From here on they are others; they stand still once the cache is told."""
+        self.cache.weights_changing()
+        self.weights += 2  # as the cache counts: one number is theirs while they change
 
     def retract_all(self) -> None:
         """``pause_generation`` in mode "retract": every running request goes back to the queue."""
@@ -402,7 +409,7 @@ class SimulatedScheduler:
         served.namespace = (self.weights, req.extra_key, req.cache_salt)
         if req.positional_embed_overrides is not None:
             served.namespace = ("private", req.rid)
-        served.chain = []
+        served.chain, served.weights = [], self.weights
         req.host_loaded_length = 0
         req.init_next_round_input(self.cache)
 
@@ -445,7 +452,14 @@ class SimulatedScheduler:
                 if len(tokens) < end:  # with overlap, the newest token is known to the model only
                     tokens.append(token_at(req, start))
             del served.chain[start:]
-            extend_chain(served.chain, served.namespace, tokens[len(served.chain) : end])
+            if served.chain and served.weights != self.weights:
+                # What these weights make of KV of others is like nothing else.
+                tail = [served.chain[-1] ^ (self.weights << 32)]
+                extend_chain(tail, served.namespace, tokens[len(served.chain) : end])
+                served.chain += tail[1:]
+            else:
+                extend_chain(served.chain, served.namespace, tokens[len(served.chain) : end])
+            served.weights = self.weights
             row = self.pools.requests.req_to_token[req.kv.req_pool_idx, :end].numpy().astype(np.int64)
             work.append((req.rid, row, np.array(served.chain, np.uint64), start))
             taken += row[start:].tolist()

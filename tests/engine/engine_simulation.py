@@ -26,6 +26,7 @@ from sglang_ext.engine.mempool import engine_mempool
 from sglang_ext.engine.mover import Mover, ThreadMover
 from sglang_ext.engine.promotions import Promotions
 from sglang_ext.engine.radix_cache import GlobalRadixCache
+from sglang_ext.engine.weights import Weights
 from sglang_ext.geometry import BlockLayout, Geometry
 from sglang_ext.keys import Namespace, Tier, encode_tokens
 from sglang_ext.mempool import MemType, OutOfBlocksError
@@ -133,6 +134,7 @@ class Rank:
         self.tier: DramTier | None = None
         self.writes: DiskWrites | None = None
         self.promotions: Promotions | None = None
+        self.weights = Weights("weights", lambda: f"weights {self.scheduler.weights}")
         gate = disk = None
         if scenario.dram_blocks is not None:
             geometry = self.pools.geometry()
@@ -151,7 +153,7 @@ class Rank:
                 facts = RankFacts("simulated", 1, "tp0of1")
                 identity = Namespace("model", "weights", "float32", "layout")
                 below = disk_below(
-                    disk, config, facts, identity, self.tree, self.dram_holder, self.arena, agree
+                    disk, config, facts, identity, self.tree, self.dram_holder, self.arena, agree, self.weights
                 )
             self.tier = tier_class(
                 self.tree,
@@ -186,6 +188,7 @@ class Rank:
             self.promotions,
             load_min_tokens=scenario.load_min_tokens,
             load_always=not scenario.weigh,
+            weights=self.weights,
         )
         self.cache.agree = agree
         self.pool = engine_mempool(

@@ -102,7 +102,7 @@ class FollowedRank(Rank):
         found: dict[tuple[object, bytes], int] = {}
         step = self.tree.block_bytes
         for node in self.tree.nodes():
-            if node.namespace[0] != self.cache._weights:  # type: ignore[index]
+            if node.namespace[0] != self.cache.weights.generation:  # type: ignore[index]
                 continue
             tiers = 0
             for holder, tier in ((self.hbm, IN_HBM), (self.dram_holder, IN_DRAM)):

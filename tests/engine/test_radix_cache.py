@@ -146,16 +146,36 @@ def test_namespaces_do_not_match_each_other(make_rank: MakeRank) -> None:
     assert len(match(rank, TOKENS, extra_key="a").device_indices) == 0
 
 
-def test_a_request_started_before_a_weight_change_stays_in_its_namespace(make_rank: MakeRank) -> None:
-    rank = make_rank(settings=Settings(chunk=8))
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("steps", [1, 2, 4, 6])
+def test_of_a_request_that_saw_the_weights_change_nothing_more_is_cached(
+    make_rank: MakeRank, steps: int, overlap: bool
+) -> None:
+    """After a chunk, at the end of its prefill, and while it decodes. What was cached before stays."""
+    rank = make_rank(settings=Settings(chunk=8, overlap=overlap))
     rank.scheduler.submit(TOKENS, new_tokens=8)
-    rank.scheduler.step()
+    for _ in range(steps):
+        rank.scheduler.step()
+    before = rank.cache.total_size()
     rank.scheduler.change_weights()
     while not rank.scheduler.idle:
         rank.scheduler.step()
         rank.check()
-    assert rank.cache.total_size() > 0
+    assert rank.cache.total_size() == before
     assert len(match(rank, TOKENS).device_indices) == 0
+    rank.serve(TOKENS)
+    assert len(match(rank, TOKENS).device_indices) == 24
+
+
+def test_what_is_computed_while_weights_change_is_nobody_s(make_rank: MakeRank) -> None:
+    """They may change from outside at any time, from request to request."""
+    rank = make_rank()
+    rank.scheduler.begin_to_change_weights()
+    rank.serve(TOKENS)
+    assert rank.cache.total_size() == 0
+    rank.cache.weights_changed()
+    assert rank.serve(TOKENS).cached_tokens == 0
+    assert rank.cache.total_size() == 24
 
 
 def test_kv_of_overridden_embeddings_is_nobody_else_s(make_rank: MakeRank) -> None:

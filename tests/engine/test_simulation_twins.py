@@ -92,20 +92,23 @@ class GoesOnWithFreedSlots(GlobalRadixCache):
 
 
 class IgnoresWeights(GlobalRadixCache):
+    def weights_changing(self) -> None:
+        pass
+
     def weights_changed(self) -> None:
         pass
 
 
 class IgnoresTenants(GlobalRadixCache):
     def _namespace_of_key(self, key: RadixKey) -> Hashable:
-        return (self._weights, key.extra_key)
+        return (self.weights.generation, key.extra_key)
 
 
 class FollowsNewWeights(GlobalRadixCache):
     """Files the KV of a request that started before the change under the new weights."""
 
     def _namespace_of(self, req: Any) -> Hashable:
-        return (self._weights, req.extra_key, req.cache_salt)
+        return (self.weights.generation, req.extra_key, req.cache_salt)
 
 
 class WaitsForTheLoadBefore(GlobalRadixCache):

@@ -164,7 +164,7 @@ class StoreModel(RuleBasedStateMachine):
     def new_weights(self) -> None:
         assert self.rank is not None
         self.rank.scheduler.change_weights()
-        self.weights += 1
+        self.weights = self.rank.scheduler.weights
 
     @precondition(lambda self: self.rank is not None and self.rank.scheduler.idle)
     @rule()

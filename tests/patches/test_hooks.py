@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import re
 from array import array
 from types import SimpleNamespace
 from typing import Any
@@ -117,8 +119,11 @@ class Cache:
     def sanity_check(self) -> None:
         self.calls.append("idle")
 
+    def weights_changing(self) -> None:
+        self.calls.append("changing")
+
     def weights_changed(self) -> None:
-        self.calls.append("weights")
+        self.calls.append("changed")
 
     def settle(self) -> None:
         self.calls.append("settle")
@@ -176,17 +181,99 @@ def test_without_a_batch_and_with_nothing_running_the_next_pass_tries_again(cach
     assert cache.calls == []
 
 
-def test_loop_queue_idleness_weights_and_memory_are_told(cache: Cache) -> None:
+def test_loop_queue_and_idleness_are_told(cache: Cache) -> None:
     scheduler = SimpleNamespace(tree_cache=cache)
-    manager = SimpleNamespace(scheduler=scheduler)
     scheduler_calls.after_events(None, scheduler)
     scheduler_calls.before_decode_queue(scheduler)
     slept: list[Any] = []
     scheduler_calls.around_sleep(slept.append, scheduler)
     assert slept == [scheduler]
-    weight_updates.before_weights_change(manager, "request")
-    weight_updates.before_memory_release(manager, "request")
-    assert cache.calls == ["events", "events", "idle", "weights", "settle"]
+    assert cache.calls == ["events", "events", "idle"]
+
+
+class Updater:
+    """What of SGLang's manager the hooks look at, and its calls, as they leave it."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.scheduler = SimpleNamespace(tree_cache=cache)
+        self.calls = cache.calls
+        self.offload_tags: set[str] = set()
+        self._session: object | None = None
+
+    def update(self, _request: Any) -> str:
+        self.calls.append("update")
+        return "updated"
+
+    def begin(self, _request: Any) -> None:
+        self._session = object()
+
+    def end(self, _request: Any) -> None:
+        self._session = None
+
+    def release(self, request: Any) -> None:
+        self.calls.append("release")
+        self.offload_tags |= set(request.tags or ("weights", "kv_cache"))
+
+    def resume(self, request: Any) -> None:
+        self.calls.append("resume")
+        self.offload_tags -= set(request.tags or ("weights", "kv_cache"))
+
+
+def test_an_update_is_told_at_both_ends_also_when_it_fails(cache: Cache) -> None:
+    def fails(_manager: Any, _request: Any) -> None:
+        raise ValueError("no such checkpoint")
+
+    manager = Updater(cache)
+    assert weight_updates.around_weights_change(Updater.update, manager, None) == "updated"
+    with pytest.raises(ValueError, match="no such"):
+        weight_updates.around_weights_change(fails, manager, None)
+    assert cache.calls == ["changing", "update", "changed", "changing", "changed"]
+
+
+def test_in_a_session_of_updates_weights_stand_still_at_its_end_only(cache: Cache) -> None:
+    manager = Updater(cache)
+    for call in (Updater.begin, Updater.update, Updater.update, Updater.end):
+        weight_updates.around_weights_change(call, manager, None)
+    assert cache.calls == ["changing", "changing", "update", "changing", "update", "changing", "changed"]
+
+
+@pytest.mark.parametrize("tags", [None, [], ["weights"], ["weights", "kv_cache"]])
+def test_weights_without_memory_change_until_it_is_back(cache: Cache, tags: list[str] | None) -> None:
+    manager, request = Updater(cache), SimpleNamespace(tags=tags)
+    weight_updates.around_release(Updater.release, manager, request)
+    weight_updates.around_weights_change(Updater.update, manager, None)
+    weight_updates.around_resume(Updater.resume, manager, request)
+    expected = ["settle", "changing", "release", "changing", "update", "resume", "changed"]
+    assert cache.calls == expected
+
+
+def test_memory_of_kv_alone_says_nothing_of_weights(cache: Cache) -> None:
+    manager, request = Updater(cache), SimpleNamespace(tags=["kv_cache"])
+    weight_updates.around_release(Updater.release, manager, request)
+    weight_updates.around_resume(Updater.resume, manager, request)
+    assert cache.calls == ["settle", "release", "resume"]
+
+
+@pytest.mark.parametrize(
+    ("action", "told"), [("reset_tensors", True), ("checksum", False), ("snapshot", False), ("compare", False)]
+)
+def test_a_check_that_overwrites_weights_changes_them(cache: Cache, action: str, told: bool) -> None:
+    manager = Updater(cache)
+    weight_updates.around_check(Updater.update, manager, SimpleNamespace(action=action))
+    assert cache.calls == (["changing", "update", "changed"] if told else ["update"])
+
+
+def test_sglang_gives_each_load_of_an_adapter_an_id_of_its_own() -> None:
+    """So an adapter that is loaded again under its name, with other weights, is another tenant."""
+    from sglang.srt.lora.lora_registry import LoRARef
+    from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
+
+    first, second = (LoRARef(lora_name="a", lora_path="/a") for _ in range(2))
+    assert first.lora_id != second.lora_id
+    for load in ("load_lora_adapter", "load_lora_adapter_from_tensors"):
+        source = inspect.getsource(getattr(TokenizerControlMixin, load))
+        (made,) = re.findall(r"LoRARef\((.*?)\)", source, re.DOTALL)
+        assert "lora_id" not in made
 
 
 def test_a_cache_that_brings_something_in_sleeps_for_a_moment_only(cache: Cache) -> None:
@@ -247,8 +334,8 @@ def test_every_call_that_changes_weights_is_hooked() -> None:
         ),
         *("scheduler", "metrics_collector", "offload_tags", "stashed_model_static_state"),
         *("flush_cache_after_weight_update", "record_weight_version_after_update", "get_weights_by_name"),
-        *("init_weights_update_group", "destroy_weights_update_group", "resume_memory_occupation"),
-        *("check_weights", "save_remote_model", "save_sharded_model"),
+        *("init_weights_update_group", "destroy_weights_update_group"),
+        *("save_remote_model", "save_sharded_model"),
     }
     assert methods - hooked - harmless == set()
 
