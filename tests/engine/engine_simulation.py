@@ -134,7 +134,7 @@ class Rank:
         self.tier: DramTier | None = None
         self.writes: DiskWrites | None = None
         self.promotions: Promotions | None = None
-        self.weights = Weights("weights", lambda: f"weights {self.scheduler.weights}")
+        self.weights = Weights("weights", self._read_weights)
         gate = disk = None
         if scenario.dram_blocks is not None:
             geometry = self.pools.geometry()
@@ -153,7 +153,15 @@ class Rank:
                 facts = RankFacts("simulated", 1, "tp0of1")
                 identity = Namespace("model", "weights", "float32", "layout")
                 below = disk_below(
-                    disk, config, facts, identity, self.tree, self.dram_holder, self.arena, agree, self.weights
+                    disk,
+                    config,
+                    facts,
+                    identity,
+                    self.tree,
+                    self.dram_holder,
+                    self.arena,
+                    agree,
+                    self.weights,
                 )
             self.tier = tier_class(
                 self.tree,
@@ -211,6 +219,9 @@ class Rank:
         """Of the blocks of a rank of this scenario."""
         pools = Pools(scenario.kind, scenario.hbm_tokens, block=scenario.block, rows=scenario.rows, context=8)
         return pools.geometry().layout
+
+    def _read_weights(self) -> str:
+        return f"weights {self.scheduler.weights}" if self.scheduler.weights else "weights"
 
     def _disk(self, geometry: Geometry, blocks: int) -> BlockTier:
         disk: BlockTier = MemoryTier(geometry.layout, blocks)

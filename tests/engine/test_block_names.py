@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 
 from sglang_ext.engine.block_names import BlockNames, pack_names, unpack_names
 from sglang_ext.engine.model_identity import config_digest, weights_digest
+from sglang_ext.engine.weights import Weights
 from sglang_ext.keys import Namespace, Tier, block_keys, encode_tokens
 from sglang_ext.radix_global import Holder, RadixTree
 
@@ -45,6 +46,21 @@ def test_a_restart_finds_its_names_unless_the_weights_were_updated_in_place() ->
     assert before.digest(PLAIN) == after.digest(PLAIN)
     assert before.digest((1, None, None)) != after.digest((1, None, None))
     assert before.digest((1, None, None)) != before.digest((2, None, None)) != before.digest(PLAIN)
+
+
+def test_weights_that_were_updated_have_the_names_of_a_process_that_started_with_them() -> None:
+    now = iter(["weights", "others"])
+    weights = Weights("others", lambda: next(now))
+    updated = BlockNames(
+        dataclasses.replace(IDENTITY, weights_version="others"), 4, DISK, "a", weights=weights
+    )
+    others = BlockNames(dataclasses.replace(IDENTITY, weights_version="others"), 4, DISK, "b")
+    for _ in range(2):
+        weights.begin()
+        weights.settle()
+    assert updated.digest((2, None, None)) == names(fresh="b").digest(PLAIN)
+    assert updated.digest((4, None, None)) == updated.digest(PLAIN) == others.digest(PLAIN)
+    assert updated.digest((1, None, None)) not in (updated.digest(PLAIN), names().digest(PLAIN))
 
 
 def test_kv_of_an_adapter_is_not_found_by_a_later_process() -> None:

@@ -106,7 +106,6 @@ def make_server() -> Iterator[MakeServer]:
         *,
         namespace: str = "same",
         transports: tuple[TransportName, ...] = (),
-        fresh: Callable[[], bool] = lambda: True,
         clock: FakeClock | None = None,
         tp: tuple[int, int] = (0, 1),
         agree: Callable[[int], int] = int,
@@ -133,7 +132,7 @@ def make_server() -> Iterator[MakeServer]:
             rank.tier,
             link,
             namespace=rank.cache.namespace,
-            fresh=fresh,
+            fresh=lambda: rank.weights.as_started,
             rank=number,
             ranks=ranks,
             agree=agree,
@@ -536,16 +535,48 @@ def test_tenants_do_not_share(make_server: MakeServer) -> None:
 
 
 def test_new_weights_end_lending_and_fetching(make_server: MakeServer) -> None:
-    changed = False
-    owner = make_server(fresh=lambda: not changed)
-    reader = make_server(fresh=lambda: not changed)
+    owner, reader = make_server(), make_server()
     tokens = prompt(1, 20)
     owner.serve(tokens)
-    changed = True
+    for server in (owner, reader):
+        server.rank.scheduler.change_weights()
     lend_and_fetch(owner, reader, tokens)
     assert owner.peers.lending.lent_blocks == 0
     assert not reader.peers.fetches.busy
     assert reader.peers.fetches.counters.refused == 1
+
+
+def test_new_weights_drop_a_fetch_that_is_on_its_way(make_server: MakeServer) -> None:
+    owner, reader = make_server(), make_server()
+    tokens = prompt(1, 20)
+    owner.serve(tokens)
+    lend_and_fetch(owner, reader, tokens)
+    req = reader.rank.scheduler.submit(tokens, new_tokens=2)
+    (fetch,) = reader.peers.fetches._active
+    until(lambda: fetch.job.offered is not None, "the offer")
+    reader.peers.drain()
+    assert fetch.ids is not None
+    reader.rank.scheduler.change_weights()
+    assert not reader.peers.busy
+    reader.finish(req)
+    assert reader.peers.fetches.counters.cancelled == 1
+    assert req.cached_tokens == 0
+
+
+def test_new_weights_at_the_owner_end_a_loan(make_server: MakeServer) -> None:
+    """What was lent is not read on, and the reader computes."""
+    owner, reader = make_server(), make_server()
+    tokens = prompt(1, 20)
+    owner.serve(tokens)
+    lend_and_fetch(owner, reader, tokens)
+    req = reader.rank.scheduler.submit(tokens, new_tokens=2)
+    (fetch,) = reader.peers.fetches._active
+    until(lambda: fetch.job.offered is not None, "the offer")
+    owner.rank.scheduler.change_weights()
+    assert owner.peers.lending.lent_blocks == 0
+    reader.finish(req)
+    assert reader.peers.fetches.counters.done == 0
+    assert req.cached_tokens == 0
 
 
 def test_a_peer_with_another_number_of_ranks_is_refused(make_server: MakeServer) -> None:

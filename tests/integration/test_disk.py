@@ -10,16 +10,19 @@ import random
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from disk_damage import damage_last_layer, runs
+from tuned_model import tuned
 
 from sglang_ext.config import KvConfig
 from sglang_ext.engine.build_disk import RankFacts, open_disk
 from sglang_ext.errors import ConfigError
 from sglang_ext.testing.blocks import LAYOUT
 from sglang_ext.testing.compare import Answer, assert_same
+from sglang_ext.testing.models import model_path
 from sglang_ext.testing.servers import ServerProcess, ServerSpec, wait_until
 from sglang_ext.tiered_store.disk import INDEX_DIRECTORY
 from sglang_ext.tiered_store.disk_check import repair_directory
@@ -148,6 +151,48 @@ def test_a_damaged_block_is_computed_again(
         seconds=10,
         what="the count of blocks that could not be read",
     )
+
+
+def update(server: ServerProcess, model: Path) -> None:
+    """New weights under running requests, and no flush: as reinforcement learning does it."""
+    server.post("/pause_generation", {"mode": "in_place"})
+    server.post("/update_weights_from_disk", {"model_path": str(model), "flush_cache": False})
+    server.post("/continue_generation", {})
+
+
+def test_weights_updated_in_place_neither_use_nor_leave_kv_of_others(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    """A request runs through the update; what it was asked and has said is asked again before and after the
+    first weights are back, whose KV is on disk."""
+    rng = random.Random(7)
+    known, running = ([rng.randrange(100, 30_000) for _ in range(20 * BLOCK + 4)] for _ in range(2))
+    before = on_disk(server)
+    with_first = server.generate(known, max_new_tokens=8)
+    wait_until(lambda: on_disk(server) >= before + 20, seconds=20, what="the prompt on disk")
+    fine_tune = tuned(model_path("tiny"), tmp_path / "tuned")
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(server.generate, running, max_new_tokens=300)
+        wait_until(
+            lambda: server.get("/v1/loads")["loads"][0]["num_running_reqs"], seconds=20, what="a request"
+        )
+        update(server, fine_tune)
+        assert not answer.done()
+        with_tuned = server.generate(known, max_new_tokens=8)
+        through = answer.result()
+    assert with_tuned.cached_tokens == 0
+    with ServerProcess(ServerSpec(flags=("--model-path", str(fine_tune)))) as fresh:
+        assert_same(fresh.generate(known, max_new_tokens=8), with_tuned)
+    with pytest.raises(AssertionError):
+        assert_same(with_first, with_tuned)
+    server.wait_idle()
+    update(server, model_path("tiny"))
+    again = server.generate(known, max_new_tokens=8)
+    assert again.disk_tokens == 20 * BLOCK
+    assert_same(with_first, again)
+    whole = [*running, *through.tokens]
+    found = server.generate(whole, max_new_tokens=8)
+    assert_same(server.generate(whole, max_new_tokens=8, cache_salt="cold"), found)
 
 
 def flip(layer: bytearray) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from tuned_model import tuned
 
 from router import Router, RouterConfig
 from router.policies import Match
@@ -249,14 +250,15 @@ async def test_a_killed_server_is_not_trusted_and_a_warm_one_tells_its_disk(
 
 
 async def test_new_weights_leave_nothing_that_matches(
-    router: Router, server: ServerProcess, client: aiohttp.ClientSession
+    router: Router, server: ServerProcess, client: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
     await known(router, server)
     tokens = prompt()
     await generate(client, router.url, tokens)
     router.trees.forget(server.url)
     await until(lambda: held(router, server, tokens).tokens, WITHIN_S, "an insertion")
-    body = {"model_path": str(model_path("tiny", "float32")), "flush_cache": False}
+    fine_tune = tuned(model_path("tiny", "float32"), tmp_path / "tuned")
+    body = {"model_path": str(fine_tune), "flush_cache": False}
     await post(client, f"{server.url}/update_weights_from_disk", body)
     router.trees.forget(server.url)
     await until(lambda: held(router, server, tokens).tokens == 0, WITHIN_S, "an update of the weights")

@@ -255,7 +255,8 @@ def test_memory_of_kv_alone_says_nothing_of_weights(cache: Cache) -> None:
 
 
 @pytest.mark.parametrize(
-    ("action", "told"), [("reset_tensors", True), ("checksum", False), ("snapshot", False), ("compare", False)]
+    ("action", "told"),
+    [("reset_tensors", True), ("checksum", False), ("snapshot", False), ("compare", False)],
 )
 def test_a_check_that_overwrites_weights_changes_them(cache: Cache, action: str, told: bool) -> None:
     manager = Updater(cache)
