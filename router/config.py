@@ -96,6 +96,8 @@ class RouterConfig:
     """Requests that may wait; beyond, the least important is refused with a 503."""
     queue_timeout_secs: float = 30.0
     max_payload_bytes: int = 512 * MIB
+    max_total_payload_bytes: int = 2048 * MIB
+    """Bodies of all requests that are being read, wait or are being answered; one more gets a 503."""
     max_header_bytes: int = 64 << 10
     max_connections: int = 16_384
     max_concurrent_requests: int = 4096
@@ -178,6 +180,11 @@ class RouterConfig:
             "shutdown_grace_period_secs",
         ):  # fmt: skip
             self._require(name, getattr(self, name) >= 0, "must not be negative")
+        self._require(
+            "max_total_payload_bytes",
+            self.max_total_payload_bytes >= self.max_payload_bytes,
+            f"is less than one body may have (--max-payload-bytes {self.max_payload_bytes})",
+        )
         self._require("balance_rel_threshold", self.balance_rel_threshold >= 1.0, "must be at least 1")
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
             raise ConfigError(
@@ -204,6 +211,7 @@ class RouterConfig:
         """What clients may ask of the HTTP server."""
         return HttpLimits(
             max_body_bytes=self.max_payload_bytes,
+            max_total_body_bytes=self.max_total_payload_bytes,
             max_head_bytes=self.max_header_bytes,
             max_connections=self.max_connections,
             max_concurrent_requests=self.max_concurrent_requests,
@@ -325,6 +333,7 @@ class RouterConfig:
         flag("queue_size", int, "requests that may wait for a worker with room")
         flag("queue_timeout_secs", float, "seconds that a request may wait for a worker with room")
         flag("max_payload_bytes", int, "largest request body")
+        flag("max_total_payload_bytes", int, "memory for the bodies of all requests at a time; beyond, a 503")
         flag("max_header_bytes", int, "largest head of a request")
         flag("max_connections", int, "most connections of clients; one more gets a 503")
         flag("max_concurrent_requests", int, "most requests at a time; one more gets a 429")

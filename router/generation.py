@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -42,7 +43,15 @@ from router.sse import EventFilter
 from router.tenancy import additions, check_reserved, priority_of, put_in_front, rids_of, splice, with_salt
 from router.tokenizing import TokenizerService
 from router.usage import FORMS
-from router.validation import Endpoint, Job, Json, Limits, check_length, parse_json_object
+from router.validation import (
+    LARGE_JSON_BYTES,
+    Endpoint,
+    Job,
+    Json,
+    Limits,
+    check_length,
+    parse_json_object,
+)
 from sglang_ext.clock import Clock
 from sglang_ext.errors import PeerError
 
@@ -121,6 +130,7 @@ class Generation:
         self._metrics = metrics
         self._clock = clock
         self._budget = RetryBudget(config.retry_budget)
+        self._parsing = asyncio.Lock()
         self.hinting: Hinting | None = None
         """Takes the hints in requests."""
 
@@ -153,7 +163,7 @@ class Generation:
     async def _serve(
         self, endpoint: Endpoint, request: Request, responder: Responder, record: Record, start: float
     ) -> None:
-        payload = parse_json_object(request.body)
+        payload = await self._parsed(request.body)
         if self.hinting is not None and only_a_hint(endpoint, payload):
             check_reserved(payload, record.caller)
             record.priority = priority_of(payload, record.caller)
@@ -162,6 +172,7 @@ class Generation:
         flight = await self._prepare(endpoint, payload, request, responder, record, start)
         if self.hinting is not None and "kv_hints" in payload:
             self.hinting.note(payload, record)
+        del payload  # several times as large as the body, and the answer may take long
         story = Story(record, flight.prompts, self._clock.wall())
         self._stories.add(story)
         with self._flights.carrying(flight):
@@ -173,6 +184,14 @@ class Generation:
                 raise _no_room(str(error), "queue_full") from error
             except QueueTimeout as error:
                 raise _no_room(str(error), "queue_timeout") from error
+
+    async def _parsed(self, body: bytes) -> Json:
+        if len(body) <= LARGE_JSON_BYTES:
+            return parse_json_object(body)
+        # Nothing else runs while JSON is parsed, in no thread: between two large bodies others get a turn.
+        async with self._parsing:
+            await asyncio.sleep(0)
+            return parse_json_object(body)
 
     async def _prepare(
         self,

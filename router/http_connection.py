@@ -48,14 +48,14 @@ class ClientConnection(asyncio.Protocol):
     """
 
     __slots__ = (
-        "_drain", "_paused", "_reader", "_responder", "_since", "_state", "_stopped_since", "_task",
+        "_drain", "_held", "_paused", "_reader", "_responder", "_since", "_state", "_stopped_since", "_task",
         "_waiting", "_waiting_bytes", "gone", "transport",
     )  # fmt: skip
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
         self._reader = RequestReader(
-            state.limits.max_head_bytes, state.limits.max_body_bytes, state.handler.turn_away
+            state.limits.max_head_bytes, state.limits.max_body_bytes, state.bodies, state.handler.turn_away
         )
         self._since = state.now
         """When the reader's phase began."""
@@ -64,6 +64,8 @@ class ClientConnection(asyncio.Protocol):
         self._paused = False
         """Nothing is read, because too much waits."""
         self._task: asyncio.Task[None] | None = None
+        self._held = 0
+        """Bytes of the body of the request that is being answered."""
         self._responder: HttpResponder | None = None
         self._drain: asyncio.Future[None] | None = None
         self._stopped_since = 0.0
@@ -110,6 +112,8 @@ class ClientConnection(asyncio.Protocol):
 
     def _leave(self) -> None:
         self.gone = True
+        self._reader.abandon()
+        self._state.bodies.give(sum([len(parsed.request.body) for parsed in self._waiting]))
         self._waiting.clear()
         if self._task is not None:
             self._task.cancel()
@@ -158,16 +162,19 @@ class ClientConnection(asyncio.Protocol):
         if refused is not None:
             coroutine = state.handler.refuse(request, responder, refused)
         elif coding is not None:
-            coroutine = _unpacked(state.handler, request, responder, coding, state.limits.max_body_bytes)
+            coroutine = _unpacked(state.handler, request, responder, coding, state)
         else:
             coroutine = state.handler.handle(request, responder)
         self._responder = responder
+        self._held = len(request.body)
         state.active += 1
         self._task = state.loop.create_task(coroutine)
         self._task.add_done_callback(self._answered)
 
     def _answered(self, task: asyncio.Task[None]) -> None:
         self._state.active -= 1
+        self._state.bodies.give(self._held)
+        self._held = 0
         self._task = None
         responder, self._responder = self._responder, None
         error = None if task.cancelled() else task.exception()
@@ -264,13 +271,16 @@ class ClientConnection(asyncio.Protocol):
 
 
 async def _unpacked(
-    handler: Handler, request: Request, responder: HttpResponder, coding: str, limit: int
+    handler: Handler, request: Request, responder: HttpResponder, coding: str, state: ServerState
 ) -> None:
     """Answer a request whose body came compressed."""
     try:
-        body = await unpack(request.body, coding, limit)
+        body = await unpack(request.body, coding, state.limits.max_body_bytes, state.bodies)
     except RequestRefused as refused:
         await handler.refuse(request, responder, refused)
         return
     plain = Request(request.method, request.path, request.target, request.headers, body)
-    await handler.handle(plain, responder)
+    try:
+        await handler.handle(plain, responder)
+    finally:
+        state.bodies.give(len(body))

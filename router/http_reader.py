@@ -14,7 +14,7 @@ import httptools
 import msgspec
 
 from router.exchange import Request, RequestRefused
-from router.http_body import BodyBuffer
+from router.http_body import BodyBudget, BodyBuffer, overfull
 from router.http_messages import (
     add_header,
     check_head,
@@ -28,7 +28,7 @@ from router.http_messages import (
 
 logger = logging.getLogger("router.http")
 
-LARGE_BYTES = 1 << 20
+LARGE_BYTES = 1 << 16
 """Bodies above it, and those of unknown length, are read only if the server is willing to."""
 MAX_OVERHEAD = 16
 """Bytes on the wire per byte of a body, beyond the size of two heads: chunks of one byte need 6."""
@@ -68,12 +68,14 @@ class RequestReader:
 
     Args:
         max_head_bytes, max_body_bytes: longer ones are refused.
+        budget: memory for bodies. A request that was read holds the length of its body there, which
+            whoever answers it gives back.
         turn_away: asked about large bodies, by their head: see ``exchange.Handler``.
     """
 
     __slots__ = (
-        "_body", "_found", "_headers", "_keep", "_max_body_bytes", "_max_head_bytes", "_method", "_parser",
-        "_raw", "_replaying", "_target", "_turn_away", "_upgrading", "_version", "expects",
+        "_body", "_budget", "_found", "_headers", "_keep", "_max_body_bytes", "_max_head_bytes", "_method",
+        "_parser", "_raw", "_replaying", "_target", "_turn_away", "_upgrading", "_version", "expects",
         "phase", "speaks_http2",
     )  # fmt: skip
 
@@ -81,9 +83,11 @@ class RequestReader:
         self,
         max_head_bytes: int,
         max_body_bytes: int,
+        budget: BodyBudget,
         turn_away: Callable[[Request], RequestRefused | None] = lambda request: None,
     ) -> None:
         self._turn_away = turn_away
+        self._budget = budget
         self._max_head_bytes = max_head_bytes
         self._max_body_bytes = max_body_bytes
         self._parser = httptools.HttpRequestParser(self)
@@ -92,7 +96,7 @@ class RequestReader:
         """Bytes since the message began, as they came."""
         self._target = b""
         self._headers: dict[str, str] = {}
-        self._body = BodyBuffer(max_body_bytes)
+        self._body = BodyBuffer(max_body_bytes, budget)
         self._method = "GET"
         self._version = "1.1"
         self._keep = True
@@ -147,10 +151,14 @@ class RequestReader:
             chunks=False,
             keep=False,
         )
-        self.phase = Phase.DEAF
-        self._body = BodyBuffer(0)
-        self.expects = False
+        self.abandon()
         return parsed
+
+    def abandon(self) -> None:
+        """Read nothing more, and forget what has come of a body."""
+        self.phase = Phase.DEAF
+        self._body.drop()
+        self.expects = False
 
     # -- what the parser finds --------------------------------------------------------------------
 
@@ -183,7 +191,7 @@ class RequestReader:
         self._version = parser.get_http_version()
         self._keep = self._version == "1.1" and parser.should_keep_alive()
         self._upgrading = parser.should_upgrade()
-        self._body = BodyBuffer(self._max_body_bytes)
+        self._body = BodyBuffer(self._max_body_bytes, self._budget)
         self.phase = Phase.BODY
         refused = self._judge() or self._unwanted()
         if refused is not None:
@@ -205,6 +213,8 @@ class RequestReader:
         length = headers.get("content-length")
         if length is not None and int(length) > self._max_body_bytes:
             return too_large(self._max_body_bytes)
+        if length is not None and self._budget.used + int(length) > self._budget.limit:
+            return overfull(self._budget)
         return None
 
     def _unwanted(self) -> RequestRefused | None:

@@ -153,11 +153,17 @@ class HttpServer:
         """
         if self._state is not None and self._state.active < 0:
             raise InternalError(f"{self._state.active} requests are being answered")
+        if self._state is not None:
+            state = self._state
+            idle = not state.connections and not state.active
+            if state.bodies.used < 0 or (idle and state.bodies.used):
+                raise InternalError(f"nobody's bodies are held: {state.bodies}")
 
     def __repr__(self) -> str:
         if self._state is None:
             return "HttpServer(not started)"
-        return f"HttpServer({len(self._state.connections)} connections, {self._state.active} active)"
+        state = self._state
+        return f"HttpServer({len(state.connections)} connections, {state.active} active, {state.bodies})"
 
 
 def raise_file_limit(connections: int) -> int:

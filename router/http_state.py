@@ -10,6 +10,7 @@ from typing import Protocol
 import orjson
 
 from router.exchange import Handler, Request, RequestRefused
+from router.http_body import BodyBudget
 from router.http_messages import answer_head
 from sglang_ext.clock import Clock
 
@@ -25,6 +26,8 @@ class HttpLimits:
     """What clients may ask of the HTTP server. Seconds and bytes."""
 
     max_body_bytes: int = 512 << 20
+    max_total_body_bytes: int = 2 << 30
+    """Of all requests that are being read, wait or are being answered."""
     max_head_bytes: int = 1 << 16
     max_connections: int = 16_384
     max_concurrent_requests: int = 4096
@@ -65,6 +68,7 @@ class ServerState:
         self.limits = limits
         self.loop = loop
         self._clock = clock
+        self.bodies = BodyBudget(limits.max_total_body_bytes)
         self.connections: set[Connection] = set()
         self.active = 0
         """Requests being answered."""

@@ -213,4 +213,5 @@ async def running(limits: HttpLimits | None = None, **options: Any) -> AsyncIter
     assert crashes == []
     assert not server.state.connections
     assert server.state.active == 0
+    server.check()
     assert echo.present == 0

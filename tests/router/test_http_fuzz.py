@@ -10,6 +10,7 @@ from http_rig import CLOSE, GET, chunked, post, running
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.http_body import BodyBudget
 from router.http_reader import Parsed, Phase, RequestReader
 from router.http_state import HttpLimits
 
@@ -57,8 +58,13 @@ def cut(data: bytes, at: list[int]) -> list[bytes]:
 
 
 def read(pieces: list[bytes]) -> tuple[list[Parsed], RequestReader]:
-    reader = RequestReader(LIMITS.max_head_bytes, LIMITS.max_body_bytes)
-    return [parsed for piece in pieces for parsed in reader.feed(piece)], reader
+    budget = BodyBudget(LIMITS.max_total_body_bytes)
+    reader = RequestReader(LIMITS.max_head_bytes, LIMITS.max_body_bytes, budget)
+    found = [parsed for piece in pieces for parsed in reader.feed(piece)]
+    held = sum(len(parsed.request.body) for parsed in found)
+    unread = reader.body_size if reader.phase is Phase.BODY else 0
+    assert budget.used == held + unread
+    return found, reader
 
 
 @given(stream, cuts)

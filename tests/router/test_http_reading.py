@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import random
+import threading
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 from http_rig import CLOSE, GET, Rig, chunked, post, running
 
+from router import http_body
+from router.http_body import PACKED_BYTES, SLICE_BYTES, BodyBudget, unpack
 from router.http_messages import HTTP2_REFUSAL
 from router.http_state import HttpLimits
+from sglang_ext.errors import InternalError
 
 
 @pytest.fixture
@@ -115,6 +121,152 @@ async def test_bodies_that_cannot_be_unpacked(coding: str, damage: int, status: 
     wire.send(post("/x", packed, f"Content-Encoding: {coding}"))
     assert (await wire.answer())[0] == status
     assert rig.echo.requests == []
+
+
+_DECOMPRESSOBJ = zlib.decompressobj
+
+
+class CountingZlib:
+    """zlib's decompressor, and how many bytes it was handed in all."""
+
+    def __init__(self, wbits: int) -> None:
+        self._inner = _DECOMPRESSOBJ(wbits=wbits)
+
+    handed = 0
+
+    def decompress(self, data: bytes, most: int) -> bytes:
+        CountingZlib.handed += len(data)
+        return self._inner.decompress(data, most)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("kind", ["random", "zeros", "mixed"])
+async def test_unpacking_takes_linear_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What zlib is handed and does not consume is copied: four times the body, four times that."""
+    monkeypatch.setattr(http_body.zlib, "decompressobj", CountingZlib)
+    handed = []
+    for size in (1 << 18, 1 << 20, 1 << 22):
+        noise = random.Random(size).randbytes(size)
+        body = {"random": noise, "zeros": bytes(16 * size), "mixed": noise[: size // 2] + bytes(8 * size)}[
+            kind
+        ]
+        packed = gzip.compress(body, 1)
+        CountingZlib.handed = 0
+        budget = BodyBudget(1 << 30)
+        assert await unpack(packed, "gzip", 1 << 30, budget) == body
+        assert budget.used == len(body)
+        # Each call hands over at most PACKED_BYTES, and gives SLICE_BYTES or takes all of them.
+        calls = len(packed) / PACKED_BYTES + len(body) / SLICE_BYTES + 2
+        assert CountingZlib.handed <= calls * PACKED_BYTES
+        handed.append(CountingZlib.handed)
+    assert handed[2] < 5 * handed[1]
+    assert handed[1] < 5 * handed[0]
+
+
+async def test_unpacking_that_hands_over_all_of_the_rest_is_seen_to_be_quadratic(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_body.zlib, "decompressobj", CountingZlib)
+    monkeypatch.setattr(http_body, "PACKED_BYTES", 1 << 30)
+    handed = []
+    for size in (1 << 20, 1 << 22):
+        CountingZlib.handed = 0
+        await unpack(gzip.compress(random.Random(size).randbytes(size)), "gzip", 1 << 30, BodyBudget(1 << 30))
+        handed.append(CountingZlib.handed)
+    assert handed[1] > 10 * handed[0]
+
+
+async def test_other_requests_are_answered_while_a_large_body_is_unpacked(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released, begun = threading.Event(), threading.Event()
+
+    def held(pieces: Iterator[bytes], least: int) -> list[bytes]:
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            assert released.wait(20)
+        return next_pieces(pieces, least)
+
+    next_pieces = http_body._next_pieces
+    monkeypatch.setattr(http_body, "_next_pieces", held)
+    body = bytes(1 << 22)
+    wire, other = await rig.connect(), await rig.connect()
+    wire.send(post("/x", gzip.compress(body), "Content-Encoding: gzip"))
+    await rig.until(begun.is_set)
+    try:
+        other.send(GET)
+        assert (await other.answer())[0] == 200
+    finally:
+        released.set()
+    assert (await wire.answer())[2] == b"POST /x %d" % len(body)
+
+
+# -- all bodies together -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["announced", "chunked", "compressed"])
+async def test_bodies_of_all_requests_have_one_budget(how: str) -> None:
+    async with running(HttpLimits(max_body_bytes=1000, max_total_body_bytes=1000)) as rig:
+        first, second = await rig.connect(), await rig.connect()
+        first.send(post("/gate", bytes(600)))
+        await rig.echo.gate.reached()
+        another = {
+            "announced": b"POST /x HTTP/1.1\r\nHost: h\r\nContent-Length: 401\r\n\r\n",
+            "chunked": chunked("/x", *[bytes(100)] * 5),
+            "compressed": post("/x", gzip.compress(bytes(401)), "Content-Encoding: gzip"),
+        }[how]
+        second.send(another)
+        status, headers, body = await second.answer()
+        assert (status, headers["retry-after"], headers["connection"]) == (503, "1", "close")
+        assert b"--max-total-payload-bytes" in body
+        third = await rig.connect()
+        third.send(post("/small", bytes(300)))
+        assert (await third.answer())[0] == 200, "there is room for it"
+        rig.echo.gate.open()
+        assert (await first.answer())[0] == 200
+        await third.close()
+        fourth = await rig.connect()
+        fourth.send(post("/x", bytes(1000)))
+        assert (await fourth.answer())[0] == 200, "as much as before"
+        await rig.until(lambda: rig.server.state.bodies.used == 0)
+
+
+_HALF = b"POST /x HTTP/1.1\r\nHost: h\r\nContent-Length: 500\r\n\r\n" + bytes(300)
+
+
+@pytest.mark.parametrize(
+    ("sent", "held"),
+    [
+        (_HALF, 300),
+        (post("/gate", bytes(200)), 200),
+        (post("/gate", bytes(200)) + post("/x", bytes(100)) + _HALF, 600),
+        (post("/gate", gzip.compress(bytes(10_000)), "Content-Encoding: gzip"), None),
+    ],
+)
+async def test_who_goes_away_leaves_the_budget_as_it_was(sent: bytes, held: int | None) -> None:
+    async with running() as rig:
+        wire = await rig.connect()
+        wire.send(sent)
+        bodies = rig.server.state.bodies
+        await rig.until(lambda: bodies.used == held if held else bodies.used > 10_000)
+        wire.reset()
+        await rig.until_empty()
+        assert bodies.used == 0
+
+
+async def test_a_body_that_nobody_gives_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_body.BodyBuffer, "drop", lambda self: None)
+    async with running() as rig:
+        wire = await rig.connect()
+        wire.send(_HALF)
+        await rig.until(lambda: rig.server.state.bodies.used == 300)
+        wire.reset()
+        await rig.until_empty()
+        with pytest.raises(InternalError, match="300 of"):
+            rig.server.check()
+        rig.server.state.bodies.give(300)
 
 
 # -- heads -------------------------------------------------------------------------------------------

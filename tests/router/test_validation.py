@@ -10,7 +10,7 @@ import pytest
 from router.exchange import RequestRefused
 from router.native import parse_generate
 from router.openai import parse_chat, parse_completion
-from router.validation import Limits, check_length, parse_json_object
+from router.validation import MAX_CONTAINERS, MAX_VALUES, Limits, check_length, parse_json_object
 
 LIMITS = Limits(vocab_size=100, context_length=50)
 USER = {"role": "user", "content": "x"}
@@ -255,3 +255,20 @@ async def test_bodies_beyond_the_limit_get_413(announced, start_worker, start_ro
         assert answer.status == 413
         assert (await answer.json())["error"]["code"] == "request_too_large"
     assert worker.requests == []
+
+
+@pytest.mark.parametrize(
+    ("filling", "what"),
+    [(b"[],", "objects and arrays"), (b'{"a":{}},', "objects and arrays"), (b"1,", "values")],
+)
+def test_a_large_body_of_many_small_things_is_not_parsed(filling: bytes, what: str) -> None:
+    """Nothing else runs while it is, and it takes many times its size."""
+    count = MAX_VALUES if what == "values" else MAX_CONTAINERS
+    for size, refused in ((count // 2 - 2, False), (count + 1, True)):
+        body = b'{"a":[' + filling * size + b"1]}"
+        if not refused:
+            assert len(parse_json_object(body)["a"]) == size + 1
+            continue
+        with pytest.raises(RequestRefused, match=what) as caught:
+            parse_json_object(body)
+        assert caught.value.status == 413
