@@ -393,6 +393,16 @@ class KvConfig:
                 hint="Set it to 0, or give --kv-disk-path",
             )
 
+    @property
+    def writes_dram(self) -> bool:
+        """Whether new KV is written to DRAM by itself (``durability``)."""
+        return self.durability != "off"
+
+    @property
+    def writes_disk(self) -> bool:
+        """Whether it goes on to the disk."""
+        return self.durability == "disk"
+
     def values(self) -> dict[str, Any]:
         """The settings as a plain dictionary, for :meth:`from_values` in another process."""
         return dataclasses.asdict(self)

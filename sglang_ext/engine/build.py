@@ -76,13 +76,6 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         model = ctx.tp_worker.model_runner.model
         weights = Weights(identity.weights_version, lambda: weights_digest(model))
     if config.dram_size:
-        if params.pp_size > 1:
-            # Each stage has a tree of its own; nothing keeps completed copies of the stages in step.
-            raise ConfigError(
-                "the DRAM tier does not support pipeline parallelism",
-                field="--kv-dram-size",
-                hint="Set it to 0, or use --tp-size instead of --pp-size",
-            )
         arena = DramArena(geometry.layout, config.dram_size, name=f"dram {instance} tp{ctx.tp_rank}")
         mover = _mover_for(ctx, planes, geometry, arena)
         holder = Holder.of(instance, epoch, Tier.DRAM)
@@ -90,8 +83,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             facts = RankFacts(instance, epoch, shard, adapters=_uses_adapters())
             disk = open_disk(config, facts, geometry.layout)
             below = disk_below(disk, config, facts, identity, tree, holder, arena, agree, weights)
-        write = config.durability != "off"
-        dram = DramTier(tree, hbm, holder, arena, mover, agree, below=below, write=write)
+        dram = DramTier(tree, hbm, holder, arena, mover, agree, below=below, write=config.writes_dram)
         if disk is not None and below is not None:
             # The parts of a PD server have loops of their own, in which a batch cannot be run again.
             stream = ctx.server_args.disaggregation_mode == "null"
@@ -114,8 +106,6 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     cache.agree = agree
     if ctx.tp_rank == 0 and params.pp_rank == 0:
         cache.inbox = Inbox()
-    if _small_priorities_first():
-        cache.priority_sign = -1
     cache.attach_pool(
         engine_mempool(
             cache,
@@ -131,13 +121,13 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     )
     if cache.prefetcher is not None:
         cache.advice = Advice(cache.prefetcher)
-        cache.advice.priority_sign = -1 if _small_priorities_first() else 1
         if config.advisory_compute:
             require_computing(ctx.server_args)
             host = SglangHost(lambda: cache.scheduler)
             cache.advice.computes = ComputeAhead(
                 tree, hbm, cache.room, cache.prefetcher, cache.namespace, host
             )
+    set_priority_order(cache, small_first=_small_priorities_first())
     endpoints: tuple[str, ...] = ()
     if fetches and dram is not None and arena is not None and identity is not None:
         endpoints = attach_peers(
@@ -199,6 +189,17 @@ def _geometry_of(
         tp_size=parallel.attn_tp_size,
         model_kv_heads=ctx.model_config.get_total_num_kv_heads(),
     )
+
+
+def set_priority_order(cache: GlobalRadixCache, *, small_first: bool) -> None:
+    """Have whatever waits for the disk, and hints, go in the order in which the server takes requests.
+
+    small_first: ``--schedule-low-priority-values-first``.
+    """
+    sign = -1 if small_first else 1
+    cache.priority_sign = sign
+    if cache.advice is not None:
+        cache.advice.priority_sign = sign
 
 
 def _small_priorities_first() -> bool:

@@ -120,7 +120,7 @@ def disk_below(
         writer,
         BlockMemory.of_arena(arena),
         agree,
-        write=config.durability == "disk",
+        write=config.writes_disk,
     )
 
 

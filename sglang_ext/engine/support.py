@@ -60,6 +60,7 @@ class Facts:
     dp_size: int = 1
     attn_dp_size: int = 1
     attn_cp_size: int = 1
+    pp_size: int = 1
     enable_pdmux: bool = False
     dllm_algorithm: str | None = None
     prefill_graphs: str | None = None
@@ -105,6 +106,12 @@ def _unwaiting(facts: Facts) -> str | None:
         return f"{FLAG} does not serve diffusion language models (--dllm-algorithm). {_STOCK}"
     if facts.post_capture_kv_sizing:
         return f"{FLAG} cannot be combined with SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1. Unset that variable"
+    if facts.dram and facts.pp_size > 1:
+        # Each stage has a tree of its own; nothing keeps completed copies of the stages in step.
+        return (
+            "--kv-dram-size cannot be combined with --pp-size above 1. "
+            "Use --tp-size instead, or do without a DRAM tier"
+        )
     if facts.dram and facts.prefill_graphs not in _WAITING_GRAPHS:
         return (
             f"--kv-dram-size cannot be combined with --cuda-graph-backend-prefill {facts.prefill_graphs}. "
@@ -218,6 +225,7 @@ def facts_of(ctx: Any, config: KvConfig) -> Facts:
         dp_size=parallel.dp_size,
         attn_dp_size=parallel.attn_dp_size,
         attn_cp_size=parallel.attn_cp_size,
+        pp_size=parallel.pp_size,
         enable_pdmux=disagg.enable_pdmux,
         dllm_algorithm=get_exec().dllm.dllm_algorithm,
         prefill_graphs=None if graphs is None else str(graphs.prefill.backend),
@@ -240,6 +248,7 @@ def given_facts(server_args: Any, config: KvConfig) -> Facts:
         dp_size=getattr(server_args, "dp_size", 1),
         attn_dp_size=getattr(server_args, "attn_dp_size", 1),
         attn_cp_size=getattr(server_args, "attn_cp_size", 1),
+        pp_size=getattr(server_args, "pp_size", 1),
         enable_pdmux=getattr(server_args, "enable_pdmux", False),
         dllm_algorithm=getattr(server_args, "dllm_algorithm", None),
         prefill_graphs=in_json or getattr(server_args, "cuda_graph_backend_prefill", None),

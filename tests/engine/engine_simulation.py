@@ -70,8 +70,10 @@ class Scenario:
     """Share of the disk's calls that fail."""
     stream: bool = False
     """Admit requests while their blocks still come from disk."""
-    write: bool = True
-    """Whether anything new is written to DRAM and disk by itself (``--kv-durability``)."""
+    durability: str = "disk"
+    """``--kv-durability``."""
+    admission: str = "first-layer"
+    """``--kv-disk-admission``."""
     weigh: bool = False
     """Load from disk only what is expected to be slower to compute."""
     pool: float = 0.0
@@ -136,6 +138,11 @@ class Rank:
         self.promotions: Promotions | None = None
         self.weights = Weights("weights", self._read_weights)
         gate = disk = None
+        config = dataclasses.replace(
+            _WEIGHING if scenario.weigh else _CONFIG,
+            durability=scenario.durability,
+            disk_admission=scenario.admission,
+        )
         if scenario.dram_blocks is not None:
             geometry = self.pools.geometry()
             size = scenario.dram_blocks * (geometry.block_bytes + 8) + 8
@@ -148,7 +155,6 @@ class Rank:
                 self.mover = HandMover(copier, geometry.n_layers, pace)
             below = None
             if scenario.disk_blocks is not None:
-                config = _WEIGHING if scenario.weigh else _CONFIG
                 disk = disk_class(self._disk(geometry, scenario.disk_blocks))
                 facts = RankFacts("simulated", 1, "tp0of1")
                 identity = Namespace("model", "weights", "float32", "layout")
@@ -171,7 +177,7 @@ class Rank:
                 self.mover,
                 agree,
                 below=below,
-                write=scenario.write,
+                write=config.writes_dram,
             )
             if disk is not None and below is not None:
                 self.writes = below

@@ -212,12 +212,12 @@ def lent(server: Server) -> int:
     return server.peers.lending.lent_blocks
 
 
-@pytest.mark.parametrize("write", [True, False], ids=["being copied", "never copied"])
-def test_what_is_in_hbm_is_lent_when_dram_has_it(make_server: MakeServer, write: bool) -> None:
-    owner, reader = make_server(dataclasses.replace(SCENARIO, write=write)), make_server()
+@pytest.mark.parametrize("durability", ["dram", "off"], ids=["being copied", "never copied"])
+def test_what_is_in_hbm_is_lent_when_dram_has_it(make_server: MakeServer, durability: str) -> None:
+    owner, reader = make_server(dataclasses.replace(SCENARIO, durability=durability)), make_server()
     tokens = prompt(1, 20)
     owner.rank.serve(tokens)
-    if write:
+    if durability == "dram":
         # As if the copy of what was computed just now had not completed.
         assert owner.rank.tier is not None
         path = owner.rank.tree.match((0, None, None), encode_tokens(tokens)).path
@@ -240,7 +240,7 @@ def test_what_is_in_hbm_is_lent_when_dram_has_it(make_server: MakeServer, write:
 
 
 def test_a_flush_forgets_what_was_to_be_lent(make_server: MakeServer) -> None:
-    owner = make_server(dataclasses.replace(SCENARIO, write=False))
+    owner = make_server(dataclasses.replace(SCENARIO, durability="off"))
     tokens = prompt(1, 20)
     owner.rank.serve(tokens)
     owner.told(Lend("loan", encode_tokens(tokens)))

@@ -185,7 +185,7 @@ def test_what_hbm_alone_has_does_not_hide_what_is_on_disk_behind_it(make_rank: M
     tokens = prompt(1, 20)
     rank.serve(tokens)
     settle(rank)
-    again = make_rank(dataclasses.replace(first, name="off", write=False), disk=shared)
+    again = make_rank(dataclasses.replace(first, name="off", durability="off"), disk=shared)
     inner[0].clear = lambda namespace=None: 0  # type: ignore[method-assign]
     assert again.writes is not None
     assert rank.writes is not None

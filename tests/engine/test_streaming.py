@@ -12,6 +12,7 @@ from engine_movers import until
 from engine_pools import PoolKind, WrongKvError
 from engine_scheduler import Settings
 from engine_simulation import LateLayers, Rank, Scenario
+from sglang.srt.managers.schedule_batch import Req
 
 from sglang_ext.testing.tiers import WrappedTier
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get, Ids, LayerRead, Outcome
@@ -88,6 +89,16 @@ def test_without_streaming_it_waits_for_all_of_them() -> None:
         rank.serve([*PROMPT, 1, 2, 3], new_tokens=3)
         assert rank.promotions.counters.streamed == 0
         assert rank.promotions.counters.promoted == BLOCKS
+
+
+def test_nothing_streams_that_is_to_be_complete_first() -> None:
+    """``--kv-disk-admission complete``, where streaming is possible."""
+    with on_disk_only(dataclasses.replace(ALONE, admission="complete"), LateLayers) as rank:
+        assert rank.promotions is not None
+        rank.serve([*PROMPT, 1, 2, 3], new_tokens=3)
+        assert rank.promotions.counters.streamed == 0
+        assert rank.promotions.counters.promoted == BLOCKS
+        assert rank.scheduler.disk_tokens == BLOCKS * 4
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -174,6 +185,76 @@ def test_a_damaged_layer_on_the_straight_way_runs_the_batch_again(layer: int) ->
         assert len(req.output_ids) == 3
         assert rank.promotions.counters.straight == 0
         assert rank.promotions.counters.no_room == BLOCKS  # the second time
+
+
+class Breaks(WrappedTier):
+    """From some layer on, reading raises what no tier may raise."""
+
+    def __init__(self, inner: BlockTier, layer: int) -> None:
+        super().__init__(inner)
+        self._layer = layer
+
+    def get_layer(self, get: Get, layer: int, memory: BlockMemory, ids: Ids) -> LayerRead:
+        if layer >= self._layer:
+            raise ZeroDivisionError("placed by the test")
+        return super().get_layer(get, layer, memory, ids)
+
+
+def is_whole(rank: Rank, answer: Req) -> bool:
+    """The answer is that of a rank without a disk, and nothing is left locked or reading."""
+    assert rank.promotions is not None
+    assert rank.tier is not None
+    rank.tier.settle()
+    assert not rank.promotions.reading
+    assert not any(node.locks for node in rank.tree.nodes())
+    again = rank.serve([*PROMPT, 1, 2, 3], new_tokens=3)
+    return len(answer.output_ids) == 3 and answer.output_ids == again.output_ids
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("layer", [0, 1, LAYERS - 1])
+def test_a_fault_that_is_not_the_disks_is_a_miss_too(
+    layer: int, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    scenario = dataclasses.replace(ALONE, stream=stream)
+    with on_disk_only(scenario, lambda tier: Breaks(tier, layer)) as rank:
+        assert rank.promotions is not None
+        answer = rank.serve([*PROMPT, 1, 2, 3], new_tokens=3)
+        assert "in a way that is not the disk's" in caplog.text
+        assert "ZeroDivisionError: placed by the test" in caplog.text
+        assert rank.promotions.counters.read_failed >= BLOCKS
+        assert rank.promotions.counters.promoted == rank.promotions.counters.streamed == 0
+        assert is_whole(rank, answer)
+
+
+@pytest.mark.parametrize("layer", [0, LAYERS - 1])
+def test_a_fault_that_is_not_the_disks_on_the_straight_way(
+    layer: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with on_disk_only(disk=lambda tier: Breaks(tier, layer)) as rank, no_room_in_dram(rank):
+        assert rank.promotions is not None
+        answer = rank.serve([*PROMPT, 1, 2, 3], new_tokens=3)
+        assert rank.scheduler.restarted == 1
+        assert "ZeroDivisionError: placed by the test" in caplog.text
+        assert (rank.promotions.counters.straight, rank.promotions.counters.read_failed) == (0, BLOCKS)
+        assert len(answer.output_ids) == 3
+
+
+def test_a_flush_survives_a_fault_that_is_not_the_disks(caplog: pytest.LogCaptureFixture) -> None:
+    with on_disk_only(disk=lambda tier: Breaks(tier, 0)) as rank:
+        assert rank.promotions is not None
+        assert rank.tier is not None
+        req = rank.scheduler.submit([*PROMPT, 1, 2, 3], new_tokens=3)
+        (promotion,) = rank.promotions._under_way.values()
+        until(lambda: promotion.load.over, "the end of the load")
+        used = rank.tier.used_blocks
+        rank.promotions.settle()
+        assert "in a way that is not the disk's" in caplog.text
+        assert rank.tier.used_blocks == used - BLOCKS
+        assert not any(node.locks for node in rank.tree.nodes())
+        while not rank.scheduler.idle:
+            step(rank)
+        assert len(req.output_ids) == 3
 
 
 def test_a_request_that_goes_away_leaves_nothing_pinned() -> None:
