@@ -115,12 +115,17 @@ class Stories:
             self.size_bytes -= oldest.size_bytes
 
     def find(self, request_id: str, *, tenant: str | None, admin: bool) -> Story | None:
-        """The story of a request, if the asker may see it."""
+        """The story of a request, by its ``x-request-id`` or the id that stands in its answer, if the asker
+        may see it."""
         story = self._stories.get((tenant, request_id))
-        if story is not None or not admin:
+        if story is not None:
             return story
-        newest_first = reversed(self._stories.values())
-        return next((known for known in newest_first if known.record.request_id == request_id), None)
+        for known in reversed(self._stories.values()):
+            record = known.record
+            visible = admin or record.caller.tenant == tenant
+            if visible and request_id in (record.answer_id, record.request_id):
+                return known
+        return None
 
     def elsewhere(self, story: Story) -> int:
         """Leading tokens that other requests have had in common under another namespace."""
@@ -227,6 +232,7 @@ def told(
     elsewhere = stories.elsewhere(story) if admin else 0
     return {
         "request_id": record.request_id,
+        "answer_id": record.answer_id,
         "at": story.at,
         "endpoint": record.path,
         "tenant": record.caller.tenant,

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from router.anthropic import parse_messages
+from router.background import Background
 from router.choosing import Chooser
 from router.config import RouterConfig
 from router.exchange import ConnectFailed, ConnectionLost, Request, RequestRefused, Responder
@@ -63,6 +64,7 @@ PARSERS: dict[Endpoint, Callable[[Json, Limits], Job]] = {
     Endpoint.MESSAGES: parse_messages,
 }
 RETRY_AFTER_S = 1
+DEFAULT_MODEL = "default"
 _PROMPT_FIELD = {
     Endpoint.CHAT: "messages",
     Endpoint.COMPLETIONS: "prompt",
@@ -100,6 +102,7 @@ class Generation:
         flights: requests on their way.
         homes: where responses are kept.
         stories: recent requests, to be explained.
+        background: counts what goes on after its request.
         metrics: counts retries and refusals.
         clock: seconds.
     """
@@ -115,6 +118,7 @@ class Generation:
         flights: Flights,
         homes: Homes,
         stories: Stories,
+        background: Background,
         metrics: RouterMetrics,
         clock: Clock,
     ) -> None:
@@ -127,6 +131,8 @@ class Generation:
         self._flights = flights
         self._homes = homes
         self._stories = stories
+        self.background = background
+        relay.on_background = background.keep
         self._metrics = metrics
         self._clock = clock
         self._budget = RetryBudget(config.retry_budget)
@@ -249,8 +255,17 @@ class Generation:
                 flight.filter = EventFilter(b'"sglext":{', b'"choices":[]') if job.stream else None
                 asked = True
             flight.tells_cached = asked is True
+        if job.endpoint is Endpoint.RESPONSES and (model := self._served(payload)) is not None:
+            fields["model"] = model
         if fields and job.endpoint is not Endpoint.MESSAGES:
             flight.body = splice(flight.body, fields)
+
+    def _served(self, payload: Json) -> str | None:
+        """The name under which the model is served, for a request that says ``default``, which SGLang takes
+        under every endpoint but ``/v1/responses``."""
+        base, colon, adapter = (payload.get("model") or "").partition(":")
+        model = self._fleet.model
+        return None if base != DEFAULT_MODEL or model is None else model.model.name + colon + adapter
 
     def _session(self, request: Request, payload: Json, record: Record) -> str | None:
         config = self._config
@@ -330,6 +345,7 @@ class Generation:
 
     async def stop(self) -> None:
         """End what goes on after the answers."""
+        await self.background.stop()
         await self._relay.stop()
 
 

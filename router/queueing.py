@@ -11,7 +11,8 @@ import asyncio
 import heapq
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from sglang_ext.clock import Clock
@@ -146,6 +147,16 @@ class Admission:
             QueueFull, QueueTimeout: there is none.
         """
         return Place(self, priority)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold one more place while the block runs, whether there is one or not: for what goes on when the
+        request that had waited for its place is answered."""
+        self.admitted += 1
+        try:
+            yield
+        finally:
+            self.leave()
 
     async def enter(self, priority: int) -> float:
         """See ``place``; whoever enters leaves."""

@@ -37,6 +37,8 @@ class Record(msgspec.Struct):
     tiers: dict[str, int] = {}
     """Tier -> tokens that were found there."""
     completion_tokens: int | None = None
+    answer_id: str | None = None
+    """What stands as ``id`` in the answer; of a batch, the first."""
     attempts: int = 0
     stages: dict[str, float] = {}
     """Seconds the router itself spent, by stage; waiting for a place is not one of them."""

@@ -31,9 +31,10 @@ from router.prompt_trees import PromptTrees
 from router.record import Record
 from router.seam import NoContinuation, Seam
 from router.tenancy import STEERING_HEADERS, TENANT_HEADERS, splice
+from router.tenants import Meter
 from router.tokenizing import Encoded, TokenizerService
 from router.tracing import NO_TRACING, TRACE_HEADERS, Tracing
-from router.usage import Form, StreamReader, Usage, read_answer
+from router.usage import Form, StreamReader, Usage, answer_id, read_answer
 from router.validation import Endpoint
 from sglang_ext.clock import Clock
 
@@ -93,6 +94,8 @@ class Relay:
         self._tracing = tracing
         self._asks_for_key = config.api_key is not None or config.api_keys_file is not None
         self._learning: set[asyncio.Task[None]] = set()
+        self.on_background: Callable[[str, Load, Meter | None], None] = lambda *_: None
+        """Told of each response that its instance goes on to generate, while the request still counts."""
         self.on_learnt: Callable[[Flight, tuple[str | None, ...], bytes], None] = lambda *_: None
         """Told of each prompt with what was generated from it, as far as that is known."""
 
@@ -204,11 +207,14 @@ class Relay:
                 usage = read_answer(body, form=flight.form, choices=flight.job.choices)
                 _infer_cached(flight, usage)
             self._learn(flight, decision, usage)
+            if flight.job.background and usage.response_id is not None:
+                self.on_background(usage.response_id, load, record.caller.meter)
         _note(record, usage)
         headers = self._response_headers(response, record, usage)
         size = len(body)
         if flight.translation is not None:
             body = flight.translation.whole(response.status, body)
+        record.answer_id = answer_id(body)
         await flight.responder.send(response.status, headers, body)
         if response.status == 200:
             self._learn_texts(flight, record.instance or "", lambda: usage.output_texts, size)
@@ -298,6 +304,8 @@ class Relay:
         elif flight.filter is not None:
             chunk = flight.filter.feed(chunk)
         if chunk:
+            if flight.record.answer_id is None:
+                flight.record.answer_id = answer_id(chunk)
             await flight.responder.write(chunk)
 
     # -- learning ---------------------------------------------------------------------------------

@@ -43,8 +43,9 @@ def parse_responses(payload: Json, limits: Limits) -> Job:
     """
     check_sampling(payload, limits)
     stream = take_bool(payload, "stream")
-    for name in ("store", "background", "parallel_tool_calls"):
+    for name in ("store", "parallel_tool_calls"):
         take_bool(payload, name)
+    background = take_bool(payload, "background")
     take_int(payload, "max_output_tokens", least=1)
     take_int(payload, "top_logprobs", least=0, most=limits.vocab_size)
     model = take_string(payload, "model")
@@ -64,7 +65,9 @@ def parse_responses(payload: Json, limits: Limits) -> Job:
         opaque=previous is not None or not _renders_here(payload),
         namespace=space,
     )
-    return Job(Endpoint.RESPONSES, stream, (prompt,), pinned_to=previous)
+    return Job(
+        Endpoint.RESPONSES, stream, (prompt,), background=background and not stream, pinned_to=previous
+    )
 
 
 def _check_input(payload: Json) -> None:

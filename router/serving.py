@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from router.background import Background
 from router.choosing import Chooser
 from router.config import RouterConfig
 from router.control import Control
@@ -67,6 +68,7 @@ class Serving:
         self.relay = Relay(
             config, fleet, trees, costs, tokenizers, upstream, self.homes, metrics, clock, mover, tracing
         )
+        background = Background(api, fleet, self.admission, clock, config.request_timeout_secs)
         self.generation = Generation(
             config,
             fleet,
@@ -77,6 +79,7 @@ class Serving:
             self.flights,
             self.homes,
             self.stories,
+            background,
             metrics,
             clock,
         )

@@ -82,6 +82,12 @@ class Meter:
         if self._requests is not None and (wait := self._requests.take(now)):
             limit = f"this key may send {entry.requests_per_second:g} requests a second"
             raise too_many(limit, wait, "requests")
+        with self.carrying():
+            yield
+
+    @contextmanager
+    def carrying(self) -> Iterator[None]:
+        """Count one request as running while the block runs, without asking whether it may."""
         self.running += 1
         try:
             yield

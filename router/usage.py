@@ -24,6 +24,7 @@ MAX_TEXT_BYTES = 1 << 20
 """Events of a stream that are kept to learn what was generated."""
 _SAYS_FINISHED = re.compile(rb'"finish_reason"\s*:\s*\{')
 _SAYS_USAGE = re.compile(rb'"(usage|sglext)"\s*:\s*\{')
+_ID = re.compile(rb'"id"\s*:\s*"([\x21\x23-\x5b\x5d-\x7e]{1,200})"')
 _TIERS = {"device": "hbm", "host": "dram", "storage": "disk"}
 
 
@@ -239,6 +240,13 @@ def _count(value: Any) -> int | None:
 def _sum(total: int | None, value: Any) -> int | None:
     count = _count(value)
     return total if count is None else (total or 0) + count
+
+
+def answer_id(data: bytes) -> str | None:
+    """The first ``id`` in an answer, or in the beginning of a stream: that of the answer itself, which in all
+    forms stands before those of its parts. In a text, the quotes would be escaped."""
+    found = _ID.search(data)
+    return None if found is None else found[1].decode("ascii")
 
 
 def read_answer(body: bytes, *, form: Form, choices: int) -> Usage:

@@ -77,6 +77,8 @@ class Job(msgspec.Struct, frozen=True):
     choices: int = 1
     echoes: bool = False
     """The answers repeat their prompts."""
+    background: bool = False
+    """It is answered at once, and generates afterwards."""
     pinned_to: str | None = None
     """The response that it goes on from; the instance that keeps it must serve it."""
 

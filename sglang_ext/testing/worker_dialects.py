@@ -122,6 +122,10 @@ async def responses(worker: StandInWorker, request: web.BaseRequest) -> web.Stre
         },
     }
     worker.kept[name] = response
+    if body.get("background") and not body.get("stream"):
+        worker.kept[name] = {**response, "status": "queued", "output": [], "usage": None}
+        worker.in_background[name] = response
+        return await worker.answer(request, worker.kept[name], stream=False)
     if not body.get("stream"):
         return await worker.answer(request, response, stream=False)
     begun = {**response, "output": [], "usage": None}

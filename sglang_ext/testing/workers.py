@@ -119,6 +119,8 @@ class StandInWorker:
         """Bodies of ``/abort_request``."""
         self.kept: dict[str, Json] = {}
         """Responses of ``/v1/responses``, by id."""
+        self.in_background: dict[str, Json] = {}
+        """What those with ``background`` will be: a test puts them into ``kept``."""
         self.targets: list[str] = []
         """Path and query of every request, as sent."""
         self.aborted = 0

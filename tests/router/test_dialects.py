@@ -395,3 +395,114 @@ async def test_cache_details_need_not_be_asked_for(start_worker, start_router, c
     async with client.post(router.url + "/v1/completions", json={"prompt": "x", "max_tokens": 2}) as answer:
         assert answer.status == 200
     assert "return_cached_tokens_details" not in worker.requests[-1][1]
+
+
+BACKGROUND = {"input": "hello", "max_output_tokens": 5, "background": True, "store": True}
+
+
+async def test_what_generates_in_the_background_counts_until_it_ends(
+    start_worker, start_router, client, tmp_path, eventually
+) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text('{"keys": [{"key": "sk-background", "tenant": "a", "concurrent": 1}]}')
+    file.chmod(0o600)
+    worker = await start_worker()
+    router = await start_router(worker, api_keys_file=str(file), max_running_per_instance=1)
+    client.headers["authorization"] = "Bearer sk-background"
+    url = router.url + "/v1/responses"
+    async with client.post(url, json=BACKGROUND) as answer:
+        value = await answer.json()
+        assert (answer.status, value["status"]) == (200, "queued")
+    row = router.fleet.rows[worker.url]
+    assert (row.in_flight, router.serving.admission.admitted) == (1, 1)
+    async with client.post(url, json={**BACKGROUND, "background": False}) as answer:
+        assert (answer.status, (await answer.json())["error"]["code"]) == (429, "concurrency_limit_exceeded")
+    router.check()
+    worker.kept[value["id"]] = worker.in_background[value["id"]]
+    await eventually(lambda: not len(router.serving.generation.background))
+    assert (row.in_flight, router.serving.admission.admitted) == (0, 0)
+    async with client.post(url, json={**BACKGROUND, "background": False}) as answer:
+        assert answer.status == 200
+
+
+async def test_what_was_generated_in_the_background_is_charged(
+    start_worker, start_router, client, tmp_path, eventually
+) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text('{"keys": [{"key": "sk-background", "tenant": "a", "tokens_per_minute": 60}]}')
+    file.chmod(0o600)
+    worker = await start_worker()
+    router = await start_router(worker, api_keys_file=str(file))
+    client.headers["authorization"] = "Bearer sk-background"
+    url = router.url + "/v1/responses"
+    async with client.post(url, json={**BACKGROUND, "max_output_tokens": 100}) as answer:
+        name = (await answer.json())["id"]
+    worker.kept[name] = worker.in_background[name]
+    await eventually(lambda: not len(router.serving.generation.background))
+    async with client.post(url, json=BACKGROUND) as answer:
+        assert (answer.status, (await answer.json())["error"]["code"]) == (429, "tokens_limit_exceeded")
+
+
+async def test_a_response_in_the_background_ends_with_its_instance_or_its_time(
+    start_worker, start_router, client, eventually
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker, request_timeout_secs=0.05)
+    async with client.post(router.url + "/v1/responses", json=BACKGROUND) as answer:
+        name = (await answer.json())["id"]
+    await eventually(lambda: f"/v1/responses/{name}/cancel" in worker.targets)
+    await eventually(lambda: router.fleet.rows[worker.url].in_flight == 0)
+    router = await start_router(worker)
+    async with client.post(router.url + "/v1/responses", json=BACKGROUND) as answer:
+        name = (await answer.json())["id"]
+    assert router.fleet.rows[worker.url].in_flight == 1
+    del worker.kept[name]  # as after a restart
+    await eventually(lambda: router.fleet.rows[worker.url].in_flight == 0)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_the_model_default_is_the_one_that_is_served(
+    path: str, start_worker, start_router, client
+) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    body = {**MESSAGES, "input": "hello", "model": "default"}
+    async with client.post(router.url + path, json=body) as answer:
+        assert answer.status == 200
+    # SGLang looks at the name under /v1/responses only.
+    assert worker.requests[-1][1]["model"] == ("stand-in" if path == "/v1/responses" else "default")
+    if path == "/v1/responses":
+        for asked, sent in (("default:fr", "stand-in:fr"), ("defaults", "defaults"), (None, None)):
+            async with client.post(router.url + path, json={**body, "model": asked}) as answer:
+                assert answer.status == 200
+            assert worker.requests[-1][1]["model"] == sent
+
+
+@pytest.mark.parametrize(
+    "path", ["/generate", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_is_explained_by_the_id_in_its_answer(
+    path: str, stream: bool, start_worker, start_router, client
+) -> None:
+    router = await start_router(await start_worker())
+    body = {
+        **MESSAGES,
+        "input": "hello",
+        "prompt": 'say "id": "x"',
+        "stream": stream,
+    }
+    if path == "/generate":
+        body["text"] = body["prompt"]
+    async with client.post(router.url + path, json=body, headers={"x-request-id": "mine"}) as answer:
+        assert answer.status == 200
+        raw = await answer.text()
+    if stream:
+        raw = next(line[5:] for line in raw.split("\n") if line.startswith("data:"))
+    value = json.loads(raw)
+    holder = value.get("meta_info") or value.get("response") or value.get("message") or value
+    for name in (holder["id"], "mine"):
+        async with client.get(f"{router.url}/explain/{name}") as answer:
+            assert answer.status == 200, name
+            told = await answer.json()
+        assert (told["request_id"], told["answer_id"]) == ("mine", holder["id"])
