@@ -57,6 +57,8 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         ConfigError: model or flags are not supported; names the flag and what to use instead.
     """
     require_supported(ctx, config)
+    if config.advisory_compute:
+        require_computing(ctx.server_args)
     check_block_size(config, ctx.params.page_size)
     params = ctx.params
     instance = str(with_instance_id(config, ctx.server_args, socket.gethostname()).instance_id)
@@ -122,7 +124,6 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     if cache.prefetcher is not None:
         cache.advice = Advice(cache.prefetcher)
         if config.advisory_compute:
-            require_computing(ctx.server_args)
             host = SglangHost(lambda: cache.scheduler)
             cache.advice.computes = ComputeAhead(
                 tree, hbm, cache.room, cache.prefetcher, cache.namespace, host

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import http.client
 import logging
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -126,6 +127,8 @@ class Registrar:
             status, body = self._call(router, "POST", PATH, encode(self._registration), CALL_S)
             problem = "" if status == 200 else f"it answered {status}: {body[:300].decode(errors='replace')}"
             answer = msgspec.json.decode(body, type=Registered) if not problem else None
+        except ssl.SSLCertVerificationError as error:
+            problem, answer = f"{error}. Set SSL_CERT_FILE to the certificate that vouches for it", None
         except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
             problem, answer = str(error) or type(error).__name__, None
         now = self._now()

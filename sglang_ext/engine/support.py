@@ -280,6 +280,8 @@ def require_supported_flags(server_args: Any, config: KvConfig) -> None:
     reason = unsupported(given_facts(server_args, config))
     if reason is not None:
         raise ConfigError(reason)
+    if config.advisory_compute:
+        require_computing(server_args)
 
 
 def require_supported_parallelism(server_args: Any, chosen: str) -> None:
@@ -324,7 +326,7 @@ def require_computing(server_args: Any) -> None:
     """
     for present, flag, way_out in (
         (
-            server_args.disaggregation_mode != "null",
+            getattr(server_args, "disaggregation_mode", "null") != "null",
             "--disaggregation-mode",
             "requests of a pair belong to two servers",
         ),
@@ -333,7 +335,6 @@ def require_computing(server_args: Any) -> None:
             "--tokenizer-worker-num",
             "answers are sorted by tokenizer process",
         ),
-        (server_args.dp_size > 1, "--dp-size", "each replica has requests of its own"),
     ):
         if present:
             raise ConfigError(

@@ -19,6 +19,7 @@ from sglang_ext.agent_messages import FROM_AGENT, TO_AGENT, Hello, PeerDead, Wel
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.cluster_key import ClusterKey
 from sglang_ext.cluster_messages import HEARTBEAT_S, VERDICT_S
+from sglang_ext.engine import agent
 from sglang_ext.engine.agent_socket import AgentSocket
 from sglang_ext.errors import ConfigError
 from sglang_ext.keys import Namespace, block_keys, encode_tokens, tenant_salt
@@ -83,6 +84,22 @@ async def test_a_router_knows_what_an_instance_holds(key: ClusterKey | None) -> 
         assert side.index.trusted(NAME)
         side.index.check()
         await until(lambda: side.listener.beats > 1, instance)
+
+
+@pytest.mark.parametrize("cap", [3, 4, 5])
+async def test_a_disk_with_more_names_than_a_snapshot_tells_is_told_in_part(
+    cap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the router knows that there is more, so that it does not take silence for absence."""
+    monkeypatch.setattr(agent, "DISK_NAMES", cap * agent.DISK_CHUNK)
+    there = 4 * agent.DISK_CHUNK
+    instance = Instance(disk=Disk([number.to_bytes(16, "big") for number in range(there)]))
+    async with connected(instance) as side:
+        await until(lambda: side.index.trusted(NAME), instance)
+        replica = side.index.replica(NAME)
+        assert replica is not None
+        assert len(replica.on_disk) == min(cap * agent.DISK_CHUNK, there)
+        assert replica.partial is (cap < 4)
 
 
 async def test_tenants_do_not_match_each_other() -> None:

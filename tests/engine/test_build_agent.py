@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 from agent_rig import until
 from engine_simulation import SCENARIOS, Rank, Traffic
 
@@ -128,6 +129,28 @@ def test_names_on_disk_are_made_from_what_routers_are_told() -> None:
             assert told.digest() != names.digest((1, *tenant))
     finally:
         rank.close()
+
+
+def test_the_agent_listens_on_the_port_that_was_asked_for() -> None:
+    first, second = Rank(SCENARIOS[0]), Rank(SCENARIOS[0])
+    try:
+        config = KvConfig(router="http://127.0.0.1:1", agent_port=free_port())
+        agent = attach(first, config, server_args())
+        assert agent.socket.port == config.agent_port
+        with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+            client.linger = 0
+            watch = client.get_monitor_socket(zmq.EVENT_CONNECTED)
+            client.connect(f"tcp://127.0.0.1:{config.agent_port}")
+            assert watch.poll(10_000), "nobody listens"
+            client.disable_monitor()
+            watch.close()
+        with pytest.raises(ConfigError, match="--kv-agent-port"):
+            attach(second, config, server_args())
+        anywhere = attach(second, KvConfig(router="http://127.0.0.1:1"), server_args())
+        assert anywhere.socket.port not in (0, config.agent_port)
+    finally:
+        first.close()
+        second.close()
 
 
 def test_a_key_that_cannot_be_read_names_its_flag(tmp_path: Path) -> None:

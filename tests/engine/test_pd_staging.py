@@ -6,15 +6,19 @@ from __future__ import annotations
 
 import itertools
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from engine_pools import PoolKind, Pools
 from pd_rig import LAYERS, PAGES, Rig, pool_and_geometry, rig
+from sglang.srt.runtime_context import get_parallel
 from test_pd_rooms import ROWS, hand_over, push
 
 from sglang_ext.config import KvConfig
 from sglang_ext.disagg.handover import Giving, Taking
 from sglang_ext.engine.pd_leases import POOL
+from sglang_ext.engine.pd_setup import staging_of
 from sglang_ext.engine.pd_staging import STAGING, Staging
 from sglang_ext.engine.pd_taking import Wanted
 from sglang_ext.errors import ConfigError
@@ -64,6 +68,32 @@ def test_one_rank_may_offer_packed_pages_and_another_its_own() -> None:
         assert same(servers, [5, 3, 9], [40, 2, 7])
         first.give(taken)
         servers.check()
+
+
+@pytest.mark.usefixtures("sglang_config")
+@pytest.mark.parametrize(("pages", "blocks"), [(3.5, 3), (8, 8), (0.5, 1), (1000, 41)])
+def test_the_flag_says_how_much_is_packed_at_once(pages: float, blocks: int) -> None:
+    """``--kv-transfer-staging-size``: at least one page, at most the pool."""
+    pools = Pools(PoolKind(), 40, block=4, rows=2, context=64)
+    page_bytes = pools.geometry().block_bytes // 4
+    scheduler = SimpleNamespace(
+        token_to_kv_pool_allocator=pools.allocator,
+        model_config=SimpleNamespace(num_hidden_layers=2, get_total_num_kv_heads=lambda: 2),
+    )
+    config = KvConfig(transfer_layout="aggregated", transfer_staging_size=int(pages * page_bytes))
+    with get_parallel().override(attn_tp_rank=0):
+        staging = staging_of(scheduler, 1, config)
+    assert staging is not None
+    try:
+        assert staging.spec.blocks == staging.blocks == blocks
+        assert staging.take(blocks + 1) is None
+        assert staging.take(blocks) is not None
+    finally:
+        staging.close()
+    assert staging_of(scheduler, 1, KvConfig(transfer_staging_size=1)) is None
+    scheduler.token_to_kv_pool_allocator = SimpleNamespace(get_kvcache=lambda: SimpleNamespace(device="cuda"))
+    with pytest.raises(ConfigError, match="--kv-transfer-layout"):
+        staging_of(scheduler, 1, config)
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])

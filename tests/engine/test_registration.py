@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -48,7 +50,7 @@ async def worker(tokenizer_dir: Path) -> AsyncIterator[StandInWorker]:
         yield stand_in
 
 
-def router_at(port: int, key_file: Path | None, *urls: str) -> Router:
+def router_at(port: int, key_file: Path | None, *urls: str, **more: str) -> Router:
     return Router(
         RouterConfig(
             worker_urls=urls,
@@ -56,8 +58,59 @@ def router_at(port: int, key_file: Path | None, *urls: str) -> Router:
             block_size=BLOCK,
             cluster_key_file=str(key_file) if key_file else None,
             health_check_interval_secs=0.1,
+            **more,
         )
     )
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """(certificate, key) of 127.0.0.1, vouching for itself."""
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+         "-keyout", key, "-out", cert, "-days", "3650", "-subj", "/CN=router",
+         "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return str(cert), str(key)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+@pytest.mark.parametrize("trusted", [True, False])
+async def test_a_router_with_tls_is_registered_with_when_its_certificate_is_trusted(
+    trusted: bool,
+    certificate: tuple[str, str],
+    key_file: Path,
+    worker: StandInWorker,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    key = read_cluster_key(key_file)
+    instance = Instance(key=key, url=worker.url)
+    instance.insert([7] * 8)
+    port = free_port()
+    if trusted:
+        monkeypatch.setenv("SSL_CERT_FILE", certificate[0])
+    registrar = Registrar([f"https://127.0.0.1:{port}"], instance.registration, key, instance.agent.silent_s)
+    try:
+        async with router_at(
+            port, key_file, tls_cert_file=certificate[0], tls_key_file=certificate[1]
+        ) as router:
+            registrar.start()
+            if trusted:
+                await until(lambda: tells(router, worker), instance)
+                assert tokens_known(router, instance, [7] * 8) == 8
+            else:
+                await until(lambda: registrar._routers[0].problem, instance)
+                assert "certificate verify failed" in registrar._routers[0].problem
+                assert "SSL_CERT_FILE" in registrar._routers[0].problem
+                assert not router.fleet.rows
+            await asyncio.to_thread(registrar.close)
+            await until(lambda: router.trees.replica(worker.url) is None, instance)
+    finally:
+        registrar.close()
+        instance.close()
 
 
 def registrar_of(instance: Instance, ports: list[int], key: ClusterKey | None) -> Registrar:

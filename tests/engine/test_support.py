@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,6 +116,28 @@ def test_the_command_line_is_refused_before_anything_is_loaded(given: dict[str, 
     require_supported_flags(SimpleNamespace(cuda_graph_config={"decode": {"backend": "full"}}), config)
     with pytest.raises(ConfigError, match=word):
         require_supported_flags(SimpleNamespace(**given), config)
+
+
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [
+        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
+        ({"disaggregation_mode": "decode"}, "--disaggregation-mode"),
+        ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num"),
+    ],
+)
+def test_computing_ahead_is_refused_where_requests_of_our_own_have_no_place(
+    given: dict[str, Any], flag: str
+) -> None:
+    config = KvConfig(dram_size=1, router="http://127.0.0.1:1", advisory_compute=True)
+    served = {"disaggregation_mode": "null", "tokenizer_worker_num": 1}
+    assert set(given) <= {field.name for field in record_fields(ServerArgs)}
+    require_supported_flags(SimpleNamespace(**served), config)
+    require_supported_flags(SimpleNamespace(**given), replace(config, advisory_compute=False))
+    with pytest.raises(ConfigError, match=f"--kv-advisory-compute: .*Drop one of .* and {flag}"):
+        require_supported_flags(SimpleNamespace(**served | given), config)
+    with pytest.raises(ConfigError, match="Give --kv-router and --kv-dram-size too"):
+        KvConfig(advisory_compute=True)
 
 
 @pytest.mark.parametrize(
