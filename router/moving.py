@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -31,6 +32,7 @@ from router.tenancy import RESUME
 from router.usage import StreamReader
 from router.validation import Endpoint
 from sglang_ext.agent_messages import (
+    Expecting,
     Park,
     Parked,
     Running,
@@ -48,6 +50,8 @@ AT_ONCE: Final = 8
 """Requests that are on their way at a time, so that each one's pause is short."""
 ANSWER_S: Final = 5.0
 """For an instance to stop a request: it has to come to the end of a step."""
+HEARD_S: Final = 2.0
+"""For the other instance's agent to say that it has the state of a request: nobody computes for that."""
 GO_ON_S: Final = 20.0
 LOOK_S: Final = 0.1
 PAUSE_S: Final = 1.0
@@ -273,10 +277,15 @@ class Mover:
         """Have the target go on; whether it does, and its answer is read."""
         if parked.loan:
             await self.calls.have_it_fetched(leg.instance, target, parked)
-        assert self.open is not None
-        body = _body(leg, parked)
+        if parked.resume is None:
+            return False
+        ticket = secrets.token_hex(16)
+        body = _body(leg, parked, ticket)
         with self.calls.expecting(target, id) as running:
-            if not self.calls.send(target, Watch(id, leg.rid)):
+            # The state goes where only members of the cluster speak; the body has the ticket alone.
+            watch = Watch(id, leg.rid, ticket, parked.resume)
+            if not isinstance(await self.calls.ask(target, ticket, watch, HEARD_S), Expecting):
+                logger.info("%s does not say that it expects a request", target)
                 return False
             opening = asyncio.ensure_future(self._opened(leg.flight, target, body))
             try:
@@ -375,8 +384,9 @@ def _obstacle(flight: Flight) -> str:
     return ""
 
 
-def _body(leg: Leg, parked: Parked) -> bytes:
-    """The request as the other instance gets it: with its name, what was generated, and where its KV is."""
+def _body(leg: Leg, parked: Parked, ticket: str) -> bytes:
+    """The request as the other instance gets it: with its name, the ticket of its state, and where its KV
+    is."""
     flight = leg.flight
     payload = orjson.loads(flight.body)
     payload["rid"] = leg.rid
@@ -384,7 +394,7 @@ def _body(leg: Leg, parked: Parked) -> bytes:
     if flight.target.partition("?")[0] == Endpoint.GENERATE.value:
         holder = payload["sampling_params"] = dict(payload.get("sampling_params") or {})
     custom = dict(holder.get("custom_params") or {})
-    custom[RESUME] = orjson.loads(parked.state)
+    custom[RESUME] = ticket
     holder["custom_params"] = custom
     if parked.meeting:
         host, _, port = parked.meeting.rpartition(":")

@@ -19,7 +19,8 @@ RESERVED = (
 )  # fmt: skip
 """Fields that the router alone sets for tenants: they choose namespaces, servers and names of others."""
 RESUME = "sglang_ext_resume"
-"""Of ``custom_params``: what an instance goes on with a request from (``engine/resume.py``)."""
+"""Of ``custom_params``: the ticket with which a request resumes at an instance (``engine/resume.py``). Worth
+nothing without a state that the instance was sent for it; refused here so that the client is told why."""
 SCOPED = ("rid", "session_id")
 """Names that clients choose and servers look up; each tenant has its own."""
 STEERING_HEADERS = frozenset({
@@ -39,14 +40,14 @@ def check_reserved(payload: Json, caller: Caller) -> None:
     Raises:
         RequestRefused: 400, naming the field.
     """
-    for holder in (payload, payload.get("sampling_params")):
-        custom = holder.get("custom_params") if isinstance(holder, dict) else None
-        if isinstance(custom, dict) and RESUME in custom:
-            raise RequestRefused(
-                f"custom_params.{RESUME} is set by the router and cannot be chosen",
-                param="custom_params",
-                code="reserved_field",
-            )
+    for holder in (payload, *_each(payload.get("sampling_params"))):
+        for custom in _each(holder.get("custom_params")):
+            if RESUME in custom:
+                raise RequestRefused(
+                    f"custom_params.{RESUME} is set by the router and cannot be chosen",
+                    param="custom_params",
+                    code="reserved_field",
+                )
     if caller.tenant is None:
         return
     for name in RESERVED:
@@ -61,6 +62,11 @@ def check_reserved(payload: Json, caller: Caller) -> None:
             raise RequestRefused(
                 f"{name} must be a string or an array of strings", param=name, code="invalid_type"
             )
+
+
+def _each(value: Any) -> list[Json]:
+    """The objects that a field holds: it may be one, or an array with one for each prompt."""
+    return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, dict)]
 
 
 def priority_of(payload: Json, caller: Caller) -> int:

@@ -16,8 +16,9 @@ goes on there, or a snapshot follows:
     Fetch              -------------> (read them from there, for a request that is on its way)
                        <------------- Expecting(id)                       (its request may be sent now)
     Park               -------------> (stop a request where it is: another instance shall go on with it)
-                       <------------- Parked(id, state)                   what the other one needs for that
-    Watch              -------------> (of the other one: tell when the request runs there)
+                       <------------- Parked(id, resume)                  what the other one needs for that
+    Watch              -------------> (to the other one: who comes with this ticket resumes from this state)
+                       <------------- Expecting(ticket)                   (its request may be sent now)
                        <------------- Running(id)
     Unpark             -------------> (end it here, or go on with it after all)
                        <------------- Fetched(id, end, tokens, seconds)   when that has ended
@@ -41,7 +42,7 @@ import msgspec
 
 from sglang_ext.wire import Blob, Codec, Count, Epoch, Message, Name
 
-AGENT_PROTOCOL: Final = 1
+AGENT_PROTOCOL: Final = 2
 """Changes when one side would misunderstand the other."""
 
 MAX_EVENTS: Final = 20_000
@@ -55,6 +56,13 @@ Tag = Annotated[str, msgspec.Meta(max_length=4096)]
 """A tenant's ``extra_key`` or ``cache_salt``; KV of longer ones is not told."""
 Tiers = Annotated[int, msgspec.Meta(ge=0, le=3)]
 """Where a run is: `IN_HBM` | `IN_DRAM`."""
+
+MAX_OUTPUT_BYTES: Final = 1 << 19
+"""Of a request that moves: what was generated, encoded. Longer answers end where they are."""
+Ticket = Annotated[str, msgspec.Meta(min_length=32, max_length=64)]
+"""Unguessable: whoever has it may resume a request."""
+Host = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:%\[\]-]{1,255}$")]
+Port = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
 
 IN_HBM: Final = 1
 IN_DRAM: Final = 2
@@ -254,11 +262,35 @@ class Unpark(Message, frozen=True, tag="unpark"):
     stay: bool
 
 
+class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a stopped request needs to go on elsewhere, beside its KV.
+
+    output: generated so far, encoded (``keys.encode_tokens``), one token at least; of the last one there is
+    no KV yet.
+    prompt: digest of the prompt's tokens, to compare (``engine.resume.prompt_digest``).
+    cached: tokens that were found cached: in all, in HBM, in DRAM and on disk.
+    received: whether its KV comes through a room. home: bootstrap host and port of who prefilled it, to which
+    its KV returns.
+    """
+
+    output: Annotated[bytes, msgspec.Meta(min_length=4, max_length=MAX_OUTPUT_BYTES)]
+    prompt: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    cached: tuple[Count, Count, Count, Count] = (0, 0, 0, 0)
+    received: bool = False
+    home: tuple[Host, Port] | None = None
+
+
 class Watch(Message, frozen=True, tag="watch"):
-    """A request of this name comes, to be gone on with. Answered by `Running` when it is."""
+    """The request ``rid`` comes with ``ticket`` in its body, and is to resume from this state. Answered by
+    `Expecting` with the ticket as its id once it may be sent, and by `Running` with ``id`` when it runs.
+
+    The state itself never travels where clients write.
+    """
 
     id: Name
     rid: Name
+    ticket: Ticket
+    resume: Resume
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -345,7 +377,7 @@ class Parked(Message, frozen=True, tag="parked"):
     """A request has stopped, or is not stopped, and why.
 
     why: empty when it has; ``again`` when it may work a moment later.
-    state: JSON, for the request's body at the other instance (`engine.migration.Resume`).
+    resume: what the other instance gets in `Watch`; always there when ``why`` is empty.
     tokens: prompt and answer, encoded; extra_key, cache_salt: whose they are.
     loan: under which DRAM lends their KV; empty when it lends none.
     meeting: ``host:port`` where a decode instance joins ``room`` for the KV; empty on colocated ones.
@@ -354,7 +386,7 @@ class Parked(Message, frozen=True, tag="parked"):
     epoch: Epoch
     id: Name
     why: Name = ""
-    state: Blob = b""
+    resume: Resume | None = None
     tokens: Blob = b""
     extra_key: Tag | None = None
     cache_salt: Tag | None = None
@@ -371,7 +403,8 @@ class Running(Message, frozen=True, tag="running"):
 
 
 class Expecting(Message, frozen=True, tag="expecting"):
-    """A `Fetch` is before the scheduler: its request, if it is sent now, comes after it."""
+    """A `Fetch` or `Watch` is before the scheduler: its request, if it is sent now, comes after it on every
+    rank."""
 
     epoch: Epoch
     id: Name

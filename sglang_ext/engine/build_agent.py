@@ -149,7 +149,7 @@ def attach_agent(
 def attach_hints(cache: GlobalRadixCache, agent: Agent) -> None:
     """Let the agent pass hints on to the schedulers of all ranks, and what came of them back."""
     inbox = cache.inbox = cache.inbox or Inbox()
-    moves = MoveDesk(inbox, agent.post)
+    moves = MoveDesk(inbox, agent.facts.epoch, agent.post)
     cache.migration.attach(agent.facts.epoch, moves.tell, moves.remind)
     desk = HintDesk(inbox, agent.facts.epoch, agent.post)
 

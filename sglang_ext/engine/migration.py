@@ -3,8 +3,9 @@
     router                        source                          target
     Park     ------------------>  stops it between two tokens
              <------------------  Parked: its state, and where its KV can be had
-    Watch    --------------------------------------------------->
-    the request, with the state in its body -------------------->  takes the KV, goes on
+    Watch, with the state  ------------------------------------->  keeps it under a ticket
+             <---------------------------------------------------  Expecting
+    the request, with the ticket in its body ------------------->  takes the KV, goes on
              <---------------------------------------------------  Running
     Unpark   ------------------>  ends it, its blocks stay in the tree
 
@@ -23,7 +24,8 @@ How the KV goes over is what the two kinds of instances have anyway:
 
 Before, while the request runs, the router has its prompt fetched where there is DRAM (``router.move_calls``).
 
-All methods run in the scheduler's thread, on every rank between the same two passes.
+All methods run in the scheduler's thread, on every rank between the same two passes. None of those that
+SGLang's loop calls lets an exception out: the request that it is about is aborted instead, and counted.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ import logging
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -41,6 +44,7 @@ import numpy as np
 
 from sglang_ext.agent_messages import (
     TO_AGENT,
+    Expecting,
     FromAgent,
     Lend,
     Park,
@@ -52,9 +56,19 @@ from sglang_ext.agent_messages import (
 )
 from sglang_ext.disagg.errors import RefusedError
 from sglang_ext.engine.commands import Inbox
-from sglang_ext.engine.resume import AGAIN, FIELD, Resume, obstacle, put_back, replay, resume_of, state_of
-from sglang_ext.errors import UserError
-from sglang_ext.keys import encode_tokens
+from sglang_ext.engine.resume import (
+    AGAIN,
+    FIELD,
+    Ticket,
+    Tickets,
+    misfit,
+    obstacle,
+    output_of,
+    put_back,
+    replay,
+    state_of,
+)
+from sglang_ext.keys import TOKEN_BYTES, encode_tokens
 from sglang_ext.wire import WireError
 
 if TYPE_CHECKING:
@@ -89,10 +103,19 @@ class _Parked:
 
 @dataclass(eq=False)
 class _Coming:
-    """A request that is to be gone on with, or why it cannot be."""
+    """A request that came with a ticket. rid: the very string that SGLang passes on, so that another request
+    of the same name is told apart. ticket: None when it had none that is known."""
 
-    resume: Resume | None
-    why: str = ""
+    rid: str
+    ticket: Ticket | None
+
+
+@dataclass(eq=False)
+class _Arriving:
+    """A request that resumes, until it runs."""
+
+    req: Any
+    ticket: Ticket
 
 
 class Migration:
@@ -106,9 +129,9 @@ class Migration:
         self._cache = cache
         self._clock = clock
         self._parked: dict[str, _Parked] = {}
+        self.tickets = Tickets()
         self._coming: OrderedDict[str, _Coming] = OrderedDict()
-        self._arriving: dict[str, tuple[Any, Resume]] = {}
-        self._watched: dict[str, str] = {}
+        self._arriving: dict[str, _Arriving] = {}
         self.manager: GlobalKVManager | None = None
         """The transfer backend's of this rank, on a decode instance."""
         self.epoch = b""
@@ -134,8 +157,11 @@ class Migration:
         idle."""
         return bool(self._parked)
 
-    def takes(self, payload: bytes) -> bool:
-        """Do what a command says; whether it was for this."""
+    def takes(self, payload: bytes, at: float) -> bool:
+        """Do what a command says; whether it was for this. at: rank 0's time."""
+        self.tickets.expire(at)
+        if not payload:
+            return False
         try:
             message = TO_AGENT.decode(payload)
         except WireError:
@@ -147,19 +173,30 @@ class Migration:
                 if (parked := self._parked.get(message.id)) is not None:
                     self._unpark(parked, stay=message.stay)
             case Watch():
-                self._watched[message.rid] = message.id
-                while len(self._watched) > MOST_COMING:
-                    del self._watched[next(iter(self._watched))]
+                if not self.tickets.put(message, at):
+                    logger.warning("a request that is to be moved here cannot be: too many are on their way")
+                    self._count("refused")
             case _:
                 return False
         return True
 
     def each_pass(self) -> None:
         """Once per pass."""
-        if self._parked:
-            self._look_after_parked()
-        if self._arriving:
-            self._look_at_arriving()
+        with self._guarded():
+            if self._parked:
+                self._look_after_parked()
+        with self._guarded():
+            if self._arriving:
+                self._look_at_arriving()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Let no exception into SGLang's loop."""
+        try:
+            yield
+        except Exception:
+            logger.exception("moving requests failed here")
+            self._count("error")
 
     # -- the source -----------------------------------------------------------------------------------------
 
@@ -234,7 +271,7 @@ class Migration:
             Parked(
                 self.epoch,
                 parked.id,
-                state=state_of(req, received=True),
+                resume=state_of(req, received=True),
                 meeting=manager.meeting,
                 room=number,
             )
@@ -298,7 +335,7 @@ class Migration:
             Parked(
                 self.epoch,
                 parked.id,
-                state=state_of(req, received=False),
+                resume=state_of(req, received=False),
                 tokens=parked.tokens,
                 extra_key=req.extra_key,
                 cache_salt=req.cache_salt,
@@ -335,40 +372,57 @@ class Migration:
         """Somebody aborts requests whose names begin so, or all of them."""
         for parked in list(self._parked.values()):
             if every or parked.req.rid.startswith(rid):
-                self._unpark(parked, stay=False)
+                with self._guarded():
+                    self._unpark(parked, stay=False)
+        for name, arriving in list(self._arriving.items()):
+            # SGLang drops one that waits without a word; on decode, whatever ends it says so.
+            if (every or name.startswith(rid)) and not _is_receiving(arriving.req):
+                del self._arriving[name]
 
     # -- the target -----------------------------------------------------------------------------------------
 
     def received(self, message: Any) -> None:
-        """A request has come: take out what it is to be gone on with from."""
-        params = message.sampling_params.custom_params
-        if not isinstance(params, dict) or FIELD not in params:
-            return
-        rest = {name: value for name, value in params.items() if name != FIELD}
-        message.sampling_params.custom_params = rest or None
-        try:
-            coming = _Coming(resume_of(params[FIELD], self._cache.scheduler.model_config.vocab_size))
-        except UserError as error:
-            coming = _Coming(None, str(error))
-        self._coming[message.rid] = coming
-        while len(self._coming) > MOST_COMING:
-            self._coming.popitem(last=False)
+        """A request has come: take out the ticket of what it resumes from."""
+        with self._guarded():
+            params = message.sampling_params.custom_params
+            if not isinstance(params, dict) or FIELD not in params:
+                return
+            rest = {name: value for name, value in params.items() if name != FIELD}
+            message.sampling_params.custom_params = rest or None
+            self._coming[message.rid] = _Coming(message.rid, self.tickets.take(params[FIELD], message.rid))
+            while len(self._coming) > MOST_COMING:
+                self._coming.popitem(last=False)
 
     def queued(self, req: Any) -> None:
-        """A request is about to wait: if it is to be gone on with, it begins where it was stopped."""
-        if not self._coming or (coming := self._coming.pop(req.rid, None)) is None or req.finished():
+        """A request is about to wait: if it has a ticket, it begins where it was stopped; if it has one that
+        is not known, or that does not fit, it is aborted."""
+        if not self._coming or (coming := self._coming.get(req.rid)) is None or coming.rid is not req.rid:
             return
-        resume, why = coming.resume, coming.why
-        manager = self.manager
-        if resume is not None and resume.prompt_tokens != len(req.origin_input_ids):
-            why = f"it had {resume.prompt_tokens} tokens, and has {len(req.origin_input_ids)} here"
-        if resume is not None and resume.received is (manager is None):
-            why = "colocated and decode instances do not go on with each other's requests"
-        if why or resume is None:
+        del self._coming[req.rid]
+        if req.finished() or req.to_finish is not None:
+            return
+        try:
+            why = self._resumed(req, coming.ticket)
+        except Exception:
+            logger.exception("request %s cannot be gone on with", req.rid)
+            self._count("error")
+            why = "an error of this server"
+        if why:
             self._count("misfit")
+            # As it was made, so that SGLang takes it for one that has just come.
+            req.output_ids, req.kv_prompt, req.is_retracted = array("q"), None, False
             req.set_finish_with_abort(f"the request cannot be gone on with: {why}")
-            return
-        scheduler = self._cache.scheduler
+
+    def _resumed(self, req: Any, ticket: Ticket | None) -> str:
+        """Put a request where it was stopped, or say why it cannot be."""
+        if ticket is None:
+            return "nothing of it is known here"
+        resume, scheduler, manager = ticket.resume, self._cache.scheduler, self.manager
+        vocabulary = scheduler.model_config.vocab_size
+        if why := misfit(resume, req, vocabulary=vocabulary, receives=manager is not None):
+            return why
+        if not self._has_room() or req.rid in self._arriving:
+            return "too many are on their way here"
         replay(req, resume, scheduler.batch_result_processor._maybe_update_reasoning_tokens)
         if manager is None:
             put_back(req, resume)
@@ -377,41 +431,56 @@ class Migration:
             # Up to its commit it is a request whose prompt ends before the last token, so that what is here
             # of prompt and answer is found, and the rest read.
             req.kv_prompt = req.origin_input_ids
-            req.origin_input_ids = req.origin_input_ids + array("q", resume.output_ids[:-1])
-        self._arriving[req.rid] = (req, resume)
-        while len(self._arriving) > MOST_COMING:
-            del self._arriving[next(iter(self._arriving))]
+            req.origin_input_ids = req.origin_input_ids + array("q", output_of(resume)[:-1])
+        self._arriving[req.rid] = _Arriving(req, ticket)
+        return ""
+
+    def _has_room(self) -> bool:
+        """Whether one more may arrive. One that has still to be made what it was is never forgotten."""
+        if len(self._arriving) < MOST_COMING:
+            return True
+        lost = next((rid for rid, each in self._arriving.items() if not _is_receiving(each.req)), None)
+        if lost is not None:
+            del self._arriving[lost]
+        return lost is not None
 
     def comes_over(self, room: int) -> bool:
         """Whether a room is of a request that another decode instance has stopped."""
-        return any(req.bootstrap_room == room for req, _ in self._arriving.values())
+        return any(arriving.req.bootstrap_room == room for arriving in self._arriving.values())
 
     def committed(self, req: Any) -> None:
         """The KV of a request has come, on decode."""
-        _, resume = self._arriving.get(req.rid, (None, None))
-        if resume is None or (prompt := getattr(req, "kv_prompt", None)) is None:
+        arriving = self._arriving.get(req.rid)
+        if arriving is None or arriving.req is not req or not _is_receiving(req):
             return
-        req.origin_input_ids, req.kv_prompt = prompt, None
+        resume = arriving.ticket.resume
+        req.origin_input_ids, req.kv_prompt = req.kv_prompt, None
         if req.finished():
             return
-        put_back(req, resume)
-        if resume.home is not None:
-            req.bootstrap_host, req.bootstrap_port = resume.home
+        try:
+            put_back(req, resume)
+            if resume.home is not None:
+                req.bootstrap_host, req.bootstrap_port = resume.home
+        except Exception:
+            from sglang.srt.disaggregation.utils import prepare_abort
+
+            logger.exception("request %s cannot be gone on with", req.rid)
+            self._count("error")
+            prepare_abort(req, "the request cannot be gone on with: an error of this server")
 
     def _look_at_arriving(self) -> None:
-        for rid, (req, resume) in list(self._arriving.items()):
-            runs = len(req.output_ids) > len(resume.output_ids) or (
+        for rid, arriving in list(self._arriving.items()):
+            req, ticket = arriving.req, arriving.ticket
+            runs = len(req.output_ids) * TOKEN_BYTES > len(ticket.resume.output) or (
                 self.manager is not None and req in self._cache.scheduler.running_batch.reqs
             )
             failed = req.finished() and req.finished_reason.to_json().get("type") == "abort"
             if not runs and not failed:
                 continue
-            id = self._watched.pop(rid, None)
-            if id is not None and not failed:
-                self._say(Running(self.epoch, id))
-            if id is not None or failed or req.finished():
-                self._count("failed" if failed else "arrived")
-                del self._arriving[rid]
+            del self._arriving[rid]
+            self._count("failed" if failed else "arrived")
+            if not failed:
+                self._say(Running(self.epoch, ticket.id))
 
     # -- both -----------------------------------------------------------------------------------------------
 
@@ -428,11 +497,13 @@ class MoveDesk:
 
     Args:
         inbox: of this process's scheduler.
+        epoch: of the instance.
         post: sends a message to a router, from any thread.
     """
 
-    def __init__(self, inbox: Inbox, post: Callable[[bytes, FromAgent], None]) -> None:
+    def __init__(self, inbox: Inbox, epoch: bytes, post: Callable[[bytes, FromAgent], None]) -> None:
         self._inbox = inbox
+        self._epoch = epoch
         self._post = post
         self._askers: OrderedDict[str, bytes] = OrderedDict()
 
@@ -444,17 +515,24 @@ class MoveDesk:
             self._askers[message.id] = reader
             while len(self._askers) > MOST_COMING:
                 self._askers.popitem(last=False)
-        self.remind(message)
+        if self.remind(message) and isinstance(message, Watch):
+            self._post(reader, Expecting(self._epoch, message.ticket))
         return True
 
-    def remind(self, message: ToAgent) -> None:
-        """Put a command before every rank; from any thread."""
-        self._inbox.put(TO_AGENT.encode(message))
+    def remind(self, message: ToAgent) -> bool:
+        """Put a command before every rank, in front of every request that is sent from now on; from any
+        thread. False when the scheduler stands still, and takes no more."""
+        return self._inbox.put(TO_AGENT.encode(message))
 
     def tell(self, message: FromAgent) -> None:
         """Answer the router that asked; from any thread."""
         if isinstance(message, Parked | Running) and (reader := self._askers.get(message.id)) is not None:
             self._post(reader, message)
+
+
+def _is_receiving(req: Any) -> bool:
+    """Whether a request's KV is still to come, so that its prompt is not its own."""
+    return getattr(req, "kv_prompt", None) is not None
 
 
 def _is_known(scheduler: Any, rid: str) -> bool:

@@ -10,6 +10,7 @@ All methods run in the scheduler's thread.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
@@ -382,12 +383,11 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
 
     def obey(self, payload: bytes, at: float) -> None:
         """Do what a command says. Comes to every rank between the same two passes. at: rank 0's time."""
-        if self.orders(payload) or self.migration.takes(payload):
-            return
-        if self.advice is not None:
+        if not self.orders(payload) and not self.migration.takes(payload, at) and self.advice is not None:
             self.advice.obey(payload, at)
-        if self.inbox is not None and self.prefetcher is not None:
-            self.inbox.alarm = self.prefetcher.hinted.next_expiry
+        if self.inbox is not None:
+            hinted = math.inf if self.prefetcher is None else self.prefetcher.hinted.next_expiry
+            self.inbox.alarm = min(hinted, self.migration.tickets.next_expiry)
 
     def __repr__(self) -> str:
         return f"GlobalRadixCache(tree={self.tree!r}, dram={self.dram!r}, disk={self.promotions!r})"

@@ -1,65 +1,137 @@
-"""What a request needs to go on at another instance, beside its KV: as JSON, in its body there.
+"""What a request needs to go on at another instance, beside its KV, and who may hand it over.
 
 SGLang resumes a request that it had to retract from its prompt and its output ids, and from these the
 detokenizer, stop strings, limits and counts go on as if nothing had happened. So does a request that was
 moved; what cannot be rebuilt from its ids is carried, and what can be neither, `obstacle` names.
+
+The state comes from the router over the agent's channel (`agent_messages.Watch`), never in a request's body:
+there stands only a `Tickets` ticket, which works once, for one request, for half a minute. A client that
+writes the field itself has no ticket, and its request is refused like any other that is wrong.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 from array import array
-from typing import Annotated, Any, Final
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, Final
 
-import msgspec
-
-from sglang_ext.errors import UserError
+from sglang_ext.agent_messages import MAX_OUTPUT_BYTES, Resume, Watch
+from sglang_ext.keys import TOKEN_BYTES, decode_tokens, encode_tokens
 
 FIELD: Final = "sglang_ext_resume"
-"""Key in ``custom_params`` of a request: its `Resume`. Routers refuse it from clients."""
+"""Key in ``custom_params`` of a request: the ticket of its `Resume`. Routers refuse it from clients."""
 
 AGAIN: Final = "again"
 """A request that waits, or is in a batch whose result is not there yet, can be stopped a moment later."""
 
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+TICKET_SECONDS: Final = 30.0
+"""Longer than a router waits for a request to resume."""
+MOST_TICKETS: Final = 1000
+MOST_TICKET_BYTES: Final = 64 << 20
 
 
-class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request that was stopped.
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What whoever comes with it resumes. id: of the move, for its router."""
 
-    output_ids: generated so far; of the last one there is no KV yet. prompt_tokens: to compare. cached:
-    tokens that were found cached: in all, in HBM, in DRAM and on disk. received: whether its KV comes through
-    a room. home: bootstrap host and port of who prefilled it, to which its KV returns.
+    id: str
+    rid: str
+    resume: Resume
+    until: float
+
+
+class Tickets:
+    """States that wait for their requests. Alike on all ranks: changed by commands and requests only, with
+    rank 0's time.
+
+    Args:
+        most: tickets at a time.
+        most_bytes: of their output at a time.
     """
 
-    output_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
-    prompt_tokens: Tokens
-    cached: tuple[Tokens, Tokens, Tokens, Tokens] = (0, 0, 0, 0)
-    received: bool = False
-    home: tuple[str, int] | None = None
+    def __init__(self, most: int = MOST_TICKETS, most_bytes: int = MOST_TICKET_BYTES) -> None:
+        self._most = most
+        self._most_bytes = most_bytes
+        self._tickets: OrderedDict[str, Ticket] = OrderedDict()
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def put(self, watch: Watch, at: float) -> bool:
+        """Keep a state until its request comes. False when there is no room, or the ticket is taken."""
+        nbytes = self.nbytes + len(watch.resume.output)
+        if watch.ticket in self._tickets or len(self) >= self._most or nbytes > self._most_bytes:
+            return False
+        self._tickets[watch.ticket] = Ticket(watch.id, watch.rid, watch.resume, at + TICKET_SECONDS)
+        self.nbytes = nbytes
+        return True
+
+    def take(self, ticket: object, rid: str) -> Ticket | None:
+        """What a request that came with ``ticket`` resumes; None when that is no ticket of this request. A
+        ticket works once."""
+        found = self._tickets.pop(ticket, None) if isinstance(ticket, str) else None
+        if found is None:
+            return None
+        self.nbytes -= len(found.resume.output)
+        return found if found.rid == rid else None
+
+    def expire(self, at: float) -> None:
+        """Drop those whose time is over. at: rank 0's time."""
+        while self._tickets and self.next_expiry <= at:
+            _, old = self._tickets.popitem(last=False)
+            self.nbytes -= len(old.resume.output)
+
+    @property
+    def next_expiry(self) -> float:
+        """When the next one expires, in rank 0's time. They all live equally long, so the oldest is next."""
+        return next(iter(self._tickets.values())).until if self._tickets else math.inf
 
 
-def resume_of(value: Any, vocabulary: int) -> Resume:
-    """What came in a request's ``custom_params``.
+def prompt_digest(tokens: array[int]) -> bytes:
+    """16 bytes that differ when any token of a prompt differs."""
+    return hashlib.blake2b(encode_tokens(tokens), digest_size=16).digest()
 
-    Raises:
-        UserError: it is none, or names tokens that the model does not have.
+
+def misfit(resume: Resume, req: Any, *, vocabulary: int, receives: bool) -> str:
+    """Why a request cannot resume from a state; empty when it can. A token id that the model lacks, or more
+    tokens than a request may have, would end the scheduler.
+
+    req: has been checked by SGLang, which has set its ``max_new_tokens``. receives: whether KV comes through
+    rooms here.
     """
-    try:
-        resume = msgspec.convert(value, Resume)
-    except msgspec.ValidationError as error:
-        raise UserError(f"not the state of a request: {error}", field=FIELD) from None
-    if max(resume.output_ids) >= vocabulary:
-        raise UserError(f"a token id is not below {vocabulary}", field=FIELD)
-    return resume
+    if resume.received is not receives:
+        return "colocated and decode instances do not go on with each other's requests"
+    if len(resume.output) % TOKEN_BYTES:
+        return "its output is no row of tokens"
+    output = decode_tokens(resume.output)
+    if int(output.min()) < 0 or int(output.max()) >= vocabulary:
+        return f"a token id is not below {vocabulary}"
+    if prompt_digest(req.origin_input_ids) != resume.prompt:
+        return "it had another prompt"
+    most = req.sampling_params.max_new_tokens
+    if most is not None and len(output) >= most:
+        return f"it has {len(output)} tokens already, and may have {most} here"
+    if max(resume.cached) > len(req.origin_input_ids) + len(output):
+        return "more of it was cached than it has"
+    return _kept(req)
 
 
 def obstacle(req: Any, speculative: bool) -> str:
     """Why a request has to end where it is; empty when it can be moved."""
+    if not req.output_ids:
+        return AGAIN
+    return "speculative decoding" if speculative else _kept(req)
+
+
+def _kept(req: Any) -> str:
+    """What of a request cannot be rebuilt elsewhere."""
     sampling = req.sampling_params
     found = (
-        (not req.output_ids, AGAIN),
-        (speculative, "speculative decoding"),
+        (len(req.output_ids) * TOKEN_BYTES > MAX_OUTPUT_BYTES, "a long answer"),
         (req.return_logprob, "log probabilities"),
         (
             sampling.frequency_penalty != 0.0
@@ -85,34 +157,36 @@ def obstacle(req: Any, speculative: bool) -> str:
     return next((why for so, why in found if so), "")
 
 
-def state_of(req: Any, *, received: bool) -> bytes:
-    """`Resume` of a stopped request, as JSON."""
-    home = (req.bootstrap_host, int(req.bootstrap_port)) if received and req.bootstrap_host else None
-    return msgspec.json.encode(
-        Resume(
-            list(req.output_ids),
-            len(req.origin_input_ids),
-            (
-                req.cached_tokens,
-                req.cached_tokens_device,
-                req.cached_tokens_host,
-                req.cached_tokens_storage,
-            ),
-            received,
-            home,
-        )
+def state_of(req: Any, *, received: bool) -> Resume:
+    """The state of a stopped request."""
+    return Resume(
+        encode_tokens(req.output_ids),
+        prompt_digest(req.origin_input_ids),
+        (
+            req.cached_tokens,
+            req.cached_tokens_device,
+            req.cached_tokens_host,
+            req.cached_tokens_storage,
+        ),
+        received,
+        (req.bootstrap_host, int(req.bootstrap_port)) if received and req.bootstrap_host else None,
     )
+
+
+def output_of(resume: Resume) -> list[int]:
+    """The token ids that were generated."""
+    return list(map(int, decode_tokens(resume.output)))
 
 
 def put_back(req: Any, resume: Resume) -> None:
     """Make a request what it was when it was stopped: its ids and counts."""
-    req.output_ids = array("q", resume.output_ids)
+    req.output_ids = array("q", output_of(resume))
     req.cached_tokens, req.cached_tokens_device, req.cached_tokens_host, req.cached_tokens_storage = (
         resume.cached
     )
     # SGLang counts from here on how many tokens must come before the end.
     minimum = req.sampling_params.min_new_tokens
-    req.sampling_params.min_new_tokens = max(0, minimum - len(resume.output_ids))
+    req.sampling_params.min_new_tokens = max(0, minimum - len(req.output_ids))
     # What was cached is counted once, and a request that is prefilled again does not count again.
     req.retracted_stain = True
     req._cache_breakdown_computed = True
@@ -123,8 +197,9 @@ def replay(req: Any, resume: Resume, account: Any) -> None:
 
     account: SGLang's count, called with (request, id). Of a token that comes with the KV, SGLang counts it.
     """
-    for at, token in enumerate(resume.output_ids, 1):
+    output = output_of(resume)
+    for at, token in enumerate(output, 1):
         if req.grammar is not None:
             req.grammar.accept_token(token)
-        if at < len(resume.output_ids) or not resume.received:
+        if at < len(output) or not resume.received:
             account(req, token)

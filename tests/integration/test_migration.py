@@ -253,6 +253,54 @@ def copied_ahead(target: ServerProcess) -> float:
     )
 
 
+OLD_STATE = {
+    "output_ids": [5, 6],
+    "prompt_tokens": 3,
+    "cached": [0, 0, 0, 0],
+    "received": False,
+    "home": None,
+}
+FORGED: list[Any] = [
+    None, True, -1, 1 << 62, 0.5, "", "0" * 32, "x" * 100_000, [], [1], ["0" * 32], {}, [{}], [[1]],
+    {"output_ids": [1 << 30]}, {"output": "AAAA"}, OLD_STATE, {**OLD_STATE, "output_ids": [1 << 62]},
+    {**OLD_STATE, "output_ids": list(range(5000))}, {**OLD_STATE, "received": True, "home": ["x", 1]},
+    {**OLD_STATE, "prompt_tokens": {"a": {"b": {"c": [1]}}}},
+]  # fmt: skip
+"""What a client could write where a router writes the ticket of a request's state."""
+
+
+def forgeries() -> Iterator[tuple[str, Json]]:
+    """Requests that say that others had begun them."""
+    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 77}
+    few = {"temperature": 0, "max_new_tokens": 2}
+    for value in FORGED:
+        custom = {"custom_params": {"sglang_ext_resume": value}}
+        ids = {"input_ids": [7, 8, 9], "rid": f"forged-{len(repr(value))}"}
+        yield "/generate", {**ids, **room, "sampling_params": {**few, **custom}}
+        yield "/generate", {"text": ["a"], **room, "sampling_params": [{**few, **custom}]}
+        chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+        yield "/v1/chat/completions", {**chat, **room, **custom}
+        yield "/v1/completions", {"prompt": "a", "max_tokens": 2, **room, **custom, "stream": True}
+
+
+async def test_a_forged_state_is_refused_and_harms_nobody(router: Router, fleet: Fleet) -> None:
+    """By the router, and by each server when it is asked past the router."""
+    asked = bodies(seed=9, short=True)[:2]
+    async with client_of(router) as client, aiohttp.ClientSession() as session:
+        expected = [(await client.ask(*each)).said for each in asked]
+        for path, body in forgeries():
+            async with session.post(router.url + path, json=body) as answer:
+                assert (answer.status, (await answer.json())["error"]["code"]) == (400, "reserved_field")
+        for server in fleet.servers:
+            for path, body in forgeries():
+                async with session.post(server.url + path, json=body) as answer:
+                    said = await answer.text()
+                    refused = answer.status == 400 or (answer.status == 200 and '"error"' in said)
+                    assert refused, (server.url, path, body, answer.status, said[:500])
+            await asyncio.to_thread(server.wait_idle)
+        assert [(await client.ask(*each)).said for each in asked] == expected
+
+
 async def test_a_target_that_stops_in_the_middle_costs_a_pause(
     router: Router, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from sglang_ext.agent_messages import (
     Lend,
     Park,
     Parked,
+    Resume,
     Running,
     Source,
     ToAgent,
@@ -32,7 +34,7 @@ from sglang_ext.keys import encode_tokens
 from sglang_ext.testing.workers import Gate, StandInWorker
 
 EPOCH = bytes(16)
-STATE = json.dumps({"output_ids": [1], "prompt_tokens": 4}).encode()
+STATE = Resume(encode_tokens([1]), bytes(16))
 BODIES: dict[str, dict[str, Any]] = {
     "/generate": {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 8}},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi there"}], "max_tokens": 8},
@@ -42,7 +44,8 @@ BODIES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Agents:
-    """Agents of all workers. Each stops what it is told to, and says of what it watches that it runs."""
+    """Agents of all workers. Each stops what it is told to, and says that a request runs when the worker has
+    got it with the ticket that the agent was told of."""
 
     router: Router
     why: str = ""
@@ -50,6 +53,8 @@ class Agents:
     endpoints: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Where the instances' KV can be read; nowhere, unless a test says so."""
     told: list[tuple[str, ToAgent]] = field(default_factory=list)
+    workers: tuple[StandInWorker, ...] = ()
+    running: list[asyncio.Task[None]] = field(default_factory=list)
 
     def registration(self, name: str) -> Registration | None:
         return Registration(url=name, instance="i", epoch="0" * 32, endpoints=self.endpoints.get(name, ()))
@@ -65,14 +70,30 @@ class Agents:
         elif isinstance(message, Fetch):
             answer = Expecting(EPOCH, message.id)
         elif isinstance(message, Watch):
-            answer = Running(EPOCH, message.id)
+            answer = Expecting(EPOCH, message.ticket)
+            self.running.append(asyncio.create_task(self._says_that_it_runs(name, message)))
         if answer is not None and type(message) not in self.silent:
             asyncio.get_running_loop().call_soon(self.router.mover.calls.on_message, name, answer)
         return True
 
+    async def _says_that_it_runs(self, name: str, watch: Watch) -> None:
+        if Running in self.silent:
+            return
+        (worker,) = [worker for worker in self.workers if worker.url == name]
+        async with asyncio.timeout(10):
+            while watch.ticket not in tickets_at(worker):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        self.router.mover.calls.on_message(name, Running(EPOCH, watch.id))
+
     def ends(self) -> list[bool]:
         """What became of each request that was stopped: whether it stays."""
         return [message.stay for _, message in self.told if isinstance(message, Unpark)]
+
+
+def tickets_at(worker: StandInWorker) -> list[Any]:
+    """Of the requests that a worker has got."""
+    bodies = [body.get("sampling_params", body) for _, body, _ in worker.requests]
+    return [body["custom_params"]["sglang_ext_resume"] for body in bodies if body.get("custom_params")]
 
 
 @dataclass
@@ -85,14 +106,17 @@ class Rig:
 
 
 @pytest.fixture
-async def rig(start_worker: Any, start_router: Any) -> Rig:
+async def rig(start_worker: Any, start_router: Any) -> AsyncIterator[Rig]:
     """A router that knows one worker, which stops after some chunks; another one joins before the drain."""
     source, target = await start_worker(), await start_worker()
     gate = source.between_chunks = Gate()
     router: Router = await start_router(source, target, policy="round-robin")
-    agents = Agents(router)
+    agents = Agents(router, workers=(source, target))
     router.mover.calls.channels = agents
-    return Rig(source, target, router, agents, gate)
+    yield Rig(source, target, router, agents, gate)
+    for task in agents.running:
+        task.cancel()
+    await asyncio.gather(*agents.running, return_exceptions=True)
 
 
 async def first_there(rig: Rig, client: Any, path: str, body: Any) -> Any:
@@ -153,11 +177,14 @@ async def read(client: Any, url: str, body: Any) -> tuple[int, str, Any]:
         return answer.status, answer.headers["x-kv-instance"], await answer.json()
 
 
-@pytest.mark.parametrize("trouble", ["no answer", "the target refuses", "it cannot be moved"])
+@pytest.mark.parametrize(
+    "trouble", ["no answer", "the target does not expect it", "the target refuses", "it cannot be moved"]
+)
 async def test_what_is_not_taken_ends_where_it_is(
     trouble: str, rig: Rig, client: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.moving.ANSWER_S", 0.1)
+    monkeypatch.setattr("router.moving.HEARD_S", 0.1)
     path, body = "/generate", {**BODIES["/generate"], "stream": True}
     async with client.post(rig.target.url + path, json=body) as answer:
         expected = await answer.read()
@@ -166,8 +193,10 @@ async def test_what_is_not_taken_ends_where_it_is(
     await rig.gate.reached()
     if trouble == "no answer":
         rig.agents.silent = {Park}
-    elif trouble == "the target refuses":
+    elif trouble == "the target does not expect it":
         rig.agents.silent = {Watch}
+    elif trouble == "the target refuses":
+        rig.agents.silent = {Running}
         rig.target.deaths_before_head = 100
     else:
         rig.agents.why = "penalties"
@@ -179,6 +208,8 @@ async def test_what_is_not_taken_ends_where_it_is(
     rig.gate.open()
     assert without_ids(await asyncio.wait_for(answer.read(), 10)) == without_ids(expected)
     assert False not in rig.agents.ends()
+    if trouble != "the target refuses":
+        assert not tickets_at(rig.target), "nobody there waits for it"
 
 
 async def test_the_twin_that_repeats_a_token_is_seen(
@@ -198,17 +229,55 @@ async def test_the_twin_that_repeats_a_token_is_seen(
     rig.gate.open()
 
 
-@pytest.mark.parametrize("path", BODIES)
-async def test_clients_cannot_say_what_was_generated(path: str, rig: Rig, client: Any) -> None:
-    custom = {"custom_params": {"sglang_ext_resume": {"output_ids": [1 << 30], "prompt_tokens": 4}}}
-    body = {**BODIES[path]}
-    if path == "/generate":
-        body["sampling_params"] = {**body["sampling_params"], **custom}
-    else:
-        body |= custom
-    async with client.post(rig.router.url + path, json=body) as answer:
+async def test_the_state_does_not_travel_in_the_body(rig: Rig, client: Any) -> None:
+    """The body has a ticket, another one for each move; the state went to the agent under it."""
+    rig.source.chunks_before_gate = 4
+    answers = [
+        await first_there(rig, client, "/generate", {**BODIES["/generate"], "stream": True}) for _ in range(2)
+    ]
+    await rig.gate.reached()
+    rig.router.members.drain(rig.router.members.member(rig.source.url).instance, 60)
+    for answer in answers:
+        await asyncio.wait_for(answer.read(), 10)
+    watches = [message for _, message in rig.agents.told if isinstance(message, Watch)]
+    assert {watch.ticket: watch.resume for watch in watches} == dict.fromkeys(tickets_at(rig.target), STATE)
+    assert len({watch.ticket for watch in watches}) == 2
+    assert all(len(watch.ticket) >= 32 for watch in watches)
+    rig.gate.open()
+
+
+FORGED = {"sglang_ext_resume": {"output_ids": [1 << 30], "prompt_tokens": 4}}
+TICKET = {"sglang_ext_resume": "0" * 32}
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        *(
+            ("/generate", {"sampling_params": sampling})
+            for sampling in (
+                {"custom_params": FORGED},
+                {"custom_params": TICKET},
+                {"custom_params": {"sglang_ext_resume": None}},
+                {"custom_params": [FORGED]},
+            )
+        ),
+        ("/generate", {"text": ["a"], "sampling_params": [{"custom_params": FORGED}]}),
+        ("/generate", {"text": ["a", "b"], "sampling_params": [{}, {"custom_params": TICKET}]}),
+        ("/generate", {"custom_params": FORGED}),
+        ("/v1/chat/completions", {"custom_params": FORGED}),
+        ("/v1/chat/completions", {"custom_params": [TICKET]}),
+        ("/v1/completions", {"custom_params": TICKET}),
+    ],
+)
+async def test_clients_cannot_say_what_was_generated(
+    path: str, more: dict[str, Any], rig: Rig, client: Any
+) -> None:
+    async with client.post(rig.router.url + path, json={**BODIES[path], **more}) as answer:
         assert answer.status == 400
         assert (await answer.json())["error"]["code"] == "reserved_field"
+    assert not rig.source.requests
+    assert not rig.target.requests
 
 
 async def test_each_of_several_is_moved_once(
