@@ -14,6 +14,7 @@ from router.cluster_setup import EMBEDDED, add_cluster_args, check_cluster
 from router.http_state import HttpLimits
 from router.index import MODES as INDEX_MODES
 from router.policies import POLICIES, policy_named
+from router.request_fields import may_be_trusted
 from sglang_ext.errors import ConfigError
 
 MIB = 1 << 20
@@ -47,6 +48,9 @@ class RouterConfig:
     api_key: str | None = field(default=None, repr=False)
     api_keys_file: str | None = None
     """Keys of tenants, with their limits; see ``tenants``. Read again on SIGHUP."""
+    trusted_fields: str = ""
+    """Comma-separated fields of requests that clients without a tenant may set although they can harm other
+    clients, or are newer than this router; see ``request_fields``."""
     worker_api_key: str | None = field(default=None, repr=False)
     allowed_hosts: tuple[str, ...] = ()
     """Names under which a router without a key may be addressed, besides this machine's own and IP addresses;
@@ -193,6 +197,13 @@ class RouterConfig:
             )
         self._require("index", self.index in INDEX_MODES, f"is not one of {', '.join(INDEX_MODES)}")
         self._require("log_level", self.log_level in LOG_LEVELS, f"is not one of {', '.join(LOG_LEVELS)}")
+        for name in self.trusted():
+            if not may_be_trusted(name):
+                raise ConfigError(
+                    f"{name} needs no trust, or is no client's to set",
+                    field="--trusted-fields",
+                    hint="Leave it out",
+                )
         self._require("log_format", self.log_format in LOG_FORMATS, f"is not one of {', '.join(LOG_FORMATS)}")
 
     def _check_host_name(self, name: str) -> None:
@@ -206,6 +217,10 @@ class RouterConfig:
     def _require(self, name: str, condition: bool, why: str) -> None:
         if not condition:
             raise ConfigError(f"{getattr(self, name)} {why}", field="--" + name.replace("_", "-"))
+
+    def trusted(self) -> frozenset[str]:
+        """The names in ``trusted_fields``."""
+        return frozenset(name.strip() for name in self.trusted_fields.split(",") if name.strip())
 
     def http_limits(self) -> HttpLimits:
         """What clients may ask of the HTTP server."""
@@ -303,6 +318,14 @@ class RouterConfig:
             ),
         ):
             parser.add_argument(name, nargs="*", default=(), metavar=metavar, help=text)
+        flag(
+            "trusted_fields",
+            str,
+            "fields of requests, comma-separated, that clients without a tenant may set although a server "
+            "takes them on trust (mm_hashes, mm_content_hashes, content_hash, kv_hints), or that are newer "
+            "than this router",
+            metavar="NAMES",
+        )
         flag("worker_api_key", str, "key that the workers ask for (their --api-key)", metavar="KEY")
         flag("cache_threshold", float, "share of a prompt that a common beginning must be to decide")
         flag("balance_abs_threshold", int, "requests an instance may be ahead of the least loaded one")

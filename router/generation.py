@@ -41,7 +41,16 @@ from router.retry_budget import RetryBudget
 from router.routes import Handler, Route
 from router.sessions import session_of
 from router.sse import EventFilter
-from router.tenancy import additions, check_reserved, priority_of, put_in_front, rids_of, splice, with_salt
+from router.tenancy import (
+    additions,
+    check_reserved,
+    judged,
+    priority_of,
+    put_in_front,
+    rids_of,
+    splice,
+    with_salt,
+)
 from router.tokenizing import TokenizerService
 from router.usage import FORMS
 from router.validation import (
@@ -228,7 +237,8 @@ class Generation:
         if all(encoded.tokens is not None for encoded in prompts):
             record.prompt_tokens = sum(encoded.tokens or 0 for encoded in prompts)
         flight = Flight(
-            job, prompts, request, responder, record, request.body, request.target, FORMS[endpoint],
+            job, prompts, request, responder, record, judged(request.body, payload, caller), request.target,
+            FORMS[endpoint],
             session=self._session(request, payload, record),
             rids=rids_of(payload),
             units=sum(encoded.units for encoded in prompts),

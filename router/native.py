@@ -42,6 +42,10 @@ def parse_generate(payload: Json, limits: Limits) -> Job:
         RequestRefused: it must not reach a worker.
     """
     stream = take_bool(payload, "stream")
+    if take_bool(payload, "background"):
+        raise RequestRefused(
+            "background is for /v1/responses", param="background", code="unsupported_parameter"
+        )
     prompts, is_batch = _prompts(payload, limits)
     sampling, choices = _sampling(payload.get("sampling_params"), len(prompts), is_batch, limits)
     if not _PER_PROMPT.isdisjoint(payload):

@@ -111,7 +111,7 @@ class Router:
             config.connect_timeout_secs, tls=lambda: worker_context(config.tls_worker_ca_file)
         )
         self._api = WorkerApi(self._upstream, config.worker_api_key)
-        self.keys = KeyRing(self.clock, api_key=config.api_key)
+        self.keys = KeyRing(self.clock, api_key=config.api_key, trusted=config.trusted())
         self.tracing = open_tracing(config.otel_endpoint)
         key = read_cluster_key(config.cluster_key_file) if config.cluster_key_file else None
         name = new_router_name()

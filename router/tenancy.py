@@ -9,19 +9,14 @@ import msgspec
 import orjson
 
 from router.exchange import RequestRefused
+from router.request_fields import FIELDS, Who, forbidden, unjudged
 from router.tenants import Caller
 from router.validation import Job, Json, take_int
 
-RESERVED = (
-    "cache_salt", "session_params", "request_id", "conversation_id", "bootstrap_host", "bootstrap_port",
-    "bootstrap_room", "bootstrap_pair_key", "decode_tp_size", "routed_dp_rank", "data_parallel_rank",
-    "disagg_prefill_dp_rank",
-)  # fmt: skip
-"""Fields that the router alone sets for tenants: they choose namespaces, servers and names of others."""
 RESUME = "sglang_ext_resume"
 """Of ``custom_params``: the ticket with which a request resumes at an instance (``engine/resume.py``). Worth
 nothing without a state that the instance was sent for it; refused here so that the client is told why."""
-SCOPED = ("rid", "session_id")
+SCOPED = tuple(name for name, who in FIELDS.items() if who is Who.SCOPED)
 """Names that clients choose and servers look up; each tenant has its own."""
 STEERING_HEADERS = frozenset({
     "x-override-rid", "x-override-bootstrap-host", "x-override-bootstrap-port", "x-override-bootstrap-room",
@@ -48,13 +43,10 @@ def check_reserved(payload: Json, caller: Caller) -> None:
                     param="custom_params",
                     code="reserved_field",
                 )
+    for name, why in forbidden(payload, tenant=caller.tenant is not None, trusted=caller.trusted):
+        raise RequestRefused(f"{name} {why}", param=name, code="reserved_field")
     if caller.tenant is None:
         return
-    for name in RESERVED:
-        if payload.get(name) is not None:
-            raise RequestRefused(
-                f"{name} is set by the router and cannot be chosen", param=name, code="reserved_field"
-            )
     for name in SCOPED:
         value = payload.get(name)
         items = value if isinstance(value, list) else [value]
@@ -112,6 +104,18 @@ def with_salt(job: Job, caller: Caller) -> Job:
         for prompt in job.prompts
     )
     return msgspec.structs.replace(job, prompts=prompts)
+
+
+def judged(body: bytes, payload: Json, caller: Caller) -> bytes:
+    """The body without the fields that must not reach a server. As it came where there are none.
+
+    Args:
+        payload: the body, parsed.
+    """
+    left_out = unjudged(payload, tenant=caller.tenant is not None, trusted=caller.trusted)
+    if not left_out:
+        return body
+    return orjson.dumps({name: value for name, value in payload.items() if name not in left_out})
 
 
 def rids_of(payload: Json) -> tuple[str, ...]:

@@ -131,6 +131,8 @@ class Caller:
     admin: bool = True
     salt: str | None = None
     meter: Meter | None = None
+    trusted: frozenset[str] = frozenset()
+    """Fields of requests for which the operator vouches; see ``request_fields``."""
 
     @property
     def scope(self) -> str:
@@ -149,10 +151,14 @@ class KeyRing:
     Args:
         clock: seconds, for limits.
         api_key: a key of the operator's own, beside those of the file (``--api-key``).
+        trusted: fields that clients without a tenant may set.
     """
 
-    def __init__(self, clock: Clock, *, api_key: str | None = None) -> None:
+    def __init__(
+        self, clock: Clock, *, api_key: str | None = None, trusted: frozenset[str] = frozenset()
+    ) -> None:
         self._clock = clock
+        self._anybody = Caller(trusted=trusted)
         self._secret = secrets.token_bytes(32)
         self._operator = None if api_key is None else self._conceal(_digest(api_key))
         self._callers: dict[bytes, Caller] = {}
@@ -184,14 +190,14 @@ class KeyRing:
     def caller(self, key: str | None) -> Caller | None:
         """Whose key this is; ``None`` for nobody's."""
         if not self.asks:
-            return ANYBODY
+            return self._anybody
         if not key:
             return None
         concealed = self._conceal(_digest(key))
         # Both always run, and compare digests under a secret: the time tells nothing about keys.
         is_operator = hmac.compare_digest(concealed, self._operator or b"\0" * 32)
         found = self._callers.get(concealed)
-        return ANYBODY if is_operator else found
+        return self._anybody if is_operator else found
 
     def _conceal(self, digest: bytes) -> bytes:
         return hashlib.blake2b(digest, key=self._secret, digest_size=32).digest()

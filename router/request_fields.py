@@ -1,0 +1,225 @@
+"""Every field that SGLang 0.5.21 takes in a request, and who may set it.
+
+``tests/engine/test_request_fields.py`` holds the tables to SGLang's classes: a field of a newer version fails
+there until somebody has judged it. Until then it reaches no server. SGLang ignores top-level fields that it
+does not know, and client libraries rely on that, so the router leaves them out of the body. Unknown sampling
+parameters, which SGLang refuses, and unknown fields of an image are refused. ``--trusted-fields`` lets a
+field through.
+
+Prompts are cached under their tokens and the request's namespace, media under a hash. A client that chooses
+such a hash, or the adapter's id that goes into the namespace, puts its own KV where another client's is
+looked up. Other fields are SGLang's notes to itself, which it takes from a body because the same class
+carries them between its processes.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+Json = dict[str, Any]
+
+
+class Who(enum.Enum):
+    """Who may set a field."""
+
+    CLIENT = enum.auto()
+    """Whoever asks: it concerns the request alone, or is checked elsewhere."""
+    SCOPED = enum.auto()
+    """Whoever asks; a tenant's value gets a prefix of the tenant's own."""
+    ROUTER = enum.auto()
+    """The router, for tenants. Without tenants there is nobody to be kept apart, and clients may."""
+    TRUSTED = enum.auto()
+    """Clients without a tenant, where the operator vouches for them (``--trusted-fields``). So with every
+    field that is in no table."""
+    NOBODY = enum.auto()
+    """No client: SGLang writes it itself."""
+
+
+def _all(who: Who, names: str) -> dict[str, Who]:
+    return dict.fromkeys(names.split(), who)
+
+
+FIELDS: Final[Mapping[str, Who]] = {
+    # -- the prompt ----------------------------------------------------------------------------------
+    **_all(
+        Who.CLIENT, "text input_ids input_embeds prompt messages input instructions system suffix echo model"
+    ),
+    # Media are fetched by the server, and hashed by what it has got.
+    **_all(
+        Who.CLIENT,
+        "image_data video_data audio_data modalities use_audio_in_video video_config images_config",
+    ),
+    **_all(Who.CLIENT, "max_dynamic_patch min_dynamic_patch image_max_dynamic_patch video_max_dynamic_patch"),
+    **_all(
+        Who.CLIENT, "tools tool_choice parallel_tool_calls chat_template_kwargs continue_final_message task"
+    ),
+    **_all(Who.CLIENT, "reasoning reasoning_effort thinking output_config betas truncation max_tool_calls"),
+    # -- sampling ------------------------------------------------------------------------------------
+    **_all(Who.CLIENT, "sampling_params temperature top_p top_k min_p n best_of seed stop stop_token_ids"),
+    **_all(
+        Who.CLIENT, "stop_regex stop_sequences no_stop_trim frequency_penalty presence_penalty logit_bias"
+    ),
+    **_all(Who.CLIENT, "repetition_penalty max_tokens max_completion_tokens max_output_tokens min_tokens"),
+    **_all(Who.CLIENT, "ignore_eos skip_special_tokens regex ebnf json_schema response_format custom_params"),
+    **_all(Who.CLIENT, "require_reasoning max_thinking_tokens"),
+    # -- the answer ----------------------------------------------------------------------------------
+    **_all(
+        Who.CLIENT, "stream stream_options stream_reasoning separate_reasoning include store metadata user"
+    ),
+    **_all(Who.CLIENT, "logprobs top_logprobs return_logprob logprob_start_len top_logprobs_num"),
+    **_all(Who.CLIENT, "token_ids_logprob return_text_in_logprobs return_flat_raw_top_logprobs service_tier"),
+    **_all(
+        Who.CLIENT,
+        "return_flat_raw_top_logprobs_b64 return_hidden_states return_routed_experts return_entropy",
+    ),
+    **_all(
+        Who.CLIENT, "routed_experts_start_len return_indexer_topk return_prompt_token_ids return_token_ids"
+    ),
+    **_all(
+        Who.CLIENT,
+        "return_sampling_mask sampling_logprobs_mode return_cached_tokens_details return_meta_info",
+    ),
+    **_all(Who.CLIENT, "return_spec_tokens_details return_input_ids_in_sglext return_output_ids_in_sglext"),
+    # "background" is metered where it is taken (/v1/responses), and refused where it is not (native.py).
+    **_all(Who.CLIENT, "background previous_response_id no_logs"),
+    # -- whose it is ---------------------------------------------------------------------------------
+    # A part of the namespace beside the salt: whatever a tenant chooses stays within its own.
+    **_all(Who.CLIENT, "extra_key lora_path"),
+    **_all(Who.CLIENT, "priority"),  # up to the key's
+    **_all(Who.SCOPED, "rid session_id"),
+    **_all(Who.ROUTER, "cache_salt session_params request_id conversation_id"),
+    # -- where it runs, and before whom ----------------------------------------------------------------
+    **_all(Who.ROUTER, "bootstrap_host bootstrap_port bootstrap_room bootstrap_pair_key decode_tp_size"),
+    **_all(Who.ROUTER, "routed_dp_rank data_parallel_rank disagg_prefill_dp_rank routing_key"),
+    # -- metrics, which name tenants -------------------------------------------------------------------
+    **_all(Who.ROUTER, "custom_labels log_metrics"),
+    # -- code of the client's, which runs in the scheduler and sees every request ------------------------
+    **_all(Who.ROUTER, "custom_logit_processor"),
+    # -- names of content that a server takes on trust -----------------------------------------------------
+    **_all(Who.TRUSTED, "mm_hashes mm_content_hashes"),
+    # What is not ours of SGLang's hints to its storage is "set by a trusted orchestrator, never by a client".
+    **_all(Who.TRUSTED, "kv_hints"),
+    # -- SGLang's own notes ------------------------------------------------------------------------------
+    **_all(Who.NOBODY, "lora_id http_worker_ipc external_trace_header received_time return_bytes"),
+    **_all(Who.NOBODY, "need_wait_for_mm_inputs num_items_assigned encoder_urls positional_embed_overrides"),
+    **_all(Who.NOBODY, "multi_item_delimiter_indices token_indices_to_pool"),
+}
+"""Top-level fields of the bodies of all generation endpoints. A name means the same at each of them."""
+
+SAMPLING: Final[Mapping[str, Who]] = {
+    **_all(
+        Who.CLIENT, "max_new_tokens stop stop_token_ids stop_regex temperature top_p top_k min_p n beam_width"
+    ),
+    **_all(
+        Who.CLIENT, "frequency_penalty presence_penalty repetition_penalty min_new_tokens json_schema regex"
+    ),
+    **_all(Who.CLIENT, "ebnf structural_tag ignore_eos skip_special_tokens spaces_between_special_tokens"),
+    **_all(Who.CLIENT, "no_stop_trim stream_interval logit_bias sampling_seed custom_params"),
+    # Set when the others have been checked; whoever sets them goes past the checks.
+    **_all(Who.NOBODY, "stop_strs stop_regex_strs stop_str_max_len stop_regex_max_len is_normalized"),
+    **_all(Who.NOBODY, "ebnf_full_assistant"),
+}
+"""Fields of ``sampling_params``."""
+
+MEDIA: Final[Mapping[str, Who]] = {
+    **_all(Who.CLIENT, "url detail max_dynamic_patch min_dynamic_patch fps max_frames max_tokens_per_frame"),
+    **_all(Who.CLIENT, "max_image_tokens data format preprocess_kwargs"),
+    **_all(Who.TRUSTED, "content_hash"),
+}
+"""Fields of the object of an image, a video or a sound, in a part of a message or in ``image_data``."""
+
+MEDIA_KEYS: Final = ("image_url", "video_url", "audio_url", "input_audio")
+"""Fields of a message's part that hold such an object."""
+
+_GUARDED = frozenset(name for name, who in FIELDS.items() if who not in (Who.CLIENT, Who.SCOPED))
+_SAMPLED = frozenset(name for name, who in SAMPLING.items() if who is Who.CLIENT)
+_SHOWN = frozenset(name for name, who in MEDIA.items() if who is Who.CLIENT)
+HINTS: Final = "kv_hints"
+
+
+def forbidden(payload: Json, *, tenant: bool, trusted: frozenset[str]) -> Iterator[tuple[str, str]]:
+    """(field, why) of what a client has set and may not. ``kv_hints`` the router takes itself.
+
+    Args:
+        tenant: whether the client is one of several that are kept apart.
+        trusted: fields for which the operator vouches.
+    """
+    vouched: frozenset[str] = frozenset() if tenant else trusted
+    for name in payload.keys() & _GUARDED:
+        who = FIELDS[name]
+        if payload[name] is None or (who is Who.ROUTER and not tenant) or name == HINTS:
+            continue
+        if who is Who.TRUSTED and name in vouched:
+            continue
+        yield name, _why(who, name)
+    sampling = payload.get("sampling_params")
+    for index, one in enumerate(sampling if isinstance(sampling, list) else (sampling,)):
+        if isinstance(one, dict) and not one.keys() <= _SAMPLED:
+            where = f"sampling_params[{index}]" if isinstance(sampling, list) else "sampling_params"
+            for name in sorted(one.keys() - _SAMPLED - vouched):
+                yield f"{where}.{name[:80]}", _why(SAMPLING.get(name), name)
+    for where, media in _media(payload):
+        for name in sorted(media.keys() - _SHOWN - vouched):
+            if media[name] is not None:
+                yield f"{where}.{name[:80]}", _why(MEDIA.get(name), name)
+
+
+def unjudged(payload: Json, *, tenant: bool, trusted: frozenset[str]) -> list[str]:
+    """Top-level fields that must not reach a server, and are left out: nobody has judged them, or the router
+    takes them itself."""
+    vouched: frozenset[str] = frozenset() if tenant else trusted
+    return [name for name in payload if (name not in FIELDS or name == HINTS) and name not in vouched]
+
+
+def may_be_trusted(name: str) -> bool:
+    """Whether ``--trusted-fields`` can let a field through."""
+    return all(table.get(name, Who.TRUSTED) is Who.TRUSTED for table in (FIELDS, SAMPLING, MEDIA))
+
+
+def _why(who: Who | None, name: str) -> str:
+    if who is None:
+        return f"is not known to this router, which lets it through with --trusted-fields {name[:80]}"
+    if who is Who.ROUTER:
+        return "is set by the router and cannot be chosen"
+    if who is Who.NOBODY:
+        return "is set by the server and cannot be chosen"
+    return (
+        "names content by a hash that servers take on trust, so that one client could give its own to "
+        f"others; a router without tenants lets it through with --trusted-fields {name}"
+    )
+
+
+def _media(payload: Json) -> Iterator[tuple[str, Json]]:
+    """(where, object) of every image, video and sound."""
+    for name in ("image_data", "video_data", "audio_data"):
+        if payload.get(name) is not None:
+            for media in _objects(payload[name]):
+                yield name, media
+    for name in ("messages", "input", "system"):
+        if isinstance(payload.get(name), list):
+            for part in _parts(payload[name]):
+                for key in MEDIA_KEYS:
+                    for media in _objects(part.get(key)):
+                        yield f"{name}: {key}", media
+
+
+def _objects(value: Any) -> Iterator[Json]:
+    """Objects in arrays of any depth."""
+    stack = [value]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict):
+            yield value
+        elif isinstance(value, list):
+            stack += value
+
+
+def _parts(value: Any) -> Iterator[Json]:
+    """Messages, their parts, and the parts of those: results of tools have parts too."""
+    stack = [value]
+    while stack:
+        for one in _objects(stack.pop()):
+            yield one
+            stack += [one[name] for name in ("content", "output") if isinstance(one.get(name), list | dict)]

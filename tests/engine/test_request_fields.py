@@ -1,0 +1,113 @@
+"""The router's tables of request fields judge every field that this SGLang takes, and no other."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from router.anthropic import to_chat
+from router.request_fields import FIELDS, MEDIA, MEDIA_KEYS, SAMPLING, Who, forbidden, unjudged
+from router.validation import Endpoint
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from sglang.srt.entrypoints.anthropic import protocol as anthropic
+    from sglang.srt.entrypoints.openai import protocol as openai
+    from sglang.srt.managers import io_struct
+    from sglang.srt.sampling.sampling_params import SamplingParams
+    from sglang.srt.utils import common
+
+BODIES: dict[Endpoint, Any] = {
+    Endpoint.GENERATE: io_struct.GenerateReqInput,
+    Endpoint.CHAT: openai.ChatCompletionRequest,
+    Endpoint.COMPLETIONS: openai.CompletionRequest,
+    Endpoint.RESPONSES: openai.ResponsesRequest,
+    Endpoint.MESSAGES: anthropic.AnthropicMessagesRequest,
+}
+"""What SGLang makes of a body. Embeddings, scores, and whatever else it serves, have no endpoint here."""
+
+
+def fields_of(kind: Any) -> set[str]:
+    if dataclasses.is_dataclass(kind):
+        return {field.name for field in dataclasses.fields(kind)}
+    names: set[str] = set(getattr(kind, "model_fields", None) or kind.__struct_fields__)
+    return names
+
+
+def media() -> Iterator[Any]:
+    """Classes of the objects of images, videos and sounds."""
+    yield from (common.ImageData, common.VideoData)
+    for name, kind in vars(openai).items():
+        if inspect.isclass(kind) and name.startswith("ChatCompletionMessageContent"):
+            fields = getattr(kind, "model_fields", {})
+            if "url" in fields or "data" in fields:
+                yield kind
+
+
+def test_every_endpoint_is_judged() -> None:
+    assert set(BODIES) == set(Endpoint)
+
+
+@pytest.mark.parametrize("endpoint", BODIES)
+def test_every_field_of_a_body_is_judged(endpoint: Endpoint) -> None:
+    """A new one reaches no server until somebody has said in `router.request_fields` who may set it."""
+    assert fields_of(BODIES[endpoint]) - set(FIELDS) == set()
+
+
+def test_every_sampling_parameter_is_judged() -> None:
+    assert fields_of(SamplingParams) == set(SAMPLING)
+
+
+def test_every_field_of_an_image_is_judged() -> None:
+    kinds = list(media())
+    assert len(kinds) >= 6
+    assert set().union(*map(fields_of, kinds)) == set(MEDIA)
+
+
+def test_every_part_that_holds_media_is_looked_into() -> None:
+    holders = {
+        name
+        for kind in vars(openai).values()
+        if inspect.isclass(kind) and kind.__name__.startswith("ChatCompletionMessageContent")
+        for name, field in getattr(kind, "model_fields", {}).items()
+        if any(media_kind.__name__ in str(field.annotation) for media_kind in media())
+    }
+    assert holders == set(MEDIA_KEYS)
+
+
+def test_nothing_is_judged_that_does_not_exist() -> None:
+    # "reasoning" is read from a chat's body before it is taken apart.
+    assert set(FIELDS) == set().union(*map(fields_of, BODIES.values())) | {"reasoning"}
+
+
+def test_a_message_s_fields_become_those_of_a_chat() -> None:
+    """Anthropic's messages are sent on as chats where they need a salt: from known fields only."""
+    payload = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "x"}],
+        "mm_hashes": ["a"],
+        "lora_id": "b",
+        "cache_salt": "c",
+    }
+    assert set(to_chat(payload)) == {"model", "messages"}
+
+
+def test_the_twin_with_a_new_field_is_seen() -> None:
+    newer = dataclasses.make_dataclass("newer", ["text", "names_content_by_hash"])
+    assert fields_of(newer) - set(FIELDS) == {"names_content_by_hash"}
+    payload = {"text": "x", "names_content_by_hash": "y"}
+    assert unjudged(payload, tenant=False, trusted=frozenset()) == ["names_content_by_hash"]
+
+
+@pytest.mark.parametrize("endpoint", BODIES)
+def test_what_sglang_writes_itself_nobody_may(endpoint: Endpoint) -> None:
+    for name in fields_of(BODIES[endpoint]):
+        if FIELDS[name] is Who.NOBODY:
+            for tenant in (False, True):
+                found = list(forbidden({name: 1}, tenant=tenant, trusted=frozenset({name})))
+                assert [field for field, _ in found] == [name]
