@@ -133,9 +133,14 @@ class Agents:
             )  # fmt: skip
         else:
             self.index.attach(name, Role(registration.role))
+            self.index.expect(name)
         if self._context is None:
             self._context = Context()
         self._links[name] = Link(self, name, registration, link.counters if link else AgentCounters())
+
+    def expect(self, name: str) -> None:
+        """An instance serves and will register: what it holds is awaited."""
+        self.index.expect(name)
 
     def disconnect(self, name: str) -> None:
         """Reach it no more, and forget what it told."""

@@ -182,7 +182,8 @@ def _choice(
         decision.matched,
         matches,
         decision.scores,
-        [known.name for known in fleet if not known.trusted],
+        [known.name for known in fleet if not (known.trusted or known.awaited)],
+        [known.name for known in fleet if known.awaited],
         decision.decode,
         fetch,
     )

@@ -81,6 +81,9 @@ class RouterConfig:
     tree_ttl_secs: float = 600.0
     """Seconds after which an instance is no longer believed to have a prefix it was not asked for."""
     tree_max_bytes: int = 256 * MIB
+    index_wait_secs: float = 15.0
+    """How long a starting router is not ready, at most, for want of what instances hold; and how long an
+    instance that is to tell is expected to."""
 
     health_check_interval_secs: float = 0.5
     health_check_timeout_secs: float = 0.75
@@ -181,7 +184,7 @@ class RouterConfig:
         for name in (
             "balance_abs_threshold", "balance_cache_factor", "max_retries", "retry_budget",
             "max_running_per_instance", "queue_size", "explain_max_bytes", "session_memory_bytes",
-            "shutdown_grace_period_secs",
+            "shutdown_grace_period_secs", "index_wait_secs",
         ):  # fmt: skip
             self._require(name, getattr(self, name) >= 0, "must not be negative")
         self._require(
@@ -345,6 +348,11 @@ class RouterConfig:
         flag("block_size", int, "tokens per block of the prompt tree")
         flag("tree_ttl_secs", float, "seconds an unused prefix is believed to stay cached")
         flag("tree_max_bytes", int, "memory for the prompt tree")
+        flag(
+            "index_wait_secs",
+            float,
+            "seconds that /ready waits at most for instances to tell what they hold; 0 for none",
+        )
         flag("health_check_interval_secs", float, "seconds between two probes of a worker")
         flag("health_check_timeout_secs", float, "seconds a worker has to answer a probe")
         flag("health_failure_threshold", int, "probes missed in a row after which a worker is down")

@@ -43,6 +43,8 @@ class Cause(enum.StrEnum):
     """Who holds it was not chosen, for the reason that is given."""
     INDEX_NOT_TRUSTED = "index-not-trusted"
     """The index of an instance was not believed, so nobody could know."""
+    INDEX_AWAITED = "index-awaited"
+    """The snapshot of an instance was not in yet, so nobody could know what else it holds."""
     BELIEVED_ONLY = "believed-only"
     """The chosen instance was believed to hold more than it found."""
     NOT_REPORTED = "not-reported"
@@ -61,6 +63,8 @@ class Choice(msgspec.Struct, frozen=True):
     """Instance -> what it was believed to hold."""
     scores: Mapping[str, float]
     untrusted: Sequence[str]
+    awaited: Sequence[str] = ()
+    """Instances whose snapshot was not in."""
     decode: str | None = None
     fetch: FetchNote | None = None
     """What another instance holds; filled in when it is known what became of it."""
@@ -194,6 +198,8 @@ def causes(
     lost = [event for event in evictions or () if not event["still_in"]]
     if lost:
         found.append(Cause.EVICTED)
+    if choice.awaited:
+        found.append(Cause.INDEX_AWAITED)
     if choice.untrusted:
         found.append(Cause.INDEX_NOT_TRUSTED)
     if elsewhere >= MATCHING_UNITS and elsewhere > reached:
@@ -256,6 +262,7 @@ def told(
                 },
                 "scores": dict(choice.scores),
                 "index_not_trusted": list(choice.untrusted),
+                "index_awaited": list(choice.awaited),
                 "fetch": None if choice.fetch is None else choice.fetch.told(),
             }
             for choice in story.choices

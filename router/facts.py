@@ -53,4 +53,6 @@ class InstanceFacts:
     is_generation: bool = True
     bootstrap_port: int | None = None
     """Of a prefill server: where decode servers ask it for KV."""
+    tells: bool = False
+    """It was started with ``--kv-router``: it will register, and tell what it holds."""
     chat: ChatFacts = ChatFacts()

@@ -66,6 +66,7 @@ class Fleet:
         on_event: called after every event, when the row is in its new state.
         cached_tokens: how many tokens the index believes an instance to hold.
         trusted: whether the index of an instance is believed.
+        awaited: whether the index of an instance is still coming in.
         pairs: whether requests can be sent to a prefill and a decode instance together.
         now: seconds.
     """
@@ -80,6 +81,7 @@ class Fleet:
         on_event: Listener = nobody_listens,
         cached_tokens: Callable[[str], int] = lambda name: 0,
         trusted: Callable[[str], bool] = lambda name: True,
+        awaited: Callable[[str], bool] = lambda name: False,
         pairs: bool = False,
         now: Callable[[], float] = lambda: 0.0,
     ) -> None:
@@ -92,6 +94,7 @@ class Fleet:
         self._on_model = on_model
         self._cached_tokens = cached_tokens
         self._trusted = trusted
+        self._awaited = awaited
         self._pairs = pairs
         self._now = now
         self._picks = itertools.count(1)
@@ -259,6 +262,7 @@ class Fleet:
                 row.last_picked,
                 row.role,
                 self._trusted(row.name),
+                self._awaited(row.name),
             )
             for row in self.rows.values()
             if row.state in USABLE and row.name not in excluded

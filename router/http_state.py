@@ -17,7 +17,7 @@ from sglang_ext.clock import Clock
 MORE_REFUSED = 256
 """Connections beyond the limit that are told so at any time; further ones are only closed."""
 RETRY_AFTER_S = 1
-ALWAYS_ADMITTED = frozenset({"/health", "/metrics"})
+ALWAYS_ADMITTED = frozenset({"/health", "/ready", "/metrics"})
 """Answered however busy the router is: who watches it has to see that."""
 
 

@@ -6,6 +6,9 @@
                               one tree per role                                  nothing of it is missing
     without one (any SGLang)  what passes by (`prompt_trees`)                     always, for what it is worth
 
+Until the first snapshot of an instance that tells is in, or for as long as it takes to give that up, the
+instance is *awaited*: what it has told so far is used, and nobody knows what else it holds.
+
 Guesses, made when a request is routed, are the same for both and live 2 s. What the engine knows and the
 router does not (prompts matched by text; adapters, whose ids the router is not told) is believed, not known.
 
@@ -16,6 +19,7 @@ most, then names of blocks on its disk. Its index is *partial* then: it tells le
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -40,7 +44,7 @@ from sglang_ext.keys import Namespace, block_keys, tenant_salt
 from sglang_ext.radix_global import Holder, Node, RadixTree
 from sglang_ext.radix_global.edges import walk
 from sglang_ext.radix_global.events import Tenant
-from sglang_ext.radix_global.replica import Outcome, Replica
+from sglang_ext.radix_global.replica import Outcome, Replica, State
 from sglang_ext.radix_global.runs import names_in
 
 IndexMessage = Events | SnapshotBegin | SnapshotPart | SnapshotEnd
@@ -49,6 +53,7 @@ HISTORY_SHARE: Final = 16
 BELIEVED_SHARE: Final = 8
 """At least this part of the memory is left for what is only believed, guesses among it."""
 GIVE_UP_BLOCKS: Final = 256
+WAIT_S: Final = 15.0
 MODES: Final = ("auto", "exact", "approximate")
 
 
@@ -81,6 +86,7 @@ class Index(PromptTrees):
         max_bytes: estimated memory of everything.
         mode: ``auto``; ``exact``: instances without an agent are known to hold nothing; ``approximate``: what
             agents tell is not looked at.
+        wait_s: how long an instance is awaited of which nothing has come yet.
     """
 
     def __init__(
@@ -91,11 +97,15 @@ class Index(PromptTrees):
         ttl_s: float = 600.0,
         max_bytes: int = 1 << 28,
         mode: str = "auto",
+        wait_s: float = WAIT_S,
     ) -> None:
         super().__init__(clock, block_size=block_size, ttl_s=ttl_s, max_bytes=max_bytes)
         self.mode = mode
         self._trees = {role: _RoleTree(block_size, clock) for role in Role}
         self._known: dict[str, _Known] = {}
+        self._wait_s = wait_s
+        self._awaited: dict[str, float] = {}
+        """Instances of which the first snapshot is not in -> until when it is awaited; ``monotonic``."""
         self._numbers = itertools.count()
         self._past = History(max_bytes // HISTORY_SHARE, self._tree.block_bytes)
         self.given_up_blocks = 0
@@ -123,8 +133,25 @@ class Index(PromptTrees):
         self._known[name] = _Known(replica, role)
         super().forget(name)
 
+    def expect(self, name: str) -> None:
+        """An instance has begun that tells, or will: what it holds is awaited from now on."""
+        known = self._known.get(name)
+        if self.mode != "approximate" and (known is None or not self._is_trusted(known)):
+            self._awaited[name] = self._clock.monotonic() + self._wait_s
+
+    def awaited(self, name: str) -> bool:
+        """Whether the first snapshot of an instance is expected and not in, or one is just coming in."""
+        if self.mode == "approximate":
+            return False
+        known = self._known.get(name)
+        state = known.replica.state if known is not None and known.heard else None
+        if state is State.FILLING:
+            return True
+        return state is not State.LIVE and self._clock.monotonic() < self._awaited.get(name, -math.inf)
+
     def detach(self, name: str) -> None:
         """An instance has no agent any more, or is gone."""
+        self._awaited.pop(name, None)
         known = self._known.pop(name, None)
         if known is not None:
             known.replica.forget()
@@ -150,6 +177,8 @@ class Index(PromptTrees):
                 if isinstance(event, DiskRemoved):
                     self._past.left_disk(name, self._clock.wall(), names_in(event.names))
         outcome = known.replica.apply(message)
+        if known.replica.trusted:
+            self._awaited.pop(name, None)
         self._trees[known.role].live[known.replica.holder] = known
         self._bound()
         return outcome
@@ -160,15 +189,21 @@ class Index(PromptTrees):
             known.heard = alive
 
     def trusted(self, name: str) -> bool:
-        """Whether what is known of an instance is believed: its cache attracts only then."""
+        """Whether what is known of an instance is believed, and is all: its cache attracts only then, or for
+        what it has told while it is awaited."""
         known = self._known.get(name)
         if known is None:
-            return self.mode != "exact"
+            return self.mode != "exact" and not self.awaited(name)
         return self._is_trusted(known) if self.mode != "approximate" else True
 
     @staticmethod
     def _is_trusted(known: _Known) -> bool:
         return known.heard and known.replica.trusted
+
+    @staticmethod
+    def _tells_truth(known: _Known) -> bool:
+        """Whether what was told holds, be it all or a part of a snapshot."""
+        return known.heard and known.replica.state in (State.LIVE, State.FILLING)
 
     # -- what requests tell -------------------------------------------------------------------------
 
@@ -225,13 +260,15 @@ class Index(PromptTrees):
         whole = len(key) // step
         size = place.tree.block_size
         for holder, known in place.live.items():
-            if not self._is_trusted(known):
+            if not self._tells_truth(known):
                 continue
             blocks, end = ends.get(holder, (0, None))
             hbm = in_hbm.get(holder, 0)
             disk = self._on_disk(known.replica, tenant, key, blocks, names)
-            # What a disk has after the last block that matches, nobody can say.
-            own = blocks + disk == whole or (not disk and end is not None and _ends_at(end, holder, blocks))
+            # What a disk has after the last block that matches, nobody can say; nor what is still to be told.
+            own = blocks + disk == whole or (
+                known.replica.trusted and not disk and end is not None and _ends_at(end, holder, blocks)
+            )
             if blocks + disk:
                 found[known.replica.instance] = Match(
                     (blocks + disk) * size, own, (blocks - hbm) * size, disk * size

@@ -19,10 +19,12 @@ from router.index import Index
 from router.observability import RouterMetrics
 from router.openapi import description
 from router.queueing import Admission
+from router.readiness import Readiness, State
 from router.record import Record
 from router.routes import Access, Route
 from router.tokenizing import TokenizerService
 from router.worker import Answer, WorkerApi
+from sglang_ext.clock import Clock
 from sglang_ext.errors import DeadlineError, PeerError
 from sglang_ext.metrics import EXPOSITION_CONTENT_TYPE, render
 
@@ -46,6 +48,7 @@ class Information:
         api: asks the workers.
         metrics: shown at ``/metrics``.
         stories: recent requests, for ``/explain``.
+        clock: seconds.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Information:
         api: WorkerApi,
         metrics: RouterMetrics,
         stories: Stories,
+        clock: Clock,
     ) -> None:
         self._config = config
         self._fleet = fleet
@@ -67,11 +71,14 @@ class Information:
         self._api = api
         self._metrics = metrics
         self._stories = stories
+        self._clock = clock
+        self._readiness = Readiness(config.index_wait_secs)
 
     def routes(self) -> Iterator[Route]:
         """The endpoints."""
-        for path in ("/health", "/ready", "/ping"):
+        for path in ("/health", "/ping"):
             yield Route(path, _PROBE, self._health, Access.OPEN, logged=False)
+        yield Route("/ready", _PROBE, self._ready, Access.OPEN, logged=False)
         # They name tenants and what each uses.
         who = Access.OPEN if self._config.metrics_open else Access.ADMIN
         yield Route("/metrics", _GET, self._show_metrics, who, logged=False)
@@ -83,7 +90,27 @@ class Information:
         yield Route("/explain/", _GET, self._explain)
         yield Route("/openapi.json", _GET, self._openapi)
 
+    def look_ready(self) -> tuple[State, int, int]:
+        """How far the router is, and how many instances can take requests and are awaited."""
+        usable = [row.name for row in self._fleet.rows.values() if row.state in USABLE]
+        awaited = [name for name in usable if self._trees.awaited(name)]
+        state = self._readiness.look(self._clock.monotonic(), usable, awaited)
+        return state, len(usable), len(awaited)
+
+    async def _ready(self, request: Request, responder: Responder, record: Record) -> None:
+        """Whether requests can be served, and be sent where their KV is."""
+        state, usable, awaited = self.look_ready()
+        record.status = 200 if state is State.READY else 503
+        body = {
+            "status": state.value,
+            "workers": len(self._fleet.rows),
+            "usable": usable,
+            "awaited": awaited,
+        }
+        await send_json(responder, record.status, body)
+
     async def _health(self, request: Request, responder: Responder, record: Record) -> None:
+        """Whether requests can be served."""
         usable = sum(row.state in USABLE for row in self._fleet.rows.values())
         record.status = 200 if usable else 503
         body = {"status": "ok" if usable else "no worker", "workers": len(self._fleet.rows), "usable": usable}

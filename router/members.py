@@ -40,6 +40,9 @@ class AgentLinks(Protocol):
     def connect(self, name: str, registration: Registration) -> None:
         """Reach an instance's agent from now on; another address or epoch replaces the former."""
 
+    def expect(self, name: str) -> None:
+        """An instance serves and will register: what it holds is awaited."""
+
     def disconnect(self, name: str) -> None:
         """Reach it no more."""
 
@@ -55,6 +58,9 @@ class NoAgents:
 
     def connect(self, name: str, registration: Registration) -> None:
         """Nobody to reach."""
+
+    def expect(self, name: str) -> None:
+        """Nobody will tell."""
 
     def disconnect(self, name: str) -> None:
         """Nobody was reached."""
@@ -287,6 +293,9 @@ class Members:
             self._tell_dead(row.registration.instance, row.registration.epoch)
         if event is Event.LEARNT and row.registration is not None:
             self._dead.pop(row.registration.instance, None)
+        begins = event is Event.LEARNT and before not in USABLE and row.state in USABLE
+        if begins and row.facts is not None and row.facts.tells:
+            self.links.expect(row.name)
         if row.state is State.LEFT and before is not State.LEFT:
             self.links.disconnect(row.name)
 

@@ -61,6 +61,7 @@ def instance_view(members: Members, member: Member, usable: Mapping[str, Instanc
         queued_tokens=row.queued_tokens if row else 0,
         cached_tokens=now.cached_tokens if now else 0,
         trusted=now.trusted if now else False,
+        awaited=now.awaited if now else False,
         usable=now is not None,
         heard_s=round(members.age(member.url), 3) if row and row.heard is not None else None,
         draining=_draining(members, member, row),

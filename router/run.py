@@ -89,6 +89,7 @@ class Router:
             ttl_s=config.tree_ttl_secs,
             max_bytes=config.tree_max_bytes,
             mode=config.index,
+            wait_s=config.index_wait_secs,
         )
         self.costs = RouterCosts(load_named(config.cost_profile) or CostModel(), self.clock.monotonic)
         self.fleet = Fleet(
@@ -97,6 +98,7 @@ class Router:
             on_model=self._adopt,
             cached_tokens=self.trees.tokens_of,
             trusted=self.trees.trusted,
+            awaited=self.trees.awaited,
             pairs=True,
             now=self.clock.monotonic,
         )
@@ -360,6 +362,7 @@ class Router:
 
     async def _tidy(self) -> None:
         while True:
+            self.serving.look_ready()
             await self.clock.sleep(0 if self.trees.tidy() else TIDY_INTERVAL_S)
 
     def _on_message(self, name: str, message: FromAgent) -> None:

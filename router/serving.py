@@ -84,7 +84,7 @@ class Serving:
             clock,
         )
         self._information = Information(
-            config, fleet, trees, tokenizers, self.admission, api, metrics, self.stories
+            config, fleet, trees, tokenizers, self.admission, api, metrics, self.stories, clock
         )
         self._control = Control(fleet, trees, api, self.flights, self.homes)
 
@@ -93,6 +93,10 @@ class Serving:
         yield from generation_routes(self.generation)
         yield from self._information.routes()
         yield from self._control.routes()
+
+    def look_ready(self) -> None:
+        """Find out whether the router is ready; also while nobody asks."""
+        self._information.look_ready()
 
     def check(self) -> None:
         """Verify the counters."""

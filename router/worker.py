@@ -30,6 +30,7 @@ _VOCABULARY_PROBE = {
 LEARN_TIMEOUT_S = 10.0
 """``/server_info`` waits until the scheduler has finished its present batch."""
 FLUSH_TIMEOUT_S = 30.0
+TELLS_FLAG = "--kv-router"
 
 _ROLES = {"null": "colocated", None: "colocated"}
 
@@ -133,6 +134,7 @@ class WorkerApi:
             truncates=bool(server.get("allow_auto_truncate")),
             is_generation=generates,
             bootstrap_port=_port(server.get("disaggregation_bootstrap_port")),
+            tells=_tells(server.get("launch_command")),
             chat=_chat_facts(model, server),
         )
 
@@ -179,6 +181,12 @@ class WorkerApi:
 
 def _port(value: object) -> int | None:
     return value if isinstance(value, int) and 0 < value < 65536 else None
+
+
+def _tells(launch_command: object) -> bool:
+    """Whether a server's command line names a router to register with."""
+    words = launch_command.split() if isinstance(launch_command, str) else []
+    return any(word.partition("=")[0] == TELLS_FLAG for word in words)
 
 
 def _identity(server: Json) -> str:

@@ -163,7 +163,9 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
     queued_tokens: int = 0
     cached_tokens: int = 0
     trusted: bool = True
-    """Whether the index of it is believed."""
+    """Whether the index of it is believed, and is all."""
+    awaited: bool = False
+    """Whether its snapshot is expected and not in yet: what it holds is not known, or in part."""
     usable: bool = False
     """Whether it is given requests now."""
     heard_s: float | None = None

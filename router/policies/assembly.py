@@ -1,7 +1,8 @@
 """What every policy has in common, around the rule that is its own.
 
 - Matches of instances whose index is not believed are left out: load decides about those. Where that leaves
-  no prefix at all, the decision says so (``Reason.UNTRUSTED``).
+  no prefix at all, the decision says so (``Reason.UNTRUSTED``). Where too little is known to decide and what
+  an instance holds is still awaited, it says that (``Reason.INDEX_AWAITED``).
 - A policy chooses among the instances that a request is sent to first. Where the chosen one only prefills,
   the instance that decodes is chosen beside it, by what it holds of the prompt already and by its load.
 - A policy of one's own may fail; requests must not. Its error is logged, and the least loaded instance taken.
@@ -26,6 +27,7 @@ from router.policies.base import (
     Reason,
     Role,
     beginners,
+    for_want_of,
     load_of,
     matched_tokens,
 )
@@ -34,8 +36,8 @@ logger = logging.getLogger("router.policies")
 
 
 def believed(fleet: Fleet, matches: Matches) -> Matches:
-    """The matches of instances whose index is believed."""
-    doubted = {instance.name for instance in fleet if not instance.trusted}
+    """The matches of instances whose index is believed, as far as it has come."""
+    doubted = {instance.name for instance in fleet if not (instance.trusted or instance.awaited)}
     return {name: match for name, match in matches.items() if name not in doubted} if doubted else matches
 
 
@@ -82,8 +84,9 @@ def assembled(rule: Policy) -> Policy:
         known = believed(fleet, matches)
         candidates = beginners(fleet)
         decision = rule(prompt, candidates, known, costs, options)
-        if decision.reason is Reason.NO_PREFIX and any(not instance.trusted for instance in candidates):
-            decision = msgspec.structs.replace(decision, reason=Reason.UNTRUSTED)
+        reason = for_want_of(decision.reason, candidates)
+        if reason is not decision.reason:
+            decision = msgspec.structs.replace(decision, reason=reason)
         return with_decode(decision, prompt, fleet, known, costs, options)
 
     policy.__doc__ = rule.__doc__

@@ -53,6 +53,8 @@ class Instance(msgspec.Struct, frozen=True):
     role: Role = Role.COLOCATED
     trusted: bool = True
     """Whether the index of it is believed. What is not believed does not attract: load decides."""
+    awaited: bool = False
+    """Its snapshot is not in yet: what it has told so far is believed, and it may hold more."""
 
 
 Fleet: TypeAlias = tuple[Instance, ...]
@@ -116,8 +118,24 @@ class Reason(enum.StrEnum):
     """A hint announced the request, and its KV was brought there."""
     UNTRUSTED = "untrusted"
     """No index that is believed knows any of it, and some are not believed: load decides."""
+    INDEX_AWAITED = "index-awaited"
+    """Nobody is known to hold enough of it to decide, and the snapshot of an instance that may is not in yet:
+    load decides."""
     POLICY_FAILED = "policy-failed"
     """The policy raised an error, or its decision made no sense; it is the least loaded instance."""
+
+
+UNDECIDED = frozenset({Reason.NO_PREFIX, Reason.SHORT_PREFIX})
+"""Reasons that say that what is cached did not decide."""
+
+
+def for_want_of(reason: Reason, candidates: Fleet) -> Reason:
+    """The reason of a decision that what is cached did not make: nobody holds enough, or it is not known who
+    does."""
+    if reason in UNDECIDED and any(instance.awaited for instance in candidates):
+        return Reason.INDEX_AWAITED
+    doubted = any(not instance.trusted for instance in candidates)
+    return Reason.UNTRUSTED if reason is Reason.NO_PREFIX and doubted else reason
 
 
 class Fetch(msgspec.Struct, frozen=True):

@@ -38,6 +38,7 @@ from router.policies.base import (
     Reason,
     Role,
     beginners,
+    for_want_of,
     load_of,
 )
 from sglang_ext.keys import Tier
@@ -159,8 +160,7 @@ def _reason(chosen: Price, prices: list[Price], options: PolicyOptions) -> Reaso
     if chosen.fetch is not None:
         return Reason.FETCH
     if longest <= 0:
-        doubted = any(not one.instance.trusted for one in prices)
-        return Reason.UNTRUSTED if doubted else Reason.NO_PREFIX
+        return for_want_of(Reason.NO_PREFIX, tuple(one.instance for one in prices))
     best = [one for one in prices if longest - one.held.tokens <= options.tie_tokens]
     if chosen in best:
         return Reason.PREFIX if len(best) == 1 else Reason.PREFIX_SHARED

@@ -58,9 +58,10 @@ class Part:
     environment: Mapping[str, str] = field(repr=False)
     """Added to the supervisor's environment; what the user has set there stays."""
     url: str
-    """Where it listens; it is ready when ``url + "/health"`` answers 200."""
+    """Where it listens; it is ready when ``url + ready_path`` answers 200."""
     needs: tuple[str, ...] = ()
     """Parts that have to be ready before this one starts."""
+    ready_path: str = "/health"
     sockets: tuple[int, ...] = ()
     """Descriptors that its processes inherit: bound sockets, in which connections wait while none accepts."""
     slots: tuple[tuple[str, ...], ...] = ()
@@ -152,6 +153,7 @@ def make_plan(
         ),
         environment=ENVIRONMENT,
         url=router_url,
+        ready_path="/ready",
         needs=tuple(server.name for server in servers),
         sockets=() if door is None else door.sockets,
         slots=_slots(config, door),

@@ -16,8 +16,11 @@ from sglang_ext.cluster_messages import Cluster, InstanceView
 from sglang_ext.errors import SglangExtError
 
 PROG = "sglang-ext cluster-status"
+AWAITED = "awaited"
+"""Shown for an instance that takes requests while nobody knows yet what it holds."""
 STYLES: Mapping[str, str] = {
     "ready": "green",
+    AWAITED: "yellow",
     "suspect": "yellow",
     "draining": "yellow",
     "down": "bold red",
@@ -58,11 +61,12 @@ def show(seen: Cluster, console: Console) -> None:
     for name in ("instance", "role", "state", "running", "waiting tokens", "cached tokens", "heard", "url"):
         table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
     for view in seen.instances:
-        style = STYLES.get(view.state, "dim")
+        state = AWAITED if view.awaited and view.state == "ready" else view.state
+        style = STYLES.get(state, "dim")
         table.add_row(
             escape(view.instance),
             view.role,
-            f"[{style}]{escape(view.state)}[/{style}]",
+            f"[{style}]{escape(state)}[/{style}]",
             str(view.in_flight),
             str(view.queued_tokens),
             str(view.cached_tokens) if view.trusted else f"{view.cached_tokens}?",
@@ -80,6 +84,11 @@ _NUMBERS = frozenset({"running", "waiting tokens", "cached tokens", "heard"})
 def notes(seen: Cluster) -> list[str]:
     """What the table does not say."""
     lines = [f"{view.instance}: {view.why}" for view in seen.instances if view.state not in ("ready", "left")]
+    lines += [
+        f"{view.instance}: takes requests; its snapshot is not in yet, so what it holds is not known in full"
+        for view in seen.instances
+        if view.awaited
+    ]
     lines += [_drain_note(view) for view in seen.instances if view.draining and view.state == "draining"]
     if seen.store.kind != "embedded":
         state = "shared through" if seen.store.connected else f"cut off for {seen.store.since_s:.0f} s from"

@@ -357,7 +357,7 @@ class Cluster:
         name = status.part.name
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                while not await self._probe(status.part.url + "/health"):
+                while not await self._probe(status.part.url + status.part.ready_path):
                     await self._clock.sleep(PROBE_INTERVAL_S)
         except TimeoutError:
             if status.state is State.STARTING:

@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 CALL_S: Final = 2.0
 LEAVE_S: Final = 1.0
 FIRST_PAUSE_S: Final = 0.2
-LONGEST_PAUSE_S: Final = 5.0
+LONGEST_PAUSE_S: Final = 1.0
+"""A router that has just started is ready when its instances have told what they hold: it waits for this."""
 LOOK_S: Final = 0.5
 """Pause between looks at whether routers are silent."""
 
