@@ -14,7 +14,17 @@ from router.fetching import Fetching
 from router.fleet import Fleet
 from router.flight import Flight
 from router.observability import RouterMetrics
-from router.policies import Decision, Instance, Match, PolicyOptions, Prompt, Reason, beginners, policy_named
+from router.policies import (
+    Decision,
+    Instance,
+    Match,
+    PolicyOptions,
+    Prompt,
+    Reason,
+    Role,
+    beginners,
+    policy_named,
+)
 from router.policies import Fleet as Instances
 from router.policies.assembly import believed, with_decode
 from router.policies.base import matched_tokens
@@ -139,16 +149,29 @@ class Chooser:
                 )
         return matches
 
-    def pinned(self, flight: Flight, instance: str) -> tuple[Decision, Choice] | None:
-        """The instance that keeps what a request goes on from, if it can take requests."""
-        fleet = tuple(known for known in self._fleet.usable() if known.name == instance)
-        if not fleet:
+    def pinned(
+        self, flight: Flight, instance: str, excluded: frozenset[str]
+    ) -> tuple[Decision, Choice] | None:
+        """The instance that keeps what a request goes on from, if it can take requests; if it only decodes,
+        with one that prefills for it."""
+        usable = self._fleet.usable(excluded)
+        home = next((known for known in usable if known.name == instance), None)
+        if home is None:
             return None
         decision = Decision(instance, Reason.SESSION)
-        self._guess(flight, instance)
-        flight.record.instance, flight.record.reason = instance, decision.reason.value
+        matches: dict[str, Match] = {}
+        fleet: tuple[Instance, ...] = (home,)
+        if home.role is Role.DECODE:
+            record = flight.record
+            fleet = (home, *(known for known in usable if known.role is Role.PREFILL))
+            matches = self._matches(flight)
+            prompt = Prompt(flight.units, flight.session, record.priority, request_id=record.request_id)
+            found = self.policy(prompt, fleet, matches, self._costs, self.options)
+            decision = Decision(found.instance, Reason.SESSION, found.matched, found.scores, instance)
+        self._guess(flight, decision.instance)
+        flight.record.instance, flight.record.reason = decision.instance, decision.reason.value
         self._metrics.decided(self._name, decision.reason.value)
-        return decision, _choice(decision, {}, fleet)
+        return decision, _choice(decision, matches, fleet)
 
     def _has_all(self, flight: Flight, instance: str, matches: dict[str, Match]) -> bool:
         """Whether an instance is known to hold every whole block of a single prompt: a guess adds nothing."""

@@ -349,7 +349,7 @@ class Generation:
             chosen = self._chooser.choose(flight, excluded)
         else:
             home = self._homes.find(flight.record.caller.scope, previous)
-            chosen = None if home in excluded else self._chooser.pinned(flight, home)
+            chosen = None if home in excluded else self._chooser.pinned(flight, home, excluded)
         self._stage(flight.record, "route", start)
         return chosen
 
