@@ -11,7 +11,7 @@ from sglang_ext.engine.block_names import BlockNames
 from sglang_ext.engine.disk_writes import Agree, DiskWrites
 from sglang_ext.engine.dram_tier import DramTier
 from sglang_ext.engine.load_policy import DiskPolicy
-from sglang_ext.engine.model_identity import config_digest, weights_digest
+from sglang_ext.engine.model_identity import config_digest, kv_dtype, weights_digest
 from sglang_ext.engine.promotions import Promotions
 from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError
@@ -53,7 +53,7 @@ def identity_of(ctx: Any, geometry: Geometry, shard: str, *, weights: bool = Tru
     return Namespace(
         model=config_digest(ctx.model_config.hf_config),
         weights_version=weights_digest(runner.model) if weights else "",
-        dtype=f"{ctx.model_config.dtype} {geometry.planes[0].dtype}",
+        dtype=kv_dtype(ctx.model_config, geometry.planes[0].dtype),
         geometry=geometry.layout.facts(),
         shard=shard,
     )

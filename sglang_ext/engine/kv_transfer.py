@@ -59,6 +59,7 @@ from sglang_ext.engine.pd_setup import (
     require_supported,
     staging_of,
     watch_layers,
+    weights_of,
 )
 from sglang_ext.engine.pd_taking import TakingRoom, Wanted, pages_of
 from sglang_ext.engine.radix_cache import GlobalRadixCache
@@ -147,7 +148,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         self.agent = Agent(
             AgentConfig(
                 str(with_instance_id(config, server_args, socket.gethostname()).instance_id),
-                namespace_of(scheduler, server_args),
+                namespace_of(scheduler),
                 Local(
                     parallel.attn_tp_rank,
                     parallel.attn_tp_size,
@@ -156,6 +157,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
                     config.transfer_mode,
                     config.transfer_layout,
                 ),
+                weights_of(scheduler),
                 host=reachable(host),
                 keys=keys,
                 bootstrap=f"{reachable(host)}:{port}" if prefill else "",
@@ -235,6 +237,13 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
             pages = row[numbers * page].numpy().astype(np.int64) // page
             found.append(Computing(numbers - skip, pages, partial(self.agent.giving.writings, room)))
         return found
+
+    def computes(self, batch: Any) -> None:
+        """A prefill batch is about to run: by which weights its requests' KV is."""
+        for req in batch.reqs:
+            sender = req.disagg_kv_sender
+            if isinstance(sender, GlobalKVSender) and sender._room is not None:
+                self.agent.giving.computing(sender._room)
 
     def each_pass(self) -> None:
         """Once per pass of the scheduler's loop."""
@@ -425,16 +434,33 @@ class GlobalKVBootstrapServer(BaseKVBootstrapServer):  # type: ignore[misc]
 
 
 def run_batch(stock: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ``Scheduler.run_batch``: with push by layer, layers are sent while the next are computed."""
+    """Around ``Scheduler.run_batch``: what is computed is of the weights of now; with push by layer, layers
+    are sent while the next are computed."""
     manager = _process.manager
-    feed = manager.feed if manager is not None and scheduler is _process.scheduler else None
-    if manager is None or feed is None or not batch.forward_mode.is_extend():
+    if manager is None or scheduler is not _process.scheduler or not batch.forward_mode.is_extend():
+        return stock(scheduler, batch, *args, **kwargs)
+    manager.computes(batch)
+    feed = manager.feed
+    if feed is None:
         return stock(scheduler, batch, *args, **kwargs)
     feed.forward_begins(manager.computing(scheduler, batch))
     try:
         return stock(scheduler, batch, *args, **kwargs)
     finally:
         feed.forward_ended()
+
+
+def weights_changing(scheduler: Any) -> None:
+    """The weights are about to change, and may until ``weights_changed``: until then KV of ours is like no
+    other."""
+    if _process.manager is not None and scheduler is _process.scheduler:
+        _process.manager.agent.weights_changed("")
+
+
+def weights_changed(scheduler: Any) -> None:
+    """The weights stay as they are now. On all ranks at once."""
+    if _process.manager is not None and scheduler is _process.scheduler:
+        _process.manager.agent.weights_changed(weights_of(scheduler))
 
 
 def each_pass(scheduler: Any) -> None:

@@ -236,6 +236,8 @@ class Migration:
             return AGAIN if _is_known(scheduler, rid) else "no such request runs here"
         if req.finished() or req.to_finish is not None:
             return "it has just ended"
+        if self.manager is not None and not self._cache.is_of_one_generation(req):
+            return "its KV is of several weights: they were updated while it ran"
         return obstacle(req, not scheduler.spec_algorithm.is_none())
 
     def _settled(self) -> bool:

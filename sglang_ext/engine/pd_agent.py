@@ -44,6 +44,7 @@ from sglang_ext.engine.pd_messages import (
     Register,
     Return,
     Topology,
+    Weights,
 )
 from sglang_ext.engine.pd_metrics import AgentMetrics, AgentState
 from sglang_ext.engine.pd_peers import Local, PrefillPeer, PrefillPeers
@@ -61,13 +62,15 @@ TICK_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """Who this rank is. host: where to listen. bootstrap: host:port of the server's own bootstrap port, for
-    prefill. transports: see `EndpointConfig`. metrics: whether to publish them.
+    """Who this rank is. weights: of the whole model, as in messages. host: where to listen. bootstrap:
+    host:port of the server's own bootstrap port, for prefill. transports: see `EndpointConfig`. metrics:
+    whether to publish them.
     """
 
     instance: str
     namespace: str
     local: Local
+    weights: Weights
     host: str = "127.0.0.1"
     keys: CurveKeys | None = None
     bootstrap: str = ""
@@ -109,6 +112,8 @@ class Agent:
         """One each: who does not answer keeps nobody from the others."""
         self.returns: ReturnTaker | None = None
         self.giver: ReturnGiver | None = None
+        self.weights: Weights = ""
+        """With which this rank computes."""
         self.metadata_rows: Callable[[], int] = int
         """Rows of SGLang's metadata buffers in use."""
         self._thread = LoopThread("kv-transfer")
@@ -118,6 +123,15 @@ class Agent:
             self._thread.close()
             os.close(self.wake_fd)
             raise
+
+        self.weights_changed(config.weights)
+
+    def weights_changed(self, weights: Weights) -> None:
+        """From now on this rank computes with these; what is on its way of others is given up. In the
+        scheduler's thread, on all ranks alike."""
+        self.weights = weights
+        self.giving.weights_changed(weights)
+        self.taking.weights_changed(weights)
 
     def __repr__(self) -> str:
         return f"<Agent {self.config.instance} {self.giving!r} {self.taking!r} {self.endpoint!r}>"

@@ -9,6 +9,7 @@ decode rank has a lease on them, and opened before the room ends: so nobody take
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
@@ -29,10 +30,12 @@ from sglang_ext.disagg.handover import (
 from sglang_ext.disagg.leases import LeaseEnd
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.engine.pd_leases import LeaseBook
-from sglang_ext.engine.pd_messages import MAX_ROOM, Join, Meet, Push, Ready
+from sglang_ext.engine.pd_messages import MAX_ROOM, Join, Meet, Push, Ready, Weights, alike
 from sglang_ext.engine.pd_pushing import Writing
 from sglang_ext.engine.pd_staging import Staging
 from sglang_ext.errors import SglangExtError
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -47,6 +50,8 @@ class Reader:
 
     session: bytes
     reads: bool
+    weights: Weights
+    """With which it will go on."""
     target: Push | None = None
     """Where to write; None where it reads, or has no pages yet."""
     writing: Writing | None = None
@@ -62,7 +67,7 @@ class Reader:
 @dataclass(slots=True, eq=False)
 class Room:
     """One request. pages: of the whole prompt; metadata: its row; both set by `complete`. read: whether
-    decode reads it, whatever --kv-transfer-mode says.
+    decode reads it, whatever --kv-transfer-mode says. weights: with which it is computed; None before that.
     """
 
     number: int
@@ -70,6 +75,7 @@ class Room:
     since: float
     read: bool
     reason: str = ""
+    weights: Weights | None = None
     pages: Ids = field(default_factory=lambda: np.empty(0, np.int64))
     metadata: bytes = b""
     readers: dict[bytes, Reader] = field(default_factory=dict)
@@ -101,6 +107,8 @@ class GivingRooms:
         pushes: bool = False,
         staging: tuple[Staging, LeaseBook] | None = None,
     ) -> None:
+        self.weights: Weights = ""
+        """With which is computed here. Set by `weights_changed`."""
         self._pushes = pushes
         self._staging = staging
         self._claim = claim
@@ -149,8 +157,25 @@ class GivingRooms:
             self._loop.call_soon_threadsafe(_settle, future, None)
         return room
 
+    def computing(self, room: Room) -> None:
+        """KV of a request is about to be computed, after what may have been found of its weights."""
+        with self._lock:
+            room.weights = room.weights or self.weights
+        self._compare(room)
+
+    def weights_changed(self, weights: Weights) -> None:
+        """From now on is computed with these. KV of others is not handed over any more, nor such of both."""
+        with self._lock:
+            self.weights = weights
+            stale = [room for room in self._rooms.values() if room.weights not in (None, weights)]
+        for room in stale:
+            self._lose(
+                room, Event.FAULT, "the weights of the prefill server were changed during the hand-over"
+            )
+
     def complete(self, room: Room, pages: Ids, metadata: bytes) -> None:
         """The KV of the whole prompt is in `pages`, which stay as they are until the room has ended."""
+        self.computing(room)
         with self._lock:
             if FACTS[room.state].end:
                 return
@@ -187,11 +212,12 @@ class GivingRooms:
         with self._lock:
             if FACTS[room.state].end:
                 raise RefusedError("room", room.reason or "the request is over")
+            self._require_alike(room, message.weights)
             known = room.readers.get(message.reader)
             if known is not None or (room.expected and room.expected != message.ranks):
                 raise RefusedError("room", "another decode server takes part in this room")
             room.expected = message.ranks
-            reader = room.readers[message.reader] = Reader(message.session, message.reads)
+            reader = room.readers[message.reader] = Reader(message.session, message.reads, message.weights)
             if room.state is not Giving.COMPUTING and not self._packs(room):
                 return self._offer(room, message.reader, reader)
             if room.state is Giving.COMPUTING:
@@ -211,12 +237,13 @@ class GivingRooms:
                 raise RefusedError("room", room.reason or "the request is over")
             if room.state is not Giving.COMPUTING:
                 raise RefusedError("room", "the request is computed already; set --kv-transfer-mode alike")
+            self._require_alike(room, message.weights)
             if message.reader in room.readers or room.expected not in (0, message.readers):
                 raise RefusedError("room", "another decode server takes part in this room")
             if len(room.readers) == message.readers:
                 raise RefusedError("room", "another decode server takes part in this room")
             room.expected = message.readers
-            room.readers[message.reader] = Reader(message.session, False)
+            room.readers[message.reader] = Reader(message.session, False, message.weights)
             self._move(room, Event.JOINED)
 
     async def push(self, message: Push) -> Ready:
@@ -318,6 +345,26 @@ class GivingRooms:
                 )
 
     # -- inside -----------------------------------------------------------------------------------
+
+    def _require_alike(self, room: Room, theirs: Weights) -> None:
+        """Have a request fail whose decode server has other weights: no other one will come for it.
+
+        Raises:
+            RefusedError: it has.
+        """
+        ours = self.weights if room.weights is None else room.weights
+        if not alike(ours, theirs):
+            text = unlike(ours, theirs)
+            log.warning("room %d is given up: %s", room.number, text)
+            self._lose(room, Event.FAULT, text)
+            raise RefusedError("weights", text)
+
+    def _compare(self, room: Room) -> None:
+        """The weights of a request are known now: give it up if those who take part have others."""
+        ours = room.weights or ""
+        theirs = [reader.weights for reader in room.readers.values() if not alike(ours, reader.weights)]
+        if theirs or not ours:
+            self._lose(room, Event.FAULT, unlike(ours, theirs[0] if theirs else ""))
 
     async def _appears(self, number: int) -> Room:
         """The room; decode may hear of a request before prefill does."""
@@ -485,6 +532,18 @@ class GivingRooms:
             for room in self._rooms.values():
                 for reader in room.readers.values():
                     assert not (reader.lease and FACTS[room.state].end), "a lease of a room that is over"
+
+
+def unlike(prefill: Weights, decode: Weights) -> str:
+    """What is told on both sides of weights that differ."""
+
+    def name(weights: Weights) -> str:
+        return weights[:12] or "being changed"
+
+    return (
+        f"the weights differ (prefill {name(prefill)}, decode {name(decode)}): start both with one "
+        "checkpoint, and update both to the same weights"
+    )
 
 
 def _settle(future: asyncio.Future[T], value: T) -> None:

@@ -17,13 +17,16 @@ import msgspec
 from sglang_ext.disagg.messages import Offer, Refused, Session
 from sglang_ext.wire import Blob, Codec, Epoch, Message, Name
 
-PROTOCOL: Final = 4
+PROTOCOL: Final = 5
 
 MAX_ROOM: Final = (1 << 63) - 1
 
 Room = Annotated[int, msgspec.Meta(ge=1, le=MAX_ROOM)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+Weights = Annotated[str, msgspec.Meta(max_length=128)]
+"""Digest of the whole model's weights (``model_identity.model_digest``); empty while they are being changed,
+and then like no others, itself included."""
 
 
 class RankInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,6 +68,7 @@ class Join(Message, frozen=True, tag="join"):
 
     reader: epoch of its endpoint, which is connected already. session: of that connection; with it, its part
     is over. ranks: how many decode ranks take part. reads: whether it needs bytes of this prefill rank.
+    weights: with which decode will go on.
     """
 
     room: Room
@@ -73,6 +77,7 @@ class Join(Message, frozen=True, tag="join"):
     rank: Rank
     ranks: Ranks
     reads: bool
+    weights: Weights
 
 
 class Ready(Message, frozen=True, tag="ready"):
@@ -89,13 +94,14 @@ class Meet(Message, frozen=True, tag="meet"):
     """A decode rank takes part in a room, and will name pages to be filled (push). Answered by Ok.
 
     So prefill knows whose death ends the request, however long decode has no room for it. reader, session: as
-    in `Join`. readers: how many decode ranks this prefill rank fills.
+    in `Join`, as weights. readers: how many decode ranks this prefill rank fills.
     """
 
     room: Room
     reader: Epoch
     session: Session
     readers: Ranks
+    weights: Weights
 
 
 class Push(Message, frozen=True, tag="push"):
@@ -134,7 +140,8 @@ class Return(Message, frozen=True, tag="return"):
 
     name: of the return, alike on all decode ranks. rank, ranks: of decode. offers: pages of the whole blocks
     of `tokens`, leased to each prefill rank, in rank order; none where there was no budget for it. control:
-    address of the decode rank's endpoint. extra_key, cache_salt: whose prompts they are.
+    address of the decode rank's endpoint. weights: by which all of it was computed. extra_key, cache_salt:
+    whose prompts they are.
     """
 
     name: Name
@@ -143,6 +150,7 @@ class Return(Message, frozen=True, tag="return"):
     offers: Annotated[tuple[Offer, ...], msgspec.Meta(max_length=4096)]
     control: Name
     tokens: Blob
+    weights: Weights
     extra_key: Name | None = None
     cache_salt: Name | None = None
 
@@ -171,3 +179,8 @@ Answer = Ok | Topology | Ready | Returned | Refused
 ASKS: Codec[Ask] = Codec(Ask)
 ANSWERS: Codec[Answer] = Codec(Answer)
 ORDERS: Codec[TakeBack] = Codec(TakeBack)
+
+
+def alike(one: Weights, other: Weights) -> bool:
+    """Whether KV of these weights may stand for KV of those."""
+    return one == other != ""

@@ -32,6 +32,7 @@ from sglang_ext.engine.pd_messages import (
     Return,
     Returned,
     Topology,
+    Weights,
 )
 
 log = logging.getLogger(__name__)
@@ -74,15 +75,15 @@ class PrefillPeer:
         """Whether it has to be connected again."""
         return self.instance.gone
 
-    async def join(self, room: int, epoch: bytes) -> list[Ready]:
-        """Take part in a room at every rank; returns when all have computed it.
+    async def join(self, room: int, epoch: bytes, weights: Weights) -> list[Ready]:
+        """Take part in a room at every rank; returns when all have computed it, with our `weights`.
 
         Raises:
             RefusedError: a rank knows no such room, or has lost it. PeerGoneError.
         """
         local = self._local
         joins = [
-            Join(room, epoch, link.session, local.rank, local.ranks, at in self._needed)
+            Join(room, epoch, link.session, local.rank, local.ranks, at in self._needed, weights)
             for at, link in enumerate(self.instance.links)
         ]
         asks = [
@@ -100,15 +101,15 @@ class PrefillPeer:
             raise PeerProtocolError("a prefill rank answers a join with something else")
         return list(answers)
 
-    async def meet(self, room: int, epoch: bytes) -> None:
-        """Take part in a room whose KV will be pushed, at the rank that fills our pages.
+    async def meet(self, room: int, epoch: bytes, weights: Weights) -> None:
+        """Take part in a room whose KV will be pushed, at the rank that fills our pages; `weights` are ours.
 
         Raises:
             RefusedError: several prefill ranks would have to fill one of ours. As `join`.
         """
         readers = max(1, self._local.ranks // len(self.ranks))
         at = self._filler()
-        meet = Meet(room, epoch, self.instance.links[at].session, readers)
+        meet = Meet(room, epoch, self.instance.links[at].session, readers, weights)
         if not isinstance(await self._clients[at].ask(meet, None), Ok):
             raise PeerProtocolError("a prefill rank answers a meeting with something else")
 

@@ -34,7 +34,7 @@ from sglang_ext.disagg.messages import Offer
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.engine.forward_fence import Passed, nothing_runs, until_passed
 from sglang_ext.engine.pd_leases import POOL
-from sglang_ext.engine.pd_messages import ORDERS, Return, Returned, TakeBack
+from sglang_ext.engine.pd_messages import ORDERS, Return, Returned, TakeBack, alike
 from sglang_ext.engine.pd_peers import PrefillPeer
 from sglang_ext.engine.pd_places import BUDGET, Blocks, Place, Places
 from sglang_ext.engine.pd_taking import Wanted, after_skip
@@ -163,6 +163,7 @@ class ReturnGiver:
             tuple(going.offers),
             self._agent.endpoint.address,
             key,
+            self._agent.weights,
             req.extra_key,
             req.cache_salt,
         )
@@ -314,6 +315,10 @@ class ReturnTaker:
 
     def _plan(self, coming: _Coming) -> None:
         first = coming.parts[0]
+        if not alike(first.weights, self._agent.weights):
+            self.outcomes["weights"] += 1
+            self._answer(coming, Returned(0, "weights"))
+            return
         namespace = self._places.blocks.cache.namespace(first.extra_key, first.cache_salt)
         found = self._places.take(namespace, first.tokens, busy=self._busy())
         if isinstance(found, str):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
+import logging
 from typing import Any
 
+import msgspec
 import torch
 from sglang.srt.runtime_context import get_parallel
 
@@ -16,7 +17,7 @@ from sglang_ext.disagg.memory import MemoryKind
 from sglang_ext.disagg.pools import MemoryRange, PoolSpec
 from sglang_ext.disagg.tensors import arena_tensors
 from sglang_ext.engine.hbm import pool_geometry, pool_planes
-from sglang_ext.engine.model_identity import config_digest
+from sglang_ext.engine.model_identity import config_digest, element_sums, kv_dtype, model_digest
 from sglang_ext.engine.pd_leases import POOL
 from sglang_ext.engine.pd_places import DRAM_POOL
 from sglang_ext.engine.pd_pushing import LayerFeed
@@ -29,7 +30,8 @@ from sglang_ext.tiered_store.dram import DramArena
 
 BACKEND = "global"
 FLAG = f"--disaggregation-transfer-backend {BACKEND}"
-MARKED_ROWS = 64
+
+log = logging.getLogger(__name__)
 
 
 def keys_of(config: KvConfig) -> CurveKeys | None:
@@ -139,18 +141,44 @@ def reachable(host: str) -> str:
     return str(get_local_ip_auto())
 
 
-def namespace_of(scheduler: Any, server_args: Any) -> str:
-    """What prefill and decode must share, however each cuts the model: configuration, weights, dtype."""
+def namespace_of(scheduler: Any) -> str:
+    """What prefill and decode must share from start to end, however each cuts the model: configuration and
+    dtype. Their weights may change (``weights_of``).
+    """
     dtype = scheduler.token_to_kv_pool_allocator.get_kvcache().dtype
-    mark = weights_mark(scheduler.tp_worker.model_runner.model)
-    # The first rank's, for all: the others have other rows.
-    number = torch.tensor([mark if get_parallel().attn_tp_rank == 0 else 0])
-    if get_parallel().attn_tp_size > 1:
-        torch.distributed.all_reduce(
-            number, op=torch.distributed.ReduceOp.MAX, group=scheduler.attn_tp_cpu_group
-        )
     config = config_digest(scheduler.model_config.hf_config)
-    return f"{config} {int(number):x} {server_args.weight_version} {dtype}"
+    return f"{config} {kv_dtype(scheduler.model_config, dtype)}"
+
+
+def weights_of(scheduler: Any) -> str:
+    """The digest of the whole model's weights as they are now. Called in all ranks at once, and never raises:
+    empty where a rank cannot read its part.
+    """
+    try:
+        sums = dict(element_sums(scheduler.tp_worker.model_runner.model))
+    except Exception:
+        log.exception("the weights cannot be read; no KV is exchanged until they are updated")
+        sums = {}
+    data = msgspec.json.encode({name: [str(part) for part in sum_] for name, sum_ in sums.items()})
+    ranks = [msgspec.json.decode(each) for each in _on_all_ranks(scheduler, data)]
+    if not all(ranks):
+        return ""
+    return model_digest([{name: (int(s), int(n)) for name, (s, n) in rank.items()} for rank in ranks])
+
+
+def _on_all_ranks(scheduler: Any, data: bytes) -> list[bytes]:
+    """What each rank says, in the order of ranks."""
+    ranks = get_parallel().attn_tp_size
+    if ranks == 1:
+        return [data]
+    group = scheduler.attn_tp_cpu_group
+    longest = torch.tensor([len(data)])
+    torch.distributed.all_reduce(longest, op=torch.distributed.ReduceOp.MAX, group=group)
+    # Spaces after JSON say nothing.
+    mine = torch.frombuffer(bytearray(data.ljust(int(longest))), dtype=torch.uint8)
+    said = [torch.zeros_like(mine) for _ in range(ranks)]
+    torch.distributed.all_gather(said, mine, group=group)
+    return [each.numpy().tobytes() for each in said]
 
 
 def first_rank_address(scheduler: Any, address: str) -> str:
@@ -164,24 +192,6 @@ def first_rank_address(scheduler: Any, address: str) -> str:
         text[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     torch.distributed.all_reduce(text, op=torch.distributed.ReduceOp.MAX, group=scheduler.attn_tp_cpu_group)
     return bytes(text.tolist()).rstrip(b"\0").decode()
-
-
-def weights_mark(model: torch.nn.Module) -> int:
-    """A number of 56 bits that tells weights apart by those that the first of any number of ranks has: the
-    norms, and the first embeddings.
-    """
-    digest = hashlib.blake2b(digest_size=7, person=b"kv-pd-weights")
-    for name, tensor in sorted(model.named_parameters(), key=lambda item: item[0]):
-        if "norm" in name:
-            part = tensor
-        elif "embed" in name:
-            part = tensor[:MARKED_ROWS]
-        else:
-            continue
-        data = part.detach().contiguous().cpu().view(torch.uint8)
-        digest.update(f"{name} {tuple(part.shape)} {part.dtype}\n".encode())
-        digest.update(data.numpy().tobytes())
-    return int.from_bytes(digest.digest(), "little")
 
 
 def _geometry(scheduler: Any, page_tokens: int, block_tokens: int | None = None) -> Geometry:

@@ -33,7 +33,7 @@ from sglang_ext.disagg.messages import Offer
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.engine.forward_fence import Passed, nothing_runs, until_passed
 from sglang_ext.engine.pd_leases import POOL
-from sglang_ext.engine.pd_messages import Ready
+from sglang_ext.engine.pd_messages import Ready, Weights
 from sglang_ext.engine.pd_peers import PrefillPeer, PrefillPeers
 from sglang_ext.engine.pd_staging import STAGING, Staging
 from sglang_ext.errors import SglangExtError
@@ -149,6 +149,8 @@ class TakingRooms:
         """pushed: with push, where peers claim pages, and our endpoint's address. staging: where aggregated
         requests arrive.
         """
+        self.weights: Weights = ""
+        """With which requests will go on here. Set by the scheduler's thread."""
         self._pushed = pushed
         self._staging = staging
         self._peers = peers
@@ -204,6 +206,12 @@ class TakingRooms:
             self._move(room, Event.ABORT)
         self._loop.call_soon_threadsafe(self._cancel, room)
 
+    def weights_changed(self, weights: Weights) -> None:
+        """From now on requests go on with these: what is on its way is KV of others."""
+        self.weights = weights
+        for room in list(self._live):
+            self.abort(room, "the weights of the decode server were changed during the hand-over")
+
     def settle(self, room: TakingRoom) -> None:
         """Return when nothing of ours uses the room's slots any more; give it up if it has not ended."""
         with self._lock:
@@ -247,10 +255,10 @@ class TakingRooms:
         try:
             peer = await self._peers.get(room.address)
             if not room.read:
-                await peer.meet(room.number, self._epoch)
+                await peer.meet(room.number, self._epoch, self.weights)
             self._moved(room, Event.JOINED)
             if room.read:
-                ready = await peer.join(room.number, self._epoch)
+                ready = await peer.join(room.number, self._epoch, self.weights)
                 self._moved(room, Event.OFFER)
                 await self._asked(room, peer, ready)
                 started = self._clock.monotonic()

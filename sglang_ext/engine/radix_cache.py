@@ -141,8 +141,6 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
         self._check_when_idle = check
         self._checked_state = ""
         self.weights = weights or Weights()
-        self.weights_watch: Callable[[], None] = lambda: None
-        """Called when weights are about to change, and when they have."""
         allocator = self.token_to_kv_pool_allocator
         self.device = torch.device(allocator.device if allocator is not None else "cpu")
         self._slots = slot_ops(self.device)
@@ -232,6 +230,10 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
         found = getattr(req, _NAMESPACE, (0, req.extra_key, req.cache_salt))
         current = found[0] == self.weights.generation and not self.weights.moving
         return found if current and not _is_private(req) else None
+
+    def is_of_one_generation(self, req: Req) -> bool:
+        """Whether all of the request's KV was computed by the weights of now."""
+        return self._namespace_of(req) is not None
 
     def resolve_node_handle(self, node_handle: Node) -> Any:
         return self.root_node if node_handle.is_root else node_handle

@@ -38,7 +38,6 @@ class WholeCache:
     before_clear: Callable[[], None]
     before_end: Callable[[], None]
     weights: Weights
-    weights_watch: Callable[[], None]
     _behind_peers: dict[Any, Any]
     _hbm: Holder
     _check_when_idle: bool
@@ -107,7 +106,6 @@ class WholeCache:
             self.feed.clear(self.weights.generation)
         if self.pool is not None:
             self.pool.namespace = self.namespace(None, None)
-        self.weights_watch()
 
     def settle(self) -> None:
         """Wait until no copy reads or writes the pool, which is about to be unmapped."""

@@ -26,7 +26,8 @@ from typing import Any, Final
 
 from sglang_ext.patches.base import Target
 from sglang_ext.patches.hooks import Hook, hook_patch
-from sglang_ext.patches.scheduler_calls import CalledCache, called_cache
+from sglang_ext.patches.scheduler_calls import called_cache
+from sglang_ext.patches.transfer_backend import BACKEND
 
 WEIGHTS: Final = "weights"
 """SGLang's tag of the weights' memory."""
@@ -37,14 +38,11 @@ _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 
 def around_weights_change(change: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
     """Around every call that changes weights, or after which they may change."""
-    cache = called_cache(manager.scheduler)
-    if cache is None:
-        return change(manager, *args, **kwargs)
-    cache.weights_changing()
+    _changing(manager.scheduler)
     try:
         return change(manager, *args, **kwargs)
     finally:
-        _stand_still(manager, cache)
+        _stand_still(manager)
 
 
 def around_check(check: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
@@ -59,24 +57,47 @@ def around_release(release: Callable[..., Any], manager: Any, recv_req: Any) -> 
     cache = called_cache(manager.scheduler)
     if cache is not None:
         cache.settle()
-        if _concerns_weights(recv_req):
-            cache.weights_changing()
+    if _concerns_weights(recv_req):
+        _changing(manager.scheduler)
     return release(manager, recv_req)
 
 
 def around_resume(resume: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
     """Around ``resume_memory_occupation``: what comes back may be what was there, or anything."""
     result = resume(manager, recv_req)
-    cache = called_cache(manager.scheduler)
-    if cache is not None and _concerns_weights(recv_req):
-        _stand_still(manager, cache)
+    if _concerns_weights(recv_req):
+        _stand_still(manager)
     return result
 
 
-def _stand_still(manager: Any, cache: CalledCache) -> None:
+def _changing(scheduler: Any) -> None:
+    """Tell our parts in the scheduler's process, whichever are there."""
+    cache = called_cache(scheduler)
+    if cache is not None:
+        cache.weights_changing()
+    if _transfers(scheduler):
+        from sglang_ext.engine import kv_transfer
+
+        kv_transfer.weights_changing(scheduler)
+
+
+def _stand_still(manager: Any) -> None:
     """A change is over; not while a session is open, or the weights have no memory to be read from."""
-    if manager._session is None and WEIGHTS not in manager.offload_tags:
+    if manager._session is not None or WEIGHTS in manager.offload_tags:
+        return
+    cache = called_cache(manager.scheduler)
+    if cache is not None:
         cache.weights_changed()
+    if _transfers(manager.scheduler):
+        from sglang_ext.engine import kv_transfer
+
+        kv_transfer.weights_changed(manager.scheduler)
+
+
+def _transfers(scheduler: Any) -> bool:
+    """Whether KV goes to or comes from other servers, also without our cache."""
+    args = getattr(scheduler, "server_args", None)
+    return getattr(args, "disaggregation_transfer_backend", None) == BACKEND
 
 
 def _concerns_weights(recv_req: Any) -> bool:

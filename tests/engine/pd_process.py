@@ -27,7 +27,7 @@ def main() -> None:
     spec, _ = pool(0, 1, PAGE, seed=1)
     local = Local(0, 1, PAGE, METADATA, options["mode"])
     bootstrap = options["address"] if prefills else ""
-    agent = Agent(AgentConfig(options["role"], "model", local, bootstrap=bootstrap), spec, Rows())
+    agent = Agent(AgentConfig(options["role"], "model", local, "weights", bootstrap=bootstrap), spec, Rows())
     room = None
     print("started", flush=True)
     for line in sys.stdin:

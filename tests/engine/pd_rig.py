@@ -135,6 +135,7 @@ def rig(
                 name,
                 "model",
                 Local(rank, ranks, page, METADATA, mode, "blocks" if staging is None else "aggregated"),
+                "weights",
                 bootstrap=address,
                 keys=keys if name == "prefill" else decode_keys or keys,
                 transports=transports,

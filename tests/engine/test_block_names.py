@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
+import re
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +15,13 @@ import torch
 from transformers import LlamaConfig
 
 from sglang_ext.engine.block_names import BlockNames, pack_names, unpack_names
-from sglang_ext.engine.model_identity import config_digest, weights_digest
+from sglang_ext.engine.model_identity import (
+    config_digest,
+    element_sums,
+    kv_dtype,
+    model_digest,
+    weights_digest,
+)
 from sglang_ext.engine.weights import Weights
 from sglang_ext.keys import Namespace, Tier, block_keys, encode_tokens
 from sglang_ext.radix_global import Holder, RadixTree
@@ -133,3 +143,128 @@ class TestModelIdentity:
         assert config_digest(plain) != config_digest(scaled)
         named = LlamaConfig(rms_norm_eps=1e-6, name_or_path="/somewhere/else")
         assert config_digest(plain) == config_digest(named)
+
+
+class Attention(torch.nn.Module):
+    """Stands where SGLang's ``RadixAttention`` stands: what scales its KV are attributes."""
+
+    def __init__(self, k_scale: object = None, v_scale: object = None) -> None:
+        super().__init__()
+        self.k_scale, self.v_scale, self.scaling = k_scale, v_scale, 0.125
+
+
+class TestScalesAndQuantisation:
+    def test_scales_of_the_kv_cache_count_though_they_are_attributes(self) -> None:
+        """As ``--quantization-param-path`` sets them."""
+        kinds = [
+            Attention(),
+            Attention(1.0, 1.0),
+            Attention(1.0, 0.5),
+            Attention(0.5, 1.0),
+            Attention(torch.tensor(0.5), torch.tensor(1.0)),
+        ]
+        digests = {weights_digest(torch.nn.Sequential(kind)) for kind in kinds}
+        assert len(digests) == len(kinds)
+        whole = {model_digest([element_sums(torch.nn.Sequential(kind))]) for kind in kinds}
+        assert len(whole) == len(kinds)
+
+    def test_sglang_keeps_them_where_they_are_looked_for(self) -> None:
+        from sglang.srt.layers import radix_attention
+        from sglang.srt.models import llama
+
+        source = inspect.getsource(radix_attention.RadixAttention.__init__)
+        assert re.search(r"self\.k_scale\b", source)
+        assert re.search(r"self\.v_scale_float\b", source)
+        assert ".attn.k_scale = " in inspect.getsource(llama.LlamaModel.load_kv_cache_scales)
+
+    def test_a_buffer_that_follows_from_the_configuration_does_not_count(self) -> None:
+        """Tables of rotary embeddings grow while a server runs."""
+        models = [torch.nn.Linear(2, 2, bias=False) for _ in range(3)]
+        for model, rows in zip(models, (2, 4, 4), strict=True):
+            model.weight.data.fill_(1.5)
+            model.register_buffer("cos_sin_cache", torch.ones(rows), persistent=False)
+        models[2].register_buffer("kept", torch.ones(2))
+        digests = [weights_digest(model) for model in models]
+        assert digests[0] == digests[1] != digests[2]
+
+    def test_the_method_of_quantisation_and_the_dtype_of_the_cache_count(self) -> None:
+        plain = SimpleNamespace(dtype=torch.bfloat16, quantization=None)
+        quantised = SimpleNamespace(dtype=torch.bfloat16, quantization="w8a8_int8")
+        named = {
+            kv_dtype(config, dtype)
+            for config in (plain, quantised)
+            for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+        }
+        assert len(named) == 6
+
+
+class Qkv(torch.nn.Module):
+    """A rank's part of SGLang's ``QKVParallelLinear``: its own queries, and keys and values that others
+    may have too."""
+
+    def __init__(self, weight: torch.Tensor, queries: int, keys: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+        self.q_proj_shard_size, self.kv_proj_shard_size, self.v_proj_shard_size = queries, keys, keys
+
+
+HEAD, HEADS, KV_HEADS, WIDTH, VOCABULARY = 4, 8, 2, 12, 50
+
+
+def shard(
+    rank: int, ranks: int, *, tuned: bool = False, dtype: torch.dtype = torch.float32
+) -> torch.nn.Module:
+    """One rank's part of a small model, cut as SGLang cuts models. tuned: one weight of it is another."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(heads * HEAD, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    out, up, embed = torch.randn(WIDTH, HEADS * HEAD), torch.randn(16, WIDTH), torch.randn(VOCABULARY, WIDTH)
+    if tuned:
+        out[3, 5] *= 1.01
+    padded = torch.zeros(64 if ranks < 8 else 128, WIDTH)
+    padded[:VOCABULARY] = embed
+    kv_rank, kv_ranks = rank * KV_HEADS // max(ranks, KV_HEADS), min(ranks, KV_HEADS)
+
+    def rows(tensor: torch.Tensor, at: int, of: int) -> torch.Tensor:
+        return tensor.chunk(of, 0)[at].to(dtype)
+
+    model = torch.nn.Module()
+    keys = rows(k, kv_rank, kv_ranks)
+    model.qkv = Qkv(
+        torch.cat([rows(q, rank, ranks), keys, rows(v, kv_rank, kv_ranks)]), HEADS * HEAD // ranks, len(keys)
+    )
+    model.out = torch.nn.Parameter(out.chunk(ranks, 1)[rank].to(dtype))
+    model.up = torch.nn.Parameter(rows(up, rank, ranks))
+    model.embed = torch.nn.Parameter(rows(padded, rank, ranks))
+    model.norm = torch.nn.Parameter(torch.linspace(0.5, 1.5, WIDTH).to(dtype))
+    return model
+
+
+def whole(ranks: int, **how: Any) -> str:
+    return model_digest([element_sums(shard(rank, ranks, **how)) for rank in range(ranks)])
+
+
+class TestModelDigest:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("ranks", [2, 4, 8])
+    def test_it_is_the_same_however_many_ranks_share_the_model(self, ranks: int, dtype: torch.dtype) -> None:
+        """Cut by rows and columns; keys and values repeated where there are more ranks than heads; norms on
+        every rank; the vocabulary padded."""
+        assert whole(ranks, dtype=dtype) == whole(1, dtype=dtype)
+
+    @pytest.mark.parametrize("ranks", [1, 2, 4])
+    def test_one_changed_value_is_seen_by_another_number_of_ranks(self, ranks: int) -> None:
+        assert whole(ranks, tuned=True) != whole(1)
+        assert whole(ranks, tuned=True) == whole(1, tuned=True)
+
+    def test_a_rank_twice_or_missing_is_seen(self) -> None:
+        parts = [element_sums(shard(rank, 2)) for rank in range(2)]
+        assert model_digest([parts[0], parts[0]]) != model_digest(parts)
+        assert model_digest(parts[:1]) != model_digest(parts)
+
+    def test_tensors_larger_than_a_chunk_count_to_their_ends(self) -> None:
+        model = torch.nn.ParameterList([torch.ones((1 << 22) + 3, dtype=torch.bfloat16)])
+        before = model_digest([element_sums(model)])
+        model[0].data[-1] = 2.0
+        assert model_digest([element_sums(model)]) != before
+        ((_, count),) = element_sums(model).values()
+        assert count == (1 << 22) + 3

@@ -100,7 +100,7 @@ def scene(stack: ExitStack, victim: str, mode: str) -> Scene:
     spec, _ = pool(0, 1, PAGE, seed=2)
     local = Local(0, 1, PAGE, METADATA, mode)
     own = bootstrap.address if role == "prefill" else ""
-    agent = Agent(AgentConfig(role, "model", local, bootstrap=own), spec, Rows())
+    agent = Agent(AgentConfig(role, "model", local, "weights", bootstrap=own), spec, Rows())
     stack.callback(agent.close)
     process = Victim(victim, mode, bootstrap.address)
     stack.callback(process.close)

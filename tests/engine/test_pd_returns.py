@@ -53,7 +53,7 @@ def agent_of(rank: Rank, name: str, bootstrap: str, number: int = 0, ranks: int 
         geometry.shard,
         (MemoryRange(arena.address, arena.n_blocks * arena.block_bytes, keep=arena),),
     )
-    return Agent(AgentConfig(name, "model", local, bootstrap=bootstrap), spec, Rows(), dram=dram)
+    return Agent(AgentConfig(name, "model", local, "weights", bootstrap=bootstrap), spec, Rows(), dram=dram)
 
 
 def request_from(host: str, port: str) -> Any:
@@ -148,6 +148,21 @@ def test_what_prefill_has_is_not_sent(pair: Pair) -> None:
     pair.giver.ended(pair.request(), ANSWERED)
     pair.until("known")
     assert pair.taker.tokens == 0
+
+
+@pytest.mark.parametrize("side", ["giver", "taker"])
+def test_unlike_weights_return_nothing_until_they_are_alike(pair: Pair, side: str) -> None:
+    pair.decode.serve(ANSWERED)
+    others = {"giver": pair.taker, "taker": pair.giver}
+    getattr(pair, side)._agent.weights_changed("tuned")
+    pair.giver.ended(pair.request(), ANSWERED)
+    pair.until("weights")
+    assert pair.taker.outcomes["weights"] == 1
+    assert pair.taker.tokens == 0
+    others[side]._agent.weights_changed("tuned")
+    pair.giver.ended(pair.request(), ANSWERED)
+    pair.until("returned")
+    pair.compare(ANSWERED)
 
 
 def test_what_prefill_computes_meanwhile_is_not_there_twice(pair: Pair) -> None:

@@ -401,3 +401,109 @@ def test_pushed_into_are_one_decode_servers_pages() -> None:
         servers.wait(lambda: second.state is Taking.FAILED, "the refusal")
         assert "another decode server takes part" in second.reason
         assert giving.state is Giving.COMPUTING
+
+
+# -- weights ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_unlike_weights_end_a_request_on_both_sides_until_they_are_alike(
+    mode: str, side: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with rig(mode=mode) as servers:
+        (mine,), (other,) = servers.prefill, servers.decode
+        (mine if side == "prefill" else other).agent.weights_changed("tuned")
+        number = next(NUMBERS)
+        giving = mine.agent.giving.open(number)
+        taking = other.agent.taking.open(servers.address, number)
+        servers.wait(lambda: taking.state is Taking.FAILED, "the end on decode")
+        servers.wait(lambda: giving.state is Giving.LOST, "the end on prefill")
+        for text in (taking.reason, giving.reason, caplog.text):
+            assert "the weights differ" in text
+            assert "update both to the same weights" in text
+        (other if side == "prefill" else mine).agent.weights_changed("tuned")
+        if mode == "pull":
+            hand_over(servers, [1, 2], [3, 4])
+        else:
+            number = next(NUMBERS)
+            mine.agent.giving.open(number)
+            again = other.agent.taking.open(servers.address, number)
+            servers.wait(lambda: again.state is Taking.WAITING, "the meeting")
+        servers.check()
+
+
+def test_weights_that_are_being_changed_are_like_no_others(one: Rig) -> None:
+    for side in (one.prefill[0], one.decode[0]):
+        side.agent.weights_changed("")
+    number = next(NUMBERS)
+    giving = one.prefill[0].agent.giving.open(number)
+    taking = one.decode[0].agent.taking.open(one.address, number)
+    one.wait(lambda: taking.state is Taking.FAILED, "the end")
+    assert "being changed" in taking.reason
+    assert giving.state is Giving.LOST
+
+
+@pytest.mark.parametrize("moment", ["computing", "offered"])
+def test_a_request_that_is_handed_over_when_prefill_changes_ends(one: Rig, moment: str) -> None:
+    number = next(NUMBERS)
+    agent = one.prefill[0].agent
+    giving = agent.giving.open(number)
+    taking = one.decode[0].agent.taking.open(one.address, number)
+    agent.giving.computing(giving)
+    if moment == "offered":
+        agent.giving.complete(giving, np.array([1, 2]), ROWS)
+        one.wait(lambda: taking.state is Taking.READY, "the offer")
+    agent.weights_changed("tuned")
+    assert giving.state is Giving.LOST
+    assert "changed during the hand-over" in giving.reason
+    assert agent.state().leased_pages == 0
+    one.decode[0].agent.taking.read(taking, Wanted(np.array([3, 4]), 0, row=1))
+    one.wait(lambda: taking.state is Taking.FAILED, "the end on decode")
+    one.check()
+
+
+@pytest.mark.parametrize("moment", ["joined", "ready"])
+def test_a_request_that_is_handed_over_when_decode_changes_ends(one: Rig, moment: str) -> None:
+    number = next(NUMBERS)
+    giving = one.prefill[0].agent.giving.open(number)
+    agent = one.decode[0].agent
+    taking = agent.taking.open(one.address, number)
+    if moment == "ready":
+        one.prefill[0].agent.giving.complete(giving, np.array([1, 2]), ROWS)
+        one.wait(lambda: taking.state is Taking.READY, "the offer")
+    else:
+        one.wait(lambda: giving.readers, "the join")
+    agent.weights_changed("tuned")
+    one.wait(lambda: taking.state is Taking.FAILED, "the end on decode")
+    assert "changed during the hand-over" in taking.reason
+    one.wait(lambda: giving.state is Giving.LOST, "the end on prefill")
+    one.check()
+
+
+def test_a_request_that_waits_while_prefill_changes_is_computed_by_the_new_weights(one: Rig) -> None:
+    """Nothing of it was computed before; decode has changed too, and asks afterwards."""
+    number = next(NUMBERS)
+    agent = one.prefill[0].agent
+    giving = agent.giving.open(number)
+    for weights in ("", "tuned"):
+        agent.weights_changed(weights)
+        one.decode[0].agent.weights_changed(weights)
+    taking = one.decode[0].agent.taking.open(one.address, number)
+    agent.giving.complete(giving, np.array([1, 2]), ROWS)
+    one.wait(lambda: taking.state is Taking.READY, "an offer")
+    assert giving.weights == "tuned"
+
+
+def test_who_joined_before_prefill_changed_gets_nothing_of_the_new_weights(one: Rig) -> None:
+    number = next(NUMBERS)
+    agent = one.prefill[0].agent
+    giving = agent.giving.open(number)
+    taking = one.decode[0].agent.taking.open(one.address, number)
+    one.wait(lambda: giving.readers, "the join")
+    agent.weights_changed("tuned")
+    assert giving.state is Giving.COMPUTING
+    agent.giving.computing(giving)
+    assert giving.state is Giving.LOST
+    one.wait(lambda: taking.state is Taking.FAILED, "the end on decode")
+    assert "the weights differ" in taking.reason

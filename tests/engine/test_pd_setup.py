@@ -6,12 +6,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from sglang_ext.cluster_key import MIN_CHARACTERS
 from sglang_ext.config import KvConfig
 from sglang_ext.disagg.control import CurveKeys
-from sglang_ext.engine.pd_setup import MetadataBuffers, keys_of, require_supported, weights_mark
+from sglang_ext.engine.pd_setup import MetadataBuffers, keys_of, require_supported
 from sglang_ext.errors import ConfigError
 
 
@@ -29,25 +28,6 @@ def test_a_metadata_row_is_what_it_was_in_another_row_of_other_buffers() -> None
         assert not theirs[:4].any()
     with pytest.raises(ValueError, match="32 bytes"):
         over(there).write(0, row[:-1])
-
-
-def model(seed: int, rows: int = 128, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    found = torch.nn.Module()
-    found.embed_tokens = torch.nn.Embedding(rows, 8, dtype=dtype)
-    found.norm = torch.nn.LayerNorm(8, dtype=dtype)
-    found.proj = torch.nn.Linear(8, rows, dtype=dtype)
-    return found
-
-
-def test_weights_are_told_apart_whatever_part_of_them_a_rank_has() -> None:
-    whole = model(1)
-    half = model(1)
-    half.embed_tokens = torch.nn.Embedding.from_pretrained(whole.embed_tokens.weight[:64].detach())
-    half.proj = torch.nn.Linear(8, 64)
-    assert weights_mark(whole) == weights_mark(half)
-    assert weights_mark(whole) != weights_mark(model(2))
-    assert weights_mark(model(1, dtype=torch.bfloat16)) not in (0, weights_mark(whole))
 
 
 def facts(**more: object) -> tuple[SimpleNamespace, SimpleNamespace, SimpleNamespace]:

@@ -230,6 +230,21 @@ def test_an_update_is_told_at_both_ends_also_when_it_fails(cache: Cache) -> None
     assert cache.calls == ["changing", "update", "changed", "changing", "changed"]
 
 
+def test_the_transfer_of_kv_is_told_too_also_without_our_cache(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang_ext.engine import kv_transfer
+
+    for name in ("weights_changing", "weights_changed"):
+        monkeypatch.setattr(kv_transfer, name, lambda scheduler, name=name: cache.calls.append(name))
+    manager = Updater(cache)
+    manager.scheduler = SimpleNamespace(
+        tree_cache=object(), server_args=SimpleNamespace(disaggregation_transfer_backend="global")
+    )
+    weight_updates.around_weights_change(Updater.update, manager, None)
+    assert cache.calls == ["weights_changing", "update", "weights_changed"]
+
+
 def test_in_a_session_of_updates_weights_stand_still_at_its_end_only(cache: Cache) -> None:
     manager = Updater(cache)
     for call in (Updater.begin, Updater.update, Updater.update, Updater.end):
