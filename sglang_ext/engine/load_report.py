@@ -12,6 +12,9 @@ from sglang_ext.keys import Tier
 
 _ATTRIBUTE = "sglang_ext_loads"
 """Of a request: its reports by tier."""
+STORAGE_BACKEND = "global"
+"""What ``storage_backend`` says of our disk: the name in ``--radix-cache-backend``. SGLang looks for HiCache
+only, and would say ``none``."""
 _NAMES = {Tier.DRAM: "host", Tier.DISK: "storage"}
 """What SGLang calls the tiers in ``cached_tokens_details``."""
 
@@ -142,3 +145,13 @@ def details_of(req: Any) -> dict[str, int | str]:
     for tier in sorted(reports):
         details |= reports[tier].details()
     return details
+
+
+def answer_details(details: Mapping[str, int | str] | None, req: Any) -> dict[str, int | str] | None:
+    """What an answer says of a request's cached tokens, from what SGLang would say; None to leave that."""
+    more = details_of(req)
+    told: dict[str, int | str] = {**(details or {"device": 0, "host": 0, "storage": 0}), **more}
+    disk = told.get("storage") or "storage_decision" in told or "storage_backend" in told
+    if disk:
+        told["storage_backend"] = STORAGE_BACKEND
+    return told if more or disk else None

@@ -3,7 +3,8 @@
 What: ``meta_info["cached_tokens_details"]`` says how many tokens came from which tier. Where our cache has
 weighed loading against computing for the request, it says so there too (``engine/load_report.py``): for
 ``host`` and ``storage`` the decision, its reason, tokens found and read, bytes read, and the microseconds
-that each way was expected to take. A request that was computed because that is faster gets the entry as well.
+that each way was expected to take; ``storage_backend`` names our disk. A request that was computed because
+that is faster gets the entry as well.
 
 Why no extension point serves: the entry is made from three attributes of the request. SGLang's IPC carries it
 as a dictionary of whole numbers and texts, so nothing else has to change.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_ext.engine.load_report import details_of
+from sglang_ext.engine.load_report import answer_details
 from sglang_ext.patches.base import Target
 from sglang_ext.patches.hooks import Hook, hook_patch
 from sglang_ext.patches.scheduler_calls import called_cache
@@ -28,8 +29,7 @@ def after_details(details: dict[str, int | str] | None, streamer: Any, req: Any)
     """After ``get_cached_tokens_details``."""
     if called_cache(streamer) is None:
         return None
-    more = details_of(req)
-    return {**(details or {"device": 0, "host": 0, "storage": 0}), **more} if more else None
+    return answer_details(details, req)
 
 
 PATCH = hook_patch(

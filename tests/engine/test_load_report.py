@@ -14,6 +14,7 @@ from sglang_ext.engine.load_report import (
     LoadDecisions,
     LoadReport,
     Reason,
+    answer_details,
     begin_report,
     details_of,
 )
@@ -113,6 +114,27 @@ def test_dram_that_was_too_slow_is_tried_again_after_a_while() -> None:
         tries += 1
     assert 5 < tries < 20
     assert not policy.weigh(10, 0, 2e7).blocks
+
+
+def test_the_backend_is_named_where_the_disk_was_asked() -> None:
+    plain = SimpleNamespace()
+    assert answer_details(None, plain) is None
+    assert answer_details({"device": 3, "host": 1}, plain) is None
+    assert answer_details({"device": 3, "host": 1, "storage": 2}, plain) == {
+        "device": 3, "host": 1, "storage": 2, "storage_backend": "global",
+    }  # fmt: skip
+    told = answer_details({"device": 3, "host": 0, "storage": 0, "storage_backend": "none"}, plain)
+    assert told is not None
+    assert told["storage_backend"] == "global"
+    req = SimpleNamespace()
+    begin_report(req, Tier.DRAM).decided(4, Decision(4, None, None), 4, 8)
+    told = answer_details(None, req)
+    assert told is not None
+    assert "storage_backend" not in told
+    begin_report(req, Tier.DISK).decided(4, Decision(0, 1.0, 0.5, Reason.SLOWER), 4, 8)
+    told = answer_details(None, req)
+    assert told is not None
+    assert (told["storage_backend"], told["storage_decision"]) == ("global", "compute")
 
 
 SERVED = Scenario("served", hbm_tokens=240, dram_blocks=100, disk_blocks=400, memory=30)

@@ -138,6 +138,7 @@ def test_an_answer_says_what_was_decided_and_by_which_numbers(
     assert details["storage"] == details["storage_found_tokens"] == details["storage_read_tokens"] == TOKENS
     assert (details["storage_decision"], details["storage_reason"]) == ("load", "always")
     assert details["storage_read_bytes"] == TOKENS * TOKEN_BYTES
+    assert details["storage_backend"] == "global"
     assert details["storage_compute_us"] > 0
     wait_until(
         lambda: metric(server, "load_decisions_total", 'tier="disk"') >= 1, seconds=10, what="the count"
@@ -149,3 +150,4 @@ def test_an_answer_says_what_was_decided_and_by_which_numbers(
     again = server.post("/generate", body)["meta_info"]["cached_tokens_details"]
     assert again["device"] == TOKENS
     assert "storage_decision" not in again
+    assert again["storage_backend"] == "global", "as SGLang names its own also where nothing came from there"
