@@ -213,7 +213,13 @@ class Advisor:
         if entry.id not in self._kept:
             self._kept[entry.id] = _Kept(hint.tokens, asyncio.Event())
         if answer.start:
-            self._start(entry)
+            try:
+                self._start(entry)
+            except BaseException:
+                # What it was to move is not moved: others may.
+                if entry.state not in ENDED:
+                    self.book.cancel(entry, now)
+                raise
         elif answer.reason == REPEATED:
             self._tell_again(entry)
         return answer, {"verdict": answer.verdict.value, "reason": answer.reason, **self.told(entry)}

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs
 import orjson
 
 from router.advising import Advisor
-from router.advisory_book import ENDED, Entry, State, Verdict
+from router.advisory_book import ENDED, Entry, Hint, State, Verdict
 from router.exchange import EVENT_STREAM_TYPE, JSON_TYPE, Request, RequestRefused, Responder
 from router.fleet import Fleet
 from router.generation import no_worker
@@ -22,13 +22,19 @@ from router.record import Record
 from router.routes import Route
 from router.tenancy import check_reserved, priority_of, with_salt
 from router.tenants import Caller
-from router.validation import Endpoint, Json, Limits, parse_json_object
+from router.validation import Endpoint, Json, Limits, check_length, parse_json_object
+from sglang_ext.agent_messages import MAX_PROMPT_BYTES, MAX_TAG
 from sglang_ext.clock import Clock
+from sglang_ext.keys import TOKEN_BYTES
 
 logger = logging.getLogger("router.advisory")
 
 PATH = "/v1/advisory"
 MAX_WAIT_S = 60.0
+MOST_ACTIONS = 16
+"""Hints that one request may carry beside itself; further ones are left out."""
+MOST_NOTING = 256
+"""Such hints that are tokenized at a time, of all requests."""
 UNKNOWN_SESSION = "nothing is known of this session: give the conversation so far"
 
 
@@ -77,6 +83,7 @@ class AdvisoryApi:
         hint = await self._advisor.hint(advisory, record.caller, record.priority)
         if hint is None:
             raise RequestRefused(UNKNOWN_SESSION, status=404, param="session", code="unknown_session")
+        _check_size(hint, self._limits())
         answer, told = self._advisor.offer(hint)
         if answer.verdict is Verdict.REFUSED:
             wait = max(1, math.ceil(answer.retry_after_s or 0.0))
@@ -165,7 +172,10 @@ class AdvisoryApi:
 
     def note(self, payload: Json, record: Record) -> None:
         """Take the hints that a request carries beside itself. What is wrong with them harms it not."""
-        for body in prefetch_actions(payload):
+        for number, body in enumerate(prefetch_actions(payload)):
+            if number >= MOST_ACTIONS or len(self._noting) >= MOST_NOTING:
+                logger.info("hints in a request beyond the first %d were not taken", number)
+                return
             task = asyncio.create_task(self._note(body, record.caller), name="take a hint")
             self._noting.add(task)
             task.add_done_callback(self._noting.discard)
@@ -178,12 +188,33 @@ class AdvisoryApi:
             await self._offer(parse_advisory(body, self._limits()), own)
         except RequestRefused as refused:
             logger.info("a hint in a request was not taken: %s", refused.message)
+        except Exception:
+            logger.exception("a hint in a request was not taken")
 
     async def stop(self) -> None:
         """End what goes on after the answers."""
         for task in self._noting:
             task.cancel()
         await asyncio.gather(*self._noting, return_exceptions=True)
+
+
+def _check_size(hint: Hint, limits: Limits) -> None:
+    """Refuse a hint that stands for no request, or that no instance can be told of."""
+    if len(hint.key) > MAX_PROMPT_BYTES:
+        raise RequestRefused(
+            f"the hint has {hint.tokens} tokens, and instances can be told of "
+            f"{MAX_PROMPT_BYTES // TOKEN_BYTES}; announce a shorter beginning of the prompt",
+            code="hint_too_long",
+        )
+    if not isinstance(hint.namespace, tuple) or hint.namespace[0] != "tokens":
+        return
+    check_length(hint.tokens, None, limits, "the hint")
+    if any(isinstance(name, str) and len(name) > MAX_TAG for name in hint.namespace):
+        raise RequestRefused(
+            f"extra_key and cache_salt of a hint have at most {MAX_TAG} characters",
+            param="extra_key",
+            code="hint_too_long",
+        )
 
 
 def _settled(entry: Entry) -> bool:

@@ -42,6 +42,7 @@ from sglang_ext.agent_messages import (
 from sglang_ext.clock import Clock
 from sglang_ext.cluster_key import ClusterKey
 from sglang_ext.cluster_messages import HEARTBEAT_S, VERDICT_S, Registration
+from sglang_ext.errors import InternalError
 from sglang_ext.radix_global.replica import Outcome
 from sglang_ext.wire import WireError
 
@@ -260,7 +261,13 @@ class Link:
         """Send without waiting. False when the agent is not heard, or takes nothing."""
         if self._socket is None:
             return False
-        sent: asyncio.Future[Any] = self._socket.send(TO_AGENT.encode(message), zmq.DONTWAIT)
+        try:
+            data = TO_AGENT.encode(message)
+        except InternalError as error:
+            # A prompt too long for a message: whoever has one to tell does without.
+            logger.warning("%s is not told: %s", self.name, error)
+            return False
+        sent: asyncio.Future[Any] = self._socket.send(data, zmq.DONTWAIT)
         if not sent.done():
             sent.cancel()
             return False

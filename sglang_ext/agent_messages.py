@@ -57,6 +57,11 @@ Tag = Annotated[str, msgspec.Meta(max_length=4096)]
 Tiers = Annotated[int, msgspec.Meta(ge=0, le=3)]
 """Where a run is: `IN_HBM` | `IN_DRAM`."""
 
+MAX_MESSAGE_BYTES: Final = 1 << 20
+"""Of what a router says to an agent."""
+MAX_PROMPT_BYTES: Final = MAX_MESSAGE_BYTES - (64 << 10)
+"""Of an encoded prompt that one message can carry, with all else in it: about 245,000 tokens."""
+MAX_TAG: Final = 4096
 MAX_OUTPUT_BYTES: Final = 1 << 19
 """Of a request that moves: what was generated, encoded. Longer answers end where they are."""
 Ticket = Annotated[str, msgspec.Meta(min_length=32, max_length=64)]
@@ -441,5 +446,5 @@ FromAgent: TypeAlias = (
     | Running
 )
 
-TO_AGENT: Codec[ToAgent] = Codec(ToAgent, limit=1 << 20)
+TO_AGENT: Codec[ToAgent] = Codec(ToAgent, limit=MAX_MESSAGE_BYTES)
 FROM_AGENT: Codec[FromAgent] = Codec(FromAgent)

@@ -13,8 +13,9 @@ import pytest
 
 from router import Router
 from router.advising import Whereabouts, whereabouts
+from router.advisory_api import MOST_ACTIONS
 from router.policies import Match
-from sglang_ext.agent_messages import Advise, Advised, Withdraw
+from sglang_ext.agent_messages import MAX_PROMPT_BYTES, Advise, Advised, Withdraw
 
 CHAT = [{"role": "user", "content": "Tell me of the sea. " * 20}]
 NEXT = [*CHAT, {"role": "assistant", "content": "It is deep. " * 20}, {"role": "user", "content": "And?"}]
@@ -429,6 +430,63 @@ async def test_an_envelope_is_taken_beside_its_request(
     status, _, _ = await post(client, router, "/generate", body)
     assert status == 200
     await eventually(lambda: len(router.advisor.book) == 1)
+
+
+async def test_an_envelope_of_thousands_costs_as_much_as_one_of_a_few(
+    start_worker, start_router, client, eventually: Callable[..., Any]
+) -> None:
+    router = await start_router(await start_worker(), hints_per_second=1e6)
+    actions = [{"action_type": "prefetch", "payload": {"input_ids": [n] * 20}} for n in range(2000)]
+    body = {"text": "Now", "sampling_params": {"max_new_tokens": 1}, "kv_hints": {"actions": actions}}
+    for _ in range(3):
+        status, _, _ = await post(client, router, "/generate", body)
+        assert status == 200
+    await eventually(lambda: len(router.advisor.book) == MOST_ACTIONS)
+    await eventually(lambda: not any(task.get_name() == "take a hint" for task in asyncio.all_tasks()))
+    assert len(router.advisor.book) == MOST_ACTIONS
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ({"input_ids": [5] * (MAX_PROMPT_BYTES // 4 + 1)}, "hint_too_long"),
+        ({"input_ids": [5] * 100, "extra_key": "x" * 5000}, "hint_too_long"),
+        ({"input_ids": [5] * 250_000}, "context_length_exceeded"),
+    ],
+)
+async def test_a_hint_that_nobody_can_be_told_of_is_refused(
+    body: Any, code: str, start_worker, start_router, client
+) -> None:
+    length = 200_000 if code == "context_length_exceeded" else 1 << 20
+    router = await start_router(await start_worker(context_length=length))
+    body["input_ids"] = body["input_ids"][: MAX_PROMPT_BYTES // 4] if length == 200_000 else body["input_ids"]
+    links = link(router)
+    for _ in range(3):
+        status, told, _ = await post(client, router, "/v1/advisory", body)
+        assert (status, told["error"]["code"]) == (400, code)
+    assert links.told == []
+    assert len(router.advisor.book) == 0
+    router.advisor.check()
+
+
+async def test_a_hint_whose_placing_fails_gives_its_budget_back(
+    start_worker, start_router, client, monkeypatch
+) -> None:
+    router = await start_router(await start_worker(), hint_tokens=600)
+    real = router.trees.match
+
+    def broken(namespace: Any, key: bytes) -> Any:
+        raise RuntimeError("the tree fails")
+
+    for number in range(3):
+        monkeypatch.setattr(router.trees, "match", broken)
+        status, _, _ = await post(client, router, "/v1/advisory", {"input_ids": [number] * 500})
+        assert status == 500
+    monkeypatch.setattr(router.trees, "match", real)
+    told = await advise(client, router, input_ids=[9] * 500)
+    assert told["state"] != "waiting", "the budget of the others is free"
+    assert len(list(router.advisor.book.live())) == 1
+    router.advisor.check()
 
 
 # -- where the KV is ------------------------------------------------------------------------------------
