@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pd_rig import METADATA, PAGES, Rows, pool
+from pd_rig import METADATA, PAGES, Planes, Rows, pool
 
 from sglang_ext.disagg.handover import VERDICT_SECONDS, Giving, Taking, pins
 from sglang_ext.engine.pd_agent import Agent, AgentConfig
@@ -81,6 +81,8 @@ class Scene:
     victim: Victim
     address: str
     number: int
+    planes: Planes
+    """The survivor's pool."""
 
     def die(self, how: signal.Signals) -> float:
         os.kill(self.victim.process.pid, how)
@@ -97,14 +99,22 @@ def scene(stack: ExitStack, victim: str, mode: str) -> Scene:
     bootstrap = BootstrapService("127.0.0.1", 0, None)
     stack.callback(bootstrap.close)
     role = "decode" if victim == "prefill" else "prefill"
-    spec, _ = pool(0, 1, PAGE, seed=2)
+    spec, planes = pool(0, 1, PAGE, seed=2)
     local = Local(0, 1, PAGE, METADATA, mode)
     own = bootstrap.address if role == "prefill" else ""
     agent = Agent(AgentConfig(role, "model", local, "weights", bootstrap=own), spec, Rows())
     stack.callback(agent.close)
     process = Victim(victim, mode, bootstrap.address)
     stack.callback(process.close)
-    return Scene(agent, process, bootstrap.address, next(NUMBERS))
+    return Scene(agent, process, bootstrap.address, next(NUMBERS), planes)
+
+
+def same_kv(planes: Planes, pages: list[int], other: Planes, other_pages: list[int]) -> bool:
+    """Whether pages of two pools hold the same, byte for byte."""
+    ours, theirs = (
+        (np.asarray(each)[:, None] * PAGE + np.arange(PAGE)).ravel() for each in (pages, other_pages)
+    )
+    return all(np.array_equal(plane[ours], other[name][theirs]) for name, plane in planes.items())
 
 
 @pytest.mark.parametrize("how", SIGNALS, ids=lambda how: how.name)
@@ -137,6 +147,11 @@ def test_decode_survives_prefill(stage: ExitStack, state: Taking, how: signal.Si
         # there, or fails.
         found.survivor.taking.read(room, Wanted(np.array([3, 4]), 0, 0))
         wait_until(lambda: room.state in (Taking.HELD, Taking.FAILED), seconds=FREED_SECONDS, what="an end")
+        assert_nothing_is_held(found)
+        if room.state is Taking.HELD:
+            # All of it came: what was said to be there is what the other side's pages hold.
+            assert same_kv(found.planes, [3, 4], pool(0, 1, PAGE, seed=1)[1], [1, 2])
+            assert not same_kv(found.planes, [3, 4], pool(0, 1, PAGE, seed=2)[1], [3, 4])
         return
     assert_over(found, room, died)
 
@@ -209,6 +224,11 @@ def assert_over(found: Scene, room: Room | TakingRoom, died: float) -> None:
         seconds=FREED_SECONDS - (time.monotonic() - died),
         what=f"the end of a room that is {room.state.value}",
     )
+    assert_nothing_is_held(found)
+
+
+def assert_nothing_is_held(found: Scene) -> None:
+    """No room has a task, no page is sealed or granted."""
     agent = found.survivor
     wait_until(lambda: agent.giving.live == agent.taking.live == 0, seconds=5, what="rooms to end")
     pages = agent.endpoint.pools[POOL]

@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any
 
 import httpx
-from pd_fleet import ANSWER_TOKENS, Rig, fault, nothing_is_left, prompt_of
+from pd_fleet import ANSWER_TOKENS, NO_TOKEN, Rig, fault, nothing_is_left, prompt_of, why_it_failed
 
 from sglang_ext.cluster.guard import descendants
 from sglang_ext.disagg.handover import JOIN_SECONDS, VERDICT_SECONDS
@@ -127,13 +127,13 @@ def _server_dies(rig: Rig, cell: Cell, number: int) -> None:
 
 
 def ended(answer: Future[Answer], expected: Answer, seconds: float) -> None:
-    """A request has ended in time, with an error or with what is right."""
+    """A request has ended in time: as one that may be tried again, or with what is right."""
     try:
-        found = answer.result(seconds)
+        if why_it_failed(answer, seconds) not in (None, NO_TOKEN):
+            return
     except TimeoutError:
         raise AssertionError(f"a request hangs for more than {seconds:.0f} s") from None
-    except (AssertionError, KeyError, httpx.HTTPError):
-        return
+    found = answer.result()
     if len(found.tokens) == len(expected.tokens):
         assert_same(expected, found)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -27,6 +28,19 @@ COMMON = (
     *("--max-total-tokens", str(POOL_TOKENS), "--chunked-prefill-size", "256"),
     *("--max-running-requests", "8", "--kv-check", "--enable-metrics"),
 )
+HAND_OVER_FAILED = re.compile(r': 500: .*KVTransferError\(bootstrap_room=\d+\): (.*?)(?:","type":|$)')
+BROKEN_OFF = "the server went in mid-request"
+NO_TOKEN = "aborted before its first token"
+DECODE_IS_GONE = "the decode server is gone|reader_dead"
+"""Why prefill fails a request."""
+WRITING_FAILED = "writing to decode failed"
+"""Why prefill fails a request, where it writes."""
+PREFILL_IS_GONE = (
+    "has not answered for too long|the prefill server .* is gone|the peer's memory cannot be read"
+)
+"""Why decode fails a request."""
+WAS_GIVEN_UP = "has given this session up|this session is over|have another generation now|is unknown here"
+"""What a server hears that goes on after the other side took it for dead."""
 RETURNED = "sglang_ext_pd_returned_tokens"
 TRUTH = ServerSpec(flags=("--disable-radix-cache", "--max-total-tokens", "8000"))
 
@@ -123,13 +137,30 @@ def conversations_are_answered_alike(
     pd.wait_idle()
 
 
-def ends_in_error(answer: Future[Answer], seconds: float = 30) -> bool:
-    """Whether a request ended as one that a client may try again: an error, or no token."""
+def why_it_failed(answer: Future[Answer], seconds: float = 30) -> str | None:
+    """Why a request ended as one that a client may try again: what the hand-over's error says, `BROKEN_OFF`
+    or `NO_TOKEN`. None for one that was answered.
+
+    Raises:
+        AssertionError, httpx.HTTPError: it failed otherwise.
+        TimeoutError: it hangs.
+    """
     try:
         found = answer.result(seconds)
-    except (AssertionError, KeyError, httpx.HTTPError):
-        return True
-    return not found.tokens
+    except (httpx.NetworkError, httpx.RemoteProtocolError):
+        return BROKEN_OFF
+    except AssertionError as error:
+        if reason := HAND_OVER_FAILED.search(str(error)):
+            return reason[1]
+        raise
+    return None if found.tokens else NO_TOKEN
+
+
+def assert_failed(answer: Future[Answer], *because: str, seconds: float = 30) -> None:
+    """A request has failed for one of these reasons, which are regular expressions."""
+    why = why_it_failed(answer, seconds)
+    assert why is not None, "it was answered"
+    assert re.search("|".join(because), why), f"it failed because: {why}"
 
 
 def nothing_is_left(servers: Sequence[ServerProcess], seconds: float = 5) -> bool:

@@ -302,7 +302,7 @@ async def test_a_flood_of_hints_for_nobody_harms_nobody(server, router, client, 
 
 
 PROGRAM = """
-import os, sys, time
+import os, sys
 from sglang_ext.patches import runtime
 runtime.prepare_process(os.environ)
 import sglang as sgl
@@ -313,7 +313,8 @@ def program(s):
     s += "You are a careful clerk who writes down what has been said, and nothing else. " * 3
     s += sgl.gen("first", max_tokens=4)
     s["first"]  # waits for the answer
-    time.sleep(0.5)  # a tool works
+    print("a tool works", flush=True)
+    sys.stdin.readline()
     s += " A tool has answered. "
     s += sgl.gen("second", max_tokens=4)
     branches = s.fork(2)
@@ -332,9 +333,16 @@ os._exit(0)
 
 async def test_a_frontend_program_announces_its_next_call(server, router) -> None:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", PROGRAM, router.url, stdout=asyncio.subprocess.PIPE
+        *(sys.executable, "-c", PROGRAM, router.url),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
     )
-    said, _ = await asyncio.wait_for(process.communicate(), 120)
+    assert process.stdout is not None
+    async with asyncio.timeout(120):
+        while (await process.stdout.readline()) != b"a tool works\n":
+            assert not process.stdout.at_eof()
+    await until(lambda: len(router.advisor.book) > 0, 30, "the hint after the first answer")
+    said, _ = await asyncio.wait_for(process.communicate(b"\n"), 120)
     sent, dropped = map(int, said.decode().split()[-2:])
     assert (sent, dropped) == (5, 0), "after each of four answers, and at the fork"
     # The call after the tool, that of the fork's beginning, and a branch: each was announced.

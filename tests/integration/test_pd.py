@@ -13,15 +13,18 @@ import pytest
 from pd_fleet import (
     ANSWER_TOKENS,
     COMMON,
+    NO_TOKEN,
     RETURNED,
+    WAS_GIVEN_UP,
     FaultySpec,
     Rig,
+    assert_failed,
     conversations_are_answered_alike,
     count,
-    ends_in_error,
     fault,
     nothing_is_left,
     prompt_of,
+    why_it_failed,
 )
 from tuned_model import tuned
 
@@ -119,9 +122,20 @@ def test_an_abort_at_any_step_frees_both_sides(rig: Rig, number: int, side: str)
         over = (side, step) == ("decode", "reading")
         if side == "prefill" or step != "joining":
             # Without waiting for what is held up.
-            assert ends_in_error(both[0]) or over
-    assert ends_in_error(both[1])
-    assert ends_in_error(both[0]) or over
+            why = why_it_failed(both[0])
+            assert why is not None or over
+    assert_failed(both[1], f"the request was aborted on {side}", WAS_GIVEN_UP)
+    why = why_it_failed(both[0])
+    if why is None:
+        assert over
+        assert both[0].result().tokens == rig.expected(prompt_of(hash_of(rid), 150)).tokens[:1]
+    elif side == "prefill":
+        assert why in (NO_TOKEN, "the request was aborted on prefill")
+    elif (side, step) == ("decode", "joining"):
+        # Decode had not asked for it yet, and never will.
+        assert "no decode server has asked for this request" in why
+    else:
+        assert "decode gave the request up: the request was aborted on decode" in why
     rig.pd.wait_idle()
     assert nothing_is_left(rig.pd.servers)
     prompt = prompt_of(hash_of(rid) + 1, 100)
@@ -134,7 +148,7 @@ def test_a_room_that_nobody_else_hears_of_is_given_up(rig: Rig) -> None:
         lonely = rig.pd.pool.submit(
             server.generate, prompt_of(8, 60), max_new_tokens=2, rid=f"lonely-{server.port}", **rig.pd.pair()
         )
-        assert ends_in_error(lonely, seconds=40)
+        assert_failed(lonely, "no decode server has asked for", "is unknown here", seconds=40)
     rig.pd.wait_idle()
     assert nothing_is_left(rig.pd.servers)
 
@@ -148,8 +162,8 @@ def test_two_requests_cannot_have_one_room(rig: Rig) -> None:
         first = rig.pd.start(prompt, max_new_tokens=ANSWER_TOKENS, bootstrap_room=room)
         wait_until(at.exists, seconds=30, what="the first request")
         second = rig.pd.start(prompt_of(10, 80), max_new_tokens=2, bootstrap_room=room)
-        assert ends_in_error(second[0])
-        assert ends_in_error(second[1])
+        assert_failed(second[0], "is in use by another request")
+        assert_failed(second[1], "another decode server takes part in this room")
     assert_same(rig.expected(prompt), first[1].result(30))
 
 

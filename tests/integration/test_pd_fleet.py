@@ -17,11 +17,16 @@ import pytest
 from pd_faults import serves, stopped
 from pd_fleet import (
     ANSWER_TOKENS,
+    BROKEN_OFF,
     COMMON,
+    DECODE_IS_GONE,
+    PREFILL_IS_GONE,
+    WAS_GIVEN_UP,
+    WRITING_FAILED,
     FaultySpec,
     Rig,
+    assert_failed,
     conversations_are_answered_alike,
-    ends_in_error,
     fault,
     nothing_is_left,
     prompt_of,
@@ -79,14 +84,14 @@ def test_a_stopped_decode_server_holds_prefill_for_seconds_only(rig: Rig, step: 
         os.kill(scheduler, signal.SIGSTOP)
         try:
             stopped = time.monotonic()
-            assert ends_in_error(both[0], seconds=FREED_SECONDS)
+            assert_failed(both[0], DECODE_IS_GONE, seconds=FREED_SECONDS)
             nothing_is_left([prefill], seconds=FREED_SECONDS - (time.monotonic() - stopped) + 1.0)
             # Its pages are given to others, and are not taken for the request's when decode goes on.
             other = prompt_of(3, 200)
             assert_same(rig.expected(other), rig.pd.generate(other, max_new_tokens=ANSWER_TOKENS, decode=1))
         finally:
             os.kill(scheduler, signal.SIGCONT)
-    assert ends_in_error(both[1])
+    assert_failed(both[1], WAS_GIVEN_UP)
     nothing_is_left([decode])
     again = prompt_of(4, 100)
     assert_same(rig.expected(again), rig.pd.generate(again, max_new_tokens=ANSWER_TOKENS))
@@ -100,11 +105,11 @@ def test_a_stopped_prefill_server_fails_its_requests_in_seconds(rig: Rig) -> Non
         wait_until(at.exists, seconds=60, what="ready")
         os.kill(scheduler, signal.SIGSTOP)
         try:
-            assert ends_in_error(both[1], seconds=FREED_SECONDS)
+            assert_failed(both[1], PREFILL_IS_GONE, seconds=FREED_SECONDS)
             nothing_is_left([decode])
         finally:
             os.kill(scheduler, signal.SIGCONT)
-    ends_in_error(both[0])
+    assert_failed(both[0], DECODE_IS_GONE, "decode gave the request up")
     again = prompt_of(6, 100)
     assert_same(rig.expected(again), rig.pd.generate(again, max_new_tokens=ANSWER_TOKENS))
 
@@ -115,9 +120,9 @@ def test_a_killed_decode_server_frees_prefill_and_the_other_serves(rig: Rig) -> 
         wait_until(at.exists, seconds=60, what="reading")
         kill(rig.pd.decode[1])
         killed = time.monotonic()
-        assert ends_in_error(both[0], seconds=FREED_SECONDS)
+        assert_failed(both[0], DECODE_IS_GONE, seconds=FREED_SECONDS)
         nothing_is_left([rig.pd.prefill[0].server], seconds=FREED_SECONDS - (time.monotonic() - killed) + 1.0)
-    assert ends_in_error(both[1])
+    assert_failed(both[1], BROKEN_OFF)
     prompt = prompt_of(8, 100)
     assert_same(rig.expected(prompt), rig.pd.generate(prompt, max_new_tokens=ANSWER_TOKENS))
 
@@ -128,8 +133,8 @@ def test_a_killed_prefill_server_frees_decode_and_the_other_serves(rig: Rig) -> 
         both = rig.pd.start(prompt_of(9, 200), max_new_tokens=ANSWER_TOKENS, prefill=1)
         wait_until(at.exists, seconds=60, what="reading")
         kill(rig.pd.prefill[1].server)
-    assert ends_in_error(both[1], seconds=FREED_SECONDS)
-    assert ends_in_error(both[0])
+    assert_failed(both[1], PREFILL_IS_GONE, seconds=FREED_SECONDS)
+    assert_failed(both[0], BROKEN_OFF)
     nothing_is_left([decode])
     prompt = prompt_of(10, 100)
     assert_same(rig.expected(prompt), rig.pd.generate(prompt, max_new_tokens=ANSWER_TOKENS))
@@ -162,17 +167,17 @@ def test_deaths_while_prefill_writes_into_decode(
             both = pd.start(prompt, max_new_tokens=ANSWER_TOKENS)
             wait_until(at.exists, seconds=60, what="writing")
             with stopped(prefill):
-                assert ends_in_error(both[1], seconds=FREED_SECONDS)
+                assert_failed(both[1], PREFILL_IS_GONE, seconds=FREED_SECONDS)
                 nothing_is_left([decode])
-        assert ends_in_error(both[0])
+        assert_failed(both[0], DECODE_IS_GONE, WRITING_FAILED)
         serves(pushing, 0, 0, 1)
         with fault(folders[0], "hold-writing") as at:
             both = pd.start(prompt_of(13, 200), max_new_tokens=ANSWER_TOKENS)
             wait_until(at.exists, seconds=60, what="writing")
             kill(decode)
-            assert ends_in_error(both[0], seconds=FREED_SECONDS)
+            assert_failed(both[0], DECODE_IS_GONE, WRITING_FAILED, seconds=FREED_SECONDS)
             nothing_is_left([prefill])
-        assert ends_in_error(both[1])
+        assert_failed(both[1], BROKEN_OFF)
 
 
 def kill(server: ServerProcess) -> None:

@@ -329,11 +329,10 @@ async def test_flushing_the_router_flushes_the_servers(
     router: Router, servers: list[ServerProcess], client: aiohttp.ClientSession
 ) -> None:
     body = {"input_ids": list(range(500, 700)), "sampling_params": {"temperature": 0, "max_new_tokens": 2}}
-    for expected in ("0", "192"):
+    for expected in ("0", "192"):  # whole pages of the 200 tokens, of which the last is computed again
         async with client.post(router.url + "/generate", json=body) as answer:
-            assert answer.headers["x-kv-cached-tokens"] == expected or int(expected) > 0
+            assert answer.headers["x-kv-cached-tokens"] == expected
             home = answer.headers["x-kv-instance"]
-    assert int(answer.headers["x-kv-cached-tokens"]) > 100
     await until(lambda: running(servers) == 0)
     async with client.post(router.url + "/flush_cache") as answer:
         assert answer.status == 200, await answer.text()
