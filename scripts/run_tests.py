@@ -25,6 +25,8 @@ PARTS = {
     "others": "tests that start no server",
 }
 """Parts of the run, the one whose output is shown as it comes first, and what to call them."""
+NEW_EXAMPLES = "--new-examples"
+"""The one argument that selects no tests."""
 RDMA = Path(__file__).resolve().parent.parent / "tests" / "rdma" / "run.sh"
 SKIPPED = 77
 """The status of the RDMA tests where they cannot run; the last line of their output says why."""
@@ -96,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
         }
         try:
             running["others"].wait()
-            if not arguments:
+            if not set(arguments) - {NEW_EXAMPLES}:
                 running["rdma"] = start_rdma(rdma_log)
             statuses = [running[part].wait() for part in PARTS]
             for part, log in logs.items():

@@ -9,10 +9,11 @@ from hypothesis import settings
 
 pytest_plugins = ["sglang_ext.testing.strict"]
 
-# The machine is shared: how long an example takes says nothing. Examples are the same in each run.
-settings.register_profile("short", deadline=None, derandomize=True)
-# Long runs look for new examples.
-settings.register_profile("long", deadline=None, print_blob=True)
+# The machine is shared: how long an example takes says nothing. Examples are the same in each run at a desk,
+# so that a change is judged by its own faults. Nightly and long runs look for new ones, and print how to
+# reproduce what failed.
+settings.register_profile("same", deadline=None, derandomize=True)
+settings.register_profile("new", deadline=None, print_blob=True)
 
 INTEGRATION = Path(__file__).parent / "integration"
 COMMANDS = ("test_cluster.py", "test_demo.py", "test_pd_cluster.py", "test_stock_launcher.py")
@@ -37,12 +38,16 @@ def part_of(item: pytest.Item) -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="full matrices and counts (`make test-long`)")
+    parser.addoption(
+        "--new-examples", action="store_true", help="property tests look for new examples (`.ci/run nightly`)"
+    )
     parser.addoption("--no-integration", action="store_true", help="leave out what starts SGLang servers")
     parser.addoption("--part", choices=PARTS, help="only the tests of this part of a run")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    settings.load_profile("long" if config.getoption("--long") else "short")
+    is_new = config.getoption("--long") or config.getoption("--new-examples")
+    settings.load_profile("new" if is_new else "same")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

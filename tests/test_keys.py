@@ -68,7 +68,6 @@ def test_the_first_so_many(form: Any, count: int) -> None:
 
 
 @hypothesis.given(st.lists(st.integers(0, MAX_TOKEN)))
-@hypothesis.settings(database=None, derandomize=True)
 def test_round_trip(tokens: list[int]) -> None:
     encoded = encode_tokens(array("q", tokens))
     assert encoded == encode_tokens(tokens) == encode_tokens(np.array(tokens, np.int64))

@@ -119,3 +119,40 @@ def test_a_failed_test_is_not_run_again(tmp_path: Path) -> None:
     result = run_suite(tmp_path, servers=FAILS_ONCE)
     assert result.returncode == pytest.ExitCode.TESTS_FAILED, result.stdout
     assert (tmp_path / "seen").exists()
+
+
+@pytest.mark.parametrize(("options", "same"), [([], True), (["--new-examples"], False), (["--long"], False)])
+def test_property_tests_look_for_new_examples_at_night(options: list[str], same: bool) -> None:
+    """Whether they are the same in each run: what the profile says that the options choose."""
+    keys = str(Path(__file__).with_name("test_keys.py"))
+    shown = subprocess.run(
+        [sys.executable, "-m", "pytest", "-v", "--collect-only", "-p", "no:cacheprovider", keys, *options],
+        cwd=SCRIPT.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert ("derandomize=True" in shown.stdout) == same, shown.stdout
+
+
+TWINS = {
+    # They have to find what was planted, in every run.
+    "engine/test_store_model.py",
+    "radix_global/test_events_model.py",
+    "radix_global/test_model.py",
+    "router/test_members.py",
+    "conftest.py",  # the profile
+    "test_run_tests.py",  # this
+}
+
+
+def test_only_twins_have_examples_that_stay_the_same() -> None:
+    tests = Path(__file__).parent
+    pinned = {
+        str(file.relative_to(tests))
+        for file in tests.rglob("*.py")
+        if "derandomize=True" in file.read_text("utf-8")
+    }
+    assert pinned <= TWINS

@@ -56,7 +56,6 @@ def _run(strategy: Any, url: str, session: requests.Session, check: Check, examp
         max_examples=examples,
         deadline=None,
         database=None,
-        derandomize=True,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
