@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import threading
+import time
 
 
 class FakeClock:
@@ -64,3 +66,54 @@ class FakeClock:
 
     def __repr__(self) -> str:
         return f"FakeClock(monotonic={self._now:.3f}, sleepers={self.sleepers})"
+
+
+class Stopwatch:
+    """Seconds by the real clock, less those in which this process got no core.
+
+    For upper limits in tests of what has to happen in time: on a busy machine a verdict may be seconds late
+    that fell in time. A thread that does nothing but sleep finds out for how long it was not woken.
+
+        with Stopwatch() as watch:
+            ...
+        assert watch.seconds < 3.0
+    """
+
+    PAUSE_S = 0.02
+    ALLOWED_S = 0.02
+    """A wake-up that is later than this says that there was no core."""
+
+    def __init__(self) -> None:
+        self._stopped_still = 0.0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="stopwatch")
+        self._began = self._ended = 0.0
+
+    def __enter__(self) -> Stopwatch:
+        self._began = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended = time.monotonic()
+        self._over.set()
+        self._thread.join()
+
+    @property
+    def seconds(self) -> float:
+        """Up to now, or to the end of the block."""
+        return (self._ended or time.monotonic()) - self._began - self._stopped_still
+
+    def _look(self) -> None:
+        before = time.monotonic()
+        over = False
+        while not over:
+            over = self._over.wait(self.PAUSE_S)
+            now = time.monotonic()
+            late = now - before - self.PAUSE_S
+            if late > self.ALLOWED_S:
+                self._stopped_still += late
+            before = now
+
+    def __repr__(self) -> str:
+        return f"Stopwatch({self.seconds:.3f} s, and {self._stopped_still:.3f} s without a core)"

@@ -40,7 +40,7 @@ class Gate:
         self._reached.set()
         await self._open.wait()
 
-    async def reached(self, timeout_s: float = 5.0) -> None:
+    async def reached(self, timeout_s: float = 30.0) -> None:
         """Wait until a handler stands at the gate."""
         await asyncio.wait_for(self._reached.wait(), timeout_s)
 
@@ -131,7 +131,7 @@ class StandInWorker:
         self._cache = RadixTree(block_size=1)
         self._holder = Holder.of("stand-in", next(_serial), Tier.HBM)
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
         """Wait until a counter of this stand-in makes ``condition`` true."""
         async with asyncio.timeout(timeout_s), self._changed:
             await self._changed.wait_for(condition)

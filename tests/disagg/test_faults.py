@@ -42,6 +42,7 @@ from sglang_ext.disagg.transports._rdma import Nic, choose
 from sglang_ext.disagg.transports.select import reasons
 from sglang_ext.disagg.transports.tcp import _ANSWER, TcpChannel, TcpTransport, _proof
 from sglang_ext.errors import ConfigError
+from sglang_ext.testing.fakes import Stopwatch
 from sglang_ext.testing.transfer_rig import NAMESPACE, Rank, Shape, start_instance
 from sglang_ext.testing.transports import until
 
@@ -95,16 +96,16 @@ async def test_an_owner_killed_in_mid_read(transport: TransportName) -> None:
         expected = me.pool.bytes.copy()
         instance.transfer("r1", offers[1:2], "hbm", every)
         child.send_signal(signal.SIGKILL)
-        start = time.monotonic()
-        try:
-            outcome = await instance.complete("r1", 10)
-            # The bytes had landed, or could be read without the owner; then they are right.
-            assert outcome in (Outcome.UNACKNOWLEDGED, Outcome.RELEASED)
-            assert np.array_equal(me.pool.bytes, expected)
-        except PeerGoneError:
-            pass
-        await until(lambda: instance.gone, 5)
-        assert time.monotonic() - start < 5
+        with Stopwatch() as noticed:
+            try:
+                outcome = await instance.complete("r1", 30)
+                # The bytes had landed, or could be read without the owner; then they are right.
+                assert outcome in (Outcome.UNACKNOWLEDGED, Outcome.RELEASED)
+                assert np.array_equal(me.pool.bytes, expected)
+            except PeerGoneError:
+                pass
+            await until(lambda: instance.gone, 30)
+        assert noticed.seconds < 5
         with pytest.raises(PeerGoneError):
             instance.transfer("r2", offers[2:3], "hbm", every)
 
@@ -117,13 +118,15 @@ async def test_an_owner_that_stops_answering_is_a_deadline() -> None:
         instance = await me.endpoint.connect([found["address"]])
         offer = await instance.offer(0, "r0", "hbm")
         child.send_signal(signal.SIGSTOP)
-        start = time.monotonic()
         instance.transfer("r0", [offer], "hbm", np.arange(64))
         instance.transfer("other", [offer], "hbm", np.arange(64))
-        late = asyncio.ensure_future(instance.complete("other", 0.8))
-        with pytest.raises(TransferDeadlineError):
-            await instance.complete("r0", 0.3)
-        assert 0.2 < time.monotonic() - start < 2.0
+        with Stopwatch() as deadline:
+            late = asyncio.ensure_future(instance.complete("other", 0.8))
+            start = time.monotonic()
+            with pytest.raises(TransferDeadlineError):
+                await instance.complete("r0", 0.3)
+        assert time.monotonic() - start > 0.2
+        assert deadline.seconds < 2.0
         me.pool.bytes[:] = 0x33  # ours again: nothing may write here, even when the owner goes on
         with pytest.raises(TransferError):
             await late
@@ -143,9 +146,9 @@ async def test_a_reader_that_is_killed_holds_nothing() -> None:
             assert found["lease"] == 1
             assert owner.owned.pinned == 64
             child.send_signal(signal.SIGKILL)
-            start = time.monotonic()
-            await until(lambda: owner.owned.pinned == 0, 5)
-            assert time.monotonic() - start < 3
+            with Stopwatch() as noticed:
+                await until(lambda: owner.owned.pinned == 0, 30)
+            assert noticed.seconds < 3
         assert [e.how for e in owner.ended] == [LeaseEnd.READER_DEAD]
         assert owner.endpoint.owner.sessions == ()
 

@@ -88,7 +88,7 @@ class Instance:
 
 
 async def until(
-    condition: Callable[[], object], instance: Instance | None = None, seconds: float = 10
+    condition: Callable[[], object], instance: Instance | None = None, seconds: float = 30
 ) -> None:
     """Wait for a condition, while the instance's scheduler goes round."""
     async with asyncio.timeout(seconds):

@@ -23,7 +23,7 @@ from sglang_ext.engine import agent
 from sglang_ext.engine.agent_socket import AgentSocket
 from sglang_ext.errors import ConfigError
 from sglang_ext.keys import Namespace, block_keys, encode_tokens, tenant_salt
-from sglang_ext.testing.fakes import FakeClock
+from sglang_ext.testing.fakes import FakeClock, Stopwatch
 
 
 class Listener:
@@ -154,9 +154,9 @@ async def test_a_silent_instance_is_not_trusted_and_a_restarted_one_known_anew()
         await until(lambda: side.index.trusted(NAME), instance)
         port = instance.agent.socket.port
         instance.close()
-        started = SystemClock().monotonic()
-        await until(lambda: side.listener.silent)
-        assert SystemClock().monotonic() - started < 5  # 3 s, and a slow machine
+        with Stopwatch() as verdict:
+            await until(lambda: side.listener.silent)
+        assert verdict.seconds < VERDICT_S + 1
         assert not side.index.trusted(NAME)
         assert side.match([1] * 8) is None
         again = Instance(port=port)

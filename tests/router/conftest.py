@@ -83,7 +83,7 @@ async def client(stack: AsyncExitStack) -> aiohttp.ClientSession:
 def eventually() -> Callable[[Callable[[], bool]], Awaitable[None]]:
     """Wait until a condition that nobody announces holds."""
 
-    async def wait(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    async def wait(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.001)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
-from sglang_ext.testing.fakes import FakeClock
+from sglang_ext.testing.fakes import FakeClock, Stopwatch
+from sglang_ext.testing.servers import wait_until
 
 
 def test_it_stands_still_until_it_is_moved() -> None:
@@ -37,3 +43,37 @@ async def test_sleepers_wake_in_order_and_may_sleep_again() -> None:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert clock.sleepers == 0
+
+
+STOPPED = """
+import sys, time
+from sglang_ext.testing.fakes import Stopwatch
+with Stopwatch() as watch:
+    began = time.monotonic()
+    print("running", flush=True)
+    sys.stdin.readline()
+    took = time.monotonic() - began
+print(took, watch.seconds)
+"""
+
+
+def test_a_stopwatch_does_not_count_what_passes_while_its_process_stands_still() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPPED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "running\n"
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        stopped = time.monotonic()
+        wait_until(lambda: time.monotonic() - stopped > 1.0, seconds=30, what="a second")
+        process.send_signal(signal.SIGCONT)
+        took, counted = map(float, process.communicate("\n", timeout=60)[0].split())
+    assert took > 1.0
+    assert counted < took - 0.9
+
+
+def test_a_stopwatch_counts_what_passes_while_its_process_waits() -> None:
+    with Stopwatch() as watch:
+        wait_until(lambda: watch.seconds > 0.2, seconds=30, what="a moment")
+    assert 0.2 < watch.seconds < 30
