@@ -54,6 +54,36 @@ class Outcome(enum.Enum):
     """The owner is gone, or does not answer; its lease ends by itself."""
 
 
+class Silence:
+    """For how long a peer has not answered, in seconds in which we could have heard it.
+
+    A question whose time was over late was ours to hear too late: this process got no core, and the answer lies
+    in our socket. It says nothing of the peer; the next question does.
+    """
+
+    LATE_SECONDS = 0.25
+    """Beyond this, it was not the event loop's other work."""
+
+    def __init__(self, dead_after: float) -> None:
+        self._dead_after = dead_after
+        self._waited = 0.0
+
+    def answered(self) -> None:
+        """The peer lives."""
+        self._waited = 0.0
+
+    def unanswered(self, waited: float, late: float) -> bool:
+        """A question was not answered; whether that makes it too long.
+
+        Args:
+            waited: seconds from the last answer, or the last such question, to the end of its time.
+            late: seconds from then until we noticed.
+        """
+        if late <= self.LATE_SECONDS:
+            self._waited += waited
+        return self._waited > self._dead_after
+
+
 class Link:
     """One connected rank: its control client, its peer, and the heartbeat between them."""
 
@@ -158,18 +188,19 @@ class Link:
             log.debug("%s: %s", self.who.instance, error)
 
     async def _heartbeat(self, interval: float) -> None:
-        loop = asyncio.get_running_loop()
-        last = loop.time()
+        patience = 2 * interval
+        silence, loop = Silence(self._dead_after), asyncio.get_running_loop()
         while self.peer.gone is None:
+            asked = loop.time()
             try:
-                reply = await self.ask(Ping(self.session, self.peer.channel.name), interval * 2)
+                reply = await self.ask(Ping(self.session, self.peer.channel.name), patience)
             except TransferDeadlineError:
-                if loop.time() - last > self._dead_after:
+                if silence.unanswered(interval + patience, loop.time() - asked - patience):
                     self.fail(PeerGoneError(f"{self.who.instance} has not answered for too long"))
             except TransferError as error:
                 self.fail(error)
             else:
-                last = loop.time()
+                silence.answered()
                 if not isinstance(reply, Pong) or reply.epoch != self.who.epoch:
                     self.fail(PeerGoneError(f"{self.who.instance} restarted: another epoch"))
             await asyncio.sleep(interval)

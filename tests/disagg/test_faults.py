@@ -33,7 +33,7 @@ from sglang_ext.disagg.errors import (
     TransportUnavailableError,
 )
 from sglang_ext.disagg.leases import LeaseEnd
-from sglang_ext.disagg.link import Outcome
+from sglang_ext.disagg.link import Outcome, Silence
 from sglang_ext.disagg.memory import RegionTable
 from sglang_ext.disagg.messages import REPLIES, REQUESTS, Connect, Connected, Reserve, Written
 from sglang_ext.disagg.transports import CancelToken, TransportName, _stream
@@ -108,6 +108,17 @@ async def test_an_owner_killed_in_mid_read(transport: TransportName) -> None:
         assert noticed.seconds < 5
         with pytest.raises(PeerGoneError):
             instance.transfer("r2", offers[2:3], "hbm", every)
+
+
+def test_what_a_process_without_a_core_did_not_hear_is_no_silence() -> None:
+    silence = Silence(2.5)
+    assert not silence.unanswered(1.5, late=3.0), "the answer may lie in our socket"
+    assert not silence.unanswered(1.5, late=0.0)
+    assert not silence.unanswered(1.5, late=0.3)
+    assert silence.unanswered(1.5, late=0.1)
+    silence.answered()
+    assert not silence.unanswered(1.5, late=0.0)
+    assert Silence(2.5).unanswered(3.0, late=0.0), "a peer that is dead is found so at the first question"
 
 
 async def test_an_owner_that_stops_answering_is_a_deadline() -> None:
