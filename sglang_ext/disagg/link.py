@@ -57,8 +57,8 @@ class Outcome(enum.Enum):
 class Silence:
     """For how long a peer has not answered, in seconds in which we could have heard it.
 
-    A question whose time was over late was ours to hear too late: this process got no core, and the answer lies
-    in our socket. It says nothing of the peer; the next question does.
+    Where we notice late that the time of a question is over, this process got no core, and the answer may lie
+    in our socket: that question says nothing of the peer, the next one does.
     """
 
     LATE_SECONDS = 0.25

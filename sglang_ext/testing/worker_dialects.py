@@ -68,7 +68,11 @@ async def messages(worker: StandInWorker, request: web.BaseRequest) -> web.Strea
     events: list[Json] = [
         {
             "type": "message_start",
-            "message": {**message, "content": [], "usage": {**usage, "output_tokens": 0}},
+            "message": {
+                **{key: value for key, value in message.items() if key != "stop_reason"},
+                "content": [],
+                "usage": {**usage, "output_tokens": 0},
+            },
         },
         {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
         *({"type": "content_block_delta", "index": 0, "delta": delta} for delta in deltas),
@@ -102,19 +106,24 @@ async def responses(worker: StandInWorker, request: web.BaseRequest) -> web.Stre
     system = [{"role": "system", "content": instructions}] if instructions else []
     prompt = worker.render([*system, *({**m, "content": plain(m["content"])} for m in said)])
     output, cached = worker.generate(prompt, body.get("max_output_tokens") or 4, body)
-    name = f"resp_{next(_serial)}"
+    name, item_id = f"resp_{next(_serial)}", f"msg_{next(_serial)}"
+    # The "model" never ends by itself: a limit ends it, or what the stand-in takes for none.
+    status = "incomplete" if body.get("max_output_tokens") else "completed"
+    part: Json = {"type": "output_text", "text": worker.text(output), "annotations": []}
+    item: Json = {
+        "id": item_id,
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+        "content": [part],
+    }
     response: Json = {
         "id": name,
         "object": "response",
-        "status": "completed",
+        "status": status,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "model": body.get("model"),
-        "output": [
-            {
-                "type": "message",
-                "role": "assistant",
-                "content": [{"type": "output_text", "text": worker.text(output)}],
-            }
-        ],
+        "output": [item],
         "usage": {
             "input_tokens": len(prompt),
             "input_tokens_details": {"cached_tokens": cached},
@@ -128,12 +137,29 @@ async def responses(worker: StandInWorker, request: web.BaseRequest) -> web.Stre
         return await worker.answer(request, worker.kept[name], stream=False)
     if not body.get("stream"):
         return await worker.answer(request, response, stream=False)
-    begun = {**response, "output": [], "usage": None}
-    deltas = [{"type": "response.output_text.delta", "delta": worker.text([token])} for token in output]
+    begun = {
+        **response,
+        "status": "in_progress",
+        "incomplete_details": None,
+        "output": [],
+        "usage": None,
+    }
+    at = {"item_id": item_id, "output_index": 0, "content_index": 0}
+    deltas = [{"type": "response.output_text.delta", "delta": worker.text([token]), **at} for token in output]
     events = [
         {"type": "response.created", "response": begun},
+        {"type": "response.in_progress", "response": begun},
+        {
+            "type": "response.output_item.added",
+            "item": {**item, "status": "in_progress", "content": []},
+            "output_index": 0,
+        },
+        {"type": "response.content_part.added", "part": {**part, "text": ""}, **at},
         *deltas,
-        {"type": "response.completed", "response": response},
+        {"type": "response.output_text.done", "text": part["text"], **at},
+        {"type": "response.content_part.done", "part": part, **at},
+        {"type": "response.output_item.done", "item": item, "output_index": 0},
+        {"type": f"response.{status}", "response": response},
     ]
     return await worker.answer(request, events, stream=True)
 

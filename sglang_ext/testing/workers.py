@@ -225,7 +225,11 @@ class StandInWorker:
         return web.json_response(self.server_info)
 
     async def _models(self, request: web.BaseRequest) -> web.Response:
-        card = {"id": self.model_info["served_model_name"], "max_model_len": self.context_length}
+        card = {
+            "object": "model",
+            "id": self.model_info["served_model_name"],
+            "max_model_len": self.context_length,
+        }
         return web.json_response({"object": "list", "data": [card]})
 
     async def _tokenize(self, request: web.BaseRequest) -> web.Response:
@@ -304,25 +308,36 @@ class StandInWorker:
             "total_tokens": len(prompt) + count,
             "prompt_tokens_details": {"cached_tokens": cached} if cached else None,
         }
-        base = {"id": "x", "created": 0, "model": body.get("model", "default")}
+        kind = "chat.completion" if is_chat else "text_completion"
+        base: Json = {"id": "x", "object": kind, "created": 0, "model": body.get("model", "default")}
         side = dialects.told_on_the_side(body, cached)
 
-        def choice(text: str, finish: str | None, key: str) -> Json:
-            content: Json = {"text": text} if not is_chat else {key: {"role": "assistant", "content": text}}
+        def choice(content: Json, finish: str | None) -> Json:
             return {"index": 0, **content, "finish_reason": finish}
 
         if not body.get("stream"):
+            text = self.text(output)
+            whole: Json = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
             answer = {
                 **base,
-                "choices": [choice(self.text(output), "length", "message")],
+                "choices": [choice(whole, "length")],
                 "usage": usage,
                 **side,
             }
             return await self.answer(request, answer, stream=False)
-        events: list[Json] = [
-            {**base, "choices": [choice(self.text([token]), None, "delta")], "usage": None}
-            for token in output
-        ]
+        texts = [self.text([token]) for token in output]
+        if is_chat:
+            # The role comes first, with no text, and the reason last, with nothing else.
+            base["object"] = "chat.completion.chunk"
+            choices = [
+                choice({"delta": {"role": "assistant", "content": ""}}, None),
+                *(choice({"delta": {"content": text}}, None) for text in texts),
+                choice({"delta": {}}, "length"),
+            ]
+        else:
+            choices = [choice({"text": text}, None) for text in texts]
+            choices[-1]["finish_reason"] = "length"
+        events: list[Json] = [{**base, "choices": [each]} for each in choices]
         if side:
             events.append({**base, "choices": [], **side})
         if (body.get("stream_options") or {}).get("include_usage"):

@@ -18,6 +18,7 @@ from router_rig import ROOT, SPECS, running, sglang_program, until
 
 from router import Router, RouterConfig
 from router.openapi import description
+from sglang_ext.testing.dialect import record
 from sglang_ext.testing.servers import ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
@@ -40,6 +41,16 @@ TURNS: list[Json] = [
 @pytest.fixture(scope="module")
 def servers(get_server: Callable[[ServerSpec], ServerProcess]) -> list[ServerProcess]:
     return [get_server(spec) for spec in SPECS]
+
+
+async def test_a_server_answers_as_the_recorded_one(servers: list[ServerProcess]) -> None:
+    """To which the stand-ins are held. `python scripts/record_dialect.py` records a new one."""
+    await until(lambda: running(servers) == 0)
+    servers[0].flush()
+    recorded = json.loads((ROOT / "tests" / "router" / "dialect.json").read_text("utf-8"))
+    found = await asyncio.to_thread(record, servers[0].url)
+    assert list(found) == list(recorded)
+    assert {name: found[name] for name in found if found[name] != recorded[name]} == {}
 
 
 @pytest.fixture

@@ -20,21 +20,37 @@ from sglang_ext.engine.agent import Agent, AgentFacts
 from sglang_ext.engine.agent_socket import AgentSocket
 from sglang_ext.engine.events import PlacementFeed
 from sglang_ext.engine.registration import Registrar
-from sglang_ext.keys import Tier
+from sglang_ext.keys import Tier, encode_tokens
 from sglang_ext.radix_global import Holder, RadixTree
+from sglang_ext.testing.worker_dialects import Json
 from sglang_ext.testing.workers import StandInWorker, running_worker
 
 BLOCK = 16
 
 
 class Gauges:
-    """An instance that has nothing."""
+    """An instance whose fill nobody asks for."""
 
     def load(self) -> Load:
         return Load()
 
     def fill(self) -> Mapping[Tier, Fill]:
         return {}
+
+
+class Telling(StandInWorker):
+    """Tells what it has cached, as a scheduler does: into the tree that its agent's feed watches."""
+
+    def __init__(self, tree: RadixTree, holder: Holder, feed: PlacementFeed, tokenizer_path: str) -> None:
+        super().__init__(tokenizer_path=tokenizer_path)
+        self._tree, self._hbm, self._feed = tree, holder, feed
+
+    def generate(self, prompt: list[int], count: int, body: Json) -> tuple[list[int], int]:
+        output, cached = super().generate(prompt, count, body)
+        space = (0, body.get("extra_key"), body.get("cache_salt"))
+        self._tree.insert(space, encode_tokens(prompt + output[:-1]), self._hbm)
+        self._feed.publish()
+        return output, cached
 
 
 def say(**what: Any) -> None:
@@ -54,10 +70,11 @@ async def main(name: str, router: str, tokenizer_path: str) -> None:
     epoch = os.urandom(16)
     number = int.from_bytes(epoch[:6], "big")
     holders = [Holder.of(name, number, tier) for tier in (Tier.HBM, Tier.DRAM)]
-    feed = PlacementFeed(RadixTree(BLOCK), *holders)
+    tree = RadixTree(BLOCK)
+    feed = PlacementFeed(tree, *holders)
     socket = AgentSocket("127.0.0.1", 0, None)
     agent = Agent(AgentFacts(name, epoch, BLOCK), feed, Gauges(), socket, others=heard)
-    async with running_worker(StandInWorker(tokenizer_path=tokenizer_path)) as worker:
+    async with running_worker(Telling(tree, holders[0], feed, tokenizer_path)) as worker:
         registration = Registration(
             url=worker.url,
             instance=name,

@@ -44,7 +44,7 @@ class Streams:
     async def more(self, count: int = 60) -> None:
         """Wait until so many more have ended."""
         enough = self.ends.total() + count
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while self.ends.total() < enough and not self.failures:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 

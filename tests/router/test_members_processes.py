@@ -80,6 +80,12 @@ async def streams(start_router: Any, client: Any, port: int) -> Streams:
     return Streams(await start_router(port=port, **PATIENCE), client)
 
 
+def told_blocks(router: Router, instance: Instance) -> int:
+    """What an instance's agent has told that it holds, if that is believed."""
+    replica = router.trees.replica(instance.url)
+    return replica.blocks if replica is not None and router.trees.trusted(instance.url) else -1
+
+
 def state(router: Router, instance: Instance) -> State | None:
     row = router.fleet.rows.get(instance.url)
     return row.state if row else None
@@ -97,10 +103,12 @@ async def test_one_that_stands_still_is_forsaken_and_comes_back(
             one.signal(signal.SIGSTOP)
             await eventually(lambda: state(router, one) is State.DOWN, 20.0)
         assert await two.line() == {"dead": "one", "epoch": one.epoch}
+        assert told_blocks(router, one) == -1, "nothing that it told before is believed"
         await streams.more()
         one.signal(signal.SIGCONT)
         await eventually(lambda: state(router, one) is State.READY, 20.0)
         await eventually(lambda: router.fleet.rows[one.url].in_flight > 0)
+        await eventually(lambda: told_blocks(router, one) > 0)
     assert verdict.seconds < VERDICT_S + 1.0
 
 
@@ -117,6 +125,7 @@ async def test_one_that_is_killed_is_started_anew(streams: Streams, begin: Begin
             await streams.more()
             one = await begin("one")
             await eventually(lambda: state(router, one) is State.READY, 20.0)  # noqa: B023
+            await eventually(lambda: told_blocks(router, one) > 0)  # noqa: B023
     assert set(router.fleet.rows) == {one.url, two.url}
     assert router.fleet.rows[one.url].epoch == one.epoch
 

@@ -170,7 +170,7 @@ async def test_what_was_generated_is_part_of_the_next_prefix(
             events = raw.replace(b"data: ", b"").replace(b"[DONE]", b"").split(b"\n\n") if stream else [raw]
             choices = [json.loads(event)["choices"][0] for event in events if event]
             parts = [choice.get("message") or choice.get("delta") or choice for choice in choices]
-            said = "".join(part.get("content") or part.get("text") for part in parts)
+            said = "".join(part.get("content") or part.get("text") or "" for part in parts)
             return answer.headers["x-kv-instance"], said
 
     question = "What is a radix tree, and who needs one? Tell me at length, please."

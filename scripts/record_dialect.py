@@ -1,0 +1,34 @@
+"""Record what a real SGLang server's answers look like, for the stand-ins to be held to.
+
+    python scripts/record_dialect.py
+
+Starts a server of a tiny model, asks it everything in ``sglang_ext.testing.dialect`` and writes
+tests/router/dialect.json. To be run for a new version of SGLang, and its difference to be read.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "integration"))
+
+from router_rig import SPECS  # noqa: E402 - the server that the router's tests share
+
+from sglang_ext.testing.dialect import record  # noqa: E402
+from sglang_ext.testing.servers import ServerProcess  # noqa: E402
+
+RECORDING = ROOT / "tests" / "router" / "dialect.json"
+
+
+def main() -> None:
+    with ServerProcess(SPECS[0]) as server:
+        found = record(server.url)
+    RECORDING.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    print(f"{len(found)} exchanges in {RECORDING.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
