@@ -5,6 +5,7 @@ Deaths are placed: a hand-over is held at a step, and then one of its sides is k
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -12,7 +13,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
+from urllib.parse import quote
 
+import aiohttp
 import pytest
 from pd_faults import serves, stopped
 from pd_fleet import (
@@ -31,7 +34,9 @@ from pd_fleet import (
     nothing_is_left,
     prompt_of,
 )
+from token_requests import advise, generate, until
 
+from router import Router, RouterConfig
 from sglang_ext.cluster.guard import descendants
 from sglang_ext.testing.compare import assert_same
 from sglang_ext.testing.leaks import LeakGuard
@@ -72,6 +77,10 @@ def test_any_pair_serves_and_some_at_the_same_time(rig: Rig) -> None:
         }
     for pair, prompt in prompts.items():
         assert_same(rig.expected(prompt), answers[pair].result())
+
+
+async def test_a_hinted_request_outlives_the_draining_of_who_was_to_decode(rig: Rig) -> None:
+    await a_hinted_request_outlives("drained", rig, rig.pd.decode[0], rig.pd.decode[1])
 
 
 @pytest.mark.parametrize("step", ["ready", "reading"])
@@ -140,7 +149,40 @@ def test_a_killed_prefill_server_frees_decode_and_the_other_serves(rig: Rig) -> 
     assert_same(rig.expected(prompt), rig.pd.generate(prompt, max_new_tokens=ANSWER_TOKENS))
 
 
+async def drain(router: Router, url: str, client: aiohttp.ClientSession, *, cancel: bool = False) -> None:
+    path = f"{router.url}/cluster/instances/{quote(url, safe='')}/drain"
+    async with client.post(path, json={"cancel": cancel}) as answer:
+        assert answer.status == 200, await answer.text()
+
+
+async def a_hinted_request_outlives(how: str, rig: Rig, gone: ServerProcess, other: ServerProcess) -> None:
+    """A hint names ``gone`` to decode, which is dead or drained when its request comes: ``other`` decodes."""
+    servers = (rig.pd.prefill[0].server, gone, other)
+    config = RouterConfig(worker_urls=tuple(server.url for server in servers), port=0)
+    timeout = aiohttp.ClientTimeout(total=60)
+    async with Router(config) as router, aiohttp.ClientSession(timeout=timeout) as client:
+        await drain(router, other.url, client)
+        prompt = prompt_of(20 + len(how), 150)
+        answer, _ = await generate(client, router.url, prompt, session="s")
+        told = await advise(client, router, session="s")
+        assert (told["instance"], told["decode"]) == (servers[0].url, gone.url)
+        await drain(router, other.url, client, cancel=True)
+        await until(lambda: len(router.fleet.usable()) == 3, 20, "the drained one to be back")
+        if how == "dead":
+            kill(gone)
+        else:
+            await drain(router, gone.url, client)
+        turn = [*prompt, *answer.tokens, 7]
+        got, headers = await generate(client, router.url, turn, session="s")
+        assert headers["x-kv-instance"] == other.url
+        assert headers["x-kv-prefill-instance"] == servers[0].url
+        expected = await asyncio.to_thread(rig.expected, turn)
+        assert_same(expected, got)
+        router.check()
+
+
 def test_a_decode_server_that_joins_while_others_serve_is_served(rig: Rig) -> None:
+    """And when it dies, a request that a hint has announced there goes to another one."""
     with ServerProcess(ServerSpec(flags=rig.pd.decode[0].spec.flags)) as joined:
         rig.pd.decode.append(joined)
         try:
@@ -149,6 +191,7 @@ def test_a_decode_server_that_joins_while_others_serve_is_served(rig: Rig) -> No
             assert_same(rig.expected(prompt), answer)
         finally:
             rig.pd.decode.pop()
+        asyncio.run(a_hinted_request_outlives("dead", rig, joined, rig.pd.decode[0]))
     nothing_is_left([rig.pd.prefill[0].server])
 
 

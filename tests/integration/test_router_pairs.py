@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
+from dram_damage import arena_files, flip_bit, snapshot
 from router_rig import sglang_program
+from token_requests import advise, cold, generate, random_prompt, settled, until
 
 from router import Router, RouterConfig
+from router.policies import Match
+from sglang_ext.keys import encode_tokens
+from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.models import model_path
 from sglang_ext.testing.pd import PdServers, pd_servers
-from sglang_ext.testing.servers import ServerProcess, ServerSpec
+from sglang_ext.testing.servers import ServerProcess, ServerSpec, free_port
 
 pytestmark = pytest.mark.integration
 
 Json = dict[str, Any]
-FLAGS = ("--radix-cache-backend", "global", "--max-total-tokens", "8192", "--enable-cache-report")
+HBM_TOKENS = 8192
+FLAGS = ("--radix-cache-backend", "global", "--max-total-tokens", str(HBM_TOKENS), "--enable-cache-report")
+BLOCK = 16
+NS = ("tokens", None, None, None)
 TEXT = "A traveller asks the librarian for a map of the town, and then for another one. " * 4
 BODIES: list[tuple[str, Json]] = [
     ("/generate", {"text": TEXT, "sampling_params": {"temperature": 0, "max_new_tokens": 12}}),
@@ -49,10 +60,18 @@ BODIES: list[tuple[str, Json]] = [
 
 
 @pytest.fixture(scope="module")
-def cluster(leak_guard: LeakGuard) -> Iterator[tuple[PdServers, ServerProcess]]:
+def port() -> int:
+    """Where the two servers look for a router; only some tests have one there."""
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def cluster(leak_guard: LeakGuard, port: int) -> Iterator[tuple[PdServers, ServerProcess]]:
     """One prefill and one decode server, and one that does both by itself."""
     spec = ServerSpec(flags=FLAGS)
-    with leak_guard.adopting(), pd_servers([spec], [spec], [spec]) as (pd, others):
+    tells = ("--kv-router", f"http://127.0.0.1:{port}", "--kv-dram-size", "56MB", "--kv-check")
+    told = replace(spec, flags=(*FLAGS, *tells))
+    with leak_guard.adopting(), pd_servers([told], [told], [spec]) as (pd, others):
         yield pd, others[0]
 
 
@@ -156,3 +175,99 @@ async def test_sglangs_own_kits_pass(
             "script", script, kit, *urls, str(model_path("tiny")), str(data), size, cwd=tmp_path
         )
     assert f"{kit} passed" in out
+
+
+# -- hints ----------------------------------------------------------------------------------------
+
+
+def holds(router: Router, server: ServerProcess, prompt: list[int]) -> Match:
+    return router.trees.match(NS, encode_tokens(prompt)).get(server.url, Match(0))
+
+
+async def said_and_pushed_out(
+    router: Router, client: aiohttp.ClientSession, pd: PdServers, rng: random.Random
+) -> tuple[list[int], dict[str, tuple[Path, int]]]:
+    """A conversation of the session ``s`` whose KV both servers have in DRAM only, and of each the last byte
+    of it in its arena."""
+    (tokens,) = {each.spec.flags[each.spec.flags.index("--max-total-tokens") + 1] for each in pd.servers}
+    arenas = {server.url: arena_files(server.pid)[0] for server in pd.servers}
+    before = {url: snapshot(arena) for url, arena in arenas.items()}
+    prompt = random_prompt(rng, 20 * BLOCK)
+    answer, _ = await generate(client, router.url, prompt, session="s")
+    said = [*prompt, *answer.tokens]
+    known = len(said) // BLOCK * BLOCK
+    for server in pd.servers:  # what decode computed goes back to prefill
+        await until(lambda s=server: holds(router, s, said).tokens >= known, 20, "both to hold it")
+        await asyncio.to_thread(server.wait_idle)
+    last = {}
+    for url, arena in arenas.items():
+        changed: list[int] = []
+
+        def copied(url: str = url, arena: Path = arena, changed: list[int] = changed) -> bool:
+            now = snapshot(arena)
+            changed[:] = np.flatnonzero(now != before[url])[-1:].tolist()
+            return bool(changed) and np.array_equal(now, snapshot(arena))
+
+        await until(copied, 20, "a copy in DRAM")
+        last[url] = (arena, changed[0])
+    for _ in range(int(tokens) // 1500 + 1):
+        await generate(client, router.url, random_prompt(rng, 1500))
+    for server in pd.servers:
+        await until(
+            lambda s=server: holds(router, s, said) == Match(known, own=True, dram=known), 20, "HBM to be rid"
+        )
+    return said, last
+
+
+async def hinted_turn(
+    router: Router, client: aiohttp.ClientSession, pd: PdServers, said: list[int], rng: random.Random
+) -> tuple[list[int], Answer]:
+    """The next request of the session ``s``, after its hint: both servers had all in HBM before it."""
+    prefill, decode = pd.prefill[0].server, pd.decode[0]
+    known = len(said) // BLOCK * BLOCK
+    told = await advise(client, router, session="s")
+    assert (told["instance"], told["decode"]) == (prefill.url, decode.url)
+    ready = await settled(client, router, told["id"])
+    assert ready["state"] == "ready"
+    assert (ready["moved_tokens"], ready["decode_moved_tokens"]) == (known, known)
+    for server in pd.servers:
+        await until(lambda s=server: holds(router, s, said).hbm == known, 5, "the index to see it")
+    turn = [*said, *random_prompt(rng, 5)]
+    answer, headers = await generate(client, router.url, turn, session="s")
+    assert headers["x-kv-route-reason"] == "advised"
+    assert headers["x-kv-instance"] == decode.url
+    assert headers["x-kv-prefill-instance"] == prefill.url
+    return turn, answer
+
+
+async def test_a_hint_brings_kv_up_at_both_ends_and_changes_no_answer(
+    port: int,
+    cluster: tuple[PdServers, ServerProcess],
+    client: aiohttp.ClientSession,
+    rng: random.Random,
+) -> None:
+    """And one damaged bit is seen, wherever it lies: else the same answer would prove nothing."""
+    pd, alone = cluster
+    async with Router(RouterConfig(port=port, policy="prompt-tree")) as router:
+        router.agents.verdict_s = 20.0  # on a busy machine a server may be without a core for longer than 3 s
+        await until(
+            lambda: len(router.fleet.usable()) == 2 and all(router.trees.trusted(s.url) for s in pd.servers),
+            30,
+            "both servers",
+        )
+        said, _ = await said_and_pushed_out(router, client, pd, rng)
+        turn, answer = await hinted_turn(router, client, pd, said, rng)
+        assert answer.cached_tokens == len(said) // BLOCK * BLOCK
+        assert_same(await cold(client, alone, turn), answer)
+        for server in pd.servers:
+            said, last = await said_and_pushed_out(router, client, pd, rng)
+            arena, offset = last[server.url]
+            # The highest bit of the exponent of a float32: a value of another order of magnitude.
+            flip_bit(arena, offset // 4 * 4 + 3, bit=6)
+            turn, damaged = await hinted_turn(router, client, pd, said, rng)
+            with pytest.raises(AssertionError):
+                assert_same(await cold(client, alone, turn), damaged)
+            await asyncio.to_thread(pd.wait_idle)
+            for each in pd.servers:
+                await asyncio.to_thread(each.flush)
+        router.check()
