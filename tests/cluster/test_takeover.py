@@ -186,7 +186,7 @@ async def test_three_routers_are_killed_and_no_client_is_refused(tmp_path: Path)
     config = ClusterConfig(model_path="m", port=0, restart=KILLS)
     with Ports() as ports:
         port, door = open_door(config, ports)
-        *_, router = make_plan(config, HostFacts(2, 0), port, ports.free_after(port, 1), door=door)
+        *_, router = make_plan(config, HostFacts(2, 0), port, ports.free_after(port, config.ports), door=door)
         # The server is an instance of the test, which registers by itself.
         cut = router.command.index("--worker-urls")
         router = dataclasses.replace(
