@@ -110,7 +110,7 @@ class Agents:
         self.others = others
         self.verdict_s = VERDICT_S
         """How long an agent may be silent; tests on a busy machine give it longer."""
-        self._pair = key.curve_pair() if key is not None else None
+        self._key = key
         self._context: Any = None
         self._links: dict[str, Link] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -121,6 +121,9 @@ class Agents:
         """Reach an instance's agent from now on; another address or epoch replaces the former."""
         link = self._links.get(name)
         if link is not None and link.goes_to(registration):
+            return
+        if self._key is not None and not registration.agent_key:
+            logger.warning("%s is not reached: its agent asks for no key, and this cluster has one", name)
             return
         if link is not None:
             self._end(link)
@@ -210,12 +213,12 @@ class Agents:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         socket.setsockopt(zmq.IPV6, 1)
         if registration.agent_key:
-            if self._pair is None:
+            if self._key is None:
                 logger.warning(
                     "%s asks for the key of a cluster; give --cluster-key-file", registration.agent
                 )
             else:
-                socket.curve_publickey, socket.curve_secretkey = self._pair
+                socket.curve_publickey, socket.curve_secretkey = self._key.curve_pair()
                 socket.curve_serverkey = registration.agent_key.encode()
         socket.connect(registration.agent)
         return socket

@@ -21,7 +21,7 @@ from router.routes import Access, Route
 from router.tenants import KeyRing
 from router.web_sites import WebSites
 from sglang_ext.clock import Clock
-from sglang_ext.cluster_key import ClusterKey
+from sglang_ext.cluster_key import ClusterKey, Replays
 from sglang_ext.cluster_messages import (
     PATH,
     ChangeRole,
@@ -65,6 +65,7 @@ class ClusterApi:
         self._roles = roles
         self._key = key
         self._keys = keys
+        self._replays = Replays()
         self._local = local
         self._clock = clock
         self._sites = sites
@@ -95,6 +96,15 @@ class ClusterApi:
                 status=403,
                 param="url",
                 code="no_cluster_key",
+                kind="permission_error",
+            )
+        if self._key is not None and registration.agent and not registration.agent_key:
+            raise RequestRefused(
+                f"{registration.agent} asks for no key, and this cluster has one: anybody there could speak "
+                "for the instance. Start it with --kv-cluster-key-file",
+                status=403,
+                param="agent_key",
+                code="no_agent_key",
                 kind="permission_error",
             )
         try:
@@ -153,8 +163,7 @@ class ClusterApi:
                 code="no_cluster_key",
                 kind="permission_error",
             )
-        given = request.headers.get("authorization", "")
-        why = self._key.problem(given, request.method, request.target, request.body, self._clock.wall())
+        why = self._not_signed(request, self._key)
         if why is None or (or_admin and self._is_admin(request)):
             return
         raise RequestRefused(
@@ -165,11 +174,8 @@ class ClusterApi:
         """Refuse what is neither signed by a member nor has an administrator's key."""
         if self._is_admin(request):
             return
-        if self._key is not None:
-            given = request.headers.get("authorization", "")
-            why = self._key.problem(given, request.method, request.target, request.body, self._clock.wall())
-            if why is None:
-                return
+        if self._key is not None and self._not_signed(request, self._key) is None:
+            return
         raise RequestRefused(
             "this needs an administrator's key ('Authorization: Bearer KEY') or the key of the cluster",
             status=401,
@@ -178,9 +184,17 @@ class ClusterApi:
             headers={"www-authenticate": "Bearer"},
         )
 
+    def _not_signed(self, request: Request, key: ClusterKey) -> str | None:
+        """Why a request is not a member's."""
+        given, now = request.headers.get("authorization", ""), self._clock.wall()
+        why = key.problem(given, request.method, request.target, request.body, now)
+        if why is None and self._replays.is_again(given, now):
+            return "its signature was used before"
+        return why
+
     def _is_admin(self, request: Request) -> bool:
         if not self._keys.asks:
-            return self._key is None and self._local
+            return self._local
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         caller = self._keys.caller(given.strip()) if scheme.lower() == "bearer" else None
         return caller is not None and caller.admin

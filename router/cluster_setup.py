@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 from router.membership import EmbeddedMembership, Membership
 from router.observability import RouterMetrics
 from sglang_ext.clock import Clock
-from sglang_ext.cluster_key import read_secret
+from sglang_ext.cluster_key import ClusterKey, read_secret
 from sglang_ext.errors import ConfigError
 
 EMBEDDED = "embedded"
@@ -83,6 +83,7 @@ def open_membership(
     password_file: str | None,
     router: str,
     clock: Clock,
+    key: ClusterKey | None,
     on_crash: Callable[[BaseException], None],
 ) -> Membership:
     """What ``--cluster`` stands for.
@@ -97,7 +98,7 @@ def open_membership(
     password = None
     if password_file is not None:
         password = read_secret(password_file, field="--cluster-password-file").decode("utf-8", "replace")
-    return RedisMembership(url, router, clock, name=name, password=password, on_crash=on_crash)
+    return RedisMembership(url, router, clock, name=name, password=password, key=key, on_crash=on_crash)
 
 
 def show_membership(store: Membership, metrics: RouterMetrics) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import ipaddress
+import os
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,6 +16,7 @@ from router.http_state import HttpLimits
 from router.index import MODES as INDEX_MODES
 from router.policies import POLICIES, policy_named
 from router.request_fields import may_be_trusted
+from sglang_ext.cluster_key import read_secret
 from sglang_ext.errors import ConfigError
 
 MIB = 1 << 20
@@ -162,7 +164,7 @@ class RouterConfig:
             raise ConfigError(
                 f"{self.host} can be reached from other machines, and no key is set",
                 field="--api-key",
-                hint="Give --api-key or --api-keys-file, or bind with --host 127.0.0.1",
+                hint="Give --api-key-file or --api-keys-file, or bind with --host 127.0.0.1",
             )
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"{self.port} is not a port", field="--port")
@@ -299,7 +301,14 @@ class RouterConfig:
         flag("session_header", str, "header in which a client names its session", metavar="NAME")
         flag("session_field", str, "field of the body that names the session", metavar="NAME")
         flag("session_cookie", str, "cookie that names the session", metavar="NAME")
-        flag("api_key", str, "key that clients must send as 'Authorization: Bearer KEY'", metavar="KEY")
+        flag(
+            "api_key",
+            str,
+            "key that clients must send as 'Authorization: Bearer KEY'; others on this machine see it: "
+            f"better --api-key-file, or the variable {KEY_VARIABLES['api_key']}",
+            metavar="KEY",
+        )
+        parser.add_argument("--api-key-file", metavar="FILE", help="file (mode 0600) with that key")
         flag(
             "api_keys_file",
             str,
@@ -329,7 +338,14 @@ class RouterConfig:
             "than this router",
             metavar="NAMES",
         )
-        flag("worker_api_key", str, "key that the workers ask for (their --api-key)", metavar="KEY")
+        flag(
+            "worker_api_key",
+            str,
+            "key that the workers ask for (their --api-key); better --worker-api-key-file, or the variable "
+            + KEY_VARIABLES["worker_api_key"],
+            metavar="KEY",
+        )
+        parser.add_argument("--worker-api-key-file", metavar="FILE", help="file (mode 0600) with that key")
         flag("cache_threshold", float, "share of a prompt that a common beginning must be to decide")
         flag("balance_abs_threshold", int, "requests an instance may be ahead of the least loaded one")
         flag("balance_rel_threshold", float, "factor an instance may be ahead of the least loaded one")
@@ -427,7 +443,27 @@ class RouterConfig:
         for name in ("worker_urls", "allowed_hosts", "allowed_origins"):
             if name in values:
                 values[name] = tuple(values[name])
+        for name, variable in KEY_VARIABLES.items():
+            values[name] = _key(values.get(name), getattr(args, f"{name}_file", None), name, variable)
         return cls(**values)
+
+
+KEY_VARIABLES = {"api_key": "SGLANG_EXT_ROUTER_API_KEY", "worker_api_key": "SGLANG_EXT_WORKER_API_KEY"}
+"""The variables of the keys, which unlike flags are not in a list of processes."""
+
+
+def _key(given: str | None, path: str | None, name: str, variable: str) -> str | None:
+    """A key by its flag, its file, or its variable.
+
+    Raises:
+        ConfigError: it is given twice, or the file cannot be used.
+    """
+    flag = "--" + name.replace("_", "-")
+    if path is None:
+        return given or os.environ.get(variable) or None
+    if given:
+        raise ConfigError("is given twice", field=flag, hint=f"Give {flag}-file alone")
+    return read_secret(path, field=f"{flag}-file").decode("utf-8", "replace")
 
 
 LOG_LEVELS = ("debug", "info", "warning", "error")

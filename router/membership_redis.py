@@ -28,6 +28,7 @@ from router.membership import MAX_SESSION_CHARACTERS, MEMBER_TTL_S, Listener, Ro
 from router.redis_records import Fields, Places, RedisRecords
 from router.roster import Intent, Member, decode_member
 from sglang_ext.clock import Clock
+from sglang_ext.cluster_key import ClusterKey
 from sglang_ext.cluster_messages import StoreView
 from sglang_ext.errors import ConfigError, InternalError, PeerError
 
@@ -58,6 +59,7 @@ class RedisMembership:
         router: which router this is.
         name: of the cluster; several can be in one Redis.
         password: of that Redis, where it is not in the URL.
+        key: of the cluster; seals what is written, and without its seal nothing is believed.
         clock: seconds.
         on_crash: called when sharing ends by an error of ours.
 
@@ -73,11 +75,13 @@ class RedisMembership:
         *,
         name: str = "default",
         password: str | None = None,
+        key: ClusterKey | None = None,
         on_crash: Callable[[BaseException], None] = _say,
     ) -> None:
         self._library = _library()
         self._url = url
         self._password = password
+        self._key = key
         self._router = router
         self._name = name
         self._clock = clock
@@ -223,9 +227,13 @@ class RedisMembership:
             **({} if self._password is None else {"password": self._password}),
         )
         try:
-            yield RedisRecords(client, self._name)
+            yield RedisRecords(client, self._name, self._key, self._is_forged)
         finally:
             await client.aclose()
+
+    def _is_forged(self, kind: str) -> None:
+        self.refused += 1
+        logger.warning("a %s record in Redis is left out: no member of this cluster has signed it", kind)
 
     def _is_connected(self) -> None:
         logger.info("membership is shared through %s", address_of(self._url))

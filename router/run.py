@@ -144,7 +144,13 @@ class Router:
             on_crash=self._crash,
         )
         store = open_membership(
-            config.cluster, config.cluster_name, config.cluster_password_file, name, self.clock, self._crash
+            config.cluster,
+            config.cluster_name,
+            config.cluster_password_file,
+            name,
+            self.clock,
+            key,
+            self._crash,
         )
         show_membership(store, self.metrics)
         self.members = Members(

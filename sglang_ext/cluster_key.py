@@ -4,115 +4,260 @@ One file holds it, the same on every machine of the cluster, readable by its own
 
     openssl rand -base64 48 > cluster.key && chmod 600 cluster.key
 
-It never travels. HTTP requests between members carry a signature over method, path, body and time; ZeroMQ
-channels use a CURVE pair that is derived from it, as ``disagg.control.CurveKeys`` wants one.
+It never travels. HTTP requests between members carry a signature over method, path, body, time and a nonce;
+records in Redis carry one too; ZeroMQ channels use a CURVE pair that is derived from it, as
+``disagg.control.CurveKeys`` wants one.
+
+To change it, members have to accept two for a while. The file may hold a second line: the first key signs,
+both are accepted. It is read again when it has changed, so that no member has to be started anew:
+
+    old          old, new          new, old          new
+    everywhere   everywhere, then  everywhere, then  everywhere
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import os
+import secrets
 import stat
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 from sglang_ext.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 MIN_CHARACTERS: Final = 32
 MAX_BYTES: Final = 4096
+MAX_KEYS: Final = 2
+"""In a file: the one that signs, and one that is accepted beside it."""
 SCHEME: Final = "KV-HMAC"
 """The word before the signature in the ``authorization`` header."""
 MAX_SKEW_S: Final = 60.0
-"""How far the clocks of two members may be apart, and how long a signature can be used again."""
+"""How far the clocks of two members may be apart, and how long a signature is remembered."""
+NONCE_BYTES: Final = 16
+LOOK_S: Final = 1.0
+"""Pause between two looks at whether the file has changed."""
+NO_SEAL: Final = "-"
+"""What stands for a seal where there is no key."""
+
+
+class _Secret:
+    """What is derived from one key."""
+
+    def __init__(self, secret: bytes) -> None:
+        self.http = _derive(secret, b"http")
+        self.seal = _derive(secret, b"seal")
+        self.curve = _derive(secret, b"curve")
+
+    def signature(self, method: str, target: str, body: bytes, moment: str, nonce: str) -> str:
+        head = "\n".join((method, target, moment, nonce, hashlib.sha256(body).hexdigest()))
+        return hmac.new(self.http, head.encode("utf-8", "surrogateescape"), hashlib.sha256).hexdigest()
+
+    def sealed(self, purpose: str, data: bytes) -> str:
+        return hmac.new(self.seal, purpose.encode() + b"\n" + data, hashlib.sha256).hexdigest()
+
+    def curve_pair(self) -> tuple[bytes, bytes]:
+        import zmq
+        from zmq.utils import z85
+
+        secret: bytes = z85.encode(self.curve)
+        public: bytes = zmq.curve_public(secret)
+        return public, secret
 
 
 class ClusterKey:
-    """A key that was read; shows nothing of itself.
+    """A key that was read; shows nothing of itself. For any thread.
 
     Args:
-        secret: the text of the file, without white space around it.
+        keys: the text of each key. The first one signs, all are accepted.
+        again: reads them again; ``None`` while nothing has changed. When it raises, the keys stay.
+        now: seconds, monotonic.
     """
 
-    def __init__(self, secret: bytes) -> None:
-        self._http = _derive(secret, b"http")
-        self._curve = _derive(secret, b"curve")
+    def __init__(
+        self,
+        *keys: bytes,
+        again: Callable[[], Sequence[bytes] | None] = lambda: None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._secrets = tuple(map(_Secret, keys))
+        self._again = again
+        self._now = now
+        self._look_at = now() + LOOK_S
+        self._looking = threading.Lock()
 
     def __repr__(self) -> str:
         return "<ClusterKey>"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ClusterKey) and hmac.compare_digest(self._http, other._http)
+        return isinstance(other, ClusterKey) and hmac.compare_digest(
+            self._secrets[0].http, other._secrets[0].http
+        )
 
-    def __hash__(self) -> int:
-        return hash(self._http)
+    def _current(self) -> tuple[_Secret, ...]:
+        """The keys, as the file has them now."""
+        if self._now() >= self._look_at and self._looking.acquire(blocking=False):
+            try:
+                self._look_at = self._now() + LOOK_S
+                if (keys := self._again()) is not None:
+                    self._secrets = tuple(map(_Secret, keys))
+                    logger.info("the key of the cluster was read again: %d accepted", len(keys))
+            except ConfigError as error:
+                logger.error("the key of the cluster stays as it was: %s", error)
+            finally:
+                self._looking.release()
+        return self._secrets
 
     def curve_pair(self) -> tuple[bytes, bytes]:
-        """(public, secret) in Z85, 40 characters each: what every member uses on ZeroMQ."""
-        import zmq
-        from zmq.utils import z85
+        """(public, secret) in Z85, 40 characters each: what this member uses on ZeroMQ."""
+        return self._current()[0].curve_pair()
 
-        secret: bytes = z85.encode(self._curve)
-        public: bytes = zmq.curve_public(secret)
-        return public, secret
+    def is_member(self, public: bytes) -> bool:
+        """Whether a public key (Z85) on a ZeroMQ channel is a member's."""
+        return any(each.curve_pair()[0] == public for each in self._current())
 
     def sign(self, method: str, target: str, body: bytes, wall: float) -> str:
-        """The ``authorization`` header of a request.
+        """The ``authorization`` header of one request; the next one needs another.
 
         target: path and query as in the request line. wall: seconds since the epoch, now.
         """
-        moment = str(int(wall * 1000))
-        return f"{SCHEME} {moment}.{self._signature(method, target, body, moment)}"
+        moment, nonce = str(int(wall * 1000)), secrets.token_hex(NONCE_BYTES)
+        return (
+            f"{SCHEME} {moment}.{nonce}.{self._current()[0].signature(method, target, body, moment, nonce)}"
+        )
 
     def problem(self, header: str, method: str, target: str, body: bytes, wall: float) -> str | None:
-        """Why a request with this ``authorization`` header is not a member's; ``None`` when it is one's."""
+        """Why a request with this ``authorization`` header is not a member's; ``None`` when it is one's. The
+        same header is good for as long as its time: ``Replays`` tells whether it was used before."""
         scheme, _, value = header.partition(" ")
-        moment, _, signature = value.strip().partition(".")
-        if scheme.lower() != SCHEME.lower() or not moment.isascii() or not moment.isdigit():
+        moment, _, rest = value.strip().partition(".")
+        nonce, _, signature = rest.partition(".")
+        good = moment.isascii() and moment.isdigit() and len(nonce) == 2 * NONCE_BYTES
+        if scheme.lower() != SCHEME.lower() or not good:
             return "it is not signed with the cluster key (--cluster-key-file, --kv-cluster-key-file)"
-        expected = self._signature(method, target, body, moment)
-        if not hmac.compare_digest(signature.encode(), expected.encode()):
+        given = signature.encode("utf-8", "surrogateescape")
+        expected = [each.signature(method, target, body, moment, nonce) for each in self._current()]
+        if not any(hmac.compare_digest(given, each.encode()) for each in expected):
             return "it is signed with another cluster key"
         skew = int(moment[:18]) / 1000 - wall
         if abs(skew) > MAX_SKEW_S:
             return f"it was signed {abs(skew):.0f} s {'ahead' if skew > 0 else 'ago'}; set the clocks right"
         return None
 
-    def _signature(self, method: str, target: str, body: bytes, moment: str) -> str:
-        head = "\n".join((method, target, moment, hashlib.sha256(body).hexdigest()))
-        return hmac.new(self._http, head.encode("utf-8", "surrogateescape"), hashlib.sha256).hexdigest()
+    def seal(self, purpose: str, data: bytes) -> str:
+        """A signature of what is written down where others can write, 64 hexadecimal digits.
+
+        purpose: what it is and where it lies, so that it is good nowhere else.
+        """
+        return self._current()[0].sealed(purpose, data)
+
+    def is_sealed(self, purpose: str, data: bytes, seal: str) -> bool:
+        """Whether a member has written it."""
+        given = seal.encode("utf-8", "surrogateescape")
+        return any(
+            hmac.compare_digest(given, each.sealed(purpose, data).encode()) for each in self._current()
+        )
+
+
+class Replays:
+    """Which signatures were used: each is good once.
+
+    Only what a member signed is remembered, and only for as long as it would be accepted.
+    """
+
+    def __init__(self) -> None:
+        self._until: dict[str, float] = {}
+        self._tidy_at = 0.0
+
+    def is_again(self, header: str, wall: float) -> bool:
+        """Whether a header that ``ClusterKey.problem`` found good was seen before. wall: seconds, now."""
+        if wall >= self._tidy_at:
+            self._until = {each: until for each, until in self._until.items() if until > wall}
+            self._tidy_at = wall + MAX_SKEW_S
+        # Not the whole header: its first word and blanks can be written in several ways.
+        signed = header.partition(" ")[2].strip()
+        again = signed in self._until
+        self._until[signed] = wall + 2 * MAX_SKEW_S
+        return again
+
+    def __repr__(self) -> str:
+        return f"Replays({len(self._until)})"
 
 
 def _derive(secret: bytes, purpose: bytes) -> bytes:
     return hashlib.blake2b(secret, digest_size=32, person=b"sglang_ext" + purpose[:6]).digest()
 
 
-def read_cluster_key(path: str | Path, *, field: str = "--cluster-key-file") -> ClusterKey:
-    """Read the key of the cluster.
+def read_cluster_key(
+    path: str | Path, *, field: str = "--cluster-key-file", now: Callable[[], float] = time.monotonic
+) -> ClusterKey:
+    """Read the key of the cluster, and again whenever its file has changed.
 
     Args:
         field: the flag by which ``path`` was given, for errors.
+        now: seconds, monotonic.
 
     Raises:
         ConfigError: there is no such file, others could read or write it, or it holds no key.
     """
+    seen = _mark(path)
+
+    def again() -> tuple[bytes, ...] | None:
+        nonlocal seen
+        mark = _mark(path)
+        if mark == seen:
+            return None
+        seen = mark
+        return _keys(path, field)
+
+    return ClusterKey(*_keys(path, field), again=again, now=now)
+
+
+def _mark(path: str | Path) -> tuple[int, ...]:
+    """What changes when a file is written or replaced."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ()
+    return (status.st_ino, status.st_mtime_ns, status.st_size, status.st_mode)
+
+
+def _keys(path: str | Path, field: str) -> tuple[bytes, ...]:
     hint = f"Make one: openssl rand -base64 48 > {path} && chmod 600 {path}"
-    secret = read_secret(path, field=field, hint=hint)
-    if len(secret) < MIN_CHARACTERS:
-        raise ConfigError(
-            f"{path} does not hold one line of {MIN_CHARACTERS} to {MAX_BYTES} characters",
-            field=field,
-            hint=hint,
-        )
-    if len(set(secret)) < 8:
-        raise ConfigError(f"the key in {path} can be guessed", field=field, hint=hint)
-    return ClusterKey(secret)
+    keys = read_secrets(path, MAX_KEYS, field=field, hint=hint)
+    for key in keys:
+        if len(key) < MIN_CHARACTERS:
+            raise ConfigError(
+                f"{path} does not hold a line of {MIN_CHARACTERS} to {MAX_BYTES} characters",
+                field=field,
+                hint=hint,
+            )
+        if len(set(key)) < 8:
+            raise ConfigError(f"the key in {path} can be guessed", field=field, hint=hint)
+    return keys
 
 
 def read_secret(path: str | Path, *, field: str, hint: str | None = None) -> bytes:
     """The one line of a file that nobody else can read, without white space around it.
 
+    Raises:
+        ConfigError: as ``read_secrets``.
+    """
+    return read_secrets(path, 1, field=field, hint=hint)[0]
+
+
+def read_secrets(path: str | Path, most: int, *, field: str, hint: str | None = None) -> tuple[bytes, ...]:
+    """The lines of a file that nobody else can read, without white space around them.
+
     Args:
+        most: lines that it may have.
         field: the flag by which ``path`` was given, and hint: the way out, for errors.
 
     Raises:
@@ -138,8 +283,10 @@ def read_secret(path: str | Path, *, field: str, hint: str | None = None) -> byt
         secret = os.read(descriptor, MAX_BYTES + 1).strip()
     finally:
         os.close(descriptor)
-    if not secret or len(secret) > MAX_BYTES or b"\n" in secret:
+    lines = tuple(line.strip() for line in secret.split(b"\n")) if secret else ()
+    if not 0 < len(lines) <= most or len(secret) > MAX_BYTES or not all(lines):
+        count = "one line" if most == 1 else f"one to {most} lines"
         raise ConfigError(
-            f"{path} does not hold one line of at most {MAX_BYTES} characters", field=field, hint=hint
+            f"{path} does not hold {count} of together at most {MAX_BYTES} characters", field=field, hint=hint
         )
-    return secret
+    return lines

@@ -11,15 +11,19 @@ they are forked where that is safe: :mod:`sglang_ext.patches.fork_children`.)
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 
 # First: it finds the memory of the command line, where titles such as sglang::scheduler are written, by way
 # of the environment, and cannot once that has been changed.
 import setproctitle  # noqa: F401
 
+from sglang_ext.cluster_key import read_secret
+from sglang_ext.errors import UserError
 from sglang_ext.patches import runtime
 
 PLUGIN = "sglang_ext"
@@ -42,9 +46,53 @@ def require_plugin() -> None:
         os.environ["SGLANG_PLUGINS"] = ",".join([*names, PLUGIN])
 
 
+KEY_FILE_FLAG = "--api-key-file"
+
+
+def with_key(argv: Sequence[str]) -> tuple[list[str], str | None]:
+    """The arguments with SGLang's ``--api-key`` in place of our ``--api-key-file``, and that key.
+
+    A key on a command line can be seen by everybody on the machine; these arguments are not one any more.
+
+    Raises:
+        ConfigError: the file cannot be used.
+    """
+    found: list[str] = []
+    key = None
+    words = iter(argv)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name != KEY_FILE_FLAG:
+            found.append(word)
+            continue
+        path = value if equals else next(words, "")
+        key = read_secret(path, field=KEY_FILE_FLAG).decode("utf-8", "replace")
+    return (found if key is None else [*found, f"--api-key={key}"]), key
+
+
+class _Hides(logging.Filter):
+    """Keeps a key out of the log, where SGLang writes all of its arguments at the start."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self._key = key
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if self._key in text:
+            record.msg, record.args = text.replace(self._key, "***"), None
+        return True
+
+
 def main(argv: list[str]) -> None:
     """Start the server and serve until it is stopped."""
     require_plugin()
+    try:
+        argv, key = with_key(argv)
+    except UserError as error:
+        raise SystemExit(f"sglang_ext.launch_server: error: {error}") from None
+    if key is not None:
+        logging.getLogger("sglang.srt.entrypoints.engine").addFilter(_Hides(key))
     if runtime.wanted(argv, os.environ):
         runtime.prepare_process(os.environ)
         reason = runtime.unsupported_host(platform.machine())
@@ -56,7 +104,6 @@ def main(argv: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    from sglang_ext.errors import UserError
     from sglang_ext.patches import readiness
 
     load_plugins()

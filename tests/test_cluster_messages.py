@@ -14,7 +14,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.cluster_key import MAX_SKEW_S, ClusterKey, read_cluster_key
+from sglang_ext.cluster_key import LOOK_S, MAX_SKEW_S, ClusterKey, Replays, read_cluster_key
 from sglang_ext.cluster_messages import (
     MAX_BODY_BYTES,
     PROTOCOL,
@@ -26,6 +26,7 @@ from sglang_ext.cluster_messages import (
     instance_path,
 )
 from sglang_ext.errors import ConfigError, UserError
+from sglang_ext.testing.fakes import FakeClock
 
 GOOD: dict[str, Any] = {
     "url": "http://127.0.0.1:30001",
@@ -114,20 +115,26 @@ def test_a_signature_holds_for_one_request_and_some_time() -> None:
     assert key.problem(signed(key), *ask, 1000.0 + MAX_SKEW_S - 1) is None
     assert "set the clocks right" in (key.problem(signed(key), *ask, 1000.0 + MAX_SKEW_S + 1) or "")
     assert "set the clocks right" in (key.problem(signed(key), *ask, 1000.0 - MAX_SKEW_S - 1) or "")
-    others = (("PUT", *ask[1:]), (ask[0], "/x", ask[2]), (*ask[:2], b"bodz"))
+    others: tuple[tuple[str, str, bytes], ...] = (
+        ("PUT", *ask[1:]),
+        (ask[0], "/x", ask[2]),
+        (*ask[:2], b"bodz"),
+    )
     for other in others:
         assert "another cluster key" in (key.problem(signed(key), *other, 1000.0) or "")
     assert "another cluster key" in (ClusterKey(SECRET + b"x").problem(signed(key), *ask, 1000.0) or "")
 
 
-@pytest.mark.parametrize("header", ["", "Bearer x", "KV-HMAC", "KV-HMAC x.y", "KV-HMAC .", "KV-HMAC ²."])
+@pytest.mark.parametrize(
+    "header", ["", "Bearer x", "KV-HMAC", "KV-HMAC x.y", "KV-HMAC .", "KV-HMAC ².", "KV-HMAC 1.2.3"]
+)
 def test_what_is_no_signature_is_refused(header: str) -> None:
     assert "is not signed" in (ClusterKey(SECRET).problem(header, "GET", "/", b"", 0.0) or "")
 
 
 def test_a_huge_moment_is_refused() -> None:
     key = ClusterKey(SECRET)
-    forged = f"KV-HMAC {'9' * 5000}.{'0' * 64}"
+    forged = f"KV-HMAC {'9' * 5000}.{'0' * 32}.{'0' * 64}"
     assert key.problem(forged, "GET", "/", b"", 0.0)
 
 
@@ -159,11 +166,86 @@ def test_a_key_that_others_can_use_is_refused(tmp_path: Path, mode: int) -> None
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"short", b"x" * 64, SECRET + b"\n" + SECRET, os.urandom(5000).hex().encode()]
+    "content",
+    [
+        b"",
+        b"short",
+        b"x" * 64,
+        b"\n".join([SECRET] * 3),
+        SECRET + b"\nshort",
+        os.urandom(5000).hex().encode(),
+    ],
 )
 def test_a_file_without_a_key_is_refused(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(ConfigError):
         read_cluster_key(key_file(tmp_path, content))
+
+
+OTHER = b"another key of at least thirty-two characters"
+
+
+def test_a_signature_is_good_once() -> None:
+    key, replays = ClusterKey(SECRET), Replays()
+    header = signed(key)
+    assert signed(key) != header, "a nonce each"
+    assert not replays.is_again(header, 1000.0)
+    assert replays.is_again(header, 1000.0 + MAX_SKEW_S)
+    assert replays.is_again(header.replace(" ", "   ").replace("KV", "kv"), 1001.0), "however it is written"
+    assert not replays.is_again(signed(key), 1000.0)
+    replays.is_again("KV-HMAC later", 1000.0 + 4 * MAX_SKEW_S)
+    assert repr(replays) == "Replays(1)", "what is too old to be accepted is forgotten"
+
+
+def test_a_changed_nonce_is_no_other_signature() -> None:
+    key = ClusterKey(SECRET)
+    scheme, _, value = signed(key).partition(" ")
+    moment, nonce, signature = value.split(".")
+    changed = f"{scheme} {moment}.{nonce[::-1]}.{signature}"
+    assert key.problem(changed, "POST", "/cluster/instances", b"body", 1000.0)
+
+
+def test_a_seal_holds_for_one_record_in_one_place() -> None:
+    key = ClusterKey(SECRET)
+    seal = key.seal("a:member", b"data")
+    assert key.is_sealed("a:member", b"data", seal)
+    assert not key.is_sealed("b:member", b"data", seal)
+    assert not key.is_sealed("a:member", b"datA", seal)
+    assert not key.is_sealed("a:member", b"data", "-")
+    assert not ClusterKey(OTHER).is_sealed("a:member", b"data", seal)
+
+
+def test_keys_are_changed_while_members_run(tmp_path: Path) -> None:
+    """Two members go from one key to another, one after the other, and never lose each other."""
+    clock = FakeClock()
+    files = [tmp_path / name for name in "ab"]
+    for file in files:
+        file.write_bytes(SECRET)
+        file.chmod(0o600)
+    members = [read_cluster_key(file, now=clock.monotonic) for file in files]
+    old, new = SECRET + b"\n", OTHER + b"\n"
+    for content in (old + new, new + old, new):
+        for file in files:
+            file.write_bytes(content)
+            clock.advance(LOOK_S)
+            for one, other in (members, members[::-1]):
+                assert other.problem(signed(one), "POST", "/cluster/instances", b"body", 1000.0) is None
+                assert other.is_member(one.curve_pair()[0])
+                assert other.is_sealed("x", b"data", one.seal("x", b"data"))
+    for member in members:
+        assert member.problem(signed(ClusterKey(SECRET)), "POST", "/cluster/instances", b"body", 1000.0)
+        assert not member.is_member(ClusterKey(SECRET).curve_pair()[0])
+
+
+def test_a_file_that_went_wrong_leaves_the_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock = FakeClock()
+    file = key_file(tmp_path)
+    key = read_cluster_key(file, now=clock.monotonic)
+    for spoil in (lambda: file.write_bytes(b"short"), lambda: file.chmod(0o644), file.unlink):
+        spoil()
+        clock.advance(LOOK_S)
+        assert key == ClusterKey(SECRET)
+        assert key.problem(signed(ClusterKey(SECRET)), "POST", "/cluster/instances", b"body", 1000.0) is None
+    assert len([record for record in caplog.records if "stays as it was" in record.message]) == 3
 
 
 def test_no_file_and_no_regular_file(tmp_path: Path) -> None:

@@ -19,13 +19,14 @@ from rich.console import Console
 
 from sglang_ext.cluster.config import ClusterConfig, add_cli_args, from_cli_args
 from sglang_ext.cluster.host import Ports, host_facts
-from sglang_ext.cluster.plan import Door, HostFacts, make_plan, needs_key, speaks_tls
+from sglang_ext.cluster.plan import Door, HostFacts, given_key, make_plan, speaks_tls
 from sglang_ext.cluster.supervisor import Cluster, Observer
 from sglang_ext.cluster.terminal import Display
 from sglang_ext.errors import ConfigError, UserError
 
 PROG = "sglang-ext cluster"
 LOG_FOLDER_PREFIX = "sglang-ext-cluster-"
+RUNTIME_FOLDER_PREFIX = "sglang-ext-run-"
 
 
 class LogFolder:
@@ -46,7 +47,7 @@ class LogFolder:
             if self._chosen is None:
                 self.path = Path(tempfile.mkdtemp(prefix=LOG_FOLDER_PREFIX))
             else:
-                self._chosen.mkdir(parents=True, exist_ok=True)
+                self._chosen.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self.path = self._chosen.resolve()
         except OSError as error:
             raise ConfigError(
@@ -62,17 +63,25 @@ class LogFolder:
 
 
 @contextlib.contextmanager
-def made_key(folder: Path) -> Iterator[Path]:
-    """A key for this cluster, in a file that nobody else can read, until the block ends."""
-    path = folder / "cluster.key"
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "w", encoding="ascii") as file:
-        file.write(secrets.token_urlsafe(48))
-    try:
+def made_key() -> Iterator[Path]:
+    """A key for one cluster, in a file that nobody else can read, until the block ends."""
+    _remove_left_folders(Path(tempfile.gettempdir()))
+    prefix = f"{RUNTIME_FOLDER_PREFIX}{os.getpid()}-"
+    # tempfile makes a folder of mode 0700, whatever the umask.
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
+        path = Path(folder) / "cluster.key"
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            file.write(secrets.token_urlsafe(48))
         yield path
-    finally:
-        path.unlink(missing_ok=True)
+
+
+def _remove_left_folders(where: Path) -> None:
+    """Remove the keys of clusters whose supervisor was killed."""
+    for folder in where.glob(f"{RUNTIME_FOLDER_PREFIX}*-*"):
+        pid = folder.name.removeprefix(RUNTIME_FOLDER_PREFIX).partition("-")[0]
+        with contextlib.suppress(OSError):
+            if folder.stat().st_uid == os.geteuid() and pid.isdigit() and not Path("/proc", pid).exists():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def open_door(config: ClusterConfig, ports: Ports) -> tuple[int, Door]:
@@ -106,7 +115,7 @@ async def running_cluster(
     with Ports() as ports, contextlib.ExitStack() as keep:
         router_port, door = open_door(config, ports)
         server_ports = ports.free_after(router_port, config.ports)
-        key_file = keep.enter_context(made_key(log_dir)) if needs_key(config) else None
+        key_file = None if given_key(config) else keep.enter_context(made_key())
         parts = make_plan(config, host or host_facts(), router_port, server_ports, key_file, door)
         cluster = Cluster(
             parts,

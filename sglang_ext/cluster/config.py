@@ -14,7 +14,7 @@ from typing import Any
 from sglang_ext.errors import ConfigError
 
 OURS = ("--model-path", "--model", "--host", "--port", "--api-key")
-"""Flags of a server that the cluster sets itself (the key would keep its own router out)."""
+"""Flags of a server that the cluster sets itself, and the key that others would see."""
 ROUTERS = (
     *("--worker-urls", "--host", "--port", "--policy"),
     *("--listen-fds", "--member-port", "--standby-fd"),
@@ -121,7 +121,9 @@ def _refuse(arguments: Sequence[str], taken: Sequence[str], where: str) -> None:
             raise ConfigError(
                 f"{name} cannot be given {where}",
                 field=name,
-                hint="The cluster sets it: see sglang-ext cluster --help",
+                hint="Others would see it: give --api-key-file FILE, which its router reads too"
+                if name == "--api-key"
+                else "The cluster sets it: see sglang-ext cluster --help",
             )
 
 
@@ -156,7 +158,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     )
     flag("prefill", int, "servers that only prefill; needs --decode", metavar="N")
     flag("decode", int, "servers that only decode; their KV comes from those that prefill", metavar="N")
-    flag("host", str, "address of the router; beyond loopback it asks for --router-args '--api-key KEY'")
+    flag("host", str, "address of the router; beyond loopback it needs --router-args '--api-key-file F'")
     flag("port", int, "port of the router, 0 for a free one; the servers take free ports after it")
     flag("policy", str, "how the router chooses a server; see python -m router --help")
     parser.add_argument(

@@ -86,6 +86,8 @@ def start(run: Run, temporary: str) -> int:
         signal.set_wakeup_fd(-1)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == guard:
+            # SGLang's sockets and files, and what libraries make, are nobody else's.
+            os.umask(0o077)
             run({**os.environ, "TMPDIR": temporary})
     finally:
         os._exit(CANNOT_RUN)

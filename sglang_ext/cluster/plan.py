@@ -36,7 +36,13 @@ ENVIRONMENT = {
 CPU_PROBE_TIMEOUT_S = "5"
 """Seconds that a server on a CPU has for the router's probe, more than the router's default: its HTTP process
 competes with the models for the cores, and a server taken out for being busy makes the others busier."""
-SECRET_FLAGS = ("--api-key", "--worker-api-key", "--admin-api-key", "--ssl-keyfile-password")
+SECRET_FLAGS = ("--admin-api-key", "--ssl-keyfile-password")
+"""Flags of SGLang's with secrets, which are not shown."""
+ROUTER_SECRETS = {"--api-key": "SGLANG_EXT_ROUTER_API_KEY", "--worker-api-key": "SGLANG_EXT_WORKER_API_KEY"}
+"""Flags of the router's with secrets, by which others could see them in a list of processes, and the
+variables that carry them instead."""
+SERVER_API_KEY_FLAG = "--api-key-file"
+WORKER_API_KEY_FLAG = "--worker-api-key-file"
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,8 @@ class Part:
     ready_path: str = "/health"
     sockets: tuple[int, ...] = ()
     """Descriptors that its processes inherit: bound sockets, in which connections wait while none accepts."""
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """As ``environment``, and wins over what the user has set."""
     slots: tuple[tuple[str, ...], ...] = ()
     """What sets its two processes apart, as further flags: one serves, and one stands by to take over at once
     when that dies. Empty for a part of one process."""
@@ -107,7 +115,7 @@ def make_plan(
         router_port: where the router will listen.
         server_ports: one per server, then one more per server that prefills, then one per server for torch's
             rendezvous.
-        key_file: a key for the cluster, unless the user has named one; see ``needs_key``.
+        key_file: a key that was made for the cluster, used unless the user has named one (``given_key``).
         door: what the router inherits; without it, it binds ``router_port`` itself.
 
     Raises:
@@ -126,10 +134,17 @@ def make_plan(
     bootstrap_ports = server_ports[config.servers :][: config.prefill]
     rendezvous_ports = server_ports[config.servers + config.prefill :]
     router_args = config.router_args
-    key = flag_value(router_args, ROUTER_KEY_FLAG)
-    if key is None and key_file is not None:
-        key = str(key_file)
+    key = given_key(config) or (None if key_file is None else str(key_file))
+    if key is not None and flag_value(router_args, ROUTER_KEY_FLAG) is None:
         router_args = (ROUTER_KEY_FLAG, key, *router_args)
+    router_args, hidden = without_secrets(router_args)
+    worker_key = _one_value(config, SERVER_API_KEY_FLAG)
+    if (
+        worker_key is not None
+        and flag_value(router_args, WORKER_API_KEY_FLAG) is None
+        and not hidden.get(ROUTER_SECRETS["--worker-api-key"])
+    ):
+        router_args = (WORKER_API_KEY_FLAG, worker_key, *router_args)
     servers = tuple(
         _server(config, host, index, port, bootstrap_ports, rendezvous_ports[index], tells, key)
         for index, port in enumerate(server_ports[: config.servers])
@@ -156,6 +171,7 @@ def make_plan(
         ready_path="/ready",
         needs=tuple(server.name for server in servers),
         sockets=() if door is None else door.sockets,
+        secrets=hidden,
         slots=_slots(config, door),
     )  # fmt: skip
     return (*servers, router)
@@ -173,11 +189,50 @@ def _slots(config: ClusterConfig, door: Door | None) -> tuple[tuple[str, ...], .
     return tuple(("--member-port", str(port)) for port in door.member_ports) or ((), ())
 
 
-def needs_key(config: ClusterConfig) -> bool:
-    """Whether a key has to be made: without one, a router that others can reach takes no registrations."""
-    host = config.host
-    is_local = host in ("localhost", "::1") or host.startswith("127.")
-    return not is_local and flag_value(config.router_args, ROUTER_KEY_FLAG) is None
+def without_secrets(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The router's arguments without those that hold secrets, and these as variables."""
+    kept: list[str] = []
+    hidden: dict[str, str] = {}
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name in ROUTER_SECRETS:
+            hidden[ROUTER_SECRETS[name]] = value if equals else next(words, "")
+        else:
+            kept.append(word)
+    return tuple(kept), hidden
+
+
+def _one_value(config: ClusterConfig, flag: str) -> str | None:
+    """The value that every server has for a flag.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    found = {flag_value(config.flags_of(index), flag) for index in range(config.servers)}
+    if len(found) > 1:
+        raise ConfigError(
+            "the servers of one router have one key", field=flag, hint="Give it after --, for all of them"
+        )
+    return found.pop()
+
+
+def given_key(config: ClusterConfig) -> str | None:
+    """The file with the cluster's key that the user named, for the router or for all servers.
+
+    Raises:
+        ConfigError: they name several, which could not reach each other.
+    """
+    named = [flag_value(config.router_args, ROUTER_KEY_FLAG)]
+    named += [flag_value(config.flags_of(index), SERVER_KEY_FLAG) for index in range(config.servers)]
+    found = {path for path in named if path is not None}
+    if len(found) > 1:
+        raise ConfigError(
+            f"the members of one cluster have one key, and {' and '.join(sorted(found))} are named",
+            field=SERVER_KEY_FLAG,
+            hint=f"Give --router-args '{ROUTER_KEY_FLAG} FILE' alone: the servers get the same",
+        )
+    return next(iter(found), None)
 
 
 def _server(
@@ -218,8 +273,9 @@ def _server(
         _refuse_replicas(flags)
     if is_global and tells is not None and flag_value(flags, "--kv-router") is None:
         ours += ["--kv-router", tells]
-        if key is not None and flag_value(flags, SERVER_KEY_FLAG) is None:
-            ours += [SERVER_KEY_FLAG, key]
+    # Who hands KV over asks for it too, also where it keeps none.
+    if (is_global or hands_over) and key is not None and flag_value(flags, SERVER_KEY_FLAG) is None:
+        ours += [SERVER_KEY_FLAG, key]
     on_cpu = _on_cpu(config, host, index)
     if not on_cpu:
         ours += _devices(config, host, index)

@@ -68,7 +68,7 @@ class PartProcess:
         if self._call is not None:
             flags, inherited = (*flags, "--standby-fd", str(self._call[0])), (*inherited, self._call[0])
         try:
-            with self._log.open("ab") as log:
+            with os.fdopen(_private(self._log), "ab") as log:
                 log.write(f"$ {' '.join((self._part.shown_command, *flags))}\n".encode())
                 log.flush()
                 self._process = await asyncio.create_subprocess_exec(
@@ -115,14 +115,21 @@ class PartProcess:
             self._process.send_signal(number)
 
 
+def _private(log: Path) -> int:
+    """Open a log to append to. Nobody else can read it, whatever the umask: it may quote clients."""
+    return os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
 def environment_of(part: Part, ours: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a part's process: ``ours``, and after it what the part adds and ``ours`` lacks.
+    """The environment of a part's process: ``ours``, and after it what the part adds and ``ours`` lacks, and
+    the part's secrets.
 
     What the user has set, such as OMP_NUM_THREADS, wins. The order matters too: setproctitle finds the place
     of the title in memory by the first variable, and finds nothing where the process has set that one anew,
     as SGLang does with some of those that are added here.
     """
-    return {**ours, **{name: value for name, value in part.environment.items() if name not in ours}}
+    added = {name: value for name, value in part.environment.items() if name not in ours}
+    return {**ours, **added, **part.secrets}
 
 
 def stop_listening(descriptor: int) -> None:

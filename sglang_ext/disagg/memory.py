@@ -64,6 +64,7 @@ class SharedMemory:
         self.nbytes = nbytes
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
+            os.fchmod(self.fd, 0o600)
             os.ftruncate(self.fd, nbytes)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
             # Populated now: touching fresh pages on the path of a transfer would cost more than the copy.

@@ -94,7 +94,7 @@ class AgentSocket:
         self.public_key = public.decode()
         self._authenticator = Authenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(ZAP_DOMAIN, credentials_provider=_OnlyMembers(public))
+        self._authenticator.configure_curve_callback(ZAP_DOMAIN, credentials_provider=_OnlyMembers(key))
         self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
         self._socket.curve_server = True
         self._socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
@@ -210,10 +210,10 @@ class AgentSocket:
 
 
 class _OnlyMembers:
-    """Credentials provider: the cluster's public key (Z85) and no other."""
+    """Credentials provider: the public keys (Z85) of the cluster's members."""
 
-    def __init__(self, public: bytes) -> None:
-        self._public = public
+    def __init__(self, key: ClusterKey) -> None:
+        self._key = key
 
     def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._public
+        return self._key.is_member(key)

@@ -87,6 +87,7 @@ class ArenaMemory:
         try:
             if shared:
                 self._fd = os.memfd_create(f"sglang-ext-{name}", os.MFD_CLOEXEC)
+                os.fchmod(self._fd, 0o600)
                 os.ftruncate(self._fd, length)
                 self._map = mmap.mmap(self._fd, length, mmap.MAP_SHARED)
             else:

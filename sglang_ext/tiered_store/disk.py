@@ -312,7 +312,7 @@ def _take(config: DiskConfig) -> tuple[DirectoryOwner | None, bool]:
             hint="Make it larger",
         )
     try:
-        config.path.mkdir(parents=True, exist_ok=True)
+        config.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         return DirectoryOwner(config.path, config.instance), False
     except OSError as error:
         if error.errno in _READ_ONLY_ERRORS and config.path.is_dir():

@@ -180,7 +180,7 @@ def find_runs(file: Path) -> Iterator[RunHeader]:
     """Every run in a segment whose header verifies, found by its magic at page borders, in order."""
     try:
         size = file.stat().st_size
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return
     try:
@@ -311,7 +311,7 @@ def _commit(
 def _row_of(path: Path, header: RunHeader, number: int) -> tuple[RunRow, set[int]]:
     """The index row of a run, and which of its blocks are damaged."""
     file = path / f"{header.segment:08d}{SUFFIX}"
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         bad = bad_blocks(fd, header)
         seal = checksum(os.pread(fd, header.shape.header_bytes, header.offset))

@@ -56,7 +56,7 @@ class Files:
 
     def open(self, path: Path, *, write: bool = False, create: bool = False, direct: bool = False) -> int:
         """Open a segment; `create` demands that it does not exist yet."""
-        flags = os.O_CLOEXEC | (os.O_RDWR if write else os.O_RDONLY)
+        flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_RDWR if write else os.O_RDONLY)
         flags |= os.O_CREAT | os.O_EXCL if create else 0
         flags |= os.O_DIRECT if direct else 0
         return os.open(path, flags, 0o600)

@@ -129,7 +129,7 @@ class Index:
         """Told of every change that was committed, by the thread that made it."""
         self._changed: tuple[list[bytes], list[bytes]] = ([], [])
         if not readonly:
-            path.mkdir(exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)
         if (path / DATA_FILE).exists():
             problems = verify_file(path)
             if problems:
@@ -155,6 +155,7 @@ class Index:
                 self._env = lmdb.open(
                     str(self.path),
                     map_size=size,
+                    mode=0o600,
                     max_dbs=4,
                     max_readers=512,
                     readonly=self.readonly,

@@ -36,7 +36,9 @@ class DirectoryOwner:
 
     def __init__(self, path: Path, instance: str) -> None:
         self.path = path
-        self._fd = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # Not through a link that somebody else has put there: what it points to would be emptied.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = os.open(path / LOCK_FILE, flags, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

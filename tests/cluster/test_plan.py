@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sglang_ext.cluster.command import made_key
+from sglang_ext.cluster.command import RUNTIME_FOLDER_PREFIX, made_key
 from sglang_ext.cluster.config import ClusterConfig, flag_value
-from sglang_ext.cluster.plan import HostFacts, Part, make_plan, needs_key
+from sglang_ext.cluster.plan import HostFacts, Part, given_key, make_plan
+from sglang_ext.cluster.process import environment_of
 from sglang_ext.cluster_key import read_cluster_key
 from sglang_ext.errors import ConfigError
 
@@ -93,41 +97,71 @@ def test_replicas_in_one_server_are_refused_before_anything_starts(flags: tuple[
     plan(server_args=(named, "1"))
 
 
-@pytest.mark.parametrize(
-    ("host", "args", "needed"),
-    [
-        ("127.0.0.1", (), False),
-        ("localhost", (), False),
-        ("::1", (), False),
-        ("0.0.0.0", ("--api-key", "k"), True),
-        ("0.0.0.0", ("--api-key", "k", "--cluster-key-file", "mine"), False),
-    ],
-)
-def test_a_key_is_made_where_others_can_reach_the_router(
-    host: str, args: tuple[str, ...], needed: bool
-) -> None:
-    assert needs_key(ClusterConfig(model_path="m", host=host, router_args=args)) is needed
+def test_the_users_key_is_the_clusters() -> None:
+    def given(**values: Any) -> str | None:
+        return given_key(ClusterConfig(**{"model_path": "m", "colocated": 2, **values}))
+
+    assert given() is None
+    assert given(router_args=("--cluster-key-file", "mine")) == "mine"
+    assert given(server_args=("--kv-cluster-key-file", "mine")) == "mine"
+    with pytest.raises(ConfigError, match="one key"):
+        given(
+            router_args=("--cluster-key-file", "mine"), instance_args={1: ("--kv-cluster-key-file", "yours")}
+        )
 
 
 def test_the_key_goes_to_every_member() -> None:
-    config = ClusterConfig(model_path="m", colocated=2, host="0.0.0.0", router_args=("--api-key", "k"))
+    config = ClusterConfig(model_path="m", colocated=2)
     first, second, router = make_plan(config, CPU, 30_000, range(30_001, 30_005), Path("/run/made"))
     assert flag_value(first.command, "--kv-cluster-key-file") == "/run/made"
     assert flag_value(second.command, "--kv-cluster-key-file") == "/run/made"
     assert flag_value(router.command, "--cluster-key-file") == "/run/made"
-    (server, router) = plan(colocated=1, router_args=("--cluster-key-file", "mine"))
-    assert flag_value(server.command, "--kv-cluster-key-file") == "mine"
-    (server, router) = plan(colocated=1)
+    for given in (
+        {"router_args": ("--cluster-key-file", "mine")},
+        {"server_args": ("--kv-cluster-key-file", "mine")},
+    ):
+        (server, router) = plan(colocated=1, **given)
+        assert flag_value(server.command, "--kv-cluster-key-file") == "mine"
+        assert flag_value(router.command, "--cluster-key-file") == "mine"
+
+
+def test_who_hands_kv_over_and_keeps_none_has_the_key_too() -> None:
+    config = ClusterConfig(
+        model_path="m", colocated=0, prefill=1, decode=1, server_args=("--kv-pd-caching", "basic")
+    )
+    *servers, _ = make_plan(config, CPU, 30_000, range(30_001, 30_001 + config.ports), Path("/run/made"))
+    assert [flag_value(server.command, "--kv-cluster-key-file") for server in servers] == ["/run/made"] * 2
+
+
+def test_another_cache_is_given_no_key() -> None:
+    config = ClusterConfig(model_path="m", server_args=("--disable-radix-cache",))
+    server, _ = make_plan(config, CPU, 30_000, range(30_001, 30_001 + config.ports), Path("/run/made"))
     assert flag_value(server.command, "--kv-cluster-key-file") is None
-    assert flag_value(router.command, "--cluster-key-file") is None
 
 
-def test_the_key_is_nobody_elses_and_goes(tmp_path: Path) -> None:
-    (tmp_path / "cluster.key").write_text("left by somebody who was killed")
-    with made_key(tmp_path) as path:
-        assert path.stat().st_mode & 0o777 == 0o600
-        assert read_cluster_key(path)
-    assert list(tmp_path.iterdir()) == []
+def test_the_key_is_nobody_elses_and_goes() -> None:
+    before = os.umask(0)
+    try:
+        with made_key() as path:
+            assert path.stat().st_mode & 0o777 == 0o600
+            assert path.parent.stat().st_mode & 0o777 == 0o700
+            assert read_cluster_key(path)
+    finally:
+        os.umask(before)
+    assert not path.parent.exists()
+
+
+def test_the_key_of_a_cluster_that_was_killed_goes_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    folders = [tmp_path / f"{RUNTIME_FOLDER_PREFIX}{pid}-x" for pid in (ended.pid, os.getpid())]
+    for folder in folders:
+        folder.mkdir()
+    with made_key():
+        assert [folder.exists() for folder in folders] == [False, True]
 
 
 def test_prefill_and_decode_apart() -> None:
@@ -279,8 +313,22 @@ def test_servers_on_a_cpu_get_more_time_for_probes() -> None:
 
 
 def test_keys_are_not_shown() -> None:
-    router = plan(router_args=("--api-key", "secret", "--worker-api-key=hidden"))[-1]
-    assert "secret" in router.command
-    assert "secret" not in router.shown_command
-    assert "hidden" not in router.shown_command
-    assert "--api-key ***" in router.shown_command
+    """Nor passed on a command line, where everybody on the machine could read them."""
+    router = plan(router_args=("--api-key", "secret", "--worker-api-key=hidden", "--queue-size", "3"))[-1]
+    assert not {"secret", "hidden", "--api-key", "--worker-api-key=hidden"} & {*router.command}
+    assert "secret" not in repr(router)
+    assert flag_value(router.command, "--queue-size") == "3"
+    found = environment_of(router, {"SGLANG_EXT_ROUTER_API_KEY": "what the user uses elsewhere"})
+    assert (found["SGLANG_EXT_ROUTER_API_KEY"], found["SGLANG_EXT_WORKER_API_KEY"]) == ("secret", "hidden")
+    server = plan(server_args=("--admin-api-key", "admin"))[0]
+    assert "--admin-api-key ***" in server.shown_command
+
+
+def test_a_router_asks_servers_with_their_key() -> None:
+    *servers, router = plan(server_args=("--api-key-file", "/k"))
+    assert [flag_value(server.command, "--api-key-file") for server in servers] == ["/k"] * 2
+    assert flag_value(router.command, "--worker-api-key-file") == "/k"
+    router = plan(server_args=("--api-key-file", "/k"), router_args=("--worker-api-key-file", "/other"))[-1]
+    assert flag_value(router.command, "--worker-api-key-file") == "/other"
+    with pytest.raises(ConfigError, match="one key"):
+        plan(instance_args={1: ("--api-key-file", "/k")})

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import pwd
 import queue
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from email.message import Message
 from pathlib import Path
@@ -28,6 +32,7 @@ END_S = 60.0
 BLOCK = 16
 PROMPT_TOKENS = 40 * BLOCK
 PROMPTS = 4
+NOBODY = Path(__file__).with_name("nobody.py")
 
 pytestmark = pytest.mark.timeout(2 * START_S)
 
@@ -35,14 +40,19 @@ pytestmark = pytest.mark.timeout(2 * START_S)
 class RunningCluster:
     """The command, its output line by line, and every process below it."""
 
-    def __init__(self, log_dir: Path, *arguments: str, flags: tuple[str, ...] = ()) -> None:
-        self.log_dir = log_dir
+    def __init__(self, folder: Path, *arguments: str, flags: tuple[str, ...] = ()) -> None:
+        self.log_dir = log_dir = folder / "logs"
+        self.disk, self.temporary = folder / "kv", folder / "tmp"
+        self.temporary.mkdir(exist_ok=True)
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "sglang_ext.cli", "cluster", "--model-path", str(model_path("tiny"))),
                 *("--port", "0", "--log-dir", str(log_dir), *arguments),
-                *("--", "--max-total-tokens", "8192", "--kv-dram-size", "64MB", *flags),
+                *("--", "--max-total-tokens", "8192", "--kv-dram-size", "64MB"),
+                *("--kv-disk-path", str(self.disk), "--kv-disk-size", "1GB", *flags),
             ],
+            env={**os.environ, "TMPDIR": str(self.temporary)},
+            umask=0,  # nothing is to depend on it
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -80,10 +90,65 @@ class RunningCluster:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunningCluster]:
-    found = RunningCluster(tmp_path, *getattr(request, "param", ()))
-    yield found
-    found.close()
+def folder() -> Iterator[Path]:
+    # Not below the folder of the tests: others cannot enter that, whatever is in it.
+    with tempfile.TemporaryDirectory(prefix="cluster-", dir="/tmp") as made:
+        Path(made).chmod(0o755)
+        yield Path(made)
+
+
+@pytest.fixture
+def cluster(folder: Path, request: pytest.FixtureRequest) -> Iterator[RunningCluster]:
+    with closing(RunningCluster(folder, *getattr(request, "param", ()))) as found:
+        yield found
+
+
+def open_to_others(processes: Iterable[psutil.Process], *paths: Path) -> list[str]:
+    """What user nobody can open of these, a line for each."""
+    pids = ",".join(str(process.pid) for process in processes)
+    nobody = pwd.getpwnam("nobody").pw_uid
+    words = ["python3", "-I", "-S", "-", pids, *map(str, paths)]
+    done = subprocess.run(
+        words, input=NOBODY.read_text(), user=nobody, group=nobody, extra_groups=(), cwd="/",
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def shared_memory_of(processes: Iterable[psutil.Process]) -> set[Path]:
+    maps = {Path(each.path) for process in processes for each in process.memory_maps()}
+    return {path for path in maps if path.is_relative_to("/dev/shm") and path.exists()}
+
+
+def keeps_to_itself(cluster: RunningCluster, below: list[psutil.Process]) -> None:
+    """Nothing of it is open to other users of the machine, and its keys are in no list of processes."""
+    (key,) = cluster.temporary.glob("sglang-ext-run-*/cluster.key")
+    secret = key.read_text()
+    assert not [process for process in below if secret in " ".join(process.cmdline())]
+    folders = (cluster.temporary, cluster.log_dir, cluster.disk)
+    for folder in folders:
+        assert sum(path.is_file() for path in folder.rglob("*")) > 0, folder
+    if os.geteuid() != 0:
+        return  # only root can be somebody else
+    assert open_to_others(below, *folders, *shared_memory_of(below)) == []
+    # The twin: it sees a file that is not protected, and a process of its own.
+    (cluster.temporary / "open").write_text("")
+    assert open_to_others((), cluster.temporary) == [f"{cluster.temporary / 'open'}: read"]
+
+
+def registers(url: str) -> int:
+    """The status for a stranger who registers an instance."""
+    body = {"url": "http://127.0.0.1:1", "instance": "false", "epoch": "0" * 32, "agent": "tcp://127.0.0.1:2"}
+    request = urllib.request.Request(
+        f"{url}/cluster/instances", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
 
 
 def ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -122,11 +187,10 @@ def prompt(number: int) -> dict[str, Any]:
     return {"input_ids": tokens, "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
 
 
-def test_serves_is_gone_after_a_kill_and_finds_its_disks_again(tmp_path: Path) -> None:
+def test_serves_is_gone_after_a_kill_and_finds_its_disks_again(folder: Path) -> None:
     """Ready means ready: the first requests of a cluster that was started anew go to whoever has their KV."""
-    kv = ("--kv-disk-path", str(tmp_path / "kv"), "--kv-disk-size", "1GB", "--kv-load-policy", "always")
-    (tmp_path / "logs").mkdir()
-    with closing(RunningCluster(tmp_path / "logs", "--colocated", "2", flags=kv)) as cluster:
+    kv = ("--kv-load-policy", "always")
+    with closing(RunningCluster(folder, "--colocated", "2", flags=kv)) as cluster:
         where = addresses(cluster)
         url, names = where["router"], {address: name for name, address in where.items()}
         cold = [sent(url, prompt(number)) for number in range(PROMPTS)]
@@ -140,6 +204,8 @@ def test_serves_is_gone_after_a_kill_and_finds_its_disks_again(tmp_path: Path) -
         wait_until(lambda: blocks_on_disk(url) >= whole, seconds=END_S, what="everything on disk")
 
         below = cluster.below()
+        keeps_to_itself(cluster, below)
+        assert registers(url) == 401
         kinds = [process.name() for process in below]
         assert sum("sched" in kind for kind in kinds) == 2, kinds
         assert len(below) >= 10, kinds  # guards, servers, schedulers, detokenizers, router
@@ -147,7 +213,7 @@ def test_serves_is_gone_after_a_kill_and_finds_its_disks_again(tmp_path: Path) -
         _, left = psutil.wait_procs(below, timeout=END_S)
         assert left == []
 
-    with closing(RunningCluster(tmp_path / "logs", "--colocated", "2", flags=kv)) as cluster:
+    with closing(RunningCluster(folder, "--colocated", "2", flags=kv)) as cluster:
         where = addresses(cluster)
         url, names = where["router"], {address: name for name, address in where.items()}
         # First those of the server that an idle cluster without knowledge would not have chosen.

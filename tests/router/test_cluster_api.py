@@ -237,6 +237,14 @@ async def test_only_members_register_where_there_is_a_key(start, start_worker, k
         status, answer = await client.call("POST", PATH, body, authorization=header)
         assert (status, answer["error"]["code"]) == (401, "not_a_member")
     assert (await client.call("POST", PATH, body, authorization=good))[0] == 200
+    status, answer = await client.call("POST", PATH, body, authorization=good)
+    assert status == 401
+    assert "used before" in answer["error"]["message"]
+    # An agent without the key: whoever listens there could speak for the instance.
+    bare = json.dumps(registration(worker) | {"agent": "tcp://127.0.0.1:1", "agent_key": ""}).encode()
+    header = key.sign("POST", PATH, bare, now)
+    status, answer = await client.call("POST", PATH, bare, authorization=header)
+    assert (status, answer["error"]["code"]) == (403, "no_agent_key")
     # A key is enough to be trusted with addresses of other machines.
     far = json.dumps(registration(worker, "far", 2) | {"url": "http://192.0.2.1:1"}).encode()
     assert (await client.call("POST", PATH, far, authorization=key.sign("POST", PATH, far, now)))[0] == 200

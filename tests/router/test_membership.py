@@ -14,6 +14,7 @@ from router.membership_redis import SYNC_S, RedisMembership, address_of
 from router.redis_records import MAX_EVENTS
 from router.roster import Intent
 from sglang_ext.clock import SystemClock
+from sglang_ext.cluster_key import ClusterKey
 from sglang_ext.errors import ConfigError
 from sglang_ext.testing.fakes import FakeClock
 from sglang_ext.testing.redis_server import HOW_TO_GET_IT, RedisServer, redis_is_installed
@@ -33,7 +34,7 @@ def redis() -> Iterator[RedisServer]:
 
 @pytest.fixture
 def make_shared(redis: RedisServer) -> Make:
-    return lambda name: RedisMembership(redis.url, name, SystemClock())
+    return lambda name: RedisMembership(redis.url, name, SystemClock(), key=ClusterKey(SECRET))
 
 
 class TestEmbedded(MembershipContract):
@@ -47,6 +48,54 @@ class TestRedis(SharedMembershipContract):
     @pytest.fixture
     def make(self, make_shared: Make) -> Make:
         return make_shared
+
+
+SECRET = b"a key of at least thirty-two characters"
+
+
+@needs_redis
+async def test_what_no_member_has_signed_is_not_believed(redis: RedisServer) -> None:
+    """Somebody who can write to Redis names an instance, a router and a session of his own."""
+    key = ClusterKey(SECRET)
+    good, false = member("good"), member("false")
+    ear = Ear()
+    shared = RedisMembership(redis.url, "one", SystemClock(), key=key)
+    other = RedisMembership(redis.url, "two", SystemClock(), key=ClusterKey(SECRET))
+    strangers = [
+        RedisMembership(redis.url, "stranger", SystemClock()),
+        RedisMembership(redis.url, "guesser", SystemClock(), key=ClusterKey(b"x" + SECRET)),
+    ]
+    for store in (shared, *strangers, other):
+        await store.start(ear if store is shared else Ear())
+    try:
+        for stranger in strangers:
+            stranger.publish(false)
+            stranger.tell(RouterStatus("false"))
+            stranger.remember("session", "false")
+        await until(lambda: shared.refused >= 2)
+        other.publish(good)
+        other.tell(RouterStatus("two"))
+        other.remember("session", "good")
+
+        def told() -> bool:
+            shared.tell(RouterStatus("one"))
+            return bool(ear.others) and ear.roster.get("good") is not None and bool(ear.sessions)
+
+        await until(told)
+        assert ear.roster.get("false") is None
+        assert {*ear.others} == {"two"}
+        assert ear.sessions == {"session": "good"}
+        late = Ear()
+        third = RedisMembership(redis.url, "three", SystemClock(), key=key)
+        await third.start(late)
+        try:
+            await until(lambda: late.roster.get("good") is not None)
+            assert late.roster.get("false") is None
+        finally:
+            await third.stop()
+    finally:
+        for store in (shared, *strangers, other):
+            await store.stop()
 
 
 @needs_redis
