@@ -43,6 +43,7 @@ def test_servers_and_their_router() -> None:
     assert flag_value(router.command, "--policy") == "least-load"
     assert flag_value(router.command, "--block-size") == "32"
     assert router.url == "http://127.0.0.1:30000"
+    assert (first.ready_path, router.ready_path) == ("/health", "/ready")
 
 
 def test_each_server_has_a_port_for_the_rendezvous_of_its_ranks() -> None:

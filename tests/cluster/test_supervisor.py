@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import subprocess
@@ -36,6 +37,23 @@ class Diary:
 
     def position(self, name: str, state: State) -> int:
         return self.entries.index((name, state))
+
+
+async def test_a_part_is_ready_when_it_says_so_itself(small_part: MakePart, tmp_path: Path) -> None:
+    """A router that serves and does not know yet what its servers hold makes no cluster that is ready."""
+    knows = asyncio.Event()
+    asked = asyncio.Event()
+
+    async def probe(url: str) -> bool:
+        asked.set()
+        return knows.is_set() if url.endswith("/ready") else True
+
+    part = dataclasses.replace(small_part("router"), ready_path="/ready")
+    async with Cluster([part], tmp_path, probe=probe) as cluster:
+        await asked.wait()
+        assert cluster.parts["router"].state is State.STARTING
+        knows.set()
+        await cluster.ready()
 
 
 async def test_starts_in_order_and_ends_in_the_opposite_order(

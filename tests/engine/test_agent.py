@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
@@ -134,6 +135,37 @@ async def test_a_disk_is_told_by_name_and_found_after_what_is_in_memory() -> Non
         assert (gone.instance, gone.tier, gone.tokens) == (NAME, "disk", 12)
         instance.feed.clear(1)
         await until(lambda: side.match(tokens, mine) is None, instance)
+
+
+class GatedDisk(Disk):
+    """Lists its names in the order given, one at a time, and the second and later ones when it may."""
+
+    def __init__(self, names: list[bytes]) -> None:
+        super().__init__([])
+        self.names = names
+        self.gate = threading.Event()
+
+    def names_after(self, place: bytes, limit: int) -> tuple[list[bytes], bytes | None]:
+        at = int(place or b"0")
+        if at:
+            assert self.gate.wait(10)
+        return self.names[at : at + 1], b"%d" % (at + 1) if at + 1 < len(self.names) else None
+
+
+async def test_what_a_snapshot_has_told_is_used_while_the_rest_is_awaited() -> None:
+    tokens = [5] * 16
+    space = Namespace("m", "w0", "f32", "layout", "tp0of1", tenant_salt(None, None))
+    disk = GatedDisk(block_keys(space.digest(), encode_tokens(tokens), BLOCK))
+    instance = Instance(disk=disk)
+    async with connected(instance) as side:
+        assert side.index.awaited(NAME), "from the registration on"
+        await until(lambda: side.match(tokens) == Match(4, own=False, disk=4), instance)
+        assert side.index.awaited(NAME)
+        assert not side.index.trusted(NAME)
+        disk.gate.set()
+        await until(lambda: side.index.trusted(NAME), instance)
+        assert not side.index.awaited(NAME)
+        assert side.match(tokens) == Match(16, own=True, disk=16)
 
 
 async def test_who_has_another_key_is_told_nothing() -> None:
