@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from browser import Page, browser_page, find_browser
 
-from sglang_ext.agent_messages import Beat, Fill
+from router.policies import Match
+from sglang_ext.agent_messages import Advise, Advised, Beat, Fill, Withdraw
 
 EPOCH = bytes(16)
 BROWSER = find_browser()
 pytestmark = pytest.mark.skipif(
     BROWSER is None, reason="no Chromium or Chrome here: install one, or name it with CHROME"
 )
+
+
+@dataclass
+class Listening:
+    """An agent that takes hints, and does what the test says."""
+
+    hints: list[Advise] = field(default_factory=list)
+
+    def computes(self, name: str) -> bool:
+        return True
+
+    def send(self, name: str, message: Advise | Withdraw) -> bool:
+        if isinstance(message, Advise):
+            self.hints.append(message)
+        return True
 
 
 @pytest.fixture
@@ -97,6 +115,50 @@ async def test_what_is_known_of_instances_and_of_the_conversation_is_shown(
     await page.press("a")
     await page.until("document.querySelectorAll('#where span').length > 0")
     assert "HBM" in await page.evaluate("document.getElementById('legend').textContent")
+
+
+async def test_each_state_of_a_hint_is_shown_from_the_key_on(
+    page, start_worker, start_router, monkeypatch
+) -> None:
+    """The instance's agent is this test: the page shows each state once the agent has told it."""
+    worker = await start_worker()
+    router = await start_router(worker)
+    links = router.advisor._links = Listening()
+    real = router.trees.match
+    monkeypatch.setattr(
+        router.trees,
+        "match",
+        lambda namespace, key: {
+            name: Match(each.tokens, each.own, dram=each.tokens)
+            for name, each in real(namespace, key).items()
+        },
+    )
+    await page.open(router.url + "/ui")
+    await page.until("document.getElementById('model').textContent !== ''")
+    await say(page, "Tell me of the sea. " * 5, 1)
+    await page.evaluate(
+        "window.shown = [];"
+        "new MutationObserver(() => shown.push(document.getElementById('hint').textContent))"
+        ".observe(document.getElementById('hint'), {childList: true})"
+    )
+    await page.press("W")
+    last = "(shown.at(-1) ?? '')"
+    await page.until(last + ".startsWith('Hint moving')")
+    (hint,) = links.hints
+    router.advisor.on_advised(worker.url, Advised(EPOCH, hint.id, "computing", 0, 0))
+    await page.until(last + ".startsWith('Hint computing')")
+    router.advisor.on_advised(worker.url, Advised(EPOCH, hint.id, "computed", 16, 16))
+    await page.until(last + ".startsWith('Hint ready')")
+    shown = await page.evaluate("shown")
+    order = ["moving", "computing", "ready"]
+    assert list(dict.fromkeys(text.split()[1] for text in shown)) == order
+    assert all(worker.url in text for text in shown)
+    times = [int(found[1]) for text in shown if (found := re.search(r", (\d+) ms after the key$", text))]
+    assert len(times) == len(shown)
+    assert times == sorted(times)
+    followed = [each["url"] for each in page.requests if "/v1/advisory/" in each["url"]]
+    assert followed == [f"{router.url}/v1/advisory/{hint.id}"], "one stream, and no polling"
+    assert page.faults == []
 
 
 async def test_without_hints_none_is_sent_and_text_is_text(page, start_worker, start_router) -> None:

@@ -47,8 +47,11 @@ export async function advise(session, messages, model) {
   return (await post("/v1/advisory", { session, messages, model })).json();
 }
 
-export async function advised(id) {
-  return (await call(`/v1/advisory/${encodeURIComponent(id)}`)).json();
+// Calls `onState` with each state of a hint, the last being the one in which nothing is moved any more.
+export async function follow(id, onState, signal) {
+  const path = `/v1/advisory/${encodeURIComponent(id)}`;
+  const response = await call(path, { headers: { accept: "text/event-stream" }, signal });
+  for await (const state of events(response.body)) onState(state);
 }
 
 // Streams one turn. `onText` gets each piece; resolves with what the answer told about itself.
@@ -60,27 +63,32 @@ export async function say(session, messages, model, onText, signal) {
     { headers: { "x-session-id": session }, signal },
   );
   const told = { instance: response.headers.get("x-kv-instance"), ttft: null, text: "", usage: null };
-  let rest = "";
-  const decoder = new TextDecoder();
-  for await (const bytes of pieces(response.body)) {
-    rest += decoder.decode(bytes, { stream: true });
-    const events = rest.split("\n\n");
-    rest = events.pop();
-    for (const event of events) {
-      const data = event.split("\n").filter((line) => line.startsWith("data:")).map((line) => line.slice(5)).join("\n").trim();
-      if (!data || data === "[DONE]") continue;
-      const part = JSON.parse(data);
-      if (part.error) throw new Error(part.error.message);
-      if (part.usage) told.usage = part.usage;
-      const text = part.choices?.[0]?.delta?.content;
-      if (text) {
-        told.ttft ??= performance.now() - started;
-        told.text += text;
-        onText(told.text);
-      }
+  for await (const part of events(response.body)) {
+    if (part.error) throw new Error(part.error.message);
+    if (part.usage) told.usage = part.usage;
+    const text = part.choices?.[0]?.delta?.content;
+    if (text) {
+      told.ttft ??= performance.now() - started;
+      told.text += text;
+      onText(told.text);
     }
   }
   return told;
+}
+
+// The server-sent events of a body, parsed; without the mark of the end.
+async function* events(body) {
+  let rest = "";
+  const decoder = new TextDecoder();
+  for await (const bytes of pieces(body)) {
+    rest += decoder.decode(bytes, { stream: true });
+    const whole = rest.split("\n\n");
+    rest = whole.pop();
+    for (const event of whole) {
+      const data = event.split("\n").filter((line) => line.startsWith("data:")).map((line) => line.slice(5)).join("\n").trim();
+      if (data && data !== "[DONE]") yield JSON.parse(data);
+    }
+  }
 }
 
 async function* pieces(body) {

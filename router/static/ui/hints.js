@@ -2,11 +2,9 @@
 
 import * as api from "/ui/api.js";
 
-const POLL_MS = 250;
-const POLLS = 240;
-
 export class Hints {
-  // onNews(answer) is told what the router says, at once and whenever it changes; onFault(text) what went wrong.
+  // onNews(answer, ms) is told what the router says, at once and whenever it changes, and how long after the key that
+  // was; onFault(text) what went wrong.
   constructor(onNews, onFault) {
     this.onNews = onNews;
     this.onFault = onFault;
@@ -16,24 +14,25 @@ export class Hints {
 
   // A turn has ended, or a conversation begins: the next key is a first one.
   reset() {
-    this.turn = (this.turn ?? 0) + 1;
+    this.following?.abort();
+    this.following = new AbortController();
     this.sent = false;
   }
 
-  async typing(session, messages, model) {
+  // `typedAt` is the moment of the key, on the clock of performance.now().
+  async typing(session, messages, model, typedAt) {
     if (!this.enabled || this.sent || messages.length === 0) return;
     this.sent = true;
-    const turn = this.turn;
+    const { signal } = this.following;
+    const news = (answer) => {
+      if (!signal.aborted) this.onNews(answer, performance.now() - typedAt);
+    };
     try {
-      let answer = await api.advise(session, messages, model);
-      this.onNews(answer);
-      for (let polls = 0; polls < POLLS && this.turn === turn && moving(answer); polls++) {
-        await new Promise((done) => setTimeout(done, POLL_MS));
-        answer = await api.advised(answer.id);
-        if (this.turn === turn) this.onNews(answer);
-      }
+      const answer = await api.advise(session, messages, model);
+      news(answer);
+      if (moving(answer) && !signal.aborted) await api.follow(answer.id, news, signal);
     } catch (error) {
-      if (this.turn === turn) this.onFault(error);
+      if (!signal.aborted) this.onFault(error);
     }
   }
 }

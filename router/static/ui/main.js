@@ -10,8 +10,8 @@ const at = (id) => document.getElementById(id);
 const state = { session: crypto.randomUUID(), messages: [], turns: [], model: undefined, chosen: null, busy: null };
 
 const hints = new Hints(
-  (answer) => {
-    at("hint").textContent = view.hint(answer);
+  (answer, ms) => {
+    at("hint").textContent = view.hint(answer, ms);
     view.where(at("where"), at("legend"), answer.tokens);
     state.hinted = answer.verdict !== "refused";
     if (answer.instance) state.chosen = answer.instance;
@@ -74,11 +74,11 @@ async function send(text) {
   }
 }
 
-at("draft").addEventListener("input", () => {
+at("draft").addEventListener("input", (event) => {
   const draft = at("draft");
   draft.style.height = "auto";
   draft.style.height = `${draft.scrollHeight}px`;
-  if (draft.value && !state.busy) hints.typing(state.session, state.messages, state.model);
+  if (draft.value && !state.busy) hints.typing(state.session, state.messages, state.model, event.timeStamp);
 });
 
 at("draft").addEventListener("keydown", (event) => {

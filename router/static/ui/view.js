@@ -39,11 +39,11 @@ export function where(stack, legend, tokens) {
   }
 }
 
-export function hint(answer) {
+export function hint(answer, ms) {
   const at = answer.instance ? ` at ${answer.instance}` : "";
   const state = answer.state ?? answer.verdict;
-  const reason = answer.reason ? ` (${answer.reason})` : "";
-  return `Hint ${state}${at}${reason}`;
+  const why = answer.why ?? answer.reason;
+  return `Hint ${state}${at}${why ? ` (${why})` : ""}, ${ms.toFixed(0)} ms after the key`;
 }
 
 export function turns(chart, rows) {
