@@ -37,13 +37,20 @@ def start_pair(start_worker: Any) -> Any:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", BODIES)
 async def test_both_get_the_request_and_decode_answers(
-    path: str, stream: bool, start_pair, start_router, client
+    path: str, stream: bool, start_pair, start_router, client, eventually
 ) -> None:
     prefill, decode = await start_pair("prefill", 7001), await start_pair("decode")
     router = await start_router(prefill, decode)
     rooms = set()
-    for _ in range(2):
-        async with client.post(router.url + path, json={**BODIES[path], "stream": stream}) as answer:
+    for number in range(2):
+        # A stand-in does not wait for the KV; once decode has answered, the other half is not sent any more.
+        decode.before_head = Gate()
+        request = asyncio.ensure_future(
+            client.post(router.url + path, json={**BODIES[path], "stream": stream})
+        )
+        await eventually(lambda number=number: len(prefill.requests) > number)
+        decode.before_head.open()
+        async with await request as answer:
             assert answer.status == 200
             assert await answer.read()
             assert answer.headers["x-kv-instance"] == decode.url
