@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -352,4 +353,6 @@ async def _settle(waits: Sequence[asyncio.Future[None]]) -> None:
 def _grant_end(reserved: Reserved) -> float:
     # A tenth of the grant is kept back, so that our clock need not agree with the receiver's to the
     # millisecond.
+    if not reserved.ttl_ms:
+        return math.inf
     return asyncio.get_running_loop().time() + reserved.ttl_ms / 1000 * 0.9

@@ -18,7 +18,8 @@ fenced:
 
     state        event                                  next          blocks
     GRANTED      written(grant) by its writer           WRITTEN       to whoever inserts them
-    GRANTED      deadline passes, or writer's epoch dies QUARANTINED   held: ask the writer to stop
+    GRANTED      deadline passes, it is revoked, or      QUARANTINED   held: ask the writer to stop
+                 the writer's epoch dies
     QUARANTINED  fenced(grant): writer acknowledged,    FREED         free
                  died, or its connection was cut
 
@@ -245,6 +246,10 @@ class GrantTable:
     def get(self, number: int) -> Grant | None:
         """A grant that is granted or quarantined."""
         return self._grants.get(number)
+
+    def all(self) -> tuple[Grant, ...]:
+        """All that are granted or quarantined."""
+        return tuple(self._grants.values())
 
     def of(self, writer: bytes) -> tuple[Grant, ...]:
         """All grants of a writer's epoch."""

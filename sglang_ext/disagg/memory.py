@@ -9,6 +9,7 @@ checks them again.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import enum
 import fcntl
 import mmap
@@ -190,8 +191,13 @@ def _meta(region: Region) -> RegionMeta:
     return RegionMeta(region.address, region.nbytes, region.kind, region.fd, region.fd_offset, device, inode)
 
 
+POPULATE_BYTES: Final = 256 << 20
+"""Up to this size a peer's region is mapped with all of its pages. A larger one would take seconds, and pages
+of it that its owner has never touched would be given memory."""
+
+
 class PeerMapping:
-    """A peer's shared region, mapped here. Stays readable when the peer dies."""
+    """A peer's shared region, mapped here for reading. Stays readable when the peer dies."""
 
     def __init__(self, pid: int, meta: RegionMeta) -> None:
         """Map the region `meta` of process `pid`.
@@ -202,7 +208,7 @@ class PeerMapping:
         """
         path = f"/proc/{pid}/fd/{meta.fd}"
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise TransportUnavailableError(
                 f"shm: cannot open {path}: {error.strerror}",
@@ -220,26 +226,26 @@ class PeerMapping:
                 raise TransportUnavailableError("shm: the peer's memory is not sealed against resizing")
             low = meta.fd_offset - meta.fd_offset % mmap.ALLOCATIONGRANULARITY
             length = meta.fd_offset + meta.nbytes - low
-            self._map = mmap.mmap(fd, length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=low)
+            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if length <= POPULATE_BYTES else 0)
+            self._map: mmap.mmap | None = mmap.mmap(fd, length, flags=flags, prot=mmap.PROT_READ, offset=low)
         finally:
             os.close(fd)
-        self._view = np.frombuffer(self._map, np.uint8)
-        self._first = meta.fd_offset - low
         self.nbytes = meta.nbytes
-        self.address = int(self._view.ctypes.data) + self._first
+        self.address = int(np.frombuffer(self._map, np.uint8).ctypes.data) + meta.fd_offset - low
 
     def words(self) -> npt.NDArray[np.int64] | None:
         """The region as int64, without what is left over at its end; None when it is not aligned to them.
 
-        Unmapped only when this view is gone too.
+        Only to be read, which numpy is not told: compiled loops take arrays of one kind. Unmapped only when
+        this view is gone too.
         """
         if self.address % 8:
             return None
-        words: npt.NDArray[np.int64] = self._view[self._first :][: self.nbytes // 8 * 8].view(np.int64)
+        memory = (ctypes.c_int64 * (self.nbytes // 8)).from_address(self.address)
+        memory.keep = self._map  # type: ignore[attr-defined]
+        words: npt.NDArray[np.int64] = np.ctypeslib.as_array(memory)
         return words
 
     def close(self) -> None:
-        """Unmap."""
-        self._view = np.empty(0, np.uint8)
-        with contextlib.suppress(BufferError):
-            self._map.close()
+        """Unmap, once no view of `words` is left."""
+        self._map = None

@@ -137,7 +137,8 @@ class Reserve(Message, frozen=True, tag="reserve"):
 
 
 class Reserved(Message, frozen=True, tag="reserved"):
-    """Where to write. slot and grant go with every write."""
+    """Where to write. slot and grant go with every write. ttl_ms: how long the grant lives; 0: until the
+    receiver revokes it."""
 
     grant: Number
     slot: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]

@@ -1,15 +1,20 @@
 """The owner's side of the control plane: sessions of readers, their leases and grants.
 
 A session lives from CONNECT until BYE, or until its reader has been silent for `dead_after`. Whatever it
-held ends with it: leases at once; grants once the writer is fenced, which its transport may be able to
-enforce (`tcp` cuts the connection, `verbs` destroys the queue pair, `cma` closes its guard page to a process
-that stands still) or not (`shm`: until the writer's process is gone).
+held ends with it: leases at once; grants once the writer is fenced.
+
+A grant that is over frees nothing before that. From that moment on no write under it begins (`Served.bar`);
+its writer is asked to say that none is under way, and if it does not in `dead_after`, its transport makes
+sure without it (`Served.fence`: `tcp` cuts the connections, `verbs` destroys the queue pairs, `shm` and `cma`
+look whether the writer's process stands still or has ended). Until one of them has done it, the blocks stay
+set aside; a writer that keeps more than a part of a pool so gets no new grants.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -42,12 +47,16 @@ from sglang_ext.disagg.messages import (
 )
 from sglang_ext.disagg.pools import OwnedPool
 from sglang_ext.disagg.processes import process_born
-from sglang_ext.disagg.sessions import MAX_GRANTS, Receiver, Session
+from sglang_ext.disagg.runs import Ids
+from sglang_ext.disagg.sessions import Receiver, Session
 from sglang_ext.disagg.tensors import dtypes, pool_strided
-from sglang_ext.disagg.transports import Transport, TransportName
+from sglang_ext.disagg.transports import MAX_GRANTS, Transport, TransportName
 from sglang_ext.wire import pack_ids, unpack_ids
 
 log = logging.getLogger(__name__)
+
+SET_ASIDE = 4
+"""A writer that keeps one part in so many of a pool from being freed is granted nothing more there."""
 
 
 class Owner:
@@ -82,6 +91,8 @@ class Owner:
         self._sessions: dict[bytes, Session] = {}
         self._grants = GrantTable()
         self._writers: dict[int, Session] = {}
+        self._over_since: dict[int, float] = {}
+        """When grants were found to be over whose writers have yet to be fenced."""
         self._last_tick = clock.monotonic()
         self.receiver: Receiver | None = None
 
@@ -97,6 +108,17 @@ class Owner:
     def grants(self) -> int:
         """Grants that are live or quarantined."""
         return len(self._grants)
+
+    @property
+    def set_aside(self) -> int:
+        """Blocks of grants that are over, and that may still be written for all we know."""
+        return sum(grant.blocks.size for grant in self._grants.quarantined())
+
+    async def revoke(self, request: str) -> None:
+        """End all grants of a request. The receiver's `discard` is told when nothing writes under them."""
+        for grant in [known for known in self._grants.all() if known.request == request]:
+            self._grants.quarantine(grant.number)
+            await self._fence(grant)
 
     async def handle(self, identity: bytes, message: Request) -> Reply:
         """Answer one request. Raises RefusedError, or another TransferError, for a refusal."""
@@ -266,21 +288,52 @@ class Owner:
         pool = self._pool(message.pool)
         if message.count < 1 or message.count > pool.blocks:
             raise RefusedError("count", f"cannot reserve {message.count} blocks of {pool.blocks}")
+        kept = sum(
+            grant.blocks.size
+            for grant in self._grants.quarantined()
+            if grant.pool == pool.name and grant.writer == session.reader.epoch
+        )
+        if kept * SET_ASIDE > pool.blocks:
+            raise RefusedError(
+                "set_aside", f"{kept} blocks wait for this writer to say that it writes there no more"
+            )
+        seconds = self._grant_ttl
         if message.blocks:
             blocks = unpack_ids(message.blocks, pool.blocks)
-            await receiver.claim(pool.name, blocks, message.request, message.private)
+            found = await receiver.claim(pool.name, blocks, message.request, message.private)
+            seconds = self._grant_ttl if found is None else found
         else:
             blocks = await receiver.allocate(pool.name, message.count, message.request, message.private)
-        slot = next((i for i in range(1, MAX_GRANTS) if session.grants[i] == 0), 0)
+        try:
+            return self._grant(session, message, pool, blocks, seconds)
+        except BaseException:
+            # They are nobody's yet: whoever set them aside has them back.
+            await receiver.discard(pool.name, blocks, message.request)
+            raise
+
+    def _grant(
+        self, session: Session, message: Reserve, pool: OwnedPool, blocks: Ids, seconds: float
+    ) -> Reserved:
+        if self._sessions.get(session.number) is not session:
+            raise RefusedError("session", "this session has ended; connect again")
+        used = set(session.slots.values())
+        slot = next((i for i in range(1, MAX_GRANTS) if i not in used), 0)
         if slot == 0:
             raise RefusedError("grants", f"the session already holds {MAX_GRANTS - 1} grants")
         pool.hold(blocks)
-        deadline = self._clock.monotonic() + self._grant_ttl
-        grant = self._grants.grant(message.request, pool.name, blocks, deadline, session.reader.epoch)
+        deadline = self._clock.monotonic() + seconds
+        try:
+            grant = self._grants.grant(message.request, pool.name, blocks, deadline, session.reader.epoch)
+        except BaseException:
+            pool.release(blocks)
+            raise
         session.slots[grant.number] = slot
         session.grants[slot] = grant.number
         self._writers[grant.number] = session
-        return Reserved(grant.number, slot, pack_ids(blocks), int(self._grant_ttl * 1000))
+        for served in session.served.values():
+            served.admit(slot)
+        ttl_ms = 0 if math.isinf(seconds) else int(seconds * 1000)
+        return Reserved(grant.number, slot, pack_ids(blocks), ttl_ms)
 
     async def _written(self, session: Session, message: Written) -> Placed:
         """MemServe's step 3: everything is here; insert it in the same call."""
@@ -328,12 +381,22 @@ class Owner:
         writer = self._writers.get(grant.number)
         if writer is None:
             return  # it has ended while others were fenced
-        slot = writer.slots.get(grant.number)
-        if slot is not None:
-            writer.grants[slot] = 0
+        slot = writer.slots[grant.number]
         serving = (
-            [writer.served[writer.transport]] if writer.transport in writer.served else writer.served.values()
+            [writer.served[writer.transport]]
+            if writer.transport in writer.served
+            else list(writer.served.values())
         )
+        writer.grants[slot] = 0
+        for served in serving:
+            served.bar(slot)
+        now = self._clock.monotonic()
+        since = self._over_since.setdefault(grant.number, now)
+        gone = self._sessions.get(writer.number) is not writer
+        if not gone and now - since < self._dead_after:
+            # Asked first: to fence it may cost other requests of the same writer their connection.
+            self._notify(writer.identity, Revoke(grant.number))
+            return
         fenced = [await asyncio.to_thread(served.fence) for served in serving]
         if all(fenced) or not self._may_live(writer):
             await self._free(grant.number)
@@ -352,9 +415,11 @@ class Owner:
 
     def _forget(self, grant: Grant) -> None:
         writer = self._writers.pop(grant.number)
-        slot = writer.slots.pop(grant.number, None)
-        if slot is not None:
-            writer.grants[slot] = 0
+        self._over_since.pop(grant.number, None)
+        slot = writer.slots.pop(grant.number)
+        writer.grants[slot] = 0
+        for served in writer.served.values():
+            served.bar(slot)
 
     def _may_live(self, session: Session) -> bool:
         """Whether the reader's process may still touch our memory; only asked for transports on this host."""

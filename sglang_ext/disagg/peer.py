@@ -27,6 +27,7 @@ from sglang_ext.disagg.errors import (
     CancelledTransferError,
     PeerGoneError,
     RangeError,
+    RefusedError,
     TransferDeadlineError,
     TransferError,
 )
@@ -76,6 +77,8 @@ class Peer:
         self._requests: dict[str, Request] = {}
         self._pump_scheduled = False
         self._gone: TransferError | None = None
+        self._revoked: set[int] = set()
+        """Grants under which nothing may be written any more."""
         self._closed = False
         self._lanes = Lanes(
             channel,
@@ -95,6 +98,11 @@ class Peer:
         """Why nothing more can be read from this peer; None while it can."""
         return self._gone
 
+    @property
+    def closed(self) -> bool:
+        """Whether it has been closed, or is about to be."""
+        return self._closed
+
     def transfer(
         self,
         request: str,
@@ -108,10 +116,13 @@ class Peer:
         is queued.
 
         Raises:
-            RangeError: a run leaves a region of either side. PeerGoneError: the peer is gone.
+            RangeError: a run leaves a region of either side. PeerGoneError: the peer is gone. RefusedError:
+            it has revoked the grant.
         """
         if self._gone is not None:
             raise PeerGoneError(str(self._gone))
+        if direction is Direction.WRITE and grant[1] in self._revoked:
+            raise RefusedError("grant", "the receiver has revoked it")
         bad, nbytes = survey(runs, self._remote_sizes, self._regions.sizes)
         if bad >= 0:
             raise RangeError(f"run {bad} {runs[bad].tolist()} leaves its region")
@@ -205,14 +216,13 @@ class Peer:
             self._abort(request, error, True)
 
     async def stop_writes(self, grant: int) -> None:
-        """End every write under a grant; returns when none is running."""
-        with self._lock:
-            affected = {
-                r for piece, _ in self._lanes.under_way if piece.grant[1] == grant for r in piece.requests
-            }
-            waiting = [self._requests[r].landed for r in affected if r in self._requests]
+        """End every write under a grant, and refuse those to come; returns when none is running."""
+        self._revoked.add(grant)
+        self._enqueue(self._express.take())
+        affected = [request for request, known in self._requests.items() if grant in known.grants]
+        waiting = [self._requests[request].landed for request in affected]
         for request in affected:
-            self._abort(request, PeerGoneError("the receiver revoked the grant"), True)
+            self._abort(request, RefusedError("grant", "the receiver has revoked it"), True)
         await asyncio.gather(*waiting, return_exceptions=True)
 
     async def close(self) -> None:
@@ -242,6 +252,8 @@ class Peer:
         if transfer is not None:
             with self._lock:
                 known = self._known(transfer.request)
+                if transfer.direction is Direction.WRITE:
+                    known.grants.add(transfer.grant[1])
                 self.queue.transfer(transfer.request, transfer.runs, transfer.direction, transfer.grant)
                 if transfer.expect is not None:
                     known.expects.append(transfer.expect)

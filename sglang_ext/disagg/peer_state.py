@@ -51,6 +51,8 @@ class Request:
 
     landed: asyncio.Future[None]
     expects: list[Expect] = field(default_factory=list)
+    grants: set[int] = field(default_factory=set)
+    """Under which it writes."""
     checks: list[Check] | None = None
     """How to read the counters of `expects`; None until it is prepared."""
     stale: int | None = None

@@ -10,10 +10,7 @@ import numpy.typing as npt
 
 from sglang_ext.disagg.messages import Identity
 from sglang_ext.disagg.runs import Ids
-from sglang_ext.disagg.transports import Served
-
-MAX_GRANTS = 4096
-"""Grants of one session at a time; a slot each."""
+from sglang_ext.disagg.transports import MAX_GRANTS, Served
 
 
 class Receiver(Protocol):
@@ -26,8 +23,11 @@ class Receiver(Protocol):
         none.
         """
 
-    async def claim(self, pool: str, blocks: Ids, request: str, private: bytes) -> None:
+    async def claim(self, pool: str, blocks: Ids, request: str, private: bytes) -> float | None:
         """The sender names the blocks: returns when they were set aside for transfers, and are open.
+
+        Returns for how many seconds they may be written, None for the endpoint's `grant_ttl`; infinity where
+        whoever set them aside ends the grant itself (`Owner.revoke`).
 
         Raises:
             RefusedError: they were not, so that nobody may write to them.
@@ -41,7 +41,7 @@ class Receiver(Protocol):
         """
 
     async def discard(self, pool: str, blocks: Ids, request: str) -> None:
-        """The transfer failed: the blocks are free again, and still open."""
+        """The transfer failed, or did not begin: the blocks are free again, and still open."""
 
 
 @dataclass(slots=True, eq=False)

@@ -239,9 +239,9 @@ class Endpoint:
         return instance
 
     def totals(self) -> dict[TransportName, PeerStats]:
-        """Counts since the endpoint was started, by transport; also of peers that have left."""
-        totals = {name: dataclasses.replace(stats) for name, stats in self._left.items()}
-        for link in (link for instance in self.instances for link in instance.links):
+        """Counts since the endpoint was started, by transport, also of peers that left. From any thread."""
+        totals = {name: dataclasses.replace(stats) for name, stats in list(self._left.items())}
+        for link in [link for instance in list(self.instances) for link in instance.links]:
             totals.setdefault(link.peer.channel.name, PeerStats()).add(link.peer.stats)
         return totals
 
@@ -358,4 +358,8 @@ class Endpoint:
             except Exception:
                 # Leases must go on expiring whatever one of them does.
                 log.exception("a lease or grant could not be ended")
+            for peer in [link.peer for instance in self.instances for link in instance.links]:
+                if peer.gone is not None and not peer.closed:
+                    # What is mapped of a dead owner's memory would keep all of it allocated.
+                    self._spawn(peer.close())
             await self._clock.sleep(min(0.25, self.config.heartbeat))

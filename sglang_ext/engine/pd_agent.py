@@ -142,6 +142,7 @@ class Agent:
             rooms={"prefill": self.giving.live, "decode": self.taking.live},
             ends={"prefill": dict(self.giving.ends), "decode": dict(self.taking.ends)},
             leased_pages=sum(pool.pinned for pool in self.endpoint.pools.values()),
+            unfenced_pages=self.endpoint.owner.set_aside,
             returns={
                 side: dict(part.outcomes)
                 for side, part in (("prefill", self.returns), ("decode", self.giver))
@@ -247,6 +248,7 @@ class Agent:
             on_ended=self._lease_ended,
             receiver=claims if pushes else None,
         )
+        claims.revoke = self.endpoint.owner.revoke
         self.book = LeaseBook(self.endpoint.pools[POOL], self.endpoint)
         self._books = {POOL: self.book}
         staged: tuple[Staging, LeaseBook] | None = None

@@ -14,12 +14,14 @@ class AgentState:
 
     rooms: by side, those that have not ended. ends: by side and by how. transport_bytes: read from peers.
     returns: by side and outcome. returned_tokens: given (decode), got (prefill). metadata_rows: of SGLang's
-    buffers, in use. set_aside: by tier, tokens of places that returns are to fill.
+    buffers, in use. set_aside: by tier, tokens of places that returns are to fill. unfenced_pages: of pushes
+    that are over, whose writers have not yet said that they stopped.
     """
 
     rooms: Mapping[str, int]
     ends: Mapping[str, Mapping[str, int]]
     leased_pages: int
+    unfenced_pages: int = 0
     transport_bytes: Mapping[str, int] = field(default_factory=dict)
     returns: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     returned_tokens: int = 0
@@ -43,6 +45,10 @@ class AgentMetrics:
 
         self._rooms = gauge("rooms", "Requests whose hand-over has not ended.", "side")
         self._leased = gauge("leased_pages", "Pages that peers may be reading.")
+        self._unfenced = gauge(
+            "unfenced_pages",
+            "Pages of pushes that are over, kept until their writer is known to have stopped.",
+        )
         self._metadata = gauge("metadata_rows", "Rows of SGLang's metadata buffers that requests have.")
         self._aside = gauge("set_aside_tokens", "Room that KV on its way back is to fill, in tokens.", "tier")
         self._ends = Counter(
@@ -77,6 +83,7 @@ class AgentMetrics:
         for side, rooms in state.rooms.items():
             self._rooms.labels(side, self._rank).set(rooms)
         self._leased.labels(self._rank).set(state.leased_pages)
+        self._unfenced.labels(self._rank).set(state.unfenced_pages)
         self._metadata.labels(self._rank).set(state.metadata_rows)
         for tier, tokens in state.set_aside.items():
             self._aside.labels(tier, self._rank).set(tokens)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_ext.disagg import reshard
-from sglang_ext.disagg.errors import PeerProtocolError
+from sglang_ext.disagg.errors import PeerProtocolError, TransferError
 from sglang_ext.disagg.handover import WRITE_SECONDS
 from sglang_ext.disagg.instance import Instance
 from sglang_ext.disagg.messages import Placed, Reserve, Reserved, Written
@@ -57,6 +57,8 @@ class Writing:
         """Page of ours from which all layers of each page were sent."""
         self.layers_ahead = 0
         """Pages times layers that were sent before their request was computed."""
+        self.refused: TransferError | None = None
+        """Why a layer could not be sent ahead; whoever finishes is told."""
 
     @classmethod
     async def begin(
@@ -107,6 +109,8 @@ class Writing:
 
     async def finish(self, pages: Ids) -> None:
         """Send what has not been sent from where the request's pages are now, and give the grant back."""
+        if self.refused is not None:
+            raise self.refused
         places = np.flatnonzero(self.sent != pages)
         if (self.sent[places] != NOT_SENT).any():
             # Two writes to one place might overtake each other.
@@ -189,7 +193,11 @@ class LayerFeed:
             return
         for each in computing:
             for writing in each.writings():
-                writing.write(each.places, each.pages, model)
+                try:
+                    writing.write(each.places, each.pages, model)
+                except TransferError as error:  # of this request alone
+                    writing.refused = writing.refused or error
+                    continue
                 writing.layers_ahead += each.places.size * len(model)
                 if layers.stop == self._layers:
                     writing.sent[each.places] = each.pages

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,7 +20,13 @@ import msgspec
 import numpy as np
 
 from sglang_ext.clock import Clock
-from sglang_ext.disagg.errors import PeerGoneError, PeerProtocolError, RefusedError, StaleReadError
+from sglang_ext.disagg.errors import (
+    PeerGoneError,
+    PeerProtocolError,
+    RefusedError,
+    StaleReadError,
+    TransferError,
+)
 from sglang_ext.disagg.handover import (
     FACTS,
     LEASE_SECONDS,
@@ -89,6 +96,8 @@ class Claims:
     def __init__(self) -> None:
         self._rooms: dict[str, tuple[TakingRoom, str, Ids]] = {}
         self._over: set[str] = set()
+        self.revoke: Callable[[str], Awaitable[None]] | None = None
+        """Ends the grants of a claim: `Owner.revoke`."""
 
     def add(self, name: str, room: TakingRoom, pool: str, blocks: Ids) -> None:
         """From now on a prefill rank may claim these blocks for a room, under this name."""
@@ -100,6 +109,8 @@ class Claims:
         room, _, _ = self._rooms[name]
         self._over.add(name)
         try:
+            if room.claimed and self.revoke is not None:
+                await self.revoke(name)
             while room.claimed:
                 assert room.unclaimed is not None
                 await room.unclaimed.wait()
@@ -110,11 +121,13 @@ class Claims:
     async def allocate(self, pool: str, count: int, request: str, private: bytes) -> Ids:
         raise RefusedError("blocks", "name the pages: SGLang allocates them here")
 
-    async def claim(self, pool: str, blocks: Ids, request: str, private: bytes) -> None:
+    async def claim(self, pool: str, blocks: Ids, request: str, private: bytes) -> float:
+        """Until the room ends: prefill may compute for longer than any fixed time."""
         known = self._rooms.get(request) if request not in self._over else None
         if known is None or known[1] != pool or not np.array_equal(known[2], blocks):
             raise RefusedError("blocks", f"no such pages were set aside for {request!r}")
         known[0].claimed = True
+        return math.inf
 
     async def insert(
         self, pool: str, blocks: Ids, tokens: bytes, flags: int, request: str, private: bytes
@@ -326,10 +339,10 @@ class TakingRooms:
         except BaseException as error:
             # It has failed, but its slots are in use until nobody writes there.
             self._stops(room, error)
+            removing = asyncio.ensure_future(_at_last(claims.remove(name)))
             if not isinstance(error, RefusedError) and not peer.gone:
-                # So that it stops writing; until it has, the slots are in use.
                 await peer.abort(room.number, self._epoch, "given up")
-            await _at_last(claims.remove(name))
+            await _at_last(_wait_for(removing))
             raise
         await _at_last(claims.remove(name))
         return ready
@@ -350,6 +363,24 @@ class TakingRooms:
             if each.offer is not None and not await peer.instance.renew(each.offer, LEASE_SECONDS):
                 raise StaleReadError(each.offer.request, 1, 1)
 
+    @contextlib.asynccontextmanager
+    async def _renewing(self, peer: PrefillPeer, ready: Sequence[Ready]) -> AsyncIterator[None]:
+        """Keep leases while the block runs: a long prompt takes longer to read than a lease lives."""
+
+        async def renew() -> None:
+            while True:
+                await asyncio.sleep(RENEW_SECONDS)
+                # A lease that is over, or a peer that is gone, is found out by the read.
+                with contextlib.suppress(TransferError):
+                    await self._renew(peer, ready)
+
+        task = asyncio.create_task(renew(), name="kv-pd-renew")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
     async def _read(self, room: TakingRoom, peer: PrefillPeer, ready: Sequence[Ready]) -> None:
         wanted = room.wanted
         assert wanted is not None
@@ -362,7 +393,8 @@ class TakingRooms:
                 into = (POOL, wanted.pages) if staged is None else (STAGING, staged)
                 peer.instance.transfer(name, offers, *into)
                 try:
-                    await peer.instance.complete(name, READ_SECONDS)
+                    async with self._renewing(peer, [each for each in ready if each.offer is not None]):
+                        await peer.instance.complete(name, READ_SECONDS)
                 except BaseException:
                     await peer.instance.drop(name)
                     raise
@@ -401,6 +433,10 @@ class TakingRooms:
         state = after(room.state, event)
         assert isinstance(state, Taking)
         room.state = state
+
+
+async def _wait_for(task: asyncio.Future[None]) -> None:
+    await task
 
 
 async def _at_last(work: Coroutine[Any, Any, None]) -> None:

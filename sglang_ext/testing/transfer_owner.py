@@ -19,7 +19,7 @@ import numpy as np
 
 from sglang_ext.disagg.config import EndpointConfig
 from sglang_ext.disagg.errors import TransferError
-from sglang_ext.disagg.messages import Reserve
+from sglang_ext.disagg.messages import Reserve, Reserved
 from sglang_ext.disagg.transports import CancelToken, Channel, TransportName
 from sglang_ext.testing.transfer_rig import NAMESPACE, Shape, start_instance
 
@@ -29,13 +29,13 @@ def say(found: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def write_on(channel: Channel, size: int) -> None:
+def write_on(channel: Channel, size: int, grant: tuple[int, int]) -> None:
     """Write the first `size` bytes of the first pool there, whatever else goes on, until that fails."""
     token = CancelToken()
     runs = np.array([(1, 0, 1, 0, size)], np.int64)
     try:
         while True:
-            channel.write(0, runs, token, (0, 0))
+            channel.write(0, runs, token, grant)
     except TransferError as error:
         say({"ended": str(error)})
 
@@ -67,12 +67,14 @@ async def main(options: dict[str, Any]) -> None:
         found["lease"] = (await instance.offer(0, "r0", "hbm")).lease
         if "reserve" in options:
             link = instance.links[0]
-            await link.ask(Reserve(link.session, "push", "hbm", options["reserve"]), 5.0)
+            held = await link.ask(Reserve(link.session, "push", "hbm", options["reserve"]), 5.0)
+            assert isinstance(held, Reserved)
+            grant = held.slot, held.grant
     say(found)
     loop = asyncio.get_running_loop()
     if "write" in options:
         channel = instance.links[0].peer.channel
-        loop.run_in_executor(None, write_on, channel, options["write"])
+        loop.run_in_executor(None, write_on, channel, options["write"], grant)
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     await reader.read()

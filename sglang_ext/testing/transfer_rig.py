@@ -160,6 +160,8 @@ class ListReceiver:
         self.free: list[int] = []
         self.aside: set[int] = set()
         """Blocks that senders may name."""
+        self.claim_seconds: float | None = None
+        """For how long they may write those; None for the endpoint's `grant_ttl`."""
         self.inserted: list[tuple[bytes, list[int], int, bytes]] = []
         self.plain: list[list[int]] = []
         self.discarded = 0
@@ -171,10 +173,11 @@ class ListReceiver:
         taken, self.free = self.free[:count], self.free[count:]
         return np.array(taken, np.int64)
 
-    async def claim(self, pool: str, blocks: Ids, request: str, private: bytes) -> None:
+    async def claim(self, pool: str, blocks: Ids, request: str, private: bytes) -> float | None:
         """Only what was set aside."""
         if not self.aside.issuperset(blocks.tolist()):
             raise RefusedError("blocks", f"{blocks.tolist()} were not set aside")
+        return self.claim_seconds
 
     async def insert(
         self, pool: str, blocks: Ids, tokens: bytes, flags: int, request: str, private: bytes

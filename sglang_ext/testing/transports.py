@@ -31,8 +31,10 @@ from sglang_ext.disagg.errors import (
 from sglang_ext.disagg.instance import Instance
 from sglang_ext.disagg.leases import LeaseEnd
 from sglang_ext.disagg.link import Outcome
+from sglang_ext.disagg.messages import Reserve, Reserved, Written
 from sglang_ext.disagg.pool_transfer import TransferFlag, transfer, transfer_with_insert
 from sglang_ext.disagg.runs import Runs
+from sglang_ext.disagg.transactions import Direction
 from sglang_ext.disagg.transports import CancelToken, TransportName
 from sglang_ext.testing.transfer_rig import (
     NAMESPACE,
@@ -376,6 +378,27 @@ class TransportConformance:
                     )
                 assert receivers[0].endpoint.owner.grants == 0
                 assert receivers[0].owned.granted == 0
+
+    async def test_a_revoked_grant_is_over_for_its_writer(self) -> None:
+        async with self.pair(Shape()) as (receivers, senders, links):
+            receiver, owner = receivers[0].receiver, receivers[0].endpoint.owner
+            senders[0].pool.fill(5)
+            link = links[0].links[0]
+            receiver.free = [4, 5]
+            held = await link.ask(Reserve(link.session, "r", "hbm", 2), SECONDS)
+            assert isinstance(held, Reserved)
+            assert receivers[0].owned.granted == 2
+            await owner.revoke("r")
+            await until(lambda: receivers[0].owned.granted == 0)
+            assert sorted(receiver.free) == [4, 5]
+            grant = (held.slot, held.grant)
+            run = np.array([(1, 0, 1, 0, 16)], np.int64)
+            with pytest.raises(RefusedError, match="revoked"):
+                link.peer.transfer("r", run, direction=Direction.WRITE, grant=grant)
+            with pytest.raises(RefusedError, match="the grant is over"):
+                await link.ask(Written(link.session, "r", held.grant), SECONDS)
+            assert not receivers[0].pool.bytes.any()
+            assert (owner.grants, owner.set_aside) == (0, 0)
 
     async def test_a_pulled_transfer_is_one_call_for_the_sender(self) -> None:
         shape = Shape(mla=True)

@@ -4,6 +4,7 @@ place.
 
 import asyncio
 import json
+import mmap
 import os
 import secrets
 import signal
@@ -36,9 +37,10 @@ from sglang_ext.disagg.leases import LeaseEnd
 from sglang_ext.disagg.link import Outcome, Silence
 from sglang_ext.disagg.memory import RegionTable
 from sglang_ext.disagg.messages import REPLIES, REQUESTS, Connect, Connected, Reserve, Written
-from sglang_ext.disagg.transports import CancelToken, TransportName, _stream
-from sglang_ext.disagg.transports._guard import GuardPage
+from sglang_ext.disagg.transports import CancelToken, TransportName, _stream, tcp
+from sglang_ext.disagg.transports._guard import GuardPages
 from sglang_ext.disagg.transports._rdma import Nic, choose
+from sglang_ext.disagg.transports.local import ADDRESS
 from sglang_ext.disagg.transports.select import reasons
 from sglang_ext.disagg.transports.tcp import _ANSWER, TcpChannel, TcpTransport, _proof
 from sglang_ext.errors import ConfigError
@@ -119,6 +121,30 @@ def test_what_a_process_without_a_core_did_not_hear_is_no_silence() -> None:
     silence.answered()
     assert not silence.unanswered(1.5, late=0.0)
     assert Silence(2.5).unanswered(3.0, late=0.0), "a peer that is dead is found so at the first question"
+
+
+async def test_a_dead_owners_memory_is_not_kept() -> None:
+    """A reader that has it mapped would keep all of it allocated, and its successor might find no room."""
+
+    def mapped() -> int:
+        with open("/proc/self/maps") as maps:
+            return sum("/memfd:hbm" in line for line in maps)
+
+    async with reader(TransportName.SHM) as me:
+        before = mapped()
+        async with process(transports=["shm"]) as (child, found):
+            instance = await me.endpoint.connect([found["address"]])
+            offer = await instance.offer(0, "r0", "hbm")
+            instance.transfer("r0", [offer], "hbm", np.arange(64))
+            assert await instance.complete("r0", 10) is Outcome.RELEASED
+            assert mapped() == before + 1
+            child.send_signal(signal.SIGKILL)
+            await until(lambda: instance.gone, 5)
+            await until(lambda: mapped() == before, 5)
+        with pytest.raises(PeerGoneError):
+            instance.transfer("r0", [offer], "hbm", np.arange(64))
+        instance.check()
+        await instance.close()
 
 
 async def test_an_owner_that_stops_answering_is_a_deadline() -> None:
@@ -227,8 +253,9 @@ def lying(**changes):  # type: ignore[no-untyped-def]
         request = REQUESTS.decode(data)
         if not isinstance(request, Connect):
             return REPLIES.encode(Connected(request, b"s" * 16, {}, {})) if False else b"\xff"
+        guards = ADDRESS.pack(mmap.PAGESIZE)
         who = msgspec.structs.replace(request.who, **{k: v(request.who) for k, v in changes.items()})
-        return REPLIES.encode(Connected(who, b"s" * 16, dict(request.transports), {}))
+        return REPLIES.encode(Connected(who, b"s" * 16, dict.fromkeys(request.transports, guards), {}))
 
     return answer
 
@@ -384,6 +411,57 @@ def test_a_data_connection_needs_the_secret() -> None:
         owner.close()
 
 
+def test_slow_handshakes_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More strangers than there are places connect, and say nothing."""
+    monkeypatch.setattr(tcp, "MAX_HANDSHAKES", 4)
+    owner = DataOwner()
+    found = _ANSWER.decode(owner.answer)
+    strangers = []
+    try:
+        for _ in range(6):
+            sock = socket.create_connection(("127.0.0.1", found.port), timeout=5)
+            strangers.append(sock)
+            assert len(sock.recv(16)) == 16
+        for first in strangers[:2]:
+            assert _quiet_recv(first) == b"", "the oldest have given their places up"
+        with owner.dial() as sock:
+            assert sock.recv(1) == b"\x01"
+        for late in strangers[3:]:
+            late.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                late.recv(1)
+    finally:
+        for sock in strangers:
+            sock.close()
+        owner.close()
+
+
+def test_a_handshake_has_one_deadline_for_all_of_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then does not prolong it."""
+    monkeypatch.setattr(tcp, "HANDSHAKE_SECONDS", 0.5)
+    owner = DataOwner()
+    found = _ANSWER.decode(owner.answer)
+    try:
+        with socket.create_connection(("127.0.0.1", found.port), timeout=5) as sock:
+            assert len(sock.recv(16)) == 16
+            sock.settimeout(0.1)
+            begun, sent = time.monotonic(), 0
+            while True:
+                try:
+                    sock.sendall(b"x")
+                    sent += 1
+                    assert sock.recv(1) == b""
+                    break
+                except TimeoutError:
+                    continue
+                except ConnectionError:
+                    break
+            assert sent < 48, "not cut because all of it had come"
+            assert time.monotonic() - begun < 3
+    finally:
+        owner.close()
+
+
 @pytest.mark.parametrize(
     "reply",
     [
@@ -510,11 +588,12 @@ async def test_a_writer_that_is_stopped_is_fenced_and_writes_nothing_when_it_goe
 
 async def test_a_writer_that_runs_is_asked_to_stop() -> None:
     """Not fenced by its guard page: a call may be under way."""
-    guard = GuardPage(os.getpid())
+    guard = GuardPages(os.getpid(), 4)
+    guard.admit(1)
     assert not guard.holds
     guard.close()
     assert not guard.holds
-    assert GuardPage(2**22 + 1).writer_gone
+    assert GuardPages(2**22 + 1, 4).writer_gone
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["still connected", "connects anew"])

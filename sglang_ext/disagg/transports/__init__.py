@@ -34,13 +34,16 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.disagg.memory import RegionMeta, RegionTable
 from sglang_ext.disagg.runs import Runs
+
+MAX_GRANTS: Final = 4096
+"""Grants of one session at a time; a slot each, of which 0 is none's."""
 
 
 class TransportName(enum.StrEnum):
@@ -142,22 +145,23 @@ class Served(ABC):
     """One session, from the side whose memory is read."""
 
     @abstractmethod
+    def admit(self, slot: int) -> None:
+        """The peer may write under a grant, which has this slot."""
+
+    @abstractmethod
+    def bar(self, slot: int) -> None:
+        """The grant is over: no write under this slot lands that begins from now on. Said at least once for
+        each that was admitted; transports that look at `grants` before each write need not do anything."""
+
+    @abstractmethod
     def fence(self) -> bool:
-        """Make sure that the peer can write no more, without its help. False when this transport cannot."""
+        """Make sure that nothing the peer has begun to write is still under way, without its help; slots
+        were barred before. False when this transport cannot, now.
+        """
 
     @abstractmethod
     def close(self) -> None:
         """Stop serving the session."""
-
-
-class Unserved(Served):
-    """A session whose peer needs no service of ours (shm), and that we therefore cannot fence."""
-
-    def fence(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        pass
 
 
 class Transport(ABC):

@@ -1,7 +1,7 @@
-"""Keeping a writer on this host from our memory without its help: a guard page for each session of `cma`.
+"""Keeping a writer on this host from our memory without its help: a guard page for each grant of a session.
 
 ``process_vm_writev`` goes through its ranges in their order and ends at the first that cannot be written. So
-a writer's first range is a byte of the owner's that belongs to the session alone. The owner takes the access
+a writer's first range is a byte of the owner's that belongs to the grant alone. The owner takes the access
 to that page away, and no later call writes anything. There may still be a call that was past that byte; but
 not in a thread that stands still: a thread that is stopped has left the kernel, or is about to.
 """
@@ -13,32 +13,62 @@ import mmap
 
 from sglang_ext.disagg.processes import process_born, stands_still
 
-_libc = ctypes.CDLL(None)
+_libc = ctypes.CDLL(None, use_errno=True)
 _PROT_NONE = 0
+_PROT_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_PAGE = mmap.PAGESIZE
 
-_in_use: list[GuardPage] = []
+_in_use: list[GuardPages] = []
 """Pages stay where they are, without access, as long as a writer that knows their address may live: else
 something else might come to lie there."""
 
 
-class GuardPage:
-    """A page of this process that one other process writes to before it writes anything else.
+class GuardPages:
+    """Pages of this process, one per slot, to which one other process writes before it writes anything else.
 
+    They are address space only: a page costs memory while its slot is open, and no other can be written to.
     pid: of the writer.
     """
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, slots: int) -> None:
         self._pid = pid
         self._born = process_born(pid)
-        self._closed = False
-        self._page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._page))
+        self._slots = slots
+        self._open: set[int] = set()
+        self._failed = self._closed = False
+        self._pages = mmap.mmap(-1, slots * _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
+        self._protect(0, slots, _PROT_NONE)
         _in_use[:] = [guard for guard in _in_use if not (guard._closed and guard.writer_gone)]
         _in_use.append(self)
 
+    def __repr__(self) -> str:
+        return f"<GuardPages pid={self._pid} open={len(self._open)} closed={self._closed}>"
+
+    def admit(self, slot: int) -> None:
+        """Writes under this slot pass, unless the session is over."""
+        if not self._closed:
+            self._open.add(slot)
+            self._protect(slot, 1, _PROT_WRITE)
+
+    def bar(self, slot: int) -> None:
+        """Calls under this slot that begin from now on fail before they write."""
+        if slot in self._open:
+            self._open.discard(slot)
+            # Its memory goes first; the page reads as zero from then on, which nobody looks at.
+            self._pages.madvise(mmap.MADV_DONTNEED, slot * _PAGE, _PAGE)
+            self._protect(slot, 1, _PROT_NONE)
+
     def close(self) -> None:
-        """From now on the writer's calls fail; where the kernel refuses that, nothing `holds`."""
-        self._closed = _libc.mprotect(ctypes.c_void_p(self.address), mmap.PAGESIZE, _PROT_NONE) == 0
+        """The session is over: bar all slots, and admit no other."""
+        self._closed = True
+        self._open.clear()
+        self._protect(0, self._slots, _PROT_NONE)
+
+    def _protect(self, slot: int, count: int, access: int) -> None:
+        where = ctypes.c_void_p(self.address + slot * _PAGE)
+        if _libc.mprotect(where, count * _PAGE, access) != 0 and access == _PROT_NONE:
+            self._failed = True
 
     @property
     def writer_gone(self) -> bool:
@@ -47,5 +77,6 @@ class GuardPage:
 
     @property
     def holds(self) -> bool:
-        """Whether the writer writes no more for certain: the page is closed, and no call under way."""
-        return self._closed and (self.writer_gone or stands_still(self._pid))
+        """Whether no call of the writer is under way. The kernel refuses it all slots that are not open, or
+        else nothing holds before the writer has ended."""
+        return self.writer_gone or (not self._failed and stands_still(self._pid))

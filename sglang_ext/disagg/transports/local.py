@@ -1,17 +1,22 @@
 """`shm` and `cma`: both ends on one host, no service by the owner.
 
-shm: the owner's pool is shared memory; the reader maps it and copies. Every byte that was stored here had
-been loaded before; the full fence at the end of a copy orders those loads before the load of a counter.
+shm: the owner's pool is shared memory; the reader maps it, for reading only, and copies. Every byte that was
+stored here had been loaded before; the full fence at the end of a copy orders those loads before the load of
+a counter.
 
 cma: the owner's pool is any memory; the reader calls process_vm_readv with many ranges at a time. The
-kernel has copied the bytes when the call returns, and a counter is read by a later call. Writers pass a
-guard page (`_guard`), by which the owner fences one that stands still; over shm, nothing fences a writer.
+kernel has copied the bytes when the call returns, and a counter is read by a later call.
+
+Both write by process_vm_writev, past a guard page of the grant (`_guard`), by which the owner fences a writer
+that stands still. Stores to mapped memory could not be fenced: a process may be stopped between its look at a
+grant and its next store, for any time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import struct
 
@@ -30,24 +35,24 @@ from sglang_ext.disagg.generations import _fence
 from sglang_ext.disagg.memory import MAX_REGIONS, MemoryKind, PeerMapping, RegionTable
 from sglang_ext.disagg.runs import Runs
 from sglang_ext.disagg.transports import (
+    MAX_GRANTS,
     CancelToken,
     Channel,
     PeerInfo,
     Served,
     Transport,
     TransportName,
-    Unserved,
     host_identity,
 )
 from sglang_ext.disagg.transports._copy import STREAM_BYTES, copy_runs
-from sglang_ext.disagg.transports._guard import GuardPage
+from sglang_ext.disagg.transports._guard import GuardPages
 
 IOVECS = 1024
 """Ranges per call, the kernel's limit."""
 STEP_BYTES = 4 << 20
 """Bytes between two looks at the cancel flag: under a millisecond."""
 ADDRESS = struct.Struct("<Q")
-"""The guard page, in the answer of `cma`."""
+"""Of the guard pages, in the owner's answer."""
 INLINE_SHM = 32 << 20
 INLINE_CMA = 16 << 20
 """What the event loop's own thread may read: two or three milliseconds. Two hand-overs between threads cost
@@ -117,15 +122,52 @@ def _reachable(regions: RegionTable) -> str | None:
     return f"a pool is in {', '.join(sorted(kinds))} memory" if kinds else None
 
 
+class _Kernel:
+    """Moves bytes between here and the address space of the peer, through the kernel.
+
+    guards: address of the peer's guard pages, one for each slot.
+    """
+
+    def __init__(self, regions: RegionTable, peer: PeerInfo, lanes: int, guards: int) -> None:
+        self._local = regions
+        self._pid = peer.pid
+        self._guards = guards
+        self._bases = np.zeros(MAX_REGIONS, np.int64)
+        self._bases[: len(peer.regions)] = [m.address for m in peer.regions]
+        self._iov = [np.zeros((2, IOVECS, 2), np.int64) for _ in range(lanes)]
+
+    def read(self, lane: int, runs: Runs, token: CancelToken) -> None:
+        self._move(lane, runs, token, 0)
+
+    def write(self, lane: int, runs: Runs, token: CancelToken, grant: tuple[int, int]) -> None:
+        """Slot 0 is no grant's, so that its page lets nothing pass."""
+        if not 0 <= grant[0] < MAX_GRANTS:
+            raise PeerProtocolError(f"no grant has slot {grant[0]}")
+        self._move(lane, runs, token, self._guards + grant[0] * mmap.PAGESIZE)
+
+    def _move(self, lane: int, runs: Runs, token: CancelToken, guard: int) -> None:
+        code = _vector(self._pid, runs, self._bases, self._local.bases, self._iov[lane], token.flag, guard)
+        if code == -1:
+            raise CancelledTransferError("cma: the call was cancelled")
+        if code:
+            raise _cma_error(-code - 1000, writes=bool(guard))
+        _fence()
+
+    def close(self) -> None:
+        self._iov.clear()
+
+
 class ShmChannel(Channel):
-    """Copies between here and the peer's mapped memory."""
+    """Copies from the peer's mapped memory, which cannot be written through the mapping."""
 
     name = TransportName.SHM
     gap = 0
 
-    def __init__(self, regions: RegionTable, peer: PeerInfo, lanes: int) -> None:
+    def __init__(self, regions: RegionTable, peer: PeerInfo, lanes: int, guards: int) -> None:
+        """guards: as `_Kernel` takes it."""
         self.lanes = lanes
         self._local = regions
+        self._kernel = _Kernel(regions, peer, lanes, guards)
         self._maps: list[PeerMapping] = []
         self._bases: npt.NDArray[np.int64] = np.zeros(MAX_REGIONS, np.int64)
         # Regions that share a memfd are mapped one by one: mappings are cheap, and each is exactly what was
@@ -133,7 +175,7 @@ class ShmChannel(Channel):
         try:
             for i, meta in enumerate(peer.regions):
                 if meta.nbytes:
-                    mapped = PeerMapping(peer.pid, meta)
+                    mapped = PeerMapping(peer.pid, meta)  # for reading only
                     self._maps.append(mapped)
                     self._bases[i] = mapped.address
                     if i == 0:
@@ -149,12 +191,11 @@ class ShmChannel(Channel):
         _fence()
 
     def write(self, lane: int, runs: Runs, token: CancelToken, grant: tuple[int, int]) -> None:
-        if copy_runs(runs, self._bases, 0, self._local.bases, 2, STREAM_BYTES, token.flag):
-            raise CancelledTransferError("shm: the copy was cancelled")
-        _fence()
+        self._kernel.write(lane, runs, token, grant)
 
     def close(self) -> None:
         self.counters = None
+        self._kernel.close()
         for mapped in self._maps:
             mapped.close()
         self._maps.clear()
@@ -166,15 +207,10 @@ class CmaChannel(Channel):
     name = TransportName.CMA
     gap = 1024
 
-    def __init__(self, regions: RegionTable, peer: PeerInfo, lanes: int, guard: int) -> None:
-        """guard: address of the peer's guard page for this session."""
+    def __init__(self, regions: RegionTable, peer: PeerInfo, lanes: int, guards: int) -> None:
+        """guards: as `_Kernel` takes it."""
         self.lanes = lanes
-        self._local = regions
-        self._pid = peer.pid
-        self._guard = guard
-        self._bases = np.zeros(MAX_REGIONS, np.int64)
-        self._bases[: len(peer.regions)] = [m.address for m in peer.regions]
-        self._iov = [np.zeros((2, IOVECS, 2), np.int64) for _ in range(lanes + 1)]
+        self._kernel = _Kernel(regions, peer, lanes + 1, guards)
         self._control: PeerMapping | None = None
         # The pool may be in any memory, but the owner's counters are in shared memory: mapped here, they cost
         # no call. Whose they are is read from the process itself, by its header.
@@ -185,36 +221,29 @@ class CmaChannel(Channel):
         self.inline = INLINE_CMA if self.counters is not None else 0
 
     def read(self, lane: int, runs: Runs, token: CancelToken) -> None:
-        self._move(lane, runs, token, 0)
+        self._kernel.read(lane, runs, token)
 
     def write(self, lane: int, runs: Runs, token: CancelToken, grant: tuple[int, int]) -> None:
-        self._move(lane, runs, token, self._guard)
-
-    def _move(self, lane: int, runs: Runs, token: CancelToken, guard: int) -> None:
-        code = _vector(self._pid, runs, self._bases, self._local.bases, self._iov[lane], token.flag, guard)
-        if code == -1:
-            raise CancelledTransferError("cma: the call was cancelled")
-        if code:
-            raise _cma_error(-code - 1000)
-        _fence()
+        self._kernel.write(lane, runs, token, grant)
 
     def close(self) -> None:
-        self._iov.clear()
+        self._kernel.close()
         self.counters = None
         if self._control is not None:
             self._control.close()
 
 
-def _cma_error(number: int) -> TransferError:
+def _cma_error(number: int, *, writes: bool) -> TransferError:
     if number in (errno.EPERM, errno.EACCES):
         return TransportUnavailableError(
-            "cma: the kernel does not let this process read the peer's memory",
+            f"cma: the kernel does not let this process {'write' if writes else 'read'} the peer's memory",
             hint="Run both as the same user; where kernel.yama.ptrace_scope is above 0, set it to 0 or grant "
             "CAP_SYS_PTRACE",
         )
     # ESRCH: no such process. EFAULT: the process is there but the pool is not: it restarted with the same
-    # pid.
-    return PeerGoneError(f"cma: the peer's memory cannot be read: {os.strerror(number)}")
+    # pid. To a writer also: its grant is over.
+    what = "the grant is over, or the peer's memory is gone" if writes else "the peer's memory cannot be read"
+    return PeerGoneError(f"cma: {what}: {os.strerror(number)}")
 
 
 def _warm() -> None:
@@ -240,19 +269,16 @@ class ShmTransport(Transport):
         return None if COMPILED else "numba is missing: pip install numba"
 
     def offer(self) -> bytes:
-        return host_identity().encode()
+        return f"{host_identity()} {os.getpid()}".encode()
 
     def accept(self, session: bytes, offer: bytes, grants: npt.NDArray[np.int64]) -> tuple[bytes, Served]:
-        _same_host(self.name, offer)
         reason = _reachable(self.regions)
         if reason is None and any(r.fd < 0 for r in self.regions):
             reason = "a pool is not in shared memory"
-        if reason:
-            raise TransportUnavailableError(f"{self.name}: {reason}")
-        return b"", Unserved()
+        return _accept(self.name, offer, reason, grants)
 
     def open(self, peer: PeerInfo, session: bytes, offer: bytes, answer: bytes) -> Channel:
-        return ShmChannel(self.regions, peer, self._lanes)
+        return ShmChannel(self.regions, peer, self._lanes, _guards(self.name, answer))
 
     def withdraw(self, offer: bytes) -> None:
         """Nothing was reserved."""
@@ -261,15 +287,21 @@ class ShmTransport(Transport):
         """Nothing is held."""
 
 
-class CmaServed(Served):
+class GuardedServed(Served):
     """A session of a process on this host, which begins its writes with a guard page of ours."""
 
-    def __init__(self, pid: int) -> None:
-        """pid: of the peer."""
-        self.guard = GuardPage(pid)
+    def __init__(self, pid: int, slots: int) -> None:
+        """pid: of the peer. slots: how many grants it may have at a time."""
+        self.guard = GuardPages(pid, slots)
+
+    def admit(self, slot: int) -> None:
+        self.guard.admit(slot)
+
+    def bar(self, slot: int) -> None:
+        self.guard.bar(slot)
 
     def fence(self) -> bool:
-        """Whether the session is over, and its peer stands still or is gone; a peer that runs is asked."""
+        """Whether the peer stands still or is gone; a peer that runs is asked."""
         return self.guard.holds
 
     def close(self) -> None:
@@ -303,20 +335,10 @@ class CmaTransport(Transport):
         return f"{host_identity()} {os.getpid()}".encode()
 
     def accept(self, session: bytes, offer: bytes, grants: npt.NDArray[np.int64]) -> tuple[bytes, Served]:
-        host, _, pid = offer.rpartition(b" ")
-        _same_host(self.name, host)
-        reason = _reachable(self.regions)
-        if reason:
-            raise TransportUnavailableError(f"{self.name}: {reason}")
-        if not pid.isdigit():
-            raise PeerProtocolError("cma: the offer does not say whose it is")
-        served = CmaServed(int(pid))
-        return ADDRESS.pack(served.guard.address), served
+        return _accept(self.name, offer, _reachable(self.regions), grants)
 
     def open(self, peer: PeerInfo, session: bytes, offer: bytes, answer: bytes) -> Channel:
-        if len(answer) != ADDRESS.size:
-            raise PeerProtocolError("cma: the answer does not name a guard page")
-        return CmaChannel(self.regions, peer, self._lanes, *ADDRESS.unpack(answer))
+        return CmaChannel(self.regions, peer, self._lanes, _guards(self.name, answer))
 
     def withdraw(self, offer: bytes) -> None:
         """Nothing was reserved."""
@@ -325,9 +347,26 @@ class CmaTransport(Transport):
         """Nothing is held."""
 
 
-def _same_host(name: TransportName, offer: bytes) -> None:
-    if offer != host_identity().encode():
-        raise TransportUnavailableError(f"{name}: the peer is on another host, or in another pid namespace")
+def _accept(
+    name: TransportName, offer: bytes, reason: str | None, grants: npt.NDArray[np.int64]
+) -> tuple[bytes, Served]:
+    """The answer to a peer on this host: where it finds its guard pages."""
+    host, _, pid = offer.rpartition(b" ")
+    if host != host_identity().encode():
+        reason = "the peer is on another host, or in another pid namespace"
+    if reason:
+        raise TransportUnavailableError(f"{name}: {reason}")
+    if not pid.isdigit():
+        raise PeerProtocolError(f"{name}: the offer does not say whose it is")
+    served = GuardedServed(int(pid), grants.shape[0])
+    return ADDRESS.pack(served.guard.address), served
+
+
+def _guards(name: TransportName, answer: bytes) -> int:
+    if len(answer) != ADDRESS.size:
+        raise PeerProtocolError(f"{name}: the answer does not name guard pages")
+    address: int = ADDRESS.unpack(answer)[0]
+    return address
 
 
 def _has_ptrace_capability() -> bool:

@@ -20,6 +20,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from typing import Final
 
 import numpy as np
@@ -51,8 +52,10 @@ SESSION_BYTES: Final = 16
 SECRET_BYTES: Final = 32
 NONCE_BYTES: Final = 16
 HANDSHAKE_SECONDS: Final = 5.0
+"""For a whole handshake, however many pieces it comes in."""
 MAX_HANDSHAKES: Final = 64
-"""Connections that may be proving themselves at a time; more are closed at once."""
+"""Connections that may be proving themselves at a time. One more takes the place of the oldest: who means
+well is through in milliseconds, and nobody keeps others out by being slow."""
 
 
 class _Answer(Message, frozen=True, tag="tcp"):
@@ -71,9 +74,14 @@ def _proof(secret: bytes, nonce: bytes) -> bytes:
     return hmac.new(secret, nonce, hashlib.sha256).digest()
 
 
-def _receive(sock: socket.socket, n: int) -> bytes:
+def _receive(sock: socket.socket, n: int, deadline: float) -> bytes:
+    """deadline: on the monotonic clock, for all of it."""
     data = b""
     while len(data) < n:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the handshake took too long")
+        sock.settimeout(left)
         part = sock.recv(n - len(data))
         if not part:
             raise ConnectionResetError("closed in the handshake")
@@ -118,12 +126,13 @@ class TcpChannel(Channel):
 
     def _connect(self) -> socket.socket:
         sock: socket.socket | None = None
+        deadline = time.monotonic() + HANDSHAKE_SECONDS
         try:
             sock = socket.create_connection(self._target, timeout=HANDSHAKE_SECONDS)
             _prepare(sock)
-            nonce = _receive(sock, NONCE_BYTES)
+            nonce = _receive(sock, NONCE_BYTES, deadline)
             sock.sendall(self._session + _proof(self._secret, nonce))
-            if _receive(sock, 1) != b"\x01":
+            if _receive(sock, 1, deadline) != b"\x01":
                 raise PeerGoneError("tcp: the owner does not know this session")
             sock.settimeout(None)
             return sock
@@ -235,6 +244,12 @@ class _Session(Served):
         self._owner.ended(code)
         sock.close()
 
+    def admit(self, slot: int) -> None:
+        """Nothing to do: each write is held against `grants`."""
+
+    def bar(self, slot: int) -> None:
+        """As `admit`."""
+
     def fence(self) -> bool:
         """Cut all data connections; the reader connects again if it is alive and still allowed to."""
         self._cut()
@@ -274,7 +289,8 @@ class TcpTransport(Transport):
         self._sessions: dict[bytes, _Session] = {}
         self._lock = threading.Lock()
         self._ends: dict[int, int] = {}
-        self._greeting = threading.BoundedSemaphore(MAX_HANDSHAKES)
+        self._greeting: dict[socket.socket, threading.Thread] = {}
+        """Connections that are proving themselves, the oldest first."""
         self._listener = socket.create_server((bind, 0), backlog=128)
         self._port = int(self._listener.getsockname()[1])
         self._thread = threading.Thread(target=self._listen, name="kv-tcp-listen", daemon=True)
@@ -323,6 +339,11 @@ class TcpTransport(Transport):
         _shutdown(self._listener)
         self._thread.join()
         self._listener.close()
+        with self._lock:
+            greeting = dict(self._greeting)
+        for sock, thread in greeting.items():
+            _shutdown(sock)
+            thread.join()
         for session in list(self._sessions.values()):
             session.close()
 
@@ -332,20 +353,26 @@ class TcpTransport(Transport):
                 sock, _ = self._listener.accept()
             except OSError:
                 return
-            if not self._greeting.acquire(blocking=False):
-                sock.close()
-                continue
             # A handshake must not hold up the next: it runs in a thread of its own, for seconds at most.
-            threading.Thread(target=self._greet, args=(sock,), name="kv-tcp-greet", daemon=True).start()
+            thread = threading.Thread(target=self._greet, args=(sock,), name="kv-tcp-greet", daemon=True)
+            with self._lock:
+                if len(self._greeting) >= MAX_HANDSHAKES:
+                    oldest = next(iter(self._greeting))
+                    del self._greeting[oldest]
+                    _shutdown(oldest)
+                self._greeting[sock] = thread
+                thread.start()
 
     def _greet(self, sock: socket.socket) -> None:
+        deadline = time.monotonic() + HANDSHAKE_SECONDS
         try:
             sock.settimeout(HANDSHAKE_SECONDS)
             _prepare(sock)
             nonce = secrets.token_bytes(NONCE_BYTES)
             sock.sendall(nonce)
-            data = _receive(sock, SESSION_BYTES + hashlib.sha256().digest_size)
+            data = _receive(sock, SESSION_BYTES + hashlib.sha256().digest_size, deadline)
             with self._lock:
+                self._greeting.pop(sock, None)
                 session = self._sessions.get(data[:SESSION_BYTES])
             if session is None or not hmac.compare_digest(
                 _proof(session.secret, nonce), data[SESSION_BYTES:]
@@ -357,4 +384,5 @@ class TcpTransport(Transport):
         except OSError:
             sock.close()
         finally:
-            self._greeting.release()
+            with self._lock:
+                self._greeting.pop(sock, None)

@@ -147,6 +147,12 @@ class _Session(Served):
     def __init__(self, pairs: list[QueuePair]) -> None:
         self._pairs = pairs
 
+    def admit(self, slot: int) -> None:
+        """Nothing to do: the adapter knows no grants; `fence` ends the queue pairs."""
+
+    def bar(self, slot: int) -> None:
+        """As `admit`."""
+
     def fence(self) -> bool:
         self.close()
         return True

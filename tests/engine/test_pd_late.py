@@ -1,0 +1,150 @@
+"""Hand-overs that take longer than a lease, and pushes that come when decode has given the request up."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+from pd_rig import METADATA, Rig, rig
+
+from sglang_ext.disagg.handover import Giving, Taking
+from sglang_ext.disagg.leases import LeaseTable
+from sglang_ext.disagg.runs import Runs
+from sglang_ext.disagg.transports import CancelToken, TransportName
+from sglang_ext.disagg.transports._guard import GuardPages
+from sglang_ext.engine import pd_giving, pd_taking
+from sglang_ext.engine.pd_leases import POOL
+from sglang_ext.engine.pd_taking import Claims, TakingRooms, Wanted
+
+ROWS = bytes(range(METADATA))
+NUMBERS = itertools.count(1)
+HERE, THERE = [5, 3, 9], [40, 2, 7]
+ANOTHERS = 7.0
+
+
+class Gate:
+    """Holds every read or write of a channel before its first byte."""
+
+    def __init__(self, channel: Any, name: str) -> None:
+        self.reached, self.go = threading.Event(), threading.Event()
+        stock = getattr(channel, name)
+
+        def gated(lane: int, runs: Runs, token: CancelToken, *rest: Any) -> None:
+            self.reached.set()
+            assert self.go.wait(30)
+            # A writer that was stopped here has looked at its token already.
+            stock(lane, runs, CancelToken() if name == "write" else token, *rest)
+
+        setattr(channel, name, gated)
+
+
+@pytest.mark.parametrize("renewed", [True, False], ids=["renewed", "twin"])
+def test_a_read_may_take_longer_than_a_lease(renewed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pd_giving, "LEASE_SECONDS", 0.6)
+    monkeypatch.setattr(pd_taking, "LEASE_SECONDS", 0.6)
+    monkeypatch.setattr(pd_taking, "RENEW_SECONDS", 0.1)
+    if not renewed:
+
+        @contextlib.asynccontextmanager
+        async def nothing(*_: object) -> AsyncIterator[None]:
+            yield
+
+        monkeypatch.setattr(TakingRooms, "_renewing", nothing)
+    with rig(transports=(TransportName.CMA,)) as servers:
+        number = next(NUMBERS)
+        prefill, decode = servers.prefill[0].agent, servers.decode[0].agent
+        given, taken = prefill.giving.open(number), decode.taking.open(servers.address, number)
+        prefill.giving.complete(given, np.array(HERE), ROWS)
+        servers.wait(lambda: taken.state is Taking.READY, "an offer")
+        (link,) = decode.endpoint.instances[0].links
+        link.peer._inline_bytes = 0  # a lane reads, as a large request is read
+        gate = Gate(link.peer.channel, "read")
+        table: LeaseTable = prefill.endpoint.pools[POOL]._leases
+        (lease,) = table._leases
+        granted = table._leases[lease].deadline
+        decode.taking.read(taken, Wanted(np.array(THERE), 0, 0))
+        try:
+            servers.wait(gate.reached.is_set, "the read")
+            if renewed:
+                # Longer than a lease lives, and it still does.
+                servers.wait(lambda: table._leases[lease].deadline > granted + 1.0, "renewals")
+            else:
+                servers.wait(lambda: given.state is Giving.LOST, "the end of the lease")
+        finally:
+            gate.go.set()
+        end = Taking.HELD if renewed else Taking.FAILED
+        servers.wait(lambda: taken.state is end, f"the end ({taken.state}, {taken.reason})")
+        if renewed:
+            given_kv = servers.prefill[0].kv(HERE, servers.page)
+            assert np.array_equal(given_kv, servers.decode[0].kv(THERE, servers.page))
+        servers.check()
+
+
+@pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "twin"])
+@pytest.mark.parametrize("transport", [TransportName.CMA, TransportName.TCP])
+def test_a_push_that_comes_late_harms_no_other_request(
+    transport: TransportName, fenced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill is held in front of its first byte, while decode gives the request up and reuses its slots."""
+    if not fenced:
+        stock = Claims.remove
+
+        async def remove(self: Claims, name: str) -> None:
+            self._rooms[name][0].claimed = False
+            self.revoke = None
+            await stock(self, name)
+
+        monkeypatch.setattr(Claims, "remove", remove)
+        monkeypatch.setattr(GuardPages, "bar", lambda self, slot: None)
+    with rig(mode="push", transports=(transport,)) as servers:
+        number = next(NUMBERS)
+        prefill, decode = servers.prefill[0].agent, servers.decode[0].agent
+        given, taken = prefill.giving.open(number), decode.taking.open(servers.address, number)
+        servers.wait(lambda: taken.state is Taking.WAITING, "a connection")
+        decode.taking.read(taken, Wanted(np.array(THERE), 0, 0))
+        servers.wait(lambda: prefill.giving.granted(given) is not None, "decode's pages")
+        writes = [link for instance in prefill.endpoint.instances for link in instance.links]
+        gate = Gate(writes[0].peer.channel, "write")
+        slots = (np.array(THERE)[:, None] * servers.page + np.arange(servers.page)).ravel()
+        try:
+            prefill.giving.complete(given, np.array(HERE), ROWS)
+            servers.wait(gate.reached.is_set, "the push")
+            decode.taking.abort(taken, "the client is gone")
+            if fenced:
+                servers.wait(lambda: decode.state().unfenced_pages == 3, "the pages to be set aside")
+                assert taken.state is Taking.STOPPING
+            if fenced and transport is TransportName.CMA:
+                # The writer runs, for all decode knows: as long as it says nothing they are nobody's.
+                go_on(gate, servers)
+                servers.wait(lambda: taken.state is Taking.FAILED, "the end, by the writer's word")
+                reuse(servers, slots)
+            else:
+                # Over tcp decode has cut it off.
+                servers.wait(lambda: taken.state is Taking.FAILED, "the end")
+                reuse(servers, slots)
+        finally:
+            gate.go.set()
+        servers.wait(lambda: given.state is Giving.LOST, "the end on prefill")
+        servers.wait(lambda: not writes[0].peer._requests, "the late write")
+        intact = all((plane[slots] == ANOTHERS).all() for plane in servers.decode[0].planes.values())
+        assert intact is fenced
+        assert decode.state().unfenced_pages == 0 or not fenced
+
+
+def go_on(gate: Gate, servers: Rig) -> None:
+    """Not before the owner has had time to fence it, were that possible: it has looked again and again."""
+    owner = servers.decode[0].agent.endpoint.owner
+    ticked = owner._last_tick
+    servers.wait(lambda: owner._last_tick > ticked + 3.0, "the receiver's ticks")
+    assert owner.set_aside == 3
+    gate.go.set()
+
+
+def reuse(servers: Rig, slots: Any) -> None:
+    for plane in servers.decode[0].planes.values():
+        plane[slots] = ANOTHERS
