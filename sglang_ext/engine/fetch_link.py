@@ -104,7 +104,7 @@ class FetchLink:
             geometry.block_tokens,
             arena_tensors(geometry, arena.address, arena.n_blocks),
             geometry.shard,
-            (MemoryRange(arena.address, arena.n_blocks * arena.block_bytes, keep=arena),),
+            (MemoryRange(arena.address, arena.n_blocks * arena.block_bytes, fd=arena.memory.fd, keep=arena),),
             borrowed=True,
         )
         try:
@@ -125,6 +125,11 @@ class FetchLink:
     def address(self) -> str:
         """host:port, for peers."""
         return self.endpoint.address
+
+    @property
+    def transport_bytes(self) -> dict[str, int]:
+        """Bytes that were read from peers, by the transport that brought them. From any thread."""
+        return {str(name): stats.bytes for name, stats in self.endpoint.totals().items()}
 
     # -- lending ------------------------------------------------------------------------------------
 

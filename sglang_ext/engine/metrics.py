@@ -70,6 +70,12 @@ class CacheMetrics:
             ["tier", "decision", "reason", "tp_rank"],
             registry=registry,
         )
+        self._fetched = Counter(
+            metric_name("cache", "fetched_bytes"),
+            "Bytes of KV read from other instances, by the transport that brought them.",
+            ["transport", "tp_rank"],
+            registry=registry,
+        )
         self._events = {
             "prefetch": events(
                 "prefetches",
@@ -122,6 +128,10 @@ class CacheMetrics:
         if cache.peers is not None:
             self._count("peers", dataclasses.asdict(cache.peers.fetches.counters))
             self._count("peers", dataclasses.asdict(cache.peers.lending.counters))
+            for transport, count in cache.peers.transport_bytes.items():
+                more = count - self._seen.get(("bytes", transport), 0)
+                self._fetched.labels(transport, self._rank).inc(max(0, more))
+                self._seen["bytes", transport] = count
         if cache.prefetcher is not None:
             self._count("prefetch", dataclasses.asdict(cache.prefetcher.counters))
             self._announced.labels(self._rank).set(len(cache.prefetcher.hinted))

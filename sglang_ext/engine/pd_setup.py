@@ -238,7 +238,7 @@ def arena_pool(scheduler: Any, cache: GlobalRadixCache) -> PoolSpec | None:
         cache.block_size,
         arena_tensors(geometry, arena.address, arena.n_blocks),
         geometry.shard,
-        (MemoryRange(arena.address, arena.n_blocks * arena.block_bytes, keep=arena),),
+        (MemoryRange(arena.address, arena.n_blocks * arena.block_bytes, fd=arena.memory.fd, keep=arena),),
     )
 
 

@@ -25,6 +25,9 @@ HINT_SECONDS: Final = 10.0
 class Link(Lends, Reads, Protocol):
     """``fetch_link.FetchLink``."""
 
+    @property
+    def transport_bytes(self) -> dict[str, int]: ...
+
     def peer_dead(self, instance: str, epoch: bytes) -> None: ...
 
     def close(self) -> None: ...
@@ -140,6 +143,11 @@ class PeerKv:
     def busy(self) -> bool:
         """Whether the next passes have something to do."""
         return self.fetches.busy or self.lending.busy
+
+    @property
+    def transport_bytes(self) -> dict[str, int]:
+        """Bytes that were read from peers, by transport."""
+        return self._link.transport_bytes
 
     def clear(self) -> None:
         """The cache is about to be emptied."""

@@ -77,7 +77,7 @@ async def serve(
                 geometry.block_tokens,
                 arena_tensors(geometry, arena.address, arena.n_blocks),
                 geometry.shard,
-                (MemoryRange(arena.address, size, keep=arena),),
+                (MemoryRange(arena.address, size, fd=arena.memory.fd, keep=arena),),
                 lease_budget=arena.n_blocks,
             )
         )

@@ -12,6 +12,7 @@ import concurrent.futures
 import contextlib
 import ctypes
 import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -86,9 +87,11 @@ class ArenaMemory:
         offset = 0
         try:
             if shared:
-                self._fd = os.memfd_create(f"sglang-ext-{name}", os.MFD_CLOEXEC)
+                self._fd = os.memfd_create(f"sglang-ext-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
                 os.fchmod(self._fd, 0o600)
                 os.ftruncate(self._fd, length)
+                # Who maps memory that could still shrink would be killed by reading past its new end.
+                fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
                 self._map = mmap.mmap(self._fd, length, mmap.MAP_SHARED)
             else:
                 self._map = mmap.mmap(-1, length + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -113,6 +116,11 @@ class ArenaMemory:
         if self._whole is None:
             raise ValueError(f"arena {self.name} is closed")
         return self._whole[: self.nbytes]
+
+    @property
+    def fd(self) -> int:
+        """The sealed memfd that holds the memory from its first byte on; -1 where it is private or closed."""
+        return self._fd
 
     @property
     def region(self) -> SharedRegion:

@@ -52,6 +52,8 @@ class Scenario:
     hbm_tokens: int = 320
     dram_blocks: int | None = 60
     """Size of the DRAM tier; ``None`` for none."""
+    shared_dram: bool = False
+    """Whether other processes could map it, as that of a server."""
     settings: Settings = field(default_factory=Settings)
     policy: str = "lru"
     load_min_tokens: int = 0
@@ -146,7 +148,9 @@ class Rank:
         if scenario.dram_blocks is not None:
             geometry = self.pools.geometry()
             size = scenario.dram_blocks * (geometry.block_bytes + 8) + 8
-            self.arena = DramArena(geometry.layout, size, shared=False, pin=False, name="simulated")
+            self.arena = DramArena(
+                geometry.layout, size, shared=scenario.shared_dram, pin=False, name="simulated"
+            )
             assert self.arena.n_blocks == scenario.dram_blocks
             copier = PoolCopier(geometry, self.arena)
             if scenario.threaded:

@@ -27,6 +27,7 @@ from sglang_ext.engine.build_peers import attach_peers, may_fetch
 from sglang_ext.engine.fetch_link import FetchLink, peer_name
 from sglang_ext.engine.fetches import NOT_YET, FetchResult
 from sglang_ext.engine.hbm import pool_geometry
+from sglang_ext.engine.metrics import CacheMetrics
 from sglang_ext.engine.peer_kv import PeerKv
 from sglang_ext.keys import Namespace, encode_tokens
 from sglang_ext.testing.fakes import FakeClock
@@ -170,7 +171,8 @@ def fetched(server: Server) -> None:
 def test_a_prompt_computed_there_is_a_hit_in_dram_here(
     make_server: MakeServer, transport: tuple[TransportName, ...]
 ) -> None:
-    owner, reader = make_server(transports=transport), make_server(transports=transport)
+    as_served = dataclasses.replace(SCENARIO, shared_dram=True)
+    owner, reader = (make_server(as_served, transports=transport) for _ in range(2))
     tokens = prompt(1, 20)
     owner.serve(tokens)
     lend_and_fetch(owner, reader, tokens)
@@ -179,6 +181,14 @@ def test_a_prompt_computed_there_is_a_hit_in_dram_here(
     assert reader.rank.scheduler.loaded_tokens == 20 * BLOCK
     assert reader.peers.fetches.counters.fetched_blocks == 20
     assert reader.peers.fetches.counters.done == 1
+    # Two servers on one host read each other's arenas by mapping them.
+    name = transport[0] if transport else TransportName.SHM
+    size = 20 * reader.rank.arena.block_bytes
+    assert list(reader.peers.transport_bytes) == [name]
+    assert reader.peers.transport_bytes[name] >= size
+    metrics = CacheMetrics(0)
+    metrics.update(reader.rank.cache)
+    assert metrics._fetched.labels(name, "0")._value.get() == reader.peers.transport_bytes[name]
     owner.passes_until(lambda: not owner.peers.busy, "the lease to end")
     owner.link.endpoint.check()
 

@@ -228,6 +228,10 @@ async def test_what_one_has_computed_another_fetches(pair, port, client, rng) ->
             seconds=30,
             what="the count of what came",
         )
+        by = {
+            k.split('transport="')[1].split('"')[0] for k in reader.metrics() if "_fetched_bytes_total{" in k
+        }
+        assert by == {"shm"}, "servers on one host map each other's DRAM"
         # Then it is there, and nobody fetches again.
         again, headers = await generate(client, router.url, prompt)
         assert again.hbm_tokens == TOKENS
