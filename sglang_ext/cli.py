@@ -47,6 +47,11 @@ COMMANDS: Mapping[str, Command] = {
     "role": Command(
         "sglang_ext.cluster.role", "have an instance prefill instead of decode, or the other way round"
     ),
+    "python": Command(
+        "sglang_ext.run_python",
+        "run a program that imports SGLang, such as a frontend program, on a machine without a GPU too",
+        replaces_process=True,
+    ),
     "doctor": Command("sglang_ext.cluster.doctor", "check this machine and installation, and say what to do"),
 }
 

@@ -70,7 +70,7 @@ def with_key(argv: Sequence[str]) -> tuple[list[str], str | None]:
     return (found if key is None else [*found, f"--api-key={key}"]), key
 
 
-class _Hides(logging.Filter):
+class Hides(logging.Filter):
     """Keeps a key out of the log, where SGLang writes all of its arguments at the start."""
 
     def __init__(self, key: str) -> None:
@@ -84,15 +84,26 @@ class _Hides(logging.Filter):
         return True
 
 
+REPORT_FLAG = "--enable-cache-report"
+NO_REPORT_FLAG = "--no-cache-report"
+
+
+def with_report(argv: Sequence[str]) -> list[str]:
+    """The arguments with SGLang's ``--enable-cache-report``, unless ours says no: without it OpenAI's
+    ``usage.prompt_tokens_details.cached_tokens``, where people look first, stays empty."""
+    found = [word for word in argv if word != NO_REPORT_FLAG]
+    return found if len(found) < len(argv) or REPORT_FLAG in found else [*found, REPORT_FLAG]
+
+
 def main(argv: list[str]) -> None:
     """Start the server and serve until it is stopped."""
     require_plugin()
     try:
-        argv, key = with_key(argv)
+        argv, key = with_key(with_report(argv))
     except UserError as error:
         raise SystemExit(f"sglang_ext.launch_server: error: {error}") from None
     if key is not None:
-        logging.getLogger("sglang.srt.entrypoints.engine").addFilter(_Hides(key))
+        logging.getLogger("sglang.srt.entrypoints.engine").addFilter(Hides(key))
     if runtime.wanted(argv, os.environ):
         runtime.prepare_process(os.environ)
         reason = runtime.unsupported_host(platform.machine())

@@ -59,6 +59,19 @@ def test_help_imports_nothing_heavy() -> None:
     assert result.stdout.splitlines()[-1] == "loaded:"
 
 
+def test_python_runs_a_program_with_what_sglang_lacks_here(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("found = 'beside'")
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import sys, beside, sgl_kernel; print(__name__, sys.argv[1:], beside.found); sys.exit(3)"
+    )
+    result = run("python", str(script), "--url", "x")
+    assert (result.stdout, result.returncode) == ("__main__ ['--url', 'x'] beside\n", 3)
+    found = run("python", str(tmp_path / "none.py"))
+    assert (found.returncode, "there is no file" in found.stderr) == (cli.USAGE_STATUS, True)
+    assert run("python").stderr.startswith("usage: sglang-ext python SCRIPT")
+
+
 @pytest.mark.parametrize("name", ["cluster", "doctor", "router"])
 def test_help_of_a_command(name: str) -> None:
     result = run(name, "--help")

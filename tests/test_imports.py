@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "patches": {"engine"},
     "plugin": {"engine", "patches"},
     "launch_server": {"patches"},
+    "run_python": {"patches"},
     "router": {"radix_global", "cost_model"},
     "cluster": {"patches", "tiered_store", "disagg"},
     "cli": {"calibration", "cluster", "router"},

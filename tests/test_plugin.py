@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from sglang_ext import launch_server
 from sglang_ext.config import flags
+from sglang_ext.errors import ConfigError
 from sglang_ext.patches import runtime
 
 SCENARIOS = Path(__file__).with_name("plugin_scenarios.py")
@@ -95,6 +97,38 @@ def test_the_launcher_says_what_is_wrong_in_one_line() -> None:
         "sglang_ext.launch_server: error: --kv-dram-size: needs --radix-cache-backend global. "
         "Add it, or drop the --kv-* flags"
     )
+
+
+def test_the_launcher_reports_cached_tokens_unless_told_not_to() -> None:
+    assert launch_server.with_report(["--tp", "2"]) == ["--tp", "2", "--enable-cache-report"]
+    assert launch_server.with_report(["--enable-cache-report"]) == ["--enable-cache-report"]
+    assert launch_server.with_report(["--no-cache-report", "--tp", "2"]) == ["--tp", "2"]
+
+
+def test_the_launcher_reads_a_key_from_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("sk-secret\n")
+    file.chmod(0o600)
+    for given in (["--api-key-file", str(file)], [f"--api-key-file={file}"]):
+        assert launch_server.with_key(["--tp", "2", *given]) == (
+            ["--tp", "2", "--api-key=sk-secret"],
+            "sk-secret",
+        )
+    assert launch_server.with_key(["--tp", "2"]) == (["--tp", "2"], None)
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        launch_server.with_key(["--api-key-file", str(file)])
+
+
+def test_the_launchers_key_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("sglang.srt.entrypoints.engine")
+    hides = launch_server.Hides("sk-secret")
+    logger.addFilter(hides)
+    try:
+        logger.warning("server_args=%s", {"api_key": "sk-secret", "tp_size": 2})
+    finally:
+        logger.removeFilter(hides)
+    assert caplog.messages == ["server_args={'api_key': '***', 'tp_size': 2}"]
 
 
 @pytest.mark.parametrize(

@@ -10,21 +10,9 @@ from pathlib import Path
 
 from sglang_ext.testing.servers import ServerProcess, ServerSpec
 
-FLAGS = ("--radix-cache-backend", "global", "--max-total-tokens", "8192", "--enable-cache-report")
+FLAGS = ("--radix-cache-backend", "global", "--max-total-tokens", "8192")
 SPECS = (ServerSpec(flags=FLAGS), ServerSpec(flags=(*FLAGS, "--random-seed", "7")))
 ROOT = Path(__file__).resolve().parents[2]
-
-_WITH_SGLANG = """
-import os, runpy, sys
-from sglang_ext.patches import runtime
-runtime.prepare_process(os.environ)
-kind, name, *sys.argv[1:] = sys.argv[1:]
-sys.argv[0] = name
-if kind == "module":
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
-else:
-    runpy.run_path(name, run_name="__main__")
-"""
 
 
 def running(servers: list[ServerProcess]) -> int:
@@ -47,7 +35,8 @@ async def sglang_program(kind: str, name: str, *arguments: str, cwd: Path, secon
         kind: ``module`` or ``script``.
     """
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _WITH_SGLANG, kind, name, *arguments,
+        sys.executable, "-P", "-m", "sglang_ext.cli", "python", *(("-m",) if kind == "module" else ()), name,
+        *arguments,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         cwd=cwd,

@@ -13,7 +13,7 @@ from sglang_ext.testing.compare import assert_same
 from sglang_ext.testing.reference import Reference
 from sglang_ext.testing.servers import ServerProcess, ServerSpec
 
-FLAGS = ("--radix-cache-backend", "global", "--max-total-tokens", "8192", "--enable-cache-report")
+FLAGS = ("--radix-cache-backend", "global", "--max-total-tokens", "8192")
 BLOCK_TOKENS = 16
 ANSWER_TOKENS = 12
 

@@ -23,7 +23,7 @@ from sglang_ext.testing.servers import ServerProcess, ServerSpec
 pytestmark = pytest.mark.integration
 
 Json = dict[str, Any]
-FLAGS = ("--radix-cache-backend", "global", "--max-total-tokens", "8192", "--enable-cache-report")
+FLAGS = ("--radix-cache-backend", "global", "--max-total-tokens", "8192")
 SPECS = (ServerSpec(flags=FLAGS), ServerSpec(flags=(*FLAGS, "--random-seed", "7")))
 SHORT = {"temperature": 0, "max_tokens": 8}
 

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.integration
 
 Json = dict[str, Any]
 HBM_TOKENS = 8192
-FLAGS = ("--radix-cache-backend", "global", "--max-total-tokens", str(HBM_TOKENS), "--enable-cache-report")
+FLAGS = ("--radix-cache-backend", "global", "--max-total-tokens", str(HBM_TOKENS))
 BLOCK = 16
 NS = ("tokens", None, None, None)
 TEXT = "A traveller asks the librarian for a map of the town, and then for another one. " * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import signal
@@ -10,6 +11,8 @@ import sys
 import pytest
 
 from router.__main__ import main
+from router.config import RouterConfig
+from sglang_ext.errors import ConfigError
 from sglang_ext.testing.servers import free_port
 
 
@@ -18,6 +21,34 @@ def test_a_wrong_flag_ends_it_with_2_and_the_flags_name(capsys) -> None:
     error = capsys.readouterr().err
     assert "--api-key" in error
     assert "0.0.0.0" in error
+
+
+def from_flags(*flags: str) -> RouterConfig:
+    parser = argparse.ArgumentParser()
+    RouterConfig.add_cli_args(parser)
+    return RouterConfig.from_cli_args(parser.parse_args(flags))
+
+
+def test_keys_need_not_be_on_the_command_line(tmp_path, monkeypatch) -> None:
+    for name in ("ROUTER", "WORKER"):
+        monkeypatch.delenv(f"SGLANG_EXT_{name}_API_KEY", raising=False)
+    assert from_flags().api_key is None
+    file = tmp_path / "key"
+    file.write_text("from a file\n")
+    file.chmod(0o600)
+    found = from_flags("--api-key-file", str(file), "--worker-api-key-file", str(file))
+    assert (found.api_key, found.worker_api_key) == ("from a file", "from a file")
+    monkeypatch.setenv("SGLANG_EXT_ROUTER_API_KEY", "from a variable")
+    monkeypatch.setenv("SGLANG_EXT_WORKER_API_KEY", "")
+    found = from_flags()
+    assert (found.api_key, found.worker_api_key) == ("from a variable", None)
+    assert from_flags("--api-key", "given").api_key == "given"
+    with pytest.raises(ConfigError, match="given twice"):
+        from_flags("--api-key", "given", "--api-key-file", str(file))
+    file.chmod(0o640)
+    with pytest.raises(ConfigError, match="chmod 600") as caught:
+        from_flags("--api-key-file", str(file))
+    assert caught.value.field == "--api-key-file"
 
 
 def test_an_unknown_flag_is_refused_by_name(capsys) -> None:

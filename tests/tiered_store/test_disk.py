@@ -33,6 +33,8 @@ from sglang_ext.tiered_store import disk_speed
 from sglang_ext.tiered_store.disk import DiskTier
 from sglang_ext.tiered_store.disk_speed import DiskSpeed, choose_io
 from sglang_ext.tiered_store.disk_state import DiskConfig, IoMode
+from sglang_ext.tiered_store.files import Files
+from sglang_ext.tiered_store.owner import LOCK_FILE
 from sglang_ext.tiered_store.segment_format import PAGE
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Outcome, Put
 
@@ -409,6 +411,41 @@ def test_names_of_another_size_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="namespace of 3 bytes"):
         tier.match(b"abc", prefix_keys(1, 1))
     tier.close()
+
+
+# --- other users ---
+
+
+def test_what_it_makes_is_nobody_elses_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        tier = DiskTier(config(tmp_path / "kv"), LAYOUT)
+        try:
+            assert put_all(tier, NAMESPACE, prefix_keys(0, 3)) is Outcome.DONE
+        finally:
+            tier.close()
+    finally:
+        os.umask(before)
+    made = [tmp_path / "kv", *(tmp_path / "kv").rglob("*")]
+    assert len(made) > 4
+    assert [path for path in made if path.stat().st_mode & 0o077] == []
+
+
+@pytest.mark.parametrize("name", [LOCK_FILE, "00000001.seg"])
+def test_it_writes_through_no_link_that_somebody_put_there(tmp_path: Path, name: str) -> None:
+    theirs = tmp_path / "precious"
+    theirs.write_text("theirs")
+    folder = tmp_path / "kv"
+    folder.mkdir()
+    (folder / name).symlink_to(theirs)
+    if name == LOCK_FILE:
+        with pytest.raises(ConfigError, match="cannot be used") as caught:
+            DiskTier(config(folder), LAYOUT)
+        assert caught.value.field == "--kv-disk-path"
+    else:
+        with pytest.raises(OSError, match="symbolic"):
+            Files().open(folder / name, write=True)
+    assert theirs.read_text() == "theirs"
 
 
 # --- owners ---
