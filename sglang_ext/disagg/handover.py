@@ -11,7 +11,7 @@ Prefill's side of a room (`Giving`):
                                                     met it: JOIN_SECONDS
     COMPLETE   the request's slots                  no decode rank has joined: JOIN_SECONDS
     OFFERED    the request's slots, leased          a lease is not renewed: LEASE_SECONDS
-    WRITING    the request's slots (push)           WRITE_SECONDS
+    WRITING    the request's slots (push)           WRITE_SECONDS and what its bytes take
     RELEASED   nothing
     LOST       nothing
 
@@ -22,7 +22,7 @@ Decode's side (`Taking`):
     WAITING    nothing                              never while the prefill rank lives
     READY      nothing; renews prefill's lease      never while the prefill rank lives
     GRANTED    slots, metadata row (push)           WRITE_SECONDS after prefill has computed
-    READING    slots, metadata row                  READ_SECONDS
+    READING    slots, metadata row                  READ_SECONDS and what its bytes take; renews the lease
     STOPPING   slots, metadata row                  when nothing writes to the slots any more
     HELD       slots, metadata row: the engine's
     FAILED     nothing
@@ -54,6 +54,14 @@ LEASE_SECONDS: Final = 10.0
 RENEW_SECONDS: Final = 1.0
 READ_SECONDS: Final = 30.0
 WRITE_SECONDS: Final = 30.0
+"""For small requests; `moving_seconds` adds what the bytes of a large one take."""
+SLOWEST_BYTES_PER_SECOND: Final = 100e6
+"""About what a network of 1 Gbit/s moves: whoever is slower than that has stopped."""
+
+
+def moving_seconds(least: float, nbytes: int) -> float:
+    """How long a request of so many bytes may be read or written; least: READ_SECONDS or WRITE_SECONDS."""
+    return least + nbytes / SLOWEST_BYTES_PER_SECOND
 
 
 class Giving(enum.Enum):

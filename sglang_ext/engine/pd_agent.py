@@ -257,7 +257,10 @@ class Agent:
             book = LeaseBook(self.endpoint.pools[STAGING], self.endpoint, self.book.lock)
             self._books[STAGING] = book
             staged = self.staging, book
-        self.giving = GivingRooms(self.book, self._clock, loop, self.wake, self._claim, pushes, staged)
+        page_bytes = sum(part.nbytes for part in pool.memory) // pool.blocks
+        self.giving = GivingRooms(
+            self.book, self._clock, loop, self.wake, self._claim, pushes, staged, page_bytes
+        )
         self._peers = PrefillPeers(self.endpoint, self._context, config.keys, config.local)
         self.taking = TakingRooms(
             self._peers,
@@ -268,6 +271,7 @@ class Agent:
             self.wake,
             (claims, self.endpoint.address) if pushes else None,
             self.staging,
+            page_bytes,
         )
         self._server = ControlServer(self._context, config.host, config.keys, self._answer, ASKS, ANSWERS)
         self._tasks.append(asyncio.create_task(self._ticking(), name="kv-pd-tick"))

@@ -26,6 +26,7 @@ from sglang_ext.disagg.handover import (
     Event,
     Giving,
     after,
+    moving_seconds,
 )
 from sglang_ext.disagg.leases import LeaseEnd
 from sglang_ext.disagg.runs import Ids
@@ -95,6 +96,7 @@ class GivingRooms:
     claim: makes a decode rank's pages ours to write (push); None when it lacks none.
     staging: where requests are packed before they are read, with the book of its leases; None: they are
         read from the engine's pages.
+    page_bytes: of this rank's part of a page.
     """
 
     def __init__(
@@ -106,7 +108,9 @@ class GivingRooms:
         claim: Callable[[int, Push], Awaitable[Writing | None]] | None = None,
         pushes: bool = False,
         staging: tuple[Staging, LeaseBook] | None = None,
+        page_bytes: int = 0,
     ) -> None:
+        self._page_bytes = page_bytes
         self.weights: Weights = ""
         """With which is computed here. Set by `weights_changed`."""
         self._pushes = pushes
@@ -337,6 +341,8 @@ class GivingRooms:
                     )
                 continue
             limit = FACTS[room.state].seconds
+            if limit is not None and room.state is Giving.WRITING:
+                limit = moving_seconds(limit, room.pages.size * self._page_bytes)
             if limit is not None and now - room.since > limit:
                 self._lose(
                     room,

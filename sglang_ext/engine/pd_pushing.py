@@ -18,7 +18,7 @@ import numpy as np
 
 from sglang_ext.disagg import reshard
 from sglang_ext.disagg.errors import PeerProtocolError, TransferError
-from sglang_ext.disagg.handover import WRITE_SECONDS
+from sglang_ext.disagg.handover import WRITE_SECONDS, moving_seconds
 from sglang_ext.disagg.instance import Instance
 from sglang_ext.disagg.messages import Placed, Reserve, Reserved, Written
 from sglang_ext.disagg.runs import Ids, Runs
@@ -55,6 +55,8 @@ class Writing:
         self.target = target
         self.sent: Ids = np.full(target.size, NOT_SENT, np.int64)
         """Page of ours from which all layers of each page were sent."""
+        self._queued = 0
+        """Bytes, since all had landed."""
         self.layers_ahead = 0
         """Pages times layers that were sent before their request was computed."""
         self.refused: TransferError | None = None
@@ -102,10 +104,12 @@ class Writing:
     def _write(self, runs: Runs) -> None:
         grant = (self._held.slot, self._held.grant)
         self._link.peer.transfer(self._name, runs, direction=Direction.WRITE, grant=grant)
+        self._queued += int(runs[:, 4].sum())
 
     async def landed(self) -> None:
         """Return when all that was queued is there."""
-        await self._link.peer.landed(self._name, asyncio.get_running_loop().time() + WRITE_SECONDS)
+        seconds, self._queued = moving_seconds(WRITE_SECONDS, self._queued), 0
+        await self._link.peer.landed(self._name, asyncio.get_running_loop().time() + seconds)
 
     async def finish(self, pages: Ids) -> None:
         """Send what has not been sent from where the request's pages are now, and give the grant back."""

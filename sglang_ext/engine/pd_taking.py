@@ -35,6 +35,7 @@ from sglang_ext.disagg.handover import (
     Event,
     Taking,
     after,
+    moving_seconds,
 )
 from sglang_ext.disagg.messages import Offer
 from sglang_ext.disagg.runs import Ids
@@ -158,10 +159,12 @@ class TakingRooms:
         wake: Callable[[], None] = lambda: None,
         pushed: tuple[Claims, str] | None = None,
         staging: Staging | None = None,
+        page_bytes: int = 0,
     ) -> None:
         """pushed: with push, where peers claim pages, and our endpoint's address. staging: where aggregated
-        requests arrive.
+        requests arrive. page_bytes: of this rank's part of a page.
         """
+        self._page_bytes = page_bytes
         self.weights: Weights = ""
         """With which requests will go on here. Set by the scheduler's thread."""
         self._pushed = pushed
@@ -394,7 +397,8 @@ class TakingRooms:
                 peer.instance.transfer(name, offers, *into)
                 try:
                     async with self._renewing(peer, [each for each in ready if each.offer is not None]):
-                        await peer.instance.complete(name, READ_SECONDS)
+                        nbytes = wanted.pages.size * self._page_bytes
+                        await peer.instance.complete(name, moving_seconds(READ_SECONDS, nbytes))
                 except BaseException:
                     await peer.instance.drop(name)
                     raise

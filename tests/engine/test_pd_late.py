@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,12 +13,13 @@ import numpy as np
 import pytest
 from pd_rig import METADATA, Rig, rig
 
-from sglang_ext.disagg.handover import Giving, Taking
+from sglang_ext.disagg import handover
+from sglang_ext.disagg.handover import Giving, Taking, moving_seconds
 from sglang_ext.disagg.leases import LeaseTable
 from sglang_ext.disagg.runs import Runs
 from sglang_ext.disagg.transports import CancelToken, TransportName
 from sglang_ext.disagg.transports._guard import GuardPages
-from sglang_ext.engine import pd_giving, pd_taking
+from sglang_ext.engine import pd_giving, pd_pushing, pd_taking
 from sglang_ext.engine.pd_leases import POOL
 from sglang_ext.engine.pd_taking import Claims, TakingRooms, Wanted
 
@@ -83,6 +85,49 @@ def test_a_read_may_take_longer_than_a_lease(renewed: bool, monkeypatch: pytest.
             given_kv = servers.prefill[0].kv(HERE, servers.page)
             assert np.array_equal(given_kv, servers.decode[0].kv(THERE, servers.page))
         servers.check()
+
+
+def test_how_long_a_request_may_travel_grows_with_its_bytes() -> None:
+    assert moving_seconds(30.0, 0) == 30.0
+    assert moving_seconds(30.0, 32 << 30) > 300
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("counted", [True, False], ids=["counted", "twin"])
+def test_a_large_request_has_longer(mode: str, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fixed part is over before the first byte moves; what the bytes may take is not."""
+    monkeypatch.setattr(pd_taking, "READ_SECONDS", 0.2)
+    monkeypatch.setattr(pd_pushing, "WRITE_SECONDS", 0.2)
+    monkeypatch.setattr(handover, "SLOWEST_BYTES_PER_SECOND", 100.0 if counted else 1e12)
+    with rig(mode=mode, transports=(TransportName.CMA,)) as servers:
+        number = next(NUMBERS)
+        prefill, decode = servers.prefill[0].agent, servers.decode[0].agent
+        given, taken = prefill.giving.open(number), decode.taking.open(servers.address, number)
+        wanted = Wanted(np.array(THERE), 0, 0)
+        if mode == "pull":
+            prefill.giving.complete(given, np.array(HERE), ROWS)
+            servers.wait(lambda: taken.state is Taking.READY, "an offer")
+            mover = decode
+        else:
+            servers.wait(lambda: taken.state is Taking.WAITING, "a connection")
+            mover = prefill
+            decode.taking.read(taken, wanted)
+            servers.wait(lambda: prefill.giving.granted(given) is not None, "decode's pages")
+        (link,) = mover.endpoint.instances[0].links
+        link.peer._inline_bytes = 0
+        gate = Gate(link.peer.channel, "read" if mode == "pull" else "write")
+        try:
+            if mode == "pull":
+                decode.taking.read(taken, wanted)
+            else:
+                prefill.giving.complete(given, np.array(HERE), ROWS)
+            servers.wait(gate.reached.is_set, "the transfer")
+            late = time.monotonic() + 0.6
+            servers.wait(lambda: time.monotonic() > late, "the fixed part to be over")
+        finally:
+            gate.go.set()
+        end = Taking.HELD if counted else Taking.FAILED
+        servers.wait(lambda: taken.state is end, f"the end ({taken.state}, {taken.reason})")
 
 
 @pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "twin"])
