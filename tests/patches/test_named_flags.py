@@ -13,6 +13,7 @@ import pytest
 from sglang.srt.server_args import ServerArgs
 
 from router.config import RouterConfig
+from sglang_ext import launch_server
 from sglang_ext.cluster.command import parser as cluster_parser
 from sglang_ext.config import flags
 
@@ -83,7 +84,8 @@ def named_in_code(text: str) -> Iterator[str]:
 
 def known() -> set[str]:
     own = set().union(*(of_calls(ROOT / package) for package in (*PACKAGES, "tests")))
-    return of_parsers() | own | set().union(*OTHERS.values())
+    launcher = {launch_server.KEY_FILE_FLAG, launch_server.NO_REPORT_FLAG}  # taken before SGLang's parser
+    return of_parsers() | own | launcher | set().union(*OTHERS.values())
 
 
 def test_every_flag_that_is_named_exists() -> None:
