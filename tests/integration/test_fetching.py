@@ -402,7 +402,6 @@ async def test_the_chosen_instance_dies_in_mid_prefetch(pair, port, client, rng)
     await asyncio.to_thread(pair.end, reader)
 
 
-@pytest.mark.long
 async def test_the_holder_dies_in_mid_read(pair, port, client, rng) -> None:
     """While one prompt is read for a request, and another for a hint."""
     async with routing(pair, port, "least-load") as router, busy(client, router, pair) as owner:

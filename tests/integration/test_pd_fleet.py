@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import aiohttp
 import pytest
-from pd_faults import serves, stopped
+from pd_faults import Cell, place, serves, stopped
 from pd_fleet import (
     ANSWER_TOKENS,
     BROKEN_OFF,
@@ -123,6 +123,11 @@ def test_a_stopped_prefill_server_fails_its_requests_in_seconds(rig: Rig) -> Non
     assert_same(rig.expected(again), rig.pd.generate(again, max_new_tokens=ANSWER_TOKENS))
 
 
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_router_that_dies_or_stands_still_leaves_nothing(rig: Rig, how: str) -> None:
+    place(rig, Cell("reading", "router", how), 20 + ("SIGKILL", "SIGSTOP").index(how))
+
+
 def test_a_killed_decode_server_frees_prefill_and_the_other_serves(rig: Rig) -> None:
     with fault(rig.decode_faults[1], "hold-reading") as at:
         both = rig.pd.start(prompt_of(7, 200), max_new_tokens=ANSWER_TOKENS, decode=1)
@@ -199,8 +204,9 @@ def test_deaths_while_prefill_writes_into_decode(
     tmp_path: Path, truth: ServerProcess, leak_guard: LeakGuard
 ) -> None:
     """Push by layer: who writes stands still, and its reader may have the pages for others; then the reader
-    dies. Before, they give right answers."""
-    spec = FaultySpec(flags=(*COMMON, "--kv-transfer-mode", "push-by-layer", "--page-size", "16"))
+    dies. Before, they give right answers, and keep no KV."""
+    kept = ("--kv-pd-caching", "basic")
+    spec = FaultySpec(flags=(*COMMON, *kept, "--kv-transfer-mode", "push-by-layer", "--page-size", "16"))
     folders = [tmp_path / name for name in ("prefill", "decode")]
     with pd_servers([spec.looking_at(folders[0])], [spec.looking_at(folders[1])]) as (pd, _):
         pushing = Rig(pd, truth, folders[:1], folders[1:], leak_guard)

@@ -12,14 +12,20 @@ from sglang_ext.testing.compare import assert_same, random_conversations
 from sglang_ext.testing.pd import PdServers, pd_servers
 from sglang_ext.testing.servers import ServerProcess, ServerSpec, wait_until
 
-pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
 TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 @pytest.fixture(
     scope="module",
-    params=[(2, 1, "pull"), (1, 2, "pull"), (1, 2, "push"), (2, 2, "pull")],
+    params=[
+        pytest.param((2, 1, "pull"), marks=pytest.mark.long),
+        pytest.param((1, 2, "pull"), marks=pytest.mark.long),
+        # A server of two ranks, and plain push, in every run.
+        (1, 2, "push"),
+        pytest.param((2, 2, "pull"), marks=pytest.mark.long),
+    ],
     ids=lambda p: f"prefill{p[0]}-decode{p[1]}-{p[2]}",
 )
 def servers(
