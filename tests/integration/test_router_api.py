@@ -332,8 +332,10 @@ async def test_frontend_programs_run_unchanged(
     value = router.metrics.registry.get_sample_value
     assert value("sglang_ext_router_requests_total", {"endpoint": "/generate", "status": "200"})
     # Instructions and tickets are prefilled once, not once per step.
-    cached = value("sglang_ext_router_cached_tokens_total") or 0
-    assert cached > 0.6 * (value("sglang_ext_router_prompt_tokens_total") or 0)
+    cached, prompted = (value(f"sglang_ext_router_{kind}_tokens_total") for kind in ("cached", "prompt"))
+    assert cached is not None
+    assert prompted
+    assert cached > 0.6 * prompted
 
 
 @pytest.mark.parametrize("backend", ["sglang", "sglang-oai-chat"])
