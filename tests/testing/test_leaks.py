@@ -283,10 +283,14 @@ def run(tmp_path: Path, source: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "test_suite.py").write_text(source, "utf-8")
     (tmp_path / "pytest.ini").write_text("[pytest]\ntimeout = 60\n", "utf-8")
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "sglang_ext.testing.strict", "-p", "no:cacheprovider", "-v"],
+        [
+            *(sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"),
+            *("-p", "pytest_timeout", "-p", "sglang_ext.testing.strict"),
+        ],
         cwd=tmp_path,
         # A run that ends in the middle of a C call cannot remove its folder.
-        env={**os.environ, "TMPDIR": str(tmp_path)},
+        # Plugins that the suite has no use for take seconds to import.
+        env={**os.environ, "TMPDIR": str(tmp_path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         timeout=100,
