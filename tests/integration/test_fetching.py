@@ -25,6 +25,7 @@ from token_requests import advise, cold, generate, random_prompt, settled, until
 
 from router import Router, RouterConfig
 from router.policies import Match
+from sglang_ext.cluster_messages import VERDICT_S
 from sglang_ext.keys import encode_tokens
 from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.leaks import LeakGuard
@@ -125,7 +126,9 @@ def pair(both: Pair) -> Pair:
 
 
 @asynccontextmanager
-async def routing(pair: Pair, port: int, policy: str) -> AsyncIterator[Router]:
+async def routing(pair: Pair, port: int, policy: str, *, verdict_s: float = 20.0) -> AsyncIterator[Router]:
+    """A router. verdict_s: after which a silent server is taken for dead; long where none dies, because on a
+    busy machine a live one may get no core for seconds."""
     config = RouterConfig(port=port, policy=policy, explain_routing=True)
     async with Router(config) as router:
         urls = [server.url for server in pair.servers.values()]
@@ -133,6 +136,7 @@ async def routing(pair: Pair, port: int, policy: str) -> AsyncIterator[Router]:
         await until(lambda: len(router.fleet.usable()) == 2, 30, "both servers")
         # The machine that runs tests may be busy: what is waited for comes, however long that takes.
         router.fetching.least_wait_s = 8.0
+        router.agents.verdict_s = verdict_s
         yield router
         router.check()
 
@@ -302,7 +306,10 @@ async def test_a_queue_makes_the_cost_policy_fetch(pair, port, client, rng) -> N
 
 @pytest.mark.parametrize("when", ["before the offer", "before the read"])
 async def test_a_holder_that_stops_hangs_nobody(when, pair, port, client, rng) -> None:
-    async with routing(pair, port, "least-load") as router, busy(client, router, pair) as owner:
+    async with (
+        routing(pair, port, "least-load", verdict_s=VERDICT_S) as router,
+        busy(client, router, pair) as owner,
+    ):
         reader = pair.other(owner)
         if when == "before the offer":
             router.fetching.least_wait_s = 1.0
@@ -378,7 +385,10 @@ async def test_a_session_moves_as_often_as_balance_wants(pair, port, client, rng
 
 @pytest.mark.long
 async def test_the_chosen_instance_dies_in_mid_prefetch(pair, port, client, rng) -> None:
-    async with routing(pair, port, "least-load") as router, busy(client, router, pair) as owner:
+    async with (
+        routing(pair, port, "least-load", verdict_s=VERDICT_S) as router,
+        busy(client, router, pair) as owner,
+    ):
         reader = pair.other(owner)
         prompt = random_prompt(rng, TOKENS + 3)
         await said_at(client, router, owner, prompt)
@@ -404,7 +414,10 @@ async def test_the_chosen_instance_dies_in_mid_prefetch(pair, port, client, rng)
 
 async def test_the_holder_dies_in_mid_read(pair, port, client, rng) -> None:
     """While one prompt is read for a request, and another for a hint."""
-    async with routing(pair, port, "least-load") as router, busy(client, router, pair) as owner:
+    async with (
+        routing(pair, port, "least-load", verdict_s=VERDICT_S) as router,
+        busy(client, router, pair) as owner,
+    ):
         reader = pair.other(owner)
         asked, announced = random_prompt(rng, TOKENS + 3), random_prompt(rng, TOKENS + 3)
         for prompt in (asked, announced):
