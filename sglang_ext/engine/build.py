@@ -75,8 +75,8 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     identity, weights = None, Weights()
     if fetches or (config.dram_size and config.disk_path is not None):
         identity = identity_of(ctx, geometry, shard)
-        model = ctx.tp_worker.model_runner.model
-        weights = Weights(identity.weights_version, lambda: weights_digest(model))
+        runner = ctx.tp_worker.model_runner
+        weights = Weights(identity.weights_version, lambda: weights_digest(runner.model))
     if config.dram_size:
         arena = DramArena(geometry.layout, config.dram_size, name=f"dram {instance} tp{ctx.tp_rank}")
         mover = _mover_for(ctx, planes, geometry, arena)

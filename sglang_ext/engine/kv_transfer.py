@@ -157,7 +157,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
                     config.transfer_mode,
                     config.transfer_layout,
                 ),
-                weights_of(scheduler),
+                "" if isinstance(cache, GlobalRadixCache) and cache.weights.moving else weights_of(scheduler),
                 host=reachable(host),
                 keys=keys,
                 bootstrap=f"{reachable(host)}:{port}" if prefill else "",

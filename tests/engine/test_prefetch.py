@@ -593,5 +593,7 @@ def test_new_weights_leave_what_was_brought_unfound(make_rank: MakeRank) -> None
     rank.scheduler.step()
     rank.scheduler.change_weights()
     assert len(prefetcher_of(rank).hinted) == 0, "what was announced is computed anew"
+    assert not prefetcher_of(rank).busy, "a piece that was being copied is given up"
+    rank.check()
     passes(rank)
     assert rank.serve(tokens).cached_tokens == 0

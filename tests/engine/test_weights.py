@@ -19,7 +19,7 @@ from engine_simulation import Rank, Scenario
 from sglang_ext.engine.radix_cache import GlobalRadixCache
 from sglang_ext.engine.weights import Weights
 from sglang_ext.testing.tiers import MemoryTier, WrappedTier
-from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get, Ids, LayerRead
+from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get, Ids, LayerRead, Outcome, Put
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
 
@@ -199,11 +199,13 @@ def test_while_weights_change_nothing_is_looked_for_on_disk() -> None:
 
 @contextmanager
 def restarted(
-    before: Callable[[Rank], None], cache_class: type[GlobalRadixCache] = GlobalRadixCache
+    before: Callable[[Rank], None],
+    cache_class: type[GlobalRadixCache] = GlobalRadixCache,
+    tier_class: Callable[[BlockTier], BlockTier] | None = None,
 ) -> Iterator[Rank]:
     """A rank with the weights of the first start, over the disk that another one has left."""
     disk = MemoryTier(Rank.layout_of(SCENARIO), 4000)
-    first = Rank(SCENARIO, disk_class=lambda _: Keeps(disk), cache_class=cache_class)
+    first = Rank(SCENARIO, disk_class=lambda _: (tier_class or Keeps)(disk), cache_class=cache_class)
     try:
         before(first)
         settle(first)
@@ -223,6 +225,21 @@ class Keeps(WrappedTier):
         pass
 
 
+class WritesLate(Keeps):
+    """Writes a layer when its gate is open."""
+
+    def __init__(self, inner: BlockTier) -> None:
+        super().__init__(inner)
+        self.opens: Callable[[], bool] = lambda: True
+        self.reached = False
+
+    def put_layer(self, put: Put, layer: int, memory: BlockMemory, ids: Ids) -> Outcome:
+        if not self.opens():
+            self.reached = True
+            until(self.opens, "the weights to change")
+        return super().put_layer(put, layer, memory, ids)
+
+
 def updated_while_it_decodes(rank: Rank) -> None:
     rank.scheduler.submit(PROMPT, new_tokens=24)
     for _ in range(6):
@@ -239,6 +256,26 @@ def test_what_new_weights_computed_is_not_on_disk_under_the_old_ones_name() -> N
         assert rank.scheduler.disk_tokens == BLOCKS * 4
         rank.serve([*PROMPT, *answer.output_ids, 3, 1])
         assert len(answer.output_ids) == 24
+
+
+def test_what_is_written_after_the_change_keeps_the_name_of_what_computed_it() -> None:
+    """Write-behind: the old weights' blocks reach the disk when the new ones are in use, beside theirs."""
+    made: list[WritesLate] = []
+
+    def late(tier: BlockTier) -> BlockTier:
+        made.append(WritesLate(tier))
+        return made[0]
+
+    def before(rank: Rank) -> None:
+        made[0].opens = lambda: rank.weights.generation > 0
+        rank.scheduler.submit(PROMPT, new_tokens=1)
+        until(lambda: rank.scheduler.step() or made[0].reached, "a write to begin")
+        rank.scheduler.change_weights()
+        rank.serve(PROMPT)
+
+    with restarted(before, tier_class=late) as rank:
+        rank.serve(PROMPT)
+        assert rank.scheduler.disk_tokens == BLOCKS * 4
 
 
 class KeepsTheFirstName(GlobalRadixCache):

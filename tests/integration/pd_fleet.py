@@ -11,10 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
+import pytest
 from hooked_server import FOLDER
+from tuned_model import tuned
 
 from sglang_ext.testing.compare import Answer, assert_same, random_conversations
 from sglang_ext.testing.leaks import LeakGuard
+from sglang_ext.testing.models import model_path
 from sglang_ext.testing.pd import PdServers
 from sglang_ext.testing.servers import ServerProcess, ServerSpec, wait_until
 
@@ -135,6 +138,35 @@ def conversations_are_answered_alike(
                 expected = truth.generate(prompt, max_new_tokens=ANSWER_TOKENS)
                 assert_same(expected, answer, atol=atol)
     pd.wait_idle()
+
+
+def one_side_is_updated_first(pd: PdServers, truth: ServerProcess, folder: Path) -> None:
+    """Weights that differ in one layer end requests, and both servers say why; when both have them they
+    answer again, and the answers of the first weights are back with these.
+    """
+    prompt = prompt_of(70, 150)
+    expected = truth.generate(prompt, max_new_tokens=ANSWER_TOKENS)
+    fine_tune = tuned(model_path("tiny"), folder / "tuned")
+
+    def update(server: ServerProcess, model: Path) -> None:
+        server.post("/update_weights_from_disk", {"model_path": str(model), "flush_cache": False})
+
+    for model in (fine_tune, model_path("tiny")):
+        pd.wait_idle()
+        update(pd.decode[0], model)
+        for answer in pd.start(prompt, max_new_tokens=ANSWER_TOKENS):
+            assert_failed(answer, "the weights differ")
+        pd.wait_idle()
+        update(pd.prefill[0].server, model)
+        answered = pd.generate(prompt, max_new_tokens=ANSWER_TOKENS)
+        if model is fine_tune:
+            # The twin: it is the new weights that answer.
+            with pytest.raises(AssertionError):
+                assert_same(expected, answered, atol=1e-3)
+    # Sums over two ranks round otherwise than sums over one.
+    assert_same(expected, answered, atol=1e-3)
+    pd.wait_idle()
+    nothing_is_left(pd.servers)
 
 
 def why_it_failed(answer: Future[Answer], seconds: float = 30) -> str | None:

@@ -23,13 +23,12 @@ from pd_fleet import (
     count,
     fault,
     nothing_is_left,
+    one_side_is_updated_first,
     prompt_of,
     why_it_failed,
 )
-from tuned_model import tuned
 
 from sglang_ext.testing.compare import assert_same
-from sglang_ext.testing.models import model_path
 from sglang_ext.testing.pd import pd_servers
 from sglang_ext.testing.servers import ServerProcess, wait_until
 
@@ -229,28 +228,4 @@ def pulls(rig: Rig) -> bool:
 def test_weights_updated_on_one_side_end_requests_until_the_other_has_them_too(
     rig: Rig, tmp_path: Path
 ) -> None:
-    """The update changes one layer only. Both sides say why, and answer again once both have it; the answers
-    of the first weights are back with these."""
-    prompt = prompt_of(70, 150)
-    expected = rig.truth.generate(prompt, max_new_tokens=ANSWER_TOKENS)
-    fine_tune = tuned(model_path("tiny"), tmp_path / "tuned")
-    servers = (rig.pd.decode[0], rig.pd.prefill[0].server)
-
-    def update(server: ServerProcess, model: Path) -> None:
-        server.post("/update_weights_from_disk", {"model_path": str(model), "flush_cache": False})
-
-    for model in (fine_tune, model_path("tiny")):
-        rig.pd.wait_idle()
-        update(servers[0], model)
-        for answer in rig.pd.start(prompt, max_new_tokens=ANSWER_TOKENS):
-            with pytest.raises(Exception, match="the weights differ"):
-                answer.result()
-        rig.pd.wait_idle()
-        update(servers[1], model)
-        answered = rig.pd.generate(prompt, max_new_tokens=ANSWER_TOKENS)
-        if model is fine_tune:
-            with pytest.raises(AssertionError):
-                assert_same(expected, answered)
-    assert_same(expected, answered)
-    rig.pd.wait_idle()
-    nothing_is_left(rig.pd.servers)
+    one_side_is_updated_first(rig.pd, rig.truth, tmp_path)

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from pd_fleet import ANSWER_TOKENS, COMMON, RETURNED, STRICT, count, nothing_is_left, prompt_of
+from pd_fleet import (
+    ANSWER_TOKENS,
+    COMMON,
+    RETURNED,
+    STRICT,
+    count,
+    nothing_is_left,
+    one_side_is_updated_first,
+    prompt_of,
+)
 
 from sglang_ext.testing.compare import assert_same, random_conversations
 from sglang_ext.testing.pd import PdServers, pd_servers
@@ -71,3 +81,10 @@ def test_answers_go_back_to_all_ranks(servers: tuple[PdServers, ServerProcess]) 
     assert at_prefill.result().cached_tokens in range(144, 161)
     pd.wait_idle()
     nothing_is_left(pd.servers)
+
+
+def test_weights_updated_on_one_side_end_requests_until_the_other_has_them_too(
+    servers: tuple[PdServers, ServerProcess], tmp_path: Path
+) -> None:
+    """Their digest does not depend on how many ranks share the model."""
+    one_side_is_updated_first(*servers, tmp_path)
