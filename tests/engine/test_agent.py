@@ -87,6 +87,24 @@ async def test_a_router_knows_what_an_instance_holds(key: ClusterKey | None) -> 
         await until(lambda: side.listener.beats > 1, instance)
 
 
+OLD, NEW = b"the old key of the cluster, 0123456789", b"the new key of the cluster, 0123456789"
+
+
+@pytest.mark.parametrize(
+    ("instances", "routers"),
+    [((OLD, NEW), (NEW, OLD)), ((NEW, OLD), (OLD, NEW)), ((OLD, NEW), (NEW,))],
+    ids=["the router first", "the instance first", "the router has done"],
+)
+async def test_a_channel_outlives_a_change_of_keys(
+    instances: tuple[bytes, ...], routers: tuple[bytes, ...]
+) -> None:
+    instance = Instance(key=ClusterKey(*instances))
+    instance.insert([1] * 8)
+    async with connected(instance, ClusterKey(*routers)) as side:
+        await until(lambda: side.index.trusted(NAME), instance)
+        assert side.match([1] * 12) == Match(8, own=True)
+
+
 @pytest.mark.parametrize("cap", [3, 4, 5])
 async def test_a_disk_with_more_names_than_a_snapshot_tells_is_told_in_part(
     cap: int, monkeypatch: pytest.MonkeyPatch
