@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_ext.cluster_key import read_cluster_key
@@ -102,6 +103,12 @@ def require_supported(args: Any, server_args: Any, parallel: Any) -> None:
     ):
         if value > 1:
             raise ConfigError(f"does not support {flag} above 1", field=FLAG, hint="Use --tp-size")
+    if envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get():
+        raise ConfigError(
+            "registers the whole pool, of which SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1 backs a part",
+            field=FLAG,
+            hint="Unset that variable",
+        )
     if args.num_draft_entries:
         raise ConfigError(
             "does not move the KV of a draft model", field=FLAG, hint="Use --speculative-algorithm NGRAM"

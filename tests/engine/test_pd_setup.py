@@ -54,6 +54,13 @@ def test_what_cannot_be_moved_is_refused_by_name(more: dict[str, object], text: 
         require_supported(*facts(**more))
 
 
+def test_a_pool_of_which_a_part_is_backed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``--kv-pd-caching basic`` too, where nobody asks ``engine/support.py``."""
+    monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "1")
+    with pytest.raises(ConfigError, match=r"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.*Unset"):
+        require_supported(*facts())
+
+
 def test_the_key_file_gives_the_keys(tmp_path: pytest.TempPathFactory) -> None:
     assert keys_of(KvConfig()) is None
     path = tmp_path / "key"  # type: ignore[operator]
