@@ -506,3 +506,29 @@ async def test_a_request_is_explained_by_the_id_in_its_answer(
             assert answer.status == 200, name
             told = await answer.json()
         assert (told["request_id"], told["answer_id"]) == ("mine", holder["id"])
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_cached_tokens_stand_where_people_look_first(
+    path: str, stream: bool, start_worker, start_router, client
+) -> None:
+    """What a worker with ``--enable-cache-report`` says in ``usage`` reaches the client, in streams too."""
+    router = await start_router(await start_worker())
+    text = "Hello " * 40
+    body = {"messages": [{"role": "user", "content": text}], "prompt": text, "max_tokens": 2, "model": "m"}
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    found = []
+    for name in ("first", "second"):
+        async with client.post(router.url + path, json=body, headers={"x-request-id": name}) as answer:
+            assert answer.status == 200
+            raw = await answer.text()
+        events = [line[5:] for line in raw.split("\n") if line.startswith("data:") and "[DONE]" not in line]
+        values = [json.loads(event) for event in events] if stream else [json.loads(raw)]
+        (usage,) = [value["usage"] for value in values if value.get("usage")]
+        found.append((usage["prompt_tokens_details"] or {}).get("cached_tokens", 0))
+        record = router.serving.stories.find(name, tenant=None, admin=True).record
+        assert record.cached_tokens == found[-1]
+    assert found[0] == 0
+    assert found[1] > 0
