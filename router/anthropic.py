@@ -151,7 +151,8 @@ def _check_tools(payload: Json) -> None:
         if not _is_server_tool(tool) and type(tool.get("input_schema")) is not dict:
             raise wrong(f"{where}.input_schema", "an object", tool.get("input_schema"))
     choice = payload.get("tool_choice")
-    if choice is not None and (type(choice) is not dict or choice.get("type") not in _CHOICES):
+    kind = choice.get("type") if type(choice) is dict else None
+    if choice is not None and (type(kind) is not str or kind not in _CHOICES):
         raise wrong("tool_choice", "an object whose type is auto, any, tool or none", choice)
 
 

@@ -27,6 +27,9 @@ microsecond of everybody's time, as nothing else runs while it is parsed."""
 MAX_VALUES = 1 << 23
 """Elements of a large body's objects and arrays."""
 
+MAX_DEPTH = 250
+"""Levels of a body: a little less than orjson writes, so that fields can be put around it."""
+
 Json: TypeAlias = dict[str, Any]
 
 
@@ -97,6 +100,14 @@ def parse_json_object(body: bytes) -> Json:
         raise RequestRefused(
             f"the request body must be a JSON object, not {json_type(value)}", code="invalid_json"
         )
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
+        # orjson reads what is nested deeper than it writes, and parts of many bodies are written again.
+        try:
+            orjson.dumps([[[[value]]]])
+        except orjson.JSONEncodeError:
+            raise RequestRefused(
+                f"the request body is nested deeper than {MAX_DEPTH} levels", code="invalid_json"
+            ) from None
     return value
 
 

@@ -19,6 +19,7 @@ from sglang_ext.testing.servers import ServerPool, ServerProcess, ServerSpec
 # Modules beside the tests are imported by their own names.
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1] / "router"))  # for api_fuzz.py
+sys.path.append(str(Path(__file__).parents[1] / "fuzz"))  # for http_bodies.py
 
 
 @pytest.fixture(scope="session", autouse=True)

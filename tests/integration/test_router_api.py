@@ -7,13 +7,16 @@ import json
 import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import aiohttp
 import anthropic
 import openai
 import pytest
-from api_fuzz import BROKEN, fuzz, is_ours, send_broken
+import requests
+from api_fuzz import BROKEN, TIMEOUT_S, fuzz, is_ours, send_broken
+from http_bodies import bodies
 from router_rig import ROOT, SPECS, running, sglang_program, until
 
 from router import Router, RouterConfig
@@ -369,13 +372,21 @@ def never_ours(path: str, method: str, body: Any, answer: Any) -> None:
 async def test_no_request_harms_a_server(
     start: Callable[..., Any], servers: list[ServerProcess], long_run: bool
 ) -> None:
-    """A corpus of broken requests, and what schemathesis makes of the description, at real servers."""
+    """A corpus of broken requests, others made of it, and what schemathesis makes of the description, at real
+    servers."""
     # Whether a busy machine's servers answer probes in time is not what is asked here.
     router: Router = await start(health_check_timeout_secs=20.0)
     assert await asyncio.to_thread(send_broken, router.url, never_ours) == len(BROKEN)
     examples = 60 if long_run else 3
     sent = await asyncio.to_thread(fuzz, router.url, description(), never_ours, examples=examples)
     assert sent > 60
+
+    def send_mutated() -> None:
+        with requests.Session() as session:
+            for path, body in bodies(3000 if long_run else 60, Random(0)):
+                never_ours(path, "POST", body, session.post(router.url + path, data=body, timeout=TIMEOUT_S))
+
+    await asyncio.to_thread(send_mutated)
     await until(lambda: running(servers) == 0)
     for server in servers:
         assert server.running

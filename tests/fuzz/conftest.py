@@ -1,0 +1,19 @@
+"""What the fuzz tests share: the helpers beside the router's and the engine's tests, and SGLang on a CPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from sglang_ext.patches import paged_allocator, runtime
+
+for folder in ("fuzz", "router"):
+    sys.path.append(str(Path(__file__).parents[1] / folder))
+
+runtime.prepare_process(os.environ)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # SGLang and what it imports warn about kernels that a CPU has not
+    paged_allocator.apply()
+    import sglang.srt.managers.schedule_policy  # noqa: F401

@@ -1,0 +1,248 @@
+"""Everything that reads what strangers write: each takes bytes, and raises its declared errors only."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+
+from router.anthropic import check_conversation
+from router.exchange import RequestRefused
+from router.generation import PARSERS
+from router.hints import advisory_of, only_a_hint, parse_advisory, prefetch_actions
+from router.http_body import BodyBudget, unpack
+from router.http_reader import RequestReader
+from router.index import Index
+from router.policies.base import Role
+from router.request_fields import FIELDS, SAMPLING, Who
+from router.roster import decode_member
+from router.sessions import session_of
+from router.tenancy import additions, check_reserved, judged, priority_of, rids_of, splice, with_salt
+from router.tenants import ANYBODY, Caller
+from router.validation import Endpoint, Limits, parse_json_object
+from sglang_ext.agent_messages import (
+    FROM_AGENT,
+    TO_AGENT,
+    Events,
+    SnapshotBegin,
+    SnapshotEnd,
+    SnapshotPart,
+    Welcome,
+)
+from sglang_ext.cluster_messages import ChangeRole, Drain, Registration, decode
+from sglang_ext.disagg.messages import REPLIES, REQUESTS
+from sglang_ext.disagg.transports import tcp, verbs
+from sglang_ext.engine.migration import Migration
+from sglang_ext.engine.pd_messages import ANSWERS, ASKS, ORDERS
+from sglang_ext.errors import PeerError, UserError
+from sglang_ext.testing.fakes import FakeClock
+from sglang_ext.wire import WireError, unpack_ids
+
+CORPUS = Path(__file__).parent / "corpus"
+LIMITS = Limits(32_000, 4096)
+TENANT = Caller("a", 3, False, "kv-tenant-a")
+NEVER = {name for name, who in FIELDS.items() if who in (Who.NOBODY, Who.TRUSTED)}
+NEVER_SAMPLED = {name for name, who in SAMPLING.items() if who is Who.NOBODY}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is fed. declared: what it may raise. text: whether its inputs are JSON."""
+
+    name: str
+    feed: Callable[[bytes], object]
+    declared: tuple[type[Exception], ...]
+    text: bool = True
+
+    def seeds(self) -> list[bytes]:
+        """Of the corpus: one file each."""
+        return [path.read_bytes() for path in sorted((CORPUS / self.name).iterdir())]
+
+
+# -- HTTP -------------------------------------------------------------------------------------------
+
+
+def heads(data: bytes) -> None:
+    """A connection's bytes, in pieces whose lengths they say themselves. Nothing is raised at all."""
+    reader = RequestReader(2000, 3000, BodyBudget(1 << 30))
+    size = 1 + data[0] if data else 1
+    for at in range(0, len(data), size):
+        for parsed in reader.feed(data[at : at + size]):
+            assert parsed.refused is None or 400 <= parsed.refused.status < 600
+    reader.abandon()
+
+
+def packed(data: bytes) -> None:
+    """A compressed body."""
+    coding = "gzip" if data[:1] == b"\x1f" else "deflate"
+    budget = BodyBudget(1 << 20)
+    work = unpack(data, coding, 1 << 18, budget)
+    try:
+        work.send(None)
+    except StopIteration as done:
+        budget.give(len(done.value))
+    except RequestRefused:
+        pass
+    finally:
+        work.close()
+    assert budget.used == 0
+
+
+def body(endpoint: Endpoint, data: bytes) -> None:
+    """A generation request, as far as the router takes it before anything is sent."""
+    payload = parse_json_object(data)
+    for caller in (ANYBODY, TENANT):
+        refused = None
+        try:
+            _admit(endpoint, data, payload, caller)
+        except RequestRefused as error:
+            refused = error
+        if refused is not None:
+            orjson.dumps(refused.payload())
+            assert 400 <= refused.status < 500
+
+
+def _admit(endpoint: Endpoint, data: bytes, payload: dict[str, Any], caller: Caller) -> None:
+    for hint in list(prefetch_actions(payload))[:4]:
+        try:
+            parse_advisory(hint, LIMITS)
+        except RequestRefused:
+            continue
+    check_reserved(payload, caller)
+    priority_of(payload, caller)
+    if only_a_hint(endpoint, payload):
+        advisory_of(endpoint, payload, LIMITS)
+        return
+    job = with_salt(PARSERS[endpoint](payload, LIMITS), caller)
+    for prompt in job.prompts:
+        if prompt.ids is not None and len(prompt.ids):
+            assert 0 <= min(prompt.ids) <= max(prompt.ids) < LIMITS.vocab_size
+        assert caller.salt is None or prompt.namespace[2] == caller.salt
+    session_of({}, payload, header="x-session-id", field="session_id", cookie="")
+    rids_of(payload)
+    sent = orjson.loads(splice(judged(data, payload, caller), additions(payload, caller)))
+    assert {name for name in sent if name not in FIELDS} == set()
+    assert {name for name in NEVER if sent.get(name) is not None} == set()
+    sampling = sent.get("sampling_params")
+    for one in sampling if isinstance(sampling, list) else [sampling]:
+        if isinstance(one, dict):
+            assert not one.keys() & NEVER_SAMPLED
+            custom = one.get("custom_params")
+            assert not (isinstance(custom, dict) and "sglang_ext_resume" in custom)
+    if caller.salt is not None:
+        assert sent["cache_salt"] == caller.salt
+
+
+def advisory(data: bytes) -> None:
+    payload = parse_json_object(data)
+    check_reserved(payload, TENANT)
+    parse_advisory(payload, LIMITS)
+
+
+def messages_count(data: bytes) -> None:
+    check_conversation(parse_json_object(data))
+
+
+# -- messages ------------------------------------------------------------------------------------------
+
+
+class _Rank:
+    """A rank's `Migration` that lives through everything that it is sent."""
+
+    def __init__(self) -> None:
+        processor = SimpleNamespace(_maybe_update_reasoning_tokens=lambda req, token: None)
+        scheduler = SimpleNamespace(
+            model_config=SimpleNamespace(vocab_size=100),
+            batch_result_processor=processor,
+            running_batch=SimpleNamespace(reqs=[]),
+            waiting_queue=[],
+            grammar_manager=SimpleNamespace(grammar_queue=[]),
+            last_batch=None,
+            chunked_req=None,
+            spec_algorithm=SimpleNamespace(is_none=lambda: True),
+        )
+        self.migration = Migration(SimpleNamespace(scheduler=scheduler))  # type: ignore[arg-type]
+        self.migration.attach(bytes(16), lambda message: None, lambda message: True)
+        self.at = 0.0
+
+    def obeys(self, data: bytes) -> None:
+        self.at += 0.01
+        self.migration.takes(data, self.at)
+        self.migration.each_pass()
+
+    def gets(self, data: bytes) -> None:
+        """A request whose ``custom_params`` a client has written. It is aborted, or one like any other."""
+        custom = orjson.loads(data)
+        aborted: list[str] = []
+        sampling = SimpleNamespace(custom_params=custom, max_new_tokens=8, min_new_tokens=0)
+        req = SimpleNamespace(
+            rid="r", to_finish=None, finished=lambda: False, sampling_params=sampling,
+            origin_input_ids=array("q", [5, 6, 7]), output_ids=array("q"), is_retracted=False,
+            set_finish_with_abort=aborted.append,
+        )  # fmt: skip
+        self.migration.received(SimpleNamespace(rid=req.rid, sampling_params=sampling))
+        self.migration.queued(req)
+        assert len(req.output_ids) == 0
+        forged = isinstance(custom, dict) and "sglang_ext_resume" in custom
+        assert bool(aborted) == forged
+        assert self.migration.counts.get("error", 0) == 0
+
+
+_rank = _Rank()
+
+
+def to_agent(data: bytes) -> None:
+    """What a router says: decoded, and done in the scheduler."""
+    TO_AGENT.decode(data)
+    _rank.obeys(data)
+
+
+def from_agent(data: bytes) -> None:
+    """What an instance says: decoded, and taken into the index."""
+    message = FROM_AGENT.decode(data)
+    index = _index
+    if isinstance(message, Welcome):
+        index.began("i", message.epoch, message.naming)
+    elif isinstance(message, Events | SnapshotBegin | SnapshotPart | SnapshotEnd):
+        index.apply("i", message)
+
+
+_index = Index(FakeClock(), block_size=4)
+_index.attach("i", Role.COLOCATED)
+_index.began("i", bytes(16), None)
+
+
+def _wire(codec: Any) -> Callable[[bytes], object]:
+    return lambda data: codec.decode(data)
+
+
+WIRE = (WireError,)
+
+
+def targets() -> Iterator[Target]:
+    """All of them."""
+    yield Target("heads", heads, (), text=False)
+    yield Target("packed", packed, (), text=False)
+    for endpoint in Endpoint:
+        yield Target(f"body{endpoint.value.replace('/', '-')}", partial(body, endpoint), (RequestRefused,))
+    yield Target("advisory", advisory, (RequestRefused,))
+    yield Target("messages-count", messages_count, (RequestRefused,))
+    yield Target("custom-params", lambda data: _rank.gets(data), (orjson.JSONDecodeError,))
+    yield Target("to-agent", to_agent, WIRE, text=False)
+    yield Target("from-agent", from_agent, WIRE, text=False)
+    yield Target("ids", lambda data: unpack_ids(data, 1000), WIRE, text=False)
+    for name, codec in (
+        ("pd-asks", ASKS), ("pd-answers", ANSWERS), ("pd-orders", ORDERS), ("transfer-requests", REQUESTS),
+        ("transfer-replies", REPLIES), ("tcp-answer", tcp._ANSWER), ("verbs-offer", verbs._OFFER),
+        ("verbs-answer", verbs._ANSWER),
+    ):  # fmt: skip
+        yield Target(name, _wire(codec), WIRE, text=False)
+    for kind in (Registration, Drain, ChangeRole):
+        yield Target(f"cluster-{kind.__name__.lower()}", partial(decode, kind=kind), (UserError,))
+    yield Target("cluster-member", decode_member, (PeerError,))
