@@ -254,6 +254,7 @@ async def test_dropped_events_are_noticed_by_the_next_beat() -> None:
         instance.feed.publish()
         instance.feed._limit = 100
         await until(lambda: side.match([2] * 8) == Match(8, own=True), instance)
+        await until(lambda: side.index.trusted(NAME), instance)  # it may be used before all is told
         assert side.agents.counters()[NAME].gaps == 1
         assert side.agents.counters()[NAME].snapshots == 2
 
