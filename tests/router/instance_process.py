@@ -85,7 +85,9 @@ async def main(name: str, router: str, tokenizer_path: str) -> None:
         agent.start()
         Registrar(router.split(","), registration, None, agent.silent_s).start()
         say(url=worker.url, epoch=epoch.hex())
-        await asyncio.Event().wait()
+        while True:  # as a scheduler goes round; only then a router is answered what is held
+            feed.publish()
+            await asyncio.sleep(0.005)
 
 
 if __name__ == "__main__":
