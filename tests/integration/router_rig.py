@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sglang_ext.testing.servers import ServerProcess, ServerSpec
 
-FLAGS = ("--radix-cache-backend", "global", "--max-total-tokens", "8192")
+FLAGS = ("--radix-cache-backend", "global", "--max-total-tokens", "8192", "--enable-response-store")
 SPECS = (ServerSpec(flags=FLAGS), ServerSpec(flags=(*FLAGS, "--random-seed", "7")))
 ROOT = Path(__file__).resolve().parents[2]
 

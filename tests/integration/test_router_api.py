@@ -216,6 +216,28 @@ async def test_responses_have_the_tokens_that_the_server_gives_them(
         assert [prompt.tokens for prompt in story.prompts] == [usage["input_tokens"]], body
 
 
+async def test_a_response_in_the_background_counts_until_the_server_has_ended_it(
+    start: Callable[..., Any], client: aiohttp.ClientSession
+) -> None:
+    router: Router = await start()
+    url = router.url + "/v1/responses"
+    body = {
+        "model": "default", "input": TEXT, "temperature": 0, "max_output_tokens": 40, "background": True,
+        "store": True,
+    }  # fmt: skip
+    async with client.post(url, json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        response = await answer.json()
+    assert response["status"] == "queued"
+    background = router.serving.generation.background
+    assert len(background) == 1
+    assert sum(row.in_flight for row in router.fleet.rows.values()) == 1
+    await until(lambda: len(background) == 0)
+    assert sum(row.in_flight for row in router.fleet.rows.values()) == 0
+    async with client.get(f"{url}/{response['id']}") as answer:
+        assert (await answer.json())["status"] in ("completed", "incomplete")
+
+
 @pytest.mark.parametrize("tenant", [None, "a"])
 async def test_the_anthropic_client_works(
     tenant: str | None, start: Callable[..., Any], servers: list[ServerProcess], tmp_path: Path
