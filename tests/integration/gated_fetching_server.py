@@ -1,8 +1,8 @@
 """SGLang's server as ``sglang_ext.launch_server`` starts it, whose reads from peers can be held up.
 
 While there is a file ``hold`` in its folder (`hooked_server`), each read waits after it was offered its
-blocks, and a file ``held`` says how many do. They go on when ``hold`` is gone. Elsewhere that moment is too
-short to hit.
+blocks, and a file ``held`` says how many do. They go on when ``hold`` is gone. A file ``dead`` appears when
+the server has taken the holder of one that waits for dead. Elsewhere that moment is too short to hit.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ def hold_reads(folder: Path) -> None:
     reading = FetchLink._reading
     waiting = 0
 
-    async def held(self: FetchLink, *arguments: Any) -> int:
+    async def held(self: FetchLink, job: Any, *arguments: Any) -> int:
         nonlocal waiting
         if (folder / "hold").exists():
             waiting += 1
             (folder / "held").write_text(str(waiting))
             try:
-                while (folder / "hold").exists():  # noqa: ASYNC110
+                while (folder / "hold").exists():
+                    if job.instance.gone:
+                        (folder / "dead").touch()
                     await asyncio.sleep(0.005)
             finally:
                 waiting -= 1
                 (folder / "held").unlink(missing_ok=True)
-        return await reading(self, *arguments)
+        return await reading(self, job, *arguments)
 
     FetchLink._reading = held  # type: ignore[method-assign]
 
