@@ -13,6 +13,10 @@ ACTIVE = "SGLANG_EXT_CPU_RUNTIME"
 ENVIRONMENT: Mapping[str, str] = {"SGLANG_USE_CPU_ENGINE": "1"}
 """Environment of a CPU server; what the user has set stays."""
 
+NCCL_LIBRARY = "SGLANG_NCCL_SO_PATH"
+"""From where SGLang loads NCCL. A CUDA build of torch brings one that loads without a GPU; with several ranks
+SGLang would then take the CPU for a CUDA device."""
+
 FLAG_DEFAULTS: Mapping[str, Any] = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -70,5 +74,13 @@ def prepare_process(environment: MutableMapping[str, str]) -> None:
     environment[ACTIVE] = "1"
     for name, value in ENVIRONMENT.items():
         environment.setdefault(name, value)
+    if _torch_brings_nccl():
+        environment.setdefault(NCCL_LIBRARY, "none-on-a-cpu")
     torchvision_operators.apply()
     sgl_kernel_stand_in.apply()
+
+
+def _torch_brings_nccl() -> bool:
+    import torch
+
+    return torch.version.cuda is not None

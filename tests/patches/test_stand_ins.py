@@ -95,3 +95,22 @@ def test_what_the_user_has_set_stays() -> None:
     assert environment["SGLANG_USE_CPU_ENGINE"] == "0"
     assert runtime.active(environment)
     assert not runtime.active({})
+
+
+@pytest.mark.parametrize("cuda", [None, "13.0"])
+def test_a_cuda_build_of_torch_lends_no_nccl_to_a_cpu(
+    cuda: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its NCCL loads without a GPU, and with several ranks SGLang would take the CPU for a CUDA device."""
+    from sglang.srt.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    environment: dict[str, str] = {}
+    runtime.prepare_process(environment)
+    assert (runtime.NCCL_LIBRARY in environment) is (cuda is not None)
+    monkeypatch.setenv(runtime.NCCL_LIBRARY, environment.get(runtime.NCCL_LIBRARY, ""))
+    with pytest.raises((OSError, ValueError)):
+        NCCLLibrary(None)
+    given = {runtime.NCCL_LIBRARY: "/my/libnccl.so"}
+    runtime.prepare_process(given)
+    assert given[runtime.NCCL_LIBRARY] == "/my/libnccl.so"
