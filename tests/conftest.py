@@ -11,13 +11,15 @@ pytest_plugins = ["sglang_ext.testing.strict"]
 
 # The machine is shared: how long an example takes says nothing. Examples are the same in each run at a desk,
 # so that a change is judged by its own faults. Nightly and long runs look for new ones, and print how to
-# reproduce what failed.
+# reproduce what failed (hypothesis itself would repeat its examples wherever CI is set).
 settings.register_profile("same", deadline=None, derandomize=True)
-settings.register_profile("new", deadline=None, print_blob=True)
+settings.register_profile("new", deadline=None, print_blob=True, derandomize=False)
 
 INTEGRATION = Path(__file__).parent / "integration"
 COMMANDS = ("test_cluster.py", "test_demo.py", "test_pd_cluster.py", "test_stock_launcher.py")
 """Integration tests of the commands that users type."""
+PROGRAMS = ("benchmarks", "cluster", "demo", "test_cli.py", "test_plugin.py")
+"""Folders and files beside them that start programs without servers."""
 PARTS = ("fleets", "servers", "others")
 """What `make test` runs side by side; about as long, each."""
 
@@ -25,13 +27,14 @@ PARTS = ("fleets", "servers", "others")
 def parts_of(file: Path) -> tuple[str, ...]:
     """The parts that tests of a file may belong to."""
     if INTEGRATION not in file.parents:
-        return ("others",)
+        place = file.relative_to(INTEGRATION.parent).parts[0] if INTEGRATION.parent in file.parents else ""
+        return ("servers",) if place in PROGRAMS else ("others",)
     return ("servers",) if file.name in COMMANDS else ("servers", "fleets")
 
 
 def part_of(item: pytest.Item) -> str:
     """The part that a test belongs to: of those with servers, the first has what shares one and what runs a
-    command, and the second what starts servers of its own, several as a rule."""
+    command or another program, and the second what starts servers of its own, several as a rule."""
     first, *rest = parts_of(item.path)
     return rest[0] if rest and "server_pool" not in getattr(item, "fixturenames", ()) else first
 
