@@ -10,8 +10,10 @@ from pathlib import Path
 
 from sglang_ext.testing.servers import ServerProcess, ServerSpec
 
-FLAGS = ("--radix-cache-backend", "global", "--max-total-tokens", "8192", "--enable-response-store")
-SPECS = (ServerSpec(flags=FLAGS), ServerSpec(flags=(*FLAGS, "--random-seed", "7")))
+FLAGS = ("--radix-cache-backend", "global", "--max-total-tokens", "8192")
+KEPT = (*FLAGS, "--enable-response-store")
+"""Of servers that keep responses, which none can that only prefills or decodes."""
+SPECS = (ServerSpec(flags=KEPT), ServerSpec(flags=(*KEPT, "--random-seed", "7")))
 ROOT = Path(__file__).resolve().parents[2]
 
 

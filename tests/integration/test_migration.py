@@ -18,6 +18,7 @@ from router_rig import FLAGS, running, until
 
 from router import Router, RouterConfig
 from router.lifecycle import State
+from router.trial import EVERYTHING
 from sglang_ext.agent_messages import ToAgent, Watch
 from sglang_ext.cluster.guard import descendants
 from sglang_ext.cluster_messages import instance_path
@@ -87,6 +88,8 @@ async def router(fleet: Fleet) -> AsyncIterator[Router]:
     config = RouterConfig(port=fleet.port, policy="round-robin", health_check_timeout_secs=5.0)
     async with Router(config) as router:
         await until(lambda: len(router.fleet.usable()) == len(fleet.servers), seconds=60)
+        # Before that prompts are known by their text, and copied ahead of no move.
+        await until(lambda: router.tokenizers.trust == EVERYTHING, seconds=60)
         yield router
         router.check()
 
@@ -223,6 +226,10 @@ async def test_every_answer_is_the_undisturbed_one(router: Router, fleet: Fleet)
         expected = await asyncio.gather(*(client.ask(*each) for each in bodies()))
         assert not any(heard.error for heard in expected), expected
         assert len({heard.said for heard in expected}) == 8
+        # Else the instance that requests are moved to may have their prompts already, and nothing is copied.
+        for server in fleet.servers:
+            await asyncio.to_thread(server.wait_idle)
+            await asyncio.to_thread(server.flush)
 
         async def one_has_moved() -> bool:
             return await moved(router) >= 1

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from router_rig import SPECS
 
 from router import Router, RouterConfig
 from router.trial import EVERYTHING
@@ -23,8 +24,6 @@ from sglang_ext.testing.servers import ServerProcess, ServerSpec
 pytestmark = pytest.mark.integration
 
 Json = dict[str, Any]
-FLAGS = ("--radix-cache-backend", "global", "--max-total-tokens", "8192")
-SPECS = (ServerSpec(flags=FLAGS), ServerSpec(flags=(*FLAGS, "--random-seed", "7")))
 SHORT = {"temperature": 0, "max_tokens": 8}
 
 
