@@ -204,7 +204,9 @@ def is_whole(rank: Rank, answer: Req) -> bool:
     """The answer is that of a rank without a disk, and nothing is left locked or reading."""
     assert rank.promotions is not None
     assert rank.tier is not None
+    assert rank.writes is not None
     rank.tier.settle()
+    rank.writes.settle()  # DRAM stays locked until the disk has it
     assert not rank.promotions.reading
     assert not any(node.locks for node in rank.tree.nodes())
     again = rank.serve([*PROMPT, 1, 2, 3], new_tokens=3)
