@@ -37,6 +37,7 @@ class Job:
         stream: whether to ask for streams.
         connections: at the same time.
         seconds: how long, after `warmup_s`.
+        warmup_s: before that, uncounted; not with fresh prompts.
         fresh: how many prompts to make that no job before has sent; 0 for those that all jobs share.
         first: the number of the first of them.
     """
@@ -176,13 +177,17 @@ async def run(job: Job) -> dict[str, Any]:
     numbers = range(job.first, job.first + job.fresh) if job.fresh else range(DISTINCT)
     load = Load(job, [message(job, number) for number in numbers])
     loop = asyncio.get_running_loop()
+    # Each fresh prompt is sent once, so the first ones count, too.
+    load.counting = job.fresh > 0
+    begin = time.perf_counter()
     connections = [
         (await loop.create_connection(lambda: Connection(load), "127.0.0.1", job.port))[1]
         for _ in range(job.connections)
     ]
-    await asyncio.sleep(job.warmup_s)
-    load.counting = True
-    begin = time.perf_counter()
+    if not job.fresh:
+        await asyncio.sleep(job.warmup_s)
+        load.counting = True
+        begin = time.perf_counter()
     await asyncio.sleep(job.seconds)
     load.counting = False
     # Fresh prompts may have run out before.

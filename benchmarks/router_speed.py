@@ -63,7 +63,7 @@ class Case:
             return job
         # More than a router gets through.
         prompts = int(seconds * FRESH_BYTES_PER_S / self.prompt_bytes)
-        return dataclasses.replace(job, fresh=max(4 * self.connections, prompts), first=first, warmup_s=0.0)
+        return dataclasses.replace(job, fresh=max(4 * self.connections, prompts), first=first)
 
 
 FRESH_BYTES_PER_S = 48 << 20
