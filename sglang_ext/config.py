@@ -221,7 +221,7 @@ class KvConfig:
     disk_io: str = _flag(
         "auto",
         "How KV is read from disk: buffered (through the page cache), direct (with O_DIRECT, unless the page "
-        "cache has the bytes anyway) or auto (whichever reads this disk faster, measured at start with a "
+        "cache has the bytes anyway) or auto (direct unless that is clearly slower, measured at start with a "
         "temporary file of 64 MiB).",
         "{auto,direct,buffered}",
         _one_of("auto", "direct", "buffered"),

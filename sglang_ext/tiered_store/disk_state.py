@@ -44,7 +44,7 @@ class IoMode(enum.Enum):
     """How segments are read. Writes always go through the page cache and are synced."""
 
     AUTO = "auto"
-    """Whichever of the two reads this disk faster, measured at opening (`disk_speed.choose_io`)."""
+    """DIRECT, unless that measures clearly slower at opening (`disk_speed.choose_io`)."""
     BUFFERED = "buffered"
     """Through the page cache."""
     DIRECT = "direct"
