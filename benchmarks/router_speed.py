@@ -112,7 +112,8 @@ def measure_speed(options: Options, report: Report, peer_python: Path | None) ->
                     before = cpu_seconds(leg.running.pid) if leg.running else 0.0
                     result = load.measure(case.job(leg.port, seconds, next(numbers)))
                     result["cpu"] = cpu_seconds(leg.running.pid) - before if leg.running else 0.0
-                    if set(result["statuses"]) != {"200"}:
+                    # None at all says that nothing was answered in the time: a figure too.
+                    if not set(result["statuses"]) <= {"200"}:
                         raise RuntimeError(f"{leg_name}, {case.name}: {result['statuses']}")
                     leg.results[case].append(result)
         for case in CASES:
