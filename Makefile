@@ -28,7 +28,7 @@ demo: $(READY)  ## Hold conversations with servers that share their KV, then wit
 check: $(READY)  ## Lint, formatting and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
+	$(BIN)/python scripts/check_types.py
 
 format: $(READY)  ## Put the formatting right
 	$(BIN)/ruff check --fix

@@ -1,0 +1,1 @@
+"""Benchmarks: a package per question, ``python -m benchmarks.NAME``."""

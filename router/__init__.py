@@ -1,10 +1,10 @@
 """The router: one address in front of several SGLang servers, sending each prompt to who has its KV.
 
-``python -m router --worker-urls URL [URL ...]``, or ``router.run(RouterConfig(...))``, or, inside a
-program that has an event loop, ``async with Router(config) as router``.
+``python -m sglang_ext.router --worker-urls URL [URL ...]`` (``python -m router`` in a checkout), or
+``run(RouterConfig(...))``, or, in a program with an event loop, ``async with Router(config) as router``.
 """
 
-from router.config import RouterConfig
-from router.run import Router, run
+from sglang_ext.router.app.run import Router, run
+from sglang_ext.router.config import RouterConfig
 
 __all__ = ["Router", "RouterConfig", "run"]

@@ -1,4 +1,4 @@
-"""``python -m router``: run the router from the command line."""
+"""``python -m sglang_ext.router``: run the router from the command line."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from router.config import RouterConfig
-from router.run import run
 from sglang_ext.errors import SglangExtError, UserError
+from sglang_ext.router.app.run import run
+from sglang_ext.router.config import RouterConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run until interrupted. Returns the exit status: 0, 1 for a failure, 2 for a wrong flag."""
     parser = argparse.ArgumentParser(
-        prog="python -m router",
+        prog="python -m sglang_ext.router",
         description="One address in front of several SGLang servers.",
     )
     RouterConfig.add_cli_args(parser)

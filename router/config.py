@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from router.advisory_book import HintLimits
-from router.cluster_setup import EMBEDDED, add_cluster_args, check_cluster
-from router.http_state import HttpLimits
-from router.index import MODES as INDEX_MODES
-from router.policies import POLICIES, policy_named
-from router.request_fields import may_be_trusted
 from sglang_ext.cluster_key import read_secret
 from sglang_ext.errors import ConfigError
+from sglang_ext.router.cluster.setup import EMBEDDED, add_cluster_args, check_cluster
+from sglang_ext.router.dispatch.advisory_book import HintLimits
+from sglang_ext.router.http.state import HttpLimits
+from sglang_ext.router.index.index import MODES as INDEX_MODES
+from sglang_ext.router.policies import POLICIES, policy_named
+from sglang_ext.router.tenancy.request_fields import may_be_trusted
 
 MIB = 1 << 20
 

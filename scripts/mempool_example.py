@@ -12,8 +12,8 @@ import numpy as np
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.keys import Namespace
 from sglang_ext.mempool import MemPool
-from sglang_ext.tiered_store.disk import DiskTier
-from sglang_ext.tiered_store.disk_state import DiskConfig
+from sglang_ext.tiered_store.disk.state import DiskConfig
+from sglang_ext.tiered_store.disk.tier import DiskTier
 
 layout = BlockLayout.uniform(n_layers=4, planes_per_layer=2, row_bytes=256, block_tokens=16)
 namespace = Namespace("my-model", "weights-1", "float16", layout.facts())

@@ -1,0 +1,1 @@
+"""A cluster of SGLang instances that shares one KV cache."""

@@ -35,7 +35,7 @@ COMMANDS: Mapping[str, Command] = {
         "start one SGLang server with the shared cache; takes every flag of SGLang's launch_server",
         replaces_process=True,
     ),
-    "router": Command("router.__main__", "start the router in front of running servers"),
+    "router": Command("sglang_ext.router.__main__", "start the router in front of running servers"),
     "cluster": Command(
         "sglang_ext.cluster.command", "start servers and router on this machine, in one command"
     ),

@@ -6,7 +6,7 @@ host it is SGLang's server with the plugin, which ``python -m sglang.launch_serv
 
 SGLang starts its scheduler and detokenizer as spawned processes, and a spawned process imports its parent's
 main module first: this one. The import therefore prepares the process, before anything of SGLang. (On a CPU
-they are forked where that is safe: :mod:`sglang_ext.patches.fork_children`.)
+they are forked where that is safe: :mod:`sglang_ext.patches.cpu.fork`.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import setproctitle  # noqa: F401
 
 from sglang_ext.cluster_key import read_secret
 from sglang_ext.errors import UserError
-from sglang_ext.patches import runtime
+from sglang_ext.patches.cpu import runtime
 
 PLUGIN = "sglang_ext"
 

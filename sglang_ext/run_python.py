@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_ext.patches import runtime
+from sglang_ext.patches.cpu import runtime
 
 USAGE = "usage: sglang-ext python SCRIPT [ARGUMENTS]\n       sglang-ext python -m MODULE [ARGUMENTS]\n"
 USAGE_STATUS = 2

@@ -16,7 +16,7 @@ import pickle
 import sys
 from typing import Any
 
-from sglang_ext.patches import runtime
+from sglang_ext.patches.cpu import runtime
 
 GLOBAL = ["--model-path", "none", "--radix-cache-backend", "global"]
 
@@ -84,7 +84,7 @@ def taken() -> dict[str, Any]:
     from sglang.srt.server_args import prepare_server_args
 
     from sglang_ext.patches import readiness
-    from sglang_ext.patches.flags import carried_config
+    from sglang_ext.patches.hooks.flags import carried_config
     from sglang_ext.patches.registry import PATCHES
 
     readiness.require()

@@ -1,43 +1,54 @@
-"""ARCHITECTURE.md names every module, and no module that is gone."""
+"""ARCHITECTURE.md is short, names every room, and nothing that is gone; every module says what it is."""
 
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("sglang_ext", "router", "benchmarks")
-UNNAMED = frozenset({"__init__.py", "__main__.py"})
+TEXT = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+MAP: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "module_map.py"))
+ROOMS: list[Path] = list(MAP["rooms"]())
+NAMED = [room for room in ROOMS if room.parts[:-1] != ("benchmarks",)]
+"""Rooms of the page: of benchmarks, `benchmarks/` stands for all."""
+
+PATH = re.compile(r"`((?:sglang_ext|router|patches|benchmarks|tests|scripts|docs)/[\w/.]*)`")
 
 
-def modules_in_the_map(text: str) -> set[str]:
-    """Paths in the tables below the heading of each folder."""
-    named: set[str] = set()
-    folder = ""
-    for line in text.splitlines():
-        if heading := re.match(r"### `(\S+)/`", line):
-            folder = heading[1]
-        elif folder and (row := re.match(r"\| `(\S+\.py)` \|", line)):
-            named.add(f"{folder}/{row[1]}")
-    return named
+def gone(text: str) -> set[str]:
+    """The paths that a page names and that are not there."""
+    return {path for path in PATH.findall(text) if not (ROOT / path).exists()}
 
 
-def modules_in_the_tree() -> set[str]:
-    return {
-        str(path.relative_to(ROOT))
-        for package in PACKAGES
-        for path in (ROOT / package).rglob("*.py")
-        if path.name not in UNNAMED
+def unnamed(text: str) -> set[str]:
+    """The rooms that a page does not name."""
+    return {f"{room}/" for room in NAMED if f"`{room}/`" not in text}
+
+
+def test_it_can_be_read_in_one_sitting() -> None:
+    assert len(TEXT.splitlines()) <= 200
+
+
+def test_every_room_is_named_and_nothing_that_is_gone() -> None:
+    assert unnamed(TEXT) == set()
+    assert gone(TEXT) == set()
+
+
+def test_a_missing_room_and_a_gone_module_are_noticed() -> None:
+    assert unnamed("`router/`") == {f"{room}/" for room in NAMED} - {"router/"}
+    assert gone("`router/gone.py` and `router/config.md`, not `tests/`") == {
+        "router/gone.py",
+        "router/config.md",
     }
 
 
-def test_the_map_and_the_tree_agree() -> None:
-    named = modules_in_the_map((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"))
-    there = modules_in_the_tree()
-    assert there - named == set(), "modules that ARCHITECTURE.md does not name"
-    assert named - there == set(), "modules that ARCHITECTURE.md names and that are gone"
-
-
-def test_a_missing_module_is_noticed() -> None:
-    text = "### `router/`: x\n\n| module | what it is |\n|---|---|\n| `app.py` | a |\n"
-    assert modules_in_the_map(text) == {"router/app.py"}
+@pytest.mark.parametrize("room", ROOMS, ids=str)
+def test_every_module_says_what_it_is(room: Path) -> None:
+    lines = {
+        path.name: MAP["first_line"](path) for path in [ROOT / room / "__init__.py", *MAP["modules"](room)]
+    }
+    assert not [name for name, line in lines.items() if not line]

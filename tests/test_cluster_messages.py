@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.cluster_key import LOOK_S, MAX_SKEW_S, ClusterKey, Replays, read_cluster_key
-from sglang_ext.cluster_messages import (
+from sglang_ext.errors import ConfigError, UserError
+from sglang_ext.protocol.cluster import (
     MAX_BODY_BYTES,
     PROTOCOL,
     ChangeRole,
@@ -25,7 +26,6 @@ from sglang_ext.cluster_messages import (
     encode,
     instance_path,
 )
-from sglang_ext.errors import ConfigError, UserError
 from sglang_ext.testing.fakes import FakeClock
 
 GOOD: dict[str, Any] = {

@@ -18,8 +18,8 @@ from sglang_ext.mempool import Address, AddressError, ArenaRegion, MemPool, MemT
 from sglang_ext.mempool.inserting import plan
 from sglang_ext.mempool.regions import Rows
 from sglang_ext.testing.blocks import LAYOUT
-from sglang_ext.tiered_store.disk import DiskTier
-from sglang_ext.tiered_store.disk_state import DiskConfig
+from sglang_ext.tiered_store.disk.state import DiskConfig
+from sglang_ext.tiered_store.disk.tier import DiskTier
 
 SPACE = Namespace("m", "w", "float16", LAYOUT.facts())
 ROOT = Path(__file__).parents[1]

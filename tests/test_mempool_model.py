@@ -25,8 +25,8 @@ from sglang_ext.mempool import Address, Hold, MemPool, MemType, Outcome, OutOfBl
 from sglang_ext.mempool.regions import Rows
 from sglang_ext.testing.blocks import LAYOUT
 from sglang_ext.testing.files import FaultyFiles
-from sglang_ext.tiered_store.disk import DiskTier
-from sglang_ext.tiered_store.disk_state import DiskConfig
+from sglang_ext.tiered_store.disk.state import DiskConfig
+from sglang_ext.tiered_store.disk.tier import DiskTier
 
 SPACES = tuple(Namespace("m", "w", "float16", LAYOUT.facts(), salt=salt) for salt in ("", "tenant"))
 STEP = LAYOUT.block_tokens

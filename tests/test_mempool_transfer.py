@@ -10,12 +10,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from sglang_ext.disagg.config import EndpointConfig
 from sglang_ext.disagg.errors import RefusedError, TransferError
-from sglang_ext.disagg.instance import Instance
-from sglang_ext.disagg.pool_transfer import TransferFlag
-from sglang_ext.disagg.pool_transfer import transfer as transfer_blocks
-from sglang_ext.disagg.transfer import Endpoint
+from sglang_ext.disagg.transfer.config import EndpointConfig
+from sglang_ext.disagg.transfer.engine import Endpoint
+from sglang_ext.disagg.transfer.instance import Instance
+from sglang_ext.disagg.transfer.pool_transfer import TransferFlag
+from sglang_ext.disagg.transfer.pool_transfer import transfer as transfer_blocks
 from sglang_ext.errors import ConfigError, UserError
 from sglang_ext.geometry import mha_geometry
 from sglang_ext.keys import Namespace, Tier

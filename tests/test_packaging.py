@@ -62,3 +62,18 @@ def test_setup_reads_every_pin() -> None:
     assert len(read) == len(CPU) + len(TEST)
     for name in (*setup["FIRST"], *setup["BROUGHT_BY_TORCH"]):
         assert re.fullmatch(rf"{name}==[\d.]+", read[name])
+
+
+def test_every_package_is_installed() -> None:
+    """`router/` and `patches/` lie elsewhere than they are installed, so the list is written by hand."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {"sglang_ext": "sglang_ext"} | {path: name for name, path in setuptools["package-dir"].items()}
+    there = {
+        ".".join([name, *init.parent.relative_to(ROOT / folder).parts])
+        for folder, name in folders.items()
+        for init in (ROOT / folder).rglob("__init__.py")
+    }
+    assert set(setuptools["packages"]) == there
+    for folder, name in folders.items():
+        for module in (ROOT / folder).rglob("*.py"):
+            assert (module.parent / "__init__.py").exists(), f"{module.parent} has no __init__.py ({name})"

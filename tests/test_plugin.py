@@ -16,7 +16,7 @@ import pytest
 from sglang_ext import launch_server
 from sglang_ext.config import flags
 from sglang_ext.errors import ConfigError
-from sglang_ext.patches import runtime
+from sglang_ext.patches.cpu import runtime
 
 SCENARIOS = Path(__file__).with_name("plugin_scenarios.py")
 

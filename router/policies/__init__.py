@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import inspect
 
-from router.policies.assembly import assembled, guarded
-from router.policies.auto import auto
-from router.policies.base import (
+from sglang_ext.errors import ConfigError
+from sglang_ext.router.policies.assembly import assembled, guarded
+from sglang_ext.router.policies.auto import auto
+from sglang_ext.router.policies.base import (
     Costs,
     Decision,
     Fetch,
@@ -22,13 +23,12 @@ from router.policies.base import (
     Role,
     beginners,
 )
-from router.policies.cost import cost
-from router.policies.least_load import least_load
-from router.policies.prompt_tree import prompt_tree
-from router.policies.random_choice import random_choice
-from router.policies.round_robin import round_robin
-from router.policies.session import session
-from sglang_ext.errors import ConfigError
+from sglang_ext.router.policies.cost import cost
+from sglang_ext.router.policies.least_load import least_load
+from sglang_ext.router.policies.prompt_tree import prompt_tree
+from sglang_ext.router.policies.random_choice import random_choice
+from sglang_ext.router.policies.round_robin import round_robin
+from sglang_ext.router.policies.session import session
 
 POLICIES: dict[str, Policy] = {
     "auto": auto,

@@ -15,7 +15,7 @@ import math
 
 import msgspec
 
-from router.policies.base import (
+from sglang_ext.router.policies.base import (
     Costs,
     Decision,
     Fleet,

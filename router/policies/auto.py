@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from router.policies.assembly import assembled
-from router.policies.base import Costs, Decision, Fleet, Matches, PolicyOptions, Prompt
-from router.policies.cost import cost
-from router.policies.prompt_tree import prompt_tree
+from sglang_ext.router.policies.assembly import assembled
+from sglang_ext.router.policies.base import Costs, Decision, Fleet, Matches, PolicyOptions, Prompt
+from sglang_ext.router.policies.cost import cost
+from sglang_ext.router.policies.prompt_tree import prompt_tree
 
 _by_prompt_tree = assembled(prompt_tree)
 

@@ -179,7 +179,7 @@ class PolicyOptions:
 
 
 class Costs(Protocol):
-    """What things are expected to take, in seconds (``router.costs``; MemServe, section 5.3).
+    """What things are expected to take, in seconds (``router/dispatch/costs.py``; MemServe, section 5.3).
 
     Whoever implements it guarantees that no answer is negative or NaN, that an infinite one means "not
     possible", and that computing more tokens, or after a longer context, never takes less time.

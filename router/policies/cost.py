@@ -24,8 +24,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.policies.assembly import believed, choose_decode
-from router.policies.base import (
+from sglang_ext.keys import Tier
+from sglang_ext.router.policies.assembly import believed, choose_decode
+from sglang_ext.router.policies.base import (
     Costs,
     Decision,
     Fetch,
@@ -41,7 +42,6 @@ from router.policies.base import (
     for_want_of,
     load_of,
 )
-from sglang_ext.keys import Tier
 
 NOTHING = Match(0)
 

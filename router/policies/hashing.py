@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from router.policies.base import Fleet, Instance
+from sglang_ext.router.policies.base import Fleet, Instance
 
 
 def rendezvous(key: str, fleet: Fleet) -> Instance:

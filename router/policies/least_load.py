@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.policies.base import (
+from sglang_ext.router.policies.base import (
     Costs,
     Decision,
     Fleet,

@@ -24,7 +24,7 @@ moved by rule 1 only.
 
 from __future__ import annotations
 
-from router.policies.base import (
+from sglang_ext.router.policies.base import (
     Costs,
     Decision,
     Fleet,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.policies.base import (
+from sglang_ext.router.policies.base import (
     Costs,
     Decision,
     Fleet,
@@ -12,7 +12,7 @@ from router.policies.base import (
     Reason,
     matched_tokens,
 )
-from router.policies.hashing import rendezvous
+from sglang_ext.router.policies.hashing import rendezvous
 
 
 def random_choice(

@@ -7,7 +7,7 @@ other, and an instance that leaves moves no session but its own.
 
 from __future__ import annotations
 
-from router.policies.base import (
+from sglang_ext.router.policies.base import (
     Costs,
     Decision,
     Fleet,
@@ -18,7 +18,7 @@ from router.policies.base import (
     load_of,
     matched_tokens,
 )
-from router.policies.hashing import rendezvous
+from sglang_ext.router.policies.hashing import rendezvous
 
 
 def session(prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions) -> Decision:

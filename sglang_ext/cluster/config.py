@@ -160,7 +160,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     flag("decode", int, "servers that only decode; their KV comes from those that prefill", metavar="N")
     flag("host", str, "address of the router; beyond loopback it needs --router-args '--api-key-file F'")
     flag("port", int, "port of the router, 0 for a free one; the servers take free ports after it")
-    flag("policy", str, "how the router chooses a server; see python -m router --help")
+    flag("policy", str, "how the router chooses a server; see python -m sglang_ext.router --help")
     parser.add_argument(
         "--instance-args",
         action="append",

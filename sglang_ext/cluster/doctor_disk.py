@@ -17,11 +17,11 @@ from typing import Any
 
 from sglang_ext.cluster.doctor_findings import MIB, Finding, Level, size
 from sglang_ext.errors import ConfigError, SglangExtError
-from sglang_ext.tiered_store.disk import INDEX_DIRECTORY
-from sglang_ext.tiered_store.disk_check import CheckReport, RepairReport, check_directory, repair_directory
-from sglang_ext.tiered_store.disk_speed import DiskSpeed, measure_disk
-from sglang_ext.tiered_store.owner import LOCK_FILE
-from sglang_ext.tiered_store.segments import SUFFIX
+from sglang_ext.tiered_store.disk.check import CheckReport, RepairReport, check_directory, repair_directory
+from sglang_ext.tiered_store.disk.owner import LOCK_FILE
+from sglang_ext.tiered_store.disk.segments import SUFFIX
+from sglang_ext.tiered_store.disk.speed import DiskSpeed, measure_disk
+from sglang_ext.tiered_store.disk.tier import INDEX_DIRECTORY
 
 MEASURED = 256 * MIB
 LEAST_MEASURED = 16 * MIB

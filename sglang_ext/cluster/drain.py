@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 
 from sglang_ext.cluster.router_client import RouterClient, add_router_args, quoted, router_of
-from sglang_ext.cluster_messages import Drain, InstanceView, instance_path
 from sglang_ext.errors import SglangExtError
+from sglang_ext.protocol.cluster import Drain, InstanceView, instance_path
 
 PROG = "sglang-ext drain"
 POLL_S = 0.5

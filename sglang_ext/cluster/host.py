@@ -17,7 +17,7 @@ LAST_PORT = 65535
 
 def host_facts() -> HostFacts:
     """Cores from the scheduler's affinity, accelerators from torch."""
-    from sglang_ext.patches import runtime
+    from sglang_ext.patches.cpu import runtime
 
     accelerators = 0
     if runtime.accelerator_available():

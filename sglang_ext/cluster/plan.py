@@ -160,7 +160,7 @@ def make_plan(
     router = Part(
         name="router",
         command=(
-            sys.executable, "-m", "router",
+            sys.executable, "-m", "sglang_ext.router",
             "--worker-urls", *urls,
             "--host", config.host, "--port", str(router_port), "--policy", config.policy,
             *(("--listen-fds", ",".join(map(str, door.sockets))) if door is not None else ()),
@@ -289,7 +289,7 @@ def _server(
 
 
 def _refuse_replicas(flags: Sequence[str]) -> None:
-    """What ``engine/support.py`` refuses in each server, said here before any of them starts."""
+    """What ``patches/adapter/support.py`` refuses in each server, said here before any of them starts."""
     for names, hint in REPLICA_FLAGS:
         value = flag_value(flags, *names)
         if value is not None and value.strip() not in ("", "1"):

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from sglang_ext.cluster.router_client import RouterClient, add_router_args, quoted, router_of
-from sglang_ext.cluster_messages import ChangeRole, InstanceView, RoleName, instance_path
 from sglang_ext.errors import SglangExtError
+from sglang_ext.protocol.cluster import ChangeRole, InstanceView, RoleName, instance_path
 
 PROG = "sglang-ext role"
 TIMEOUT_S = 900.0

@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from sglang_ext.cluster.router_client import add_router_args, router_of
-from sglang_ext.cluster_messages import Cluster, InstanceView
 from sglang_ext.errors import SglangExtError
+from sglang_ext.protocol.cluster import Cluster, InstanceView
 
 PROG = "sglang-ext cluster-status"
 AWAITED = "awaited"

@@ -1,0 +1,1 @@
+"""The cache inside SGLang's scheduler, without SGLang: tiers, prefetch, peers, PD, events."""

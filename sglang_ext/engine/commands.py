@@ -2,8 +2,8 @@
 
 What changes a cache has to reach all ranks of an instance between the same two passes of their loops, or
 their trees part. SGLang has a way on which that holds: what rank 0 receives is broadcast with the requests
-of the pass. Commands are put into it (``patches/commands.py``), so they need no collective of their own, and
-they come in one order with the requests.
+of the pass. Commands are put into it (``patches/hooks/messages.py``), so they need no collective of their
+own, and they come in one order with the requests.
 
 An idle scheduler that sleeps (``--sleep-on-idle``) is woken.
 

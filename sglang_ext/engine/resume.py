@@ -18,8 +18,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sglang_ext.agent_messages import MAX_OUTPUT_BYTES, Resume, Watch
 from sglang_ext.keys import TOKEN_BYTES, decode_tokens, encode_tokens
+from sglang_ext.protocol.agent import MAX_OUTPUT_BYTES, Resume, Watch
 
 FIELD: Final = "sglang_ext_resume"
 """Key in ``custom_params`` of a request: the ticket of its `Resume`. Routers refuse it from clients."""

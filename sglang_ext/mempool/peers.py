@@ -14,13 +14,13 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_ext.disagg.config import EndpointConfig
 from sglang_ext.disagg.errors import RefusedError
-from sglang_ext.disagg.pool_transfer import TransferFlag
-from sglang_ext.disagg.pool_transfer import transfer as transfer_blocks
-from sglang_ext.disagg.pools import MemoryRange, OwnedPool, PoolSpec
 from sglang_ext.disagg.tensors import arena_tensors
-from sglang_ext.disagg.transfer import Endpoint
+from sglang_ext.disagg.transfer.config import EndpointConfig
+from sglang_ext.disagg.transfer.engine import Endpoint
+from sglang_ext.disagg.transfer.pool_transfer import TransferFlag
+from sglang_ext.disagg.transfer.pool_transfer import transfer as transfer_blocks
+from sglang_ext.disagg.transfer.pools import MemoryRange, OwnedPool, PoolSpec
 from sglang_ext.errors import ConfigError, UserError
 from sglang_ext.geometry import Geometry
 from sglang_ext.keys import Tier
@@ -31,7 +31,7 @@ from sglang_ext.mempool.receiving import PoolReceiver, Received
 from sglang_ext.mempool.regions import ArenaRegion, Ids
 
 if TYPE_CHECKING:
-    from sglang_ext.disagg.instance import Instance
+    from sglang_ext.disagg.transfer.instance import Instance
     from sglang_ext.mempool.pool import MemPool
 
 

@@ -40,9 +40,9 @@ from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.tiered_store.tier import BlockTier, Outcome
 
 if TYPE_CHECKING:
-    from sglang_ext.disagg.instance import Instance
-    from sglang_ext.disagg.pool_transfer import TransferFlag
-    from sglang_ext.disagg.transfer import Endpoint
+    from sglang_ext.disagg.transfer.engine import Endpoint
+    from sglang_ext.disagg.transfer.instance import Instance
+    from sglang_ext.disagg.transfer.pool_transfer import TransferFlag
     from sglang_ext.mempool.peers import Transferred
 
 

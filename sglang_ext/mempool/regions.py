@@ -11,7 +11,7 @@ import numpy.typing as npt
 from sglang_ext.errors import MediumError
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.mempool.address import Place
-from sglang_ext.tiered_store.dram import DramArena
+from sglang_ext.tiered_store.dram.arena import DramArena
 
 Rows = npt.NDArray[np.uint8]
 """Whole blocks in host memory, one after the other: contiguous, shape (blocks, block bytes)."""

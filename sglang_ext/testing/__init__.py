@@ -1,0 +1,1 @@
+"""The test kit that ships: contracts, servers, stand-ins, fakes, models."""

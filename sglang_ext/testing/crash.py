@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sglang_ext.testing.blocks import LAYOUT, NAMESPACE, get_all, prefix_keys, put_all
-from sglang_ext.tiered_store.disk import DiskTier
-from sglang_ext.tiered_store.disk_state import DiskConfig
+from sglang_ext.tiered_store.disk.state import DiskConfig
+from sglang_ext.tiered_store.disk.tier import DiskTier
 from sglang_ext.tiered_store.tier import Outcome
 
 STEPS = (

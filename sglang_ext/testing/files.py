@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 
-from sglang_ext.tiered_store.files import Files, Vectors
+from sglang_ext.tiered_store.disk.files import Files, Vectors
 
 READS = ("preadv", "pread")
 WRITES = ("pwritev", "pwrite", "truncate")

@@ -15,7 +15,7 @@ class Reference:
     """
 
     def __init__(self, name: str) -> None:
-        from sglang_ext.patches import torchvision_operators
+        from sglang_ext.patches.cpu import torchvision as torchvision_operators
 
         torchvision_operators.apply()
         import torch

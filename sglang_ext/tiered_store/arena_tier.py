@@ -19,7 +19,7 @@ import numpy as np
 
 from sglang_ext.keys import Tier
 from sglang_ext.tiered_store.copy import copy_vectors
-from sglang_ext.tiered_store.dram import DramArena
+from sglang_ext.tiered_store.dram.arena import DramArena
 from sglang_ext.tiered_store.tier import (
     BlockMemory,
     BlockTier,

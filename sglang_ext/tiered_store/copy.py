@@ -21,8 +21,8 @@ import numpy.typing as npt
 from sglang_ext.geometry import Geometry
 
 if TYPE_CHECKING:
-    from sglang_ext.tiered_store.arena_memory import Bytes
-    from sglang_ext.tiered_store.dram import DramArena
+    from sglang_ext.tiered_store.dram.arena import DramArena
+    from sglang_ext.tiered_store.dram.memory import Bytes
 
 Int64s = npt.NDArray[np.int64]
 Vectors = npt.NDArray[np.uint64]

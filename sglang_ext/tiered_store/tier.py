@@ -44,7 +44,7 @@ import numpy.typing as npt
 
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.keys import BLOCK_KEY_BYTES, Tier
-from sglang_ext.tiered_store.dram import DramArena
+from sglang_ext.tiered_store.dram.arena import DramArena
 
 Ids = npt.NDArray[np.int64]
 

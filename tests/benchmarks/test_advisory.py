@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from benchmarks.advisory import Benchmark, main
-from benchmarks.advisory_figures import Told
-from benchmarks.advisory_fleet import SYSTEMS, Tiers, server_flags
-from benchmarks.advisory_play import Player, Scene
-from benchmarks.advisory_talks import Ask, Call, Talk
-from benchmarks.common import Report, parse
+from benchmarks.advisory.figures import Told
+from benchmarks.advisory.fleet import SYSTEMS, Tiers, server_flags
+from benchmarks.advisory.main import Benchmark, main
+from benchmarks.advisory.play import Player, Scene
+from benchmarks.advisory.talks import Ask, Call, Talk
+from benchmarks.lib.common import Report, parse
 
 
 class StandIn:
@@ -232,7 +232,7 @@ def test_a_run_in_pieces_measures_what_is_asked_for(tmp_path: Path) -> None:
 
 
 def _no_data(folder: Path):
-    from benchmarks.advisory import add_flags
+    from benchmarks.advisory.main import add_flags
 
     def flags(parser) -> None:
         add_flags(parser)

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from benchmarks.advisory_figures import (
+from benchmarks.advisory.figures import (
     Served,
     Told,
     cost_line,
@@ -22,8 +22,8 @@ from benchmarks.advisory_figures import (
     times_the_users,
     users_at,
 )
-from benchmarks.advisory_sticky import sticky
-from router.policies import Instance, PolicyOptions, Prompt
+from benchmarks.advisory.sticky import sticky
+from sglang_ext.router.policies import Instance, PolicyOptions, Prompt
 
 ONE = Served(
     "s", 1, sent=10.0, first=10.5, ended=12.0, prompt=100, known=80, answer=4, hbm=48, dram=16, disk=16

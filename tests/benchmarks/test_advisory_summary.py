@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.advisory_plots import FIGURES, draw
-from benchmarks.advisory_summary import add_to, summarise
-from benchmarks.common import Report, Row, Value
-from benchmarks.plots import Axis, bars, lines
+from benchmarks.advisory.plots import FIGURES, draw
+from benchmarks.advisory.summary import add_to, summarise
+from benchmarks.lib.common import Report, Row, Value
+from benchmarks.lib.plots import Axis, bars, lines
 
 RECOMPUTE, STICKY, OURS, STOCK = "recompute", "sticky swapping", "ours", "stock, cache_aware"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.advisory_talks import (
+from benchmarks.advisory.talks import (
     AGENT_NEW_TOKENS,
     FRESH,
     Shape,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common import Report, Samples, at_least, at_most, paired, parse, percentile
+from benchmarks.lib.common import Report, Samples, at_least, at_most, paired, parse, percentile
 
 
 def test_legs_take_turns_and_warmup_is_not_counted() -> None:

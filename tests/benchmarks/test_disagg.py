@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common import Report
-from benchmarks.disagg import chosen
-from benchmarks.disagg_loads import Size, middles, sessions, tokens
-from benchmarks.disagg_report import Leg, Turn, compare, complete_summary, growth, late, line, report_on
-from benchmarks.disagg_servers import DESIGNS, ROUTED, STOCK_DESIGN, STOCK_ROUTED, TRUTH, Design
+from benchmarks.disagg.loads import Size, middles, sessions, tokens
+from benchmarks.disagg.main import chosen
+from benchmarks.disagg.report import Leg, Turn, compare, complete_summary, growth, late, line, report_on
+from benchmarks.disagg.servers import DESIGNS, ROUTED, STOCK_DESIGN, STOCK_ROUTED, TRUTH, Design
+from benchmarks.lib.common import Report
 from sglang_ext.errors import ConfigError
 
 ASKED = {

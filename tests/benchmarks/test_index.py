@@ -9,10 +9,10 @@ import warnings
 
 import pytest
 
-from benchmarks import index
-from benchmarks.common import SEED, Report
-from benchmarks.index_workload import SYSTEM_TOKENS, TURN_TOKENS, Workload
-from sglang_ext.patches import runtime
+from benchmarks.index import main as index
+from benchmarks.index.workload import SYSTEM_TOKENS, TURN_TOKENS, Workload
+from benchmarks.lib.common import SEED, Report
+from sglang_ext.patches.cpu import runtime
 
 runtime.prepare_process(os.environ)
 with warnings.catch_warnings():

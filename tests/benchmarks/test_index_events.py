@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import index_events
-from benchmarks.common import Report
+from benchmarks.index_events import main as index_events
+from benchmarks.lib.common import Report
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.data import data_folder
+from benchmarks.lib.data import data_folder
 from sglang_ext.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

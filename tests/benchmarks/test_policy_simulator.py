@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.data import data_folder
-from benchmarks.policy_simulator import BlockCache, Chains, FleetPlan, Outcome, simulate
-from benchmarks.policy_workloads import (
+from benchmarks.lib.data import data_folder
+from benchmarks.policies.simulator import BlockCache, Chains, FleetPlan, Outcome, simulate
+from benchmarks.policies.workloads import (
     BLOCK_TOKENS,
     SimRequest,
     SimSession,
@@ -20,9 +20,9 @@ from benchmarks.policy_workloads import (
     sharegpt,
     tokens_of,
 )
-from router.policies import POLICIES
 from sglang_ext.cost_model import CostModel
 from sglang_ext.errors import ConfigError
+from sglang_ext.router.policies import POLICIES
 
 SEED = 11
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common import Report
-from benchmarks.router import main
-from benchmarks.router_load import Job, message
-from benchmarks.router_processes import PEER, generator, peer_missing, stand_ins
-from benchmarks.router_sessions import Words, conversations, play_arriving, play_rounds
-from benchmarks.router_speed import CASES, DIRECT, FRESH_CASES, MANY, ONE, OURS, Leg, summarise
-from sglang_ext.testing.servers import wait_until
+from benchmarks.lib.common import Report
+from benchmarks.router.load import Job, message
+from benchmarks.router.main import main
+from benchmarks.router.processes import PEER, generator, peer_missing, stand_ins
+from benchmarks.router.sessions import Words, conversations, play_arriving, play_rounds
+from benchmarks.router.speed import CASES, DIRECT, FRESH_CASES, MANY, ONE, OURS, Leg, summarise
+from sglang_ext.testing.servers.server import wait_until
 from sglang_ext.testing.tokenizer import write_tokenizer
 
 CASE_OF_FRESH = FRESH_CASES[0]
@@ -52,7 +52,7 @@ def test_conversations_share_their_beginnings_and_nothing_else(tmp_path: Path) -
     talks = conversations(Words(), 6, 3, shared_by=3, prefix_tokens=50, turn_tokens=10)
     first = [talk.turns[0] for talk in talks]
     write_tokenizer(tmp_path, 4096)
-    from router.prompt_tokenizer import load_tokenizer
+    from sglang_ext.router.tokens.prompt_tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(str(tmp_path), trust_remote_code=False)
     ids = [tokenizer(text)["input_ids"] for text in first]
@@ -121,7 +121,7 @@ def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
     script = """
 import sys, time
 from pathlib import Path
-from benchmarks.router_processes import process
+from benchmarks.router.processes import process
 with process(["sleep", "300"], core=None, log=Path(sys.argv[1])) as running:
     print(running.pid, flush=True)
     time.sleep(300)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common import Report
-from benchmarks.tiers_lmcache import missing
-from benchmarks.tiers_servers import Seen, WrongTierError, _seen
-from benchmarks.tiers_timed_server import PARTS, Standstill, standstill
-from benchmarks.tiers_ttft import SWEEPER_TOKENS, Length, Loads, hidden, report_lengths, sizes_for
+from benchmarks.lib.common import Report
+from benchmarks.tiers.lmcache import missing
+from benchmarks.tiers.servers import Seen, WrongTierError, _seen
+from benchmarks.tiers.timed_server import PARTS, Standstill, standstill
+from benchmarks.tiers.ttft import SWEEPER_TOKENS, Length, Loads, hidden, report_lengths, sizes_for
 
 
 def loads(

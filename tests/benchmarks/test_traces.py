@@ -11,8 +11,8 @@ from pathlib import Path
 import orjson
 import pytest
 
-from benchmarks import traces
-from benchmarks.data import data_folder, rows
+from benchmarks.lib import traces
+from benchmarks.lib.data import data_folder, rows
 from sglang_ext.errors import ConfigError
 
 CHAT = [("How are you today?", "Fine. " * 100), ("Tell me more.", "More. " * 10), ("Thanks!", "Bye.")]

@@ -16,9 +16,9 @@ from sglang_ext.cluster import doctor, doctor_disk
 from sglang_ext.cluster.doctor_disk import DiskFacts, findings, gather
 from sglang_ext.cluster.doctor_findings import GIB, MIB, Finding, Level
 from sglang_ext.testing.blocks import LAYOUT, NAMESPACE, contents, get_all, prefix_keys, put_all
-from sglang_ext.tiered_store.disk import DiskTier
-from sglang_ext.tiered_store.disk_speed import DiskSpeed
-from sglang_ext.tiered_store.disk_state import DiskConfig
+from sglang_ext.tiered_store.disk.speed import DiskSpeed
+from sglang_ext.tiered_store.disk.state import DiskConfig
+from sglang_ext.tiered_store.disk.tier import DiskTier
 from sglang_ext.tiered_store.tier import Outcome
 
 

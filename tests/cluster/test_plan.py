@@ -39,7 +39,7 @@ def test_servers_and_their_router() -> None:
     assert flag_value(second.command, "--port") == "30002"
     assert flag_value(second.command, "--host") == "127.0.0.1"
     assert router.needs == ("server-0", "server-1")
-    assert router.command[1:6] == ("-m", "router", "--worker-urls", first.url, second.url)
+    assert router.command[1:6] == ("-m", "sglang_ext.router", "--worker-urls", first.url, second.url)
     assert flag_value(router.command, "--policy") == "least-load"
     assert flag_value(router.command, "--block-size") == "32"
     assert router.url == "http://127.0.0.1:30000"

@@ -19,7 +19,7 @@ from sglang_ext.cluster import drain as drain_module
 from sglang_ext.cluster.drain import NOT_FINISHED, is_over
 from sglang_ext.cluster.status import NOBODY_SERVES, notes, show
 from sglang_ext.cluster_key import read_cluster_key
-from sglang_ext.cluster_messages import Cluster, Draining, Elsewhere, InstanceView, StoreView
+from sglang_ext.protocol.cluster import Cluster, Draining, Elsewhere, InstanceView, StoreView
 
 
 def view(name: str = "a", state: str = "ready", **more: Any) -> InstanceView:

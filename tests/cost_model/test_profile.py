@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.profiles import cost_model_for, load_named
 from sglang_ext.cost_model import (
     ArchLevel,
     Attention,
@@ -31,6 +30,7 @@ from sglang_ext.cost_model import (
 from sglang_ext.cost_model.profile import SCHEMA, directory, find
 from sglang_ext.errors import ConfigError
 from sglang_ext.keys import Tier
+from sglang_ext.router.dispatch.profiles import cost_model_for, load_named
 
 
 def profile(**changes) -> Profile:

@@ -5,13 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from sglang_ext.disagg.aggregate import Packer
-from sglang_ext.disagg.config import EndpointConfig
 from sglang_ext.disagg.errors import RangeError
-from sglang_ext.disagg.link import Outcome
-from sglang_ext.disagg.transfer import Endpoint
+from sglang_ext.disagg.transfer.aggregate import Packer
+from sglang_ext.disagg.transfer.config import EndpointConfig
+from sglang_ext.disagg.transfer.engine import Endpoint
+from sglang_ext.disagg.transfer.link import Outcome
 from sglang_ext.disagg.transports import TransportName
-from sglang_ext.testing.transfer_rig import NAMESPACE, Pool, Shape
+from sglang_ext.testing.transfer.rig import NAMESPACE, Pool, Shape
 
 PAGES = Shape(layers=3, heads=2, width=16, blocks=64, block_tokens=1)
 """HBM in pages of one token."""

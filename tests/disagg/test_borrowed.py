@@ -9,15 +9,15 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from sglang_ext.disagg.config import EndpointConfig
 from sglang_ext.disagg.errors import RangeError, RefusedError, StaleReadError
-from sglang_ext.disagg.instance import Instance
-from sglang_ext.disagg.leases import LeaseEnd
-from sglang_ext.disagg.pools import OwnedPool
-from sglang_ext.disagg.transfer import Endpoint
+from sglang_ext.disagg.transfer.config import EndpointConfig
+from sglang_ext.disagg.transfer.engine import Endpoint
+from sglang_ext.disagg.transfer.instance import Instance
+from sglang_ext.disagg.transfer.leases import LeaseEnd
+from sglang_ext.disagg.transfer.pools import OwnedPool
 from sglang_ext.disagg.transports import TransportName
-from sglang_ext.testing.transfer_rig import NAMESPACE, Pool, Shape
-from sglang_ext.testing.transports import until
+from sglang_ext.testing.transfer.rig import NAMESPACE, Pool, Shape
+from sglang_ext.testing.transfer.transports import until
 
 SLOTS = np.array([3, 1, 2])
 SECONDS = 10.0

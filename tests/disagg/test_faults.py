@@ -21,8 +21,6 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from sglang_ext.disagg.config import EndpointConfig
-from sglang_ext.disagg.control import CurveKeys
 from sglang_ext.disagg.errors import (
     PeerGoneError,
     PeerProtocolError,
@@ -33,10 +31,12 @@ from sglang_ext.disagg.errors import (
     TransferError,
     TransportUnavailableError,
 )
-from sglang_ext.disagg.leases import LeaseEnd
-from sglang_ext.disagg.link import Outcome, Silence
 from sglang_ext.disagg.memory import RegionTable
 from sglang_ext.disagg.messages import REPLIES, REQUESTS, Connect, Connected, Reserve, Written
+from sglang_ext.disagg.transfer.config import EndpointConfig
+from sglang_ext.disagg.transfer.control import CurveKeys
+from sglang_ext.disagg.transfer.leases import LeaseEnd
+from sglang_ext.disagg.transfer.link import Outcome, Silence
 from sglang_ext.disagg.transports import CancelToken, TransportName, _stream, tcp
 from sglang_ext.disagg.transports._guard import GuardPages
 from sglang_ext.disagg.transports._rdma import Nic, choose
@@ -45,8 +45,8 @@ from sglang_ext.disagg.transports.select import reasons
 from sglang_ext.disagg.transports.tcp import _ANSWER, TcpChannel, TcpTransport, _proof
 from sglang_ext.errors import ConfigError
 from sglang_ext.testing.fakes import Stopwatch
-from sglang_ext.testing.transfer_rig import NAMESPACE, Rank, Shape, start_instance
-from sglang_ext.testing.transports import until
+from sglang_ext.testing.transfer.rig import NAMESPACE, Rank, Shape, start_instance
+from sglang_ext.testing.transfer.transports import until
 
 SHAPE = {"layers": 2, "heads": 4, "width": 64, "blocks": 64, "block_tokens": 64, "dtype": "float32"}
 TRANSPORTS = [TransportName.SHM, TransportName.CMA, TransportName.TCP]
@@ -58,7 +58,7 @@ async def process(**options: object) -> AsyncIterator[tuple[asyncio.subprocess.P
     child = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "sglang_ext.testing.transfer_owner",
+        "sglang_ext.testing.transfer.owner",
         json.dumps({"shape": SHAPE, **options}),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,

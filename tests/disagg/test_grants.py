@@ -19,19 +19,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang_ext.disagg import owner as owner_module
-from sglang_ext.disagg.config import EndpointConfig
 from sglang_ext.disagg.errors import RefusedError, TransferError
-from sglang_ext.disagg.link import Link
 from sglang_ext.disagg.memory import PeerMapping, RegionTable, SharedMemory
 from sglang_ext.disagg.messages import Reserve, Reserved, Revoke, Written
-from sglang_ext.disagg.peer import Peer
 from sglang_ext.disagg.runs import Ids, Runs
-from sglang_ext.disagg.transactions import Direction
+from sglang_ext.disagg.transfer import owner as owner_module
+from sglang_ext.disagg.transfer.config import EndpointConfig
+from sglang_ext.disagg.transfer.link import Link
+from sglang_ext.disagg.transfer.peer import Peer
+from sglang_ext.disagg.transfer.transactions import Direction
 from sglang_ext.disagg.transports import CancelToken, TransportName
 from sglang_ext.disagg.transports._guard import GuardPages
-from sglang_ext.testing.transfer_rig import NAMESPACE, Rank, Shape, start_instance
-from sglang_ext.testing.transports import until
+from sglang_ext.testing.transfer.rig import NAMESPACE, Rank, Shape, start_instance
+from sglang_ext.testing.transfer.transports import until
 from sglang_ext.wire import pack_ids, unpack_ids
 
 TRANSPORTS = [TransportName.SHM, TransportName.CMA, TransportName.TCP]

@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from sglang_ext.disagg.config import EndpointConfig
 from sglang_ext.disagg.errors import PeerGoneError, StaleReadError
 from sglang_ext.disagg.generations import HEADER_BYTES, changed
-from sglang_ext.disagg.instance import Instance
+from sglang_ext.disagg.transfer.config import EndpointConfig
+from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.disagg.transports import TransportName
-from sglang_ext.testing.transfer_rig import NAMESPACE, Rank, Shape, start_instance
+from sglang_ext.testing.transfer.rig import NAMESPACE, Rank, Shape, start_instance
 
 LOCAL = [TransportName.SHM, TransportName.CMA]
 EVERY = np.arange(24)

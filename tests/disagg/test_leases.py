@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sglang_ext.disagg.errors import RangeError, RefusedError
-from sglang_ext.disagg.leases import Ended, GrantTable, LeaseEnd, LeaseTable
+from sglang_ext.disagg.transfer.leases import Ended, GrantTable, LeaseEnd, LeaseTable
 
 BLOCKS, BUDGET = 12, 8
 READERS = [b"a", b"b"]

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from sglang_ext.disagg.errors import RangeError
 from sglang_ext.disagg.runs import Runs
-from sglang_ext.disagg.transactions import Batch, Direction, Piece, RequestState, TransactionQueue
+from sglang_ext.disagg.transfer.transactions import Batch, Direction, Piece, RequestState, TransactionQueue
 
 REQUESTS = [f"r{i}" for i in range(4)]
 

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang_ext.disagg.config import EndpointConfig
+from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.disagg.transports._stream import MAX_RANGES, _next_request
-from sglang_ext.testing.transports import TransportConformance
+from sglang_ext.testing.transfer.transports import TransportConformance
 
 
 class TestShm(TransportConformance):

@@ -6,13 +6,13 @@ import asyncio
 import itertools
 from collections.abc import Callable, Mapping
 
-from sglang_ext.agent_messages import Fill, Load, Naming
 from sglang_ext.cluster_key import ClusterKey
-from sglang_ext.cluster_messages import Registration
-from sglang_ext.engine.agent import Agent, AgentFacts
-from sglang_ext.engine.agent_socket import AgentSocket
-from sglang_ext.engine.events import PlacementFeed
+from sglang_ext.engine.events.agent import Agent, AgentFacts
+from sglang_ext.engine.events.agent_socket import AgentSocket
+from sglang_ext.engine.events.events import PlacementFeed
 from sglang_ext.keys import Tier, encode_tokens
+from sglang_ext.protocol.agent import Fill, Load, Naming
+from sglang_ext.protocol.cluster import Registration
 from sglang_ext.radix_global import Holder, RadixTree
 
 BLOCK = 4

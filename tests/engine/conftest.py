@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.patches import paged_allocator, runtime
+from sglang_ext.patches.cpu import allocator as paged_allocator
+from sglang_ext.patches.cpu import runtime
 
 # The helpers beside the tests (engine_*.py) are imported by their own names.
 sys.path.insert(0, str(Path(__file__).parent))

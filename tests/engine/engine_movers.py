@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_ext.engine.mover import BlockIds, LayerCopier, LayerSink, Slots, Source
+from sglang_ext.engine.tiers.mover import BlockIds, LayerCopier, LayerSink, Slots, Source
 
 DEADLINE_S = 10.0
 

@@ -20,9 +20,9 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool,
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
 
-from sglang_ext.engine.hbm import pool_geometry, pool_planes
 from sglang_ext.geometry import Geometry
 from sglang_ext.keys import decode_tokens
+from sglang_ext.patches.adapter.hbm import pool_geometry, pool_planes
 
 Hashes = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.uint64]

@@ -18,22 +18,22 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.runtime_context import get_serving
 
 from sglang_ext.config import KvConfig
-from sglang_ext.engine.build_disk import RankFacts, disk_below, promotions_from
-from sglang_ext.engine.disk_writes import DiskWrites
-from sglang_ext.engine.dram_tier import DramTier
-from sglang_ext.engine.layer_gate import LayerGate
-from sglang_ext.engine.mempool import engine_mempool
-from sglang_ext.engine.mover import Mover, ThreadMover
-from sglang_ext.engine.promotions import Promotions
-from sglang_ext.engine.radix_cache import GlobalRadixCache
+from sglang_ext.engine.cache.mempool import engine_mempool
+from sglang_ext.engine.tiers.disk_writes import DiskWrites
+from sglang_ext.engine.tiers.dram_tier import DramTier
+from sglang_ext.engine.tiers.layer_gate import LayerGate
+from sglang_ext.engine.tiers.mover import Mover, ThreadMover
+from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.weights import Weights
 from sglang_ext.geometry import BlockLayout, Geometry
 from sglang_ext.keys import Namespace, Tier, encode_tokens
 from sglang_ext.mempool import MemType, OutOfBlocksError
+from sglang_ext.patches.adapter.build_disk import RankFacts, disk_below, promotions_from
+from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.radix_global import Holder, Node, RadixTree, policy_by_name
 from sglang_ext.testing.tiers import FaultyTier, MemoryTier, WrappedTier
 from sglang_ext.tiered_store.copy import PoolCopier
-from sglang_ext.tiered_store.dram import DramArena
+from sglang_ext.tiered_store.dram.arena import DramArena
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get, Ids, LayerRead
 
 _CONFIG = KvConfig(dram_size=1, disk_path="/simulated", block_size=4, load_min_tokens=0, load_policy="always")

@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np
 from pd_rig import METADATA, Rows, pool
 
-from sglang_ext.engine.pd_agent import Agent, AgentConfig
-from sglang_ext.engine.pd_peers import Local
-from sglang_ext.engine.pd_taking import Wanted
+from sglang_ext.engine.pd.agent import Agent, AgentConfig
+from sglang_ext.engine.pd.decode_receiver import Wanted
+from sglang_ext.engine.pd.peers import Local
 
 PAGE = 4
 

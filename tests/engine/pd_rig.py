@@ -1,4 +1,4 @@
-"""Agents over random pools in one process: what `kv_transfer` puts over SGLang, without SGLang."""
+"""Agents over random pools in one process: what `kv_manager.py` puts over SGLang, without SGLang."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.disagg.control import CurveKeys
 from sglang_ext.disagg.memory import MemoryKind
-from sglang_ext.disagg.pools import MemoryRange, PoolSpec
+from sglang_ext.disagg.transfer.control import CurveKeys
+from sglang_ext.disagg.transfer.pools import MemoryRange, PoolSpec
 from sglang_ext.disagg.transports import TransportName
-from sglang_ext.engine.pd_agent import Agent, AgentConfig
-from sglang_ext.engine.pd_bootstrap import BootstrapService
-from sglang_ext.engine.pd_leases import POOL
-from sglang_ext.engine.pd_peers import Local
-from sglang_ext.engine.pd_staging import Staging
+from sglang_ext.engine.pd.agent import Agent, AgentConfig
+from sglang_ext.engine.pd.bootstrap import BootstrapService
+from sglang_ext.engine.pd.leases import POOL
+from sglang_ext.engine.pd.peers import Local
+from sglang_ext.engine.pd.staging import Staging
 from sglang_ext.geometry import Geometry, mha_geometry
-from sglang_ext.testing.servers import wait_until
+from sglang_ext.testing.servers.server import wait_until
 
 LAYERS, HEADS, WIDTH, PAGES = 3, 4, 8, 64
 METADATA = 48

@@ -13,17 +13,17 @@ import zmq
 import zmq.asyncio
 from agent_rig import BLOCK, KEY, NAME, PLAIN, Disk, Instance, until
 
-from router.agents import Agents
-from router.index import Index
-from router.policies import Match
-from sglang_ext.agent_messages import FROM_AGENT, TO_AGENT, Hello, PeerDead, Welcome
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.cluster_key import ClusterKey
-from sglang_ext.cluster_messages import HEARTBEAT_S, VERDICT_S
-from sglang_ext.engine import agent
-from sglang_ext.engine.agent_socket import AgentSocket
+from sglang_ext.engine.events import agent
+from sglang_ext.engine.events.agent_socket import AgentSocket
 from sglang_ext.errors import ConfigError
 from sglang_ext.keys import Namespace, block_keys, encode_tokens, tenant_salt
+from sglang_ext.protocol.agent import FROM_AGENT, TO_AGENT, Hello, PeerDead, Welcome
+from sglang_ext.protocol.cluster import HEARTBEAT_S, VERDICT_S
+from sglang_ext.router.cluster.agents import Agents
+from sglang_ext.router.index.index import Index
+from sglang_ext.router.policies import Match
 from sglang_ext.testing.fakes import FakeClock, Stopwatch
 
 

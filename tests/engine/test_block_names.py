@@ -14,7 +14,6 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from sglang_ext.engine.block_names import BlockNames, pack_names, unpack_names
 from sglang_ext.engine.model_identity import (
     config_digest,
     element_sums,
@@ -22,6 +21,7 @@ from sglang_ext.engine.model_identity import (
     model_digest,
     weights_digest,
 )
+from sglang_ext.engine.tiers.block_names import BlockNames, pack_names, unpack_names
 from sglang_ext.engine.weights import Weights
 from sglang_ext.keys import Namespace, Tier, block_keys, encode_tokens
 from sglang_ext.radix_global import Holder, RadixTree

@@ -11,13 +11,13 @@ import zmq
 from agent_rig import until
 from engine_simulation import SCENARIOS, Rank, Traffic
 
-from router import Router, RouterConfig
 from sglang_ext.config import KvConfig
-from sglang_ext.engine.agent import AgentFacts
-from sglang_ext.engine.build_agent import SchedulerGauges, attach_agent, naming_of
+from sglang_ext.engine.events.agent import AgentFacts
 from sglang_ext.errors import ConfigError
 from sglang_ext.keys import Namespace, Tier, encode_tokens, tenant_salt
-from sglang_ext.testing.servers import free_port
+from sglang_ext.patches.adapter.build_agent import SchedulerGauges, attach_agent, naming_of
+from sglang_ext.router import Router, RouterConfig
+from sglang_ext.testing.servers.server import free_port
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
 

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_ext.agent_messages import TO_AGENT, Advise, Advised, Ping, Withdraw
-from sglang_ext.engine.advice import Advice, HintDesk
 from sglang_ext.engine.commands import MOST_WAITING, Inbox, KvCommand
-from sglang_ext.engine.prefetch import PrefetchEnd, PrefetchResult
+from sglang_ext.engine.prefetch.advice import Advice, HintDesk
+from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchEnd, PrefetchResult
 from sglang_ext.keys import encode_tokens
-from sglang_ext.patches import commands, scheduler_calls
+from sglang_ext.patches.hooks import messages as commands
+from sglang_ext.patches.hooks import scheduler as scheduler_calls
+from sglang_ext.protocol.agent import TO_AGENT, Advise, Advised, Ping, Withdraw
 
 
 @pytest.fixture

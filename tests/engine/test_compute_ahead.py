@@ -10,9 +10,9 @@ from engine_scheduler import Settings
 from engine_simulation import Rank, Scenario, finish
 from test_prefetch import in_hbm, leave_hbm, prompt, settle
 
-from sglang_ext.engine.compute_ahead import MOST_WAITING, ComputeAhead
-from sglang_ext.engine.prefetch import PrefetchEnd, PrefetchResult
+from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchEnd, PrefetchResult
 from sglang_ext.keys import encode_tokens
+from sglang_ext.patches.adapter.compute_ahead import MOST_WAITING, ComputeAhead
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
 

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_ext.engine.cuda_mover import (
+from sglang_ext.engine.tiers.cuda_mover import (
     CudaMover,
     byte_rows,
     gather_blocks,
     runs_of_blocks,
     scatter_layer,
 )
-from sglang_ext.engine.hbm import pool_geometry
+from sglang_ext.patches.adapter.hbm import pool_geometry
 from sglang_ext.tiered_store.copy import PoolCopier
-from sglang_ext.tiered_store.dram import DramArena
+from sglang_ext.tiered_store.dram.arena import DramArena
 
 BLOCK_TOKENS = 4
 SLOTS = 64

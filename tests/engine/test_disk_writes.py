@@ -10,19 +10,19 @@ import pytest
 from engine_movers import HandMover
 
 from sglang_ext.config import KvConfig
-from sglang_ext.engine.block_names import BlockNames, unpack_names
-from sglang_ext.engine.build_disk import RankFacts, open_disk
-from sglang_ext.engine.disk_writes import DiskWrites
-from sglang_ext.engine.dram_tier import DramTier
+from sglang_ext.engine.tiers.block_names import BlockNames, unpack_names
+from sglang_ext.engine.tiers.disk_writes import DiskWrites
+from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.keys import Namespace, Tier, block_keys, encode_tokens
+from sglang_ext.patches.adapter.build_disk import RankFacts, open_disk
 from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
 from sglang_ext.testing.tiers import MemoryTier
-from sglang_ext.tiered_store.disk import DiskTier
-from sglang_ext.tiered_store.disk_state import IoMode
-from sglang_ext.tiered_store.dram import DramArena
+from sglang_ext.tiered_store.disk.state import IoMode
+from sglang_ext.tiered_store.disk.tier import DiskTier
+from sglang_ext.tiered_store.dram.arena import DramArena
+from sglang_ext.tiered_store.loading.write_behind import LagPolicy, WriteBehind
 from sglang_ext.tiered_store.tier import BlockMemory
-from sglang_ext.tiered_store.write_behind import LagPolicy, WriteBehind
 
 BLOCK = 4
 ALIGNED = BlockLayout(16, ((128, 128), (256,)))

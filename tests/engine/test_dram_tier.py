@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from engine_movers import HandMover
 
-from sglang_ext.engine.dram_tier import Agree, DramTier
+from sglang_ext.engine.tiers.dram_tier import Agree, DramTier
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.keys import Tier, encode_tokens
 from sglang_ext.radix_global import Holder, Node, RadixTree
-from sglang_ext.tiered_store.dram import DramArena
+from sglang_ext.tiered_store.dram.arena import DramArena
 
 BLOCK = 4
 LAYOUT = BlockLayout.uniform(n_layers=2, planes_per_layer=2, row_bytes=8, block_tokens=BLOCK)

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from engine_simulation import SCENARIOS, Rank, Scenario, run
 
-from sglang_ext.agent_messages import FROM_AGENT, IN_DRAM, IN_HBM, Hello, PlacementEvent, Welcome
-from sglang_ext.engine.events import Began, Changed, Ended, LeftOut, Part, PlacementFeed
+from sglang_ext.engine.events.events import Began, Changed, Ended, LeftOut, Part, PlacementFeed
 from sglang_ext.keys import Tier
+from sglang_ext.protocol.agent import FROM_AGENT, IN_DRAM, IN_HBM, Hello, PlacementEvent, Welcome
 from sglang_ext.radix_global import Holder, Node, RadixTree
-from sglang_ext.radix_global.replica import Outcome, Replica
-from sglang_ext.radix_global.runs import path_key
-from sglang_ext.radix_global.stream import EventStream, Sends
+from sglang_ext.radix_global.sync.replica import Outcome, Replica
+from sglang_ext.radix_global.sync.runs import path_key
+from sglang_ext.radix_global.sync.stream import EventStream, Sends
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
 

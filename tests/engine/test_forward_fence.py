@@ -12,11 +12,11 @@ import torch
 from pd_rig import METADATA, Rig, Side, rig
 
 from sglang_ext.disagg.handover import Taking
+from sglang_ext.engine.cache.mempool import SlotRegion
 from sglang_ext.engine.forward_fence import ForwardFence, nothing_runs
-from sglang_ext.engine.kv_transfer import GlobalKVReceiver
-from sglang_ext.engine.mempool import SlotRegion
-from sglang_ext.engine.pd_giving import Room
-from sglang_ext.engine.pd_taking import TakingRoom, Wanted
+from sglang_ext.engine.pd.decode_receiver import TakingRoom, Wanted
+from sglang_ext.engine.pd.prefill_sender import Room
+from sglang_ext.patches.adapter.kv_manager import GlobalKVReceiver
 
 ROWS = bytes(range(METADATA))
 NUMBERS = itertools.count(1)

@@ -19,9 +19,9 @@ from sglang.srt.mem_cache.memory_pool import (
 )
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from sglang_ext.engine.hbm import pool_geometry, pool_planes
 from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import Geometry, PlaneKind
+from sglang_ext.patches.adapter.hbm import pool_geometry, pool_planes
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
 

@@ -17,9 +17,9 @@ import pytest
 import sglang.srt
 from sglang.srt.managers.tp_worker import BaseTpWorker, TpModelWorker
 
-from sglang_ext.engine.support import Facts, unsupported
-from sglang_ext.patches import scheduler_calls
+from sglang_ext.patches.adapter.support import Facts, unsupported
 from sglang_ext.patches.base import plain_function
+from sglang_ext.patches.hooks import scheduler as scheduler_calls
 
 FIELD = "enable_hierarchical_cache"
 SOURCE = Path(sglang.srt.__path__[0])

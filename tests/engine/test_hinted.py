@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from sglang_ext.engine.hinted import MOST_HINTS, Hinted
+from sglang_ext.engine.tiers.retention import MOST_HINTS, Hinted
 from sglang_ext.keys import Tier, encode_tokens
 from sglang_ext.radix_global import Holder, Node, RadixTree
 

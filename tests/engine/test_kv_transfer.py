@@ -15,9 +15,9 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import KVTransferError
 
 from sglang_ext.disagg.handover import Giving, Taking
-from sglang_ext.engine import kv_transfer
 from sglang_ext.engine.forward_fence import nothing_runs
-from sglang_ext.engine.kv_transfer import GlobalKVReceiver, GlobalKVSender, match_on_decode
+from sglang_ext.patches.adapter import kv_manager as kv_transfer
+from sglang_ext.patches.adapter.kv_manager import GlobalKVReceiver, GlobalKVSender, match_on_decode
 
 NUMBERS = itertools.count(1)
 ROW = bytes(range(METADATA))

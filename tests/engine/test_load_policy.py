@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from sglang_ext.engine.load_policy import Bandwidth, DiskPolicy, PrefillCost
-from sglang_ext.engine.prefill_clock import PrefillClock
+from sglang_ext.engine.tiers.load_policy import Bandwidth, DiskPolicy, PrefillCost
+from sglang_ext.engine.tiers.prefill_clock import PrefillClock
 from sglang_ext.testing.fakes import FakeClock
 
 A, B = 2e-4, 3e-8

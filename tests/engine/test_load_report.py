@@ -8,8 +8,8 @@ import pytest
 from engine_simulation import Rank, Scenario
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_ext.engine.load_policy import DramPolicy, PrefillCost
-from sglang_ext.engine.load_report import (
+from sglang_ext.engine.tiers.load_policy import DramPolicy, PrefillCost
+from sglang_ext.engine.tiers.load_report import (
     Decision,
     LoadDecisions,
     LoadReport,

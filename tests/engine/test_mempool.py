@@ -9,7 +9,7 @@ import pytest
 from engine_pools import PoolKind, WrongKvError, chain_of
 from engine_simulation import Rank, Scenario, finish
 
-from sglang_ext.engine.mempool import owned_tokens
+from sglang_ext.engine.cache.mempool import owned_tokens
 from sglang_ext.keys import Tier
 from sglang_ext.mempool import Hold, MemPool, MemType, Outcome, OutOfBlocksError
 from sglang_ext.tiered_store.tier import BlockTier

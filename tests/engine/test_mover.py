@@ -12,9 +12,9 @@ import pytest
 from engine_movers import DEADLINE_S, GatedCopier, until
 from engine_pools import PoolKind, Pools
 
-from sglang_ext.engine.mover import MoverError, ThreadMover
+from sglang_ext.engine.tiers.mover import MoverError, ThreadMover
 from sglang_ext.tiered_store.copy import PoolCopier
-from sglang_ext.tiered_store.dram import DramArena
+from sglang_ext.tiered_store.dram.arena import DramArena
 
 LAYERS = 3
 NO_BLOCKS = np.empty(0, np.int64)

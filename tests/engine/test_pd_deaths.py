@@ -20,13 +20,13 @@ import pytest
 from pd_rig import METADATA, PAGES, Planes, Rows, pool
 
 from sglang_ext.disagg.handover import VERDICT_SECONDS, Giving, Taking, pins
-from sglang_ext.engine.pd_agent import Agent, AgentConfig
-from sglang_ext.engine.pd_bootstrap import BootstrapService
-from sglang_ext.engine.pd_giving import Room
-from sglang_ext.engine.pd_leases import POOL
-from sglang_ext.engine.pd_peers import Local
-from sglang_ext.engine.pd_taking import TakingRoom, Wanted
-from sglang_ext.testing.servers import wait_until
+from sglang_ext.engine.pd.agent import Agent, AgentConfig
+from sglang_ext.engine.pd.bootstrap import BootstrapService
+from sglang_ext.engine.pd.decode_receiver import TakingRoom, Wanted
+from sglang_ext.engine.pd.leases import POOL
+from sglang_ext.engine.pd.peers import Local
+from sglang_ext.engine.pd.prefill_sender import Room
+from sglang_ext.testing.servers.server import wait_until
 
 PAGE = 4
 FREED_SECONDS = 5.0

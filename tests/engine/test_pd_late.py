@@ -15,13 +15,21 @@ from pd_rig import METADATA, Rig, rig
 
 from sglang_ext.disagg import handover
 from sglang_ext.disagg.handover import Giving, Taking, moving_seconds
-from sglang_ext.disagg.leases import LeaseTable
 from sglang_ext.disagg.runs import Runs
+from sglang_ext.disagg.transfer.leases import LeaseTable
 from sglang_ext.disagg.transports import CancelToken, TransportName
 from sglang_ext.disagg.transports._guard import GuardPages
-from sglang_ext.engine import pd_giving, pd_pushing, pd_taking
-from sglang_ext.engine.pd_leases import POOL
-from sglang_ext.engine.pd_taking import Claims, TakingRooms, Wanted
+from sglang_ext.engine.pd import (
+    decode_receiver as pd_taking,
+)
+from sglang_ext.engine.pd import (
+    prefill_sender as pd_giving,
+)
+from sglang_ext.engine.pd import (
+    pushing as pd_pushing,
+)
+from sglang_ext.engine.pd.decode_receiver import Claims, TakingRooms, Wanted
+from sglang_ext.engine.pd.leases import POOL
 
 ROWS = bytes(range(METADATA))
 NUMBERS = itertools.count(1)

@@ -11,9 +11,9 @@ import pytest
 from pd_rig import METADATA, PAGES, Rig, rig
 
 from sglang_ext.disagg.handover import Giving, State, Taking, ended
-from sglang_ext.engine.pd_giving import Room
-from sglang_ext.engine.pd_leases import POOL
-from sglang_ext.engine.pd_taking import TakingRoom, Wanted
+from sglang_ext.engine.pd.decode_receiver import TakingRoom, Wanted
+from sglang_ext.engine.pd.leases import POOL
+from sglang_ext.engine.pd.prefill_sender import Room
 
 AT_ONCE = 8
 ABORTS: list[State] = [state for state in (*Giving, *Taking) if not ended(state)]

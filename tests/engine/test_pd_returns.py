@@ -18,16 +18,16 @@ from pd_rig import METADATA, Rows
 from sglang.srt.managers.schedule_policy import match_prefix_for_req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_ext.disagg.pools import MemoryRange, PoolSpec
 from sglang_ext.disagg.tensors import arena_tensors
-from sglang_ext.engine.kv_transfer import match_on_decode
-from sglang_ext.engine.pd_agent import Agent, AgentConfig
-from sglang_ext.engine.pd_bootstrap import BootstrapService
-from sglang_ext.engine.pd_leases import POOL
-from sglang_ext.engine.pd_peers import Local
-from sglang_ext.engine.pd_places import DRAM_POOL, Blocks, HbmPlace, Places, hbm_holder
-from sglang_ext.engine.pd_returns import ReturnGiver, ReturnTaker
-from sglang_ext.testing.servers import wait_until
+from sglang_ext.disagg.transfer.pools import MemoryRange, PoolSpec
+from sglang_ext.engine.pd.agent import Agent, AgentConfig
+from sglang_ext.engine.pd.bootstrap import BootstrapService
+from sglang_ext.engine.pd.kv_writeback import ReturnGiver, ReturnTaker
+from sglang_ext.engine.pd.leases import POOL
+from sglang_ext.engine.pd.peers import Local
+from sglang_ext.engine.pd.reservations import DRAM_POOL, Blocks, HbmPlace, Places, hbm_holder
+from sglang_ext.patches.adapter.kv_manager import match_on_decode
+from sglang_ext.testing.servers.server import wait_until
 
 NAMESPACE = (0, None, None)
 PROMPT = list(range(100, 133))
@@ -257,7 +257,7 @@ def test_an_emptied_cache_ends_returns(
     pair: Pair, side: str, into_dram: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither may slots that prefill has set aside be filled later, nor pages of decode be read as these."""
-    from sglang_ext.disagg.instance import Instance
+    from sglang_ext.disagg.transfer.instance import Instance
 
     held = threading.Event()
     stock = Instance.complete
@@ -346,7 +346,7 @@ def test_a_return_waits_for_the_pass_that_stores_to_its_slots(pair: Pair, fenced
 
 def test_a_read_that_fails_frees_what_was_set_aside(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_ext.disagg.errors import StaleReadError
-    from sglang_ext.disagg.instance import Instance
+    from sglang_ext.disagg.transfer.instance import Instance
 
     async def fails(*_: object) -> None:
         raise StaleReadError("return", 1, 1)
@@ -488,7 +488,7 @@ def instances(request: pytest.FixtureRequest, sglang_config: None) -> Iterator[I
 
 def test_ranks_take_a_return_in_the_same_pass(instances: Instances, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank has read long before the other; its tree stays as that of the other."""
-    from sglang_ext.disagg.instance import Instance
+    from sglang_ext.disagg.transfer.instance import Instance
 
     go_on = threading.Event()
     stock = Instance.complete
@@ -526,7 +526,7 @@ def test_what_one_rank_cannot_read_no_rank_keeps(
     instances: Instances, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang_ext.disagg.errors import StaleReadError
-    from sglang_ext.disagg.instance import Instance
+    from sglang_ext.disagg.transfer.instance import Instance
 
     stock = Instance.complete
     failing = instances.agents["p"][1]
@@ -549,7 +549,7 @@ def test_a_part_that_does_not_come_ends_the_return(
     instances: Instances, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rank of decode has lost prefill; the other one's pages are free again, on both at once."""
-    monkeypatch.setattr("sglang_ext.engine.pd_returns.RETURN_SECONDS", 0.5)
+    monkeypatch.setattr("sglang_ext.engine.pd.kv_writeback.RETURN_SECONDS", 0.5)
     instances.connect(0)
     instances.ended()
     wait_until(

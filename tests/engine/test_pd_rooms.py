@@ -11,18 +11,18 @@ import pytest
 import zmq
 from pd_rig import LAYERS, METADATA, PAGES, Rig, rig
 
-from sglang_ext.disagg.control import CurveKeys
 from sglang_ext.disagg.errors import PeerProtocolError, RefusedError
 from sglang_ext.disagg.handover import Giving, Taking
 from sglang_ext.disagg.messages import Offer
+from sglang_ext.disagg.transfer.control import CurveKeys
 from sglang_ext.disagg.transports import TransportName
-from sglang_ext.engine import pd_giving
-from sglang_ext.engine.pd_bootstrap import FORGET_SECONDS, Registry, listen_host
-from sglang_ext.engine.pd_giving import Room
-from sglang_ext.engine.pd_leases import POOL
-from sglang_ext.engine.pd_messages import RankInfo
-from sglang_ext.engine.pd_pushing import Computing
-from sglang_ext.engine.pd_taking import TakingRoom, Wanted, after_skip
+from sglang_ext.engine.pd import prefill_sender as pd_giving
+from sglang_ext.engine.pd.bootstrap import FORGET_SECONDS, Registry, listen_host
+from sglang_ext.engine.pd.decode_receiver import TakingRoom, Wanted, after_skip
+from sglang_ext.engine.pd.leases import POOL
+from sglang_ext.engine.pd.messages import RankInfo
+from sglang_ext.engine.pd.prefill_sender import Room
+from sglang_ext.engine.pd.pushing import Computing
 from sglang_ext.testing.fakes import FakeClock
 from sglang_ext.wire import pack_ids
 
@@ -203,7 +203,7 @@ def test_a_room_in_use_is_refused(one: Rig) -> None:
 
 
 def test_nothing_answers_at_the_address(one: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_ext.engine import pd_peers
+    from sglang_ext.engine.pd import peers as pd_peers
 
     monkeypatch.setattr(pd_peers, "CONNECT_SECONDS", 0.3)
     taking = one.decode[0].agent.taking.open("127.0.0.1:9", next(NUMBERS))
@@ -361,7 +361,7 @@ def test_members_of_a_cluster_share_a_key() -> None:
 
 
 def test_who_has_another_key_gets_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_ext.engine import pd_peers
+    from sglang_ext.engine.pd import peers as pd_peers
 
     monkeypatch.setattr(pd_peers, "CONNECT_SECONDS", 1.0)
     with rig(keys=key_pair(), decode_keys=key_pair()) as servers:

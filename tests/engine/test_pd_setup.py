@@ -9,9 +9,9 @@ import pytest
 
 from sglang_ext.cluster_key import MIN_CHARACTERS
 from sglang_ext.config import KvConfig
-from sglang_ext.disagg.control import CurveKeys
-from sglang_ext.engine.pd_setup import MetadataBuffers, keys_of, require_supported
+from sglang_ext.disagg.transfer.control import CurveKeys
 from sglang_ext.errors import ConfigError
+from sglang_ext.patches.adapter.pd_setup import MetadataBuffers, keys_of, require_supported
 
 
 def test_a_metadata_row_is_what_it_was_in_another_row_of_other_buffers() -> None:
@@ -55,7 +55,7 @@ def test_what_cannot_be_moved_is_refused_by_name(more: dict[str, object], text: 
 
 
 def test_a_pool_of_which_a_part_is_backed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ``--kv-pd-caching basic`` too, where nobody asks ``engine/support.py``."""
+    """With ``--kv-pd-caching basic`` too, where nobody asks ``patches/adapter/support.py``."""
     monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "1")
     with pytest.raises(ConfigError, match=r"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.*Unset"):
         require_supported(*facts())

@@ -17,11 +17,11 @@ from test_pd_rooms import ROWS, hand_over, push
 
 from sglang_ext.config import KvConfig
 from sglang_ext.disagg.handover import Giving, Taking
-from sglang_ext.engine.pd_leases import POOL
-from sglang_ext.engine.pd_setup import staging_of
-from sglang_ext.engine.pd_staging import STAGING, Staging
-from sglang_ext.engine.pd_taking import Wanted
+from sglang_ext.engine.pd.decode_receiver import Wanted
+from sglang_ext.engine.pd.leases import POOL
+from sglang_ext.engine.pd.staging import STAGING, Staging
 from sglang_ext.errors import ConfigError
+from sglang_ext.patches.adapter.pd_setup import staging_of
 
 NUMBERS = itertools.count(1 << 40)
 MOVES = {"pull": hand_over, "push": push}

@@ -18,18 +18,18 @@ from engine_simulation import Rank, Scenario
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_ext.agent_messages import TO_AGENT, Advise, Fetch, Lend, PeerDead, Source, ToAgent, Withdraw
 from sglang_ext.config import KvConfig
-from sglang_ext.disagg.config import EndpointConfig
+from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transports import TransportName
-from sglang_ext.engine.advice import Advice
-from sglang_ext.engine.build_peers import attach_peers, may_fetch
-from sglang_ext.engine.fetch_link import FetchLink, peer_name
-from sglang_ext.engine.fetches import NOT_YET, FetchResult
-from sglang_ext.engine.hbm import pool_geometry
-from sglang_ext.engine.metrics import CacheMetrics
-from sglang_ext.engine.peer_kv import PeerKv
+from sglang_ext.engine.cache.metrics import CacheMetrics
+from sglang_ext.engine.peers.fetch_link import FetchLink, peer_name
+from sglang_ext.engine.peers.fetches import NOT_YET, FetchResult
+from sglang_ext.engine.peers.peer_kv import PeerKv
+from sglang_ext.engine.prefetch.advice import Advice
 from sglang_ext.keys import Namespace, encode_tokens
+from sglang_ext.patches.adapter.build_peers import attach_peers, may_fetch
+from sglang_ext.patches.adapter.hbm import pool_geometry
+from sglang_ext.protocol.agent import TO_AGENT, Advise, Fetch, Lend, PeerDead, Source, ToAgent, Withdraw
 from sglang_ext.testing.fakes import FakeClock
 
 pytestmark = pytest.mark.usefixtures("sglang_config")

@@ -17,19 +17,19 @@ import pytest
 from engine_scheduler import Settings
 from engine_simulation import Rank, Scenario
 
-from router import Router, RouterConfig
-from router.policies import Decision, Instance, Match, Reason
-from router.policies.base import Fetch
-from router.tokenizing import Encoded
-from sglang_ext.agent_messages import Advise
 from sglang_ext.config import KvConfig
-from sglang_ext.engine.advice import Advice
-from sglang_ext.engine.agent import AgentFacts
-from sglang_ext.engine.build_agent import attach_agent, attach_hints
-from sglang_ext.engine.build_peers import attach_peers
+from sglang_ext.engine.events.agent import AgentFacts
+from sglang_ext.engine.prefetch.advice import Advice
 from sglang_ext.keys import Namespace, encode_tokens
+from sglang_ext.patches.adapter.build_agent import attach_agent, attach_hints
+from sglang_ext.patches.adapter.build_peers import attach_peers
+from sglang_ext.protocol.agent import Advise
 from sglang_ext.radix_global import Holder
-from sglang_ext.testing.servers import free_port
+from sglang_ext.router import Router, RouterConfig
+from sglang_ext.router.policies import Decision, Instance, Match, Reason
+from sglang_ext.router.policies.base import Fetch
+from sglang_ext.router.tokens.tokenizing import Encoded
+from sglang_ext.testing.servers.server import free_port
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
 

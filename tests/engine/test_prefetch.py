@@ -15,9 +15,15 @@ from engine_scheduler import Settings
 from engine_simulation import Rank, Scenario, finish
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_ext.engine.prefetch import MOST_WAITING, PIECE_BLOCKS, PrefetchEnd, Prefetcher, PrefetchResult
+from sglang_ext.engine.prefetch.hbm_prefetch import (
+    MOST_WAITING,
+    PIECE_BLOCKS,
+    PrefetchEnd,
+    Prefetcher,
+    PrefetchResult,
+)
 from sglang_ext.keys import encode_tokens
-from sglang_ext.tiered_store.layer_cache import LayerCache
+from sglang_ext.tiered_store.loading.layer_cache import LayerCache
 from sglang_ext.tiered_store.tier import BlockTier
 
 pytestmark = pytest.mark.usefixtures("sglang_config")

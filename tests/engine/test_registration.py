@@ -14,13 +14,13 @@ import pytest
 from agent_rig import BLOCK, PLAIN, Instance, until
 from prometheus_client.parser import text_string_to_metric_families
 
-from router import Router, RouterConfig
 from sglang_ext.cluster_key import ClusterKey, read_cluster_key
-from sglang_ext.engine.registration import Registrar
+from sglang_ext.engine.events.registration import Registrar
 from sglang_ext.keys import encode_tokens
-from sglang_ext.testing.servers import free_port
+from sglang_ext.router import Router, RouterConfig
+from sglang_ext.testing.servers.server import free_port
+from sglang_ext.testing.servers.workers import StandInWorker, running_worker
 from sglang_ext.testing.tokenizer import write_tokenizer
-from sglang_ext.testing.workers import StandInWorker, running_worker
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def worker(tokenizer_dir: Path) -> AsyncIterator[StandInWorker]:
-    from router.prompt_tokenizer import load_tokenizer
+    from sglang_ext.router.tokens.prompt_tokenizer import load_tokenizer
 
     stand_in = StandInWorker(
         tokenizer=load_tokenizer(str(tokenizer_dir), trust_remote_code=False),

@@ -10,9 +10,17 @@ from typing import Any
 
 import pytest
 
-from router.anthropic import to_chat
-from router.request_fields import FIELDS, MEDIA, MEDIA_KEYS, SAMPLING, Who, forbidden, unjudged
-from router.validation import Endpoint
+from sglang_ext.router.api.anthropic import to_chat
+from sglang_ext.router.api.validation import Endpoint
+from sglang_ext.router.tenancy.request_fields import (
+    FIELDS,
+    MEDIA,
+    MEDIA_KEYS,
+    SAMPLING,
+    Who,
+    forbidden,
+    unjudged,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -55,7 +63,7 @@ def test_every_endpoint_is_judged() -> None:
 
 @pytest.mark.parametrize("endpoint", BODIES)
 def test_every_field_of_a_body_is_judged(endpoint: Endpoint) -> None:
-    """A new one reaches no server until somebody has said in `router.request_fields` who may set it."""
+    """A new one reaches no server until someone has said in `tenancy/request_fields.py` who may set it."""
     assert fields_of(BODIES[endpoint]) - set(FIELDS) == set()
 
 

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.agent_messages import MAX_OUTPUT_BYTES, TO_AGENT, Expecting, Resume, Unpark, Watch
 from sglang_ext.engine.commands import MOST_WAITING, Inbox
-from sglang_ext.engine.migration import MOST_COMING, Migration, MoveDesk
 from sglang_ext.engine.resume import (
     AGAIN,
     FIELD,
@@ -24,6 +22,8 @@ from sglang_ext.engine.resume import (
     state_of,
 )
 from sglang_ext.keys import encode_tokens
+from sglang_ext.patches.adapter.migration import MOST_COMING, Migration, MoveDesk
+from sglang_ext.protocol.agent import MAX_OUTPUT_BYTES, TO_AGENT, Expecting, Resume, Unpark, Watch
 from sglang_ext.wire import WireError
 
 

@@ -15,22 +15,22 @@ from engine_simulation import Rank, Scenario
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from test_disk_writes import BLOCK, LAYOUT, Setup
 
-from sglang_ext.agent_messages import TO_AGENT, Advise
 from sglang_ext.config import KvConfig
-from sglang_ext.engine.advice import Advice
-from sglang_ext.engine.build import set_priority_order
-from sglang_ext.engine.build_disk import RankFacts, disk_below, names_on, open_disk
-from sglang_ext.engine.dram_tier import DramTier
-from sglang_ext.engine.events import PlacementFeed
-from sglang_ext.engine.promotion import Wanted
+from sglang_ext.engine.events.events import PlacementFeed
+from sglang_ext.engine.prefetch.advice import Advice
+from sglang_ext.engine.tiers.dram_tier import DramTier
+from sglang_ext.engine.tiers.promotion import Wanted
 from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError
 from sglang_ext.keys import Namespace, encode_tokens
+from sglang_ext.patches.adapter.build import set_priority_order
+from sglang_ext.patches.adapter.build_disk import RankFacts, disk_below, names_on, open_disk
+from sglang_ext.protocol.agent import TO_AGENT, Advise
 from sglang_ext.testing.blocks import LAYOUT as BLOCK_LAYOUT
 from sglang_ext.testing.blocks import NAMESPACE, get_all, prefix_keys, put_all
 from sglang_ext.testing.tiers import GatedTier, MemoryTier
-from sglang_ext.tiered_store.disk import DiskTier
-from sglang_ext.tiered_store.layer_cache import LayerCache
+from sglang_ext.tiered_store.disk.tier import DiskTier
+from sglang_ext.tiered_store.loading.layer_cache import LayerCache
 from sglang_ext.tiered_store.tier import BlockTier
 from sglang_ext.tiered_store.wrapped import WrappedTier
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.engine.promotion import Promoted, Wanted
-from sglang_ext.engine.storage_prefetch import StoragePrefetch
+from sglang_ext.engine.tiers.promotion import Promoted, Wanted
 from sglang_ext.keys import encode_tokens
+from sglang_ext.patches.adapter.storage_prefetch import StoragePrefetch
 
 
 class Recorder:

@@ -25,8 +25,8 @@ from hypothesis.stateful import (
 )
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_ext.engine.disk_writes import DiskWrites
-from sglang_ext.engine.dram_tier import DramTier
+from sglang_ext.engine.tiers.disk_writes import DiskWrites
+from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.keys import TOKEN_BYTES, block_keys, encode_tokens
 from sglang_ext.radix_global import Node
 from sglang_ext.testing.tiers import FaultyTier, MemoryTier

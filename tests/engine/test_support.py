@@ -15,14 +15,14 @@ from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
 
 from sglang_ext.config import KvConfig
-from sglang_ext.engine.support import (
+from sglang_ext.errors import ConfigError
+from sglang_ext.patches.adapter.support import (
     Facts,
     facts_of,
     require_supported,
     require_supported_flags,
     unsupported,
 )
-from sglang_ext.errors import ConfigError
 
 REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"is_hybrid_swa": True}, ("sliding-window", "Start without --radix-cache-backend global")),

@@ -16,8 +16,8 @@ from engine_pools import PoolKind, WrongKvError
 from engine_scheduler import Settings
 from engine_simulation import Rank, Scenario
 
-from sglang_ext.engine.radix_cache import GlobalRadixCache
 from sglang_ext.engine.weights import Weights
+from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.testing.tiers import MemoryTier, WrappedTier
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get, Ids, LayerRead, Outcome, Put
 

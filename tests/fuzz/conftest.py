@@ -7,7 +7,8 @@ import sys
 import warnings
 from pathlib import Path
 
-from sglang_ext.patches import paged_allocator, runtime
+from sglang_ext.patches.cpu import allocator as paged_allocator
+from sglang_ext.patches.cpu import runtime
 
 for folder in ("fuzz", "router"):
     sys.path.append(str(Path(__file__).parents[1] / folder))

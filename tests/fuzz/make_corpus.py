@@ -141,10 +141,11 @@ def main() -> None:
     from http_rig import CLOSE, GET, chunked, post
     from targets import CORPUS, tcp, verbs
 
-    from router.roster import Member, encode_member
-    from sglang_ext import agent_messages, cluster_messages
     from sglang_ext.disagg import messages as transfer
-    from sglang_ext.engine import pd_messages
+    from sglang_ext.engine.pd import messages as pd_messages
+    from sglang_ext.protocol import agent as agent_messages
+    from sglang_ext.protocol import cluster as cluster_messages
+    from sglang_ext.router.cluster.roster import Member, encode_member
 
     def write(name: str, seeds: list[bytes]) -> None:
         folder = CORPUS / name

@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from router.request_fields import FIELDS, MEDIA, SAMPLING
+from sglang_ext.router.tenancy.request_fields import FIELDS, MEDIA, SAMPLING
 
 NAMES = (
     *FIELDS,

@@ -12,21 +12,12 @@ from typing import Any
 
 import orjson
 
-from router.anthropic import check_conversation
-from router.exchange import RequestRefused
-from router.generation import PARSERS
-from router.hints import advisory_of, only_a_hint, parse_advisory, prefetch_actions
-from router.http_body import BodyBudget, unpack
-from router.http_reader import RequestReader
-from router.index import Index
-from router.policies.base import Role
-from router.request_fields import FIELDS, SAMPLING, Who
-from router.roster import decode_member
-from router.sessions import session_of
-from router.tenancy import additions, check_reserved, judged, priority_of, rids_of, splice, with_salt
-from router.tenants import ANYBODY, Caller
-from router.validation import Endpoint, Limits, parse_json_object
-from sglang_ext.agent_messages import (
+from sglang_ext.disagg.messages import REPLIES, REQUESTS
+from sglang_ext.disagg.transports import tcp, verbs
+from sglang_ext.engine.pd.messages import ANSWERS, ASKS, ORDERS
+from sglang_ext.errors import PeerError, UserError
+from sglang_ext.patches.adapter.migration import Migration
+from sglang_ext.protocol.agent import (
     FROM_AGENT,
     TO_AGENT,
     Events,
@@ -35,12 +26,29 @@ from sglang_ext.agent_messages import (
     SnapshotPart,
     Welcome,
 )
-from sglang_ext.cluster_messages import ChangeRole, Drain, Registration, decode
-from sglang_ext.disagg.messages import REPLIES, REQUESTS
-from sglang_ext.disagg.transports import tcp, verbs
-from sglang_ext.engine.migration import Migration
-from sglang_ext.engine.pd_messages import ANSWERS, ASKS, ORDERS
-from sglang_ext.errors import PeerError, UserError
+from sglang_ext.protocol.cluster import ChangeRole, Drain, Registration, decode
+from sglang_ext.router.api.anthropic import check_conversation
+from sglang_ext.router.api.hints import advisory_of, only_a_hint, parse_advisory, prefetch_actions
+from sglang_ext.router.api.sessions import session_of
+from sglang_ext.router.api.validation import Endpoint, Limits, parse_json_object
+from sglang_ext.router.cluster.roster import decode_member
+from sglang_ext.router.endpoints.generation import PARSERS
+from sglang_ext.router.http.body import BodyBudget, unpack
+from sglang_ext.router.http.reader import RequestReader
+from sglang_ext.router.http.types import RequestRefused
+from sglang_ext.router.index.index import Index
+from sglang_ext.router.policies.base import Role
+from sglang_ext.router.tenancy.request_fields import FIELDS, SAMPLING, Who
+from sglang_ext.router.tenancy.tenancy import (
+    additions,
+    check_reserved,
+    judged,
+    priority_of,
+    rids_of,
+    splice,
+    with_salt,
+)
+from sglang_ext.router.tenancy.tenants import ANYBODY, Caller
 from sglang_ext.testing.fakes import FakeClock
 from sglang_ext.wire import WireError, unpack_ids
 

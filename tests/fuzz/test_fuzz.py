@@ -23,10 +23,10 @@ from http_bodies import bodies
 from mutations import inputs
 from targets import CORPUS, Target, targets
 
-from router import Router, RouterConfig
 from sglang_ext.disagg.memory import RegionTable
 from sglang_ext.disagg.transports.tcp import HANDSHAKE_SECONDS, NONCE_BYTES, SESSION_BYTES, TcpTransport
-from sglang_ext.testing.workers import running_worker
+from sglang_ext.router import Router, RouterConfig
+from sglang_ext.testing.servers.workers import running_worker
 
 TARGETS = {target.name: target for target in targets()}
 LONG = 1_000_000
@@ -98,9 +98,9 @@ async def test_a_router_answers_everything_itself(
     long_run: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """No 5xx of ours, over sockets, with the tokenizer and everything behind the checks."""
-    from router.prompt_tokenizer import load_tokenizer
+    from sglang_ext.router.tokens.prompt_tokenizer import load_tokenizer
+    from sglang_ext.testing.servers.workers import StandInWorker
     from sglang_ext.testing.tokenizer import write_tokenizer
-    from sglang_ext.testing.workers import StandInWorker
 
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder, 4096)

@@ -12,9 +12,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from sglang_ext.testing import preloaded
 from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.servers import ServerPool, ServerProcess, ServerSpec
+from sglang_ext.testing.servers import preloaded
+from sglang_ext.testing.servers.server import ServerPool, ServerProcess, ServerSpec
 
 # Modules beside the tests are imported by their own names.
 sys.path.insert(0, str(Path(__file__).parent))

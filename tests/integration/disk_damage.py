@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from sglang_ext.tiered_store.segment_format import (
+from sglang_ext.tiered_store.disk.segment_format import (
     RunHeader,
     checksum,
     decode_run_header,

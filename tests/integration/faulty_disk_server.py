@@ -18,8 +18,8 @@ SECONDS_PER_LAYER = 0.15
 
 def make_faulty(folder: Path) -> None:
     """Disturb the disk tier of this process."""
-    from sglang_ext.engine.radix_cache import GlobalRadixCache
-    from sglang_ext.tiered_store.disk import DiskTier
+    from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
+    from sglang_ext.tiered_store.disk.tier import DiskTier
     from sglang_ext.tiered_store.tier import LayerRead, Outcome
 
     read_layer, look = DiskTier.get_layer, GlobalRadixCache.streams_hold

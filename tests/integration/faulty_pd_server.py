@@ -21,11 +21,11 @@ STEPS = ("joining", "waiting", "ready", "reading", "held", "granted", "layers", 
 
 def make_faulty(folder: Path) -> None:
     """Disturb the hand-overs of this process."""
-    from sglang_ext.disagg.instance import Instance
-    from sglang_ext.engine.kv_transfer import GlobalKVReceiver, GlobalKVSender
-    from sglang_ext.engine.pd_peers import PrefillPeer, PrefillPeers
-    from sglang_ext.engine.pd_pushing import LayerFeed, Writing
-    from sglang_ext.engine.pd_taking import TakingRooms
+    from sglang_ext.disagg.transfer.instance import Instance
+    from sglang_ext.engine.pd.decode_receiver import TakingRooms
+    from sglang_ext.engine.pd.peers import PrefillPeer, PrefillPeers
+    from sglang_ext.engine.pd.pushing import LayerFeed, Writing
+    from sglang_ext.patches.adapter.kv_manager import GlobalKVReceiver, GlobalKVSender
 
     async def gate(step: str) -> None:
         while (folder / f"hold-{step}").exists():
@@ -93,7 +93,7 @@ def make_faulty(folder: Path) -> None:
             flip(int(room.wanted.pages[-1]))
 
     def flip(page: int) -> None:
-        from sglang_ext.engine import kv_transfer
+        from sglang_ext.patches.adapter import kv_manager as kv_transfer
 
         scheduler = kv_transfer._process.scheduler
         allocator = scheduler.token_to_kv_pool_allocator

@@ -16,7 +16,7 @@ from hooked_server import serve
 
 def hold_reads(folder: Path) -> None:
     """Look for the file before each read of this process's scheduler."""
-    from sglang_ext.engine.fetch_link import FetchLink
+    from sglang_ext.engine.peers.fetch_link import FetchLink
 
     reading = FetchLink._reading
     waiting = 0

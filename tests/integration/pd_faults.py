@@ -20,7 +20,7 @@ from pd_fleet import ANSWER_TOKENS, NO_TOKEN, Rig, fault, nothing_is_left, promp
 from sglang_ext.cluster.guard import descendants
 from sglang_ext.disagg.handover import JOIN_SECONDS, VERDICT_SECONDS
 from sglang_ext.testing.compare import Answer, assert_same
-from sglang_ext.testing.servers import ServerProcess, free_port, wait_until
+from sglang_ext.testing.servers.server import ServerProcess, free_port, wait_until
 
 FREED_SECONDS = 5.0
 """Within which a survivor has freed what a dead peer's requests held."""
@@ -218,7 +218,7 @@ def router(servers: list[ServerProcess]) -> Iterator[tuple[str, subprocess.Popen
     url = f"http://127.0.0.1:{port}"
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "router", "--port", str(port)),
+            *(sys.executable, "-m", "sglang_ext.router", "--port", str(port)),
             *("--worker-urls", *(server.url for server in servers)),
             # Whether a server lives is not what is tested; here a slow one is only slow.
             *("--health-failure-threshold", "40"),

@@ -18,8 +18,8 @@ from tuned_model import tuned
 from sglang_ext.testing.compare import Answer, assert_same, random_conversations
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.models import model_path
-from sglang_ext.testing.pd import PdServers
-from sglang_ext.testing.servers import ServerProcess, ServerSpec, wait_until
+from sglang_ext.testing.servers.pd_servers import PdServers
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, wait_until
 
 ANSWER_TOKENS = 8
 POOL_TOKENS = 6000

@@ -15,8 +15,8 @@ from hooked_server import serve
 
 def listen(folder: Path) -> None:
     """Look for files in each pass of this process's scheduler."""
-    from sglang_ext.engine.prefetch import PrefetchResult
-    from sglang_ext.engine.radix_cache import GlobalRadixCache
+    from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchResult
+    from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 
     events = GlobalRadixCache.check_hicache_events
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from sglang_ext.testing.servers import ServerProcess, ServerSpec
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 
 FLAGS = ("--radix-cache-backend", "global", "--max-total-tokens", "8192")
 KEPT = (*FLAGS, "--enable-response-store")

@@ -15,11 +15,11 @@ import aiohttp
 import pytest
 from token_requests import advise, cold, generate, random_prompt, settled, until
 
-from router import Router, RouterConfig
 from sglang_ext.keys import encode_tokens
+from sglang_ext.router import Router, RouterConfig
 from sglang_ext.testing.compare import assert_same
 from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.servers import ServerProcess, ServerSpec, free_port
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port
 
 pytestmark = pytest.mark.integration
 
@@ -306,7 +306,7 @@ import os, sys
 from sglang_ext.patches import runtime
 runtime.prepare_process(os.environ)
 import sglang as sgl
-from sglang_ext.engine.frontend import AdvisingEndpoint
+from sglang_ext.patches.adapter.frontend import AdvisingEndpoint
 
 @sgl.function
 def program(s):

@@ -13,7 +13,7 @@ import pytest
 
 from sglang_ext.testing.compare import assert_same
 from sglang_ext.testing.models import model_path
-from sglang_ext.testing.servers import ServerProcess, ServerSpec, ServerStartError
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, ServerStartError
 
 pytestmark = pytest.mark.integration
 

@@ -18,14 +18,14 @@ from disk_damage import damage_last_layer, runs
 from tuned_model import tuned
 
 from sglang_ext.config import KvConfig
-from sglang_ext.engine.build_disk import RankFacts, open_disk
 from sglang_ext.errors import ConfigError
+from sglang_ext.patches.adapter.build_disk import RankFacts, open_disk
 from sglang_ext.testing.blocks import LAYOUT
 from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.models import model_path
-from sglang_ext.testing.servers import ServerProcess, ServerSpec, wait_until
-from sglang_ext.tiered_store.disk import INDEX_DIRECTORY
-from sglang_ext.tiered_store.disk_check import repair_directory
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, wait_until
+from sglang_ext.tiered_store.disk.check import repair_directory
+from sglang_ext.tiered_store.disk.tier import INDEX_DIRECTORY
 
 pytestmark = pytest.mark.integration
 

@@ -23,13 +23,13 @@ from dram_damage import arena_files, flip_bit, snapshot
 from hooked_server import FOLDER
 from token_requests import advise, cold, generate, random_prompt, settled, until
 
-from router import Router, RouterConfig
-from router.policies import Match
-from sglang_ext.cluster_messages import VERDICT_S
 from sglang_ext.keys import encode_tokens
+from sglang_ext.protocol.cluster import VERDICT_S
+from sglang_ext.router import Router, RouterConfig
+from sglang_ext.router.policies import Match
 from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.servers import ServerProcess, ServerSpec, free_port, wait_until
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port, wait_until
 
 pytestmark = pytest.mark.integration
 

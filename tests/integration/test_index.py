@@ -18,15 +18,15 @@ import aiohttp
 import pytest
 from tuned_model import tuned
 
-from router import Router, RouterConfig
-from router.policies import Match
-from sglang_ext.agent_messages import FROM_AGENT, TO_AGENT, Beat, Hello, Welcome
 from sglang_ext.keys import encode_tokens
+from sglang_ext.protocol.agent import FROM_AGENT, TO_AGENT, Beat, Hello, Welcome
 from sglang_ext.radix_global import RadixTree
-from sglang_ext.radix_global.replica import Replica
+from sglang_ext.radix_global.sync.replica import Replica
+from sglang_ext.router import Router, RouterConfig
+from sglang_ext.router.policies import Match
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.models import model_path
-from sglang_ext.testing.servers import ServerProcess, ServerSpec, free_port
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port
 
 pytestmark = pytest.mark.integration
 

@@ -22,13 +22,13 @@ import aiohttp
 import pytest
 from router_rig import FLAGS, running, until
 
-from router import Router, RouterConfig
-from router.lifecycle import State
 from sglang_ext.cluster.guard import descendants
-from sglang_ext.cluster_messages import VERDICT_S, instance_path
+from sglang_ext.protocol.cluster import VERDICT_S, instance_path
+from sglang_ext.router import Router, RouterConfig
+from sglang_ext.router.fleet.lifecycle import State
 from sglang_ext.testing.fakes import Stopwatch
 from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.servers import ServerProcess, ServerSpec, free_port
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 

@@ -16,15 +16,15 @@ import aiohttp
 import pytest
 from router_rig import FLAGS, running, until
 
-from router import Router, RouterConfig
-from router.lifecycle import State
-from router.trial import EVERYTHING
-from sglang_ext.agent_messages import ToAgent, Watch
 from sglang_ext.cluster.guard import descendants
-from sglang_ext.cluster_messages import instance_path
+from sglang_ext.protocol.agent import ToAgent, Watch
+from sglang_ext.protocol.cluster import instance_path
+from sglang_ext.router import Router, RouterConfig
+from sglang_ext.router.fleet.lifecycle import State
+from sglang_ext.router.tokens.tokenizer_check import EVERYTHING
 from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.pd import pd_servers
-from sglang_ext.testing.servers import ServerProcess, ServerSpec, free_port
+from sglang_ext.testing.servers.pd_servers import pd_servers
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

@@ -11,7 +11,7 @@ import pytest
 
 from sglang_ext.testing.compare import assert_same
 from sglang_ext.testing.reference import Reference
-from sglang_ext.testing.servers import ServerProcess, ServerSpec
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 
 FLAGS = ("--radix-cache-backend", "global", "--max-total-tokens", "8192")
 BLOCK_TOKENS = 16

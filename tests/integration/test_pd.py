@@ -29,8 +29,8 @@ from pd_fleet import (
 )
 
 from sglang_ext.testing.compare import assert_same
-from sglang_ext.testing.pd import pd_servers
-from sglang_ext.testing.servers import ServerProcess, wait_until
+from sglang_ext.testing.servers.pd_servers import pd_servers
+from sglang_ext.testing.servers.server import ServerProcess, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 

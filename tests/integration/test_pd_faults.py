@@ -30,8 +30,8 @@ from pd_fleet import ANSWER_TOKENS, COMMON, FaultySpec, Rig, nothing_is_left, pr
 
 from sglang_ext.testing.compare import Answer
 from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.pd import pd_servers
-from sglang_ext.testing.servers import ServerProcess
+from sglang_ext.testing.servers.pd_servers import pd_servers
+from sglang_ext.testing.servers.server import ServerProcess
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(3600)]
 

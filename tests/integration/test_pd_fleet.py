@@ -36,12 +36,12 @@ from pd_fleet import (
 )
 from token_requests import advise, generate, until
 
-from router import Router, RouterConfig
 from sglang_ext.cluster.guard import descendants
+from sglang_ext.router import Router, RouterConfig
 from sglang_ext.testing.compare import assert_same
 from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.pd import pd_servers
-from sglang_ext.testing.servers import ServerProcess, ServerSpec, wait_until
+from sglang_ext.testing.servers.pd_servers import pd_servers
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 

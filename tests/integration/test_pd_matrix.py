@@ -27,8 +27,8 @@ from pd_fleet import (
 )
 
 from sglang_ext.testing.compare import assert_same
-from sglang_ext.testing.pd import pd_servers
-from sglang_ext.testing.servers import ServerProcess, ServerSpec
+from sglang_ext.testing.servers.pd_servers import pd_servers
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1800)]
 

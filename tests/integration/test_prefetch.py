@@ -14,7 +14,7 @@ from dram_damage import arena_files, flip_bit, snapshot
 from hooked_server import FOLDER
 
 from sglang_ext.testing.compare import Answer, assert_same
-from sglang_ext.testing.servers import ServerProcess, ServerSpec, wait_until
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, wait_until
 
 pytestmark = pytest.mark.integration
 

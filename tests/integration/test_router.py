@@ -15,11 +15,11 @@ import openai
 import pytest
 from router_rig import SPECS
 
-from router import Router, RouterConfig
-from router.trial import EVERYTHING
-from router.validation import Chat, Endpoint, Job, PromptInput
 from sglang_ext.keys import decode_tokens
-from sglang_ext.testing.servers import ServerProcess, ServerSpec
+from sglang_ext.router import Router, RouterConfig
+from sglang_ext.router.api.validation import Chat, Endpoint, Job, PromptInput
+from sglang_ext.router.tokens.tokenizer_check import EVERYTHING
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
 

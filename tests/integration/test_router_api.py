@@ -19,10 +19,10 @@ from api_fuzz import BROKEN, TIMEOUT_S, fuzz, is_ours, send_broken
 from http_bodies import bodies
 from router_rig import ROOT, SPECS, running, sglang_program, until
 
-from router import Router, RouterConfig
-from router.openapi import description
-from sglang_ext.testing.dialect import record
-from sglang_ext.testing.servers import ServerProcess, ServerSpec
+from sglang_ext.router import Router, RouterConfig
+from sglang_ext.router.api.openapi import description
+from sglang_ext.testing.servers.dialect import record
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
 

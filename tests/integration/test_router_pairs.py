@@ -17,14 +17,14 @@ from dram_damage import arena_files, flip_bit, snapshot
 from router_rig import sglang_program
 from token_requests import advise, cold, generate, random_prompt, settled, until
 
-from router import Router, RouterConfig
-from router.policies import Match
 from sglang_ext.keys import encode_tokens
+from sglang_ext.router import Router, RouterConfig
+from sglang_ext.router.policies import Match
 from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.models import model_path
-from sglang_ext.testing.pd import PdServers, pd_servers
-from sglang_ext.testing.servers import ServerProcess, ServerSpec, free_port
+from sglang_ext.testing.servers.pd_servers import PdServers, pd_servers
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port
 
 pytestmark = pytest.mark.integration
 

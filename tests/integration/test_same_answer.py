@@ -19,7 +19,7 @@ import pytest
 from dram_damage import arena_files, flip_bit, snapshot
 
 from sglang_ext.testing.compare import Answer, assert_same, random_conversations
-from sglang_ext.testing.servers import ServerProcess, ServerSpec, wait_until
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, wait_until
 
 pytestmark = pytest.mark.integration
 

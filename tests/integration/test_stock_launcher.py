@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from sglang_ext.testing.compare import assert_same
-from sglang_ext.testing.servers import ServerProcess, ServerSpec
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 
 pytestmark = pytest.mark.integration
 

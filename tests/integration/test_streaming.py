@@ -11,7 +11,7 @@ import pytest
 from hooked_server import FOLDER
 
 from sglang_ext.testing.compare import Answer, assert_same
-from sglang_ext.testing.servers import ServerProcess, ServerSpec, wait_until
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, wait_until
 
 pytestmark = pytest.mark.integration
 

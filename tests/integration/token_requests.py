@@ -10,9 +10,9 @@ from typing import Any
 
 import aiohttp
 
-from router import Router
+from sglang_ext.router import Router
 from sglang_ext.testing.compare import Answer
-from sglang_ext.testing.servers import ServerProcess
+from sglang_ext.testing.servers.server import ServerProcess
 
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 
-from sglang_ext.patches import runtime
+from sglang_ext.patches.cpu import runtime
 
 
 def main(path: str, new_tokens: int) -> None:

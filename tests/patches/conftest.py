@@ -7,7 +7,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from sglang_ext.patches import runtime
+from sglang_ext.patches.cpu import runtime
 
 # Modules beside the tests are imported by their own names.
 sys.path.insert(0, str(Path(__file__).parent))

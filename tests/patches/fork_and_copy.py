@@ -11,7 +11,7 @@ import threading
 
 import torch
 
-from sglang_ext.patches.fork_children import renew_thread_pool
+from sglang_ext.patches.cpu.fork import renew_thread_pool
 
 THREADS = 8
 SOURCE = torch.ones(100_000, dtype=torch.float64)

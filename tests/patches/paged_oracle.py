@@ -56,13 +56,13 @@ def main(seed: int, count: int) -> None:
     """Compare ``count`` random batches; raises AssertionError at the first that differs."""
     import os
 
-    from sglang_ext.patches import runtime
+    from sglang_ext.patches.cpu import runtime
 
     runtime.prepare_process(os.environ)
     import torch
     from sglang.kernels.ops.memory.allocator import alloc_decode_kernel, alloc_extend_kernel
 
-    from sglang_ext.patches.paged_allocator import alloc_decode, alloc_extend
+    from sglang_ext.patches.cpu.allocator import alloc_decode, alloc_extend
 
     rng = random.Random(seed)
     tensor = torch.tensor

@@ -11,8 +11,9 @@ import pytest
 
 from sglang_ext.config import KvConfig, flags
 from sglang_ext.errors import ConfigError
-from sglang_ext.patches import readiness, runtime
-from sglang_ext.patches.flags import ATTRIBUTE, add_flags, carried_config, carry_flags, read_flags
+from sglang_ext.patches import readiness
+from sglang_ext.patches.cpu import runtime
+from sglang_ext.patches.hooks.flags import ATTRIBUTE, add_flags, carried_config, carry_flags, read_flags
 
 GLOBAL = ["--radix-cache-backend", "global"]
 

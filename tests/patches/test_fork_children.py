@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.patches import fork_children
+from sglang_ext.patches.cpu import fork as fork_children
 
 NO_METRICS = SimpleNamespace(enable_metrics=False)
 

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.patches import readiness, scheduler_calls, vocabulary, weight_updates
+from sglang_ext.patches import readiness
 from sglang_ext.patches.base import Patch, Target
-from sglang_ext.patches.hooks import Hook, hook_patch
-from sglang_ext.patches.vocabulary import out_of_vocabulary
+from sglang_ext.patches.hooks import scheduler as scheduler_calls
+from sglang_ext.patches.hooks import vocabulary
+from sglang_ext.patches.hooks import weights as weight_updates
+from sglang_ext.patches.hooks.vocabulary import out_of_vocabulary
+from sglang_ext.patches.plugin_hooks import Hook, hook_patch
 
 
 class Service:
@@ -233,7 +236,7 @@ def test_an_update_is_told_at_both_ends_also_when_it_fails(cache: Cache) -> None
 def test_the_transfer_of_kv_is_told_too_also_without_our_cache(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang_ext.engine import kv_transfer
+    from sglang_ext.patches.adapter import kv_manager as kv_transfer
 
     for name in ("weights_changing", "weights_changed"):
         monkeypatch.setattr(kv_transfer, name, lambda scheduler, name=name: cache.calls.append(name))

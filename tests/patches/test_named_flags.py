@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from sglang.srt.server_args import ServerArgs
 
-from router.config import RouterConfig
 from sglang_ext import launch_server
 from sglang_ext.cluster.command import parser as cluster_parser
 from sglang_ext.config import flags
+from sglang_ext.router.config import RouterConfig
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("sglang_ext", "router", "benchmarks", "scripts", "examples")
+PACKAGES = ("sglang_ext", "router", "patches", "benchmarks", "scripts", "examples")
 PAGES = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md")
 
 FLAG = re.compile(r"(?<![\w/-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*(?![\w-])")
@@ -36,6 +36,7 @@ OTHERS = {
         "--exclude",
         "--all",
     },
+    "mypy": {"--cache-dir", "--config-file"},
     "venv": {"--system-site-packages", "--clear"},
     "pytest": {"--durations"},
     "docker": {"--shm-size", "--ulimit"},

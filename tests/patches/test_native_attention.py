@@ -10,7 +10,7 @@ import pytest
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from sglang_ext.patches import native_attention
+from sglang_ext.patches.cpu import attention as native_attention
 
 SLOTS = 4096
 STOCK = {

@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from paged_oracle import Batch, slots_of
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-from sglang_ext.patches import paged_allocator
-from sglang_ext.patches.paged_allocator import alloc_decode, alloc_extend
+from sglang_ext.patches.cpu import allocator as paged_allocator
+from sglang_ext.patches.cpu.allocator import alloc_decode, alloc_extend
 
 PAGE_SIZES = (1, 2, 4, 16)
 

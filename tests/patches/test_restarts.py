@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.patches import restarts, scheduler_calls
+from sglang_ext.patches.hooks import restarts
+from sglang_ext.patches.hooks import scheduler as scheduler_calls
 
 
 class Cache:

@@ -9,7 +9,15 @@ from types import ModuleType
 import pytest
 import torch
 
-from sglang_ext.patches import runtime, sgl_kernel_stand_in, torchvision_operators
+from sglang_ext.patches.cpu import (
+    kernels as sgl_kernel_stand_in,
+)
+from sglang_ext.patches.cpu import (
+    runtime,
+)
+from sglang_ext.patches.cpu import (
+    torchvision as torchvision_operators,
+)
 
 
 def test_torchvision_imports_beside_cpu_torch() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.engine import kv_transfer
 from sglang_ext.errors import ConfigError
-from sglang_ext.patches import transfer_backend as patch
+from sglang_ext.patches.adapter import kv_manager as kv_transfer
 from sglang_ext.patches.base import resolve
+from sglang_ext.patches.hooks import transfer as patch
 
 UTILS = "sglang.srt.disaggregation.utils"
 
@@ -92,15 +92,15 @@ def test_a_retraction_backup_of_the_users_choice_stays() -> None:
 
 
 def test_a_server_that_keeps_its_settings_can_still_be_forked() -> None:
-    """With metrics, it cannot once prometheus_client is imported (`fork_children`)."""
+    """With metrics, it cannot once prometheus_client is imported (`patches/cpu/fork.py`)."""
     code = (
         "import sys\n"
         "from types import SimpleNamespace\n"
-        "from sglang_ext.engine import pd_settings\n"
-        "from sglang_ext.patches import transfer_backend\n"
+        "from sglang_ext.engine.pd import settings\n"
+        "from sglang_ext.patches.hooks import transfer\n"
         "args = SimpleNamespace(disaggregation_transfer_backend='global', radix_cache_backend='global')\n"
-        "transfer_backend.keep_settings(args, object, None)\n"
-        "assert pd_settings._given is not None\n"
+        "transfer.keep_settings(args, object, None)\n"
+        "assert settings._given is not None\n"
         "assert 'prometheus_client' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from sglang_ext.agent_messages import (
+from sglang_ext.keys import Tier, encode_tokens
+from sglang_ext.protocol.agent import (
     FROM_AGENT,
     IN_DRAM,
     IN_HBM,
@@ -27,12 +28,11 @@ from sglang_ext.agent_messages import (
     PlacementEvent,
     Welcome,
 )
-from sglang_ext.keys import Tier, encode_tokens
 from sglang_ext.radix_global import Holder, Node, RadixTree
-from sglang_ext.radix_global.events import PlacementLog, Tenant, Walk
-from sglang_ext.radix_global.replica import Outcome, Replica, State
-from sglang_ext.radix_global.runs import path_key
-from sglang_ext.radix_global.stream import EventStream
+from sglang_ext.radix_global.sync.events import PlacementLog, Tenant, Walk
+from sglang_ext.radix_global.sync.replica import Outcome, Replica, State
+from sglang_ext.radix_global.sync.runs import path_key
+from sglang_ext.radix_global.sync.stream import EventStream
 
 BLOCK = 2
 Contents = dict[tuple[Hashable, bytes], int]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_ext.agent_messages import (
+from sglang_ext.keys import Tier, encode_tokens
+from sglang_ext.protocol.agent import (
     AGENT_PROTOCOL,
     BATCH_BYTES,
     BATCH_EVENTS,
@@ -23,11 +24,10 @@ from sglang_ext.agent_messages import (
     Stored,
     Welcome,
 )
-from sglang_ext.keys import Tier, encode_tokens
 from sglang_ext.radix_global import Holder, RadixTree
-from sglang_ext.radix_global.events import PlacementLog
-from sglang_ext.radix_global.replica import Outcome, Replica, State
-from sglang_ext.radix_global.stream import EventStream, Sends
+from sglang_ext.radix_global.sync.events import PlacementLog
+from sglang_ext.radix_global.sync.replica import Outcome, Replica, State
+from sglang_ext.radix_global.sync.stream import EventStream, Sends
 
 EPOCH = b"e" * 16
 BLOCK = 2

@@ -13,9 +13,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from router import Router, RouterConfig
+from sglang_ext.router import Router, RouterConfig
+from sglang_ext.testing.servers.workers import StandInWorker, running_worker
 from sglang_ext.testing.tokenizer import write_tokenizer
-from sglang_ext.testing.workers import StandInWorker, running_worker
 
 sys.path.insert(0, str(Path(__file__).parent))  # for http_rig.py, which several tests share
 
@@ -34,7 +34,7 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_dir: Path) -> Any:
     """The tiny model's tokenizer."""
-    from router.prompt_tokenizer import load_tokenizer
+    from sglang_ext.router.tokens.prompt_tokenizer import load_tokenizer
 
     return load_tokenizer(str(tokenizer_dir), trust_remote_code=False)
 

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.exchange import Request, RequestRefused, Responder
-from router.http_server import HttpServer
-from router.http_state import HttpLimits
+from sglang_ext.router.http.server import HttpServer
+from sglang_ext.router.http.state import HttpLimits
+from sglang_ext.router.http.types import Request, RequestRefused, Responder
 from sglang_ext.testing.fakes import FakeClock
-from sglang_ext.testing.workers import Gate
+from sglang_ext.testing.servers.workers import Gate
 
 CLIENT_TIMEOUT_S = 10.0
 

@@ -14,16 +14,16 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_ext.agent_messages import Fill, Load, PeerDead
-from sglang_ext.cluster_messages import Registration
-from sglang_ext.engine.agent import Agent, AgentFacts
-from sglang_ext.engine.agent_socket import AgentSocket
-from sglang_ext.engine.events import PlacementFeed
-from sglang_ext.engine.registration import Registrar
+from sglang_ext.engine.events.agent import Agent, AgentFacts
+from sglang_ext.engine.events.agent_socket import AgentSocket
+from sglang_ext.engine.events.events import PlacementFeed
+from sglang_ext.engine.events.registration import Registrar
 from sglang_ext.keys import Tier, encode_tokens
+from sglang_ext.protocol.agent import Fill, Load, PeerDead
+from sglang_ext.protocol.cluster import Registration
 from sglang_ext.radix_global import Holder, RadixTree
-from sglang_ext.testing.worker_dialects import Json
-from sglang_ext.testing.workers import StandInWorker, running_worker
+from sglang_ext.testing.servers.worker_dialects import Json
+from sglang_ext.testing.servers.workers import StandInWorker, running_worker
 
 BLOCK = 16
 

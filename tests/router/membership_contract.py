@@ -1,4 +1,4 @@
-"""The conformance suite of memberships: what ``router.membership`` promises, for every implementation.
+"""The conformance suite of memberships: what ``cluster/membership.py`` promises, for every implementation.
 
 A subclass makes memberships (``make``).
 """
@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from router.membership import Membership, RouterStatus, Seen
-from router.roster import Intent, Member, Roster, encode_member
 from sglang_ext.clock import SystemClock
-from sglang_ext.cluster_messages import Registration
+from sglang_ext.protocol.cluster import Registration
+from sglang_ext.router.cluster.membership import Membership, RouterStatus, Seen
+from sglang_ext.router.cluster.roster import Intent, Member, Roster, encode_member
 
 Make = Callable[[str], Membership]
 URL = "http://127.0.0.1:1001"

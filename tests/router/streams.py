@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
-from router import Router
+from sglang_ext.router import Router
 
 STREAMS = 16
 

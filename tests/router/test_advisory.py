@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from router import Router
-from router.advising import Whereabouts, whereabouts
-from router.advisory_api import MOST_ACTIONS
-from router.policies import Match
-from sglang_ext.agent_messages import MAX_PROMPT_BYTES, Advise, Advised, Withdraw
+from sglang_ext.protocol.agent import MAX_PROMPT_BYTES, Advise, Advised, Withdraw
+from sglang_ext.router import Router
+from sglang_ext.router.endpoints.advisory_api import MOST_ACTIONS
+from sglang_ext.router.hints.advising import Whereabouts, whereabouts
+from sglang_ext.router.policies import Match
 
 CHAT = [{"role": "user", "content": "Tell me of the sea. " * 20}]
 NEXT = [*CHAT, {"role": "assistant", "content": "It is deep. " * 20}, {"role": "user", "content": "And?"}]

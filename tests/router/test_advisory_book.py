@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from router.advisory_book import (
+from sglang_ext.errors import InternalError
+from sglang_ext.keys import encode_tokens
+from sglang_ext.router.dispatch.advisory_book import (
     ENDED,
     ENDED_KEPT_S,
     TRANSITIONS,
@@ -21,8 +23,6 @@ from router.advisory_book import (
     State,
     Verdict,
 )
-from sglang_ext.errors import InternalError
-from sglang_ext.keys import encode_tokens
 
 SPACE = ("space",)
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from test_advisory import CHAT, EPOCH, NEXT, Links, advise, in_dram, link, post
 
-from router import Router
-from sglang_ext.agent_messages import Advise, Advised
-from sglang_ext.testing.workers import StandInWorker
+from sglang_ext.protocol.agent import Advise, Advised
+from sglang_ext.router import Router
+from sglang_ext.testing.servers.workers import StandInWorker
 
 Messages = list[dict[str, str]]
 

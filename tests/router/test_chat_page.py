@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from browser import Page, browser_page, find_browser
 
-from router.policies import Match
-from sglang_ext.agent_messages import Advise, Advised, Beat, Fill, Withdraw
+from sglang_ext.protocol.agent import Advise, Advised, Beat, Fill, Withdraw
+from sglang_ext.router.policies import Match
 
 EPOCH = bytes(16)
 BROWSER = find_browser()

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from router.advisory_book import Place
-from router.choosing import Chooser
-from router.config import RouterConfig
-from router.costs import RouterCosts
-from router.fetch_note import NOT_WORTH_IT, UNDER_WAY, FetchNote
-from router.policies import Decision, Instance, Match, Reason
-from router.tokenizing import Encoded
 from sglang_ext.cost_model import CostModel
+from sglang_ext.router.config import RouterConfig
+from sglang_ext.router.dispatch.advisory_book import Place
+from sglang_ext.router.dispatch.choosing import Chooser
+from sglang_ext.router.dispatch.costs import RouterCosts
+from sglang_ext.router.policies import Decision, Instance, Match, Reason
+from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, FetchNote
+from sglang_ext.router.tokens.tokenizing import Encoded
 
 KEY = bytes(4 * 1000)
 FLEET = tuple(Instance(name, 0, 0, 0, 0) for name in ("a", "b"))

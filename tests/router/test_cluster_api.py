@@ -13,18 +13,18 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from router import Router, RouterConfig
-from router.fleet import State
-from router.membership import ROUTER_TTL_S
 from sglang_ext.clock import SystemClock
 from sglang_ext.cluster.router_client import quoted
 from sglang_ext.cluster_key import read_cluster_key
-from sglang_ext.cluster_messages import PATH, instance_path
 from sglang_ext.errors import ConfigError
+from sglang_ext.protocol.cluster import PATH, instance_path
+from sglang_ext.router import Router, RouterConfig
+from sglang_ext.router.cluster.membership import ROUTER_TTL_S
+from sglang_ext.router.fleet.fleet import State
 from sglang_ext.testing.fakes import Stopwatch
-from sglang_ext.testing.redis_server import HOW_TO_GET_IT, RedisServer, redis_is_installed
-from sglang_ext.testing.servers import free_port
-from sglang_ext.testing.workers import Gate, StandInWorker, running_worker
+from sglang_ext.testing.servers.redis_server import HOW_TO_GET_IT, RedisServer, redis_is_installed
+from sglang_ext.testing.servers.server import free_port
+from sglang_ext.testing.servers.workers import Gate, StandInWorker, running_worker
 
 Json = dict[str, Any]
 BODY = {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 4}}
@@ -415,7 +415,7 @@ async def test_a_router_is_killed_and_its_requests_are_no_load_any_more(
     await ask_one.register(worker)
     port = free_port()
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "router", "--cluster", redis.url, "--port", str(port)),
+        *(sys.executable, "-m", "sglang_ext.router", "--cluster", redis.url, "--port", str(port)),
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
     )

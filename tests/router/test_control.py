@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from router.explain import Cause, Choice, Stories, Story, causes, told
-from router.index_history import Departure
-from router.policies import Match
-from router.record import Record
-from router.tenants import Caller
-from router.tokenizing import Encoded
 from sglang_ext.keys import encode_tokens
-from sglang_ext.testing.workers import Gate
+from sglang_ext.router.dispatch.explain import Cause, Choice, Stories, Story, causes, told
+from sglang_ext.router.index.history import Departure
+from sglang_ext.router.policies import Match
+from sglang_ext.router.telemetry.record import Record
+from sglang_ext.router.tenancy.tenants import Caller
+from sglang_ext.router.tokens.tokenizing import Encoded
+from sglang_ext.testing.servers.workers import Gate
 
 BODY: dict[str, Any] = {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 2}}
 

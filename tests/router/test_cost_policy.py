@@ -15,7 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policies import (
+from sglang_ext.errors import ConfigError
+from sglang_ext.keys import Tier
+from sglang_ext.router.policies import (
     POLICIES,
     Decision,
     Fetch,
@@ -28,9 +30,7 @@ from router.policies import (
     beginners,
     policy_named,
 )
-from router.policies.hashing import rendezvous
-from sglang_ext.errors import ConfigError
-from sglang_ext.keys import Tier
+from sglang_ext.router.policies.hashing import rendezvous
 
 OPTIONS = PolicyOptions(work_weight=0.0)
 """The paper's equations; ``test_work_counts`` has the default."""

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from router import anthropic, responses
-from router.anthropic_answers import AnthropicAnswer
-from router.exchange import RequestRefused
-from router.usage import Form, StreamReader, read_answer
-from router.validation import Limits
+from sglang_ext.router.api import anthropic, responses
+from sglang_ext.router.api.anthropic_answers import AnthropicAnswer
+from sglang_ext.router.api.usage import Form, StreamReader, read_answer
+from sglang_ext.router.api.validation import Limits
+from sglang_ext.router.http.types import RequestRefused
 
 LIMITS = Limits(1000, 4096)
 HI = {"role": "user", "content": "hi"}

@@ -11,16 +11,22 @@ from typing import Any
 
 import pytest
 
-from router.costs import RouterCosts
-from router.fetch_note import NOT_WORTH_IT, UNDER_WAY, UNHEARD
-from router.fetching import LEAST_WAIT_S, MOST_BUSY_S, MOST_KEY_BYTES, MOST_WAIT_S, Fetching
-from router.policies import Decision, Instance, Match, Reason
-from router.policies.base import Fetch
-from router.tokenizing import Encoded
-from sglang_ext import agent_messages
-from sglang_ext.agent_messages import Expecting, Fetched, Lend, ToAgent
-from sglang_ext.cluster_messages import Registration
 from sglang_ext.cost_model import CostModel
+from sglang_ext.protocol import agent as agent_messages
+from sglang_ext.protocol.agent import Expecting, Fetched, Lend, ToAgent
+from sglang_ext.protocol.cluster import Registration
+from sglang_ext.router.dispatch.costs import RouterCosts
+from sglang_ext.router.dispatch.fetching import (
+    LEAST_WAIT_S,
+    MOST_BUSY_S,
+    MOST_KEY_BYTES,
+    MOST_WAIT_S,
+    Fetching,
+)
+from sglang_ext.router.policies import Decision, Instance, Match, Reason
+from sglang_ext.router.policies.base import Fetch
+from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, UNHEARD
+from sglang_ext.router.tokens.tokenizing import Encoded
 
 TOKENS = ("tokens", None, None, "salt")
 KEY = bytes(4 * 1000)

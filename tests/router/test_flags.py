@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from router import Router, RouterConfig
-from router.exchange import ConnectFailed, RequestTimeout
-from router.policies import POLICIES, Instance, Match, Prompt, Reason
-from router.sessions import MAX_CHARS, session_of
 from sglang_ext.keys import encode_tokens
+from sglang_ext.router import Router, RouterConfig
+from sglang_ext.router.api.sessions import MAX_CHARS, session_of
+from sglang_ext.router.http.types import ConnectFailed, RequestTimeout
+from sglang_ext.router.policies import POLICIES, Instance, Match, Prompt, Reason
 from sglang_ext.testing.fakes import FakeClock
-from sglang_ext.testing.workers import Gate
+from sglang_ext.testing.servers.workers import Gate
 
 BODY: dict[str, Any] = {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 1}}
 
@@ -174,7 +174,7 @@ async def test_what_passed_by_is_believed_for_the_trees_time() -> None:
 
 _SETTLES = """
 import gc
-from router import garbage
+from sglang_ext.router.app import garbage
 
 class Node:
     pass

@@ -11,12 +11,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from router.exchange import ConnectionLost
-from router.facts import InstanceFacts, ModelFacts
-from router.fleet import Fleet, Load
-from router.lifecycle import FATAL, TRANSITIONS, USABLE, Event, State
-from sglang_ext.cluster_messages import Registration
 from sglang_ext.errors import InternalError
+from sglang_ext.protocol.cluster import Registration
+from sglang_ext.router.fleet.facts import InstanceFacts, ModelFacts
+from sglang_ext.router.fleet.fleet import Fleet, Load
+from sglang_ext.router.fleet.lifecycle import FATAL, TRANSITIONS, USABLE, Event, State
+from sglang_ext.router.http.types import ConnectionLost
 
 MODEL = ModelFacts("llama", "LlamaForCausalLM", 32_000, 4096)
 FACTS = InstanceFacts(MODEL, "default", "start-1", "colocated", "/models/llama")

@@ -6,16 +6,16 @@ import asyncio
 
 import pytest
 
-from router import Router, RouterConfig
-from router.exchange import ConnectFailed
-from router.fleet import Fleet, State
-from router.health import HealthWatch
-from router.http_upstream import HttpUpstream
-from router.worker import NotUsable, WorkerApi
 from sglang_ext.clock import SystemClock
 from sglang_ext.errors import ConfigError
+from sglang_ext.router import Router, RouterConfig
+from sglang_ext.router.fleet.fleet import Fleet, State
+from sglang_ext.router.fleet.health import HealthWatch
+from sglang_ext.router.fleet.worker import NotUsable, WorkerApi
+from sglang_ext.router.http.types import ConnectFailed
+from sglang_ext.router.http.upstream import HttpUpstream
 from sglang_ext.testing.fakes import FakeClock, Stopwatch
-from sglang_ext.testing.workers import Gate, StandInWorker, running_worker
+from sglang_ext.testing.servers.workers import Gate, StandInWorker, running_worker
 
 
 @pytest.fixture

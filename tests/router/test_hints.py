@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from router.exchange import RequestRefused
-from router.hints import advisory_of, only_a_hint, parse_advisory, prefetch_actions
-from router.session_memory import ENTRY_BYTES, SessionMemory
-from router.validation import Endpoint, Limits
+from sglang_ext.router.api.hints import advisory_of, only_a_hint, parse_advisory, prefetch_actions
+from sglang_ext.router.api.validation import Endpoint, Limits
+from sglang_ext.router.hints.session_memory import ENTRY_BYTES, SessionMemory
+from sglang_ext.router.http.types import RequestRefused
 
 LIMITS = Limits(vocab_size=1000, context_length=4096)
 MESSAGES = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello!"}]

@@ -10,9 +10,9 @@ from http_rig import CLOSE, GET, chunked, post, running
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.http_body import BodyBudget
-from router.http_reader import Parsed, Phase, RequestReader
-from router.http_state import HttpLimits
+from sglang_ext.router.http.body import BodyBudget
+from sglang_ext.router.http.reader import Parsed, Phase, RequestReader
+from sglang_ext.router.http.state import HttpLimits
 
 LIMITS = HttpLimits(max_head_bytes=2000, max_body_bytes=3000)
 

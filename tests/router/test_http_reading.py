@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from http_rig import CLOSE, GET, Rig, chunked, post, running
 
-from router import http_body
-from router.http_body import PACKED_BYTES, SLICE_BYTES, BodyBudget, unpack
-from router.http_messages import HTTP2_REFUSAL
-from router.http_state import HttpLimits
 from sglang_ext.errors import InternalError
+from sglang_ext.router.http import body as http_body
+from sglang_ext.router.http.body import PACKED_BYTES, SLICE_BYTES, BodyBudget, unpack
+from sglang_ext.router.http.messages import HTTP2_REFUSAL
+from sglang_ext.router.http.state import HttpLimits
 
 
 @pytest.fixture

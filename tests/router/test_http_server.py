@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 import pytest
 from http_rig import CLOSE, GET, Rig, chunked, post, running
 
-from router.http_server import raise_file_limit
-from router.http_state import HttpLimits
+from sglang_ext.router.http.server import raise_file_limit
+from sglang_ext.router.http.state import HttpLimits
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from http_rig import GET, running
 
-from router.config import RouterConfig
-from router.exchange import ConnectFailed
-from router.http_tls import server_context, worker_context
-from router.http_upstream import HttpUpstream
 from sglang_ext.errors import ConfigError
-from sglang_ext.testing.workers import Gate
+from sglang_ext.router.config import RouterConfig
+from sglang_ext.router.http.tls import server_context, worker_context
+from sglang_ext.router.http.types import ConnectFailed
+from sglang_ext.router.http.upstream import HttpUpstream
+from sglang_ext.testing.servers.workers import Gate
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 

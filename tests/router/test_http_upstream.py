@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from router import http_upstream
-from router.exchange import ConnectFailed, ConnectionLost, RequestTimeout, UpstreamResponse
-from router.http_upstream import HttpUpstream
-from router.http_worker_connection import BUFFERED_BYTES
 from sglang_ext.errors import InternalError
+from sglang_ext.router.http import upstream as http_upstream
+from sglang_ext.router.http.types import ConnectFailed, ConnectionLost, RequestTimeout, UpstreamResponse
+from sglang_ext.router.http.upstream import HttpUpstream
+from sglang_ext.router.http.worker_connection import BUFFERED_BYTES
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 WAIT_S = 10.0

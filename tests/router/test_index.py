@@ -8,12 +8,8 @@ from collections.abc import Hashable
 
 import pytest
 
-from router.index import Index, names_of, tenant_of
-from router.index_memory import TreeSize
-from router.policies import Match
-from router.policies.base import Role
-from router.prompt_trees import GUESS_SPAN_S, GUESS_TTL_S
-from sglang_ext.agent_messages import (
+from sglang_ext.keys import Tier, block_keys, encode_tokens
+from sglang_ext.protocol.agent import (
     FROM_AGENT,
     IN_DRAM,
     IN_HBM,
@@ -25,11 +21,15 @@ from sglang_ext.agent_messages import (
     PlacementEvent,
     Welcome,
 )
-from sglang_ext.keys import Tier, block_keys, encode_tokens
 from sglang_ext.radix_global import Holder, RadixTree
-from sglang_ext.radix_global.events import PlacementLog
-from sglang_ext.radix_global.replica import Outcome
-from sglang_ext.radix_global.stream import EventStream, Sends
+from sglang_ext.radix_global.sync.events import PlacementLog
+from sglang_ext.radix_global.sync.replica import Outcome
+from sglang_ext.radix_global.sync.stream import EventStream, Sends
+from sglang_ext.router.index.index import Index, names_of, tenant_of
+from sglang_ext.router.index.memory import TreeSize
+from sglang_ext.router.index.prompt_trees import GUESS_SPAN_S, GUESS_TTL_S
+from sglang_ext.router.policies import Match
+from sglang_ext.router.policies.base import Role
 from sglang_ext.testing.fakes import FakeClock
 
 BLOCK = 4

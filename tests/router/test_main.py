@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
-from router.__main__ import main
-from router.config import RouterConfig
 from sglang_ext.errors import ConfigError
-from sglang_ext.testing.servers import free_port
+from sglang_ext.router.__main__ import main
+from sglang_ext.router.config import RouterConfig
+from sglang_ext.testing.servers.server import free_port
 
 
 def test_a_wrong_flag_ends_it_with_2_and_the_flags_name(capsys) -> None:
@@ -71,11 +71,11 @@ async def python(*arguments: str) -> asyncio.subprocess.Process:
 async def test_importing_it_is_light() -> None:
     """No torch, no transformers, no SGLang: a router may run where none of them is needed."""
     process = await python(
-        "-c", "import router, sys; print(*sorted(m.partition('.')[0] for m in sys.modules))"
+        "-c", "import sglang_ext.router, sys; print(*sorted(m.partition('.')[0] for m in sys.modules))"
     )
     out, _ = await process.communicate()
     modules = set(out.decode().split())
-    assert "router" in modules
+    assert "sglang_ext" in modules
     assert not modules & {"torch", "transformers", "sglang", "numba"}
 
 
@@ -98,7 +98,7 @@ async def killed(process: asyncio.subprocess.Process) -> None:
 async def test_it_serves_until_it_is_told_to_stop(start_worker, client, eventually) -> None:
     worker = await start_worker()
     port = free_port()
-    process = await python("-m", "router", "--worker-urls", worker.url, "--port", str(port))
+    process = await python("-m", "sglang_ext.router", "--worker-urls", worker.url, "--port", str(port))
     try:
         url = f"http://127.0.0.1:{port}"
         async with asyncio.timeout(60):
@@ -125,7 +125,7 @@ async def test_it_serves_until_it_is_told_to_stop(start_worker, client, eventual
 
 async def test_workers_of_two_models_end_it_with_2(start_worker) -> None:
     one, two = await start_worker(vocab_size=10), await start_worker(vocab_size=20)
-    process = await python("-m", "router", "--worker-urls", one.url, two.url, "--port", "0")
+    process = await python("-m", "sglang_ext.router", "--worker-urls", one.url, two.url, "--port", "0")
     _, errors = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 2
     assert b"vocab_size" in errors
@@ -136,7 +136,7 @@ async def test_workers_of_two_models_end_it_with_2(start_worker) -> None:
 async def test_a_port_that_is_taken_is_named(start_worker) -> None:
     worker = await start_worker()
     taken = worker.url.rpartition(":")[2]
-    process = await python("-m", "router", "--worker-urls", worker.url, "--port", taken)
+    process = await python("-m", "sglang_ext.router", "--worker-urls", worker.url, "--port", taken)
     _, errors = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 2
     assert b"--port" in errors
@@ -153,7 +153,7 @@ async def test_hanging_up_reads_the_keys_again(start_worker, client, tmp_path) -
 
     write("sk-first-key")
     arguments = ("--worker-urls", worker.url, "--port", str(port), "--api-keys-file", str(path))
-    process = await python("-m", "router", *arguments)
+    process = await python("-m", "sglang_ext.router", *arguments)
 
     async def until_accepted(key: str) -> None:
         async with asyncio.timeout(60):

@@ -18,16 +18,24 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from router.facts import InstanceFacts, ModelFacts
-from router.fleet import Fleet, Load
-from router.lifecycle import TRANSITIONS, USABLE, Event, State
-from router.members import FORGET_S, CannotChangeRole, Members, Unknown
-from router.members_view import cluster, instance_view
-from router.membership import EmbeddedMembership, RouterStatus, Seen
-from router.roster import LEFT_KEPT_S, Intent, Member, Roster, Taken, decode_member, encode_member
-from sglang_ext.agent_messages import Beat, Fill
-from sglang_ext.cluster_messages import VERDICT_S, Cluster, InstanceView, Registration, TierFill
 from sglang_ext.errors import InternalError, PeerError
+from sglang_ext.protocol.agent import Beat, Fill
+from sglang_ext.protocol.cluster import VERDICT_S, Cluster, InstanceView, Registration, TierFill
+from sglang_ext.router.cluster.members import FORGET_S, CannotChangeRole, Members, Unknown
+from sglang_ext.router.cluster.members_view import cluster, instance_view
+from sglang_ext.router.cluster.membership import EmbeddedMembership, RouterStatus, Seen
+from sglang_ext.router.cluster.roster import (
+    LEFT_KEPT_S,
+    Intent,
+    Member,
+    Roster,
+    Taken,
+    decode_member,
+    encode_member,
+)
+from sglang_ext.router.fleet.facts import InstanceFacts, ModelFacts
+from sglang_ext.router.fleet.fleet import Fleet, Load
+from sglang_ext.router.fleet.lifecycle import TRANSITIONS, USABLE, Event, State
 from sglang_ext.testing.fakes import FakeClock
 
 FACTS = InstanceFacts(

@@ -14,9 +14,9 @@ import aiohttp
 import pytest
 from streams import Streams
 
-from router.fleet import State
-from sglang_ext.cluster_messages import PATH, instance_path
-from sglang_ext.testing.workers import Gate, StandInWorker, running_worker
+from sglang_ext.protocol.cluster import PATH, instance_path
+from sglang_ext.router.fleet.fleet import State
+from sglang_ext.testing.servers.workers import Gate, StandInWorker, running_worker
 
 Start = Callable[..., Awaitable[StandInWorker]]
 

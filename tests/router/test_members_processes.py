@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from streams import Streams
 
-from router import Router
-from router.lifecycle import State
-from sglang_ext.cluster_messages import VERDICT_S
+from sglang_ext.protocol.cluster import VERDICT_S
+from sglang_ext.router import Router
+from sglang_ext.router.fleet.lifecycle import State
 from sglang_ext.testing.fakes import Stopwatch
-from sglang_ext.testing.servers import free_port
+from sglang_ext.testing.servers.server import free_port
 
 PROGRAM = Path(__file__).with_name("instance_process.py")
 PATIENCE = {"health_check_interval_secs": 0.5, "health_check_timeout_secs": 60.0}

@@ -9,15 +9,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from router.membership import EmbeddedMembership, RouterStatus
-from router.membership_redis import SYNC_S, RedisMembership, address_of
-from router.redis_records import MAX_EVENTS
-from router.roster import Intent
 from sglang_ext.clock import SystemClock
 from sglang_ext.cluster_key import ClusterKey
 from sglang_ext.errors import ConfigError
+from sglang_ext.router.cluster.membership import EmbeddedMembership, RouterStatus
+from sglang_ext.router.cluster.membership_redis import SYNC_S, RedisMembership, address_of
+from sglang_ext.router.cluster.redis_records import MAX_EVENTS
+from sglang_ext.router.cluster.roster import Intent
 from sglang_ext.testing.fakes import FakeClock
-from sglang_ext.testing.redis_server import HOW_TO_GET_IT, RedisServer, redis_is_installed
+from sglang_ext.testing.servers.redis_server import HOW_TO_GET_IT, RedisServer, redis_is_installed
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from router import Router
-from router.lifecycle import State
-from router.move_calls import LEAST_AHEAD
-from sglang_ext.agent_messages import (
+from sglang_ext.keys import encode_tokens
+from sglang_ext.protocol.agent import (
     Advise,
     Advised,
     Expecting,
@@ -29,9 +27,11 @@ from sglang_ext.agent_messages import (
     Unpark,
     Watch,
 )
-from sglang_ext.cluster_messages import Registration
-from sglang_ext.keys import encode_tokens
-from sglang_ext.testing.workers import Gate, StandInWorker
+from sglang_ext.protocol.cluster import Registration
+from sglang_ext.router import Router
+from sglang_ext.router.dispatch.move_calls import LEAST_AHEAD
+from sglang_ext.router.fleet.lifecycle import State
+from sglang_ext.testing.servers.workers import Gate, StandInWorker
 
 EPOCH = bytes(16)
 STATE = Resume(encode_tokens([1]), bytes(16))
@@ -183,8 +183,8 @@ async def read(client: Any, url: str, body: Any) -> tuple[int, str, Any]:
 async def test_what_is_not_taken_ends_where_it_is(
     trouble: str, rig: Rig, client: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.moving.ANSWER_S", 0.1)
-    monkeypatch.setattr("router.moving.HEARD_S", 0.1)
+    monkeypatch.setattr("sglang_ext.router.dispatch.moving.ANSWER_S", 0.1)
+    monkeypatch.setattr("sglang_ext.router.dispatch.moving.HEARD_S", 0.1)
     path, body = "/generate", {**BODIES["/generate"], "stream": True}
     async with client.post(rig.target.url + path, json=body) as answer:
         expected = await answer.read()

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from router import Router, RouterConfig
-from router.logs import JsonFormatter, configure_logging
-from router.observability import RouterMetrics
-from router.tally import Spreads, Tallies
-from router.tracing import NO_TRACING, OpenTelemetry, open_tracing
 from sglang_ext.errors import ConfigError
+from sglang_ext.router import Router, RouterConfig
+from sglang_ext.router.telemetry.logs import JsonFormatter, configure_logging
+from sglang_ext.router.telemetry.observability import RouterMetrics
+from sglang_ext.router.telemetry.tally import Spreads, Tallies
+from sglang_ext.router.telemetry.tracing import NO_TRACING, OpenTelemetry, open_tracing
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "router.json"
 BODY = {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 2}}
@@ -196,6 +196,6 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_of_opentelemetry_is_imported_unasked() -> None:
     import subprocess
 
-    code = "import router, router.run, sys; print([m for m in sys.modules if 'opentelemetry' in m])"
+    code = "import sglang_ext.router.app.run, sys; print([m for m in sys.modules if 'opentelemetry' in m])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -11,8 +11,8 @@ import pytest
 import requests
 from api_fuzz import BROKEN, fuzz, is_ours, operations, send_broken
 
-from router import RouterConfig
-from router.openapi import description
+from sglang_ext.router import RouterConfig
+from sglang_ext.router.api.openapi import description
 
 
 async def test_every_endpoint_is_described_and_there(start_worker, start_router, client) -> None:
@@ -25,7 +25,12 @@ async def test_every_endpoint_is_described_and_there(start_worker, start_router,
     ours = {
         route.path
         for route in router.routes
-        if route.handler.__module__ in ("router.generation", "router.information", "router.control")
+        if route.handler.__module__
+        in (
+            "sglang_ext.router.endpoints.generation",
+            "sglang_ext.router.endpoints.information",
+            "sglang_ext.router.endpoints.control",
+        )
     }
     assert described - served == set(), "described, and not there"
     aliases = {
@@ -98,7 +103,7 @@ async def test_a_bug_would_be_found(start_worker, start_router, monkeypatch: pyt
     def broken(*args: object, **kwargs: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("router.generation.check_reserved", broken)
+    monkeypatch.setattr("sglang_ext.router.endpoints.generation.check_reserved", broken)
     with pytest.raises(AssertionError, match="internal error"):
         await asyncio.to_thread(send_broken, router.url, never_ours)
 

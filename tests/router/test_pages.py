@@ -25,7 +25,8 @@ async def test_the_page_and_all_it_loads_are_served(start_worker, start_router, 
         async with client.get(router.url + path) as answer:
             assert answer.status == 200, path
             wanted |= set(re.findall(r'from "(/ui/[^"]+)"', await answer.text())) - seen
-    shipped = {f"/ui/{item.name}" for item in (resources.files("router") / "static" / "ui").iterdir()}
+    pages = resources.files("sglang_ext.router") / "static" / "ui"
+    shipped = {f"/ui/{item.name}" for item in pages.iterdir()}
     assert seen == shipped - {"/ui/index.html"}
 
 
@@ -37,5 +38,5 @@ async def test_nothing_else_can_be_had(start_worker, start_router, client) -> No
 
 
 def test_the_page_loads_from_nowhere_else() -> None:
-    for item in (resources.files("router") / "static" / "ui").iterdir():
+    for item in (resources.files("sglang_ext.router") / "static" / "ui").iterdir():
         assert not re.search(r"https?://|\binnerHTML\b|\beval\(", item.read_text()), item.name

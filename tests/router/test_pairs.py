@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from router.exchange import ConnectionLost
-from router.pairs import beside
-from sglang_ext.testing.workers import Gate, StandInWorker
+from sglang_ext.router.dispatch.pairs import beside
+from sglang_ext.router.http.types import ConnectionLost
+from sglang_ext.testing.servers.workers import Gate, StandInWorker
 
 BODIES: dict[str, dict[str, Any]] = {
     "/generate": {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 3}},

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.costs import RouterCosts
-from router.policies import (
+from sglang_ext.cost_model import CostModel
+from sglang_ext.router.dispatch.costs import RouterCosts
+from sglang_ext.router.policies import (
     POLICIES,
     Instance,
     Match,
@@ -18,7 +19,6 @@ from router.policies import (
     prompt_tree,
     round_robin,
 )
-from sglang_ext.cost_model import CostModel
 
 OPTIONS = PolicyOptions(
     cache_threshold=0.3, balance_abs_threshold=8, balance_rel_threshold=1.5, tie_tokens=16

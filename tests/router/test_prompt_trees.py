@@ -10,9 +10,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from router.policies import Match
-from router.prompt_trees import GUESS_SPAN_S, GUESS_TTL_S, MANY_CHILDREN, SPANS_PER_TTL, PromptTrees
 from sglang_ext.keys import encode_tokens
+from sglang_ext.router.index.prompt_trees import (
+    GUESS_SPAN_S,
+    GUESS_TTL_S,
+    MANY_CHILDREN,
+    SPANS_PER_TTL,
+    PromptTrees,
+)
+from sglang_ext.router.policies import Match
 from sglang_ext.testing.fakes import FakeClock
 
 NS = ("tokens", None, None, None)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.queueing import Admission, Line, QueueFull, QueueTimeout
-from router.retry_budget import RetryBudget
+from sglang_ext.router.dispatch.queueing import Admission, Line, QueueFull, QueueTimeout
+from sglang_ext.router.dispatch.retry_budget import RetryBudget
 from sglang_ext.testing.fakes import FakeClock
 
 

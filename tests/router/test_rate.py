@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.rate import TokenBucket
+from sglang_ext.router.tenancy.rate import TokenBucket
 
 
 def test_lets_a_burst_through_and_then_the_rate() -> None:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from test_index import BLOCK, NAMING
 
-from router import Router
-from router.index import names_of
-from router.policies.base import Role
-from router.readiness import Readiness, State
-from sglang_ext.agent_messages import FROM_AGENT, DiskStored, Hello, PlacementEvent, Welcome
 from sglang_ext.keys import encode_tokens
-from sglang_ext.radix_global.stream import EventStream, Sends
-from sglang_ext.testing.workers import StandInWorker
+from sglang_ext.protocol.agent import FROM_AGENT, DiskStored, Hello, PlacementEvent, Welcome
+from sglang_ext.radix_global.sync.stream import EventStream, Sends
+from sglang_ext.router import Router
+from sglang_ext.router.cluster.readiness import Readiness, State
+from sglang_ext.router.index.index import names_of
+from sglang_ext.router.policies.base import Role
+from sglang_ext.testing.servers.workers import StandInWorker
 
 TENANT = (None, None)
 TOKENS = 40 * BLOCK

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from sglang_ext.testing.workers import Gate
+from sglang_ext.testing.servers.workers import Gate
 
 PROMPTS: dict[str, dict[str, Any]] = {
     "/generate": {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 5}},

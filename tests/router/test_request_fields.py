@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from router import RouterConfig
-from router.request_fields import forbidden, unjudged
-from router.tenancy import judged
-from router.tenants import ANYBODY, Caller
 from sglang_ext.errors import ConfigError
+from sglang_ext.router import RouterConfig
+from sglang_ext.router.tenancy.request_fields import forbidden, unjudged
+from sglang_ext.router.tenancy.tenancy import judged
+from sglang_ext.router.tenancy.tenants import ANYBODY, Caller
 
 NONE: frozenset[str] = frozenset()
 HASH = "sha256:" + "0" * 64

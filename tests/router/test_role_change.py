@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from router import Router
-from router.members import CannotChangeRole
-from router.role_change import RoleChanges
-from sglang_ext.cluster_messages import Registration
-from sglang_ext.testing.workers import StandInWorker
+from sglang_ext.protocol.cluster import Registration
+from sglang_ext.router import Router
+from sglang_ext.router.cluster.members import CannotChangeRole
+from sglang_ext.router.cluster.role_change import RoleChanges
+from sglang_ext.testing.servers.workers import StandInWorker
 
 
 class Switching:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.seam import NoContinuation, Seam, obstacle
-from router.usage import Form, StreamReader
+from sglang_ext.router.api.stream_splice import NoContinuation, Seam, obstacle
+from sglang_ext.router.api.usage import Form, StreamReader
 
 Json = dict[str, Any]
 

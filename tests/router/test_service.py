@@ -10,10 +10,10 @@ import time
 import aiohttp
 import pytest
 
-from router import Router, RouterConfig
-from router.logs import JsonFormatter, TextFormatter
 from sglang_ext.errors import ConfigError
-from sglang_ext.testing.workers import Gate
+from sglang_ext.router import Router, RouterConfig
+from sglang_ext.router.telemetry.logs import JsonFormatter, TextFormatter
+from sglang_ext.testing.servers.workers import Gate
 
 BODY = {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 1}}
 

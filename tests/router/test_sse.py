@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router import sse
-from router.sse import EventFilter, EventSplitter
+from sglang_ext.router.api import sse
+from sglang_ext.router.api.sse import EventFilter, EventSplitter
 
 
 def split(chunks: list[bytes]) -> list[bytes]:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from router.tally import Spreads, Tallies
+from sglang_ext.router.telemetry.tally import Spreads, Tallies
 
 BOUNDS = (0.5, 1.0, 2.5)
 label = st.sampled_from(["a", 'b "quoted"', ""])

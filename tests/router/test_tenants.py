@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.exchange import RequestRefused
-from router.key_file import read_key_file
-from router.request_fields import FIELDS, HINTS, Who
-from router.tenancy import STEERING_HEADERS, TENANT_HEADERS, put_in_front, splice
-from router.tenants import KeyRing, parse_keys
 from sglang_ext.errors import ConfigError
+from sglang_ext.router.http.types import RequestRefused
+from sglang_ext.router.tenancy.key_file import read_key_file
+from sglang_ext.router.tenancy.request_fields import FIELDS, HINTS, Who
+from sglang_ext.router.tenancy.tenancy import STEERING_HEADERS, TENANT_HEADERS, put_in_front, splice
+from sglang_ext.router.tenancy.tenants import KeyRing, parse_keys
 from sglang_ext.testing.fakes import FakeClock
 
 STEERING = dict.fromkeys(sorted(STEERING_HEADERS | TENANT_HEADERS), "1")

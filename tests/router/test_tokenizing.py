@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.chat_template import CannotRender
-from router.facts import ChatFacts, InstanceFacts, ModelFacts
-from router.prompt_tokenizer import PromptTokenizer
-from router.segments import Segmenter, TokenCache
-from router.tokenizing import Fallback, TokenizerService
-from router.trial import EVERYTHING, Trust, compare
-from router.validation import Chat, Endpoint, Job, PromptInput
 from sglang_ext.keys import decode_tokens, encode_tokens
+from sglang_ext.router.api.validation import Chat, Endpoint, Job, PromptInput
+from sglang_ext.router.fleet.facts import ChatFacts, InstanceFacts, ModelFacts
+from sglang_ext.router.tokens.chat_template import CannotRender
+from sglang_ext.router.tokens.prompt_tokenizer import PromptTokenizer
+from sglang_ext.router.tokens.segments import Segmenter, TokenCache
+from sglang_ext.router.tokens.tokenizer_check import EVERYTHING, Trust, compare
+from sglang_ext.router.tokens.tokenizing import Fallback, TokenizerService
 
 FACTS = InstanceFacts(ModelFacts("tiny", "LlamaForCausalLM", 32_000, 4096), "1", "x", "colocated", "")
 
@@ -31,7 +31,7 @@ def ids(key: bytes) -> list[int]:
 
 @pytest.fixture(scope="module")
 def prompt_tokenizer(tokenizer_dir) -> PromptTokenizer:
-    from router.prompt_tokenizer import load_tokenizer
+    from sglang_ext.router.tokens.prompt_tokenizer import load_tokenizer
 
     fresh = load_tokenizer(str(tokenizer_dir), trust_remote_code=False)
     return PromptTokenizer(fresh, FACTS, TokenCache(1 << 20))
@@ -113,7 +113,7 @@ def rendered(template: str, body: dict[str, Any], tokenizer, **chat: Any) -> str
 
 @pytest.fixture
 def own_tokenizer(tokenizer_dir) -> Any:
-    from router.prompt_tokenizer import load_tokenizer
+    from sglang_ext.router.tokens.prompt_tokenizer import load_tokenizer
 
     return load_tokenizer(str(tokenizer_dir), trust_remote_code=False)
 

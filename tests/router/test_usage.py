@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from router.usage import Form, StreamReader, Usage, read_answer
 from sglang_ext.keys import encode_tokens
+from sglang_ext.router.api.usage import Form, StreamReader, Usage, read_answer
 
 
 def native(prompt: int, cached: int, output: list[int], *, finished: bool = True, index: int | None = None):
@@ -126,7 +126,7 @@ def test_text_that_is_not_what_was_generated_is_left_out(part) -> None:
 
 
 def test_very_long_streams_are_not_kept(monkeypatch) -> None:
-    from router import usage
+    from sglang_ext.router.api import usage
 
     monkeypatch.setattr(usage, "MAX_TEXT_BYTES", 100)
     reader = StreamReader(form=Form.OPENAI, choices=1)

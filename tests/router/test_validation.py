@@ -7,10 +7,16 @@ from typing import Any
 
 import pytest
 
-from router.exchange import RequestRefused
-from router.native import parse_generate
-from router.openai import parse_chat, parse_completion
-from router.validation import MAX_CONTAINERS, MAX_VALUES, Limits, check_length, parse_json_object
+from sglang_ext.router.api.native import parse_generate
+from sglang_ext.router.api.openai import parse_chat, parse_completion
+from sglang_ext.router.api.validation import (
+    MAX_CONTAINERS,
+    MAX_VALUES,
+    Limits,
+    check_length,
+    parse_json_object,
+)
+from sglang_ext.router.http.types import RequestRefused
 
 LIMITS = Limits(vocab_size=100, context_length=50)
 USER = {"role": "user", "content": "x"}

@@ -11,10 +11,10 @@ import pytest
 from aiohttp import web
 from browser import browser_page, find_browser
 
-from router import RouterConfig
-from router.exchange import Request, RequestRefused
-from router.web_sites import host_name, sites_of
 from sglang_ext.errors import ConfigError
+from sglang_ext.router import RouterConfig
+from sglang_ext.router.http.types import Request, RequestRefused
+from sglang_ext.router.http.web_sites import host_name, sites_of
 
 EVIL = "http://evil.example"
 BROWSER = find_browser()

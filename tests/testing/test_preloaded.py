@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.cluster.guard import descendants
-from sglang_ext.testing import preloaded
-from sglang_ext.testing.servers import wait_until
+from sglang_ext.testing.servers import preloaded
+from sglang_ext.testing.servers.server import wait_until
 
 WITHOUT_SGLANG = """\
 import sys, tempfile

@@ -14,7 +14,7 @@ import pytest
 
 from sglang_ext.cluster.guard import descendants
 from sglang_ext.testing.leaks import SHARED_MEMORY, LeakGuard
-from sglang_ext.testing.servers import (
+from sglang_ext.testing.servers.server import (
     ServerDiedError,
     ServerPool,
     ServerProcess,
@@ -153,7 +153,7 @@ def test_a_server_that_ends_at_start_is_an_error_with_its_log() -> None:
 
 
 def test_a_server_that_is_not_ready_in_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_ext.testing.servers.START_SECONDS", 0.0)
+    monkeypatch.setattr("sglang_ext.testing.servers.server.START_SECONDS", 0.0)
     server = ServerProcess(StandIn())
     with pytest.raises(ServerStartError, match=r"start of StandIn.*: not within 0 s"):
         server.start()
@@ -199,7 +199,7 @@ OWNER = """
 import sys
 from tests.testing.test_servers import StandIn
 from sglang_ext.cluster.guard import descendants
-from sglang_ext.testing.servers import ServerProcess
+from sglang_ext.testing.servers.server import ServerProcess
 
 server = ServerProcess(StandIn(flags=("segment",)))
 server.start()

@@ -156,7 +156,7 @@ def test_the_template_is_chatml() -> None:
 
 
 def test_transformers_reads_it_all(tmp_path: Path) -> None:
-    from sglang_ext.patches import torchvision_operators
+    from sglang_ext.patches.cpu import torchvision as torchvision_operators
 
     torchvision_operators.apply()
     from transformers import AutoTokenizer

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.geometry import Geometry, Plane, PlaneKind, Shard
 from sglang_ext.tiered_store.copy import PoolCopier, copy_ranges, warmup
-from sglang_ext.tiered_store.dram import DramArena
+from sglang_ext.tiered_store.dram.arena import DramArena
 
 SLOTS = 96
 

@@ -9,7 +9,7 @@ import pytest
 
 from sglang_ext.testing.blocks import LAYOUT, NAMESPACE, get_all, prefix_keys
 from sglang_ext.testing.crash import HOT, RECLAIM_STEPS, STEPS, CrashTest, config
-from sglang_ext.tiered_store.disk import DiskTier
+from sglang_ext.tiered_store.disk.tier import DiskTier
 
 
 @pytest.mark.parametrize("step", STEPS)

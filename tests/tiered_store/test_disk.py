@@ -29,13 +29,13 @@ from sglang_ext.testing.blocks import (
 from sglang_ext.testing.fakes import FakeClock
 from sglang_ext.testing.files import READS, FaultyFiles
 from sglang_ext.testing.tier_contract import DurableTierContract
-from sglang_ext.tiered_store import disk_speed
-from sglang_ext.tiered_store.disk import DiskTier
-from sglang_ext.tiered_store.disk_speed import DiskSpeed, choose_io
-from sglang_ext.tiered_store.disk_state import DiskConfig, IoMode
-from sglang_ext.tiered_store.files import Files
-from sglang_ext.tiered_store.owner import LOCK_FILE
-from sglang_ext.tiered_store.segment_format import PAGE
+from sglang_ext.tiered_store.disk import speed as disk_speed
+from sglang_ext.tiered_store.disk.files import Files
+from sglang_ext.tiered_store.disk.owner import LOCK_FILE
+from sglang_ext.tiered_store.disk.segment_format import PAGE
+from sglang_ext.tiered_store.disk.speed import DiskSpeed, choose_io
+from sglang_ext.tiered_store.disk.state import DiskConfig, IoMode
+from sglang_ext.tiered_store.disk.tier import DiskTier
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Outcome, Put
 
 RUN_BYTES = 16 << 10
@@ -464,7 +464,8 @@ def test_a_second_owner_is_refused_and_told_who_the_first_is(tmp_path: Path) -> 
 
 def test_a_killed_owner_lets_go(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from sglang_ext.tiered_store.owner import DirectoryOwner\n"
+        "import sys; from pathlib import Path\n"
+        "from sglang_ext.tiered_store.disk.owner import DirectoryOwner\n"
         "owner = DirectoryOwner(Path(sys.argv[1]), 'gone'); print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(

@@ -10,11 +10,11 @@ import pytest
 
 from sglang_ext.errors import ConfigError, MediumError
 from sglang_ext.testing.blocks import LAYOUT, NAMESPACE, OTHER, get_all, prefix_keys, put_all
-from sglang_ext.tiered_store.disk import DiskTier
-from sglang_ext.tiered_store.disk_check import check_directory, repair_directory
-from sglang_ext.tiered_store.disk_speed import measure_disk
-from sglang_ext.tiered_store.disk_state import DiskConfig
-from sglang_ext.tiered_store.segment_format import PAGE, decode_run_header
+from sglang_ext.tiered_store.disk.check import check_directory, repair_directory
+from sglang_ext.tiered_store.disk.segment_format import PAGE, decode_run_header
+from sglang_ext.tiered_store.disk.speed import measure_disk
+from sglang_ext.tiered_store.disk.state import DiskConfig
+from sglang_ext.tiered_store.disk.tier import DiskTier
 from sglang_ext.tiered_store.tier import Outcome
 
 

@@ -28,10 +28,10 @@ from sglang_ext.testing.blocks import (
 )
 from sglang_ext.testing.fakes import FakeClock
 from sglang_ext.testing.files import FaultyFiles
-from sglang_ext.tiered_store.disk import DiskTier
-from sglang_ext.tiered_store.disk_state import DiskConfig, DiskHealth
-from sglang_ext.tiered_store.files import Files
-from sglang_ext.tiered_store.segment_format import PAGE, decode_run_header
+from sglang_ext.tiered_store.disk.files import Files
+from sglang_ext.tiered_store.disk.segment_format import PAGE, decode_run_header
+from sglang_ext.tiered_store.disk.state import DiskConfig, DiskHealth
+from sglang_ext.tiered_store.disk.tier import DiskTier
 from sglang_ext.tiered_store.tier import Outcome
 
 LIMIT = 64 << 20

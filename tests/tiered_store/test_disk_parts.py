@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.testing.blocks import NAMESPACE, OTHER, prefix_keys
 from sglang_ext.testing.files import FaultyFiles
-from sglang_ext.tiered_store import index as index_module
-from sglang_ext.tiered_store.files import IOV_MAX, Files, can_be_direct, read_fully, write_fully
-from sglang_ext.tiered_store.index import Change, Index, IndexDamagedError, IndexFailedError
-from sglang_ext.tiered_store.index_rows import RunRow, RunUse, decode_run, encode_run
-from sglang_ext.tiered_store.reclaim import RunFacts, SegmentFacts, choose_victims
-from sglang_ext.tiered_store.segment_format import (
+from sglang_ext.tiered_store.disk import index as index_module
+from sglang_ext.tiered_store.disk.files import IOV_MAX, Files, can_be_direct, read_fully, write_fully
+from sglang_ext.tiered_store.disk.index import Change, Index, IndexDamagedError, IndexFailedError
+from sglang_ext.tiered_store.disk.index_rows import RunRow, RunUse, decode_run, encode_run
+from sglang_ext.tiered_store.disk.reclaim import RunFacts, SegmentFacts, choose_victims
+from sglang_ext.tiered_store.disk.segment_format import (
     PAGE,
     FormatError,
     RunHeader,

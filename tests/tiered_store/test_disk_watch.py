@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.testing.blocks import LAYOUT, NAMESPACE, OTHER, prefix_keys, put_all
-from sglang_ext.tiered_store.disk import DiskTier
-from sglang_ext.tiered_store.disk_state import DiskConfig
+from sglang_ext.tiered_store.disk.state import DiskConfig
+from sglang_ext.tiered_store.disk.tier import DiskTier
 
 
 def listed(tier: DiskTier, limit: int) -> set[bytes]:

@@ -17,9 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sglang_ext.errors import ConfigError, MediumError
 from sglang_ext.geometry import BlockLayout
-from sglang_ext.tiered_store import arena_memory
-from sglang_ext.tiered_store.arena_memory import ArenaMemory, ArenaMemoryError, SharedRegion, map_region
-from sglang_ext.tiered_store.dram import ArenaView, DramArena
+from sglang_ext.tiered_store.dram import memory as arena_memory
+from sglang_ext.tiered_store.dram.arena import ArenaView, DramArena
+from sglang_ext.tiered_store.dram.memory import ArenaMemory, ArenaMemoryError, SharedRegion, map_region
 
 LAYOUT = BlockLayout.uniform(n_layers=2, planes_per_layer=2, row_bytes=32, block_tokens=4)
 
@@ -200,7 +200,7 @@ def test_a_gpu_that_refuses_to_pin_is_an_error_with_a_way_out(monkeypatch: pytes
 OWNER = """
 import sys
 from sglang_ext.geometry import BlockLayout
-from sglang_ext.tiered_store.dram import DramArena
+from sglang_ext.tiered_store.dram.arena import DramArena
 import msgspec
 arena = DramArena(BlockLayout.uniform(n_layers=2, planes_per_layer=2, row_bytes=32, block_tokens=4), 1 << 20)
 arena.blocks[arena.alloc(2)[1]] = 42
@@ -218,7 +218,7 @@ def shared_files() -> set[str]:
 def test_another_process_maps_the_arena_and_nothing_is_left_after_a_kill() -> None:
     import msgspec
 
-    from sglang_ext.tiered_store.dram import ArenaDescriptor
+    from sglang_ext.tiered_store.dram.arena import ArenaDescriptor
 
     before = shared_files()
     child = subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

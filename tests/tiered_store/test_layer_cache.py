@@ -10,7 +10,7 @@ import pytest
 from sglang_ext.errors import ConfigError
 from sglang_ext.testing.blocks import LAYOUT, NAMESPACE, OTHER, get_all, prefix_keys, put_all
 from sglang_ext.testing.tiers import MemoryTier
-from sglang_ext.tiered_store.layer_cache import LayerCache
+from sglang_ext.tiered_store.loading.layer_cache import LayerCache
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get, Ids, LayerRead, Outcome
 from sglang_ext.tiered_store.wrapped import WrappedTier
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_ext.tiered_store.layers import AHEAD, ByteBudget, LayerQueue, LayerTask
+from sglang_ext.tiered_store.loading.layers import AHEAD, ByteBudget, LayerQueue, LayerTask
 
 
 def drain(queue: LayerQueue) -> list[tuple[object, int]]:

@@ -12,9 +12,9 @@ import pytest
 from sglang_ext.errors import DeadlineError, InternalError
 from sglang_ext.testing.blocks import LAYOUT, NAMESPACE, contents, prefix_keys, put_all
 from sglang_ext.testing.tiers import FaultyTier, GatedTier, MemoryTier, WrappedTier
-from sglang_ext.tiered_store.disk import DiskTier
-from sglang_ext.tiered_store.disk_state import DiskConfig
-from sglang_ext.tiered_store.loader import Loader
+from sglang_ext.tiered_store.disk.state import DiskConfig
+from sglang_ext.tiered_store.disk.tier import DiskTier
+from sglang_ext.tiered_store.loading.loader import Loader
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get, Ids, LayerRead, Outcome
 
 LAYERS = LAYOUT.n_layers

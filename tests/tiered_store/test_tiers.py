@@ -22,8 +22,8 @@ from sglang_ext.testing.blocks import (
 from sglang_ext.testing.tier_contract import CAPACITY, TierContract
 from sglang_ext.testing.tiers import FaultyTier, GatedTier, MemoryTier, SlowTier, WrappedTier
 from sglang_ext.tiered_store.arena_tier import ArenaTier
-from sglang_ext.tiered_store.dram import DramArena
-from sglang_ext.tiered_store.layer_cache import LayerCache
+from sglang_ext.tiered_store.dram.arena import DramArena
+from sglang_ext.tiered_store.loading.layer_cache import LayerCache
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Outcome, Put
 
 

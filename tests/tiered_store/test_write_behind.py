@@ -17,10 +17,10 @@ from sglang_ext.testing.blocks import (
     put_all,
 )
 from sglang_ext.testing.tiers import FaultyTier, GatedTier, MemoryTier, WrappedTier
-from sglang_ext.tiered_store.disk import DiskTier
-from sglang_ext.tiered_store.disk_state import DiskConfig
+from sglang_ext.tiered_store.disk.state import DiskConfig
+from sglang_ext.tiered_store.disk.tier import DiskTier
+from sglang_ext.tiered_store.loading.write_behind import LagPolicy, WriteBehind, Written
 from sglang_ext.tiered_store.tier import Outcome
-from sglang_ext.tiered_store.write_behind import LagPolicy, WriteBehind, Written
 
 
 def submit(

@@ -9,7 +9,7 @@ from sglang_ext.disagg.errors import PeerGoneError, PeerProtocolError
 from sglang_ext.disagg.memory import RegionTable
 from sglang_ext.disagg.transports import CancelToken, PeerInfo, TransportName
 from sglang_ext.disagg.transports.verbs import VerbsTransport
-from sglang_ext.testing.transports import TransportConformance
+from sglang_ext.testing.transfer.transports import TransportConformance
 
 
 class TestVerbs(TransportConformance):

@@ -1,0 +1,1 @@
+"""What hints are worth: Symphony's evaluation on real servers."""

@@ -1,0 +1,192 @@
+"""Servers and routers of the advisory benchmark: which flags make which system."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from benchmarks.lib.quiet import DEFAULT, go_first, stay_on
+from benchmarks.router.processes import free_port, our_router, peer_router, process, wait_for
+from sglang_ext.testing.models import RECIPES
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
+
+MODEL = "small"
+TOKEN_BYTES = RECIPES[MODEL].kv_elements_per_token * 4
+REGISTER_S = 40.0
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """Of one instance, in tokens."""
+
+    hbm: int = 16_384
+    dram: int = 131_072
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """One way to serve. servers: a key of ``server_flags``. policy: of our router; None: sglang-router."""
+
+    name: str
+    word: str
+    """For the command line."""
+    servers: str
+    policy: str | None
+    hints: bool = False
+
+
+RECOMPUTE = System("recompute", "recompute", "no cache", "least-load")
+STICKY = System("sticky swapping", "sticky", "ours", "benchmarks.advisory.sticky:sticky")
+STOCK = System("stock, cache_aware", "stock", "stock", None)
+UNHINTED = System("ours without hints", "unhinted", "ours", "auto")
+HINTED = System("ours", "ours", "ours", "auto", hints=True)
+SYSTEMS = (RECOMPUTE, STOCK, STICKY, UNHINTED, HINTED)
+
+
+def server_flags(kind: str, tiers: Tiers, router_port: int) -> tuple[str, ...]:
+    """Flags of the servers of a kind: the same, but for what keeps KV."""
+    common = (
+        # No prompt here is long enough that chunks would help; each would be a pass more.
+        *("--chunked-prefill-size", "-1", "--max-total-tokens", str(tiers.hbm)),
+        *("--mem-fraction-static", "0.5", "--enable-cache-report", "--enable-metrics"),
+        # A server with nothing to do shall not take the other's core.
+        "--sleep-on-idle",
+        "--enable-priority-scheduling",
+    )
+    kept = {
+        "no cache": ("--disable-radix-cache",),
+        "stock": (),
+        "ours": (
+            *("--radix-cache-backend", "global", "--kv-router", f"http://127.0.0.1:{router_port}"),
+            *("--kv-dram-size", str(tiers.dram * TOKEN_BYTES)),
+        ),
+    }
+    return (*common, *kept[kind])
+
+
+class Fleet:
+    """Servers of one kind, all running; ``routed`` puts a router before them."""
+
+    def __init__(self, kind: str, instances: int, tiers: Tiers) -> None:
+        self.kind = kind
+        self._router_port = free_port()
+        specs = [
+            ServerSpec(
+                model=MODEL,
+                flags=server_flags(kind, tiers, self._router_port),
+                environment={"OMP_NUM_THREADS": "1"},
+            )
+            for _ in range(instances)
+        ]
+        self.servers = [ServerProcess(spec) for spec in specs]
+        self.first = False
+        """Whether the kernel puts the servers before other work."""
+        self._folder = tempfile.TemporaryDirectory(prefix="advisory-")
+
+    def __enter__(self) -> Fleet:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._folder.cleanup)
+            for server in self.servers:
+                stack.callback(server.stop)
+            stack.callback(go_first, [os.getpid()], DEFAULT)
+            with ThreadPoolExecutor(len(self.servers)) as pool:
+                starting = [pool.submit(server.start) for server in self.servers]
+                while not all(each.done() for each in starting):
+                    time.sleep(0.5)
+                    self._go_first()
+                for each in starting:
+                    each.result()
+            self._go_first()
+            self._keep_apart()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _go_first(self) -> None:
+        pids = [pid for server in self.servers if server.running for pid in server.pids]
+        self.first = go_first([os.getpid(), *pids])
+
+    def _keep_apart(self) -> None:
+        """A core for each server, if there are so many: what one does not use is not another's gain."""
+        for number, server in enumerate(self.servers):
+            stay_on(number, server.pids)
+
+    @property
+    def urls(self) -> list[str]:
+        """Of the servers."""
+        return [server.url for server in self.servers]
+
+    def flush(self) -> None:
+        """Empty every tier of every server."""
+        for server in self.servers:
+            server.flush()
+
+    def settle(self, seconds: float = 0.5) -> None:
+        """Wait until nothing runs, and what is written behind is written."""
+        for server in self.servers:
+            server.wait_idle()
+        time.sleep(seconds)
+
+    @contextlib.contextmanager
+    def routed(self, system: System, peer_python: Path | None = None) -> Iterator[str]:
+        """A router over the servers; gives its URL."""
+        log = Path(self._folder.name) / "router.log"
+        if system.policy is None:
+            assert peer_python is not None
+            port = free_port()
+            command = peer_router(peer_python, port, self.urls, "--log-level", "warn")
+        else:
+            ours = self.kind == "ours"
+            port = self._router_port
+            # One's own policy is looked for where python looks for modules.
+            command = our_router(port, () if ours else self.urls, "--policy", system.policy)
+            if ours:
+                command.remove("--worker-urls")
+        with contextlib.chdir(ROOT), process(command, core=None, log=log) as running:
+            if self.first:
+                go_first([running.pid])
+            wait_for(port, running)
+            if self.kind == "ours":
+                self._wait_registered(port, log)
+            yield f"http://127.0.0.1:{port}"
+
+    def _wait_registered(self, port: int, log: Path) -> None:
+        end = time.monotonic() + REGISTER_S
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=5, trust_env=False) as client:
+            while time.monotonic() < end:
+                with contextlib.suppress(httpx.HTTPError):
+                    told = client.get("/server_info").json().get("router", {}).get("workers", [])
+                    ready = [row for row in told if row.get("state") == "ready" and row.get("trusted", True)]
+                    if len(ready) == len(self.servers):
+                        return
+                time.sleep(0.1)
+        raise RuntimeError(f"the servers did not register\n{log.read_text(errors='replace')[-2000:]}")
+
+
+def router_counts(url: str) -> dict[str, float]:
+    """Our router's counters by sample."""
+    found: dict[str, float] = {}
+    text = httpx.get(f"{url}/metrics", timeout=10, trust_env=False).text
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            found[name] = float(value)
+    return found
+
+
+def progress(text: str) -> None:
+    """A line for whoever waits."""
+    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,115 @@
+"""How much the advisory benchmark measures, in its quick and in its full form, and its flags."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.advisory.fleet import HINTED, RECOMPUTE, STOCK, SYSTEMS, UNHINTED, Tiers
+from benchmarks.advisory.talks import Shape
+
+PARTS = ("systems", "hits", "missing", "priority", "prefill", "balance", "agents")
+QUICK_PARTS = ("systems", "hits", "missing")
+WORDS = {system.word: system for system in SYSTEMS}
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """The part ``balance``: so many users of so many instances, for so long. What is sent in the first
+    ``settling_s`` is not counted: all users begin at once."""
+
+    instances: int = 4
+    users: int = 48
+    seconds: float = 75.0
+    settling_s: float = 15.0
+    window_s: float = 10.0
+    tiers: Tiers = field(default_factory=lambda: Tiers(hbm=12_288, dram=65_536))
+    shape: Shape = field(default_factory=lambda: Shape(under_way=False, least_turns=4, least_past=0))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured.
+
+    counts: users by system; the one that all share is ``main``. varied_s, slice_s: of the parts that vary
+    something, and of its turns. runs, calls: of agents.
+    """
+
+    main: int
+    counts: dict[str, tuple[int, ...]]
+    seconds: float
+    varied_s: float
+    slice_s: float
+    missing: tuple[float, ...]
+    urgent: tuple[float, ...]
+    hits: int
+    runs: int
+    calls: int
+    tiers: Tiers = field(default_factory=Tiers)
+    crowd: Crowd = field(default_factory=Crowd)
+
+
+QUICK = Plan(
+    main=16,
+    counts={RECOMPUTE.name: (2, 4), STOCK.name: (8, 16), UNHINTED.name: (), HINTED.name: (16, 24)},
+    seconds=8.0,
+    varied_s=24.0,
+    slice_s=4.0,
+    # The ends of a line say more than points between them.
+    missing=(0.0, 0.5),
+    urgent=(0.1, 0.3, 0.5),
+    hits=32,
+    runs=3,
+    calls=8,
+    tiers=Tiers(hbm=12_288),
+    crowd=Crowd(seconds=30.0, settling_s=6.0),
+)
+TINY = Plan(
+    main=2,
+    counts={RECOMPUTE.name: (2,), STOCK.name: (2,), UNHINTED.name: (), HINTED.name: (2,)},
+    seconds=1.0,
+    varied_s=2.0,
+    slice_s=1.0,
+    missing=(0.0, 0.5),
+    urgent=(0.5,),
+    hits=2,
+    runs=1,
+    calls=2,
+    tiers=Tiers(hbm=12_288),
+    crowd=Crowd(users=2, seconds=1.0, settling_s=0.1),
+)
+FULL = Plan(
+    main=24,
+    counts={RECOMPUTE.name: (2, 4, 8), STOCK.name: (4, 12, 24), HINTED.name: (12, 24, 40)},
+    seconds=50.0,
+    varied_s=280.0,
+    slice_s=7.0,
+    missing=(0.0, 0.1, 0.3, 0.5),
+    urgent=(0.1, 0.3, 0.5),
+    hits=140,
+    runs=5,
+    calls=10,
+)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of the advisory benchmark besides those that all benchmarks have."""
+    parser.add_argument("--data", metavar="DIR", help="folder with the workloads")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, help="what to measure; all of these without --quick"
+    )
+    parser.add_argument("--systems", nargs="+", choices=WORDS, help="which systems to measure; all of these")
+    parser.add_argument("--instances", type=int, default=2, help="servers of each system (default: 2)")
+    parser.add_argument("--pace", type=float, default=Shape().pace, help="how much shorter pauses are")
+    parser.add_argument(
+        "--sglang-router-python", type=Path, help="interpreter of an environment with sglang-router"
+    )
+    parser.add_argument(
+        "--add-to",
+        type=Path,
+        metavar="FILE",
+        help="the JSON report of an earlier run: what is measured now takes the place of the same rows, and "
+        "the summary is that of all",
+    )
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="also write the figures there, as SVG")

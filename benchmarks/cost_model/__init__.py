@@ -1,0 +1,1 @@
+"""How far the cost model's predictions are from real servers."""

@@ -1,0 +1,1 @@
+"""What prefill-decode disaggregation costs and saves, by who keeps KV."""

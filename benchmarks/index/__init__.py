@@ -1,0 +1,1 @@
+"""How long the index takes to look a prompt up and to insert one."""

@@ -1,0 +1,1 @@
+"""What telling routers of every placement costs the scheduler, and how fast a router takes it in."""

@@ -1,0 +1,1 @@
+"""Time to first token and reuse of every routing policy, over a simulated fleet."""

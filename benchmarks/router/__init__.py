@@ -1,0 +1,1 @@
+"""What the router costs a request, and how much of the caches it brings to use."""

@@ -1,0 +1,1 @@
+"""How fast blocks move between the engine's pool, DRAM and disk."""

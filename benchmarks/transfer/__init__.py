@@ -1,0 +1,1 @@
+"""One-sided reads, beside the limits and other transfer engines."""

@@ -1,0 +1,257 @@
+"""Puts the cache of one rank together, from what SGLang's scheduler knows when it starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_ext.config import KvConfig, check_block_size, with_instance_id
+from sglang_ext.engine.cache.mempool import engine_mempool
+from sglang_ext.engine.cache.metrics import CacheMetrics
+from sglang_ext.engine.commands import Inbox
+from sglang_ext.engine.events.agent import AgentFacts
+from sglang_ext.engine.model_identity import weights_digest
+from sglang_ext.engine.prefetch.advice import Advice
+from sglang_ext.engine.tiers.cuda_mover import CudaMover
+from sglang_ext.engine.tiers.dram_tier import DramTier
+from sglang_ext.engine.tiers.layer_gate import LayerGate
+from sglang_ext.engine.tiers.mover import Mover, ThreadMover
+from sglang_ext.engine.weights import Weights
+from sglang_ext.errors import ConfigError
+from sglang_ext.geometry import Geometry
+from sglang_ext.keys import Tier
+from sglang_ext.patches.adapter.build_agent import attach_agent, attach_hints, naming_of
+from sglang_ext.patches.adapter.build_disk import (
+    RankFacts,
+    disk_below,
+    identity_of,
+    names_on,
+    open_disk,
+    promotions_from,
+)
+from sglang_ext.patches.adapter.build_peers import attach_peers, may_fetch
+from sglang_ext.patches.adapter.compute_ahead import ComputeAhead, SglangHost
+from sglang_ext.patches.adapter.hbm import pool_geometry, pool_planes
+from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
+from sglang_ext.patches.adapter.support import require_computing, require_supported
+from sglang_ext.radix_global import Holder, RadixTree, policy_by_name
+from sglang_ext.tiered_store.copy import PoolCopier, warmup
+from sglang_ext.tiered_store.dram.arena import DramArena
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+logger = logging.getLogger(__name__)
+
+
+def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> GlobalRadixCache:
+    """The factory behind ``--radix-cache-backend global``.
+
+    Raises:
+        ConfigError: model or flags are not supported; names the flag and what to use instead.
+    """
+    require_supported(ctx, config)
+    if config.advisory_compute:
+        require_computing(ctx.server_args)
+    check_block_size(config, ctx.params.page_size)
+    params = ctx.params
+    instance = str(with_instance_id(config, ctx.server_args, socket.gethostname()).instance_id)
+    epoch = _same_on_all_ranks(secrets.randbits(63), params.tp_cache_group)
+    tree = RadixTree(config.block_size, policy=policy_by_name(config.eviction_policy))
+    hbm = Holder.of(instance, epoch, Tier.HBM)
+    kvcache = params.token_to_kv_pool_allocator.get_kvcache()
+    planes = pool_planes(kvcache)
+    geometry = _geometry_of(ctx, config, kvcache, planes)
+    dram = promotions = arena = below = disk = None
+    agree = _consensus(params.tp_cache_group)
+    shard = f"tp{ctx.tp_rank}of{ctx.tp_size}"
+    fetches = may_fetch(config, ctx.server_args, adapters=_uses_adapters())
+    identity, weights = None, Weights()
+    if fetches or (config.dram_size and config.disk_path is not None):
+        identity = identity_of(ctx, geometry, shard)
+        runner = ctx.tp_worker.model_runner
+        weights = Weights(identity.weights_version, lambda: weights_digest(runner.model))
+    if config.dram_size:
+        arena = DramArena(geometry.layout, config.dram_size, name=f"dram {instance} tp{ctx.tp_rank}")
+        mover = _mover_for(ctx, planes, geometry, arena)
+        holder = Holder.of(instance, epoch, Tier.DRAM)
+        if config.disk_path is not None and identity is not None:
+            facts = RankFacts(instance, epoch, shard, adapters=_uses_adapters())
+            disk = open_disk(config, facts, geometry.layout)
+            below = disk_below(disk, config, facts, identity, tree, holder, arena, agree, weights)
+        dram = DramTier(tree, hbm, holder, arena, mover, agree, below=below, write=config.writes_dram)
+        if disk is not None and below is not None:
+            # The parts of a PD server have loops of their own, in which a batch cannot be run again.
+            stream = ctx.server_args.disaggregation_mode == "null"
+            promotions = promotions_from(disk, below, config, tree, dram, holder, arena, agree, stream=stream)
+        gate = LayerGate(mover)
+        kvcache.register_layer_transfer_counter(gate)
+        ctx.tp_worker.register_hicache_layer_transfer_counter(gate)
+    cache = GlobalRadixCache(
+        params,
+        tree,
+        hbm,
+        dram,
+        promotions,
+        metrics=CacheMetrics(ctx.tp_rank) if params.enable_metrics else None,
+        load_min_tokens=config.load_min_tokens,
+        load_always=config.load_policy == "always",
+        weights=weights,
+        check=config.check,
+    )
+    cache.agree = agree
+    if ctx.tp_rank == 0 and params.pp_rank == 0:
+        cache.inbox = Inbox()
+    cache.attach_pool(
+        engine_mempool(
+            cache,
+            hbm,
+            planes,
+            geometry.layout,
+            namespace=cache.namespace(None, None),
+            arena=arena,
+            disk=disk,
+            digest=below.names.digest if below is not None else None,
+            wait=_wait_for(cache.device),
+        )
+    )
+    if cache.prefetcher is not None:
+        cache.advice = Advice(cache.prefetcher)
+        if config.advisory_compute:
+            host = SglangHost(lambda: cache.scheduler)
+            cache.advice.computes = ComputeAhead(
+                tree, hbm, cache.room, cache.prefetcher, cache.namespace, host
+            )
+    set_priority_order(cache, small_first=_small_priorities_first())
+    endpoints: tuple[str, ...] = ()
+    if fetches and dram is not None and arena is not None and identity is not None:
+        endpoints = attach_peers(
+            cache,
+            dram,
+            arena,
+            geometry,
+            config,
+            ctx.server_args,
+            identity,
+            instance=instance,
+            epoch=epoch,
+            group=params.tp_cache_group,
+            agree=agree,
+        )
+    if config.router is not None and ctx.tp_rank == 0 and params.pp_rank == 0:
+        names = below.names if below is not None else None
+        agent = attach_agent(
+            cache,
+            ctx.server_args,
+            config,
+            AgentFacts(
+                instance, epoch.to_bytes(16, "big"), config.block_size, naming_of(names) if names else None
+            ),
+            epoch=epoch,
+            names=names,
+            disk=names_on(disk),
+            namespace=dataclasses.replace(identity, shard="")
+            if identity is not None
+            else identity_of(ctx, geometry, "", weights=False),
+            endpoints=endpoints,
+        )
+        attach_hints(cache, agent)
+    logger.info(
+        "Global KV cache of instance %s, epoch %x: blocks of %d tokens, %s, %s, eviction %s",
+        instance,
+        epoch,
+        config.block_size,
+        f"DRAM for {arena.n_blocks * config.block_size} tokens" if arena else "no DRAM tier (--kv-dram-size)",
+        f"disk {config.disk_path}" if promotions else "no disk tier (--kv-disk-path)",
+        config.eviction_policy,
+    )
+    return cache
+
+
+def _geometry_of(
+    ctx: TreeCacheBuildContext, config: KvConfig, kvcache: Any, planes: list[list[torch.Tensor]]
+) -> Geometry:
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return pool_geometry(
+        planes,
+        block_tokens=config.block_size,
+        page_tokens=ctx.params.page_size,
+        first_layer=kvcache.start_layer,
+        model_layers=ctx.model_config.num_hidden_layers,
+        tp_rank=parallel.attn_tp_rank,
+        tp_size=parallel.attn_tp_size,
+        model_kv_heads=ctx.model_config.get_total_num_kv_heads(),
+    )
+
+
+def set_priority_order(cache: GlobalRadixCache, *, small_first: bool) -> None:
+    """Have whatever waits for the disk, and hints, go in the order in which the server takes requests.
+
+    small_first: ``--schedule-low-priority-values-first``.
+    """
+    sign = -1 if small_first else 1
+    cache.priority_sign = sign
+    if cache.advice is not None:
+        cache.advice.priority_sign = sign
+
+
+def _small_priorities_first() -> bool:
+    from sglang.srt.runtime_context import get_schedule
+
+    return bool(get_schedule().schedule_low_priority_values_first)
+
+
+def _uses_adapters() -> bool:
+    from sglang.srt.runtime_context import get_lora
+
+    lora = get_lora()
+    return bool(lora.enable_lora or lora.lora_paths)
+
+
+def _mover_for(
+    ctx: TreeCacheBuildContext, planes: list[list[torch.Tensor]], geometry: Geometry, arena: DramArena
+) -> Mover:
+    device = planes[0][0].device
+    if device.type == "cpu":
+        warmup()
+        return ThreadMover(PoolCopier(geometry, arena), geometry.n_layers)
+    if device.type == "cuda":
+        return CudaMover(planes, arena, ctx.tp_worker.model_runner.forward_stream)
+    raise ConfigError(
+        f"the DRAM tier does not support KV pools on {device.type}",
+        field="--kv-dram-size",
+        hint="Set it to 0",
+    )
+
+
+def _wait_for(device: torch.device) -> Callable[[], None]:
+    """What returns when nothing runs on the device any more; on a host, what has been called has run."""
+    if device.type != "cuda":
+        return lambda: None
+    return lambda: torch.cuda.synchronize(device)
+
+
+def _consensus(group: Any) -> Callable[[int], int]:
+    """How the ranks of ``group`` agree on how much is complete: the smallest number of any."""
+    if group is None or torch.distributed.get_world_size(group) == 1:
+        return int
+
+    def agree(number: int) -> int:
+        least = torch.tensor([number], dtype=torch.int64)
+        torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group)
+        return int(least)
+
+    return agree
+
+
+def _same_on_all_ranks(number: int, group: Any) -> int:
+    """One rank's number for all: an instance has one epoch, however many ranks."""
+    return _consensus(group)(number)

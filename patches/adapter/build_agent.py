@@ -1,0 +1,192 @@
+"""Gives an instance its agent: feed, socket, thread, and registration with the routers."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from sglang_ext.cluster_key import ClusterKey, read_cluster_key
+from sglang_ext.config import KvConfig
+from sglang_ext.disagg.transfer.control import is_loopback
+from sglang_ext.engine.commands import Inbox
+from sglang_ext.engine.events.agent import Agent, AgentFacts, DiskNames
+from sglang_ext.engine.events.agent_socket import AgentSocket
+from sglang_ext.engine.events.events import PlacementFeed
+from sglang_ext.engine.events.registration import Registrar
+from sglang_ext.engine.prefetch.advice import HintDesk
+from sglang_ext.engine.tiers.block_names import BlockNames
+from sglang_ext.keys import Namespace, Tier
+from sglang_ext.patches.adapter.migration import MoveDesk
+from sglang_ext.protocol.agent import Fill, Load, Naming, ToAgent
+from sglang_ext.protocol.cluster import Registration, RoleName
+from sglang_ext.radix_global import Holder
+
+if TYPE_CHECKING:
+    from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
+
+logger = logging.getLogger(__name__)
+
+ROLES: Final[Mapping[str, RoleName]] = {"null": "colocated", "prefill": "prefill", "decode": "decode"}
+WILDCARDS: Final = ("", "0.0.0.0", "::")
+
+
+class SchedulerGauges:
+    """What the agent says of the server with every heartbeat.
+
+    Reads the scheduler's lists from another thread: their lengths are whatever they are at that moment.
+    """
+
+    def __init__(self, cache: GlobalRadixCache) -> None:
+        self._cache = cache
+
+    def load(self) -> Load:
+        scheduler = self._cache.scheduler
+        if scheduler is None:
+            return Load()
+        waiting = [*scheduler.waiting_queue, *_pd_queues(scheduler)]
+        return Load(
+            running=len(scheduler.running_batch.reqs),
+            queued=len(waiting),
+            queued_tokens=sum(len(getattr(req, "req", req).origin_input_ids) for req in waiting),
+        )
+
+    def fill(self) -> Mapping[Tier, Fill]:
+        return {tier: Fill(*used) for tier, used in self._cache.blocks_by_tier().items()}
+
+
+def _pd_queues(scheduler: Any) -> list[Any]:
+    """Requests that wait in the queues of a PD server."""
+    found: list[Any] = []
+    for name in ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue"):
+        queue = getattr(scheduler, name, None)
+        if queue is not None:
+            found += list(queue.queue)
+    return found
+
+
+def attach_agent(
+    cache: GlobalRadixCache,
+    server_args: Any,
+    config: KvConfig,
+    facts: AgentFacts,
+    *,
+    epoch: int,
+    names: BlockNames | None,
+    disk: DiskNames | None,
+    namespace: Namespace,
+    endpoints: tuple[str, ...] = (),
+) -> Agent:
+    """Start the agent of ``cache``'s instance, and register it with every router of ``config``.
+
+    Called in rank 0, while the cache is empty. endpoints: where peers read each rank's DRAM.
+
+    Raises:
+        ConfigError: the key cannot be read, or the agent cannot listen.
+    """
+    assert config.router is not None
+    key = _key_of(config)
+    host = _reachable(server_args.host)
+    bind = "127.0.0.1" if key is None else server_args.host or "0.0.0.0"
+    channel = AgentSocket(bind, config.agent_port, key)
+    hbm, dram = (Holder.of(facts.instance, epoch, tier) for tier in (Tier.HBM, Tier.DRAM))
+    feed = PlacementFeed(cache.tree, hbm, dram, names.weights if names is not None else str)
+    cache.feed = feed
+    if cache.dram is not None:
+        cache.dram.copies = feed.log
+    if disk is not None:
+        disk.watch(feed.disk_changed)
+    agent = Agent(facts, feed, SchedulerGauges(cache), channel, disk=disk)
+    if key is None and not is_loopback(host):
+        logger.warning(
+            "The agent listens on loopback only, where routers on other machines cannot reach it, because "
+            "there is no --kv-cluster-key-file"
+        )
+    address = "127.0.0.1" if key is None else host
+    scheme = "https" if getattr(server_args, "ssl_certfile", None) else "http"
+    registration = Registration(
+        url=f"{scheme}://{_bracketed(host)}:{server_args.port}",
+        instance=facts.instance,
+        epoch=facts.epoch.hex(),
+        role=ROLES.get(server_args.disaggregation_mode, "colocated"),
+        agent=f"tcp://{_bracketed(address)}:{agent.socket.port}",
+        agent_key=agent.socket.public_key,
+        block_size=facts.block_size,
+        model=str(server_args.served_model_name or ""),
+        tp_size=server_args.tp_size,
+        pp_size=server_args.pp_size,
+        namespace=namespace.digest().hex(),
+        endpoints=endpoints,
+        computes=config.advisory_compute,
+    )
+    registrar = Registrar(config.router.split(","), registration, key, agent.silent_s)
+    agent.start()
+    registrar.start()
+
+    def end() -> None:
+        if disk is not None:
+            disk.watch(lambda stored, removed: None)
+        registrar.close()
+        agent.close()
+        cache.feed = cache.tree.observer = None
+        cache.before_end = lambda: None
+        cache.role_changed = lambda role: None
+        feed.close()
+
+    cache.before_end = end
+    cache.role_changed = lambda role: registrar.update(
+        msgspec.structs.replace(registration, role=ROLES[role])
+    )
+    logger.info(
+        "Agent of instance %s at %s, for routers %s", facts.instance, registration.agent, config.router
+    )
+    return agent
+
+
+def attach_hints(cache: GlobalRadixCache, agent: Agent) -> None:
+    """Let the agent pass hints on to the schedulers of all ranks, and what came of them back."""
+    inbox = cache.inbox = cache.inbox or Inbox()
+    moves = MoveDesk(inbox, agent.facts.epoch, agent.post)
+    cache.migration.attach(agent.facts.epoch, moves.tell, moves.remind)
+    desk = HintDesk(inbox, agent.facts.epoch, agent.post)
+
+    def take(reader: bytes, message: ToAgent) -> None:
+        if not moves.take(reader, message):
+            desk.take(reader, message)
+
+    agent.others = take
+    if cache.advice is None:
+        return  # without DRAM there is nothing to bring up; routers find out by the index
+    cache.advice.tell = desk.tell
+    if cache.peers is not None:
+        cache.peers.tell = desk.tell_fetched
+
+
+def naming_of(names: BlockNames) -> Naming:
+    """What names of blocks on disk are made from, as routers are told it."""
+    identity = names.identity
+    return Naming(
+        identity.model,
+        names.weights(0),
+        identity.dtype,
+        identity.geometry,
+        identity.shard,
+        names.adapters,
+    )
+
+
+def _key_of(config: KvConfig) -> ClusterKey | None:
+    if config.cluster_key_file is None:
+        return None
+    return read_cluster_key(config.cluster_key_file, field="--kv-cluster-key-file")
+
+
+def _reachable(host: str) -> str:
+    return socket.gethostname() if host in WILDCARDS else host
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

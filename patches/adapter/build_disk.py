@@ -1,0 +1,159 @@
+"""Puts the disk tier of one rank together and hangs it below the DRAM tier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_ext.config import KvConfig
+from sglang_ext.engine.model_identity import config_digest, kv_dtype, weights_digest
+from sglang_ext.engine.tiers.block_names import BlockNames
+from sglang_ext.engine.tiers.disk_writes import Agree, DiskWrites
+from sglang_ext.engine.tiers.dram_tier import DramTier
+from sglang_ext.engine.tiers.load_policy import DiskPolicy
+from sglang_ext.engine.tiers.promotions import Promotions
+from sglang_ext.engine.weights import Weights
+from sglang_ext.errors import ConfigError
+from sglang_ext.geometry import BlockLayout, Geometry
+from sglang_ext.keys import Namespace, Tier
+from sglang_ext.radix_global import Holder, RadixTree
+from sglang_ext.tiered_store.disk.state import DiskConfig, IoMode
+from sglang_ext.tiered_store.disk.tier import DiskTier
+from sglang_ext.tiered_store.dram.arena import DramArena
+from sglang_ext.tiered_store.loading.layer_cache import LayerCache
+from sglang_ext.tiered_store.loading.loader import Loader
+from sglang_ext.tiered_store.loading.write_behind import LagPolicy, WriteBehind
+from sglang_ext.tiered_store.tier import BlockMemory, BlockTier
+from sglang_ext.tiered_store.wrapped import WrappedTier
+
+_MOST_BACKLOG_BYTES = 1 << 30
+_LOAD_BYTES = 64 << 20
+"""Bytes being read at once: enough to keep a disk busy with reads of a whole layer each."""
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What names and directories depend on. shard: this rank's part of the model, as ``tp0of1``; adapters:
+    whether LoRA is on.
+    """
+
+    instance: str
+    epoch: int
+    shard: str
+    adapters: bool = False
+
+
+def identity_of(ctx: Any, geometry: Geometry, shard: str, *, weights: bool = True) -> Namespace:
+    """What all KV of this rank has in common with KV that may take its place.
+
+    weights: read them all, which is what tells them apart; without, the identity is for people.
+    """
+    runner = ctx.tp_worker.model_runner
+    return Namespace(
+        model=config_digest(ctx.model_config.hf_config),
+        weights_version=weights_digest(runner.model) if weights else "",
+        dtype=kv_dtype(ctx.model_config, geometry.planes[0].dtype),
+        geometry=geometry.layout.facts(),
+        shard=shard,
+    )
+
+
+def open_disk(config: KvConfig, facts: RankFacts, layout: BlockLayout) -> BlockTier:
+    """Open the disk tier's directory of this rank, with the layer cache in front of it if there is one.
+
+    Raises:
+        ConfigError: it cannot be used, another server uses it, or the layer cache cannot be made.
+    """
+    assert config.disk_path is not None
+    disk = DiskTier(
+        DiskConfig(
+            Path(config.disk_path) / facts.shard,
+            config.disk_size,
+            io=IoMode(config.disk_io),
+            instance=facts.instance,
+        ),
+        layout,
+    )
+    if not config.layer_cache_size:
+        return disk
+    try:
+        return LayerCache(disk, config.layer_cache_size, config.layer_cache_layers)
+    except ConfigError:
+        disk.close()
+        raise
+
+
+def names_on(disk: BlockTier | None) -> DiskTier | None:
+    """The tier that can list what is on disk, below whatever is in front of it."""
+    while isinstance(disk, WrappedTier):
+        disk = disk.inner
+    return disk if isinstance(disk, DiskTier) else None
+
+
+def disk_below(
+    disk: BlockTier,
+    config: KvConfig,
+    facts: RankFacts,
+    identity: Namespace,
+    tree: RadixTree,
+    dram: Holder,
+    arena: DramArena,
+    agree: Agree,
+    weights: Weights,
+) -> DiskWrites:
+    """What takes blocks on from DRAM to ``disk``."""
+    holder = Holder.of(facts.instance, facts.epoch, Tier.DISK)
+    names = BlockNames(
+        identity, tree.block_size, holder, f"{facts.epoch:x}", adapters=facts.adapters, weights=weights
+    )
+    writer = WriteBehind(
+        disk,
+        backlog_bytes=min(_MOST_BACKLOG_BYTES, arena.n_blocks * arena.block_bytes // 2),
+        lag=LagPolicy(config.disk_lag),
+    )
+    return DiskWrites(
+        tree,
+        dram,
+        holder,
+        names,
+        writer,
+        BlockMemory.of_arena(arena),
+        agree,
+        write=config.writes_disk,
+    )
+
+
+def promotions_from(
+    disk: BlockTier,
+    below: DiskWrites,
+    config: KvConfig,
+    tree: RadixTree,
+    room: DramTier,
+    dram: Holder,
+    arena: DramArena,
+    agree: Agree,
+    *,
+    stream: bool,
+) -> Promotions:
+    """What brings blocks back from ``disk`` to DRAM, and on to the forward pass where that can ``stream``."""
+    stream = stream and room.streams and config.disk_admission == "first-layer"
+    policy = DiskPolicy(
+        config.block_size,
+        arena.block_bytes,
+        least_tokens=config.load_min_tokens,
+        always=config.load_policy == "always",
+        overlaps=stream,
+    )
+    return Promotions(
+        tree,
+        room,
+        dram,
+        below,
+        disk,
+        Loader(_LOAD_BYTES),
+        BlockMemory.of_arena(arena),
+        policy,
+        agree,
+        stream=stream,
+    )

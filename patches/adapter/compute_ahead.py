@@ -1,0 +1,286 @@
+"""Computes what nobody holds of an announced prompt, while the instance has nothing else to do.
+
+With ``--kv-advisory-compute``. After a prefetch has brought up what there is, the rest is computed as
+requests of our own that ask for one token: a piece of the prompt each, never more than a prefill chunk, and
+the next one only when the instance is idle again. So a request that comes meanwhile waits for one piece at
+most, nothing needs to be aborted, and what was computed until then is cached as anything else, for that
+request too. What is computed takes the room of what nobody announced, or announced with a lower priority,
+and no other.
+
+Decided alike on all ranks: from the scheduler's queues, which they have alike, and their equal trees. The
+scheduler's thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchEnd, Prefetcher, PrefetchResult
+from sglang_ext.engine.tiers.hbm_room import HbmRoom
+from sglang_ext.engine.tiers.retention import path_of
+from sglang_ext.keys import TOKEN_BYTES, decode_tokens
+from sglang_ext.radix_global import Holder, RadixTree
+
+logger = logging.getLogger(__name__)
+
+PIECE_TOKENS: Final = 1024
+"""Computed at a time, or a prefill chunk, where that is less."""
+MOST_WAITING: Final = 64
+
+
+class Running(Protocol):
+    """A request of ours in the scheduler (SGLang's ``Req``)."""
+
+    def finished(self) -> bool: ...
+
+
+class Host(Protocol):
+    """The scheduler, as it is used here."""
+
+    def idle(self) -> bool:
+        """Whether nothing runs and nothing waits. The same on all ranks in the same pass."""
+
+    def start(
+        self, name: str, tokens: list[int], extra_key: str | None, cache_salt: str | None
+    ) -> Running | None:
+        """Put a request for one token into the queue; None when the scheduler does not take it."""
+
+    @property
+    def piece_tokens(self) -> int:
+        """Most tokens of a request of ours."""
+
+
+@dataclass(eq=False)
+class _Job:
+    """What is left to compute of a hint. brought: tokens, by the prefetch before it."""
+
+    id: str
+    key: bytes
+    extra_key: str | None
+    cache_salt: str | None
+    namespace: Hashable
+    priority: int
+    brought: int
+    computed: int = 0
+    """Tokens, by requests of ours."""
+
+
+class ComputeAhead:
+    """See the module's docstring.
+
+    Args:
+        tree: the rank's tree.
+        hbm: the holder that stands for this rank's pool.
+        room: slots.
+        prefetcher: knows which hints live.
+        namespace: where the KV of a tenant's prompts belongs now, from its ``extra_key`` and ``cache_salt``.
+        host: the scheduler.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        hbm: Holder,
+        room: HbmRoom,
+        prefetcher: Prefetcher,
+        namespace: Callable[[str | None, str | None], Hashable],
+        host: Host,
+    ) -> None:
+        self._tree = tree
+        self._hbm = hbm
+        self._room = room
+        self._prefetcher = prefetcher
+        self._namespace = namespace
+        self._host = host
+        self._jobs: list[_Job] = []
+        """In the order in which they are done."""
+        self._running: tuple[_Job, int, Running] | None = None
+        """Whose piece is being computed, and how many blocks HBM had of it before."""
+        self._ended: deque[PrefetchResult] = deque()
+        self._names = 0
+        self.blocks = 0
+        """Computed ahead, since the start."""
+
+    # -- asking ---------------------------------------------------------------------------------
+
+    def takes(
+        self,
+        result: PrefetchResult,
+        tokens: bytes,
+        extra_key: str | None,
+        cache_salt: str | None,
+        priority: int,
+    ) -> bool:
+        """A prefetch has ended: whether there is something left to compute, which is then done here."""
+        step = self._tree.block_size * TOKEN_BYTES
+        key = tokens[: len(tokens) // step * step]
+        missing = len(key) // TOKEN_BYTES - result.tokens
+        if result.end is not PrefetchEnd.DONE or missing <= 0 or not self._prefetcher.expects(result.id):
+            return False
+        self.cancel(result.id)
+        if len(self._jobs) >= MOST_WAITING:
+            return False
+        job = _Job(
+            result.id,
+            key,
+            extra_key,
+            cache_salt,
+            self._namespace(extra_key, cache_salt),
+            priority,
+            result.brought,
+        )
+        place = next((at for at, each in enumerate(self._jobs) if each.priority < priority), len(self._jobs))
+        self._jobs.insert(place, job)
+        return True
+
+    def cancel(self, id: str) -> None:
+        """Compute no more for ``id``. A piece under way ends by itself."""
+        for job in self._jobs:
+            if job.id == id:
+                self._end(job, PrefetchEnd.CANCELLED)
+                return
+
+    def take_ended(self) -> list[PrefetchResult]:
+        """Those that have ended since this was asked last."""
+        ended = list(self._ended)
+        self._ended.clear()
+        return ended
+
+    # -- going on -------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Take the next step, once per pass of the scheduler's loop."""
+        if self._running is not None:
+            job, before, running = self._running
+            if not (running.finished() or self._host.idle()):  # one that was aborted is just gone
+                return
+            self._running = None
+            gained = max(0, self._reached(job) - before)
+            job.computed += gained * self._tree.block_size
+            self.blocks += gained
+            self._prefetcher.hinted.look(job.id)
+            if not gained and job in self._jobs:
+                self._end(job, PrefetchEnd.GIVEN_UP)  # refused, aborted, or already evicted
+        while self._jobs and not self._prefetcher.expects(self._jobs[0].id):
+            self._end(self._jobs[0], PrefetchEnd.CANCELLED)
+        if self._jobs and self._host.idle():
+            self._next(self._jobs[0])
+
+    def _next(self, job: _Job) -> None:
+        block = self._tree.block_size
+        reached = self._reached(job) * block
+        whole = len(job.key) // TOKEN_BYTES
+        if reached >= whole:
+            self._end(job, PrefetchEnd.COMPUTED)
+            return
+        piece = min(whole - reached, max(block, self._host.piece_tokens // block * block))
+        # One block for the token that is asked for.
+        shortage = piece + block - self._room.free
+        if shortage > 0:
+            self._room.make_room(shortage, unused_since=math.inf, priority=job.priority)
+        if self._room.free < piece + block:
+            self._end(job, PrefetchEnd.NO_ROOM)
+            return
+        self._names += 1
+        tokens = decode_tokens(job.key[: (reached + piece) * TOKEN_BYTES]).tolist()
+        running = self._host.start(f"{job.id}_{self._names}", tokens, job.extra_key, job.cache_salt)
+        if running is None:
+            self._end(job, PrefetchEnd.GIVEN_UP)
+        else:
+            self._running = (job, reached // block, running)
+
+    def _reached(self, job: _Job) -> int:
+        """Blocks of the prompt's beginning that HBM has."""
+        reached = 0
+        for end, node in path_of(self._tree, job.namespace, job.key):
+            if self._hbm not in node.placements:
+                break
+            reached = end
+        return reached
+
+    def _end(self, job: _Job, end: PrefetchEnd) -> None:
+        self._jobs.remove(job)
+        block = self._tree.block_size
+        self._ended.append(
+            PrefetchResult(job.id, end, self._reached(job) * block, job.brought, computed=job.computed)
+        )
+
+    @property
+    def busy(self) -> bool:
+        """Whether the next passes of an idle scheduler have something to do."""
+        return bool(self._jobs) or self._running is not None
+
+    def clear(self) -> None:
+        """Compute nothing more: the cache is about to be emptied."""
+        while self._jobs:
+            self._end(self._jobs[0], PrefetchEnd.DROPPED)
+
+    def __repr__(self) -> str:
+        return f"ComputeAhead({len(self._jobs)} prompts, {self.blocks} blocks so far)"
+
+
+class SglangHost:
+    """SGLang's scheduler. Ours are named like its own health checks, to which nobody listens either.
+
+    Args:
+        scheduler: returns it; None before it is there.
+    """
+
+    def __init__(self, scheduler: Callable[[], Any]) -> None:
+        self._scheduler = scheduler
+
+    def idle(self) -> bool:
+        scheduler = self._scheduler()
+        return (
+            scheduler is not None
+            and scheduler.is_fully_idle()
+            and not getattr(scheduler, "_engine_paused", False)
+        )
+
+    @property
+    def piece_tokens(self) -> int:
+        chunk = self._scheduler().chunked_prefill_size
+        return min(PIECE_TOKENS, chunk) if chunk is not None and chunk > 0 else PIECE_TOKENS
+
+    def start(
+        self, name: str, tokens: list[int], extra_key: str | None, cache_salt: str | None
+    ) -> Running | None:
+        from array import array
+
+        from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        scheduler = self._scheduler()
+        if max(tokens) >= scheduler.model_config.vocab_size or min(tokens) < 0:
+            logger.warning("a hint has token ids that the model has not; it is not computed")
+            return None
+        parameters = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+        parameters.normalize(None)
+        rid = f"{HEALTH_CHECK_RID_PREFIX}_hint_{name}"
+        scheduler.handle_generate_request(
+            TokenizedGenerateReqInput(
+                rid=rid,
+                input_text=None,
+                input_ids=array("q", tokens),
+                input_embeds=None,
+                mm_inputs=None,
+                token_type_ids=None,
+                sampling_params=parameters,
+                return_logprob=False,
+                logprob_start_len=-1,
+                top_logprobs_num=0,
+                token_ids_logprob=None,
+                stream=False,
+                extra_key=extra_key,
+                cache_salt=cache_salt,
+                no_logs=True,
+            )
+        )
+        queue = scheduler.waiting_queue
+        return queue[-1] if queue and queue[-1].rid == rid else None

@@ -1,0 +1,505 @@
+"""The transfer backend `global`: SGLang's manager, sender, receiver and bootstrap over `disagg`.
+
+SGLang's schedulers, queues and retraction stay as they are; a sender says at once that it may compute, and a
+receiver says only when prefill is done that it may allocate (KVDirect, section 4.3). What happens between is
+in `engine/pd/agent.py`, on a thread of its own; SGLang polls.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from sglang.srt.disaggregation.base.conn import (
+    BaseKVBootstrapServer,
+    BaseKVManager,
+    BaseKVReceiver,
+    BaseKVSender,
+    KVPoll,
+    KVTransferDestination,
+    KVTransferMetric,
+)
+from sglang.srt.disaggregation.common.conn import KVTransferError
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.schedule_policy import match_prefix_for_req
+from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
+from sglang.srt.runtime_context import get_parallel
+from zmq.constants import POLLIN
+
+from sglang_ext.config import with_instance_id
+from sglang_ext.disagg.errors import RefusedError
+from sglang_ext.disagg.handover import Giving, Taking
+from sglang_ext.disagg.transports import TransportName
+from sglang_ext.engine.forward_fence import ForwardFence
+from sglang_ext.engine.pd.agent import Agent, AgentConfig
+from sglang_ext.engine.pd.bootstrap import BootstrapService, listen_host
+from sglang_ext.engine.pd.decode_receiver import TakingRoom, Wanted, pages_of
+from sglang_ext.engine.pd.disk_loads import DiskAhead
+from sglang_ext.engine.pd.kv_writeback import ReturnGiver, ReturnTaker
+from sglang_ext.engine.pd.peers import Local
+from sglang_ext.engine.pd.prefill_sender import Room
+from sglang_ext.engine.pd.pushing import Computing, LayerFeed
+from sglang_ext.engine.pd.reservations import Blocks, Places, hbm_holder
+from sglang_ext.engine.pd.settings import settings
+from sglang_ext.patches.adapter.hbm import pool_planes
+from sglang_ext.patches.adapter.pd_setup import (
+    BACKEND,
+    FLAG,
+    MetadataBuffers,
+    arena_pool,
+    first_rank_address,
+    keys_of,
+    namespace_of,
+    pool_of,
+    reachable,
+    require_supported,
+    staging_of,
+    watch_layers,
+    weights_of,
+)
+from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
+
+logger = logging.getLogger(__name__)
+
+IDLE_MILLISECONDS = 5
+"""How long a scheduler that only waits for transfers sleeps at most before it looks again."""
+
+_GIVING_POLL = {
+    Giving.COMPUTING: KVPoll.WaitingForInput,
+    Giving.COMPLETE: KVPoll.Transferring,
+    Giving.OFFERED: KVPoll.Transferring,
+    Giving.WRITING: KVPoll.Transferring,
+    Giving.RELEASED: KVPoll.Success,
+    Giving.LOST: KVPoll.Failed,
+}
+_TAKING_POLL = {
+    Taking.JOINING: KVPoll.Bootstrapping,
+    Taking.WAITING: KVPoll.Bootstrapping,
+    Taking.READY: KVPoll.WaitingForInput,
+    Taking.GRANTED: KVPoll.Transferring,
+    Taking.READING: KVPoll.Transferring,
+    # Its slots are in use until the transport has stopped, so SGLang must not take them back yet.
+    Taking.STOPPING: KVPoll.Transferring,
+    Taking.HELD: KVPoll.Success,
+    Taking.FAILED: KVPoll.Failed,
+}
+
+
+@dataclass
+class _Process:
+    """What a scheduler process knows: the scheduler and its agent."""
+
+    scheduler: Any = None
+    manager: GlobalKVManager | None = None
+
+
+_process = _Process()
+
+
+def serve(scheduler: Any) -> None:
+    """Whose pool the classes below serve in this process. Called by the patch."""
+    _process.scheduler = scheduler
+
+
+class AnyPrefill:
+    """SGLang asks here whether it knows a prefill server's layout; the agent finds out, without being waited
+    for.
+    """
+
+    dp_size = 1
+    follow_bootstrap_room = True
+
+    def get(self, _address: str) -> AnyPrefill:
+        return self
+
+
+class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
+    """One rank's manager, on either side."""
+
+    def __init__(
+        self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
+    ) -> None:
+        self.kv_args = args
+        self.disaggregation_mode = disaggregation_mode
+        self.server_args = server_args
+        self.prefill_info_table = AnyPrefill()
+        scheduler = _process.scheduler
+        if scheduler is None:
+            raise RuntimeError(f"{FLAG}: the hook before Scheduler.init_disaggregation did not take")
+        config = settings()
+        require_supported(args, server_args, get_parallel())
+        self.buffers = MetadataBuffers(args.aux_data_ptrs, args.aux_item_lens)
+        self.page_bytes = sum(args.kv_item_lens)
+        self.fence = ForwardFence.of(scheduler)
+        self.pushes = config.transfer_mode != "pull"
+        parallel = get_parallel()
+        prefill = disaggregation_mode.value == "prefill"
+        keys = keys_of(config)
+        host = listen_host(server_args.host, keys)
+        port = server_args.disaggregation_bootstrap_port
+        cache = scheduler.tree_cache
+        returns = config.pd_caching == "3" and isinstance(cache, GlobalRadixCache)
+        dram = arena_pool(scheduler, cache) if returns and prefill else None
+        self.agent = Agent(
+            AgentConfig(
+                str(with_instance_id(config, server_args, socket.gethostname()).instance_id),
+                namespace_of(scheduler),
+                Local(
+                    parallel.attn_tp_rank,
+                    parallel.attn_tp_size,
+                    args.page_size,
+                    self.buffers.row_bytes,
+                    config.transfer_mode,
+                    config.transfer_layout,
+                ),
+                "" if isinstance(cache, GlobalRadixCache) and cache.weights.moving else weights_of(scheduler),
+                host=reachable(host),
+                keys=keys,
+                bootstrap=f"{reachable(host)}:{port}" if prefill else "",
+                transports=tuple(TransportName(name) for name in config.transports.split(",") if name),
+                metrics=server_args.enable_metrics,
+            ),
+            pool_of(scheduler, args.page_size),
+            self.buffers,
+            staging=staging_of(scheduler, args.page_size, config),
+            dram=dram,
+        )
+        self.feed: LayerFeed | None = None
+        if config.transfer_mode == "push-by-layer" and prefill:
+            kvcache = scheduler.token_to_kv_pool_allocator.get_kvcache()
+            self.feed = self.agent.layer_feed(kvcache.start_layer, len(pool_planes(kvcache)))
+            watch_layers(kvcache, self.feed)
+        rows = scheduler.req_to_metadata_buffer_idx_allocator
+        self.agent.metadata_rows = lambda: rows.size - rows.available_size()
+        _process.manager = self
+        self.meeting = ""
+        """Where other decode servers find this one's ranks, to take requests over."""
+        if not prefill:
+            self.meeting = first_rank_address(scheduler, self.agent.address)
+            self.agent.meet_at(self.meeting)
+        self.migration = cache.migration if isinstance(cache, GlobalRadixCache) else None
+        """By which requests leave for other decode servers, and come from them."""
+        if self.migration is not None:
+            self.migration.manager = None if prefill else self
+        self.disk: DiskAhead | None = None
+        if not prefill and isinstance(cache, GlobalRadixCache) and cache.promotions is not None:
+            self.disk = DiskAhead(cache, cache.promotions)
+        if returns:
+            blocks = Blocks(cache, hbm_holder(cache))
+            if prefill:
+                places = Places(blocks, into_dram=dram is not None)
+                several = parallel.attn_tp_size > 1
+                tell_all = cache.inbox.put if several and cache.inbox is not None else None
+                taker = ReturnTaker(
+                    places,
+                    self.agent,
+                    lambda: bool(scheduler.waiting_queue),
+                    cache.agree,
+                    tell_all,
+                    self.fence,
+                )
+                self.agent.returns, cache.before_clear, cache.orders = taker, taker.clear, taker.obey
+            else:
+                giver = ReturnGiver(blocks, self.agent, cache.agree)
+                self.agent.giver, cache.before_clear = giver, giver.clear
+                cache.request_ended = self._request_ended
+        poller = getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)
+        if poller is not None:
+            poller.register(self.agent.wake_fd, POLLIN)
+        logger.info("KV transfer backend %s: %r", BACKEND, self.agent)
+
+    def _request_ended(self, req: Any, tokens: Any) -> None:
+        """A request's KV was inserted for good, on decode."""
+        taken = req.finished() and not isinstance(req.finished_reason, FINISH_ABORT)
+        if taken and req.bootstrap_host not in (None, FAKE_BOOTSTRAP_HOST) and self.agent.giver is not None:
+            self.agent.giver.ended(req, tokens)
+
+    def computing(self, scheduler: Any, batch: Any) -> list[Computing]:
+        """The pages that a prefill batch will complete, of requests whose decode pages are claimed."""
+        page = self.kv_args.page_size
+        found: list[Computing] = []
+        for req in batch.reqs:
+            sender = req.disagg_kv_sender
+            room = getattr(sender, "_room", None)
+            if not isinstance(sender, GlobalKVSender) or room is None:
+                continue
+            skip = self.agent.giving.granted(room)
+            first, last = -(-len(req.prefix_indices) // page), req.extend_range.end // page
+            if skip is None or last <= max(first, skip):
+                continue
+            numbers = np.arange(max(first, skip), last)
+            row = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+            pages = row[numbers * page].numpy().astype(np.int64) // page
+            found.append(Computing(numbers - skip, pages, partial(self.agent.giving.writings, room)))
+        return found
+
+    def computes(self, batch: Any) -> None:
+        """A prefill batch is about to run: by which weights its requests' KV is."""
+        for req in batch.reqs:
+            sender = req.disagg_kv_sender
+            if isinstance(sender, GlobalKVSender) and sender._room is not None:
+                self.agent.giving.computing(sender._room)
+
+    def each_pass(self) -> None:
+        """Once per pass of the scheduler's loop."""
+        for part in (self.agent.returns, self.agent.giver):
+            if part is not None:
+                part.each_pass()
+
+    @property
+    def supports_role_switch(self) -> bool:
+        """Whether the server can change between prefill and decode: the pool's layers are not watched."""
+        return settings().transfer_mode != "push-by-layer"
+
+    def teardown(self) -> None:
+        """The server changes its role, and is idle: end connections and rooms. The cache stays as it is."""
+        cache, scheduler = _process.scheduler.tree_cache, _process.scheduler
+        poller = getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)
+        if poller is not None:
+            poller.unregister(self.agent.wake_fd)
+        if isinstance(cache, GlobalRadixCache):
+            cache.before_clear()
+            cache.before_clear = lambda: None
+            cache.request_ended = lambda req, tokens: None
+            cache.orders = lambda payload: False
+            cache.migration.manager = None
+        _process.manager = None
+        self.agent.close()
+
+    def register_to_bootstrap(self) -> None:
+        """The agent does, again and again."""
+
+    def try_ensure_parallel_info(self, _address: str) -> bool:
+        return True
+
+    def submit_prefill_recompute(self, receiver: Any, payload: Any) -> None:
+        raise NotImplementedError(f"{FLAG} does not support pause_generation(mode='retract') with requests")
+
+
+class GlobalKVSender(BaseKVSender):  # type: ignore[misc]
+    """Prefill's end of one request."""
+
+    def __init__(
+        self,
+        mgr: GlobalKVManager,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        dest_tp_ranks: list[int],
+        pp_rank: int,
+        req_has_disagg_prefill_dp_rank: bool = False,
+    ) -> None:
+        self.kv_mgr = mgr
+        self.bootstrap_room = bootstrap_room
+        self._pages: list[Any] = []
+        self._row: int | None = None
+        self._last = False
+        self._error = ""
+        self._room: Room | None = None
+        try:
+            self._room = mgr.agent.giving.open(bootstrap_room)
+        except RefusedError as error:
+            self._error = str(error)
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        self._row = aux_index
+
+    def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
+        self._last = last_chunk
+        return num_pages > 0 or last_chunk
+
+    def send(
+        self, kv_indices: Any, state_indices: list[Any] | None = None, num_kv_tokens: int | None = None
+    ) -> None:
+        """Pages of a chunk are computed; with the last one the request is offered."""
+        self._pages.append(pages_of(kv_indices))
+        if not self._last or self._room is None:
+            return
+        assert self._row is not None
+        self.kv_mgr.agent.giving.complete(
+            self._room, np.concatenate(self._pages), self.kv_mgr.buffers.read(self._row)
+        )
+
+    def poll(self) -> int:
+        if self._room is None:
+            return int(KVPoll.Failed)
+        if self._room.state is Giving.COMPUTING and self.kv_mgr.pushes:
+            # Push: prefill has to know decode's slots before it computes.
+            granted = self.kv_mgr.agent.giving.granted(self._room) is not None
+            return int(KVPoll.WaitingForInput if granted else KVPoll.Bootstrapping)
+        return int(_GIVING_POLL[self._room.state])
+
+    def pop_decode_prefix_len(self) -> int:
+        """Tokens that decode has, which need not be sent. Pulling, decode leaves them out by itself."""
+        if self._room is None or not self.kv_mgr.pushes:
+            return 0
+        pages = self.kv_mgr.agent.giving.granted(self._room) or 0
+        return int(pages * self.kv_mgr.kv_args.page_size)
+
+    def get_transfer_metric(self) -> KVTransferMetric:
+        pages = sum(len(part) for part in self._pages)
+        return KVTransferMetric(transfer_total_bytes=pages * self.kv_mgr.page_bytes)
+
+    def failure_exception(self) -> None:
+        """Raise why it failed. SGLang frees the slots next: nobody may read them as this request's then."""
+        self.clear()
+        raise KVTransferError(self.bootstrap_room, self._error or (self._room.reason if self._room else ""))
+
+    def clear(self) -> None:
+        if self._room is not None:
+            self.kv_mgr.agent.giving.forget(self._room)
+
+    def abort(self) -> None:
+        if self._room is not None:
+            self.kv_mgr.agent.giving.abort(self._room, "the request was aborted on prefill")
+
+
+class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
+    """Decode's end of one request."""
+
+    require_staging = False
+    abort_notified = False
+
+    def __init__(self, mgr: GlobalKVManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
+        self.kv_mgr = mgr
+        self.bootstrap_addr = bootstrap_addr
+        self.bootstrap_room = bootstrap_room
+        self._room: TakingRoom | None = None
+
+    def init(self, prefill_dp_rank: int) -> None:
+        assert self.bootstrap_room is not None
+        migration = self.kv_mgr.migration
+        comes_over = migration is not None and migration.comes_over(self.bootstrap_room)
+        self._room = self.kv_mgr.agent.taking.open(self.bootstrap_addr, self.bootstrap_room, read=comes_over)
+
+    def send_metadata(
+        self,
+        kv_indices: Any,
+        aux_index: int | None = None,
+        state_indices: list[Any] | None = None,
+        decode_prefix_len: int | None = None,
+        destination: Any = KVTransferDestination.DEVICE,
+    ) -> None:
+        """Slots are there: read into them what follows the prefix that is here already."""
+        assert self._room is not None
+        assert aux_index is not None
+        skip, rest = divmod(decode_prefix_len or 0, self.kv_mgr.kv_args.page_size)
+        assert rest == 0, "a cached prefix is whole pages"
+        wanted = Wanted(pages_of(kv_indices), skip, aux_index, self.kv_mgr.fence())
+        self.kv_mgr.agent.taking.read(self._room, wanted)
+
+    def poll(self) -> int:
+        if self._room is None:
+            return int(KVPoll.Bootstrapping)
+        if self._room.state is Taking.WAITING and not self._room.read:
+            # Push: decode allocates before prefill computes.
+            return int(KVPoll.WaitingForInput)
+        return int(_TAKING_POLL[self._room.state])
+
+    def failure_exception(self) -> None:
+        """Raise why it failed, when nothing uses the slots any more: SGLang frees them next."""
+        self.clear()
+        raise KVTransferError(self.bootstrap_room, self._room.reason if self._room else "not started")
+
+    def clear(self) -> None:
+        if self._room is not None:
+            self.kv_mgr.agent.taking.settle(self._room)
+
+    def abort(self) -> None:
+        if self._room is None:
+            # It never began; from now on it polls as failed.
+            assert self.bootstrap_room is not None
+            self._room = TakingRoom(
+                self.bootstrap_addr, self.bootstrap_room, state=Taking.FAILED, reason="aborted"
+            )
+            return
+        self.kv_mgr.agent.taking.abort(self._room, "the request was aborted on decode")
+
+    def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
+        """The agent tells prefill."""
+
+
+class GlobalKVBootstrapServer(BaseKVBootstrapServer):  # type: ignore[misc]
+    """The bootstrap port of a prefill server, in its HTTP process."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._service = BootstrapService(host, port, keys_of(settings()))
+
+    def close(self) -> None:
+        self._service.close()
+
+
+def run_batch(stock: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``Scheduler.run_batch``: what is computed is of the weights of now; with push by layer, layers
+    are sent while the next are computed."""
+    manager = _process.manager
+    if manager is None or scheduler is not _process.scheduler or not batch.forward_mode.is_extend():
+        return stock(scheduler, batch, *args, **kwargs)
+    manager.computes(batch)
+    feed = manager.feed
+    if feed is None:
+        return stock(scheduler, batch, *args, **kwargs)
+    feed.forward_begins(manager.computing(scheduler, batch))
+    try:
+        return stock(scheduler, batch, *args, **kwargs)
+    finally:
+        feed.forward_ended()
+
+
+def weights_changing(scheduler: Any) -> None:
+    """The weights are about to change, and may until ``weights_changed``: until then KV of ours is like no
+    other."""
+    if _process.manager is not None and scheduler is _process.scheduler:
+        _process.manager.agent.weights_changed("")
+
+
+def weights_changed(scheduler: Any) -> None:
+    """The weights stay as they are now. On all ranks at once."""
+    if _process.manager is not None and scheduler is _process.scheduler:
+        _process.manager.agent.weights_changed(weights_of(scheduler))
+
+
+def each_pass(scheduler: Any) -> None:
+    """A pass of the scheduler's loop begins."""
+    if _process.manager is not None and scheduler is _process.scheduler:
+        _process.manager.each_pass()
+
+
+def look_on_disk(queue: Any) -> None:
+    """Decode has polled the requests that have no slots yet."""
+    manager = _process.manager
+    if manager is not None and manager.disk is not None and queue.kv_manager is manager:
+        manager.disk.each_pass(queue.queue)
+
+
+def match_on_decode(stock: Any, queue: Any, req: Any) -> Any:
+    """What of a prompt decode has. Around SGLang's own match, which finds HBM only: DRAM is brought there."""
+    cache = queue.tree_cache
+    if not isinstance(cache, GlobalRadixCache):
+        return stock(queue, req)
+    if cache.dram is not None:
+        found = match_prefix_for_req(cache, req, req.origin_input_ids, include_req=True)
+        if found.host_hit_length:
+            cache.init_load_back(InitLoadBackParams(found.best_match_node, found.host_hit_length, req=req))
+            cache.settle()
+    if cache.promotions is not None:
+        cache.promotions.release(req.cache_request_handle)
+    match = stock(queue, req)
+    # What is still in DRAM only will come from prefill: nothing would wait for it here.
+    match.l2_host_hit_length = 0
+    return match
+
+
+def idle(scheduler: Any) -> None:
+    """Nothing to compute: when only transfers are waited for, sleep until one moves or a request comes."""
+    manager = _process.manager
+    if manager is None or scheduler is not _process.scheduler:
+        return
+    poller = getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)
+    if poller is not None and not scheduler.is_fully_idle():
+        poller.poll(IDLE_MILLISECONDS)
+    manager.agent.slept()

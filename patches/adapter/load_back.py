@@ -1,0 +1,124 @@
+"""From DRAM and disk to HBM when a request is admitted: what ``init_load_back`` does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_ext.engine.tiers.dram_tier import DramTier
+from sglang_ext.engine.tiers.hbm_room import HbmRoom
+from sglang_ext.engine.tiers.layer_gate import NOTHING_TO_WAIT_FOR
+from sglang_ext.engine.tiers.load_policy import DramPolicy
+from sglang_ext.engine.tiers.load_report import LoadDecisions, begin_report
+from sglang_ext.engine.tiers.promotions import Promotions
+from sglang_ext.engine.tiers.slots import SlotOps
+from sglang_ext.keys import Tier
+from sglang_ext.radix_global import Holder, Node
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+
+class LoadBack:
+    """Starts loads, and knows what the batch being formed has to wait for.
+
+    Args:
+        dram: copies.
+        promotions: what streams from disk; None without a disk.
+        hbm: the holder that stands for this rank's pool.
+        room, slots: slots, and how the tree keeps them.
+        policy: what is worth loading from DRAM.
+    """
+
+    def __init__(
+        self,
+        dram: DramTier,
+        promotions: Promotions | None,
+        hbm: Holder,
+        room: HbmRoom,
+        slots: SlotOps,
+        policy: DramPolicy,
+    ) -> None:
+        self._dram = dram
+        self._promotions = promotions
+        self._hbm = hbm
+        self._room = room
+        self._slots = slots
+        self._policy = policy
+        self._block_size = policy.block_tokens
+        self._streaming: list[tuple[Req, int]] = []
+        """Requests of the batch being formed that take blocks from disk, and how many tokens the tree has."""
+        self.decisions = LoadDecisions()
+
+    def streamed(self, req: Req | None, blocks: int) -> int:
+        """Blocks that come from disk, after the ``blocks`` in memory, in front of the forward pass."""
+        if self._promotions is None or req is None:
+            return 0
+        return self._promotions.blocks_to_stream(req.cache_request_handle, blocks)
+
+    def start(self, best: Node, promised: int, req: Req | None) -> tuple[torch.Tensor | None, Node]:
+        """Start loading what a match has found. All of it, or nothing: then it is computed.
+
+        Args:
+            best: the last node in memory.
+            promised: tokens that were found below HBM.
+            req: whose.
+
+        Returns:
+            The slots, None for nothing, and the node at which HBM ends then.
+        """
+        nodes: list[Node] = []
+        node = best
+        while node.parent is not None and self._hbm not in node.placements:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        tokens = sum(loaded.blocks for loaded in nodes) * self._block_size
+        before = blocks_up_to(node)
+        streamed = self.streamed(req, before + tokens // self._block_size) * self._block_size
+        if tokens + streamed != promised:
+            return None, node
+        if nodes and not streamed and not self._worth(req, tokens, before):
+            return None, node
+        slots = self._room.allocate(tokens + streamed)
+        if slots is None:
+            return None, node
+        if nodes:
+            self._dram.load(nodes, self._slots.keep(slots[:tokens]))
+        if streamed:
+            assert self._promotions is not None
+            assert req is not None
+            self._promotions.stream(req.cache_request_handle, self._slots.keep(slots[tokens:]))
+            self._streaming.append((req, len(req.prefix_indices) + tokens))
+        return slots, best
+
+    def _worth(self, req: Req | None, tokens: int, before: int) -> bool:
+        """Weigh loading against computing. Noted with the request."""
+        blocks = tokens // self._block_size
+        dram = self._dram
+        decision = self._policy.weigh(
+            blocks, before, dram.load_bytes_per_second, waiting_blocks=dram.loading_blocks
+        )
+        worth = bool(dram.agree(decision.blocks))
+        report = begin_report(req, Tier.DRAM)
+        report.decided(blocks, decision, self._block_size, self._policy.block_bytes)
+        self.decisions.note(report)
+        return worth
+
+    def ready(self) -> int:
+        """The batch is formed: what it has to wait for, for ``LayerGate.set_consumer``."""
+        for req, protected in self._streaming:
+            # SGLang takes all that was loaded for the tree's; what streams is the request's own for now.
+            req.kv.cache_protected_len = protected
+        self._streaming.clear()
+        return self._dram.loads_submitted() - 1 if self._dram.loading else NOTHING_TO_WAIT_FOR
+
+
+def blocks_up_to(node: Node) -> int:
+    """Blocks from the top to the end of a node."""
+    blocks = 0
+    while node.parent is not None:
+        blocks += node.blocks
+        node = node.parent
+    return blocks

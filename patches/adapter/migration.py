@@ -1,0 +1,553 @@
+"""A running request goes on at another instance, with its KV (MemServe, table 3).
+
+    router                        source                          target
+    Park     ------------------>  stops it between two tokens
+             <------------------  Parked: its state, and where its KV can be had
+    Watch, with the state  ------------------------------------->  keeps it under a ticket
+             <---------------------------------------------------  Expecting
+    the request, with the ticket in its body ------------------->  takes the KV, goes on
+             <---------------------------------------------------  Running
+    Unpark   ------------------>  ends it, its blocks stay in the tree
+
+Until `Unpark` the source keeps all it has: if the target dies, or takes nothing, the request goes on where it
+was (``stay``), and its client has seen a pause. The target makes the answer from its beginning; what the
+client has of it, the router leaves out.
+
+How the KV goes over is what the two kinds of instances have anyway:
+
+    decode       the source gives it as a prefill server does (`engine/pd/prefill_sender.py`): all pages of
+                 prompt and answer in a room, which the target joins as if they were a prompt. It reads what
+                 it lacks, also where prefill pushes; nothing is computed again.
+    colocated    the source puts the whole blocks into its tree, waits for their copies in DRAM, and lends
+                 them (`peers/export.py`). The target fetches them (`peers/fetches.py`), and computes the
+                 rest: the end of the last block, or all, if nothing was to be had.
+
+Before, while the request runs, the router has its prompt fetched where there is DRAM
+(``sglang_ext.router.dispatch.move_calls``).
+
+All methods run in the scheduler's thread, on every rank between the same two passes. None of those that
+SGLang's loop calls lets an exception out: the request that it is about is aborted instead, and counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from sglang_ext.disagg.errors import RefusedError
+from sglang_ext.engine.commands import Inbox
+from sglang_ext.engine.resume import (
+    AGAIN,
+    FIELD,
+    Ticket,
+    Tickets,
+    misfit,
+    obstacle,
+    output_of,
+    put_back,
+    replay,
+    state_of,
+)
+from sglang_ext.keys import TOKEN_BYTES, encode_tokens
+from sglang_ext.protocol.agent import (
+    TO_AGENT,
+    Expecting,
+    FromAgent,
+    Lend,
+    Park,
+    Parked,
+    Running,
+    ToAgent,
+    Unpark,
+    Watch,
+)
+from sglang_ext.wire import WireError
+
+if TYPE_CHECKING:
+    from sglang_ext.engine.pd.prefill_sender import Room
+    from sglang_ext.patches.adapter.kv_manager import GlobalKVManager
+    from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
+
+logger = logging.getLogger(__name__)
+
+PARKED_SECONDS: Final = 30.0
+"""After that a parked request goes on: the router that stopped it is gone."""
+COPY_SECONDS: Final = 1.0
+"""For copies in DRAM of what was generated last; what is not there then is computed again."""
+LOAN_SECONDS: Final = 20.0
+MOST_COMING: Final = 1000
+ROOMS: Final = 1 << 47
+GOES_ON: Final = "the request goes on at another instance"
+
+
+@dataclass(eq=False)
+class _Parked:
+    """A request that was stopped. room: where its KV is given, on decode. tokens: whose KV there is."""
+
+    id: str
+    req: Any
+    since: float
+    tokens: bytes
+    room: Room | None = None
+    told: bool = False
+    reminded: bool = False
+
+
+@dataclass(eq=False)
+class _Coming:
+    """A request that came with a ticket. rid: the very string that SGLang passes on, so that another request
+    of the same name is told apart. ticket: None when it had none that is known."""
+
+    rid: str
+    ticket: Ticket | None
+
+
+@dataclass(eq=False)
+class _Arriving:
+    """A request that resumes, until it runs."""
+
+    req: Any
+    ticket: Ticket
+
+
+class Migration:
+    """See the module's docstring. Both ends, of one rank.
+
+    Args:
+        cache: the rank's, which knows the scheduler.
+    """
+
+    def __init__(self, cache: GlobalRadixCache, clock: Callable[[], float] = time.monotonic) -> None:
+        self._cache = cache
+        self._clock = clock
+        self._parked: dict[str, _Parked] = {}
+        self.tickets = Tickets()
+        self._coming: OrderedDict[str, _Coming] = OrderedDict()
+        self._arriving: dict[str, _Arriving] = {}
+        self.manager: GlobalKVManager | None = None
+        """The transfer backend's of this rank, on a decode instance."""
+        self.epoch = b""
+        self.tell: Callable[[FromAgent], None] | None = None
+        """Answers the router; rank 0 only."""
+        self.remind: Callable[[ToAgent], object] | None = None
+        """Puts a command before every rank; rank 0 only."""
+        self.counts: dict[str, int] = {}
+        """Requests that were to be moved, by what came of it here."""
+
+    def __repr__(self) -> str:
+        return f"Migration(parked={len(self._parked)}, arriving={len(self._arriving)}, {self.counts})"
+
+    def attach(
+        self, epoch: bytes, tell: Callable[[FromAgent], None], remind: Callable[[ToAgent], object]
+    ) -> None:
+        """There is an agent: whose epoch it is, how routers are answered, and how all ranks are commanded."""
+        self.epoch, self.tell, self.remind = epoch, tell, remind
+
+    @property
+    def busy(self) -> bool:
+        """Whether memory is held that the scheduler knows nothing of, so that it must not take itself for
+        idle."""
+        return bool(self._parked)
+
+    def takes(self, payload: bytes, at: float) -> bool:
+        """Do what a command says; whether it was for this. at: rank 0's time."""
+        self.tickets.expire(at)
+        if not payload:
+            return False
+        try:
+            message = TO_AGENT.decode(payload)
+        except WireError:
+            return False
+        match message:
+            case Park():
+                self._park(message)
+            case Unpark():
+                if (parked := self._parked.get(message.id)) is not None:
+                    self._unpark(parked, stay=message.stay)
+            case Watch():
+                if not self.tickets.put(message, at):
+                    logger.warning("a request that is to be moved here cannot be: too many are on their way")
+                    self._count("refused")
+            case _:
+                return False
+        return True
+
+    def each_pass(self) -> None:
+        """Once per pass."""
+        with self._guarded():
+            if self._parked:
+                self._look_after_parked()
+        with self._guarded():
+            if self._arriving:
+                self._look_at_arriving()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Let no exception into SGLang's loop."""
+        try:
+            yield
+        except Exception:
+            logger.exception("moving requests failed here")
+            self._count("error")
+
+    # -- the source -----------------------------------------------------------------------------------------
+
+    def _park(self, message: Park) -> None:
+        if message.id in self._parked:
+            return
+        scheduler = self._cache.scheduler
+        req = next((req for req in scheduler.running_batch.reqs if req.rid == message.rid), None)
+        why = self._problem(req, message.rid)
+        if not why and not self._settled():
+            why = AGAIN
+        if not why and req is not None and (req.finished() or req.to_finish is not None):
+            why = "it has just ended"
+        if why or req is None:
+            self._count("again" if why == AGAIN else "refused")
+            self._say(Parked(self.epoch, message.id, why))
+            return
+        batch = scheduler.running_batch
+        batch.filter_batch(keep_indices=[at for at, other in enumerate(batch.reqs) if other is not req])
+        batch.batch_is_full = False
+        tokens = encode_tokens((req.origin_input_ids + req.output_ids)[:-1])
+        parked = self._parked[message.id] = _Parked(message.id, req, self._clock(), tokens)
+        self._count("parked")
+        manager = self.manager
+        if manager is not None:
+            self._give(parked, manager)
+            return
+        # The tree takes the whole blocks; the rest is computed again wherever it goes on.
+        from sglang.srt.mem_cache.common import release_kv_cache
+
+        release_kv_cache(req, self._cache)
+        req.reset_for_retract()
+
+    def _problem(self, req: Any, rid: str) -> str:
+        scheduler = self._cache.scheduler
+        if req is None:
+            return AGAIN if _is_known(scheduler, rid) else "no such request runs here"
+        if req.finished() or req.to_finish is not None:
+            return "it has just ended"
+        if self.manager is not None and not self._cache.is_of_one_generation(req):
+            return "its KV is of several weights: they were updated while it ran"
+        return obstacle(req, not scheduler.spec_algorithm.is_none())
+
+    def _settled(self) -> bool:
+        """Take in the result of the batch that was launched last. False when that is a prefill: its requests
+        are not in the running batch yet."""
+        scheduler = self._cache.scheduler
+        if not scheduler.enable_overlap or scheduler.last_batch is None or not scheduler.result_queue:
+            return True
+        if not scheduler.last_batch.forward_mode.is_decode():
+            return False
+        # As pause_generation does it.
+        batch, result = scheduler.result_queue.popleft()
+        scheduler.process_batch_result(batch, result)
+        scheduler.last_batch = None
+        return True
+
+    def _give(self, parked: _Parked, manager: GlobalKVManager) -> None:
+        """Offer all pages of a request in a room, as prefill does when it has computed a prompt."""
+        scheduler, req = self._cache.scheduler, parked.req
+        number = 1 + int.from_bytes(hashlib.blake2b(parked.id.encode(), digest_size=8).digest()) % (ROOMS - 1)
+        giving = manager.agent.giving
+        try:
+            parked.room = giving.open(number, read=True)
+        except RefusedError as error:
+            self._unpark(parked, stay=True)
+            self._say(Parked(self.epoch, parked.id, str(error)))
+            return
+        row = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : req.kv.kv_committed_len]
+        page = self._cache.page_size
+        pages = row[::page].cpu().numpy().astype(np.int64) // page
+        giving.complete(parked.room, pages, self._row(number, req))
+        self._say(
+            Parked(
+                self.epoch,
+                parked.id,
+                resume=state_of(req, received=True),
+                meeting=manager.meeting,
+                room=number,
+            )
+        )
+        parked.told = True
+
+    def _row(self, number: int, req: Any) -> bytes:
+        """SGLang's metadata row: the last token stands for the first that prefill sends."""
+        scheduler, manager = self._cache.scheduler, self.manager
+        assert manager is not None
+        buffers, allocator = (
+            scheduler.disagg_metadata_buffers,
+            scheduler.req_to_metadata_buffer_idx_allocator,
+        )
+        index = allocator.alloc()
+        if index is None:
+            # Rows are for requests on their way; of any other, all that is wrong is what is set below.
+            index = 0
+            before = manager.buffers.read(index)
+        else:
+            before = None
+        buffers.output_ids[index][0] = req.output_ids[-1]
+        buffers.cached_tokens[index] = 0
+        buffers.bootstrap_room[index, 0] = number
+        row = manager.buffers.read(index)
+        if before is None:
+            buffers.bootstrap_room[index] = 0
+            allocator.free(index)
+        else:
+            manager.buffers.write(index, before)
+        return row
+
+    def _look_after_parked(self) -> None:
+        now = self._clock()
+        for parked in list(self._parked.values()):
+            if not parked.told and self._copied(parked, now):
+                self._lend(parked)
+            if self.remind is not None and not parked.reminded and now - parked.since > PARKED_SECONDS:
+                parked.reminded = True
+                logger.warning("a request that was to be moved goes on here: no word of it was heard")
+                self.remind(Unpark(parked.id, stay=True))
+
+    def _copied(self, parked: _Parked, now: float) -> bool:
+        """Whether DRAM has copies of a request's blocks, on every rank."""
+        cache = self._cache
+        if cache.dram is None or cache.peers is None:
+            return True
+        cache.dram.drain()
+        path = cache.tree.match(cache._namespace_of(parked.req), parked.tokens).path
+        done = cache.dram.incomplete().isdisjoint(path) or now - parked.since > COPY_SECONDS
+        return bool(cache.agree(int(done)))
+
+    def _lend(self, parked: _Parked) -> None:
+        cache, req = self._cache, parked.req
+        loan = ""
+        if cache.peers is not None:
+            loan = parked.id
+            cache.peers.lend(Lend(loan, parked.tokens, req.extra_key, req.cache_salt, LOAN_SECONDS))
+        parked.told = True
+        self._say(
+            Parked(
+                self.epoch,
+                parked.id,
+                resume=state_of(req, received=False),
+                tokens=parked.tokens,
+                extra_key=req.extra_key,
+                cache_salt=req.cache_salt,
+                loan=loan,
+            )
+        )
+
+    def _unpark(self, parked: _Parked, *, stay: bool) -> None:
+        scheduler, req, manager = self._cache.scheduler, parked.req, self.manager
+        del self._parked[parked.id]
+        if parked.room is not None and manager is not None:
+            # Its pages are open from here on, whatever becomes of the request.
+            manager.agent.giving.forget(parked.room)
+        self._count("stayed" if stay else "left")
+        if stay and manager is None:
+            scheduler._add_request_to_queue(req)
+        elif stay:
+            # It has its slots still, as one whose KV has just come.
+            scheduler.waiting_queue.append(req)
+        else:
+            self._end(req)
+
+    def _end(self, req: Any) -> None:
+        from sglang.srt.disaggregation.utils import prepare_abort
+        from sglang.srt.mem_cache.common import release_kv_cache
+
+        scheduler = self._cache.scheduler
+        prepare_abort(req, GOES_ON)
+        if req.kv.holds_kv:
+            release_kv_cache(req, self._cache)
+        scheduler.output_streamer.stream_output([req], req.return_logprob)
+
+    def aborted(self, rid: str, *, every: bool) -> None:
+        """Somebody aborts requests whose names begin so, or all of them."""
+        for parked in list(self._parked.values()):
+            if every or parked.req.rid.startswith(rid):
+                with self._guarded():
+                    self._unpark(parked, stay=False)
+        for name, arriving in list(self._arriving.items()):
+            # SGLang drops one that waits without a word; on decode, whatever ends it says so.
+            if (every or name.startswith(rid)) and not _is_receiving(arriving.req):
+                del self._arriving[name]
+
+    # -- the target -----------------------------------------------------------------------------------------
+
+    def received(self, message: Any) -> None:
+        """A request has come: take out the ticket of what it resumes from."""
+        with self._guarded():
+            params = message.sampling_params.custom_params
+            if not isinstance(params, dict) or FIELD not in params:
+                return
+            rest = {name: value for name, value in params.items() if name != FIELD}
+            message.sampling_params.custom_params = rest or None
+            self._coming[message.rid] = _Coming(message.rid, self.tickets.take(params[FIELD], message.rid))
+            while len(self._coming) > MOST_COMING:
+                self._coming.popitem(last=False)
+
+    def queued(self, req: Any) -> None:
+        """A request is about to wait: if it has a ticket, it begins where it was stopped; if it has one that
+        is not known, or that does not fit, it is aborted."""
+        if not self._coming or (coming := self._coming.get(req.rid)) is None or coming.rid is not req.rid:
+            return
+        del self._coming[req.rid]
+        if req.finished() or req.to_finish is not None:
+            return
+        try:
+            why = self._resumed(req, coming.ticket)
+        except Exception:
+            logger.exception("request %s cannot be gone on with", req.rid)
+            self._count("error")
+            why = "an error of this server"
+        if why:
+            self._count("misfit")
+            # As it was made, so that SGLang takes it for one that has just come.
+            req.output_ids, req.kv_prompt, req.is_retracted = array("q"), None, False
+            req.set_finish_with_abort(f"the request cannot be gone on with: {why}")
+
+    def _resumed(self, req: Any, ticket: Ticket | None) -> str:
+        """Put a request where it was stopped, or say why it cannot be."""
+        if ticket is None:
+            return "nothing of it is known here"
+        resume, scheduler, manager = ticket.resume, self._cache.scheduler, self.manager
+        vocabulary = scheduler.model_config.vocab_size
+        if why := misfit(resume, req, vocabulary=vocabulary, receives=manager is not None):
+            return why
+        if not self._has_room() or req.rid in self._arriving:
+            return "too many are on their way here"
+        replay(req, resume, scheduler.batch_result_processor._maybe_update_reasoning_tokens)
+        if manager is None:
+            put_back(req, resume)
+            req.is_retracted = True
+        else:
+            # Up to its commit it is a request whose prompt ends before the last token, so that what is here
+            # of prompt and answer is found, and the rest read.
+            req.kv_prompt = req.origin_input_ids
+            req.origin_input_ids = req.origin_input_ids + array("q", output_of(resume)[:-1])
+        self._arriving[req.rid] = _Arriving(req, ticket)
+        return ""
+
+    def _has_room(self) -> bool:
+        """Whether one more may arrive. One that has still to be made what it was is never forgotten."""
+        if len(self._arriving) < MOST_COMING:
+            return True
+        lost = next((rid for rid, each in self._arriving.items() if not _is_receiving(each.req)), None)
+        if lost is not None:
+            del self._arriving[lost]
+        return lost is not None
+
+    def comes_over(self, room: int) -> bool:
+        """Whether a room is of a request that another decode instance has stopped."""
+        return any(arriving.req.bootstrap_room == room for arriving in self._arriving.values())
+
+    def committed(self, req: Any) -> None:
+        """The KV of a request has come, on decode."""
+        arriving = self._arriving.get(req.rid)
+        if arriving is None or arriving.req is not req or not _is_receiving(req):
+            return
+        resume = arriving.ticket.resume
+        req.origin_input_ids, req.kv_prompt = req.kv_prompt, None
+        if req.finished():
+            return
+        try:
+            put_back(req, resume)
+            if resume.home is not None:
+                req.bootstrap_host, req.bootstrap_port = resume.home
+        except Exception:
+            from sglang.srt.disaggregation.utils import prepare_abort
+
+            logger.exception("request %s cannot be gone on with", req.rid)
+            self._count("error")
+            prepare_abort(req, "the request cannot be gone on with: an error of this server")
+
+    def _look_at_arriving(self) -> None:
+        for rid, arriving in list(self._arriving.items()):
+            req, ticket = arriving.req, arriving.ticket
+            runs = len(req.output_ids) * TOKEN_BYTES > len(ticket.resume.output) or (
+                self.manager is not None and req in self._cache.scheduler.running_batch.reqs
+            )
+            failed = req.finished() and req.finished_reason.to_json().get("type") == "abort"
+            if not runs and not failed:
+                continue
+            del self._arriving[rid]
+            self._count("failed" if failed else "arrived")
+            if not failed:
+                self._say(Running(self.epoch, ticket.id))
+
+    # -- both -----------------------------------------------------------------------------------------------
+
+    def _say(self, message: FromAgent) -> None:
+        if self.tell is not None:
+            self.tell(message)
+
+    def _count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+
+class MoveDesk:
+    """Between the agent of rank 0, which hears the routers, and the schedulers of all ranks.
+
+    Args:
+        inbox: of this process's scheduler.
+        epoch: of the instance.
+        post: sends a message to a router, from any thread.
+    """
+
+    def __init__(self, inbox: Inbox, epoch: bytes, post: Callable[[bytes, FromAgent], None]) -> None:
+        self._inbox = inbox
+        self._epoch = epoch
+        self._post = post
+        self._askers: OrderedDict[str, bytes] = OrderedDict()
+
+    def take(self, reader: bytes, message: ToAgent) -> bool:
+        """What a router says, in the agent's thread; whether it was for this."""
+        if not isinstance(message, Park | Unpark | Watch):
+            return False
+        if not isinstance(message, Unpark):
+            self._askers[message.id] = reader
+            while len(self._askers) > MOST_COMING:
+                self._askers.popitem(last=False)
+        if self.remind(message) and isinstance(message, Watch):
+            self._post(reader, Expecting(self._epoch, message.ticket))
+        return True
+
+    def remind(self, message: ToAgent) -> bool:
+        """Put a command before every rank, in front of every request that is sent from now on; from any
+        thread. False when the scheduler stands still, and takes no more."""
+        return self._inbox.put(TO_AGENT.encode(message))
+
+    def tell(self, message: FromAgent) -> None:
+        """Answer the router that asked; from any thread."""
+        if isinstance(message, Parked | Running) and (reader := self._askers.get(message.id)) is not None:
+            self._post(reader, message)
+
+
+def _is_receiving(req: Any) -> bool:
+    """Whether a request's KV is still to come, so that its prompt is not its own."""
+    return getattr(req, "kv_prompt", None) is not None
+
+
+def _is_known(scheduler: Any, rid: str) -> bool:
+    """Whether a request of this name waits somewhere before the running batch."""
+    waiting = [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]
+    if scheduler.last_batch is not None:
+        waiting += scheduler.last_batch.reqs
+    if scheduler.chunked_req is not None:
+        waiting.append(scheduler.chunked_req)
+    for name in ("disagg_decode_prealloc_queue", "disagg_decode_transfer_queue"):
+        queue = getattr(scheduler, name, None)
+        if queue is not None:
+            waiting += [entry.req for entry in queue.queue]
+            waiting += getattr(queue, "retracted_queue", [])
+    return any(req.rid == rid and not req.finished() for req in waiting)

@@ -1,0 +1,408 @@
+"""SGLang's prefix cache over our tree: HBM, DRAM and disk of one rank, in whole blocks.
+
+What SGLang calls the device is HBM here, the host is DRAM, storage is the disk. A request owns the slots from
+``kv.cache_protected_len`` on; the tree owns those before. Only whole blocks enter the tree, so up to
+``block_size - 1`` tokens at the end of a prompt stay with their request and go when it ends, as SGLang's own
+caches do with a partial page.
+
+All methods run in the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
+    BasePrefixCache,
+    DecLockRefParams,
+    DecLockRefResult,
+    EvictParams,
+    EvictResult,
+    IncLockRefResult,
+    InitLoadBackParams,
+    InsertParams,
+    InsertResult,
+    MatchPrefixParams,
+    MatchResult,
+)
+
+from sglang_ext.engine.cache.lifecycle import WholeCache
+from sglang_ext.engine.cache.mempool import owned_tokens
+from sglang_ext.engine.cache.metrics import CacheMetrics
+from sglang_ext.engine.commands import Inbox
+from sglang_ext.engine.prefetch.advice import Advice
+from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
+from sglang_ext.engine.tiers.dram_tier import DramTier
+from sglang_ext.engine.tiers.hbm_room import HbmRoom
+from sglang_ext.engine.tiers.layer_gate import NOTHING_TO_WAIT_FOR
+from sglang_ext.engine.tiers.load_policy import DramPolicy, PrefillCost
+from sglang_ext.engine.tiers.prefill_clock import PrefillClock
+from sglang_ext.engine.tiers.promotions import Promotions
+from sglang_ext.engine.tiers.slots import slot_ops
+from sglang_ext.engine.weights import Weights
+from sglang_ext.keys import Tier, encode_tokens
+from sglang_ext.mempool import MemPool
+from sglang_ext.patches.adapter.load_back import LoadBack
+from sglang_ext.patches.adapter.migration import Migration
+from sglang_ext.patches.adapter.storage_prefetch import StoragePrefetch
+from sglang_ext.radix_global import EvictionPolicy, Holder, Node, RadixTree
+from sglang_ext.radix_global.eviction import lru
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    from sglang_ext.engine.events.events import PlacementFeed
+
+_NAMESPACE = "sglang_ext_namespace"
+"""Attribute of a request: the namespace it was matched in, which is where its KV belongs."""
+
+
+class _RootView:
+    """All namespaces under one root, for SGLang's walk over the tree (``dfs_weight_order``)."""
+
+    def __init__(self, tree: RadixTree) -> None:
+        self._tree = tree
+
+    @property
+    def children(self) -> dict[Hashable, Node]:
+        return self._tree.roots
+
+
+class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: ignore[misc]
+    """See the module's docstring.
+
+    Args:
+        params: SGLang's; pools, page size and whether to collect metrics.
+        tree: an empty tree whose block size is a multiple of the page size.
+        hbm: the holder that stands for this rank's pool.
+        dram: the DRAM tier, over the same tree; ``None`` for HBM only.
+        promotions: what brings blocks from disk to DRAM; ``None`` without a disk.
+        metrics: where to publish the cache's state.
+        load_min_tokens: DRAM hits shorter than this are computed instead of loaded.
+        load_always: longer ones are not weighed against computing.
+        weights: which of them are in use.
+        check: verify every invariant when the server is idle (slow; for debugging and tests).
+    """
+
+    def __init__(
+        self,
+        params: CacheInitParams,
+        tree: RadixTree,
+        hbm: Holder,
+        dram: DramTier | None = None,
+        promotions: Promotions | None = None,
+        *,
+        metrics: CacheMetrics | None = None,
+        load_min_tokens: int = 0,
+        load_always: bool = False,
+        weights: Weights | None = None,
+        check: bool = False,
+    ) -> None:
+        StoragePrefetch.__init__(self)
+        self.disable = False
+        self.req_to_token_pool = params.req_to_token_pool
+        self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
+        self.page_size = params.page_size
+        self.block_size = tree.block_size
+        self.tree = tree
+        self.dram = dram
+        self.promotions = promotions
+        self.metrics = metrics
+        self.feed: PlacementFeed | None = None
+        """Tells routers of what changes here; ``None`` without any."""
+        self.scheduler: Any = None
+        """SGLang's, once it is there."""
+        self.request_ended: Callable[[Req, Any], None] = lambda req, tokens: None
+        """Told of a request that has ended, and of the tokens whose KV is in the tree."""
+        self.advice: Advice | None = None
+        """Takes hints at coming requests."""
+        self.migration = Migration(self)
+        """Stops requests that go on elsewhere, and goes on with such."""
+        self.inbox: Inbox | None = None
+        """Commands for the schedulers of all ranks, in rank 0 of an instance."""
+        self.orders: Callable[[bytes], bool] = lambda payload: False
+        """Takes commands that concern prefill and decode apart; whether one does."""
+        self.agree: Callable[[int], int] = int
+        """The ranks' consensus: the smallest of their numbers."""
+        self.before_clear: Callable[[], None] = lambda: None
+        """Called before everything is forgotten."""
+        self.role_changed: Callable[[str], None] = lambda role: None
+        """Told that the server prefills or decodes from now on."""
+        self.before_end: Callable[[], None] = lambda: None
+        """Called before everything ends."""
+        self._hbm = hbm
+        self._load_min_tokens = load_min_tokens
+        self._check_when_idle = check
+        self._checked_state = ""
+        self.weights = weights or Weights()
+        allocator = self.token_to_kv_pool_allocator
+        self.device = torch.device(allocator.device if allocator is not None else "cpu")
+        self._slots = slot_ops(self.device)
+        self._nothing = self._slots.join([])
+        self.room = HbmRoom(tree, hbm, allocator, self._slots, dram)
+        self.pool: MemPool | None = None
+        self.load_back: LoadBack | None = None
+        self.prefetcher: Prefetcher | None = None
+        if dram is not None:
+            cost = promotions.policy.cost if promotions is not None else PrefillCost()
+            self.prefill_clock = PrefillClock(cost)
+            policy = DramPolicy(self.block_size, dram.block_bytes, always=load_always, cost=cost)
+            self.load_back = LoadBack(dram, promotions, hbm, self.room, self._slots, policy)
+            self.prefetcher = Prefetcher(tree, hbm, dram, self.room, self._slots, promotions, self.namespace)
+        self.root_node = _RootView(tree)
+        if params.enable_metrics:
+            self.init_metrics_collector()
+
+    @classmethod
+    def create_simulated(
+        cls, *, page_size: int = 1, block_size: int = 16, policy: EvictionPolicy = lru, allocator: Any = None
+    ) -> GlobalRadixCache:
+        """A cache without pools, to drive the index alone."""
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=None,
+            token_to_kv_pool_allocator=allocator,
+            page_size=page_size,
+        )
+        return cls(params, RadixTree(block_size, policy=policy), Holder.of("simulated", 0, Tier.HBM))
+
+    def attach_pool(self, pool: MemPool) -> None:
+        """Share the memory with a memory pool over the same tree: what its owners have is nobody else's."""
+        self.pool = pool
+        pool.namespace = self.namespace(None, None)
+        self.room.owned = lambda: owned_tokens(pool)
+
+    # -- looking up -----------------------------------------------------------------------------
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """The longest cached prefix: its slots in HBM, and how many tokens more are in DRAM."""
+        namespace = self._namespace_of_key(params.key)
+        if params.req is not None:
+            setattr(params.req, _NAMESPACE, namespace)
+            self.last_matched = params.req
+        node, path, blocks = self.tree.match(namespace, _encode(params.key))
+        hbm = self._hbm
+        streamed = 0 if self.load_back is None else self.load_back.streamed(params.req, blocks)
+        if hbm in node.placements and not streamed:
+            # Who has the last node has all before it: the usual case, and the one that has to be fast.
+            return MatchResult(self._slots.join([n.placements[hbm] for n in path]), node, node, node)
+        return self._match_beyond_hbm(path, streamed)
+
+    def _match_beyond_hbm(self, path: list[Node], streamed: int) -> MatchResult:
+        """The result for a path that HBM holds a beginning of, or nothing, and blocks from disk after it."""
+        hbm = self._hbm
+        in_hbm = [node.placements[hbm] for node in path if hbm in node.placements]
+        device_node = path[len(in_hbm) - 1] if in_hbm else self.tree.root
+        best = path[-1] if path else device_node
+        below = (sum(node.blocks for node in path[len(in_hbm) :]) + streamed) * self.block_size
+        if below < self._load_min_tokens:
+            best, below = device_node, 0
+        return MatchResult(
+            device_indices=self._slots.join(in_hbm) if in_hbm else self._nothing,
+            last_device_node=device_node,
+            last_host_node=best,
+            best_match_node=best,
+            host_hit_length=below,
+        )
+
+    def _namespace_of_key(self, key: RadixKey) -> Hashable:
+        return self.namespace(key.extra_key, key.cache_salt)
+
+    def namespace(self, extra_key: str | None, cache_salt: str | None) -> Hashable:
+        """Where the KV of a tenant's prompts belongs now."""
+        return (self.weights.generation, extra_key, cache_salt)
+
+    def _namespace_of(self, req: Req) -> Hashable | None:
+        """Where the request's KV belongs; ``None`` when it is nobody else's.
+
+        A request that was matched before the weights changed has KV of both, or KV of one that attends to
+        that of the other. From then on nothing of it is inserted, not even what was computed before: a pass
+        may have been under way.
+        """
+        found = getattr(req, _NAMESPACE, (0, req.extra_key, req.cache_salt))
+        current = found[0] == self.weights.generation and not self.weights.moving
+        return found if current and not _is_private(req) else None
+
+    def is_of_one_generation(self, req: Req) -> bool:
+        """Whether all of the request's KV was computed by the weights of now."""
+        return self._namespace_of(req) is not None
+
+    def resolve_node_handle(self, node_handle: Node) -> Any:
+        return self.root_node if node_handle.is_root else node_handle
+
+    def root_node_handle(self, extra_key: str | None = None) -> Node:
+        return self.tree.root
+
+    def is_root(self, node: Node) -> bool:
+        return node.is_root
+
+    # -- inserting ------------------------------------------------------------------------------
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        """Insert ``key`` with the slots ``value``. What of it was there before stays the caller's to free."""
+        key, value = params.key, params.value
+        if key is None:
+            raise ValueError("insert needs a key")
+        encoded = _encode(key)
+        tokens = len(key) // self.block_size * self.block_size
+        kept = self._slots.keep(value[:tokens] if value is not None else torch.arange(tokens))
+        result = self.tree.insert(
+            self._namespace_of_key(key), encoded, self._hbm, kept, priority=params.priority or 0
+        )
+        if self.dram is not None:
+            self.dram.write_through(result.node)
+        return InsertResult(prefix_len=result.held_blocks * self.block_size, last_device_node=result.node)
+
+    def insert_req(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
+        """A request has ended: the tree takes over its whole blocks before position ``up_to``."""
+        if self._namespace_of(req) is None:
+            return
+        tokens = (req.origin_input_ids + req.output_ids)[:up_to]
+        self._insert_row(req, tokens)
+        self.request_ended(req, tokens)
+
+    def cache_unfinished_req(self, req: Req, chunked: bool = False, **kwargs: Any) -> None:
+        """A prefill or a part of it is done: others may use its whole blocks from now on."""
+        tokens = req.get_fill_ids()
+        if self._namespace_of(req) is not None:
+            before = req.kv.cache_protected_len
+            node, held = self._insert_row(req, tokens)
+            if held > before:
+                # Somebody else inserted the same tokens first. The request goes on with those slots; its own
+                # were freed.
+                theirs = self._slots.join(self._slots_up_to(node, req.kv.cache_protected_len))
+                self.req_to_token_pool.write((req.kv.req_pool_idx, slice(before, held)), theirs[before:held])
+            self.dec_lock_ref(req.last_node)
+            self.inc_lock_ref(node)
+            req.last_node = node
+        # The tail that is shorter than a block stays the request's, at the end of its prefix.
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(tokens)]
+        req.prefix_indices = row.to(dtype=torch.int64, copy=True)
+
+    def _insert_row(self, req: Req, tokens: Any) -> tuple[Node, int]:
+        """Insert the whole blocks of a request's row; frees the slots of what the tree had already.
+
+        Returns the node at which they end, and how many leading tokens the tree had before.
+        """
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(tokens)]
+        whole = len(tokens) // self.block_size * self.block_size
+        result = self.tree.insert(
+            self._namespace_of(req),
+            encode_tokens(tokens),
+            self._hbm,
+            self._slots.keep(row[:whole]),
+            priority=req.priority or 0,
+        )
+        held = result.held_blocks * self.block_size
+        protected = req.kv.cache_protected_len
+        if held > protected:
+            # A copy: the row is about to be rewritten.
+            duplicates = row[protected:held].to(dtype=torch.int64, copy=True)
+            self.token_to_kv_pool_allocator.free_segment(duplicates, start_pos=protected)
+        # Never less than before: of a retracted request that comes back the tree may own output too, which
+        # --strip-thinking-cache leaves out here.
+        req.kv.cache_protected_len = max(protected, whole)
+        if self.dram is not None:
+            self.dram.write_through(result.node)
+        return result.node, held
+
+    def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
+        """Free ranges of a request's row; what of them the tree owns stays the tree's."""
+        protected = kv.cache_protected_len
+        own = [(max(start, protected), end) for start, end in ranges if end > protected]
+        super().free_kv_row(kv, own)
+
+    def _slots_up_to(self, node: Node, tokens: int) -> list[Any]:
+        parts: list[Any] = []
+        while node.parent is not None:
+            parts.append(node.placements[self._hbm])
+            node = node.parent
+        parts.reverse()
+        assert sum(map(len, parts)) == tokens, "the path and the request disagree about its length"
+        return parts
+
+    # -- eviction and locks ---------------------------------------------------------------------
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """Give back slots, first those that lose nothing."""
+        started = time.perf_counter()
+        tokens = self.room.evict(params.num_tokens)
+        self.update_eviction_metrics(tokens, started)
+        return EvictResult(num_tokens_evicted=tokens)
+
+    def inc_lock_ref(self, node: Node) -> IncLockRefResult:
+        return IncLockRefResult(delta=-self.tree.lock(node, self._hbm) * self.block_size)
+
+    def dec_lock_ref(self, node: Node, params: DecLockRefParams | None = None) -> DecLockRefResult:
+        return DecLockRefResult(delta=self.tree.unlock(node, self._hbm) * self.block_size)
+
+    def evictable_size(self) -> int:
+        return self.total_size() - self.protected_size()
+
+    def protected_size(self) -> int:
+        return self.room.protected
+
+    def total_size(self) -> int:
+        return self.room.total
+
+    # -- DRAM -----------------------------------------------------------------------------------
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, Node]:
+        """Start loading what ``match_prefix`` found in DRAM. All of it, or nothing: then it is computed."""
+        slots, node = None, params.best_match_node
+        if self.load_back is not None:
+            slots, node = self.load_back.start(node, params.host_hit_length, params.req)
+        return (self._nothing if slots is None else slots), node
+
+    def ready_to_load_host_cache(self) -> int:
+        """What the next batch has to wait for, for ``LayerGate.set_consumer``."""
+        return self.load_back.ready() if self.load_back is not None else NOTHING_TO_WAIT_FOR
+
+    def check_hicache_events(self) -> None:
+        """Called once per scheduler iteration: take note of copies that have completed."""
+        if self.dram is not None:
+            self.dram.drain()
+        if self.peers is not None:
+            self.peers.drain()
+        if self.promotions is not None:
+            self.promotions.drain()
+        if self.prefetcher is not None:
+            self.prefetcher.drain()
+        if self.advice is not None:
+            self.advice.drain()
+        if self.feed is not None:
+            self.feed.publish()
+        if self.metrics is not None:
+            self.metrics.update(self)
+
+    def obey(self, payload: bytes, at: float) -> None:
+        """Do what a command says. Comes to every rank between the same two passes. at: rank 0's time."""
+        if not self.orders(payload) and not self.migration.takes(payload, at) and self.advice is not None:
+            self.advice.obey(payload, at)
+        if self.inbox is not None:
+            hinted = math.inf if self.prefetcher is None else self.prefetcher.hinted.next_expiry
+            self.inbox.alarm = min(hinted, self.migration.tickets.next_expiry)
+
+    def __repr__(self) -> str:
+        return f"GlobalRadixCache(tree={self.tree!r}, dram={self.dram!r}, disk={self.promotions!r})"
+
+
+def _is_private(req: Req) -> bool:
+    """Whether the request's KV does not follow from its tokens, so that nobody else may have it.
+
+    SGLang does not match requests whose embeddings are overridden; inserting them would hand their KV to
+    others that have the same tokens.
+    """
+    return req.positional_embed_overrides is not None
+
+
+def _encode(key: RadixKey) -> bytes:
+    return encode_tokens(key.token_ids, key.limit)

@@ -1,0 +1,132 @@
+"""SGLang's protocol for storage below the host, which the scheduler follows for each waiting request.
+
+What a peer sends (``peer_kv``) is waited for first; the disk is looked at for what is lacking then.
+
+enters the queue     prefetch_from_storage       look on the disk, start to bring blocks to DRAM
+each pass            check_prefetch_progress     false: others go first
+                     pop_prefetch_loaded_span    what came, for the request's token counts
+admitted             finish_storage_prefetch_admission, or discard_storage_prefetch_accounting
+gone                 release_aborted_request
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sglang_ext.engine.peers.peer_kv import PeerKv
+from sglang_ext.engine.tiers.load_report import begin_report
+from sglang_ext.engine.tiers.prefill_clock import PrefillClock
+from sglang_ext.engine.tiers.promotion import Wanted
+from sglang_ext.engine.tiers.promotions import Promotions
+from sglang_ext.keys import Tier, encode_tokens
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+
+
+class StoragePrefetch:
+    """The part of the cache that speaks that protocol. Without promotions and peers there is nothing to wait
+    for."""
+
+    def __init__(self) -> None:
+        self._behind_peers: dict[CacheRequestHandle, Wanted] = {}
+        """Requests that wait for what a peer sends, before the disk is looked at for them."""
+
+    promotions: Promotions | None
+    peers: PeerKv | None = None
+    """Fetches from peers and lends to them; ``None`` where that is not possible."""
+    prefill_clock: PrefillClock | None = None
+    last_matched: Req | None = None
+    """The request that was matched last."""
+    priority_sign = 1
+    """-1 where smaller priorities go first (``--schedule-low-priority-values-first``)."""
+    hicache_storage_pass_prefix_keys = False
+
+    @property
+    def uses_storage(self) -> bool:
+        """Whether the scheduler has to follow the protocol at all."""
+        return self.promotions is not None or self.peers is not None
+
+    def prefill_begins(self, lengths: Sequence[tuple[int, int]], *, loads: bool) -> None:
+        """A prefill batch is about to run; what it costs is weighed against loading."""
+        if self.prefill_clock is not None:
+            self.prefill_clock.begins(lengths, loads=loads)
+
+    def prefill_ended(self) -> None:
+        if self.prefill_clock is not None:
+            self.prefill_clock.ended()
+
+    def namespace(self, extra_key: str | None, cache_salt: str | None) -> Hashable:
+        raise NotImplementedError
+
+    def is_backuped(self, node: Any) -> bool:
+        """Whether storage may continue ``node``: that is found out when it is looked at."""
+        return True
+
+    def get_last_hash_value(self, node: Any) -> None:
+        """Names of blocks are ours to make."""
+
+    def prefetch_from_storage(
+        self,
+        handle: CacheRequestHandle,
+        last_host_node: Any,
+        new_input_tokens: Any,
+        last_hash: str | None = None,
+        prefix_keys: list[str] | None = None,
+        *,
+        matched_prefix_tokens: Any,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        **_: Any,
+    ) -> None:
+        """Look for what of a prompt is not in memory."""
+        if not self.uses_storage or not len(new_input_tokens):
+            return
+        key = encode_tokens(matched_prefix_tokens) + encode_tokens(new_input_tokens)
+        wanted = Wanted(self.namespace(extra_key, cache_salt), key, request=handle.rid)
+        req = self.last_matched  # SGLang has just matched it
+        if req is not None and req.cache_request_handle == handle:
+            priority = (req.priority or 0) * self.priority_sign
+            wanted = dataclasses.replace(wanted, priority=priority, report=begin_report(req, Tier.DISK))
+        if self.peers is not None and self.peers.waits(wanted.namespace, wanted.key):
+            self._behind_peers[handle] = wanted
+        elif self.promotions is not None:
+            self.promotions.begin(handle, wanted)
+
+    def check_prefetch_progress(self, handle: CacheRequestHandle) -> bool:
+        wanted = self._behind_peers.get(handle)
+        if wanted is not None:
+            if self.peers is not None and self.peers.waits(wanted.namespace, wanted.key):
+                return False
+            del self._behind_peers[handle]
+            if self.promotions is not None:
+                self.promotions.begin(handle, wanted)
+        return self.promotions is None or self.promotions.ready(handle)
+
+    def pop_prefetch_loaded_span(self, handle: CacheRequestHandle) -> tuple[int, int | None]:
+        """Tokens that came from disk, and the position of the first. They stay locked until admission."""
+        brought = self.promotions.brought(handle) if self.promotions is not None else None
+        return (0, None) if brought is None else (brought.tokens, brought.start)
+
+    def finish_storage_prefetch_admission(
+        self, handle: CacheRequestHandle, fulfilled_tokens: int, reason: str | None
+    ) -> None:
+        self._release(handle)
+
+    def discard_storage_prefetch_accounting(self, handle: CacheRequestHandle) -> None:
+        self._release(handle)
+
+    def release_aborted_request(self, handle: CacheRequestHandle) -> None:
+        self._release(handle)
+
+    def streams_hold(self) -> bool:
+        """After a forward pass: whether everything that streamed into it from disk has verified."""
+        return self.promotions is None or self.promotions.streams_hold()
+
+    def _release(self, handle: CacheRequestHandle) -> None:
+        self._behind_peers.pop(handle, None)
+        if self.promotions is not None:
+            self.promotions.release(handle)

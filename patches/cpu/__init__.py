@@ -1,0 +1,1 @@
+"""What SGLang lacks on a machine without a GPU: kernels, attention, the allocator, forked children."""

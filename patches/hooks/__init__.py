@@ -1,0 +1,1 @@
+"""Hooks into SGLang's scheduler, tokenizer process and flags: one module per thing that SGLang calls."""

@@ -1,0 +1,155 @@
+"""Our flags on SGLang's command line, and their way to the scheduler processes.
+
+What: a hook after ``ServerArgs.add_cli_args`` adds a group of our own; a hook after
+``ServerArgs.from_cli_args`` validates what the user gave and puts it on the record as a bookkeeping attribute
+(leading underscore), which SGLang's pickling carries to every child beside the fields.
+
+Why no extension point serves: ``ServerArgs`` takes fields from its own class only.
+
+For: SGLang 0.5.21.
+Can go: when SGLang gives plugins a place for their configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_ext.config import Flag, KvConfig, check_block_size, flags
+from sglang_ext.errors import ConfigError
+from sglang_ext.patches import readiness
+from sglang_ext.patches.adapter.support import (
+    BACKEND,
+    require_supported_flags,
+    require_supported_model,
+    require_supported_parallelism,
+)
+from sglang_ext.patches.base import Target
+from sglang_ext.patches.cpu import runtime
+from sglang_ext.patches.plugin_hooks import Hook, hook_patch
+
+ATTRIBUTE = "_sglang_ext_kv"
+_SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
+_GROUP = "sglang_ext"
+_DESCRIPTION = (
+    f"The cluster-wide KV cache, with --radix-cache-backend {BACKEND}. "
+    f"Each flag can also be set by an environment variable, as {flags()[0].name} by {flags()[0].variable}."
+)
+
+
+def _argument_type(flag: Flag) -> Any:
+    def parse(text: str) -> Any:
+        try:
+            return flag.parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse
+
+
+def _help(flag: Flag) -> str:
+    default = "" if flag.is_switch or flag.default is None else f" Default: {flag.default}."
+    return (flag.help + default).replace("%", "%%")
+
+
+def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
+    """After ``add_cli_args``: our group, and on a CPU the defaults that a CPU needs.
+
+    A flag that is not given is None, so that the environment can speak.
+    """
+    group = parser.add_argument_group(_GROUP, _DESCRIPTION)
+    for flag in flags():
+        if flag.is_switch:
+            group.add_argument(flag.name, action="store_true", default=None, help=_help(flag))
+        else:
+            group.add_argument(
+                flag.name,
+                type=_argument_type(flag),
+                metavar=flag.metavar,
+                default=None,
+                help=_help(flag),
+                action="append" if flag.repeats else "store",
+            )
+    if runtime.active(os.environ):
+        parser.set_defaults(**runtime.FLAG_DEFAULTS)
+
+
+def given_values(args: argparse.Namespace) -> dict[str, Any]:
+    """What the user gave on the command line, by field of :class:`KvConfig`."""
+    given = {flag: getattr(args, flag.dest, None) for flag in flags()}
+    return {
+        flag.field: ",".join(value) if flag.repeats else value
+        for flag, value in given.items()
+        if value is not None
+    }
+
+
+def read_flags(args: argparse.Namespace, environment: Mapping[str, str]) -> KvConfig | None:
+    """The settings that the arguments and the environment make; None without a global backend.
+
+    As in SGLang's own ``from_cli_args``, what the namespace lacks keeps its default.
+
+    Raises:
+        ConfigError: naming the flag.
+    """
+    given = given_values(args)
+    if BACKEND not in (
+        getattr(args, "radix_cache_backend", None),
+        getattr(args, "disaggregation_transfer_backend", None),
+    ):
+        if given:
+            name = next(flag.name for flag in flags() if flag.field in given)
+            raise ConfigError(
+                f"needs --radix-cache-backend {BACKEND}", field=name, hint="Add it, or drop the --kv-* flags"
+            )
+        return None
+    config = KvConfig.from_user(given, environment)
+    page_size = getattr(args, "page_size", None)
+    if page_size is not None:
+        check_block_size(config, page_size)
+    return config
+
+
+def carry_flags(server_args: Any, _cls: type, args: argparse.Namespace) -> None:
+    """After ``from_cli_args``: validate, and put the settings on the record."""
+    config = read_flags(args, os.environ)
+    if config is None:
+        return
+    readiness.require()
+    if getattr(args, "radix_cache_backend", None) == BACKEND:
+        require_supported_flags(server_args, config)
+        require_supported_model(server_args)
+    else:
+        require_supported_parallelism(server_args, "--disaggregation-transfer-backend global")
+    setattr(server_args, ATTRIBUTE, config.values())
+
+
+def carried_config(server_args: Any, environment: Mapping[str, str]) -> KvConfig:
+    """The settings of a server, in any of its processes.
+
+    ``sglang.Engine`` has no command line; there the environment alone speaks.
+
+    Raises:
+        ConfigError: when a value cannot work.
+        RuntimeError: when the server was started by a command line and its flags did not arrive.
+    """
+    values = getattr(server_args, ATTRIBUTE, None)
+    if values is not None:
+        return KvConfig.from_values(values)
+    command = getattr(server_args, "_launch_command", None)
+    if command is not None and not command.startswith("Engine("):
+        raise RuntimeError(
+            f"the hook on {_SERVER_ARGS}.from_cli_args did not take in the process that read the command "
+            f"line, so the --kv-* flags are lost. Set SGLANG_PLUGINS=sglang_ext to start without others."
+        )
+    return KvConfig.from_user({}, environment)
+
+
+PATCH = hook_patch(
+    "flags",
+    "the --kv-* flags on SGLang's command line, carried to every scheduler process",
+    Hook(Target(f"{_SERVER_ARGS}.add_cli_args", "(parser)", "ce780d0354af"), "after", add_flags),
+    Hook(Target(f"{_SERVER_ARGS}.from_cli_args", "(cls, args)", "32152825e268"), "after", carry_flags),
+)

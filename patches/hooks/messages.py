@@ -1,0 +1,100 @@
+"""Let commands for the cache travel with SGLang's requests, so that every rank gets them in the same pass.
+
+What: three hooks.
+
+- after rank 0 has pulled what arrived: the commands in the inbox (``engine/commands.py``) are added, and are
+  broadcast over the ranks with the requests;
+- after the table of request types was made: it learns the type of a command, which goes to the cache;
+- before an idle scheduler sleeps: it is told to wake when a command comes.
+
+Why no extension point serves: SGLang's table of request types is closed, and its control requests come from
+its own tokenizer process only.
+
+For: SGLang 0.5.21.
+Can go: when a registered cache backend can receive messages.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from zmq.constants import POLLIN
+
+from sglang_ext.patches.base import Target
+from sglang_ext.patches.hooks.scheduler import called_cache
+from sglang_ext.patches.plugin_hooks import Hook, hook_patch
+
+if TYPE_CHECKING:
+    from sglang_ext.engine.commands import Inbox
+
+logger = logging.getLogger(__name__)
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
+
+
+@dataclass
+class _Process:
+    inbox: Inbox | None = None
+    polled: Any = None
+    """The poller that knows the inbox."""
+
+
+_process = _Process()
+
+
+def use(inbox: Inbox | None) -> None:
+    """Add what is put into ``inbox`` to what this process's scheduler receives."""
+    _process.inbox = inbox
+
+
+def after_pull(requests: list[Any] | None, _receiver: Any) -> None:
+    """After ``_pull_raw_reqs``: None on ranks that are told by others."""
+    if requests is not None and _process.inbox is not None:
+        # Before the requests: what prepares for one is said before it is sent.
+        requests[:0] = _process.inbox.take()
+
+
+def after_dispatcher(_result: None, scheduler: Any) -> None:
+    """After ``init_request_dispatcher``."""
+    from sglang.utils import TypeBasedDispatcher
+
+    from sglang_ext.engine.commands import KvCommand
+
+    def obey(command: KvCommand) -> None:
+        cache: Any = called_cache(scheduler)
+        if cache is None:
+            return
+        try:
+            cache.obey(command.payload, command.at)
+        except Exception:
+            logger.exception("a command for the KV cache failed")
+
+    scheduler._request_dispatcher += TypeBasedDispatcher([(KvCommand, obey)])
+
+
+def before_sleep(scheduler: Any) -> None:
+    """Before ``maybe_sleep_on_idle``."""
+    from sglang_ext.engine.commands import poller_of
+
+    inbox = _process.inbox
+    poller = poller_of(scheduler)
+    if inbox is None or poller is None:
+        return
+    if _process.polled is not poller:
+        poller.register(inbox.fd, POLLIN)
+        _process.polled = poller
+    inbox.slept()
+
+
+PATCH = hook_patch(
+    "commands",
+    "commands for the cache travel with SGLang's requests to every rank",
+    Hook(Target(f"{_RECEIVER}._pull_raw_reqs", "(self)", "120561e47aaf"), "after", after_pull),
+    Hook(
+        Target(f"{_SCHEDULER}.init_request_dispatcher", "(self)", "0b8df3999073"), "after", after_dispatcher
+    ),
+    Hook(Target(f"{_SCHEDULER}.maybe_sleep_on_idle", "(self)", "3c39e1fe8220"), "before", before_sleep),
+)

@@ -1,0 +1,112 @@
+"""Let requests be stopped between two tokens, and gone on with where others have stopped them.
+
+What: six hooks, all for ``patches/adapter/migration.py``.
+
+- before ``handle_generate_request``: what a request is to be gone on with from is taken out of its
+  ``custom_params``, before SGLang's batch and logit processors see it;
+- before ``_add_request_to_queue``: such a request is given its output ids;
+- after decode's ``_commit_transfer_to_req``: it is made what it was, its KV being there;
+- before ``abort_request``: one that was stopped is found, though no queue of SGLang has it;
+- around ``is_fully_idle``: memory of stopped requests is no leak, and a scheduler that has some is not idle;
+- after ``ingest_requests``, in each pass: copies, answers and time-outs are looked at.
+
+Why no extension point serves: SGLang resumes requests that it has retracted itself, and no others.
+
+For: SGLang 0.5.21.
+Can go: when SGLang moves running requests between servers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_ext.patches.base import Target
+from sglang_ext.patches.hooks.scheduler import called_cache
+from sglang_ext.patches.plugin_hooks import Hook, hook_patch
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
+
+def _migration(scheduler: Any) -> Any:
+    cache: Any = called_cache(scheduler)
+    return None if cache is None else cache.migration
+
+
+def before_handle(scheduler: Any, recv_req: Any, **_kwargs: Any) -> None:
+    """Before ``handle_generate_request``."""
+    if recv_req.sampling_params.custom_params and (migration := _migration(scheduler)) is not None:
+        migration.received(recv_req)
+
+
+def before_queue(scheduler: Any, req: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Before ``_add_request_to_queue``."""
+    if (migration := _migration(scheduler)) is not None:
+        migration.queued(req)
+
+
+def after_commit(_result: None, queue: Any, decode_req: Any) -> None:
+    """After decode's ``_commit_transfer_to_req``."""
+    if (migration := _migration(queue.scheduler)) is not None:
+        migration.committed(decode_req.req)
+
+
+def before_abort(scheduler: Any, recv_req: Any) -> None:
+    """Before ``abort_request``."""
+    if (migration := _migration(scheduler)) is not None:
+        migration.aborted(recv_req.rid, every=recv_req.abort_all)
+
+
+def around_idle(stock: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``is_fully_idle``. Health checks are answered by what runs, so a stopped request is none to
+    them."""
+    asks_for_health = kwargs.get("for_health_check", args[0] if args else False)
+    migration = None if asks_for_health else _migration(scheduler)
+    if migration is not None and migration.busy:
+        return False
+    return stock(scheduler, *args, **kwargs)
+
+
+def after_ingest(_result: Any, scheduler: Any) -> None:
+    """After ``ingest_requests``."""
+    if (migration := _migration(scheduler)) is not None:
+        migration.each_pass()
+
+
+PATCH = hook_patch(
+    "migration",
+    "a running request can be stopped between two tokens, and gone on with at another server",
+    Hook(
+        Target(
+            f"{_SCHEDULER}.handle_generate_request",
+            "(self, recv_req, *, mm_input_error=None)",
+            "94e02b4a0fd2",
+        ),
+        "before",
+        before_handle,
+    ),
+    Hook(
+        Target(f"{_SCHEDULER}._add_request_to_queue", "(self, req, is_retracted=False)", "f75b6a4d5c52"),
+        "before",
+        before_queue,
+    ),
+    Hook(
+        Target(
+            "sglang.srt.disaggregation.decode.DecodeTransferQueue._commit_transfer_to_req",
+            "(self, decode_req)",
+            "4f067664aea5",
+        ),
+        "after",
+        after_commit,
+    ),
+    Hook(Target(f"{_SCHEDULER}.abort_request", "(self, recv_req)", "383f93e16c9d"), "before", before_abort),
+    Hook(
+        Target(
+            f"{_SCHEDULER}.is_fully_idle",
+            "(self, for_health_check=False, ignore_waiting=False)",
+            "664f83120cee",
+        ),
+        "around",
+        around_idle,
+    ),
+    Hook(Target(f"{_SCHEDULER}.ingest_requests", "(self)", "3f8ec429f127"), "after", after_ingest),
+)

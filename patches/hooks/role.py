@@ -1,0 +1,51 @@
+"""Keep the cache when a server changes between prefill and decode, and let its routers know.
+
+What: two hooks. Around the place where SGLang empties the cache between the two roles, ours is left as it
+is: what a token's KV is does not depend on who computed it, and the tree's slots belong to the tree in both
+roles. After the switch the cache is told the role, which the instance registers with from then on.
+
+Why no extension point serves: SGLang empties whatever cache there is, and tells nobody of the new role.
+
+For: SGLang 0.5.21.
+Can go: when a cache may say that it outlives the switch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_ext.patches.base import Target
+from sglang_ext.patches.hooks.scheduler import called_cache
+from sglang_ext.patches.plugin_hooks import Hook, hook_patch
+
+_ROLES = "sglang.srt.disaggregation.role_switch"
+
+
+def keep_cache(stock: Callable[[Any], None], scheduler: Any) -> None:
+    """Around ``_release_prefix_cache_for_role_switch``."""
+    if called_cache(scheduler) is None:
+        stock(scheduler)
+
+
+def after_switch(result: Any, scheduler: Any, _recv_req: Any) -> None:
+    """After ``handle_pd_role_switch``."""
+    cache: Any = called_cache(scheduler)
+    if cache is not None and result.success:
+        cache.role_changed(result.new_role)
+
+
+PATCH = hook_patch(
+    "role_switch",
+    "a server that changes between prefill and decode keeps its cache, and registers in its new role",
+    Hook(
+        Target(f"{_ROLES}._release_prefix_cache_for_role_switch", "(scheduler)", "2ef0de8d41c2"),
+        "around",
+        keep_cache,
+    ),
+    Hook(
+        Target(f"{_ROLES}.handle_pd_role_switch", "(scheduler, recv_req)", "54111e5d1d48"),
+        "after",
+        after_switch,
+    ),
+)

@@ -1,0 +1,222 @@
+"""Let the scheduler call our cache where it calls HiCache.
+
+What: SGLang's scheduler tells a cache about its loop, about a prefill batch that is about to run, and about
+idleness only when HiCache, LMCache, FlexKV or an external linker is on. Nine hooks tell ours:
+
+- once, at start: with a disk tier, the scheduler follows its protocol for storage below the host
+  (``patches/adapter/storage_prefetch.py``) as it does with a HiCache storage backend;
+- each pass of the scheduling loop, before the next batch is chosen: ``check_hicache_events()``;
+- each pass of a PD decode server's queue: the same;
+- a prefill batch was formed (prefixes matched, ``init_load_back`` called, slots allocated and written to the
+  request table, forward not started): ``ready_to_load_host_cache()``, whose result goes to
+  ``batch.hicache_consumer_index`` and from there to the layer counter's ``set_consumer`` just before forward;
+- an embedding batch is about to run: ``set_consumer`` with the same number. SGLang calls it only where tokens
+  are generated, and the batch would read KV that is still being loaded;
+- a beam search request came: refused where there is a DRAM tier, as SGLang refuses it beside HiCache;
+- a prefill batch is about to run, and its result was processed: ``prefill_begins`` and ``prefill_ended``,
+  from which the cache learns what computing costs;
+- no prefill batch was formed and nothing runs: ``batch_is_full`` is taken back, as SGLang does for HiCache,
+  because slots that a copy still locks come free without a request finishing;
+- each idle pass, after SGLang's own leak check and before it sleeps: ``sanity_check()``, which SGLang itself
+  calls only for models with sliding windows or Mamba layers. It sleeps for a moment only while the cache
+  ``keeps_awake``, because it brings KV in ahead of requests.
+
+Why no extension point serves: a registered cache backend is only constructed; the calls are guarded by the
+flags of the built-in tiers.
+
+For: SGLang 0.5.21.
+Can go: when SGLang calls these for every cache that has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from sglang_ext.patches.base import Target
+from sglang_ext.patches.plugin_hooks import Hook, hook_patch
+
+NAP_MILLISECONDS = 1
+
+BEAMS_REFUSED = "Beam search is not supported with --kv-dram-size. Send it to a server without a DRAM tier."
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
+
+class CalledCache(Protocol):
+    """What the hooks call. All calls come from the scheduler's thread and must not block it for long."""
+
+    def check_hicache_events(self) -> None:
+        """Take note of copies that have finished. Once per pass of the scheduling loop."""
+
+    def ready_to_load_host_cache(self) -> int:
+        """Start the loads that ``init_load_back`` queued for the batch; its number, or -1 for none."""
+
+    scheduler: Any
+    """Set once, to the scheduler."""
+
+    uses_storage: bool
+    """Whether it follows the protocol for storage below the host."""
+
+    dram: Any
+    """The DRAM tier, or None."""
+
+    def prefill_begins(self, lengths: Sequence[tuple[int, int]], *, loads: bool) -> None:
+        """A prefill batch is about to run: of each request the tokens to compute and those before them, and
+        whether it waits for loads.
+        """
+
+    def streams_hold(self) -> bool:
+        """A prefill batch has run: whether everything that streamed into it was what it should have been."""
+
+    def prefill_ended(self) -> None:
+        """The result of the oldest such batch was processed."""
+
+    def sanity_check(self) -> None:
+        """Nothing runs and nothing waits. Every pass: about once a second with --sleep-on-idle, else
+        thousands of times a second."""
+
+    keeps_awake: bool
+    """Whether the next passes have something to do though nothing runs and nothing waits."""
+
+    def weights_changing(self) -> None:
+        """The model's weights are about to change, and may until ``weights_changed``: KV from before must
+        not match afterwards, and what is computed meanwhile must not be cached.
+        """
+
+    def weights_changed(self) -> None:
+        """The weights stay as they are now."""
+
+    def settle(self) -> None:
+        """The pool's memory is about to go away: wait for every copy that reads or writes it."""
+
+
+_called: CalledCache | None = None
+
+
+def call(cache: CalledCache) -> None:
+    """Have the hooks of this process call ``cache``, as long as it is its scheduler's cache."""
+    global _called
+    _called = cache
+
+
+def called_cache(scheduler: Any) -> CalledCache | None:
+    """The scheduler's cache when it is ours. None for any other, and before the scheduler has one."""
+    return _called if _called is not None and getattr(scheduler, "tree_cache", None) is _called else None
+
+
+def after_events(_result: None, scheduler: Any) -> None:
+    """After ``_process_hicache_events`` and ``process_decode_queue``."""
+    cache = called_cache(scheduler)
+    if cache is not None:
+        cache.check_hicache_events()
+
+
+def before_decode_queue(scheduler: Any) -> None:
+    """Before ``process_decode_queue``, where SGLang calls HiCache too."""
+    after_events(None, scheduler)
+
+
+def after_prefill_batch(result: tuple[Any, Any], scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
+    """After ``_get_new_batch_prefill_raw``: start the batch's loads, or let the next pass try again."""
+    cache = called_cache(scheduler)
+    if cache is None:
+        return
+    batch, running_batch = result
+    if batch is not None:
+        ticket = cache.ready_to_load_host_cache()
+        batch.hicache_consumer_index = ticket
+        cache.prefill_begins(list(zip(batch.extend_lens, batch.prefix_lens, strict=True)), loads=ticket != -1)
+    elif running_batch.is_empty():
+        running_batch.batch_is_full = False
+
+
+def before_embedding(worker: Any, batch: Any) -> None:
+    """Before ``forward_batch_embedding``, as ``forward_batch_generation`` does it itself."""
+    if _called is not None:
+        worker.set_hicache_consumer(batch.hicache_consumer_index)
+
+
+def around_beam(stock: Callable[..., str | None], coordinator: Any, req: Any, recv_req: Any) -> str | None:
+    """Around ``BeamCoordinator.validate_and_init``; returns what is wrong with the request, or None."""
+    cache = called_cache(coordinator)
+    if cache is not None and cache.dram is not None:
+        return BEAMS_REFUSED
+    return stock(coordinator, req, recv_req)
+
+
+def after_running_status(_result: None, scheduler: Any) -> None:
+    """After ``init_running_status``, which comes once the cache is there and before any request."""
+    cache = called_cache(scheduler)
+    if cache is None:
+        return
+    cache.scheduler = scheduler
+    if cache.uses_storage:
+        scheduler.enable_hicache_storage = True
+
+
+def after_batch_result(_result: None, scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
+    """After ``process_batch_result``."""
+    cache = called_cache(scheduler)
+    if cache is not None and batch.forward_mode.is_extend():
+        cache.prefill_ended()
+
+
+def around_sleep(sleep: Callable[[Any], None], scheduler: Any) -> None:
+    """Around ``maybe_sleep_on_idle``, the end of SGLang's idle work."""
+    cache = called_cache(scheduler)
+    if cache is None:
+        sleep(scheduler)
+        return
+    cache.sanity_check()
+    if not cache.keeps_awake:
+        sleep(scheduler)
+    elif scheduler.idle_sleeper is not None:
+        # Until a request comes, or there may be something to do: a whole sleep takes a second.
+        scheduler.idle_sleeper.poller.poll(NAP_MILLISECONDS)
+
+
+PATCH = hook_patch(
+    "scheduler_calls",
+    "the scheduler tells our cache about its loop, prefill batches and idleness, as it tells HiCache",
+    Hook(Target(f"{_SCHEDULER}._process_hicache_events", "(self)", "0d245d43ba85"), "after", after_events),
+    Hook(
+        Target(f"{_SCHEDULER}.process_decode_queue", "(self)", "25e6359b0754"), "before", before_decode_queue
+    ),
+    Hook(
+        Target(
+            f"{_SCHEDULER}._get_new_batch_prefill_raw",
+            "(self, prefill_delayer_single_pass, running_batch)",
+            "875f3214adfd",
+        ),
+        "after",
+        after_prefill_batch,
+    ),
+    Hook(
+        Target(f"{_SCHEDULER}.init_running_status", "(self)", "233d436cccfb"), "after", after_running_status
+    ),
+    Hook(
+        Target(f"{_SCHEDULER}.process_batch_result", "(self, batch, result)", "726305f46a97"),
+        "after",
+        after_batch_result,
+    ),
+    Hook(
+        Target(
+            "sglang.srt.managers.tp_worker.BaseTpWorker.forward_batch_embedding",
+            "(self, batch)",
+            "0cab1c5909f2",
+        ),
+        "before",
+        before_embedding,
+    ),
+    Hook(
+        Target(
+            "sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init",
+            "(self, req, recv_req)",
+            "851372e54ee2",
+        ),
+        "around",
+        around_beam,
+    ),
+    Hook(Target(f"{_SCHEDULER}.maybe_sleep_on_idle", "(self)", "3c39e1fe8220"), "around", around_sleep),
+)

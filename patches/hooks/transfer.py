@@ -1,0 +1,246 @@
+"""The transfer backend ``global``, on SGLang's command line, in its enumeration and among its classes.
+
+What: ``global`` becomes a member of ``TransferBackend`` and a choice of
+``--disaggregation-transfer-backend``; ``get_kv_class`` answers for it with the classes of
+``patches/adapter/kv_manager.py``. Before the command line is made into a server's settings,
+``--kv-pd-caching`` chooses which of SGLang's caching flags are set. Before ``init_disaggregation`` our
+classes are told the scheduler, whose pool they serve; after ``ingest_requests``, in each pass, they change
+its cache for returns; around ``run_batch`` they send layers while the next are computed (push by layer).
+Around decode's ``_match_prefix_and_lock``, which would count on HiCache for what is in DRAM, that is loaded;
+after ``_update_handshake_waiters``, which says who may be given slots, the disk is looked at.
+After ``on_idle`` a scheduler that only waits for transfers sleeps until one of them moves, where stock SGLang
+spins.
+
+Why no extension point serves: ``add_disagg_transfer_backend_choices`` extends the command line only; the
+enumeration and the function are closed, and the classes are constructed with pointers instead of the pool.
+
+For: SGLang 0.5.21.
+Can go: when SGLang registers transfer backends by name, as it does caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from sglang_ext.config import KvConfig
+from sglang_ext.engine.pd import settings as pd_settings
+from sglang_ext.errors import ConfigError
+from sglang_ext.patches.adapter.support import BACKEND as CACHE_BACKEND
+from sglang_ext.patches.base import Patch, Target, resolve
+from sglang_ext.patches.hooks import flags
+from sglang_ext.patches.plugin_hooks import Hook, hook_patch
+
+BACKEND = "global"
+_MEMBER = "GLOBAL"
+_UTILS = "sglang.srt.disaggregation.utils"
+_CHOICES = "sglang.srt.arg_groups.choices.DISAGG_TRANSFER_BACKEND_CHOICES"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
+
+def kv_class(stock: Any, transfer_backend: Any, class_type: Any) -> Any:
+    """Around ``get_kv_class``: our classes for our member."""
+    if transfer_backend.value != BACKEND or class_type.value == "kvargs":
+        return stock(transfer_backend, class_type)
+    from sglang_ext.patches.adapter import kv_manager as kv_transfer
+
+    return {
+        "manager": kv_transfer.GlobalKVManager,
+        "sender": kv_transfer.GlobalKVSender,
+        "receiver": kv_transfer.GlobalKVReceiver,
+        "bootstrap_server": kv_transfer.GlobalKVBootstrapServer,
+    }[class_type.value]
+
+
+def choose_caches(_cls: type, args: argparse.Namespace) -> None:
+    """Before ``from_cli_args``: what ``--kv-pd-caching`` means in SGLang's flags (MemServe, table 4)."""
+    if getattr(args, "disaggregation_transfer_backend", None) != BACKEND:
+        return
+    mode = getattr(args, "disaggregation_mode", "null")
+    if mode not in ("prefill", "decode"):
+        return
+    config = KvConfig.from_user(flags.given_values(args), os.environ)
+    caches = config.pd_caching != "basic" if mode == "prefill" else config.pd_caching in ("2", "3")
+    if getattr(args, "enable_pd_role_switch", False):
+        if config.pd_caching not in ("2", "3"):
+            raise ConfigError(
+                "a server that changes its role keeps its cache in both",
+                field="--enable-pd-role-switch",
+                hint="Choose --kv-pd-caching 2 or 3",
+            )
+        args.disaggregation_decode_enable_radix_cache = True
+        if args.disaggregation_decode_retraction_backup is None:
+            args.disaggregation_decode_retraction_backup = "cpu_tensor"
+    if not caches:
+        if getattr(args, "radix_cache_backend", None) == CACHE_BACKEND:
+            raise ConfigError(
+                f"a {mode} server keeps nothing with {config.pd_caching}",
+                field="--kv-pd-caching",
+                hint=f"Drop --radix-cache-backend {CACHE_BACKEND}, or choose 2 or 3",
+            )
+        args.disable_radix_cache = True
+    else:
+        args.radix_cache_backend = CACHE_BACKEND
+    if mode == "decode":
+        args.disaggregation_decode_enable_radix_cache = caches
+        if args.disaggregation_decode_retraction_backup is None:
+            args.disaggregation_decode_retraction_backup = "cpu_tensor"
+
+
+def keep_settings(server_args: Any, _cls: type, args: argparse.Namespace) -> None:
+    """After ``from_cli_args``: the bootstrap port is opened in this process, and wants the key."""
+    if server_args.disaggregation_transfer_backend == BACKEND:
+        pd_settings.configure(flags.carried_config(server_args, os.environ))
+
+
+def before_init_disaggregation(scheduler: Any) -> None:
+    """Before ``init_disaggregation``: whose pool our manager will serve, and the settings."""
+    if scheduler.server_args.disaggregation_transfer_backend == BACKEND:
+        from sglang_ext.patches.adapter import kv_manager as kv_transfer
+
+        pd_settings.configure(flags.carried_config(scheduler.server_args, os.environ))
+        kv_transfer.serve(scheduler)
+
+
+def after_idle(_result: None, scheduler: Any) -> None:
+    """After ``on_idle``."""
+    if scheduler.server_args.disaggregation_transfer_backend == BACKEND:
+        from sglang_ext.patches.adapter import kv_manager as kv_transfer
+
+        kv_transfer.idle(scheduler)
+
+
+def after_ingest(_result: Any, scheduler: Any) -> None:
+    """After ``ingest_requests``, with which each pass of a loop begins."""
+    if scheduler.server_args.disaggregation_transfer_backend == BACKEND:
+        from sglang_ext.patches.adapter import kv_manager as kv_transfer
+
+        kv_transfer.each_pass(scheduler)
+
+
+def match_and_lock(stock: Any, queue: Any, req: Any) -> Any:
+    """Around decode's ``_match_prefix_and_lock``."""
+    if queue.transfer_backend.value != BACKEND:
+        return stock(queue, req)
+    from sglang_ext.patches.adapter import kv_manager as kv_transfer
+
+    return kv_transfer.match_on_decode(stock, queue, req)
+
+
+def after_handshakes(_result: None, queue: Any, *_args: Any, **_kwargs: Any) -> None:
+    """After decode's ``_update_handshake_waiters``."""
+    if queue.transfer_backend.value == BACKEND:
+        from sglang_ext.patches.adapter import kv_manager as kv_transfer
+
+        kv_transfer.look_on_disk(queue)
+
+
+def around_run_batch(stock: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``run_batch``."""
+    if scheduler.server_args.disaggregation_transfer_backend != BACKEND:
+        return stock(scheduler, batch, *args, **kwargs)
+    from sglang_ext.patches.adapter import kv_manager as kv_transfer
+
+    return kv_transfer.run_batch(stock, scheduler, batch, *args, **kwargs)
+
+
+def add_member() -> None:
+    """Make ``global`` a member of the enumeration and a choice of the flag."""
+    choices = resolve(_CHOICES)
+    if BACKEND not in choices:
+        choices.append(BACKEND)
+    enumeration = resolve(f"{_UTILS}.TransferBackend")
+    if _MEMBER in enumeration.__members__:
+        return
+    # What EnumType does for the members in the class's body.
+    member = object.__new__(enumeration)
+    member._name_, member._value_ = _MEMBER, BACKEND
+    member.__objclass__, member._sort_order_ = enumeration, len(enumeration.__members__)
+    enumeration._member_names_.append(_MEMBER)
+    enumeration._member_map_[_MEMBER] = member
+    enumeration._value2member_map_[BACKEND] = member
+
+
+def has_member() -> bool:
+    """Whether SGLang finds the member by value and by name, and the command line offers it."""
+    enumeration = resolve(f"{_UTILS}.TransferBackend")
+    found = enumeration.__members__.get(_MEMBER)
+    return found is not None and enumeration(BACKEND) is found and BACKEND in resolve(_CHOICES)
+
+
+_HOOKS = hook_patch(
+    "transfer_backend",
+    "the transfer backend 'global': its name, its classes, the scheduler they serve, sleep while they work",
+    Hook(
+        Target(f"{_UTILS}.get_kv_class", "(transfer_backend, class_type)", "b70ba18e22ea"), "around", kv_class
+    ),
+    Hook(
+        Target("sglang.srt.server_args.ServerArgs.from_cli_args", "(cls, args)", "32152825e268"),
+        "before",
+        choose_caches,
+    ),
+    Hook(
+        Target("sglang.srt.server_args.ServerArgs.from_cli_args", "(cls, args)", "32152825e268"),
+        "after",
+        keep_settings,
+    ),
+    Hook(
+        Target(f"{_SCHEDULER}.init_disaggregation", "(self)", "98d20bd26ea5"),
+        "before",
+        before_init_disaggregation,
+    ),
+    Hook(Target(f"{_SCHEDULER}.ingest_requests", "(self)", "3f8ec429f127"), "after", after_ingest),
+    Hook(
+        Target(
+            "sglang.srt.disaggregation.decode.DecodePreallocQueue._match_prefix_and_lock",
+            "(self, req)",
+            "a3994d47ad84",
+        ),
+        "around",
+        match_and_lock,
+    ),
+    Hook(
+        Target(
+            "sglang.srt.disaggregation.decode.DecodePreallocQueue._update_handshake_waiters",
+            "(self, rids_to_check=None, pp_good_rids=None, pp_bad_rids=None)",
+            "355bf412b435",
+        ),
+        "after",
+        after_handshakes,
+    ),
+    Hook(
+        Target(f"{_SCHEDULER}.run_batch", "(self, batch, pp_proxy_tensors=None)", "8c6ed80ef5c4"),
+        "around",
+        around_run_batch,
+    ),
+    Hook(Target(f"{_SCHEDULER}.on_idle", "(self)", "5dff528d6b13"), "after", after_idle),
+)
+
+
+def apply() -> None:
+    """The member now, the hooks when SGLang applies them."""
+    add_member()
+    _HOOKS.apply()
+
+
+def applied() -> bool:
+    """Whether all of it is in place."""
+    return has_member() and _HOOKS.applied()
+
+
+PATCH = Patch(
+    _HOOKS.name,
+    _HOOKS.summary,
+    _HOOKS.scope,
+    (
+        Target(
+            f"{_UTILS}.TransferBackend",
+            "(value, names=None, *, module=None, qualname=None, type=None, start=1, boundary=None)",
+            "0de31fc3976e",
+        ),
+        *_HOOKS.targets,
+    ),
+    apply,
+    applied,
+)

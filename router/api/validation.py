@@ -1,0 +1,343 @@
+"""Checks that every kind of request shares, and what a checked request looks like.
+
+A check raises ``RequestRefused`` with a sentence that names the field, what is wrong with it and what it
+may be. What SGLang itself answers with a 400 is left to SGLang, unless the router has to look anyway.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+import orjson
+
+from sglang_ext.router.http.types import RequestRefused
+
+MAX_CHOICES = 4096
+"""Largest ``n``: SGLang repeats the prompt in memory that many times before it checks anything."""
+
+LARGE_JSON_BYTES = 1 << 20
+MAX_CONTAINERS = 1 << 19
+"""Objects and arrays of a large body: each can be two bytes long, and takes a hundred bytes of memory and a
+microsecond of everybody's time, as nothing else runs while it is parsed."""
+MAX_VALUES = 1 << 23
+"""Elements of a large body's objects and arrays."""
+
+MAX_DEPTH = 250
+"""Levels of a body: a little less than orjson writes, so that fields can be put around it."""
+
+Json: TypeAlias = dict[str, Any]
+
+
+class Endpoint(enum.StrEnum):
+    """The generation endpoints."""
+
+    GENERATE = "/generate"
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+    RESPONSES = "/v1/responses"
+    MESSAGES = "/v1/messages"
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What the model can take."""
+
+    vocab_size: int
+    context_length: int
+    truncates: bool = False
+    """Too long prompts are cut by the server instead of refused."""
+
+
+class Chat(msgspec.Struct, frozen=True):
+    """A conversation to be rendered by the model's chat template."""
+
+    payload: Json
+
+
+class PromptInput(msgspec.Struct, frozen=True):
+    """One sequence that has to be prefilled. Exactly one of ``ids``, ``text`` and ``chat`` is given."""
+
+    ids: array[int] | None = None
+    text: str | None = None
+    chat: Chat | None = None
+    opaque: bool = False
+    """The tokens cannot be known here (images, embeddings): it is matched by its text only."""
+    namespace: tuple[str | None, ...] = ()
+    """What keeps it apart from equal prompts: (adapter, extra_key, cache_salt)."""
+    max_new_tokens: int | None = None
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A generation request whose fields have been checked."""
+
+    endpoint: Endpoint
+    stream: bool
+    prompts: tuple[PromptInput, ...]
+    choices: int = 1
+    echoes: bool = False
+    """The answers repeat their prompts."""
+    background: bool = False
+    """It is answered at once, and generates afterwards."""
+    pinned_to: str | None = None
+    """The response that it goes on from; the instance that keeps it must serve it."""
+
+
+def parse_json_object(body: bytes) -> Json:
+    """The JSON object in a request body."""
+    if not body:
+        raise RequestRefused("the request body is empty; send a JSON object", code="invalid_json")
+    if len(body) > LARGE_JSON_BYTES:
+        _check_structure(body)
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise RequestRefused(f"the request body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise RequestRefused(
+            f"the request body must be a JSON object, not {json_type(value)}", code="invalid_json"
+        )
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
+        # orjson reads what is nested deeper than it writes, and parts of many bodies are written again.
+        try:
+            orjson.dumps([[[[value]]]])
+        except orjson.JSONEncodeError:
+            raise RequestRefused(
+                f"the request body is nested deeper than {MAX_DEPTH} levels", code="invalid_json"
+            ) from None
+    return value
+
+
+def _check_structure(body: bytes) -> None:
+    """Refuse a large body that would take out of proportion long to parse.
+
+    What is counted may stand in strings, too; a text with half a million brackets is longer than any context.
+    """
+    for what, count, most in (
+        ("objects and arrays", body.count(b"{") + body.count(b"["), MAX_CONTAINERS),
+        ("values", body.count(b","), MAX_VALUES),
+    ):
+        if count > most:
+            raise RequestRefused(
+                f"the request body has more than {most} {what}; send fewer prompts per request",
+                status=413,
+                code="request_too_large",
+            )
+
+
+def json_type(value: Any) -> str:
+    """What JSON calls the type of ``value``, with its article."""
+    names: Mapping[type, str] = {
+        dict: "an object", list: "an array", str: "a string", bool: "a boolean",
+        int: "an integer", float: "a number", type(None): "null",
+    }  # fmt: skip
+    return names.get(type(value), type(value).__name__)
+
+
+def wrong(field: str, expected: str, value: Any) -> RequestRefused:
+    """The error for a value of the wrong type."""
+    return RequestRefused(
+        f"{field} must be {expected}, not {json_type(value)}", param=field, code="invalid_type"
+    )
+
+
+def take_bool(source: Json, name: str, default: bool = False, prefix: str = "") -> bool:
+    """A boolean field; absent means ``default``, and so does null, as in SGLang's own clients."""
+    value = source.get(name)
+    if value is None:
+        return default
+    if type(value) is not bool:
+        raise wrong(prefix + name, "a boolean", value)
+    return value
+
+
+def take_int(
+    source: Json, name: str, *, least: int | None = None, most: int | None = None, prefix: str = ""
+) -> int | None:
+    """An integer field, or ``None`` when absent or null."""
+    value = source.get(name)
+    if value is None:
+        return None
+    field = prefix + name
+    if type(value) is not int:
+        raise wrong(field, "an integer", value)
+    if least is not None and value < least:
+        raise RequestRefused(
+            f"{field} must be at least {least}, not {value}", param=field, code="out_of_range"
+        )
+    if most is not None and value > most:
+        raise RequestRefused(f"{field} must be at most {most}, not {value}", param=field, code="out_of_range")
+    return value
+
+
+def take_number(source: Json, name: str, prefix: str = "") -> None:
+    """Check that a field is a number, null or absent."""
+    value = source.get(name)
+    if value is not None and type(value) not in (int, float):
+        raise wrong(prefix + name, "a number", value)
+
+
+def take_string(source: Json, name: str, prefix: str = "") -> str | None:
+    """A string field, or ``None`` when absent or null."""
+    value = source.get(name)
+    if value is not None and type(value) is not str:
+        raise wrong(prefix + name, "a string", value)
+    return value
+
+
+def take_objects(source: Json, name: str, what: str) -> list[Json]:
+    """A field that is an array of objects, of one at least.
+
+    Args:
+        what: what it is an array of, for the text of an error.
+    """
+    value = source.get(name)
+    if type(value) is not list:
+        raise wrong(name, what, value)
+    if not value:
+        raise RequestRefused(f"{name} is empty", param=name, code="empty_prompt")
+    for index, item in enumerate(value):
+        if type(item) is not dict:
+            raise wrong(f"{name}[{index}]", "an object", item)
+    return value
+
+
+def take_choices(source: Json, prefix: str = "") -> int:
+    """``n``: answers per prompt."""
+    n = take_int(source, "n", least=1, most=MAX_CHOICES, prefix=prefix)
+    return 1 if n is None else n
+
+
+def check_strings(source: Json, name: str, prefix: str = "") -> None:
+    """Check that a field is a string, an array of strings, null or absent."""
+    value = source.get(name)
+    if value is None or type(value) is str:
+        return
+    if type(value) is not list:
+        raise wrong(prefix + name, "a string or an array of strings", value)
+    for index, item in enumerate(value):
+        if type(item) is not str:
+            raise wrong(f"{prefix}{name}[{index}]", "a string", item)
+
+
+def _take_int(source: Json, name: str, prefix: str) -> None:
+    take_int(source, name, prefix=prefix)
+
+
+def _take_bool(source: Json, name: str, prefix: str) -> None:
+    take_bool(source, name, prefix=prefix)
+
+
+_SAMPLING: Mapping[str, Callable[[Json, str, str], object]] = {
+    **dict.fromkeys(
+        ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+        take_number,
+    ),
+    **dict.fromkeys(("top_k", "min_new_tokens", "min_tokens", "seed", "sampling_seed"), _take_int),
+    **dict.fromkeys(
+        ("ignore_eos", "skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens"), _take_bool
+    ),
+    **dict.fromkeys(("regex", "ebnf", "structural_tag"), take_string),
+    **dict.fromkeys(("stop", "stop_regex"), check_strings),
+}
+"""Sampling parameter -> what checks its type."""
+
+
+def check_sampling(source: Json, limits: Limits, prefix: str = "") -> None:
+    """Check the types of sampling parameters, and what would bring a stock scheduler down.
+
+    SGLang checks most ranges itself. It does not check ``stop_token_ids``, which index the logits as soon
+    as ``min_new_tokens`` (``min_tokens``) is set, and are harmless otherwise.
+    """
+    for name in source:
+        check = _SAMPLING.get(name)
+        if check is not None:
+            check(source, name, prefix)
+    if (stops := source.get("stop_token_ids")) is not None:
+        least_length = source.get("min_new_tokens") or source.get("min_tokens")
+        check_ids(stops, prefix + "stop_token_ids", limits.vocab_size if least_length else None)
+
+
+def check_ids(value: Any, field: str, vocab_size: int | None) -> array[int]:
+    """Token ids as an array of 64-bit integers; may be empty. Without ``vocab_size`` any integers will do."""
+    if type(value) is not list:
+        raise wrong(field, "an array of token ids", value)
+    if not set(map(type, value)) <= {int}:
+        index = next(i for i, item in enumerate(value) if type(item) is not int)
+        raise wrong(f"{field}[{index}]", "an integer", value[index])
+    try:
+        ids = array("q", value)
+    except OverflowError:
+        raise RequestRefused(
+            f"{field} has an integer of more than 64 bits", param=field, code="out_of_range"
+        ) from None
+    if vocab_size is None or not ids:
+        return ids
+    numbers = np.frombuffer(ids, dtype=np.int64)
+    if int(numbers.min()) < 0 or int(numbers.max()) >= vocab_size:
+        index = int(np.flatnonzero((numbers < 0) | (numbers >= vocab_size))[0])
+        raise RequestRefused(
+            f"{field}[{index}] is {value[index]}, which is not a token id: the vocabulary of this model "
+            f"has {vocab_size} entries, 0 to {vocab_size - 1}",
+            param=f"{field}[{index}]",
+            code="token_out_of_vocabulary",
+        )
+    return ids
+
+
+def check_length(tokens: int, max_new_tokens: int | None, limits: Limits, field: str) -> None:
+    """Refuse what does not fit into the context, by SGLang's own rule and in its own words."""
+    if limits.truncates:
+        return
+    length = limits.context_length
+    if tokens >= length:
+        raise RequestRefused(
+            f"The input ({tokens} tokens) is longer than the model's context length ({length} tokens).",
+            param=field,
+            code="context_length_exceeded",
+        )
+    if max_new_tokens is not None and tokens + max_new_tokens > length:
+        raise RequestRefused(
+            f"Requested token count exceeds the model's maximum context length of {length} tokens. "
+            f"You requested a total of {tokens + max_new_tokens} tokens: {tokens} tokens from the input "
+            f"messages and {max_new_tokens} tokens for the completion. Please reduce the number of tokens "
+            "in the input messages or the completion to fit within the limit.",
+            param=field,
+            code="context_length_exceeded",
+        )
+
+
+def per_prompt(source: Json, name: str, count: int) -> list[str | None]:
+    """A field that is one string for all prompts of a batch, or an array with one for each."""
+    value = source.get(name)
+    if value is None or type(value) is str:
+        return [value or None] * count
+    if type(value) is not list:
+        raise wrong(name, "a string or an array of strings", value)
+    if len(value) != count:
+        raise RequestRefused(
+            f"{name} has {len(value)} elements for {count} prompts", param=name, code="invalid_length"
+        )
+    for index, item in enumerate(value):
+        if item is not None and type(item) is not str:
+            raise wrong(f"{name}[{index}]", "a string", item)
+    return [item or None for item in value]
+
+
+_NAMES_SPACES = frozenset({"lora_path", "extra_key", "cache_salt"})
+
+
+def namespaces(source: Json, count: int, adapter: str | None = None) -> list[tuple[str | None, ...]]:
+    """What keeps each prompt of a batch apart from equal ones: (adapter, extra_key, cache_salt).
+
+    Args:
+        adapter: the LoRA adapter that the model's name asks for, which goes before ``lora_path``.
+    """
+    if _NAMES_SPACES.isdisjoint(source):
+        return [(adapter, None, None)] * count
+    adapters = [adapter] * count if adapter else per_prompt(source, "lora_path", count)
+    keys, salts = per_prompt(source, "extra_key", count), per_prompt(source, "cache_salt", count)
+    return list(zip(adapters, keys, salts, strict=True))

@@ -1,0 +1,185 @@
+"""What happens to every request: its id, its key, its endpoint, its errors, and the one log line."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+
+import orjson
+
+from sglang_ext.clock import Clock
+from sglang_ext.router.api.anthropic import error_body, speaks_anthropic
+from sglang_ext.router.endpoints.generation import new_request_id
+from sglang_ext.router.endpoints.routes import Access, Handler, Route, RouteTable
+from sglang_ext.router.http.types import (
+    JSON_TYPE,
+    ClientGone,
+    Request,
+    RequestRefused,
+    RequestTimeout,
+    Responder,
+)
+from sglang_ext.router.http.web_sites import ReadableAnswer, WebSites, is_preflight, preflight_headers
+from sglang_ext.router.telemetry.logs import log_access
+from sglang_ext.router.telemetry.observability import RouterMetrics
+from sglang_ext.router.telemetry.record import CLIENT_GONE, Record
+from sglang_ext.router.telemetry.tracing import NO_TRACING, Tracing
+from sglang_ext.router.tenancy.tenants import KeyRing
+
+logger = logging.getLogger("router.service")
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Service:
+    """Answers every request of the router.
+
+    Args:
+        routes: who answers what; endpoints may be added while it runs.
+        keys: who may ask.
+        metrics: counted here.
+        sites: which web pages may.
+        clock: seconds.
+        tracing: a span per request, where that is wanted.
+    """
+
+    def __init__(
+        self,
+        routes: RouteTable,
+        keys: KeyRing,
+        sites: WebSites,
+        metrics: RouterMetrics,
+        clock: Clock,
+        tracing: Tracing = NO_TRACING,
+    ) -> None:
+        self.routes = routes
+        self._keys = keys
+        self._sites = sites
+        self._metrics = metrics
+        self._clock = clock
+        self._tracing = tracing
+
+    async def handle(self, request: Request, responder: Responder) -> None:
+        """Answer a request. Raises nothing but the cancellation that a client which goes away brings."""
+        await self._answer(request, responder, self._dispatch)
+
+    async def refuse(self, request: Request, responder: Responder, refused: RequestRefused) -> None:
+        """Answer a request that could not be read."""
+
+        async def raise_it(request: Request, responder: Responder, record: Record) -> None:
+            raise refused
+
+        await self._answer(request, responder, raise_it)
+
+    async def _answer(self, request: Request, responder: Responder, handler: Handler) -> None:
+        given = request.headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else new_request_id()
+        record = Record(request_id, request.method, request.path, self._clock.monotonic())
+        if "origin" in request.headers and (readable := self._sites.cors(request)) is not None:
+            responder = ReadableAnswer(responder, readable)
+            if is_preflight(request):
+                handler = _answer_preflight
+        try:
+            with self._tracing.request(request, record):
+                await self._guarded(request, responder, record, handler)
+        finally:
+            now = self._clock.monotonic()
+            route = self.routes.get(request.path)
+            self._metrics.count(record, "other" if route is None else route.path, now)
+            if route is None or route.logged:
+                log_access(record, now)
+
+    async def _guarded(
+        self, request: Request, responder: Responder, record: Record, handler: Handler
+    ) -> None:
+        try:
+            await handler(request, responder, record)
+        except RequestRefused as refused:
+            record.error = refused.message
+            await self._send_error(responder, record, refused)
+        except RequestTimeout as error:
+            record.error = str(error)
+            timeout = RequestRefused(str(error), status=504, kind="server_error", code="timeout")
+            await self._send_error(responder, record, timeout)
+        except asyncio.CancelledError:
+            record.status, record.error = CLIENT_GONE, "the client went away"
+            raise
+        except ClientGone:
+            record.status, record.error = CLIENT_GONE, "the client went away"
+        except Exception:
+            logger.exception("request %s failed by an error of the router", record.request_id)
+            record.error = "internal error"
+            internal = RequestRefused(
+                f"internal error of the router; its log has the details under {record.request_id}",
+                status=500,
+                kind="server_error",
+                code="internal_error",
+            )
+            await self._send_error(responder, record, internal)
+
+    async def _send_error(self, responder: Responder, record: Record, refused: RequestRefused) -> None:
+        if responder.started:
+            responder.cut()
+            return
+        record.status = refused.status
+        headers = {"content-type": JSON_TYPE, **refused.headers, "x-request-id": record.request_id}
+        if record.instance is not None:
+            headers["x-kv-instance"] = record.instance
+        body = error_body(refused) if speaks_anthropic(record.path) else refused.payload()
+        try:
+            await responder.send(refused.status, headers, orjson.dumps(body))
+        except ClientGone:
+            record.status = CLIENT_GONE
+
+    def turn_away(self, request: Request) -> RequestRefused | None:
+        """Why the body of a request need not be read: without a key, nobody fills the router's memory."""
+        record = Record("", request.method, request.path, self._clock.monotonic())
+        try:
+            self._find(request, record)
+        except RequestRefused as refused:
+            return refused
+        return None
+
+    async def _dispatch(self, request: Request, responder: Responder, record: Record) -> None:
+        await self._find(request, record).handler(request, responder, record)
+
+    def _find(self, request: Request, record: Record) -> Route:
+        route = self.routes.get(request.path)
+        self._sites.check(request, public=route is not None and route.access is Access.OPEN)
+        # A key is asked for before anything is told, even that there is no such path.
+        if route is None or route.access in (Access.CLIENT, Access.ADMIN):
+            self._check_key(request, record, route)
+        return self.routes.find(request)
+
+    def _check_key(self, request: Request, record: Record, route: Route | None) -> None:
+        caller = self._keys.caller(key_of(request))
+        if caller is None:
+            raise RequestRefused(
+                "this router asks for a key: send it as 'Authorization: Bearer KEY'",
+                status=401,
+                kind="authentication_error",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        record.caller = caller
+        if route is not None and route.access is Access.ADMIN and not caller.admin:
+            raise RequestRefused(
+                f"{request.path} needs an administrator's key",
+                status=403,
+                kind="permission_error",
+                code="not_an_admin",
+            )
+
+
+async def _answer_preflight(request: Request, responder: Responder, record: Record) -> None:
+    record.status = 204
+    await responder.send(204, preflight_headers(request), b"")
+
+
+def key_of(request: Request) -> str | None:
+    """The key in a request: OpenAI's header, or Anthropic's."""
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return given.strip()
+    return request.headers.get("x-api-key")

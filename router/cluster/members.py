@@ -1,0 +1,384 @@
+"""The cluster manager: who joins, leaves, drains and dies, while requests go on.
+
+``roster`` has the records, ``membership`` shares them with other routers, ``fleet`` has each instance's life.
+This part carries a changed record over into the fleet, sets the times of drains, passes on verdicts to the
+agents of the others (so that each frees what the dead one held), and answers what people ask.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+from sglang_ext.clock import Clock
+from sglang_ext.errors import PeerError, UserError
+from sglang_ext.protocol.agent import Beat
+from sglang_ext.protocol.cluster import VERDICT_S, Registered, Registration
+from sglang_ext.router.cluster.membership import Membership, RouterStatus, Seen
+from sglang_ext.router.cluster.roster import LEFT_KEPT_S, Change, Intent, Member, Roster
+from sglang_ext.router.fleet.fleet import Fleet, Row
+from sglang_ext.router.fleet.health import HealthWatch
+from sglang_ext.router.fleet.lifecycle import USABLE, Event, State
+
+logger = logging.getLogger("router.members")
+
+TICK_S = 1.0
+"""Between two looks at times, and two words to other routers."""
+FORGET_S = 600.0
+"""An instance that registered by itself is forgotten when it has given no sign of life for so long."""
+
+
+class AgentLinks(Protocol):
+    """The channels to the instances' agents. Names are URLs."""
+
+    def connect(self, name: str, registration: Registration) -> None:
+        """Reach an instance's agent from now on; another address or epoch replaces the former."""
+
+    def expect(self, name: str) -> None:
+        """An instance serves and will register: what it holds is awaited."""
+
+    def disconnect(self, name: str) -> None:
+        """Reach it no more."""
+
+    def peer_dead(self, instance: str, epoch: str) -> None:
+        """Tell every agent that an instance (by id) has died: free what it held."""
+
+    def beat(self, name: str) -> Beat | None:
+        """What an instance said of itself last, while its agent is heard."""
+
+
+class NoAgents:
+    """Links for a router that knows no agents."""
+
+    def connect(self, name: str, registration: Registration) -> None:
+        """Nobody to reach."""
+
+    def expect(self, name: str) -> None:
+        """Nobody will tell."""
+
+    def disconnect(self, name: str) -> None:
+        """Nobody was reached."""
+
+    def peer_dead(self, instance: str, epoch: str) -> None:
+        """Nobody to tell."""
+
+    def beat(self, name: str) -> Beat | None:
+        return None
+
+
+def new_router_name() -> str:
+    """What a router calls itself: another name after each start."""
+    return f"router-{uuid.uuid4().hex[:12]}"
+
+
+class Unknown(UserError):
+    """There is no such instance."""
+
+
+class CannotChangeRole(PeerError):
+    """The instance's role is what it was started with."""
+
+
+class Members:
+    """The members of one router's cluster.
+
+    Args:
+        fleet: their lives; its ``on_event`` is taken.
+        watch: probes them.
+        store: shares them.
+        links: their agents.
+        clock: seconds.
+        router: which router this is.
+        on_session: told that another router has sent a session (first) to an instance (its URL).
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        watch: HealthWatch,
+        store: Membership,
+        clock: Clock,
+        *,
+        router: str = "",
+        links: AgentLinks | None = None,
+        on_session: Callable[[str, str], None] = lambda session, name: None,
+    ) -> None:
+        self.router = router or new_router_name()
+        self.roster = Roster()
+        self.store = store
+        self.fleet = fleet
+        self._watch = watch
+        self.clock = clock
+        self.links: AgentLinks = links or NoAgents()
+        self._tell_session = on_session
+        self.drains: dict[str, float] = {}
+        """When each drain began, by URL; ``monotonic``."""
+        self._said: dict[str, float] = {}
+        """When each instance last registered here; ``monotonic``."""
+        self._dead: dict[str, str] = {}
+        """The epochs that the agents were told to be dead, of instances that have not come back."""
+        self.on_drain: Callable[[str], None] = lambda name: None
+        """Told of an instance (its URL) that shall finish and go."""
+        fleet.on_event = self._on_event
+
+    async def start(self, urls: Iterable[str]) -> None:
+        """Take in what others have published, and the instances that were listed by URL."""
+        await self.store.start(self)
+        for url in urls:
+            self.list_url(url)
+
+    async def stop(self) -> None:
+        """Tell the other routers that this one goes."""
+        await self.store.stop()
+
+    async def run(self) -> None:
+        """Look at times, for ever."""
+        while True:
+            self.tick()
+            await self.clock.sleep(TICK_S)
+
+    # -- what instances say -------------------------------------------------------------------------------
+
+    def list_url(self, url: str) -> None:
+        """An instance is named by its URL."""
+        if (member := self.roster.listed(url, self.clock.wall())) is not None:
+            self._publish([member])
+
+    def register(self, registration: Registration) -> Registered:
+        """An instance says who it is.
+
+        Raises:
+            Taken: its name belongs to another process, which lives.
+        """
+        before = self.roster.get(registration.instance)
+        alive = before is not None and self.age(before.url) < VERDICT_S and self._is_usable(before.url)
+        self._said[registration.instance] = self.clock.monotonic()
+        self._publish(self.roster.registered(registration, self.clock.wall(), alive=alive))
+        row = self.fleet.rows.get(registration.url)
+        state = State.LEFT if row is None else row.state
+        return Registered(router=self.router, instance=registration.instance, state=state.value)
+
+    def leave(self, instance: str) -> None:
+        """An instance says that it goes.
+
+        Raises:
+            Unknown: there is none of this name.
+        """
+        self._wish(instance, Intent.GONE)
+
+    def drain(self, instance: str, deadline_s: float) -> None:
+        """Somebody wishes an instance to finish and go.
+
+        Raises:
+            Unknown: there is none of this name.
+        """
+        self._wish(instance, Intent.GO, self.clock.wall() + deadline_s)
+
+    def resume(self, instance: str) -> None:
+        """Somebody takes a drain back.
+
+        Raises:
+            Unknown: there is none of this name.
+        """
+        self._wish(instance, Intent.STAY)
+
+    def change_role(self, instance: str, role: str) -> None:
+        """Somebody wishes an instance to do something else of a request from now on.
+
+        Raises:
+            Unknown: there is none of this name.
+            CannotChangeRole: SGLang sets the role at its start.
+        """
+        there = self.role(self.member(instance))
+        if there != role:
+            raise CannotChangeRole(
+                f"{instance} was started as {there}, and SGLang cannot change that while it runs",
+                field="role",
+                hint=f"Drain it, start it anew as {role}, and it joins in that role",
+            )
+
+    def role(self, member: Member) -> str:
+        """What an instance does of a request, as far as it is known."""
+        if (row := self.fleet.rows.get(member.url)) is not None:
+            return row.role.value
+        return member.registration.role if member.registration else "colocated"
+
+    def on_heartbeat(self, name: str, epoch: str) -> None:
+        """The agent of an instance (by URL) lives."""
+        row = self.fleet.rows.get(name)
+        if row is not None and row.epoch == epoch:
+            self.fleet.heard(name)
+
+    def on_silent(self, name: str) -> None:
+        """The agent of an instance (by URL) was not heard for ``VERDICT_S``."""
+        self.fleet.lost(name, f"its agent was not heard for {VERDICT_S:g} s")
+        self._watch.watch(name)
+
+    def _wish(self, instance: str, intent: Intent, deadline: float = 0.0) -> None:
+        member = self.member(instance)
+        self._publish([self.roster.wished(member.instance, intent, self.clock.wall(), deadline)])
+
+    def member(self, name: str) -> Member:
+        """The instance that somebody names, by id or by URL.
+
+        Raises:
+            Unknown: there is none.
+        """
+        member = self.roster.get(name) or self.roster.at(name.rstrip("/"))
+        if member is None:
+            known = sorted(there.instance for there in self.roster if there.intent is not Intent.GONE)
+            hint = f"There are: {', '.join(known)[:1000]}" if known else "None has joined"
+            raise Unknown(f"there is no instance {name[:200]!r}", field="instance", hint=hint)
+        return member
+
+    # -- records --------------------------------------------------------------------------------------------
+
+    def _publish(self, members: Iterable[Member]) -> None:
+        for member in members:
+            self.on_member(member)
+            self.store.publish(member)
+
+    def on_member(self, member: Member) -> None:
+        """A record of ours or of another router: carry it over into the fleet."""
+        change = self.roster.merge(member)
+        if change is not None:
+            self._carry_over(change)
+
+    def _carry_over(self, change: Change) -> None:
+        before, after = change.before, change.after
+        if before is not None and before.url != after.url and not self.serves(before.url):
+            self._part(before.url, f"it is at {after.url} now")
+        if before is not None and before.epoch and before.epoch != after.epoch:
+            self._tell_dead(before.instance, before.epoch)
+        if after.intent is Intent.GONE:
+            if not self.serves(after.url):
+                self._part(after.url, "it said that it goes")
+            return
+        was_there = after.url in self.fleet.rows
+        restarted = was_there and self.fleet.rows[after.url].epoch != after.epoch and bool(after.epoch)
+        self.fleet.join(after.url, after.registration)
+        if after.registration is not None and after.registration.agent:
+            self.links.connect(after.url, after.registration)
+        if after.intent is Intent.GO:
+            self.drains.setdefault(after.url, self.clock.monotonic())
+            self.fleet.drain(after.url, "somebody wishes it to go")
+            self.on_drain(after.url)
+        else:
+            self.drains.pop(after.url, None)
+            resumed = self.fleet.rows[after.url].state in (State.DRAINING, State.LEFT)
+            self.fleet.resume(after.url)
+            if not was_there or restarted or resumed:
+                self._watch.watch(after.url)
+
+    def serves(self, url: str) -> bool:
+        """Whether a member that is not gone is at a URL."""
+        return self.roster.at(url) is not None
+
+    def _part(self, url: str, why: str) -> None:
+        self.drains.pop(url, None)
+        self.fleet.leave(url, why)
+        self.links.disconnect(url)
+        self.fleet.forget(url)
+
+    def _on_event(self, row: Row, event: Event, before: State) -> None:
+        """Follow up on what happened to an instance."""
+        is_gone = event in (Event.LOST, Event.LEAVE) and row.state is not before
+        if is_gone and row.registration is not None:
+            self._tell_dead(row.registration.instance, row.registration.epoch)
+        if event is Event.LEARNT and row.registration is not None:
+            self._dead.pop(row.registration.instance, None)
+        begins = event is Event.LEARNT and before not in USABLE and row.state in USABLE
+        if begins and row.facts is not None and row.facts.tells:
+            self.links.expect(row.name)
+        if row.state is State.LEFT and before is not State.LEFT:
+            self.links.disconnect(row.name)
+
+    def _tell_dead(self, instance: str, epoch: str) -> None:
+        """Tell the agents of the others, once for each time that it dies."""
+        if self._dead.get(instance) != epoch:
+            self._dead[instance] = epoch
+            self.links.peer_dead(instance, epoch)
+
+    # -- time -----------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Look at what has run out, and tell the other routers how things are."""
+        wall = self.clock.wall()
+        for member in self.roster:
+            row = self.fleet.rows.get(member.url)
+            if row is None:
+                continue
+            if row.state is State.DRAINING and member.intent is Intent.GO and wall >= member.deadline:
+                self.fleet.drained(member.url, f"{row.in_flight} requests had not ended at the deadline")
+            is_lost = row.state not in USABLE | {State.LEFT, State.DRAINING}
+            if is_lost and member.registration is not None and self.age(member.url) > FORGET_S:
+                logger.warning(
+                    "instance %s is forgotten: no sign of life for %d s", member.instance, FORGET_S
+                )
+                self._forget(member)
+        for instance in self.roster.expired(wall):
+            if self.clock.monotonic() - self._said.get(instance, -LEFT_KEPT_S) > LEFT_KEPT_S:
+                self._said.pop(instance, None)
+                self._forget(self.roster.get(instance))
+        for name, row in list(self.fleet.rows.items()):
+            if row.state is State.LEFT and not self.serves(name):
+                self.fleet.forget(name)
+        self.store.tell(self._status())
+
+    def _forget(self, member: Member | None) -> None:
+        if member is not None:
+            self.roster.forget(member.instance)
+            self._dead.pop(member.instance, None)
+            if not self.serves(member.url):
+                self._part(member.url, "nothing was heard of it for long")
+
+    def _status(self) -> RouterStatus:
+        seen = {}
+        for member in self.roster:
+            if (row := self.fleet.rows.get(member.url)) is not None:
+                seen[member.instance] = Seen(row.state.value, row.in_flight)
+        return RouterStatus(self.router, seen)
+
+    # -- what a membership asks and tells -------------------------------------------------------------------
+
+    def on_routers(self, others: Mapping[str, RouterStatus]) -> None:
+        """Count what other routers have sent as load, too."""
+        sums: dict[str, int] = {}
+        for status in others.values():
+            for instance, seen in status.instances.items():
+                sums[instance] = sums.get(instance, 0) + seen.in_flight
+        for member in self.roster:
+            if (row := self.fleet.rows.get(member.url)) is not None:
+                row.elsewhere = sums.get(member.instance, 0)
+
+    def on_session(self, session: str, instance: str) -> None:
+        """Another router has sent a session to an instance."""
+        if (member := self.roster.get(instance)) is not None:
+            self._tell_session(session, member.url)
+
+    def records(self) -> Iterable[Member]:
+        """Every record that this router has."""
+        return self.roster
+
+    def heard(self, instance: str) -> bool:
+        """Whether this router knows the instance to live."""
+        member = self.roster.get(instance)
+        return member is not None and self._is_usable(member.url)
+
+    def _is_usable(self, url: str) -> bool:
+        row = self.fleet.rows.get(url)
+        return row is not None and row.state in USABLE | {State.DRAINING}
+
+    def age(self, url: str) -> float:
+        """Seconds since the last sign of life."""
+        row = self.fleet.rows.get(url)
+        if row is None or row.heard is None:
+            return float("inf")
+        return self.clock.monotonic() - row.heard
+
+    def remember_session(self, session: str, name: str) -> None:
+        """This router has sent a session to an instance (its URL): other routers shall know."""
+        if (member := self.roster.at(name)) is not None:
+            self.store.remember(session, member.instance)

@@ -1,0 +1,89 @@
+"""What people and programs are told of the members."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sglang_ext.protocol.agent import Beat
+from sglang_ext.protocol.cluster import Cluster, Draining, Elsewhere, InstanceView, TierFill
+from sglang_ext.router.cluster.members import Members
+from sglang_ext.router.cluster.roster import Intent, Member
+from sglang_ext.router.fleet.fleet import Row
+from sglang_ext.router.fleet.lifecycle import State
+from sglang_ext.router.policies import Instance
+
+
+def instances(members: Members) -> tuple[InstanceView, ...]:
+    """All that are there, and those that were drained; those that said they go are left out."""
+    usable = {instance.name: instance for instance in members.fleet.usable()}
+    return tuple(
+        instance_view(members, member, usable)
+        for member in sorted(members.roster, key=lambda member: member.instance)
+        if member.intent is not Intent.GONE
+        or (member.url in members.fleet.rows and not members.serves(member.url))
+    )
+
+
+def cluster(members: Members) -> Cluster:
+    """Everything."""
+    return Cluster(
+        router=members.router,
+        store=members.store.view(),
+        routers=tuple(sorted({members.router, *members.store.others})),
+        instances=instances(members),
+        unusable=members.fleet.obstacle(),
+    )
+
+
+def instance_view(members: Members, member: Member, usable: Mapping[str, Instance]) -> InstanceView:
+    """What is known of one. usable: what policies see now, by URL."""
+    row = members.fleet.rows.get(member.url)
+    registration = member.registration
+    now = usable.get(member.url)
+    elsewhere = tuple(
+        Elsewhere(router=name, state=seen.state, in_flight=seen.in_flight)
+        for name, status in sorted(members.store.others.items())
+        if (seen := status.instances.get(member.instance)) is not None
+    )
+    return InstanceView(
+        instance=member.instance,
+        url=member.url,
+        role=members.role(member),
+        state=(row.state if row else State.LEFT).value,
+        why=row.why if row else "it has left",
+        registered=registration is not None,
+        epoch=member.epoch,
+        agent=registration.agent if registration else "",
+        model=row.facts.model.name if row and row.facts else registration.model if registration else "",
+        block_size=registration.block_size if registration else 0,
+        tp_size=registration.tp_size if registration else 1,
+        in_flight=row.in_flight if row else 0,
+        queued_tokens=row.queued_tokens if row else 0,
+        cached_tokens=now.cached_tokens if now else 0,
+        trusted=now.trusted if now else False,
+        awaited=now.awaited if now else False,
+        usable=now is not None,
+        heard_s=round(members.age(member.url), 3) if row and row.heard is not None else None,
+        draining=_draining(members, member, row),
+        elsewhere=elsewhere,
+        tiers=tiers(members.links.beat(member.url)),
+    )
+
+
+def tiers(beat: Beat | None) -> dict[str, TierFill]:
+    """How full the tiers of an instance are, of those that it has."""
+    if beat is None:
+        return {}
+    fills = {"hbm": beat.hbm, "dram": beat.dram, "disk": beat.disk}
+    return {name: TierFill(used=fill.used, size=fill.size) for name, fill in fills.items() if fill.size}
+
+
+def _draining(members: Members, member: Member, row: Row | None) -> Draining | None:
+    if member.intent is not Intent.GO:
+        return None
+    now = members.clock.monotonic()
+    return Draining(
+        since_s=round(now - members.drains.get(member.url, now), 3),
+        deadline_s=round(max(0.0, member.deadline - members.clock.wall()), 3),
+        in_flight=row.in_flight if row else 0,
+    )

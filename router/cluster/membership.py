@@ -1,0 +1,121 @@
+"""Where membership is kept: by one router for itself, or shared by several.
+
+The contract, which ``tests/router/membership_contract.py`` holds every implementation to.
+
+The caller (``members.Members``)
+- calls ``start`` once, with a listener, and ``stop`` once; everything in one event loop;
+- keeps a roster of its own and merges what the listener is told; it may be told a record more than once,
+  late, and out of order, and its own as well;
+- calls ``publish`` for each record that it has made or changed, and ``tell`` about once per second.
+
+The implementation
+- never blocks and never fails in ``publish``, ``tell`` and ``remember``: a store that is away is caught up
+  with when it is back, from ``Listener.records`` and ``Listener.heard``;
+- tells the listener every record that any router has published, within seconds; the newest of each instance
+  at least, those of before the start too;
+- forgets an instance that no router has heard of for ``MEMBER_TTL_S``, and a router that has told nothing for
+  ``ROUTER_TTL_S``;
+- says whether it is connected. While it is not, ``others`` is empty: nothing is known of other routers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Protocol
+
+import msgspec
+
+from sglang_ext.protocol.cluster import StoreView
+from sglang_ext.router.cluster.roster import Member
+
+MEMBER_TTL_S = 60.0
+ROUTER_TTL_S = 5.0
+MAX_SESSION_CHARACTERS = 512
+
+
+class Seen(msgspec.Struct, frozen=True, array_like=True):
+    """How one router sees one instance."""
+
+    state: Annotated[str, msgspec.Meta(max_length=32)]
+    in_flight: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0
+
+
+class RouterStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a router says of itself every second."""
+
+    router: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+    instances: Annotated[dict[str, Seen], msgspec.Meta(max_length=100_000)] = {}
+    """By instance id."""
+
+
+class Listener(Protocol):
+    """What a membership calls back. Nothing of it blocks."""
+
+    def on_member(self, member: Member) -> None:
+        """A record, perhaps an old one."""
+
+    def on_routers(self, others: Mapping[str, RouterStatus]) -> None:
+        """What the other routers have told last; those that are gone are left out."""
+
+    def on_session(self, session: str, instance: str) -> None:
+        """Another router has sent a session to an instance (by id)."""
+
+    def records(self) -> Iterable[Member]:
+        """Every record that this router has."""
+
+    def heard(self, instance: str) -> bool:
+        """Whether this router knows the instance to live."""
+
+
+class Membership(Protocol):
+    """Where membership is kept. See the module for the contract."""
+
+    async def start(self, listener: Listener) -> None:
+        """Begin. Returns when what other routers have published is told, or cannot be had now."""
+
+    async def stop(self) -> None:
+        """End; other routers see at once that this one has gone."""
+
+    def publish(self, member: Member) -> None:
+        """Share a record."""
+
+    def tell(self, status: RouterStatus) -> None:
+        """Say how this router is."""
+
+    def remember(self, session: str, instance: str) -> None:
+        """Share that a session is at an instance (by id)."""
+
+    @property
+    def others(self) -> Mapping[str, RouterStatus]:
+        """What the other routers have told last."""
+
+    def view(self) -> StoreView:
+        """How it is."""
+
+
+class EmbeddedMembership:
+    """Membership of one router, in its own memory: nothing to share, nothing to lose."""
+
+    others: Mapping[str, RouterStatus] = {}
+
+    async def start(self, listener: Listener) -> None:
+        """Nobody has published anything."""
+
+    async def stop(self) -> None:
+        """Nobody sees it."""
+
+    def publish(self, member: Member) -> None:
+        """Nobody to share with."""
+
+    def tell(self, status: RouterStatus) -> None:
+        """Nobody to tell."""
+
+    def remember(self, session: str, instance: str) -> None:
+        """Nobody to share with."""
+
+    def view(self) -> StoreView:
+        """Always there."""
+        return StoreView(kind="embedded")
+
+    def __repr__(self) -> str:
+        return "EmbeddedMembership()"

@@ -1,0 +1,367 @@
+"""Membership shared by several routers through Redis 7. Nobody leads; any router, and Redis itself, can die.
+
+A record that changes is written down and announced in a stream, from which the others hear of it at once. The
+stream is a short cut: all records are read again every ``SYNC_S``, so that nothing that was lost on the way
+stays lost. What is in Redis is in ``redis_records``.
+
+Placement events are not: every router is connected to every agent itself, gets its snapshot when it begins,
+and then the events in their order. A second way for them would be slower and could only disagree; what a
+router lacks at its start is who there is, and that is what Redis gives it.
+
+When Redis is lost, the router goes on with what it knows; when it is back, even empty, every router writes
+down what it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from sglang_ext.clock import Clock
+from sglang_ext.cluster_key import ClusterKey
+from sglang_ext.errors import ConfigError, InternalError, PeerError
+from sglang_ext.protocol.cluster import StoreView
+from sglang_ext.router.cluster.membership import MAX_SESSION_CHARACTERS, MEMBER_TTL_S, Listener, RouterStatus
+from sglang_ext.router.cluster.redis_records import Fields, Places, RedisRecords
+from sglang_ext.router.cluster.roster import Intent, Member, decode_member
+
+logger = logging.getLogger("router.membership")
+
+SYNC_S = 10.0
+"""Between two readings of everything, in which what is heard is also kept from expiring."""
+BLOCK_S = 1.0
+TIMEOUT_S = 2.5
+"""For each answer of Redis, blocking reads included; after it, Redis is taken for lost."""
+CONNECT_TIMEOUT_S = 2.0
+RETRY_S = (0.25, 0.5, 1.0, 2.0)
+"""Pauses before connecting again; the last one from then on."""
+FIRST_SESSIONS = 5_000
+SESSIONS_AT_ONCE = 500
+MAX_PENDING_SESSIONS = 10_000
+
+
+def _say(error: BaseException) -> None:
+    logger.critical("sharing the membership has ended", exc_info=error)
+
+
+class RedisMembership:
+    """Membership in one Redis.
+
+    Args:
+        url: ``redis://``, ``rediss://`` or ``unix://``, as redis-py takes it.
+        router: which router this is.
+        name: of the cluster; several can be in one Redis.
+        password: of that Redis, where it is not in the URL.
+        key: of the cluster; seals what is written, and without its seal nothing is believed.
+        clock: seconds.
+        on_crash: called when sharing ends by an error of ours.
+
+    Raises:
+        ConfigError: redis-py is missing.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        router: str,
+        clock: Clock,
+        *,
+        name: str = "default",
+        password: str | None = None,
+        key: ClusterKey | None = None,
+        on_crash: Callable[[BaseException], None] = _say,
+    ) -> None:
+        self._library = _library()
+        self._url = url
+        self._password = password
+        self._key = key
+        self._router = router
+        self._name = name
+        self._clock = clock
+        self._on_crash = on_crash
+        self._listener: Listener | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._ending = False
+        self._settled = asyncio.Event()
+        self._wake = asyncio.Event()
+        self._members: dict[str, Member] = {}
+        self._status: RouterStatus | None = None
+        self._sessions: deque[tuple[str, str]] = deque(maxlen=MAX_PENDING_SESSIONS)
+        self._connected = False
+        self._since = clock.monotonic()
+        self._error = "not reached yet"
+        self.others: Mapping[str, RouterStatus] = {}
+        self.losses = 0
+        """How often Redis was lost since the start."""
+        self.refused = 0
+        """Records in Redis that were none."""
+
+    def __repr__(self) -> str:
+        state = "connected" if self._connected else f"lost: {self._error}"
+        return f"RedisMembership({address_of(self._url)}, {state}, {len(self.others)} other routers)"
+
+    # -- the contract ---------------------------------------------------------------------------------------
+
+    async def start(self, listener: Listener) -> None:
+        """Connect; without Redis, begin alone.
+
+        Raises:
+            ConfigError: Redis refuses us.
+        """
+        self._listener, self._ending = listener, False
+        self._settled.clear()
+        self._task = asyncio.create_task(self._run(listener), name="share the membership")
+        settled = asyncio.create_task(self._settled.wait())
+        try:
+            await asyncio.wait({self._task, settled}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            settled.cancel()
+        if self._task.done():
+            await self._task
+        self._task.add_done_callback(self._died)
+
+    def _died(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and not self._ending:
+            self._on_crash(task.exception() or InternalError("sharing the membership ended by itself"))
+
+    async def stop(self) -> None:
+        """End, and take this router's word out of Redis if it is there."""
+        if self._task is not None:
+            self._ending = True
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        if self._connected:
+            self._connected, self.others = False, {}
+            try:
+                async with asyncio.timeout(CONNECT_TIMEOUT_S), self._records() as records:
+                    await records.say_goodbye(self._router)
+            except (self._library.RedisError, OSError, TimeoutError) as error:
+                logger.info("cannot say goodbye to Redis: %s", error)
+
+    def publish(self, member: Member) -> None:
+        """Write it down soon."""
+        if self._connected:
+            self._members[member.instance] = member
+            self._wake.set()
+
+    def tell(self, status: RouterStatus) -> None:
+        """Write it down soon."""
+        self._status = status
+        self._wake.set()
+
+    def remember(self, session: str, instance: str) -> None:
+        """Write it down soon."""
+        if self._connected and len(session) <= MAX_SESSION_CHARACTERS:
+            self._sessions.append((session, instance))
+            self._wake.set()
+
+    def view(self) -> StoreView:
+        """How it is."""
+        return StoreView(
+            kind="redis",
+            connected=self._connected,
+            since_s=round(self._clock.monotonic() - self._since, 3),
+            error="" if self._connected else self._error,
+            address=address_of(self._url),
+        )
+
+    # -- connecting -----------------------------------------------------------------------------------------
+
+    async def _run(self, listener: Listener) -> None:
+        attempt = 0
+        while not self._ending:
+            try:
+                await self._share(listener)
+            except (self._library.RedisError, OSError, TimeoutError) as error:
+                if not self._settled.is_set() and self._is_refusal(error):
+                    raise ConfigError(f"Redis refuses us: {error}", field="--cluster") from None
+                attempt = 1 if self._connected else attempt + 1
+                self._is_lost(error)
+            await self._clock.sleep(RETRY_S[min(attempt, len(RETRY_S)) - 1])
+
+    async def _share(self, listener: Listener) -> None:
+        """Share until Redis is lost, and raise how it was lost."""
+        async with self._records() as reader, self._records() as writer:
+            places = await self._sync(writer, listener, first=True)
+            if self._ending:
+                return
+            self._is_connected()
+            tasks = [
+                asyncio.create_task(self._read(reader, listener, places)),
+                asyncio.create_task(self._write(writer, listener)),
+                asyncio.create_task(self._keep(writer, listener)),
+            ]
+            try:
+                ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            for task in ended:
+                task.result()
+
+    def _is_refusal(self, error: BaseException) -> bool:
+        """Whether trying again will not help."""
+        kinds = (self._library.AuthenticationError, self._library.ResponseError)
+        return isinstance(error, kinds) or isinstance(error.__cause__, kinds)
+
+    @asynccontextmanager
+    async def _records(self) -> AsyncIterator[RedisRecords]:
+        from redis.asyncio import from_url
+        from redis.asyncio.retry import Retry
+        from redis.backoff import NoBackoff
+
+        client = from_url(
+            self._url,
+            socket_timeout=TIMEOUT_S,
+            socket_connect_timeout=CONNECT_TIMEOUT_S,
+            retry=Retry(NoBackoff(), 0),  # we try again ourselves, and say so
+            **({} if self._password is None else {"password": self._password}),
+        )
+        try:
+            yield RedisRecords(client, self._name, self._key, self._is_forged)
+        finally:
+            await client.aclose()
+
+    def _is_forged(self, kind: str) -> None:
+        self.refused += 1
+        logger.warning("a %s record in Redis is left out: no member of this cluster has signed it", kind)
+
+    def _is_connected(self) -> None:
+        logger.info("membership is shared through %s", address_of(self._url))
+        self._connected, self._since = True, self._clock.monotonic()
+        self._settled.set()
+        self._wake.set()
+
+    def _is_lost(self, error: Exception) -> None:
+        """Go on alone."""
+        self._error = str(error)[:500] or type(error).__name__
+        if self._connected or not self._settled.is_set():
+            where = address_of(self._url)
+            logger.warning("%s is lost, this router goes on with what it knows: %s", where, self._error)
+            self._since = self._clock.monotonic()
+            self.losses += 1
+        self._connected = False
+        self._settled.set()
+        self._members.clear()
+        self._sessions.clear()
+        if self.others and self._listener is not None:
+            self.others = {}
+            self._listener.on_routers(self.others)
+
+    # -- reading --------------------------------------------------------------------------------------------
+
+    async def _sync(self, records: RedisRecords, listener: Listener, *, first: bool) -> Places:
+        """Read everything, then write down what is newer here, or is heard here.
+
+        Returns where the streams ended before.
+        """
+        places = await records.ends()
+        there = {m.instance: m for v in await records.members() if (m := self._take(v, listener)) is not None}
+        for member in list(listener.records()):
+            known = there.get(member.instance)
+            if known is None and member.intent is Intent.STAY and not self._is_alive(member, listener):
+                continue
+            if known != member or listener.heard(member.instance):
+                await records.put(member)
+        if first:
+            for fields in await records.sessions(FIRST_SESSIONS):
+                self._take_session(fields, listener)
+        return places
+
+    def _is_alive(self, member: Member, listener: Listener) -> bool:
+        """Whether a record that Redis lacks is worth writing down: somebody hears the instance, or nobody has
+        had the time to."""
+        return self._clock.wall() - member.stamp / 1e3 < MEMBER_TTL_S or listener.heard(member.instance)
+
+    async def _read(self, records: RedisRecords, listener: Listener, places: Places) -> None:
+        while _goes_on():
+            members, sessions = await records.read(places, BLOCK_S)
+            for value in members:
+                self._take(value, listener)
+            for fields in sessions:
+                self._take_session(fields, listener)
+
+    def _take(self, value: bytes, listener: Listener) -> Member | None:
+        try:
+            member = decode_member(value)
+        except PeerError as error:
+            self.refused += 1
+            logger.warning("a record in Redis is left out: %s", error)
+            return None
+        listener.on_member(member)
+        return member
+
+    def _take_session(self, fields: Fields, listener: Listener) -> None:
+        session, instance = fields.get(b"s", b""), fields.get(b"i", b"")
+        is_ours = fields.get(b"r") == self._router.encode()
+        if session and not is_ours and len(session) <= 4 * MAX_SESSION_CHARACTERS:
+            listener.on_session(session.decode("utf-8", "replace"), instance.decode("utf-8", "replace"))
+
+    # -- writing --------------------------------------------------------------------------------------------
+
+    async def _write(self, records: RedisRecords, listener: Listener) -> None:
+        while _goes_on():
+            await self._wake.wait()
+            self._wake.clear()
+            members, self._members = self._members, {}
+            for member in members.values():
+                await records.put(member)
+            while self._sessions:
+                count = min(len(self._sessions), SESSIONS_AT_ONCE)
+                await records.put_sessions([self._sessions.popleft() for _ in range(count)], self._router)
+            if self._status is not None:
+                status, self._status = self._status, None
+                await records.tell(status)
+                self._see_others(await records.routers(), listener)
+
+    def _see_others(self, values: list[bytes], listener: Listener) -> None:
+        others: dict[str, RouterStatus] = {}
+        for value in values:
+            try:
+                status = msgspec.json.decode(value, type=RouterStatus)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                self.refused += 1
+                continue
+            if status.router != self._router:
+                others[status.router] = status
+        if others or self.others:
+            self.others = others
+            listener.on_routers(others)
+
+    async def _keep(self, records: RedisRecords, listener: Listener) -> None:
+        while _goes_on():
+            await self._clock.sleep(SYNC_S)
+            await self._sync(records, listener, first=False)
+
+
+def _goes_on() -> bool:
+    """Whether nobody has cancelled this task: redis-py swallows a cancellation that meets it connecting."""
+    task = asyncio.current_task()
+    return task is None or not task.cancelling()
+
+
+def _library() -> Any:
+    try:
+        from redis import exceptions
+    except ImportError:
+        raise ConfigError(
+            "the Redis client is not installed",
+            field="--cluster",
+            hint="pip install 'sglang-ext[redis]', or leave --cluster out: one router needs no Redis",
+        ) from None
+    return exceptions
+
+
+def address_of(url: str) -> str:
+    """The URL without user, password and options."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -1,0 +1,228 @@
+"""What several routers keep in Redis 7, and how it is read and written. No decisions: ``membership_redis``.
+
+Below ``sglang_ext:{NAME}:`` (one slot of a Redis cluster) are
+
+- ``member:ID``: an instance's record, ``STAMP SEAL JSON``, as a key that expires unless some router goes on
+  to hear the instance. A script sets it only if the record is newer than what is there, whatever the order in
+  which routers write. ``members`` is the set of these ids.
+- ``events``: a stream of the records as they change, which makes the others hear of them at once.
+- ``router:ID``: what a router says of itself each second, as a key that expires. ``routers`` is their set.
+- ``sessions``: a stream of (session, instance), bounded in length.
+
+Where the cluster has a key, everything is sealed with it: what somebody else has written is left out, who can
+reach that Redis or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+
+from sglang_ext.cluster_key import NO_SEAL, ClusterKey
+from sglang_ext.router.cluster.membership import MEMBER_TTL_S, ROUTER_TTL_S, RouterStatus
+from sglang_ext.router.cluster.roster import LEFT_KEPT_S, Intent, Member, encode_member
+
+MAX_EVENTS = 4096
+MAX_SESSIONS = 20_000
+Fields: TypeAlias = Mapping[bytes, bytes]
+Places: TypeAlias = dict[bytes, bytes]
+"""How far each stream was read."""
+
+PUT_MEMBER = """
+local function newer(a, b)
+  -- Whether text a is larger than b, byte by byte: Lua's own comparison follows the locale of the server.
+  local n = math.min(#a, #b)
+  for i = 1, n do
+    local x, y = string.byte(a, i), string.byte(b, i)
+    if x ~= y then return x > y end
+  end
+  return #a > #b
+end
+local stamp, body, kept, seal = tonumber(ARGV[1]), ARGV[2], ARGV[3], ARGV[6]
+local there = redis.call('GET', KEYS[1])
+local there_stamp, there_seal, there_body = string.match(there or '', '^(%d+) (%S+) (.*)$')
+redis.call('SADD', KEYS[2], ARGV[4])
+if there_stamp then
+  there_stamp = tonumber(there_stamp)
+  if there_stamp > stamp or (there_stamp == stamp and newer(there_body, body)) then
+    return 0
+  end
+  if there_stamp == stamp and there_body == body and there_seal == seal then
+    redis.call('PEXPIRE', KEYS[1], kept)
+    return 0
+  end
+end
+local value = ARGV[1] .. ' ' .. seal .. ' ' .. body
+redis.call('SET', KEYS[1], value, 'PX', kept)
+redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[5], '*', 'm', value)
+return 1
+"""
+"""Set a member's record if it is newer than what is there, and tell the others; keep it from expiring if it
+is the same.
+
+KEYS: the record, the set of ids, the stream of events. ARGV: stamp, JSON, milliseconds to keep it, id, length
+of the stream, seal.
+"""
+
+
+def _session_text(session: bytes, instance: bytes, router: bytes) -> bytes:
+    """What of a session is sealed: with lengths, so that nothing can move from one field to the next."""
+    return b"".join(b"%d:%s" % (len(each), each) for each in (session, instance, router))
+
+
+class RedisRecords:
+    """The records of one cluster.
+
+    Args:
+        client: of ``redis.asyncio``, without decoding of answers.
+        name: of the cluster.
+        key: of the cluster; without one nothing is sealed, and every record is believed.
+        on_forged: told of the kind of a record that no member has sealed, which is left out.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        name: str,
+        key: ClusterKey | None = None,
+        on_forged: Callable[[str], None] = lambda kind: None,
+    ) -> None:
+        self._client = client
+        self._name = name
+        self._key = key
+        self._on_forged = on_forged
+        self._prefix = f"sglang_ext:{{{name}}}:"
+
+    def key(self, kind: str, name: str = "") -> str:
+        """The key of something."""
+        return f"{self._prefix}{kind}:{name}" if name else f"{self._prefix}{kind}"
+
+    # -- members --------------------------------------------------------------------------------------------
+
+    async def members(self) -> list[bytes]:
+        """The JSON of every record; ids whose records have expired are taken out."""
+        return self._opened("member", (await self._all("member", "members")).values())
+
+    async def put(self, member: Member) -> None:
+        """Write a record down, if it is newer than what is there."""
+        kept_s = MEMBER_TTL_S if member.intent is Intent.STAY else LEFT_KEPT_S
+        body = encode_member(member)
+        await self._client.eval(
+            PUT_MEMBER,
+            3,
+            self.key("member", member.instance),
+            self.key("members"),
+            self.key("events"),
+            member.stamp,
+            body,
+            int(kept_s * 1e3),
+            member.instance,
+            MAX_EVENTS,
+            self._seal("member", b"%d " % member.stamp + body),
+        )
+
+    # -- routers --------------------------------------------------------------------------------------------
+
+    async def tell(self, status: RouterStatus) -> None:
+        """Write down how a router is."""
+        pipeline = self._client.pipeline(transaction=False)
+        key = self.key("router", status.router)
+        body = msgspec.json.encode(status)
+        value = f"0 {self._seal('router', b'0 ' + body)} ".encode() + body
+        pipeline.set(key, value, px=int(ROUTER_TTL_S * 1e3))
+        pipeline.sadd(self.key("routers"), status.router)
+        await pipeline.execute()
+
+    async def routers(self) -> list[bytes]:
+        """The JSON of what every router has told last."""
+        return self._opened("router", (await self._all("router", "routers")).values())
+
+    async def say_goodbye(self, router: str) -> None:
+        """Take a router's word out."""
+        await self._client.delete(self.key("router", router))
+        await self._client.srem(self.key("routers"), router)
+
+    # -- streams --------------------------------------------------------------------------------------------
+
+    async def ends(self) -> Places:
+        """Where both streams end now."""
+        places: Places = {}
+        for stream in ("events", "sessions"):
+            latest = await self._client.xrevrange(self.key(stream), count=1)
+            places[self.key(stream).encode()] = latest[0][0] if latest else b"0-0"
+        return places
+
+    async def read(self, places: Places, seconds: float) -> tuple[list[bytes], list[Fields]]:
+        """Wait for something new: the JSON of records, and sessions. ``places`` moves on."""
+        answer = await self._client.xread(places, count=500, block=int(seconds * 1e3))
+        # Either version of the protocol: lists of pairs, or a dictionary of lists of lists.
+        streams = [(n, e[0]) for n, e in answer.items()] if isinstance(answer, dict) else list(answer or ())
+        members: list[bytes] = []
+        sessions: list[Fields] = []
+        for stream, entries in streams:
+            for place, fields in entries:
+                places[stream] = place
+                if stream.endswith(b"sessions"):
+                    sessions.append(fields)
+                elif b"m" in fields:
+                    members.append(fields[b"m"])
+        return self._opened("member", members), self._sealed_sessions(sessions)
+
+    async def sessions(self, count: int) -> list[Fields]:
+        """The last sessions, oldest first."""
+        latest = await self._client.xrevrange(self.key("sessions"), count=count)
+        return self._sealed_sessions([fields for _, fields in reversed(latest)])
+
+    async def put_sessions(self, sessions: Sequence[tuple[str, str]], router: str) -> None:
+        """Write down which sessions (first) a router has sent to which instances."""
+        pipeline = self._client.pipeline(transaction=False)
+        for session, instance in sessions:
+            seal = self._seal("session", _session_text(session.encode(), instance.encode(), router.encode()))
+            fields = {"s": session, "i": instance, "r": router, "k": seal}
+            pipeline.xadd(self.key("sessions"), fields, maxlen=MAX_SESSIONS, approximate=True)
+        await pipeline.execute()
+
+    # -- seals ----------------------------------------------------------------------------------------------
+
+    def _seal(self, kind: str, data: bytes) -> str:
+        return NO_SEAL if self._key is None else self._key.seal(f"{self._name}:{kind}", data)
+
+    def _is_ours(self, kind: str, data: bytes, seal: bytes) -> bool:
+        if self._key is None or self._key.is_sealed(f"{self._name}:{kind}", data, seal.decode("latin-1")):
+            return True
+        self._on_forged(kind)
+        return False
+
+    def _opened(self, kind: str, values: Iterable[bytes]) -> list[bytes]:
+        """The JSON of those values ``STAMP SEAL JSON`` that a member has sealed."""
+        found = []
+        for value in values:
+            stamp, _, rest = value.partition(b" ")
+            seal, _, body = rest.partition(b" ")
+            if self._is_ours(kind, stamp + b" " + body, seal):
+                found.append(body)
+        return found
+
+    def _sealed_sessions(self, found: list[Fields]) -> list[Fields]:
+        return [
+            fields
+            for fields in found
+            if self._is_ours(
+                "session",
+                _session_text(fields.get(b"s", b""), fields.get(b"i", b""), fields.get(b"r", b"")),
+                fields.get(b"k", b""),
+            )
+        ]
+
+    async def _all(self, kind: str, names: str) -> dict[bytes, bytes]:
+        """Every value of a kind, by name; names without a value are taken out of the set."""
+        there = sorted(await self._client.smembers(self.key(names)))
+        if not there:
+            return {}
+        values = await self._client.mget([self.key(kind).encode() + b":" + name for name in there])
+        found = dict(zip(there, values, strict=True))
+        if gone := [name for name, value in found.items() if value is None]:
+            await self._client.srem(self.key(names), *gone)
+        return {name: value for name, value in found.items() if value is not None}

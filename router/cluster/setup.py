@@ -1,0 +1,113 @@
+"""How a router's cluster is put together from its flags: where membership is kept, and by which key."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from urllib.parse import parse_qs, urlsplit
+
+from sglang_ext.clock import Clock
+from sglang_ext.cluster_key import ClusterKey, read_secret
+from sglang_ext.errors import ConfigError
+from sglang_ext.router.cluster.membership import EmbeddedMembership, Membership
+from sglang_ext.router.telemetry.observability import RouterMetrics
+
+EMBEDDED = "embedded"
+SCHEMES = ("redis", "rediss", "unix")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def add_cluster_args(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this module."""
+    parser.add_argument(
+        "--cluster",
+        default=EMBEDDED,
+        metavar="URL",
+        help="where membership is kept: 'embedded' in this router, or redis://[:PASSWORD@]HOST:PORT[/DB], "
+        "rediss:// (TLS) or unix:///SOCKET for a Redis 7 that several routers share (default: embedded)",
+    )
+    parser.add_argument(
+        "--cluster-name",
+        default="default",
+        metavar="NAME",
+        help="routers of one name in one Redis are one cluster (default: default)",
+    )
+    parser.add_argument(
+        "--cluster-password-file",
+        metavar="FILE",
+        help="password of that Redis, mode 0600; in a URL, others on this machine can see it",
+    )
+    parser.add_argument(
+        "--cluster-key-file",
+        metavar="FILE",
+        help="key of the cluster, mode 0600, the same at every instance (--kv-cluster-key-file); without it, "
+        "instances can register on this machine only",
+    )
+
+
+def check_cluster(url: str, name: str, password_file: str | None, is_loopback: Callable[[str], bool]) -> None:
+    """Check ``--cluster``, ``--cluster-name`` and ``--cluster-password-file``.
+
+    Raises:
+        ConfigError: one of them cannot work.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} is not a name", field="--cluster-name", hint="Letters, digits, . _ -")
+    if url == EMBEDDED:
+        if password_file is not None:
+            raise ConfigError("there is no Redis that it is for", field="--cluster-password-file")
+        return
+    forms = "redis://HOST:PORT, rediss://HOST:PORT or unix:///SOCKET"
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        raise ConfigError(f"is not 'embedded' and not of the form {forms}", field="--cluster") from None
+    has_place = parts.path if parts.scheme == "unix" else parts.hostname
+    if parts.scheme not in SCHEMES or not has_place:
+        raise ConfigError(f"is not 'embedded' and not of the form {forms}", field="--cluster")
+    has_password = bool(parts.password or parse_qs(parts.query).get("password") or password_file)
+    if parts.scheme != "unix" and not is_loopback(parts.hostname or "") and not has_password:
+        raise ConfigError(
+            f"{parts.hostname} is another machine, and no password is given",
+            field="--cluster",
+            hint="Whoever writes there decides where prompts are sent: set requirepass in Redis, and give "
+            "--cluster-password-file",
+        )
+
+
+def open_membership(
+    url: str,
+    name: str,
+    password_file: str | None,
+    router: str,
+    clock: Clock,
+    key: ClusterKey | None,
+    on_crash: Callable[[BaseException], None],
+) -> Membership:
+    """What ``--cluster`` stands for.
+
+    Raises:
+        ConfigError: the Redis client is not installed, or the password cannot be read.
+    """
+    if url == EMBEDDED:
+        return EmbeddedMembership()
+    from sglang_ext.router.cluster.membership_redis import RedisMembership
+
+    password = None
+    if password_file is not None:
+        password = read_secret(password_file, field="--cluster-password-file").decode("utf-8", "replace")
+    return RedisMembership(url, router, clock, name=name, password=password, key=key, on_crash=on_crash)
+
+
+def show_membership(store: Membership, metrics: RouterMetrics) -> None:
+    """Have metrics tell how membership is."""
+    connected = metrics.gauge("membership_connected", "1 when membership can be shared, or need not be")
+    routers = metrics.gauge("membership_routers", "Routers that share the membership, this one included")
+
+    def refresh() -> None:
+        connected.set(store.view().connected)
+        routers.set(1 + len(store.others))
+
+    metrics.on_refresh.append(refresh)

@@ -1,0 +1,1 @@
+"""Choosing an instance, waiting for a place, sending the request on, moving it to another."""

@@ -1,0 +1,492 @@
+"""Hints that were given, and what becomes of each: budgets, repetition, expiry, and who is expected where.
+
+A hint (Symphony's advisory request, section 3.2) says that a session will soon send a request. It costs the
+cluster something before anybody knows whether the request will come, so what a tenant can cause with hints
+is bounded: how many per second, how many at once, how many tokens being moved at once. A hint beyond a bound
+never harms anybody:
+
+- beyond the rate, or beyond the hints at once: refused, with the time after which to try again;
+- more tokens than the budget has left: clipped to a leading part, which is what is useful by itself;
+- nothing left of the budget: deferred, and started when another one ends;
+- the same again: the first one lives longer, and nothing is moved twice.
+
+What was promised to a request is a *place*: the instance where its KV is being brought, and beside one that
+only prefills the instance that will decode. Places count as load at both, or all hints of one moment would
+choose the same instance; those of high priority are counted by themselves.
+
+Pure: no I/O and no clock; ``now`` is seconds of any clock that does not go back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import heapq
+from collections import Counter, deque
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+from sglang_ext.errors import InternalError
+from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.router.tenancy.rate import TokenBucket
+
+MAX_TTL_S = 3600.0
+REPEATED = "repeated"
+"""The reason of an answer to a hint that was there already."""
+ENDED_KEPT_S = 60.0
+"""How long one can ask what became of a hint that has ended."""
+LENGTHS_TRIED = 64
+"""A prompt is looked for at so many lengths, the longest first, so that a flood of hints costs it nothing."""
+
+
+class State(enum.StrEnum):
+    """Where a hint is in its life."""
+
+    DEFERRED = "deferred"
+    """Waits until the tenant's budget has room."""
+    MOVING = "moving"
+    """The instance brings the KV in."""
+    COMPUTING = "computing"
+    """All that there was is there, and the instance computes the rest while it is idle."""
+    READY = "ready"
+    """All is where it should be; the request can come."""
+    USED = "used"
+    """The request has come."""
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    """The instance went away, or could not do it. The request is served all the same."""
+
+
+ENDED = frozenset({State.USED, State.EXPIRED, State.CANCELLED, State.FAILED})
+BUSY = frozenset({State.MOVING, State.COMPUTING})
+"""An instance does something for it; its tokens count against the tenant's budget."""
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.DEFERRED: frozenset({State.MOVING, State.USED, State.EXPIRED, State.CANCELLED, State.FAILED}),
+    State.MOVING: frozenset(
+        {State.COMPUTING, State.READY, State.USED, State.EXPIRED, State.CANCELLED, State.FAILED}
+    ),
+    State.COMPUTING: frozenset({State.READY, State.USED, State.EXPIRED, State.CANCELLED, State.FAILED}),
+    State.READY: frozenset({State.USED, State.EXPIRED, State.CANCELLED, State.FAILED}),
+}
+"""State -> states that may follow. What has ended stays so."""
+
+
+class Verdict(enum.StrEnum):
+    """What the client is told at once."""
+
+    ACCEPTED = "accepted"
+    CLIPPED = "clipped"
+    DEFERRED = "deferred"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a request is expected. decode: the instance that decodes, where ``instance`` only prefills."""
+
+    instance: str
+    decode: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every instance that takes part."""
+        return (self.instance,) if self.decode is None else (self.instance, self.decode)
+
+
+@dataclass(frozen=True, slots=True)
+class HintLimits:
+    """What one tenant may cause.
+
+    per_second, burst: hints. live: hints that have not ended. moving_tokens: of hints being moved, together.
+    ttl_s: how long a hint lives that does not say so.
+    """
+
+    per_second: float = 50.0
+    burst: int = 200
+    live: int = 1000
+    moving_tokens: int = 1 << 20
+    ttl_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """One hint, checked and tokenized.
+
+    namespace, key: as the prompt trees know the conversation so far. session: the client's name of it.
+    earliest_s: seconds from now before which the request does not come. ttl_s: how long after that it may.
+    """
+
+    tenant: str
+    namespace: Hashable
+    key: bytes
+    session: str | None = None
+    priority: int = 0
+    earliest_s: float = 0.0
+    ttl_s: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Of the conversation so far."""
+        return len(self.key) // TOKEN_BYTES
+
+    def clipped(self, tokens: int) -> Hint:
+        """The hint for its leading ``tokens`` only."""
+        return dataclasses.replace(self, key=self.key[: tokens * TOKEN_BYTES])
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """A hint in the book. Only ``HintBook`` writes it."""
+
+    id: str
+    hint: Hint
+    state: State
+    born: float
+    expires: float
+    place: Place | None = None
+    why: str = ""
+    """Why it ended, for people."""
+    ready_at: float | None = None
+    ended_at: float | None = None
+    ended_from: State | None = None
+    """What it was when it ended."""
+
+    @property
+    def instance(self) -> str | None:
+        """The instance to which the request will be sent first."""
+        return None if self.place is None else self.place.instance
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the book says to a hint.
+
+    entry: None when refused. start: whether the caller has to start moving now. retry_after_s: of a refusal.
+    replaced: a hint of the same session that has ended with this.
+    """
+
+    verdict: Verdict
+    reason: str
+    entry: Entry | None = None
+    start: bool = False
+    retry_after_s: float | None = None
+    replaced: Entry | None = None
+
+
+class HintBook:
+    """All hints of one router.
+
+    Args:
+        limits: of every tenant.
+    """
+
+    def __init__(self, limits: HintLimits | None = None) -> None:
+        self._limits = limits or HintLimits()
+        self._entries: dict[str, Entry] = {}
+        self._live: dict[str, dict[str, Entry]] = {}
+        """Tenant -> live entries by id."""
+        self._by_session: dict[tuple[str, str], Entry] = {}
+        self._by_prompt: dict[tuple[str, Hashable, bytes], Entry] = {}
+        self._lengths: dict[tuple[str, Hashable], Counter[int]] = {}
+        """(Tenant, namespace) -> lengths of live keys in bytes, to find the hints that a prompt continues."""
+        self._moving: Counter[str] = Counter()
+        """Tenant -> tokens being moved."""
+        self._deferred: dict[str, deque[Entry]] = {}
+        self._places: Counter[str] = Counter()
+        """Instance -> requests expected there."""
+        self._ranks: dict[str, Counter[int]] = {}
+        """Instance -> priorities of those."""
+        self._buckets: dict[str, TokenBucket] = {}
+        self._ended: deque[Entry] = deque()
+        self.counts: Counter[str] = Counter()
+        """Verdicts, and ends by state."""
+
+    # -- hints ------------------------------------------------------------------------------------
+
+    def offer(self, id: str, hint: Hint, now: float) -> Answer:
+        """A hint has come; ``id`` is its name from here on, unless it repeats another."""
+        before = self._same(hint)
+        answer = self._offer(id, hint, now)
+        if before is not None and before.state in ENDED and before.ended_at == now:
+            answer = dataclasses.replace(answer, replaced=before)
+        self.counts[answer.verdict.value] += 1
+        return answer
+
+    def _offer(self, id: str, hint: Hint, now: float) -> Answer:
+        self.expire(now)
+        limits = self._limits
+        wait = self._bucket(hint.tenant, now).take(now)
+        if wait > 0.0:
+            return Answer(Verdict.REFUSED, "too many hints per second", retry_after_s=wait)
+        expires = now + hint.earliest_s + min(limits.ttl_s if hint.ttl_s is None else hint.ttl_s, MAX_TTL_S)
+        same = self._same(hint)
+        if same is not None:
+            if same.hint.key.startswith(hint.key):
+                same.expires = max(same.expires, expires)
+                return Answer(_verdict_of(same), REPEATED, same)
+            # The conversation has grown meanwhile: what is there already is found and not moved again.
+            self._end(same, State.CANCELLED, now, "followed by a longer one of the same session")
+        live = self._live.get(hint.tenant, {})
+        if len(live) >= limits.live:
+            first = min(entry.expires for entry in live.values())
+            return Answer(Verdict.REFUSED, "too many hints at once", retry_after_s=max(0.0, first - now))
+        room = limits.moving_tokens - self._moving[hint.tenant]
+        if hint.tokens > limits.moving_tokens:
+            hint = hint.clipped(limits.moving_tokens)
+            clipped = True
+        else:
+            clipped = False
+        if 0 < room < hint.tokens:
+            hint, clipped = hint.clipped(room), True
+        entry = Entry(id, hint, State.DEFERRED, now, expires)
+        self._add(entry)
+        if room <= 0 and hint.tokens:
+            self._deferred.setdefault(hint.tenant, deque()).append(entry)
+            return Answer(Verdict.DEFERRED, "the budget of tokens being moved is used up", entry)
+        self._start(entry)
+        if clipped:
+            reason = f"the budget leaves room for {hint.tokens} tokens"
+            return Answer(Verdict.CLIPPED, reason, entry, start=True)
+        return Answer(Verdict.ACCEPTED, "new", entry, start=True)
+
+    def placed(self, entry: Entry, place: Place) -> None:
+        """The request is expected there."""
+        if entry.state in ENDED:
+            return
+        self._leave_place(entry)
+        entry.place = place
+        for name in place.names:
+            self._places[name] += 1
+            self._ranks.setdefault(name, Counter())[entry.hint.priority] += 1
+
+    def arrived(self, entry: Entry, now: float) -> list[Entry]:
+        """Everything is there. Returns those that can start now."""
+        if entry.state in BUSY:
+            self._move_on(entry, State.READY)
+            entry.ready_at = now
+        return self.startable()
+
+    def computing(self, entry: Entry) -> None:
+        """What there was is there, and the rest is computed."""
+        if entry.state is State.MOVING:
+            self._move_on(entry, State.COMPUTING)
+
+    def failed(self, entry: Entry, now: float, why: str) -> list[Entry]:
+        """It could not be done. Returns those that can start now."""
+        if entry.state not in ENDED:
+            self._end(entry, State.FAILED, now, why)
+        return self.startable()
+
+    def cancel(self, entry: Entry, now: float) -> list[Entry]:
+        """The client takes it back. Returns those that can start now."""
+        if entry.state not in ENDED:
+            self._end(entry, State.CANCELLED, now, "taken back")
+        return self.startable()
+
+    def startable(self) -> list[Entry]:
+        """Deferred hints for which the budget has room again; they count as moving from here on."""
+        ready: list[Entry] = []
+        for tenant, waiting in list(self._deferred.items()):
+            while waiting:
+                entry = waiting[0]
+                if entry.state is State.DEFERRED:
+                    if self._moving[tenant] + entry.hint.tokens > self._limits.moving_tokens:
+                        break
+                    self._start(entry)
+                    ready.append(entry)
+                waiting.popleft()
+            if not waiting:
+                del self._deferred[tenant]
+        return ready
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def claim(
+        self, tenant: str, namespace: Hashable, key: bytes, session: str | None, now: float
+    ) -> Entry | None:
+        """A request has come: the hint that expected it, which ends with this.
+
+        By its session, else by its prompt: the longest hint whose conversation the prompt continues, and
+        which is not another session's.
+        """
+        self.expire(now)
+        entry = self._by_session.get((tenant, session)) if session is not None else None
+        if entry is None:
+            entry = self._continued(tenant, namespace, key, any_session=session is None)
+        if entry is not None:
+            self._end(entry, State.USED, now, "its request has come")
+        return entry
+
+    def _continued(self, tenant: str, namespace: Hashable, key: bytes, *, any_session: bool) -> Entry | None:
+        lengths = self._lengths.get((tenant, namespace), ())
+        for length in heapq.nlargest(LENGTHS_TRIED, (each for each in lengths if each <= len(key))):
+            entry = self._by_prompt.get((tenant, namespace, key[:length]))
+            if entry is not None and (any_session or entry.hint.session is None):
+                return entry
+        return None
+
+    def promised(self, instance: str, least: int | None = None) -> int:
+        """Requests that are expected at ``instance`` and have not come; of at least this priority."""
+        if least is None:
+            return self._places[instance]
+        ranks = self._ranks.get(instance, Counter())
+        return sum(count for priority, count in ranks.items() if priority >= least)
+
+    def lost(self, instance: str, now: float) -> list[Entry]:
+        """``instance`` is gone. Returns the hints that were placed there, which have failed. Those whose
+        requests it was only to decode have not: see ``decoding_at``."""
+        gone = [entry for entry in self.live() if entry.instance == instance]
+        for entry in gone:
+            self._end(entry, State.FAILED, now, f"{instance} went away")
+        return gone
+
+    def decoding_at(self, instance: str) -> list[Entry]:
+        """The hints whose requests ``instance`` is to decode: if it is gone, each needs another one."""
+        return [entry for entry in self.live() if entry.place is not None and entry.place.decode == instance]
+
+    # -- time -------------------------------------------------------------------------------------
+
+    def expire(self, now: float) -> list[Entry]:
+        """End what was not used in time, and forget what has ended long ago. Returns what has expired."""
+        late = [entry for entry in self.live() if entry.expires <= now]
+        for entry in late:
+            self._end(entry, State.EXPIRED, now, "its request did not come")
+        while self._ended and (self._ended[0].ended_at or 0.0) + ENDED_KEPT_S <= now:
+            del self._entries[self._ended.popleft().id]
+        return late
+
+    def get(self, id: str, tenant: str) -> Entry | None:
+        """A tenant's hint by its id, also for a while after it has ended."""
+        entry = self._entries.get(id)
+        return entry if entry is not None and entry.hint.tenant == tenant else None
+
+    def find(self, id: str) -> Entry | None:
+        """Any tenant's hint by its id."""
+        return self._entries.get(id)
+
+    def live(self) -> Iterator[Entry]:
+        """What has not ended."""
+        for entries in list(self._live.values()):
+            yield from list(entries.values())
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _bucket(self, tenant: str, now: float) -> TokenBucket:
+        bucket = self._buckets.get(tenant)
+        if bucket is None:
+            bucket = TokenBucket(self._limits.per_second, self._limits.burst, now)
+            self._buckets[tenant] = bucket
+        return bucket
+
+    def _same(self, hint: Hint) -> Entry | None:
+        if hint.session is not None:
+            return self._by_session.get((hint.tenant, hint.session))
+        return self._by_prompt.get((hint.tenant, hint.namespace, hint.key))
+
+    def _add(self, entry: Entry) -> None:
+        hint = entry.hint
+        if entry.id in self._entries:
+            raise InternalError(f"hint {entry.id} is in the book already")
+        self._entries[entry.id] = entry
+        self._live.setdefault(hint.tenant, {})[entry.id] = entry
+        if hint.session is not None:
+            self._by_session[hint.tenant, hint.session] = entry
+        place = (hint.tenant, hint.namespace)
+        if hint.key and (*place, hint.key) not in self._by_prompt:
+            self._by_prompt[*place, hint.key] = entry
+            self._lengths.setdefault(place, Counter())[len(hint.key)] += 1
+
+    def _start(self, entry: Entry) -> None:
+        self._move_on(entry, State.MOVING)
+        self._moving[entry.hint.tenant] += entry.hint.tokens
+
+    def _end(self, entry: Entry, state: State, now: float, why: str) -> None:
+        entry.ended_at, entry.ended_from, entry.why = now, entry.state, why
+        self._move_on(entry, state)
+        self._ended.append(entry)
+        self.counts[state.value] += 1
+        self._leave_place(entry)
+        hint = entry.hint
+        live = self._live[hint.tenant]
+        del live[entry.id]
+        if not live:
+            del self._live[hint.tenant]
+        if hint.session is not None and self._by_session.get((hint.tenant, hint.session)) is entry:
+            del self._by_session[hint.tenant, hint.session]
+        place = (hint.tenant, hint.namespace)
+        if self._by_prompt.get((*place, hint.key)) is entry:
+            del self._by_prompt[*place, hint.key]
+            lengths = self._lengths[place]
+            lengths[len(hint.key)] -= 1
+            lengths += Counter()
+            if not lengths:
+                del self._lengths[place]
+
+    def _move_on(self, entry: Entry, state: State) -> None:
+        if state not in TRANSITIONS.get(entry.state, ()):
+            raise InternalError(f"hint {entry.id} cannot become {state} while it is {entry.state}")
+        if entry.state in BUSY and state not in BUSY:
+            self._moving[entry.hint.tenant] -= entry.hint.tokens
+            if not self._moving[entry.hint.tenant]:
+                del self._moving[entry.hint.tenant]
+        entry.state = state
+
+    def _leave_place(self, entry: Entry) -> None:
+        for name in () if entry.place is None else entry.place.names:
+            self._places[name] -= 1
+            ranks = self._ranks[name]
+            ranks[entry.hint.priority] -= 1
+            if not ranks[entry.hint.priority]:
+                del ranks[entry.hint.priority]
+            if not self._places[name]:
+                del self._places[name], self._ranks[name]
+
+    def __len__(self) -> int:
+        """How many have not ended."""
+        return len(self._entries) - len(self._ended)
+
+    def __repr__(self) -> str:
+        live = sum(len(entries) for entries in self._live.values())
+        return f"HintBook({live} live, moving {dict(self._moving)}, {dict(self.counts)})"
+
+    def check(self) -> None:
+        """Verify every counter and every map against the entries.
+
+        Raises:
+            InternalError: names the first that does not hold.
+        """
+        live = list(self.live())
+        if any(entry.state in ENDED for entry in live):
+            raise InternalError("a hint that has ended is live")
+        if len(self._entries) != len(live) + len(self._ended):
+            raise InternalError("hints were lost")
+        moving = Counter[str]()
+        places = Counter[str]()
+        ranks: dict[str, Counter[int]] = {}
+        for entry in live:
+            if entry.state in BUSY and entry.hint.tokens:
+                moving[entry.hint.tenant] += entry.hint.tokens
+            for name in () if entry.place is None else entry.place.names:
+                places[name] += 1
+                ranks.setdefault(name, Counter())[entry.hint.priority] += 1
+        if ranks != self._ranks:
+            raise InternalError(f"priorities {self._ranks}, counted {ranks}")
+        if moving != self._moving or places != self._places:
+            raise InternalError(f"moving {self._moving}, counted {moving}; places {self._places}: {places}")
+        mapped = [*self._by_session.values(), *self._by_prompt.values()]
+        if any(entry.state in ENDED for entry in mapped):
+            raise InternalError("a hint that has ended can be found")
+        lengths: dict[tuple[str, Hashable], Counter[int]] = {}
+        for tenant, namespace, key in self._by_prompt:
+            lengths.setdefault((tenant, namespace), Counter())[len(key)] += 1
+        if lengths != self._lengths:
+            raise InternalError("lengths of prompts do not agree")
+        for tenant, tokens in self._moving.items():
+            if tokens > self._limits.moving_tokens:
+                raise InternalError(f"{tenant} moves {tokens} tokens at once")
+
+
+def _verdict_of(entry: Entry) -> Verdict:
+    return Verdict.DEFERRED if entry.state is State.DEFERRED else Verdict.ACCEPTED

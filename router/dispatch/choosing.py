@@ -1,0 +1,212 @@
+"""From a request to an instance: who holds its prompt, who has room, what the policy says."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from sglang_ext.router.config import RouterConfig
+from sglang_ext.router.dispatch.advisory_book import Place
+from sglang_ext.router.dispatch.costs import RouterCosts
+from sglang_ext.router.dispatch.explain import Choice
+from sglang_ext.router.dispatch.fetching import Fetching
+from sglang_ext.router.dispatch.flight import Flight
+from sglang_ext.router.fleet.fleet import Fleet
+from sglang_ext.router.index.prompt_trees import PromptTrees
+from sglang_ext.router.policies import (
+    Decision,
+    Instance,
+    Match,
+    PolicyOptions,
+    Prompt,
+    Reason,
+    Role,
+    beginners,
+    policy_named,
+)
+from sglang_ext.router.policies import Fleet as Instances
+from sglang_ext.router.policies.assembly import believed, with_decode
+from sglang_ext.router.policies.base import matched_tokens
+from sglang_ext.router.policies.prompt_tree import NOTHING
+from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, FetchNote
+from sglang_ext.router.telemetry.observability import RouterMetrics
+
+
+class Expectations(Protocol):
+    """Where requests are expected (``advising``)."""
+
+    def expected_at(self, flight: Flight, fleet: Instances) -> Place | None:
+        """Where a request was announced, if it was, and can still go there; without the instance that
+        decodes, if another one has to be chosen."""
+
+
+class Chooser:
+    """Decides, and tells the index the guess that the chosen instance will hold the prompt.
+
+    Args:
+        config: the policy and its thresholds.
+        fleet: who can take requests.
+        trees: who holds which prefix.
+        costs: what computing takes where, and what is on its way.
+        metrics: counts decisions.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        fleet: Fleet,
+        trees: PromptTrees,
+        costs: RouterCosts,
+        metrics: RouterMetrics,
+    ) -> None:
+        self._name = config.policy
+        self._most_running = config.max_running_per_instance
+        self._fleet = fleet
+        self._trees = trees
+        self._costs = costs
+        self._metrics = metrics
+        self.policy = policy_named(config.policy)
+        self.options = PolicyOptions(
+            cache_threshold=config.cache_threshold,
+            balance_abs_threshold=config.balance_abs_threshold,
+            balance_rel_threshold=config.balance_rel_threshold,
+            balance_cache_factor=config.balance_cache_factor,
+            tie_tokens=config.block_size,
+        )
+        self.expectations: Expectations | None = None
+        """Told of each request before it is decided on."""
+        self.fetching: Fetching | None = None
+        """Has the chosen instance fetch what another one holds."""
+
+    def capacity(self) -> float:
+        """Requests that the fleet may have now; infinite without ``--max-running-per-instance``."""
+        if not self._most_running:
+            return math.inf
+        return self._most_running * len(beginners(self._fleet.usable()))
+
+    def choose(self, flight: Flight, excluded: frozenset[str]) -> tuple[Decision, Choice] | None:
+        """An instance for a request, and what was seen; ``None`` when there is none."""
+        record = flight.record
+        fleet = self._with_room(self._fleet.usable(excluded))
+        if not fleet:  # if there are any, a request can begin at one of them: see ``Fleet.usable``
+            return None
+        matches = self._matches(flight)
+        prompt = Prompt(flight.units, flight.session, record.priority, request_id=record.request_id)
+        decision = self._as_expected(flight, prompt, fleet, matches) if not excluded else None
+        fetch = self._fetch(flight, decision, fleet, matches)
+        if decision is None or (fetch is not None and fetch.end == NOT_WORTH_IT):
+            # Not announced, or too late: its KV is elsewhere still, and the announced place would compute it.
+            decision = self.policy(prompt, fleet, matches, self._costs, self.options)
+            fetch = self._fetch(flight, decision, fleet, matches)
+        record.fetch = fetch
+        if not self._has_all(flight, decision.instance, matches):
+            self._guess(flight, decision.instance)
+        record.instance, record.reason = decision.instance, decision.reason.value
+        record.matched_tokens = None if record.prompt_tokens is None else decision.matched
+        self._metrics.decided(self._name, decision.reason.value)
+        return decision, _choice(decision, matches, fleet, record.fetch)
+
+    def _as_expected(
+        self, flight: Flight, prompt: Prompt, fleet: tuple[Instance, ...], matches: dict[str, Match]
+    ) -> Decision | None:
+        """Where the request was announced to run, with an instance that decodes where it needs one."""
+        place = None if self.expectations is None else self.expectations.expected_at(flight, fleet)
+        if place is None:
+            return None
+        held = matched_tokens(matches, place.instance)
+        decision = Decision(place.instance, Reason.ADVISED, held, decode=place.decode)
+        return with_decode(decision, prompt, fleet, believed(fleet, matches), self._costs, self.options)
+
+    def _fetch(
+        self,
+        flight: Flight,
+        decision: Decision | None,
+        fleet: tuple[Instance, ...],
+        matches: dict[str, Match],
+    ) -> FetchNote | None:
+        """What of the prompt the chosen instance has another one send, if anything."""
+        if decision is None or self.fetching is None:
+            return None
+        return self.fetching.consider(flight, decision, fleet, matches)
+
+    async def prepared(self, flight: Flight) -> None:
+        """Return when the chosen instance is ready for a request that was chosen for it."""
+        if self.fetching is not None and flight.record.fetch is not None:
+            await self.fetching.heard(flight.record.fetch)
+
+    def _matches(self, flight: Flight) -> dict[str, Match]:
+        """What each instance holds of all prompts together."""
+        first, *others = flight.prompts
+        matches = self._trees.match(first.namespace, first.key)
+        for encoded in others:
+            for name, match in self._trees.match(encoded.namespace, encoded.key).items():
+                before = matches.get(name, NOTHING)
+                matches[name] = Match(
+                    before.tokens + match.tokens,
+                    before.own or match.own,
+                    before.dram + match.dram,
+                    before.disk + match.disk,
+                )
+        return matches
+
+    def pinned(
+        self, flight: Flight, instance: str, excluded: frozenset[str]
+    ) -> tuple[Decision, Choice] | None:
+        """The instance that keeps what a request goes on from, if it can take requests; if it only decodes,
+        with one that prefills for it."""
+        usable = self._fleet.usable(excluded)
+        home = next((known for known in usable if known.name == instance), None)
+        if home is None:
+            return None
+        decision = Decision(instance, Reason.SESSION)
+        matches: dict[str, Match] = {}
+        fleet: tuple[Instance, ...] = (home,)
+        if home.role is Role.DECODE:
+            record = flight.record
+            fleet = (home, *(known for known in usable if known.role is Role.PREFILL))
+            matches = self._matches(flight)
+            prompt = Prompt(flight.units, flight.session, record.priority, request_id=record.request_id)
+            found = self.policy(prompt, fleet, matches, self._costs, self.options)
+            decision = Decision(found.instance, Reason.SESSION, found.matched, found.scores, instance)
+        self._guess(flight, decision.instance)
+        flight.record.instance, flight.record.reason = decision.instance, decision.reason.value
+        self._metrics.decided(self._name, decision.reason.value)
+        return decision, _choice(decision, matches, fleet)
+
+    def _has_all(self, flight: Flight, instance: str, matches: dict[str, Match]) -> bool:
+        """Whether an instance is known to hold every whole block of a single prompt: a guess adds nothing."""
+        if len(flight.prompts) != 1:
+            return False
+        block = self._trees.block_size
+        return matched_tokens(matches, instance) >= flight.units // block * block
+
+    def _guess(self, flight: Flight, instance: str) -> None:
+        for encoded in flight.prompts:
+            self._trees.guess(encoded.namespace, encoded.key, instance)
+
+    def _with_room(self, fleet: tuple[Instance, ...]) -> tuple[Instance, ...]:
+        """Leave out who has as many requests as it may, unless that is everybody: having waited for its
+        place, a request is not turned away because an instance has gone meanwhile."""
+        if not self._most_running:
+            return fleet
+        roomy = tuple(known for known in fleet if known.in_flight < self._most_running)
+        return roomy if beginners(roomy) else fleet
+
+
+def _choice(
+    decision: Decision,
+    matches: dict[str, Match],
+    fleet: tuple[Instance, ...],
+    fetch: FetchNote | None = None,
+) -> Choice:
+    return Choice(
+        decision.instance,
+        decision.reason.value,
+        decision.matched,
+        matches,
+        decision.scores,
+        [known.name for known in fleet if not (known.trusted or known.awaited)],
+        [known.name for known in fleet if known.awaited],
+        decision.decode,
+        fetch,
+    )

@@ -1,0 +1,278 @@
+"""Why a request hit or missed: a bounded memory of recent requests, and what can be said of each.
+
+A story keeps what routing saw: the prompt's keys, who was believed to hold how much, the decision. Asked
+for it, ``explain`` puts beside that what the instance reported and what the index remembers of evictions,
+and names the causes. Nothing of the prompt's text is kept, and a tenant is told of its own requests only.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.router.policies import Match
+from sglang_ext.router.telemetry.fetch_note import FetchNote
+from sglang_ext.router.telemetry.record import Record
+from sglang_ext.router.tokens.tokenizing import Encoded
+
+STORY_BYTES = 2000
+"""Memory of a story besides its keys."""
+MATCHING_UNITS = 16
+"""Prompts of two namespaces count as the same beginning from so many tokens on."""
+
+
+class Cause(enum.StrEnum):
+    """Why tokens of a prompt were found, or not."""
+
+    HIT = "hit"
+    """All that could be reused was; the last block of a prompt is always computed."""
+    NEVER_STORED = "never-stored"
+    """No instance was known to hold any of it, and nothing of it is known to have been evicted."""
+    EVICTED = "evicted"
+    """An instance held it, and evicted it before the request came."""
+    OTHER_SALT = "other-salt"
+    """The same beginning is known under another adapter, ``extra_key`` or ``cache_salt``."""
+    BELOW_THRESHOLD = "below-threshold"
+    """Who holds it was not chosen, because too small a part of the prompt was cached to decide."""
+    OTHER_INSTANCE = "other-instance"
+    """Who holds it was not chosen, for the reason that is given."""
+    INDEX_NOT_TRUSTED = "index-not-trusted"
+    """The index of an instance was not believed, so nobody could know."""
+    INDEX_AWAITED = "index-awaited"
+    """The snapshot of an instance was not in yet, so nobody could know what else it holds."""
+    BELIEVED_ONLY = "believed-only"
+    """The chosen instance was believed to hold more than it found."""
+    NOT_REPORTED = "not-reported"
+    """The instance did not tell what it found (start it with ``--enable-cache-report``)."""
+    HISTORY_UNKNOWN = "history-unknown"
+    """The index does not keep a history, so an eviction cannot be told from a prompt never seen."""
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """One decision for a request; a retry makes another."""
+
+    instance: str
+    reason: str
+    matched: int
+    holders: Mapping[str, Match]
+    """Instance -> what it was believed to hold."""
+    scores: Mapping[str, float]
+    untrusted: Sequence[str]
+    awaited: Sequence[str] = ()
+    """Instances whose snapshot was not in."""
+    decode: str | None = None
+    fetch: FetchNote | None = None
+    """What another instance holds; filled in when it is known what became of it."""
+
+
+class Story(msgspec.Struct, eq=False):
+    """What is kept of one request."""
+
+    record: Record
+    prompts: Sequence[Encoded]
+    at: float
+    """Seconds since the epoch."""
+    choices: list[Choice] = []
+
+    @property
+    def size_bytes(self) -> int:
+        return STORY_BYTES + sum(len(prompt.key) for prompt in self.prompts)
+
+
+class History(Protocol):
+    """What an index may tell of the past."""
+
+    def __call__(self, namespace: Hashable, key: bytes) -> Iterable[Any]:
+        """What left tiers of a prompt's blocks, oldest first: ``index_history.Departure`` or the like."""
+
+
+class Stories:
+    """The most recent requests, bounded in bytes; the oldest go first.
+
+    Args:
+        max_bytes: estimated memory.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._stories: OrderedDict[tuple[str | None, str], Story] = OrderedDict()
+        """(tenant, request id) -> story; ids are the choice of clients, and may be those of others."""
+        self.size_bytes = 0
+
+    def add(self, story: Story) -> None:
+        """Remember a request; one of the same id is replaced."""
+        if self._max_bytes <= 0:
+            return
+        key = story.record.caller.tenant, story.record.request_id
+        former = self._stories.pop(key, None)
+        if former is not None:
+            self.size_bytes -= former.size_bytes
+        self._stories[key] = story
+        self.size_bytes += story.size_bytes
+        while self.size_bytes > self._max_bytes:
+            _, oldest = self._stories.popitem(last=False)
+            self.size_bytes -= oldest.size_bytes
+
+    def find(self, request_id: str, *, tenant: str | None, admin: bool) -> Story | None:
+        """The story of a request, by its ``x-request-id`` or the id that stands in its answer, if the asker
+        may see it."""
+        story = self._stories.get((tenant, request_id))
+        if story is not None:
+            return story
+        for known in reversed(self._stories.values()):
+            record = known.record
+            visible = admin or record.caller.tenant == tenant
+            if visible and request_id in (record.answer_id, record.request_id):
+                return known
+        return None
+
+    def elsewhere(self, story: Story) -> int:
+        """Leading tokens that other requests have had in common under another namespace."""
+        return max(
+            (_common(story, other) for other in self._stories.values() if other is not story), default=0
+        )
+
+    def __len__(self) -> int:
+        return len(self._stories)
+
+    def __repr__(self) -> str:
+        return f"Stories({len(self)}, bytes={self.size_bytes} of {self._max_bytes})"
+
+
+def _common(story: Story, other: Story) -> int:
+    """Tokens that prompts of two requests have in common, where only the namespace keeps them apart."""
+    most = 0
+    for mine in story.prompts:
+        for theirs in other.prompts:
+            if mine.namespace == theirs.namespace or mine.namespace[:1] != theirs.namespace[:1]:
+                continue
+            most = max(most, _prefix(mine.key, theirs.key))
+    return most
+
+
+def _prefix(one: bytes, other: bytes) -> int:
+    """Tokens that two keys have in common."""
+    low, high = 0, min(len(one), len(other)) // TOKEN_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[: middle * TOKEN_BYTES] == other[: middle * TOKEN_BYTES]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def causes(
+    story: Story, evictions: Sequence[Mapping[str, Any]] | None, elsewhere: int, block_size: int
+) -> list[Cause]:
+    """What can be said of a request, most telling first.
+
+    Args:
+        evictions: of blocks of its prompts; ``None`` when the index keeps no history.
+        elsewhere: leading tokens that are known under another namespace.
+        block_size: tokens per block.
+    """
+    record = story.record
+    found: list[Cause] = []
+    if not story.choices:
+        return found
+    choice = story.choices[-1]
+    best = max((match.tokens for match in choice.holders.values()), default=0)
+    reused = record.cached_tokens
+    if reused is None:
+        found.append(Cause.NOT_REPORTED)
+    total = record.prompt_tokens
+    reached = choice.matched if reused is None else reused
+    if total is not None and reached >= max(1, (total - 1) // block_size * block_size):
+        return [Cause.HIT, *found]
+    if reused is not None and reused + block_size < choice.matched:
+        found.append(Cause.BELIEVED_ONLY)
+    if best > choice.matched:
+        below = choice.reason == "short-prefix"
+        found.append(Cause.BELOW_THRESHOLD if below else Cause.OTHER_INSTANCE)
+    lost = [event for event in evictions or () if not event["still_in"]]
+    if lost:
+        found.append(Cause.EVICTED)
+    if choice.awaited:
+        found.append(Cause.INDEX_AWAITED)
+    if choice.untrusted:
+        found.append(Cause.INDEX_NOT_TRUSTED)
+    if elsewhere >= MATCHING_UNITS and elsewhere > reached:
+        found.append(Cause.OTHER_SALT)
+    if not best and not lost and not reached:
+        found.append(Cause.HISTORY_UNKNOWN if evictions is None else Cause.NEVER_STORED)
+    return found
+
+
+def evictions_of(story: Story, history: History | None) -> list[dict[str, Any]] | None:
+    """What left tiers of the blocks of a request's prompts before it came, as JSON."""
+    if history is None:
+        return None
+    return [
+        {
+            "instance": event.instance,
+            "tier": event.tier,
+            "at": event.at,
+            "tokens": event.tokens,
+            "still_in": event.still_in,
+        }
+        for prompt in story.prompts
+        if prompt.tokens is not None
+        for event in history(prompt.namespace, prompt.key)
+        if event.at <= story.at
+    ]
+
+
+def told(
+    story: Story, stories: Stories, history: History | None, *, block_size: int, admin: bool
+) -> dict[str, Any]:
+    """The answer of ``GET /explain/{request_id}``."""
+    record = story.record
+    evictions = evictions_of(story, history)
+    # That the same prompt is known under another salt tells of other tenants: for administrators only.
+    elsewhere = stories.elsewhere(story) if admin else 0
+    return {
+        "request_id": record.request_id,
+        "answer_id": record.answer_id,
+        "at": story.at,
+        "endpoint": record.path,
+        "tenant": record.caller.tenant,
+        "status": record.status,
+        "causes": [cause.value for cause in causes(story, evictions, elsewhere, block_size)],
+        "prompt": {
+            "tokens": record.prompt_tokens,
+            "matched_by": "tokens" if all(p.tokens is not None for p in story.prompts) else "text",
+            "prompts": len(story.prompts),
+        },
+        "cached": {"tokens": record.cached_tokens, "tiers": record.tiers or None},
+        "routing": [
+            {
+                "instance": choice.instance,
+                "decode": choice.decode,
+                "reason": choice.reason,
+                "believed_tokens": choice.matched,
+                "holders": {
+                    name: {"hbm": match.hbm, "dram": match.dram, "disk": match.disk}
+                    for name, match in choice.holders.items()
+                },
+                "scores": dict(choice.scores),
+                "index_not_trusted": list(choice.untrusted),
+                "index_awaited": list(choice.awaited),
+                "fetch": None if choice.fetch is None else choice.fetch.told(),
+            }
+            for choice in story.choices
+        ],
+        "evictions": evictions,
+        "same_prompt_under_another_salt": elsewhere if admin else None,
+        "seconds": {
+            "queued": record.queued_s,
+            "first_byte": None if record.first_byte is None else record.first_byte - record.started,
+            **record.stages,
+        },
+        "error": record.error,
+    }

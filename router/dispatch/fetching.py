@@ -1,0 +1,315 @@
+"""Having an instance fetch KV that another one holds (MemServe, section 5.3, equation 2).
+
+The holder's agent is told to lend what DRAM has of the prompt, the other's to fetch it; both at once, just
+before the request or with the hint. What comes of it is between the two: a fetch that fails is computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.protocol import agent as agent_messages
+from sglang_ext.protocol.agent import Expecting, Fetched, FromAgent, Lend, Source, ToAgent
+from sglang_ext.protocol.cluster import Registration
+from sglang_ext.router.dispatch.costs import RouterCosts
+from sglang_ext.router.dispatch.flight import Flight
+from sglang_ext.router.policies import Decision, Instance, Match, beginners
+from sglang_ext.router.policies import Fleet as Instances
+from sglang_ext.router.policies.base import Fetch, Matches, load_of
+from sglang_ext.router.policies.prompt_tree import NOTHING
+from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, UNHEARD, FetchNote
+
+LEAST_WAIT_S: Final = 0.25
+"""A scheduler takes its time until it lends: it does between two passes. So a request may wait so much longer
+than computing would take,"""
+MOST_BUSY_S: Final = 1.0
+"""and for what the holder has to compute first, as a pass may be as long as that, up to this,"""
+MOST_WAIT_S: Final = 10.0
+"""and never longer than this."""
+LEND_S: Final = 30.0
+MOST_KEY_BYTES: Final = 1 << 19
+"""Longer prompts do not fit into a message to an agent."""
+MOST_NOTES: Final = 10_000
+"""Fetches of which nothing was heard yet."""
+AS_BUSY: Final = 1
+"""Requests in flight by which instances that have any may differ and yet be as busy as each other."""
+IN_VAIN: Final = frozenset({"late", "gone", "stale"})
+"""Ends of fetches that took time and brought nothing."""
+
+
+class FetchChannels(Protocol):
+    """What of ``sglang_ext.router.cluster.agents.Agents`` is used here. Names are URLs."""
+
+    def registration(self, name: str) -> Registration | None: ...
+
+    def send(self, name: str, message: ToAgent) -> bool: ...
+
+
+class Fetching:
+    """See the module's docstring.
+
+    Args:
+        channels: to the agents.
+        costs: what computing and moving take.
+        told: called with a word for what was asked for.
+        ended: called with a word for what became of that, and the tokens that came.
+    """
+
+    def __init__(
+        self,
+        channels: FetchChannels,
+        costs: RouterCosts,
+        told: Callable[[str], None] = lambda what: None,
+        ended: Callable[[str, int], None] = lambda how, tokens: None,
+    ) -> None:
+        self._channels = channels
+        self._costs = costs
+        self._told = told
+        self._ended = ended
+        self._notes: OrderedDict[tuple[bool, str], FetchNote] = OrderedDict()
+        """(Of a hint, id) -> a fetch that has not ended, as far as is known; the oldest are forgotten."""
+        self.least_wait_s = LEAST_WAIT_S
+
+    def possible(self, source: str, target: str) -> bool:
+        """Whether ``target`` can fetch from ``source``: their KV is of one kind, and both can be told."""
+        there, here = self._channels.registration(source), self._channels.registration(target)
+        if there is None or here is None or source == target:
+            return False
+        return bool(there.endpoints) and (
+            (there.namespace, there.block_size, len(there.endpoints))
+            == (here.namespace, here.block_size, len(here.endpoints))
+        )
+
+    def everywhere(self, fleet: Instances) -> bool:
+        """Whether any instance of a fleet can fetch from any other."""
+        return len(fleet) > 1 and all(
+            self.possible(fleet[0].name, other.name) for other in fleet if other is not fleet[0]
+        )
+
+    # -- for a request ------------------------------------------------------------------------------
+
+    def consider(
+        self, flight: Flight, decision: Decision, fleet: Instances, matches: Matches
+    ) -> FetchNote | None:
+        """Have the chosen instance fetch what is sooner fetched than computed; ``None`` when nobody else
+        holds more of the prompt than it does."""
+        if decision.fetch is not None:
+            return self.begin(flight, decision.fetch, decision, fleet, matches)
+        note = None if decision.decode is not None else self._weigh(decision, fleet, matches, flight.units)
+        if note is None or note.transfer_s <= note.saved_s:
+            return None if note is None else self._tell(flight, note, fleet)
+        note.end = NOT_WORTH_IT
+        self._told(NOT_WORTH_IT)
+        return note
+
+    def begin(
+        self, flight: Flight, fetch: Fetch, decision: Decision, fleet: Instances, matches: Matches
+    ) -> FetchNote | None:
+        """Tell both. ``None`` where the prompt's KV cannot be moved."""
+        chosen, holder = _named(fleet, decision.instance), _named(fleet, fetch.source)
+        if chosen is None or holder is None:
+            return None
+        return self._tell(flight, self._note(holder, chosen, matches, flight.units, fetch.tokens), fleet)
+
+    def _tell(self, flight: Flight, note: FetchNote, fleet: Instances) -> FetchNote | None:
+        if len(flight.prompts) != 1:
+            return None
+        (prompt,) = flight.prompts
+        key = prompt.key[: note.tokens * TOKEN_BYTES]
+        if not self._movable(prompt.namespace, key):
+            return None
+        _, _, extra_key, salt = prompt.namespace
+        source = self._lend(note.source, note.target, key, extra_key, salt)
+        if source is not None:
+            holder = _named(fleet, note.source)
+            busy_s = 0.0 if holder is None else min(MOST_BUSY_S, self._costs.queue_s(holder))
+            wait_s = min(MOST_WAIT_S, self.least_wait_s + note.saved_s + busy_s)
+            id = flight.record.request_id
+            message = agent_messages.Fetch(id, key, source, extra_key, salt, wait_s)
+            if self._channels.send(note.target, message):
+                self._told("fetch")
+                self._keep(ahead=False, id=id, note=note)
+                return note
+        note.end = UNHEARD
+        self._told(UNHEARD)
+        return note
+
+    def _note(
+        self, source: Instance, target: Instance, matches: Matches, tokens: int, there: int
+    ) -> FetchNote:
+        """What is expected of moving ``there`` of a prompt's tokens."""
+        held = matches.get(target.name, NOTHING).tokens
+        there = min(there, tokens)
+        moving = self._costs.transfer_s(source, target, max(0, there - held))
+        saved = self._saved_s(target, tokens, held, there) if there > held else 0.0
+        calibrated = self._costs.of(target.name).calibrated
+        return FetchNote(source.name, target.name, there, max(0, there - held), moving, saved, calibrated)
+
+    def _saved_s(self, instance: Instance, tokens: int, held: int, there: int) -> float:
+        """What need not be computed when ``there`` tokens are known instead of ``held``."""
+        return max(0.0, self._exec_s(instance, tokens, held) - self._exec_s(instance, tokens, there))
+
+    def _exec_s(self, instance: Instance, tokens: int, known: int) -> float:
+        new = max(1, tokens - known)
+        return self._costs.exec_s(instance, new, max(0, tokens - new))
+
+    async def heard(self, note: FetchNote) -> None:
+        """Return when the instance that fetches knows of it. A request that came there before that would not
+        wait for its KV; so it waits here, for a round trip, and not long where the agent does not answer."""
+        if note.end == UNDER_WAY and not note.heard.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(note.heard.wait(), self.least_wait_s)
+
+    # -- for a hint ---------------------------------------------------------------------------------
+
+    def balanced(self, fleet: Instances, matches: Matches) -> str:
+        """Where a request that is expected runs best when its KV can be anywhere by then: where nothing is
+        going on, else where least is. Among busy ones, one request more is nothing that lasts until it comes:
+        of these it is where most of its KV is, as every move costs both ends time."""
+        beginning = beginners(fleet)
+        least = min(known.in_flight for known in beginning)
+        as_busy = least + AS_BUSY if least else 0
+
+        def rank(known: Instance) -> tuple[object, ...]:
+            held = matches.get(known.name, NOTHING).tokens
+            return (max(as_busy, known.in_flight), -held, load_of(known))
+
+        return min(beginning, key=rank).name
+
+    def source_for(
+        self,
+        namespace: tuple[str | None, ...],
+        key: bytes,
+        instance: str,
+        fleet: Instances,
+        matches: Matches,
+        id: str = "",
+    ) -> Source | None:
+        """Have whoever holds most of a prompt lend it to an instance that holds less. id: of the hint."""
+        chosen = _named(fleet, instance)
+        if chosen is None or not self._movable(namespace, key):
+            return None
+        holders = self._holders(chosen, fleet, matches)
+        if not holders:
+            return None
+        most = max(in_memory(matches[known.name]) for known in holders)
+        equals = [known for known in holders if in_memory(matches[known.name]) == most]
+        source = min(equals, key=lambda known: self._costs.transfer_s(known, chosen, most))
+        _, _, extra_key, salt = namespace
+        found = self._lend(source.name, instance, key, extra_key, salt)
+        self._told("hint" if found is not None else UNHEARD)
+        if found is not None:
+            tokens = len(key) // TOKEN_BYTES
+            self._keep(ahead=True, id=id, note=self._note(source, chosen, matches, tokens, most))
+        return found
+
+    # -- what becomes of it -------------------------------------------------------------------------
+
+    def on_message(self, name: str, message: FromAgent) -> None:
+        """What an agent says."""
+        match message:
+            case Expecting():
+                self._on_expecting(name, message)
+            case Fetched():
+                self._on_fetched(name, message)
+
+    def _on_expecting(self, name: str, message: Expecting) -> None:
+        """The request of a fetch may come."""
+        note = self._notes.get((False, message.id))
+        if note is not None and note.target == name:
+            note.heard.set()
+
+    def _on_fetched(self, name: str, message: Fetched) -> None:
+        """A fetch has ended."""
+        note = self._notes.get((message.ahead, message.id))
+        if note is None or note.target != name:
+            return
+        note.heard.set()
+        del self._notes[message.ahead, message.id]
+        note.end, note.moved, note.took_s = message.end, message.tokens, message.seconds
+        self._ended(message.end, message.tokens)
+        moved = message.tokens if message.end == "done" else note.lacking if message.end in IN_VAIN else 0
+        if moved:
+            self._costs.observe_transfer(note.source, name, moved, message.seconds)
+
+    def forget(self, name: str) -> None:
+        """An instance was started anew, or is gone: nothing more is heard of what it was told."""
+        for key, note in list(self._notes.items()):
+            if note.target == name:
+                note.end = "gone"
+                note.heard.set()
+                del self._notes[key]
+
+    @property
+    def under_way(self) -> int:
+        """Fetches that were told and of whose end nothing was heard."""
+        return len(self._notes)
+
+    def _keep(self, *, ahead: bool, id: str, note: FetchNote) -> None:
+        self._notes[ahead, id] = note
+        while len(self._notes) > MOST_NOTES:
+            self._notes.popitem(last=False)
+
+    # -- both ---------------------------------------------------------------------------------------
+
+    def _holders(self, chosen: Instance, fleet: Instances, matches: Matches) -> list[Instance]:
+        """Who has more of the prompt in memory than the chosen instance, and can lend it to that."""
+        held = matches.get(chosen.name, NOTHING).tokens
+        return [
+            known
+            for known in fleet
+            if known.name in matches
+            and in_memory(matches[known.name]) > held
+            and known.trusted
+            and self.possible(known.name, chosen.name)
+        ]
+
+    def _weigh(self, decision: Decision, fleet: Instances, matches: Matches, tokens: int) -> FetchNote | None:
+        """The fetch that saves the chosen instance most time, or loses it least; ``None`` when nobody else
+        has more."""
+        chosen = _named(fleet, decision.instance)
+        holders = [] if chosen is None else self._holders(chosen, fleet, matches)
+        if chosen is None or not holders:
+            return None
+        held = matches.get(chosen.name, NOTHING).tokens
+        best, most = holders[0], -math.inf
+        for known in holders:
+            there = min(in_memory(matches[known.name]), tokens)
+            # Of what is computed, only what comes after ``there`` differs between them.
+            left_s = self._exec_s(chosen, tokens, there)
+            gain = -left_s - self._costs.transfer_s(known, chosen, max(0, there - held))
+            if gain > most:
+                best, most = known, gain
+        note = self._note(best, chosen, matches, tokens, in_memory(matches[best.name]))
+        return note if note.lacking else None
+
+    def _movable(self, namespace: tuple[str | None, ...], key: bytes) -> bool:
+        """Whether a prompt's tokens are known, and its KV means the same everywhere."""
+        return namespace[0] == "tokens" and namespace[1] is None and 0 < len(key) <= MOST_KEY_BYTES
+
+    def _lend(
+        self, source: str, target: str, key: bytes, extra_key: str | None, salt: str | None
+    ) -> Source | None:
+        there = self._channels.registration(source)
+        if there is None or not self.possible(source, target):
+            return None
+        loan = uuid.uuid4().hex
+        if not self._channels.send(source, Lend(loan, key, extra_key, salt, LEND_S)):
+            return None
+        return Source(there.endpoints, loan)
+
+
+def _named(fleet: Instances, name: str) -> Instance | None:
+    return next((known for known in fleet if known.name == name), None)
+
+
+def in_memory(match: Match) -> int:
+    """Leading tokens that can be lent: those on disk cannot."""
+    return match.tokens - match.disk

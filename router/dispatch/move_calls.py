@@ -1,0 +1,140 @@
+"""What the mover of requests says to the agents of instances, and what they answer."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final, Protocol
+
+from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.protocol.agent import (
+    Advise,
+    Advised,
+    Expecting,
+    Fetch,
+    FromAgent,
+    Lend,
+    Parked,
+    Running,
+    Source,
+    ToAgent,
+)
+from sglang_ext.protocol.cluster import Registration
+from sglang_ext.router.dispatch.flight import Flight
+
+FETCH_S: Final = 5.0
+HEARD_S: Final = 0.25
+"""For the other instance's agent to say that it knows of a fetch."""
+AHEAD_S: Final = 10.0
+"""For a prompt's KV to be copied while its request still runs; what has not come then goes in the pause."""
+LEAST_AHEAD: Final = 64
+"""Tokens: fewer are as soon fetched in the pause."""
+LOOK_S: Final = 0.1
+"""How often it is looked whether an agent that is asked is still there."""
+
+
+class MoveChannels(Protocol):
+    """What of ``sglang_ext.router.cluster.agents.Agents`` is used here. Names are URLs."""
+
+    def registration(self, name: str) -> Registration | None: ...
+
+    def send(self, name: str, message: ToAgent) -> bool: ...
+
+
+class MoveCalls:
+    """See the module's docstring. Names are URLs; ids are the mover's."""
+
+    def __init__(self, channels: MoveChannels) -> None:
+        self.channels = channels
+        self._futures: dict[tuple[str, str], asyncio.Future[Any]] = {}
+
+    def known(self, name: str) -> bool:
+        """Whether an instance has an agent that is heard."""
+        return self.channels.registration(name) is not None
+
+    def send(self, name: str, message: ToAgent) -> bool:
+        return self.channels.send(name, message)
+
+    @contextmanager
+    def expecting(self, name: str, id: str) -> Iterator[asyncio.Future[Any]]:
+        """What an agent says next of an id, while the block runs."""
+        future = self._futures[name, id] = asyncio.get_running_loop().create_future()
+        try:
+            yield future
+        finally:
+            del self._futures[name, id]
+            future.cancel()
+
+    async def ask(self, name: str, id: str, message: ToAgent, seconds: float) -> Any:
+        """An agent's answer; None when none comes in time, or the agent is not heard any more."""
+        with self.expecting(name, id) as answer:
+            if not self.send(name, message):
+                return None
+            for _ in range(math.ceil(seconds / LOOK_S)):
+                done, _ = await asyncio.wait({answer}, timeout=min(LOOK_S, seconds))
+                if done:
+                    return answer.result()
+                if not self.known(name):
+                    break
+            return None
+
+    def on_message(self, name: str, message: FromAgent) -> None:
+        """An agent answers."""
+        if isinstance(message, Parked | Running | Expecting | Advised):
+            future = self._futures.get((name, message.id))
+            if future is not None and not future.done():
+                future.set_result(message)
+
+    # -- KV -----------------------------------------------------------------------------------------
+
+    def _endpoints(self, source: str, target: str) -> tuple[str, ...]:
+        """Where an instance can read another one's DRAM; empty when it cannot."""
+        there, here = self.channels.registration(source), self.channels.registration(target)
+        if there is None or here is None:
+            return ()
+        same = (there.namespace, there.block_size, len(there.endpoints)) == (
+            here.namespace,
+            here.block_size,
+            len(here.endpoints),
+        )
+        return there.endpoints if same else ()
+
+    async def copy_ahead(self, flight: Flight, source: str, target: str) -> None:
+        """Bring a running request's prompt to where the request shall go on, so that its pause does not grow
+        with the prompt. What is generated meanwhile goes in the pause."""
+        if not (endpoints := self._endpoints(source, target)) or len(flight.prompts) != 1:
+            return
+        (prompt,) = flight.prompts
+        kind, adapter, extra_key, salt = prompt.namespace
+        if kind != "tokens" or adapter is not None or len(prompt.key) < LEAST_AHEAD * TOKEN_BYTES:
+            return
+        id = uuid.uuid4().hex
+        if not self.send(source, Lend(id, prompt.key, extra_key, salt, AHEAD_S)):
+            return
+        hint = Advise(
+            id,
+            prompt.key,
+            extra_key,
+            salt,
+            flight.record.priority,
+            ttl_s=2 * AHEAD_S,
+            source=Source(endpoints, id),
+        )
+        await self.ask(target, id, hint, AHEAD_S)
+
+    async def have_it_fetched(self, source: str, target: str, parked: Parked) -> None:
+        """Have an instance fetch a stopped request's KV. Returns when it knows of that, so that the request
+        finds its KV on the way and waits for it."""
+        if endpoints := self._endpoints(source, target):
+            fetch = Fetch(
+                parked.id,
+                parked.tokens,
+                Source(endpoints, parked.loan),
+                extra_key=parked.extra_key,
+                cache_salt=parked.cache_salt,
+                wait_s=FETCH_S,
+            )
+            await self.ask(target, parked.id, fetch, HEARD_S)

@@ -1,0 +1,406 @@
+"""Requests that run at an instance which shall go are moved to others, with their KV (MemServe, table 3).
+
+For each, the instance stops it between two tokens (`Park`), another one of its kind is sent the request with
+what was generated, takes the KV, and goes on (`engine.migration`). Once it says that it does (`Running`), the
+answer is read from there; what the client has of it is left out (`seam`). Until then nothing is lost: the
+first instance goes on with it when the other one does not. What cannot be moved ends where it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import orjson
+
+from sglang_ext.clock import Clock
+from sglang_ext.protocol.agent import Expecting, Park, Parked, Running, Unpark, Watch
+from sglang_ext.router.api import stream_splice as seam
+from sglang_ext.router.api.usage import StreamReader
+from sglang_ext.router.api.validation import Endpoint
+from sglang_ext.router.dispatch.flight import Flight
+from sglang_ext.router.dispatch.move_calls import MoveCalls, MoveChannels
+from sglang_ext.router.fleet.fleet import Fleet
+from sglang_ext.router.fleet.instance_record import Load
+from sglang_ext.router.fleet.lifecycle import USABLE, State
+from sglang_ext.router.http.types import ConnectionLost, UpstreamResponse
+from sglang_ext.router.policies.base import Role
+from sglang_ext.router.tenancy.tenancy import RESUME
+
+logger = logging.getLogger("router.moving")
+
+T = TypeVar("T")
+
+AGAIN: Final = "again"
+AT_ONCE: Final = 8
+"""Requests that are on their way at a time, so that each one's pause is short."""
+ANSWER_S: Final = 5.0
+"""For an instance to stop a request: it has to come to the end of a step."""
+HEARD_S: Final = 2.0
+"""For the other instance's agent to say that it has the state of a request: nobody computes for that."""
+GO_ON_S: Final = 20.0
+LOOK_S: Final = 0.1
+PAUSE_S: Final = 1.0
+"""After a try that failed: each one stops the request for a while."""
+WHOLE_EVENT_S: Final = 1.0
+MOVABLE: Final = frozenset({Endpoint.GENERATE, Endpoint.CHAT, Endpoint.COMPLETIONS})
+
+
+class GoesOnElsewhere(ConnectionLost):
+    """The instance that was read is not the one that answers any more."""
+
+
+@dataclass(eq=False, slots=True)
+class Leg:
+    """An answer that an instance gives. rid: what it calls the request."""
+
+    flight: Flight
+    instance: str
+    rid: str
+    load: Load
+    response: UpstreamResponse | None = None
+    """What is being read of a stream that has begun."""
+    reader: StreamReader | None = None
+    taken: asyncio.Task[UpstreamResponse] | None = None
+    """The other instance's answer, once that goes on with the request."""
+    taker: str = ""
+    moving: bool = False
+    stuck: str = ""
+    """Why it ends where it is."""
+    over: bool = False
+    copied_to: str = ""
+    """Where its prompt's KV was copied ahead."""
+    told: str = ""
+    """What became of the last try."""
+
+    async def take_over(self, fleet: Fleet) -> UpstreamResponse:
+        """The answer of the instance that goes on with the request, from its beginning.
+
+        Raises:
+            ConnectFailed, ConnectionLost: it went away.
+        """
+        opening, self.taken = self.taken, None
+        assert opening is not None
+        fleet.move(self.load, self.taker)
+        self.instance = self.flight.record.instance = self.taker
+        self.moving, self.response = False, None
+        self.told = ""
+        try:
+            with self.load.until_lost():
+                return await asyncio.shield(opening)
+        except BaseException:
+            _discard(opening)
+            raise
+
+
+class Mover:
+    """See the module's docstring.
+
+    Args:
+        fleet: who is there, and how busy.
+        channels: to the agents.
+        told: called with what became of each move.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        channels: MoveChannels,
+        clock: Clock,
+        told: Callable[[str], None] = lambda what: None,
+    ) -> None:
+        self._fleet = fleet
+        self.calls = MoveCalls(channels)
+        """To the agents."""
+        self._clock = clock
+        self._told = told
+        self._legs: dict[str, set[Leg]] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._at_once = asyncio.Semaphore(AT_ONCE)
+        self._heading: Counter[str] = Counter()
+        """Requests on their way to each instance."""
+        self.open: Callable[[Flight, str, bytes], Awaitable[UpstreamResponse]] | None = None
+        """Sends a request to an instance."""
+
+    # -- what runs where ------------------------------------------------------------------------------------
+
+    def names(self, flight: Flight, instance: str) -> str:
+        """What a request is to be called at an instance so that it can be moved; empty where it cannot be."""
+        if (
+            flight.rid
+            and (flight.job.endpoint in MOVABLE or flight.translation is not None)
+            and self.calls.known(instance)
+        ):
+            return flight.rid
+        return ""
+
+    @contextmanager
+    def carrying(self, flight: Flight, instance: str, load: Load) -> Iterator[Leg]:
+        """An instance answers a request while the block runs."""
+        leg = Leg(flight, instance, flight.rid, load)
+        if not self.names(flight, instance):
+            yield leg
+            return
+        self._legs.setdefault(instance, set()).add(leg)
+        try:
+            yield leg
+        finally:
+            leg.over = True
+            for name in (instance, leg.instance, leg.taker):
+                self._drop(name, leg)
+            if leg.taken is not None:
+                _discard(leg.taken)
+
+    def _drop(self, name: str, leg: Leg) -> None:
+        legs = self._legs.get(name)
+        if legs is not None:
+            legs.discard(leg)
+            if not legs:
+                del self._legs[name]
+
+    # -- moving ---------------------------------------------------------------------------------------------
+
+    def empty(self, instance: str) -> None:
+        """An instance shall go: move what runs there, until it is not to go any more or has nothing left."""
+        if instance not in self._tasks:
+            task = self._tasks[instance] = asyncio.create_task(
+                self._emptying(instance), name=f"empty {instance}"
+            )
+            task.add_done_callback(lambda _: self._tasks.pop(instance, None))
+
+    async def stop(self) -> None:
+        """End."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _emptying(self, instance: str) -> None:
+        moves: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                row = self._fleet.rows.get(instance)
+                if row is None or row.state is not State.DRAINING:
+                    return
+                for leg in list(self._legs.get(instance, ())):
+                    if not leg.moving and not leg.stuck:
+                        leg.moving = True
+                        task = asyncio.create_task(self._moving(leg), name=f"move {leg.rid}")
+                        moves.add(task)
+                        task.add_done_callback(moves.discard)
+                await self._clock.sleep(LOOK_S)
+        finally:
+            for task in moves:
+                task.cancel()
+            await asyncio.gather(*moves, return_exceptions=True)
+
+    async def _moving(self, leg: Leg) -> None:
+        async with self._at_once:
+            try:
+                what = await self._move(leg)
+            except Exception:
+                logger.exception("request %s is not moved", leg.flight.record.request_id)
+                what = "failed"
+        if what not in ("moved", AGAIN, "failed", "no_target"):
+            leg.stuck = what
+            logger.info("request %s ends at %s: %s", leg.flight.record.request_id, leg.instance, what)
+            what = "stuck"
+        if what != leg.told:
+            logger.info("request %s at %s: %s", leg.flight.record.request_id, leg.instance, what)
+            # What is tried again and again is counted once.
+            self._told(what)
+        leg.told = what
+        if what == "failed":
+            await self._clock.sleep(PAUSE_S)
+        if what != "moved":
+            leg.moving = False
+
+    async def _move(self, leg: Leg) -> str:
+        """Returns what became of it: ``moved``, ``failed``, ``again``, ``no_target``, or why it cannot be."""
+        source, id = leg.instance, uuid.uuid4().hex
+        target = self._target(source)
+        if leg.reader is not None and (why := seam.obstacle(leg.reader)):
+            return why
+        if why := _obstacle(leg.flight):
+            return why
+        if target is None:
+            return "no_target"
+        if leg.copied_to != target:
+            leg.copied_to = target
+            await self.calls.copy_ahead(leg.flight, source, target)
+            if not self.calls.known(target):
+                leg.copied_to = ""
+                return AGAIN
+            if leg.over:
+                return AGAIN
+        parked = await self.calls.ask(source, id, Park(id, leg.rid), ANSWER_S)
+        if not isinstance(parked, Parked):
+            logger.info("%s does not say that it has stopped a request", source)
+            self.calls.send(source, Unpark(id, stay=True))
+            return "failed"
+        if parked.why:
+            return parked.why
+        began = self._clock.monotonic()
+        handed_over = False
+        self._heading[target] += 1
+        try:
+            handed_over = await self._hand_over(leg, target, id, parked)
+        finally:
+            self._heading[target] -= 1
+            # A client that is gone has taken the request with it.
+            self.calls.send(source, Unpark(id, stay=not handed_over and not leg.over))
+        if handed_over:
+            logger.info(
+                "request %s goes on at %s instead of %s after %.0f ms",
+                leg.flight.record.request_id,
+                target,
+                source,
+                (self._clock.monotonic() - began) * 1000,
+            )
+        return "moved" if handed_over else "failed"
+
+    async def _hand_over(self, leg: Leg, target: str, id: str, parked: Parked) -> bool:
+        """Have the target go on; whether it does, and its answer is read."""
+        if parked.loan:
+            await self.calls.have_it_fetched(leg.instance, target, parked)
+        if parked.resume is None:
+            return False
+        ticket = secrets.token_hex(16)
+        body = _body(leg, parked, ticket)
+        with self.calls.expecting(target, id) as running:
+            # The state goes where only members of the cluster speak; the body has the ticket alone.
+            watch = Watch(id, leg.rid, ticket, parked.resume)
+            if not isinstance(await self.calls.ask(target, ticket, watch, HEARD_S), Expecting):
+                logger.info("%s does not say that it expects a request", target)
+                return False
+            opening = asyncio.ensure_future(self._opened(leg.flight, target, body))
+            try:
+                async with asyncio.timeout(GO_ON_S):
+                    await self._until_it_runs(leg, target, opening, running)
+            except (TimeoutError, ConnectionLost) as error:
+                logger.info("%s does not go on with a request: %s", target, error or "no word of it")
+                _discard(opening)
+                return False
+            except BaseException:
+                _discard(opening)
+                raise
+        if not await self._at_an_end_of_event(leg) or leg.over:
+            _discard(opening)
+            return False
+        leg.taken, leg.taker = opening, target
+        self._drop(leg.instance, leg)
+        self._legs.setdefault(target, set()).add(leg)
+        if leg.response is not None:
+            leg.response.interrupt(GoesOnElsewhere(f"the request goes on at {target}"))
+        else:
+            leg.load.give_up(GoesOnElsewhere(f"the request goes on at {target}"))
+        return True
+
+    async def _opened(self, flight: Flight, target: str, body: bytes) -> UpstreamResponse:
+        assert self.open is not None
+        response = await self.open(flight, target, body)
+        if response.status == 200:
+            return response
+        try:
+            text = (await response.read())[:500].decode("utf-8", "replace")
+        finally:
+            response.close()
+        raise ConnectionLost(f"{target} answers {response_status(text)}")
+
+    async def _until_it_runs(
+        self,
+        leg: Leg,
+        target: str,
+        opening: asyncio.Future[UpstreamResponse],
+        running: asyncio.Future[Running],
+    ) -> None:
+        while not running.done():
+            if leg.over:
+                raise ConnectionLost("the client is gone")
+            if (row := self._fleet.rows.get(target)) is None or row.state not in USABLE:
+                raise ConnectionLost("it is down")
+            if opening.done():
+                opening.result()
+            await asyncio.wait(
+                {running} | ({opening} if not opening.done() else set()),
+                timeout=LOOK_S,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        if opening.done():
+            opening.result()
+
+    async def _at_an_end_of_event(self, leg: Leg) -> bool:
+        """Wait for the rest of an event that the client has a part of. It is on its way."""
+        end = self._clock.monotonic() + WHOLE_EVENT_S
+        while leg.reader is not None and leg.reader.in_event:
+            if self._clock.monotonic() > end:
+                return False
+            await self._clock.sleep(0.005)
+        return True
+
+    def _target(self, source: str) -> str | None:
+        """Where requests of an instance go: to the one of its kind that has least to do."""
+        row = self._fleet.rows.get(source)
+        role = Role.COLOCATED if row is None else row.role
+        there = [
+            known
+            for known in self._fleet.usable()
+            if known.name != source and known.role is role and self.calls.known(known.name)
+        ]
+        best = min(
+            there,
+            key=lambda known: (known.in_flight + self._heading[known.name], known.name),
+            default=None,
+        )
+        return None if best is None else best.name
+
+    def __repr__(self) -> str:
+        return f"Mover({sum(map(len, self._legs.values()))} legs, emptying {sorted(self._tasks)})"
+
+
+def response_status(text: str) -> str:
+    """What an instance that refused a request said, for people."""
+    return text or "with an error"
+
+
+def _obstacle(flight: Flight) -> str:
+    """What of a request's form cannot be gone on with in mid-stream."""
+    if flight.job.stream and flight.form is not None and b'"tools"' in flight.body:
+        return "tool calls in a stream"
+    return ""
+
+
+def _body(leg: Leg, parked: Parked, ticket: str) -> bytes:
+    """The request as the other instance gets it: with its name, the ticket of its state, and where its KV
+    is."""
+    flight = leg.flight
+    payload = orjson.loads(flight.body)
+    payload["rid"] = leg.rid
+    holder = payload
+    if flight.target.partition("?")[0] == Endpoint.GENERATE.value:
+        holder = payload["sampling_params"] = dict(payload.get("sampling_params") or {})
+    custom = dict(holder.get("custom_params") or {})
+    custom[RESUME] = ticket
+    holder["custom_params"] = custom
+    if parked.meeting:
+        host, _, port = parked.meeting.rpartition(":")
+        payload |= {"bootstrap_host": host, "bootstrap_port": int(port), "bootstrap_room": parked.room}
+    return orjson.dumps(payload)
+
+
+def _discard(opening: asyncio.Future[UpstreamResponse]) -> None:
+    """Give up an answer that nobody reads, whenever it comes; the instance then aborts the request."""
+
+    def close(done: asyncio.Future[UpstreamResponse]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            done.result().close()
+
+    opening.add_done_callback(close)
+    opening.cancel()

@@ -1,0 +1,91 @@
+"""Prefill and decode apart: a request goes to one instance of each, and the answer is decode's.
+
+Both get the same body, with where the prefill instance is asked for the KV (``bootstrap_host`` and
+``bootstrap_port``) and a number that only this request has (``bootstrap_room``), as SGLang's own balancer
+puts them in. What the prefill instance answers is read and thrown away; if it fails while the client has been
+sent nothing, what runs at the decode instance is given up, because it would wait for the KV in vain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
+
+from sglang_ext.router.api.validation import Json
+from sglang_ext.router.fleet.facts import InstanceFacts
+from sglang_ext.router.http.types import ConnectionLost
+
+DEFAULT_BOOTSTRAP_PORT = 8998
+"""SGLang's, for servers that do not tell."""
+ROOMS = 1 << 62
+"""SGLang counts upwards from the room for the prompts of a batch, and keeps it in 63 bits."""
+
+
+def meeting_point(prefill: str, facts: InstanceFacts | None) -> Json:
+    """What tells both servers where to meet.
+
+    Args:
+        prefill: URL of the prefill instance.
+        facts: what it has told of itself.
+    """
+    port = facts.bootstrap_port if facts is not None else None
+    return {
+        "bootstrap_host": urlsplit(prefill).hostname or "",
+        "bootstrap_port": port or DEFAULT_BOOTSTRAP_PORT,
+        "bootstrap_room": 1 + secrets.randbelow(ROOMS),
+    }
+
+
+@asynccontextmanager
+async def beside(
+    leg: Callable[[], Awaitable[None]], may_interrupt: Callable[[], bool]
+) -> AsyncIterator[None]:
+    """Run ``leg`` beside the block; end it with the block.
+
+    Args:
+        leg: the other half of the request.
+        may_interrupt: whether the block may still be given up when ``leg`` fails.
+
+    Raises:
+        Exception: what ``leg`` raised, if it was before the block had ended and ``may_interrupt`` allowed it.
+    """
+    block = asyncio.current_task()
+    if block is None:
+        raise ConnectionLost("not in a task")
+    before = block.cancelling()
+    task = asyncio.ensure_future(leg())
+    failed: list[BaseException] = []
+    is_over = False
+
+    def ended(task: asyncio.Future[None]) -> None:
+        if task.cancelled() or (error := task.exception()) is None or is_over or not may_interrupt():
+            return
+        failed.append(error)
+        block.cancel()
+
+    task.add_done_callback(ended)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if failed and block.uncancel() <= before:
+            raise failed[0] from None
+        raise
+    finally:
+        is_over = True  # removing the callback would not do: it may be on its way already
+        task.cancel()
+        await _wait(task, block, before, interrupted=bool(failed))
+
+
+async def _wait(
+    task: asyncio.Future[None], block: asyncio.Task[object], before: int, *, interrupted: bool
+) -> None:
+    """Wait for a task that was cancelled. An interruption that comes too late is taken back."""
+    try:
+        await asyncio.wait({task})
+    except asyncio.CancelledError:
+        if not interrupted or block.cancelling() <= before or block.uncancel() > before:
+            raise
+        await asyncio.wait({task})

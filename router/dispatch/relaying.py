@@ -1,0 +1,441 @@
+"""One attempt at one instance: sending a request on, passing its answer back, learning from both."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+
+import orjson
+
+from sglang_ext.clock import Clock
+from sglang_ext.router.api.stream_splice import NoContinuation, Seam
+from sglang_ext.router.api.usage import Form, StreamReader, Usage, answer_id, read_answer
+from sglang_ext.router.api.validation import Endpoint
+from sglang_ext.router.config import RouterConfig
+from sglang_ext.router.dispatch.costs import RouterCosts
+from sglang_ext.router.dispatch.flight import Flight, Homes, through_chat
+from sglang_ext.router.dispatch.moving import GoesOnElsewhere, Leg, Mover
+from sglang_ext.router.dispatch.pairs import beside, meeting_point
+from sglang_ext.router.fleet.fleet import Fleet, Load
+from sglang_ext.router.http.types import (
+    EVENT_STREAM_TYPE,
+    HOP_BY_HOP,
+    ConnectFailed,
+    ConnectionLost,
+    RequestRefused,
+    RequestTimeout,
+    Upstream,
+    UpstreamResponse,
+)
+from sglang_ext.router.index.prompt_trees import PromptTrees
+from sglang_ext.router.policies import Decision
+from sglang_ext.router.telemetry.observability import RouterMetrics
+from sglang_ext.router.telemetry.record import Record
+from sglang_ext.router.telemetry.tracing import NO_TRACING, TRACE_HEADERS, Tracing
+from sglang_ext.router.tenancy.tenancy import STEERING_HEADERS, TENANT_HEADERS, splice
+from sglang_ext.router.tenancy.tenants import Meter
+from sglang_ext.router.tokens.tokenizing import Encoded, TokenizerService
+
+logger = logging.getLogger("router.relaying")
+
+MAX_READ_BYTES = 4 << 20
+"""Longer answers are passed on unread."""
+_NOT_FORWARDED = HOP_BY_HOP | STEERING_HEADERS | {
+    "host", "content-length", "content-encoding", "accept-encoding", "expect",
+    "origin",  # SGLang lets pages of any origin read its answers; who may is decided here (``web_sites``)
+}  # fmt: skip
+_NOT_RETURNED = HOP_BY_HOP | {"content-length", "date", "server"}
+
+
+class Relay:
+    """Sends requests to instances.
+
+    Args:
+        config: time-outs, keys, what is told to clients.
+        fleet: counts what is in flight.
+        trees: learns who computed what.
+        costs: learns how long it took.
+        tokenizers: for the tokens of answers.
+        upstream: connections to workers.
+        homes: learns where responses are kept.
+        metrics: counts streams that broke off.
+        clock: seconds.
+        mover: moves running requests to other instances.
+        tracing: headers with which workers continue a trace.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        fleet: Fleet,
+        trees: PromptTrees,
+        costs: RouterCosts,
+        tokenizers: TokenizerService,
+        upstream: Upstream,
+        homes: Homes,
+        metrics: RouterMetrics,
+        clock: Clock,
+        mover: Mover,
+        tracing: Tracing = NO_TRACING,
+    ) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._trees = trees
+        self._costs = costs
+        self._tokenizers = tokenizers
+        self._upstream = upstream
+        self._homes = homes
+        self._metrics = metrics
+        self._clock = clock
+        self._mover = mover
+        mover.open = self._open
+        self._tracing = tracing
+        self._asks_for_key = config.api_key is not None or config.api_keys_file is not None
+        self._learning: set[asyncio.Task[None]] = set()
+        self.on_background: Callable[[str, Load, Meter | None], None] = lambda *_: None
+        """Told of each response that its instance goes on to generate, while the request still counts."""
+        self.on_learnt: Callable[[Flight, tuple[str | None, ...], bytes], None] = lambda *_: None
+        """Told of each prompt with what was generated from it, as far as that is known."""
+
+    async def attempt(self, flight: Flight, decision: Decision) -> None:
+        """Send a request to the chosen instance, and its answer to the client.
+
+        Raises:
+            ConnectFailed, ConnectionLost: the instance went away. If the responder has not started, another
+                one can be tried.
+        """
+        record = flight.record
+        record.instance = decision.decode or decision.instance
+        record.prefill_instance = None if decision.decode is None else decision.instance
+        if decision.decode is None:
+            await self._answer(flight, decision, decision.instance, flight.body)
+            return
+        facts = self._fleet.rows[decision.instance].facts
+        meeting = meeting_point(decision.instance, facts)
+        if flight.job.endpoint is Endpoint.MESSAGES and flight.translation is None:
+            through_chat(flight, {})
+        body = splice(flight.body, meeting)
+        async with beside(
+            lambda: self._prefill(flight, decision, body),
+            lambda: not flight.responder.started,
+        ):
+            try:
+                await self._answer(flight, decision, decision.decode, body)
+            except (ConnectFailed, ConnectionLost):
+                flight.failed = decision.decode
+                raise
+
+    async def _prefill(self, flight: Flight, decision: Decision, body: bytes) -> None:
+        """The half of a request whose answer nobody reads."""
+        queued = max(0, flight.units - decision.matched)
+        try:
+            with self._fleet.carrying(decision.instance, queued) as load, load.until_lost():
+                response = await self._open(flight, decision.instance, body)
+                status = response.status
+                try:
+                    answer = await response.read()
+                finally:
+                    response.close()
+            if status >= 500:
+                raise ConnectionLost(f"prefill at {decision.instance} answered {status}")
+        except (ConnectFailed, ConnectionLost):
+            flight.failed = decision.instance
+            raise
+        if status != 200:
+            text = answer[:1000].decode("utf-8", "replace")
+            raise RequestRefused(
+                f"{decision.instance}, which prefills, refused the request: {text}", status=status
+            )
+
+    async def _open(self, flight: Flight, instance: str, body: bytes) -> UpstreamResponse:
+        return await self._upstream.open(
+            flight.request.method,
+            instance + flight.target,
+            headers=self._request_headers(flight),
+            body=body,
+            timeout_s=self._config.request_timeout_secs,
+        )
+
+    async def _opened(self, flight: Flight, instance: str, body: bytes, load: Load) -> UpstreamResponse:
+        with load.until_lost():
+            return await self._open(flight, instance, body)
+
+    async def _answer(self, flight: Flight, decision: Decision, instance: str, body: bytes) -> None:
+        """Have ``instance`` answer the client."""
+        queued = max(0, flight.units - decision.matched)
+        sending = self._costs.sending(decision.instance, queued, decision.matched, streams=flight.job.stream)
+        here = queued if decision.decode is None else 0
+        if name := self._mover.names(flight, instance):
+            body = splice(body, {"rid": name})
+        with (
+            self._fleet.carrying(instance, here) as load,
+            sending as first_byte,
+            self._mover.carrying(flight, instance, load) as leg,
+        ):
+            opening = self._opened(flight, instance, body, load)
+            while True:
+                try:
+                    response = await opening
+                    try:
+                        is_stream = response.headers.get("content-type", "").startswith(EVENT_STREAM_TYPE)
+                        if response.status == 200 and is_stream:
+                            await self._stream(flight, decision, response, leg, first_byte)
+                        else:
+                            await self._whole(flight, decision, response, load)
+                        return
+                    finally:
+                        response.close()
+                except GoesOnElsewhere:
+                    # Nothing was sent to the client: the other answer is as good from its beginning.
+                    opening = leg.take_over(self._fleet)
+
+    async def _whole(
+        self, flight: Flight, decision: Decision, response: UpstreamResponse, load: Load
+    ) -> None:
+        """Pass on an answer in one piece; until it is complete, another instance can be tried."""
+        with load.until_lost():
+            body = await response.read()
+        load.answered()
+        record = flight.record
+        record.first_byte = self._clock.monotonic()
+        record.status = response.status
+        usage = Usage()
+        if response.status == 200:
+            if len(body) <= MAX_READ_BYTES:
+                usage = read_answer(body, form=flight.form, choices=flight.job.choices)
+                _infer_cached(flight, usage)
+            self._learn(flight, decision, usage)
+            if flight.job.background and usage.response_id is not None:
+                self.on_background(usage.response_id, load, record.caller.meter)
+        _note(record, usage)
+        headers = self._response_headers(response, record, usage)
+        size = len(body)
+        if flight.translation is not None:
+            body = flight.translation.whole(response.status, body)
+        record.answer_id = answer_id(body)
+        await flight.responder.send(response.status, headers, body)
+        if response.status == 200:
+            self._learn_texts(flight, record.instance or "", lambda: usage.output_texts, size)
+
+    async def _stream(
+        self,
+        flight: Flight,
+        decision: Decision,
+        response: UpstreamResponse,
+        leg: Leg,
+        first_byte: Callable[[], None],
+    ) -> None:
+        """Pass on an answer as it comes; until its first byte, another instance can be tried."""
+        record, responder, translation = flight.record, flight.responder, flight.translation
+        load = leg.load
+        reader = StreamReader(form=flight.form, choices=flight.job.choices)
+        async with aclosing(response.chunks()) as chunks:
+            with load.until_lost():
+                first = await anext(chunks, b"")
+            load.answered()
+            load.prefilled()
+            first_byte()
+            record.first_byte = self._clock.monotonic()
+            record.status = response.status
+            self._learn(flight, decision, Usage())
+            head = self._response_headers(response, record, reader.first(first))
+            await responder.start(response.status, head)
+            leg.response, leg.reader = response, reader
+            try:
+                try:
+                    if first:
+                        await self._pass_on(flight, first)
+                        reader.feed(first)
+                    async for chunk in chunks:
+                        load.answered()
+                        await self._pass_on(flight, chunk)
+                        reader.feed(chunk)
+                except GoesOnElsewhere:
+                    await self._go_on(flight, leg, reader)
+            except (ConnectionLost, RequestTimeout, NoContinuation) as error:
+                record.error = str(error)
+                self._metrics.broken_streams.inc()
+                message = f"the worker went away in mid-answer: {error}"
+                if translation is not None:
+                    await responder.write(translation.broken(message))
+                else:
+                    rest = _broken_off(message, flight.form, in_event=reader.in_event)
+                    await responder.write(_held_back(flight) + rest)
+            else:
+                if held := _held_back(flight):
+                    await responder.write(held)
+        if reader.done:
+            _infer_cached(flight, reader.usage)
+        if reader.usage.output_keys or reader.usage.response_id is not None:
+            self._learn(flight, decision, reader.usage)
+        _note(record, reader.usage)
+        await responder.finish()
+        self._learn_texts(flight, record.instance or "", reader.output_texts, reader.kept_bytes)
+
+    async def _go_on(self, flight: Flight, leg: Leg, reader: StreamReader) -> None:
+        """Pass on what other instances make of a stream that has begun.
+
+        Raises:
+            ConnectionLost, NoContinuation: one of them went away, or makes another answer.
+        """
+        while True:
+            seam = Seam(reader)
+            response = await leg.take_over(self._fleet)
+            leg.response = response
+            try:
+                async with aclosing(response.chunks()) as chunks:
+                    async for chunk in chunks:
+                        leg.load.answered()
+                        if rest := seam.feed(chunk):
+                            await self._pass_on(flight, rest)
+                            reader.feed(rest)
+                seam.check_end()
+                return
+            except GoesOnElsewhere:
+                continue
+            finally:
+                response.close()
+
+    async def _pass_on(self, flight: Flight, chunk: bytes) -> None:
+        if flight.translation is not None:
+            chunk = flight.translation.feed(chunk)
+        elif flight.filter is not None:
+            chunk = flight.filter.feed(chunk)
+        if chunk:
+            if flight.record.answer_id is None:
+                flight.record.answer_id = answer_id(chunk)
+            await flight.responder.write(chunk)
+
+    # -- learning ---------------------------------------------------------------------------------
+
+    def _learn(self, flight: Flight, decision: Decision, usage: Usage) -> None:
+        """The instances have computed these prompts, and what was generated from them."""
+        answering = flight.record.instance or decision.instance
+        for index, prompt in enumerate(flight.prompts):
+            generated = usage.output_keys.get(index, b"") if prompt.tokens is not None else b""
+            self._trees.confirm(prompt.namespace, prompt.key + generated, answering)
+            if decision.decode is not None:
+                self._trees.confirm(prompt.namespace, prompt.key, decision.instance)
+            self.on_learnt(flight, prompt.namespace, prompt.key + generated)
+        if usage.response_id is not None:
+            self._homes.keep(flight.record.caller.scope, usage.response_id, answering)
+
+    def _learn_texts(
+        self, flight: Flight, instance: str, texts: Callable[[], Mapping[int, str]], size: int
+    ) -> None:
+        """As ``_learn``, for answers that tell the text only; the client does not wait for it.
+
+        Args:
+            size: bytes of the answer.
+        """
+        prompts: Sequence[Encoded] = flight.prompts
+        tells_ids = flight.form is Form.NATIVE
+        if tells_ids or flight.job.echoes or all(prompt.tokens is None for prompt in prompts):
+            return
+        if flight.session is None and not any(
+            self._trees.learns_of(prompt.namespace, instance) for prompt in prompts
+        ):
+            return  # the instance tells by itself what it holds, and no session goes on from it
+
+        def learn(generated: Mapping[int, bytes]) -> None:
+            for index, key in generated.items():
+                if index < len(prompts) and prompts[index].tokens is not None:
+                    whole = prompts[index].key + key
+                    self._trees.confirm(prompts[index].namespace, whole, instance)
+                    self.on_learnt(flight, prompts[index].namespace, whole)
+
+        async def learn_later() -> None:
+            learn(await self._tokenizers.continuations(texts))
+
+        try:
+            at_once = self._tokenizers.short_continuations(texts, size)
+            if at_once is not None:
+                learn(at_once)
+                return
+        except Exception:
+            logger.exception("cannot learn what was generated")
+            return
+        task = asyncio.create_task(learn_later(), name="learn what was generated")
+        self._learning.add(task)
+        task.add_done_callback(self._learnt)
+
+    def _learnt(self, task: asyncio.Task[None]) -> None:
+        self._learning.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("cannot learn what was generated", exc_info=error)
+
+    async def stop(self) -> None:
+        """End what goes on after the answers."""
+        for task in self._learning:
+            task.cancel()
+        await asyncio.gather(*self._learning, return_exceptions=True)
+
+    # -- headers ----------------------------------------------------------------------------------
+
+    def _request_headers(self, flight: Flight) -> dict[str, str]:
+        headers = {
+            name: value for name, value in flight.request.headers.items() if name not in _NOT_FORWARDED
+        }
+        if self._config.worker_api_key:
+            headers["authorization"] = f"Bearer {self._config.worker_api_key}"
+        elif self._asks_for_key:
+            headers.pop("authorization", None)  # it is our key, not theirs
+        if self._asks_for_key:
+            headers.pop("x-api-key", None)
+        if flight.record.caller.tenant is not None:
+            for name in TENANT_HEADERS:
+                headers.pop(name, None)
+        if continued := self._tracing.headers():
+            for name in TRACE_HEADERS[:2]:
+                headers.pop(name, None)
+            headers.update(continued)
+        headers["x-request-id"] = flight.record.request_id
+        return headers
+
+    def _response_headers(self, response: UpstreamResponse, record: Record, usage: Usage) -> dict[str, str]:
+        headers = {name: value for name, value in response.headers.items() if name not in _NOT_RETURNED}
+        headers["x-request-id"] = record.request_id
+        headers["x-kv-instance"] = record.instance or ""
+        if record.prefill_instance is not None:
+            headers["x-kv-prefill-instance"] = record.prefill_instance
+        if self._config.explain_routing and record.reason is not None:
+            headers["x-kv-route-reason"] = record.reason
+            if record.matched_tokens is not None:
+                headers["x-kv-matched-tokens"] = str(record.matched_tokens)
+            if record.fetch is not None:
+                headers |= record.fetch.headers()
+        if usage.cached_tokens is not None:
+            headers["x-kv-cached-tokens"] = str(usage.cached_tokens)
+        return headers
+
+
+def _held_back(flight: Flight) -> bytes:
+    return b"" if flight.filter is None else flight.filter.end()
+
+
+def _infer_cached(flight: Flight, usage: Usage) -> None:
+    """SGLang leaves out what it was asked for when nothing was cached."""
+    if flight.tells_cached and usage.cached_tokens is None:
+        usage.cached_tokens = 0
+
+
+def _note(record: Record, usage: Usage) -> None:
+    record.prompt_tokens = usage.prompt_tokens if usage.prompt_tokens is not None else record.prompt_tokens
+    record.cached_tokens = usage.cached_tokens
+    record.tiers = usage.tiers
+    record.completion_tokens = usage.completion_tokens
+
+
+def _broken_off(message: str, form: Form, *, in_event: bool) -> bytes:
+    """The event that ends a stream whose worker went away; the end mark is left out on purpose."""
+    payload: Mapping[str, object]
+    if form is Form.ANTHROPIC:
+        payload = {"type": "error", "error": {"type": "api_error", "message": message}}
+    else:
+        payload = {
+            "error": {"message": message, "type": "server_error", "param": None, "code": "worker_lost"}
+        }
+    name = b"event: error\n" if form is Form.ANTHROPIC else b""
+    return (b"\n\n" if in_event else b"") + name + b"data: " + orjson.dumps(payload) + b"\n\n"

@@ -1,0 +1,373 @@
+"""The endpoints of hints: ``/v1/advisory``, and requests elsewhere that are hints in truth."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import parse_qs
+
+import orjson
+
+from sglang_ext.clock import Clock
+from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.protocol.agent import MAX_PROMPT_BYTES, MAX_TAG
+from sglang_ext.router.api.hints import Advisory, advisory_of, parse_advisory, prefetch_actions
+from sglang_ext.router.api.validation import Endpoint, Json, Limits, check_length, parse_json_object
+from sglang_ext.router.dispatch.advisory_book import ENDED, Entry, Hint, State, Verdict
+from sglang_ext.router.endpoints.generation import no_worker
+from sglang_ext.router.endpoints.routes import Route
+from sglang_ext.router.fleet.fleet import Fleet
+from sglang_ext.router.hints.advising import Advisor
+from sglang_ext.router.http.types import EVENT_STREAM_TYPE, JSON_TYPE, Request, RequestRefused, Responder
+from sglang_ext.router.telemetry.record import Record
+from sglang_ext.router.tenancy.tenancy import check_reserved, priority_of, with_salt
+from sglang_ext.router.tenancy.tenants import Caller
+
+logger = logging.getLogger("router.advisory")
+
+PATH = "/v1/advisory"
+MAX_WAIT_S = 60.0
+MOST_ACTIONS = 16
+"""Hints that one request may carry beside itself; further ones are left out."""
+MOST_NOTING = 256
+"""Such hints that are tokenized at a time, of all requests."""
+UNKNOWN_SESSION = "nothing is known of this session: give the conversation so far"
+
+
+class AdvisoryApi:
+    """Answers requests under ``/v1/advisory``.
+
+    Args:
+        advisor: takes the hints.
+        fleet: knows the model, against which hints are checked.
+        clock: seconds.
+    """
+
+    def __init__(self, advisor: Advisor, fleet: Fleet, clock: Clock) -> None:
+        self._advisor = advisor
+        self._fleet = fleet
+        self._clock = clock
+        self._noting: set[asyncio.Task[None]] = set()
+
+    def routes(self) -> Iterator[Route]:
+        """The endpoints."""
+        yield Route(PATH, frozenset({"POST"}), self._take)
+        yield Route(PATH + "/", frozenset({"GET", "DELETE"}), self._one)
+
+    # -- hints ------------------------------------------------------------------------------------
+
+    async def _take(self, request: Request, responder: Responder, record: Record) -> None:
+        payload = parse_json_object(request.body)
+        check_reserved(payload, record.caller)
+        record.priority = priority_of(payload, record.caller)
+        told = await self._offer(parse_advisory(payload, self._limits()), record)
+        await _send(responder, record, 200, told)
+
+    async def _offer(self, advisory: Advisory, record: Record) -> dict[str, Any]:
+        """Take a hint, and say what is told of it.
+
+        Raises:
+            RequestRefused: 429 when it was refused, 404 when nothing is known of its session.
+        """
+        if advisory.job is not None:
+            advisory = Advisory(
+                with_salt(advisory.job, record.caller),
+                advisory.session,
+                advisory.earliest_s,
+                advisory.ttl_s,
+            )
+        hint = await self._advisor.hint(advisory, record.caller, record.priority)
+        if hint is None:
+            raise RequestRefused(UNKNOWN_SESSION, status=404, param="session", code="unknown_session")
+        _check_size(hint, self._limits())
+        answer, told = self._advisor.offer(hint)
+        if answer.verdict is Verdict.REFUSED:
+            wait = max(1, math.ceil(answer.retry_after_s or 0.0))
+            raise RequestRefused(
+                f"the hint is refused: {answer.reason}; try again in {wait} s",
+                status=429,
+                kind="rate_limit_error",
+                code="hint_refused",
+                headers={"retry-after": str(wait), "x-kv-advisory": Verdict.REFUSED.value},
+            )
+        record.instance = answer.entry.instance if answer.entry is not None else None
+        return told
+
+    def _limits(self) -> Limits:
+        model = self._fleet.model
+        if model is None:
+            raise no_worker(self._fleet)
+        return Limits(model.model.vocab_size, model.model.context_length, model.truncates)
+
+    # -- one hint -----------------------------------------------------------------------------------
+
+    async def _one(self, request: Request, responder: Responder, record: Record) -> None:
+        id = request.path.removeprefix(PATH + "/")
+        entry = self._advisor.find(id, record.caller)
+        if entry is None:
+            raise RequestRefused(
+                f"there is no hint {id[:80]!r} here, or it ended long ago",
+                status=404,
+                code="no_such_hint",
+            )
+        if request.method == "DELETE":
+            self._advisor.withdraw(entry)
+        elif EVENT_STREAM_TYPE in request.headers.get("accept", ""):
+            await self._stream(entry, responder, record)
+            return
+        elif wait := _wait_of(request):
+            await self._wait(entry, wait)
+        await _send(responder, record, 200, self._advisor.told(entry))
+
+    async def _wait(self, entry: Entry, seconds: float) -> None:
+        """Until the hint is ready or has ended, but no longer than so."""
+        deadline = self._clock.monotonic() + seconds
+        while not _settled(entry) and (left := deadline - self._clock.monotonic()) > 0:
+            try:
+                async with asyncio.timeout(left):
+                    await self._advisor.changed(entry)
+            except TimeoutError:
+                return
+
+    async def _stream(self, entry: Entry, responder: Responder, record: Record) -> None:
+        """Each state as an event, the last being the one in which nothing is moved any more."""
+        record.status = 200
+        record.stream = True
+        headers = {"content-type": EVENT_STREAM_TYPE, "x-request-id": record.request_id}
+        await responder.start(200, headers)
+        while True:
+            settled = _settled(entry)
+            await responder.write(b"data: " + orjson.dumps(self._advisor.told(entry)) + b"\n\n")
+            if settled:
+                break
+            await self._advisor.changed(entry)
+        await responder.write(b"data: [DONE]\n\n")
+        await responder.finish()
+
+    # -- hints in other requests ----------------------------------------------------------------------
+
+    async def serve_prewarm(
+        self, endpoint: Endpoint, payload: Json, responder: Responder, record: Record
+    ) -> None:
+        """Answer a request that only warms the cache (`hints.only_a_hint`): with no text, in its own form."""
+        told = await self._offer(advisory_of(endpoint, payload, self._limits()), record)
+        tokens = told["tokens"]
+        record.prompt_tokens = sum(tokens.values())
+        record.cached_tokens = tokens["hbm"] + tokens["dram"] + tokens["disk"]
+        headers = {
+            "x-kv-advisory": told["verdict"],
+            "x-kv-advisory-id": told["id"],
+            "x-kv-instance": told["instance"] or "",
+            "x-kv-cached-tokens": str(record.cached_tokens),
+        }
+        body = empty_answer(endpoint, payload, record)
+        if payload.get("stream") is True:
+            await _send_stream(endpoint, responder, record, headers, body)
+        else:
+            await _send(responder, record, 200, body, headers)
+
+    def note(self, payload: Json, record: Record) -> None:
+        """Take the hints that a request carries beside itself. What is wrong with them harms it not."""
+        for number, body in enumerate(prefetch_actions(payload)):
+            if number >= MOST_ACTIONS or len(self._noting) >= MOST_NOTING:
+                logger.info("hints in a request beyond the first %d were not taken", number)
+                return
+            task = asyncio.create_task(self._note(body, record.caller), name="take a hint")
+            self._noting.add(task)
+            task.add_done_callback(self._noting.discard)
+
+    async def _note(self, body: Json, caller: Caller) -> None:
+        own = Record("", "POST", PATH, self._clock.monotonic(), caller=caller)
+        try:
+            check_reserved(body, caller)
+            own.priority = priority_of(body, caller)
+            await self._offer(parse_advisory(body, self._limits()), own)
+        except RequestRefused as refused:
+            logger.info("a hint in a request was not taken: %s", refused.message)
+        except Exception:
+            logger.exception("a hint in a request was not taken")
+
+    async def stop(self) -> None:
+        """End what goes on after the answers."""
+        for task in self._noting:
+            task.cancel()
+        await asyncio.gather(*self._noting, return_exceptions=True)
+
+
+def _check_size(hint: Hint, limits: Limits) -> None:
+    """Refuse a hint that stands for no request, or that no instance can be told of."""
+    if len(hint.key) > MAX_PROMPT_BYTES:
+        raise RequestRefused(
+            f"the hint has {hint.tokens} tokens, and instances can be told of "
+            f"{MAX_PROMPT_BYTES // TOKEN_BYTES}; announce a shorter beginning of the prompt",
+            code="hint_too_long",
+        )
+    if not isinstance(hint.namespace, tuple) or hint.namespace[0] != "tokens":
+        return
+    check_length(hint.tokens, None, limits, "the hint")
+    if any(isinstance(name, str) and len(name) > MAX_TAG for name in hint.namespace):
+        raise RequestRefused(
+            f"extra_key and cache_salt of a hint have at most {MAX_TAG} characters",
+            param="extra_key",
+            code="hint_too_long",
+        )
+
+
+def _settled(entry: Entry) -> bool:
+    return entry.state is State.READY or entry.state in ENDED
+
+
+def _wait_of(request: Request) -> float:
+    """``?wait_s=``: how long to wait until the hint is ready."""
+    given = parse_qs(request.query).get("wait_s", [])
+    if not given:
+        return 0.0
+    try:
+        wait = float(given[-1])
+    except ValueError:
+        wait = math.nan
+    if not 0 <= wait <= MAX_WAIT_S:
+        raise RequestRefused(
+            f"wait_s must be a number of seconds from 0 to {MAX_WAIT_S:g}",
+            param="wait_s",
+            code="invalid_value",
+        )
+    return wait
+
+
+def empty_answer(endpoint: Endpoint, payload: Json, record: Record) -> Json:
+    """An answer without text, as the endpoint's clients expect it."""
+    model = payload.get("model")
+    prompt, cached = record.prompt_tokens or 0, record.cached_tokens or 0
+    created = int(time.time())
+    usage = {
+        "prompt_tokens": prompt,
+        "completion_tokens": 0,
+        "total_tokens": prompt,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+    match endpoint:
+        case Endpoint.CHAT:
+            choice: Json = {
+                "index": 0,
+                "message": {"role": "assistant", "content": ""},
+                "finish_reason": "length",
+                "logprobs": None,
+            }
+            return {
+                "id": f"chatcmpl-{record.request_id}",
+                "object": "chat.completion",
+                "created": created,
+                "model": model,
+                "choices": [choice],
+                "usage": usage,
+            }
+        case Endpoint.COMPLETIONS:
+            choice = {"index": 0, "text": "", "finish_reason": "length", "logprobs": None}
+            return {
+                "id": f"cmpl-{record.request_id}",
+                "object": "text_completion",
+                "created": created,
+                "model": model,
+                "choices": [choice],
+                "usage": usage,
+            }
+        case Endpoint.RESPONSES:
+            return {
+                "id": f"resp_{record.request_id}",
+                "object": "response",
+                "created_at": created,
+                "status": "completed",
+                "model": model,
+                "output": [],
+                "parallel_tool_calls": True,
+                "tool_choice": "auto",
+                "tools": [],
+                "usage": {
+                    "input_tokens": prompt,
+                    "input_tokens_details": {"cached_tokens": cached},
+                    "output_tokens": 0,
+                    "output_tokens_details": {"reasoning_tokens": 0},
+                    "total_tokens": prompt,
+                },
+            }
+        case Endpoint.MESSAGES:
+            return {
+                "id": f"msg_{record.request_id}",
+                "type": "message",
+                "role": "assistant",
+                "model": model,
+                "content": [],
+                "stop_reason": "max_tokens",
+                "stop_sequence": None,
+                "usage": {
+                    "input_tokens": prompt - cached,
+                    "cache_read_input_tokens": cached,
+                    "cache_creation_input_tokens": 0,
+                    "output_tokens": 0,
+                },
+            }
+        case Endpoint.GENERATE:
+            info = {"id": record.request_id, "prompt_tokens": prompt, "cached_tokens": cached}
+            return {
+                "text": "",
+                "output_ids": [],
+                "meta_info": {
+                    **info,
+                    "completion_tokens": 0,
+                    "finish_reason": {"type": "length", "length": 0},
+                },
+            }
+
+
+def _events(endpoint: Endpoint, body: Json) -> Iterator[tuple[str | None, Json | None]]:
+    """An empty answer as (name, data) of the events of a stream; None is the end mark."""
+    match endpoint:
+        case Endpoint.CHAT:
+            chunk = {**body, "object": "chat.completion.chunk"}
+            (choice,) = body["choices"]
+            delta = {"index": 0, "delta": choice["message"], "finish_reason": choice["finish_reason"]}
+            yield None, {**chunk, "choices": [delta]}
+            yield None, None
+        case Endpoint.RESPONSES:
+            created = {**body, "status": "in_progress"}
+            yield "response.created", {"type": "response.created", "sequence_number": 0, "response": created}
+            yield (
+                "response.completed",
+                {"type": "response.completed", "sequence_number": 1, "response": body},
+            )
+        case Endpoint.MESSAGES:
+            started = {**body, "stop_reason": None}
+            yield "message_start", {"type": "message_start", "message": started}
+            delta = {"stop_reason": body["stop_reason"], "stop_sequence": None}
+            yield "message_delta", {"type": "message_delta", "delta": delta, "usage": body["usage"]}
+            yield "message_stop", {"type": "message_stop"}
+        case _:
+            yield None, body
+            yield None, None
+
+
+async def _send(
+    responder: Responder, record: Record, status: int, body: Json, headers: dict[str, str] | None = None
+) -> None:
+    record.status = status
+    head = {"content-type": JSON_TYPE, "x-request-id": record.request_id, **(headers or {})}
+    await responder.send(status, head, orjson.dumps(body))
+
+
+async def _send_stream(
+    endpoint: Endpoint, responder: Responder, record: Record, headers: dict[str, str], body: Json
+) -> None:
+    record.status, record.stream = 200, True
+    head = {"content-type": EVENT_STREAM_TYPE, "x-request-id": record.request_id, **headers}
+    await responder.start(200, head)
+    for name, data in _events(endpoint, body):
+        named = f"event: {name}\n".encode() if name else b""
+        await responder.write(
+            named + b"data: " + (b"[DONE]" if data is None else orjson.dumps(data)) + b"\n\n"
+        )
+    await responder.finish()

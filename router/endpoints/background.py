@@ -1,0 +1,118 @@
+"""Responses that go on when their request is answered (``background: true``): they count until they end.
+
+SGLang answers such a request at once and generates afterwards. What a request holds while it is answered
+(a place, a share of its instance, one of its key's ``concurrent``) the response goes on to hold. The instance
+is asked after it until it has ended, and its generated tokens are charged to its key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import ExitStack
+from functools import partial
+
+from sglang_ext.clock import Clock
+from sglang_ext.errors import DeadlineError, PeerError
+from sglang_ext.router.api.usage import Usage
+from sglang_ext.router.dispatch.queueing import Admission
+from sglang_ext.router.fleet.fleet import USABLE, Fleet, Load
+from sglang_ext.router.fleet.worker import WorkerApi
+from sglang_ext.router.http.types import ConnectFailed
+from sglang_ext.router.tenancy.tenants import Meter
+
+logger = logging.getLogger("router.background")
+
+FIRST_LOOK_S = 0.1
+MOST_BETWEEN_LOOKS_S = 2.0
+CALL_TIMEOUT_S = 10.0
+_RUNNING = ("queued", "in_progress")
+
+
+class Background:
+    """Keeps what responses hold that generate in the background.
+
+    Args:
+        api: asks the instances.
+        fleet, admission: count them.
+        clock: seconds.
+        limit_s: how long one may take; then it is cancelled.
+    """
+
+    def __init__(
+        self, api: WorkerApi, fleet: Fleet, admission: Admission, clock: Clock, limit_s: float
+    ) -> None:
+        self._api = api
+        self._fleet = fleet
+        self._admission = admission
+        self._clock = clock
+        self._limit_s = limit_s
+        self._watching: set[asyncio.Task[None]] = set()
+
+    def keep(self, response_id: str, load: Load, meter: Meter | None) -> None:
+        """Hold on to what the request of a response holds, which may let go of it now.
+
+        Args:
+            load: of the request, at the instance that generates.
+            meter: of its key.
+        """
+        instance = load.row.name
+        held = ExitStack()
+        held.enter_context(self._admission.held())
+        held.enter_context(self._fleet.carrying(instance, 0))
+        if meter is not None:
+            held.enter_context(meter.carrying())
+        task = asyncio.create_task(
+            self._watch(response_id, instance, meter), name=f"watch {response_id} in the background"
+        )
+        self._watching.add(task)
+        task.add_done_callback(partial(self._watched, held))
+
+    async def _watch(self, response_id: str, instance: str, meter: Meter | None) -> None:
+        path, pause = f"/v1/responses/{response_id}", FIRST_LOOK_S
+        end = self._clock.monotonic() + self._limit_s
+        while self._clock.monotonic() < end:
+            await self._clock.sleep(pause)
+            pause = min(2 * pause, MOST_BETWEEN_LOOKS_S)
+            row = self._fleet.rows.get(instance)
+            if row is None:
+                return
+            try:
+                answer = await self._api.call(instance, "GET", path, timeout_s=CALL_TIMEOUT_S)
+            except ConnectFailed:
+                if row.state not in USABLE:
+                    return  # it is down, and the response with it
+                continue
+            except (PeerError, DeadlineError) as error:
+                logger.warning("%s", error)
+                continue
+            response = answer.json() if answer.status == 200 else None
+            if not isinstance(response, dict) or response.get("status") not in _RUNNING:
+                usage = Usage()
+                usage.add_responses(response)
+                if meter is not None:
+                    meter.charge(usage.completion_tokens or 0)
+                return
+        logger.warning("%s took more than %g s, and is cancelled", response_id, self._limit_s)
+        try:
+            await self._api.call(instance, "POST", f"{path}/cancel", timeout_s=CALL_TIMEOUT_S)
+        except (PeerError, DeadlineError) as error:
+            logger.warning("%s", error)
+
+    def _watched(self, held: ExitStack, task: asyncio.Task[None]) -> None:
+        self._watching.discard(task)
+        held.close()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a response in the background is watched no more", exc_info=error)
+
+    async def stop(self) -> None:
+        """Ask after none any more."""
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+
+    def __len__(self) -> int:
+        return len(self._watching)
+
+    def __repr__(self) -> str:
+        return f"Background({len(self)} responses)"

@@ -1,0 +1,213 @@
+"""Endpoints that act without generating: flushing, aborting, profiling, tokenizing, kept responses."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from typing import Any
+
+from sglang_ext.errors import DeadlineError, PeerError
+from sglang_ext.router.api.anthropic import check_conversation
+from sglang_ext.router.api.validation import (
+    Json,
+    Limits,
+    check_ids,
+    check_strings,
+    parse_json_object,
+    take_bool,
+    take_string,
+    wrong,
+)
+from sglang_ext.router.dispatch.flight import Flight, Flights, Homes, abort
+from sglang_ext.router.endpoints.generation import no_worker
+from sglang_ext.router.endpoints.information import INFO_TIMEOUT_S, ask_any, send_json
+from sglang_ext.router.endpoints.routes import Access, Handler, Route
+from sglang_ext.router.fleet.fleet import Fleet
+from sglang_ext.router.fleet.worker import Answer, WorkerApi
+from sglang_ext.router.http.types import JSON_TYPE, Request, RequestRefused, Responder
+from sglang_ext.router.index.prompt_trees import PromptTrees
+from sglang_ext.router.telemetry.record import Record
+
+logger = logging.getLogger("router.control")
+
+PROFILE_TIMEOUT_S = 60.0
+_POST = frozenset({"POST"})
+_GET_OR_POST = frozenset({"GET", "POST"})
+# SGLang takes what changes state by GET, too; here no link and no image of a web page may do that.
+
+
+class Control:
+    """Reaches instances with what is not a generation request.
+
+    Args:
+        fleet: the instances.
+        trees: forgets what was flushed.
+        api: reaches the instances.
+        flights: requests that can be aborted.
+        homes: where responses are kept.
+    """
+
+    def __init__(
+        self, fleet: Fleet, trees: PromptTrees, api: WorkerApi, flights: Flights, homes: Homes
+    ) -> None:
+        self._fleet = fleet
+        self._trees = trees
+        self._api = api
+        self._flights = flights
+        self._homes = homes
+
+    def routes(self) -> Iterator[Route]:
+        """The endpoints."""
+        yield Route("/flush_cache", _POST, self._flush_cache, Access.ADMIN)
+        for path in ("/start_profile", "/stop_profile"):
+            yield Route(path, _POST, self._everywhere, Access.ADMIN)
+        yield Route("/abort_request", _POST, self._abort)
+        for path in ("/tokenize", "/v1/tokenize"):
+            yield Route(path, _POST, self._asking(self._check_tokenize))
+        for path in ("/detokenize", "/v1/detokenize"):
+            yield Route(path, _POST, self._asking(self._check_detokenize))
+        yield Route("/v1/messages/count_tokens", _POST, self._asking(check_conversation))
+        yield Route("/v1/responses/", _GET_OR_POST, self._kept_response)
+
+    # -- all instances ----------------------------------------------------------------------------
+
+    async def _flush_cache(self, request: Request, responder: Responder, record: Record) -> None:
+        """Make every usable worker forget; one that refuses, because it has requests, keeps its entries."""
+        await self._broadcast(responder, record, partial(self._flush_one, query=request.query))
+
+    async def _flush_one(self, name: str, query: str) -> Answer:
+        answer = await self._api.flush(name, query)
+        if answer.status == 200:
+            self._trees.forget(name)
+        return answer
+
+    async def _everywhere(self, request: Request, responder: Responder, record: Record) -> None:
+        body = parse_json_object(request.body) if request.body else None
+
+        async def call(name: str) -> Answer:
+            return await self._api.call(
+                name, request.method, request.target, body=body, timeout_s=PROFILE_TIMEOUT_S
+            )
+
+        await self._broadcast(responder, record, call)
+
+    async def _broadcast(
+        self, responder: Responder, record: Record, call: Callable[[str], Awaitable[Answer]]
+    ) -> None:
+        names = [instance.name for instance in self._fleet.usable()]
+        if not names:
+            raise no_worker(self._fleet)
+
+        async def one(name: str) -> tuple[int, str]:
+            try:
+                answer = await call(name)
+            except (PeerError, DeadlineError) as error:
+                return 502, str(error)
+            return answer.status, answer.body.decode("utf-8", "replace").strip()
+
+        answers = dict(zip(names, await asyncio.gather(*map(one, names)), strict=True))
+        failed = [name for name, (status, _) in answers.items() if status != 200]
+        record.status = 200 if not failed else 400 if all(answers[n][0] == 400 for n in failed) else 502
+        body = {
+            "success": not failed,
+            "workers": {
+                name: {"status": status, "message": text} for name, (status, text) in answers.items()
+            },
+        }
+        await send_json(responder, record.status, body)
+
+    # -- aborting ---------------------------------------------------------------------------------
+
+    async def _abort(self, request: Request, responder: Responder, record: Record) -> None:
+        """End a request by its ``rid`` or ``x-request-id``, or all of them.
+
+        A request that the client named by ``rid`` is aborted by its worker, whose answer then says so. Of
+        others the connection is closed, and their clients get a 499, or the end of their stream.
+        """
+        payload = parse_json_object(request.body)
+        rid = take_string(payload, "rid")
+        caller = record.caller
+        if take_bool(payload, "abort_all"):
+            flights = self._flights.of(caller.scope)
+            if caller.tenant is None:
+                everybody = self._fleet.usable()
+                body = {"rid": "", "abort_all": True}
+                await asyncio.gather(*(self._tell(instance.name, body) for instance in everybody))
+        elif rid:
+            flights = self._flights.named(rid, caller.scope)
+        else:
+            raise RequestRefused("give rid, or abort_all", param="rid", code="missing")
+        for flight in flights:
+            await self._abort_flight(flight, rid)
+        record.status = 200
+        await send_json(responder, 200, {"aborted": len(flights)})
+
+    async def _abort_flight(self, flight: Flight, rid: str | None) -> None:
+        record = flight.record
+        if rid is not None and rid in flight.rids and record.instance is not None:
+            body = {"rid": record.caller.scope + rid}
+            names = [name for name in (record.instance, record.prefill_instance) if name is not None]
+            if all(await asyncio.gather(*(self._tell(name, body) for name in names))):
+                return
+        abort(flight)
+
+    async def _tell(self, name: str, body: Json) -> bool:
+        """Whether an instance has taken an abort."""
+        try:
+            answer = await self._api.call(name, "POST", "/abort_request", body=body, timeout_s=INFO_TIMEOUT_S)
+        except (PeerError, DeadlineError) as error:
+            logger.warning("%s", error)
+            return False
+        return answer.status == 200
+
+    # -- one instance -----------------------------------------------------------------------------
+
+    def _asking(self, check: Callable[[Json], None]) -> Handler:
+        async def handler(request: Request, responder: Responder, record: Record) -> None:
+            payload = parse_json_object(request.body)
+            check(payload)
+            name, answer = await ask_any(self._fleet, self._api, "POST", request.target, payload)
+            await _pass_on(name, answer, responder, record)
+
+        return handler
+
+    def _check_tokenize(self, payload: Json) -> None:
+        take_string(payload, "model")
+        if (payload.get("prompt") is None) == (payload.get("messages") is None):
+            raise RequestRefused("give exactly one of prompt and messages", param="prompt", code="missing")
+        check_strings(payload, "prompt")
+        if payload.get("messages") is not None and type(payload["messages"]) is not list:
+            raise wrong("messages", "an array of messages", payload["messages"])
+
+    def _check_detokenize(self, payload: Json) -> None:
+        take_string(payload, "model")
+        take_bool(payload, "skip_special_tokens")
+        model = self._fleet.model
+        limits = Limits(model.model.vocab_size if model else 1 << 31, 0)
+        tokens: Any = payload.get("tokens")
+        if type(tokens) is not list:
+            raise wrong("tokens", "an array of token ids, or of arrays of them", tokens)
+        nested = bool(tokens) and type(tokens[0]) is list
+        for index, ids in enumerate(tokens if nested else [tokens]):
+            check_ids(ids, f"tokens[{index}]" if nested else "tokens", limits.vocab_size)
+
+    async def _kept_response(self, request: Request, responder: Responder, record: Record) -> None:
+        """``GET /v1/responses/{id}`` and ``POST …/cancel``, at the instance that keeps the response."""
+        name, _, action = request.path.removeprefix("/v1/responses/").partition("/")
+        if (request.method, action) not in (("GET", ""), ("POST", "cancel")):
+            raise RequestRefused(f"there is no {request.path[:200]} here", status=404, code="not_found")
+        home = self._homes.find(record.caller.scope, name)
+        record.instance = home
+        try:
+            answer = await self._api.call(home, request.method, request.target, timeout_s=INFO_TIMEOUT_S)
+        except PeerError as error:
+            raise no_worker(self._fleet) from error
+        await _pass_on(home, answer, responder, record)
+
+
+async def _pass_on(name: str, answer: Answer, responder: Responder, record: Record) -> None:
+    record.status, record.instance = answer.status, name
+    headers = {"content-type": answer.headers.get("content-type", JSON_TYPE), "x-kv-instance": name}
+    await responder.send(answer.status, headers, answer.body)

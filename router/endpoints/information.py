@@ -1,0 +1,252 @@
+"""Endpoints that tell: of the router, of the model, of one request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from sglang_ext.clock import Clock
+from sglang_ext.errors import DeadlineError, PeerError
+from sglang_ext.metrics import EXPOSITION_CONTENT_TYPE, render
+from sglang_ext.router.api.openapi import description
+from sglang_ext.router.cluster.readiness import Readiness, State
+from sglang_ext.router.config import RouterConfig
+from sglang_ext.router.dispatch.explain import History, Stories, told
+from sglang_ext.router.dispatch.queueing import Admission
+from sglang_ext.router.endpoints.generation import no_worker
+from sglang_ext.router.endpoints.routes import Access, Route
+from sglang_ext.router.fleet.fleet import USABLE, Fleet
+from sglang_ext.router.fleet.worker import Answer, WorkerApi
+from sglang_ext.router.http.types import JSON_TYPE, Request, RequestRefused, Responder
+from sglang_ext.router.index.index import Index
+from sglang_ext.router.telemetry.observability import RouterMetrics
+from sglang_ext.router.telemetry.record import Record
+from sglang_ext.router.tokens.tokenizing import TokenizerService
+
+logger = logging.getLogger("router.information")
+
+INFO_TIMEOUT_S = 10.0
+HEALTH_TIMEOUT_S = 25.0
+"""SGLang itself gives up after 20 s."""
+_SECRET = re.compile(r"api_key|password|secret|token$", re.IGNORECASE)
+_SECRET_FLAG = re.compile(r"(--[\w-]*(?:key|password|secret|token)(?:=|\s+))('[^']*'|\S+)", re.IGNORECASE)
+_GET = frozenset({"GET"})
+_PROBE = frozenset({"GET", "HEAD"})
+
+
+class Information:
+    """Answers without changing anything.
+
+    Args:
+        config: what is told of the router.
+        fleet, trees, tokenizers, admission: looked at.
+        api: asks the workers.
+        metrics: shown at ``/metrics``.
+        stories: recent requests, for ``/explain``.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        fleet: Fleet,
+        trees: Index,
+        tokenizers: TokenizerService,
+        admission: Admission,
+        api: WorkerApi,
+        metrics: RouterMetrics,
+        stories: Stories,
+        clock: Clock,
+    ) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._trees = trees
+        self._tokenizers = tokenizers
+        self._admission = admission
+        self._api = api
+        self._metrics = metrics
+        self._stories = stories
+        self._clock = clock
+        self._readiness = Readiness(config.index_wait_secs)
+
+    def routes(self) -> Iterator[Route]:
+        """The endpoints."""
+        for path in ("/health", "/ping"):
+            yield Route(path, _PROBE, self._health, Access.OPEN, logged=False)
+        yield Route("/ready", _PROBE, self._ready, Access.OPEN, logged=False)
+        # They name tenants and what each uses.
+        who = Access.OPEN if self._config.metrics_open else Access.ADMIN
+        yield Route("/metrics", _GET, self._show_metrics, who, logged=False)
+        yield Route("/health_generate", _PROBE, self._health_generate)
+        for path in ("/v1/models", "/v1/models/", "/model_info", "/get_model_info"):
+            yield Route(path, _GET, self._from_a_worker)
+        for path in ("/server_info", "/get_server_info"):
+            yield Route(path, _GET, self._server_info)
+        yield Route("/explain/", _GET, self._explain)
+        yield Route("/openapi.json", _GET, self._openapi)
+
+    def look_ready(self) -> tuple[State, int, int]:
+        """How far the router is, and how many instances can take requests and are awaited."""
+        usable = [row.name for row in self._fleet.rows.values() if row.state in USABLE]
+        awaited = [name for name in usable if self._trees.awaited(name)]
+        state = self._readiness.look(self._clock.monotonic(), usable, awaited)
+        return state, len(usable), len(awaited)
+
+    async def _ready(self, request: Request, responder: Responder, record: Record) -> None:
+        """Whether requests can be served, and be sent where their KV is."""
+        state, usable, awaited = self.look_ready()
+        record.status = 200 if state is State.READY else 503
+        body = {
+            "status": state.value,
+            "workers": len(self._fleet.rows),
+            "usable": usable,
+            "awaited": awaited,
+        }
+        await send_json(responder, record.status, body)
+
+    async def _health(self, request: Request, responder: Responder, record: Record) -> None:
+        """Whether requests can be served."""
+        usable = sum(row.state in USABLE for row in self._fleet.rows.values())
+        record.status = 200 if usable else 503
+        body = {"status": "ok" if usable else "no worker", "workers": len(self._fleet.rows), "usable": usable}
+        await send_json(responder, record.status, body)
+
+    async def _health_generate(self, request: Request, responder: Responder, record: Record) -> None:
+        """Whether an instance generates: all are asked, the first that does is the answer."""
+        names = [instance.name for instance in self._fleet.usable()]
+        if not names:
+            raise no_worker(self._fleet)
+        asked = [asyncio.ensure_future(self._generates(name)) for name in names]
+        try:
+            for answer in asyncio.as_completed(asked):
+                name = await answer
+                if name is not None:
+                    record.status, record.instance = 200, name
+                    await responder.send(200, {"x-kv-instance": name}, b"")
+                    return
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+        raise RequestRefused(
+            "no instance generates", status=503, kind="server_error", code="no_worker",
+            headers={"retry-after": "1"},
+        )  # fmt: skip
+
+    async def _generates(self, name: str) -> str | None:
+        try:
+            answer = await self._api.call(name, "GET", "/health_generate", timeout_s=HEALTH_TIMEOUT_S)
+        except (PeerError, DeadlineError) as error:
+            logger.warning("%s", error)
+            return None
+        return name if answer.status == 200 else None
+
+    async def _show_metrics(self, request: Request, responder: Responder, record: Record) -> None:
+        self._metrics.refresh(self._fleet, self._trees, self._tokenizers.cache, self._admission)
+        record.status = 200
+        body = render(self._metrics.registry)
+        await responder.send(200, {"content-type": EXPOSITION_CONTENT_TYPE}, body)
+
+    async def _from_a_worker(self, request: Request, responder: Responder, record: Record) -> None:
+        name, answer = await ask_any(self._fleet, self._api, "GET", request.target)
+        record.status, record.instance = answer.status, name
+        headers = {"content-type": answer.headers.get("content-type", JSON_TYPE), "x-kv-instance": name}
+        await responder.send(answer.status, headers, answer.body)
+
+    async def _server_info(self, request: Request, responder: Responder, record: Record) -> None:
+        """A worker's answer without its secrets, and what this router knows of all of them."""
+        name, answer = await ask_any(self._fleet, self._api, "GET", "/server_info")
+        value = answer.json()
+        info = without_secrets(value) if isinstance(value, dict) else {}
+        info["router"] = {
+            "policy": self._config.policy,
+            "tokenizer": self._tokenizers.status,
+            "prompt_tree": {"blocks": self._trees.blocks, "bytes": self._trees.size_bytes},
+            "queue": {"admitted": self._admission.admitted, "waiting": len(self._admission.line)},
+        }
+        if record.caller.admin:
+            info["router"]["workers"] = [
+                {
+                    "url": row.name,
+                    "state": row.state.value,
+                    "why": row.why,
+                    "in_flight": row.in_flight,
+                    "cached_tokens": self._trees.tokens_of(row.name),
+                }
+                for row in self._fleet.rows.values()
+            ]
+        record.status, record.instance = answer.status, name
+        await send_json(responder, answer.status, info, {"x-kv-instance": name})
+
+    async def _explain(self, request: Request, responder: Responder, record: Record) -> None:
+        name = request.path.removeprefix("/explain/")
+        caller = record.caller
+        story = self._stories.find(name, tenant=caller.tenant, admin=caller.admin)
+        if story is None:
+            raise RequestRefused(
+                f"nothing is known of request {name[:128]!r}: it is none of yours, or too long ago",
+                status=404,
+                code="request_not_found",
+            )
+        record.status = 200
+        value = told(
+            story, self._stories, self._history(), block_size=self._trees.block_size, admin=caller.admin
+        )
+        await send_json(responder, 200, value)
+
+    def _history(self) -> History | None:
+        """What the index remembers of evictions; nothing where no instance tells of them."""
+        tells = any(self._trees.replica(name) is not None for name in self._fleet.rows)
+        return self._trees.history if tells and self._trees.mode != "approximate" else None
+
+    async def _openapi(self, request: Request, responder: Responder, record: Record) -> None:
+        record.status = 200
+        await send_json(
+            responder, 200, description(asks_for_key=bool(self._config.api_key or self._config.api_keys_file))
+        )
+
+
+async def ask_any(
+    fleet: Fleet, api: WorkerApi, method: str, target: str, body: Any = None
+) -> tuple[str, Answer]:
+    """The answer of the first instance that gives one, the least busy asked first.
+
+    Raises:
+        RequestRefused: 503, when none does.
+    """
+    for instance in sorted(fleet.usable(), key=lambda known: known.in_flight):
+        try:
+            answer = await api.call(instance.name, method, target, body=body, timeout_s=INFO_TIMEOUT_S)
+        except (PeerError, DeadlineError) as error:
+            logger.warning("%s", error)
+            continue
+        return instance.name, answer
+    raise no_worker(fleet)
+
+
+async def send_json(
+    responder: Responder, status: int, value: Any, headers: dict[str, str] | None = None
+) -> None:
+    """Answer with JSON."""
+    await responder.send(status, {"content-type": JSON_TYPE, **(headers or {})}, orjson.dumps(value))
+
+
+def without_secrets(value: Any) -> Any:
+    """``value`` with everything blanked that is called a key or a password, however deep, or follows a
+    flag of such a name in a command line."""
+    if isinstance(value, dict):
+        return {
+            name: None if isinstance(name, str) and _SECRET.search(name) and isinstance(inner, str)
+            else without_secrets(inner)
+            for name, inner in value.items()
+        }  # fmt: skip
+    if isinstance(value, list):
+        return [without_secrets(item) for item in value]
+    if isinstance(value, str) and "--" in value:
+        return _SECRET_FLAG.sub(r"\1***", value)
+    return value

@@ -1,0 +1,360 @@
+"""The instances: what is known of each, in which state it is, and how busy it is.
+
+The life of an instance is the table in ``lifecycle``; ``Fleet`` applies it and keeps the counters that
+policies look at. It does no I/O: ``health`` asks the workers and reports here, ``members`` lets instances
+join and leave.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+
+from sglang_ext.errors import InternalError
+from sglang_ext.protocol.cluster import Registration
+from sglang_ext.router.fleet.facts import InstanceFacts
+from sglang_ext.router.fleet.instance_record import ROLES, Load, Row
+from sglang_ext.router.fleet.lifecycle import FATAL, TRANSITIONS, USABLE, Event, State
+from sglang_ext.router.http.types import ConnectionLost
+from sglang_ext.router.policies import Instance
+from sglang_ext.router.policies.base import Role
+
+__all__ = ["TRANSITIONS", "USABLE", "Event", "Fleet", "Load", "Row", "State"]
+
+logger = logging.getLogger("router.fleet")
+
+
+Listener = Callable[[Row, Event, State], None]
+"""Called with a row, what happened to it, and the state in which it was before."""
+
+
+def nobody_listens(row: Row, event: Event, before: State) -> None:
+    """A listener that does nothing."""
+
+
+class Carrying:
+    """See ``Fleet.carrying``. A class, because a generator costs every request more."""
+
+    __slots__ = ("_fleet", "_load", "_name", "_queued_tokens")
+
+    def __init__(self, fleet: Fleet, name: str, queued_tokens: int) -> None:
+        self._fleet = fleet
+        self._name = name
+        self._queued_tokens = queued_tokens
+        self._load: Load | None = None
+
+    def __enter__(self) -> Load:
+        self._load = load = self._fleet.begin(self._name, self._queued_tokens)
+        return load
+
+    def __exit__(self, *error: object) -> None:
+        if self._load is not None:
+            self._fleet.end(self._load)
+
+
+class Fleet:
+    """All instances of one router, on one event loop.
+
+    Args:
+        urls: instances that are there from the start; URLs are their names.
+        failure_threshold: probes missed in a row that make the verdict.
+        on_restart: called with the name of an instance whose cache is not what it was: restarted, gone, or
+            with other weights.
+        on_model: called with the facts when the fleet takes on a model: the first one learnt, or a
+            new one after every instance of the old one has gone.
+        on_event: called after every event, when the row is in its new state.
+        cached_tokens: how many tokens the index believes an instance to hold.
+        trusted: whether the index of an instance is believed.
+        awaited: whether the index of an instance is still coming in.
+        pairs: whether requests can be sent to a prefill and a decode instance together.
+        now: seconds.
+    """
+
+    def __init__(
+        self,
+        urls: tuple[str, ...] = (),
+        *,
+        failure_threshold: int = 3,
+        on_restart: Callable[[str], None] = lambda name: None,
+        on_model: Callable[[InstanceFacts], None] = lambda facts: None,
+        on_event: Listener = nobody_listens,
+        cached_tokens: Callable[[str], int] = lambda name: 0,
+        trusted: Callable[[str], bool] = lambda name: True,
+        awaited: Callable[[str], bool] = lambda name: False,
+        pairs: bool = False,
+        now: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self.rows = {url: Row(url) for url in urls}
+        self.model: InstanceFacts | None = None
+        """The facts of the first instance of the model being served; kept while the fleet is down."""
+        self.on_event = on_event
+        self._failure_threshold = failure_threshold
+        self._on_restart = on_restart
+        self._on_model = on_model
+        self._cached_tokens = cached_tokens
+        self._trusted = trusted
+        self._awaited = awaited
+        self._pairs = pairs
+        self._now = now
+        self._picks = itertools.count(1)
+
+    # -- who is there -----------------------------------------------------------------------------
+
+    def join(self, name: str, registration: Registration | None = None) -> State:
+        """An instance is there, or says again that it is. A new epoch is a restart; that one which was listed
+        tells its epoch is none."""
+        row = self.rows.get(name)
+        if row is None:
+            self.rows[name] = Row(name, registration=registration, heard=self._now())
+            logger.info("instance %s joins", name)
+            return State.NEW
+        row.heard = self._now()
+        before, row.registration = row.epoch, registration or row.registration
+        if row.epoch != before and before:
+            row.facts = None
+            self._on_restart(name)
+            return self._apply(row, Event.RESTARTED, "it has a new epoch")
+        if row.facts is not None and (problem := _unfit(row.facts, row.registration)) is not None:
+            row.facts = None
+            return self._apply(row, Event.REJECTED, problem)
+        return row.state
+
+    def drain(self, name: str, why: str) -> State:
+        """Give it nothing new; it leaves when it has finished what it has."""
+        row = self.rows[name]
+        self._apply(row, Event.DRAIN, why)
+        self._look_whether_drained(row)
+        return row.state
+
+    def drained(self, name: str, why: str) -> State:
+        """The time that it had for finishing is over."""
+        return self._happens(name, Event.DRAINED, why)
+
+    def resume(self, name: str) -> State:
+        """It shall stay, or come back."""
+        return self._happens(name, Event.RESUME, "it shall stay")
+
+    def leave(self, name: str, why: str) -> State:
+        """It is gone for us; what it still has may end by itself."""
+        return self._happens(name, Event.LEAVE, why)
+
+    def forget(self, name: str) -> bool:
+        """Take an instance that has left out of the fleet, unless requests still run there.
+
+        Returns whether it is out.
+        """
+        row = self.rows.get(name)
+        if row is None or row.state is not State.LEFT or row.in_flight:
+            return row is None
+        del self.rows[name]
+        self._on_restart(name)
+        return True
+
+    # -- what is found out ------------------------------------------------------------------------
+
+    def learnt(self, name: str, facts: InstanceFacts) -> State:
+        """An instance told what it is; returns the state that this puts it in."""
+        row = self.rows.get(name)
+        if row is None or row.state is State.LEFT:
+            return State.LEFT
+        row.heard = self._now()
+        difference = self._model_difference(facts)
+        row.other_model = difference is not None
+        problem = _unfit(facts, row.registration) or difference
+        if problem is not None:
+            row.facts = None
+            return self._apply(row, Event.REJECTED, problem)
+        if self.model is None or self.model.model.difference(facts.model):
+            self.model = facts
+            self._on_model(facts)
+        before = row.facts
+        if before is None or (before.identity, before.weight_version) != (
+            facts.identity,
+            facts.weight_version,
+        ):
+            self._on_restart(name)
+        row.facts = facts
+        row.misses = 0
+        return self._apply(row, Event.LEARNT, "answers")
+
+    def _model_difference(self, facts: InstanceFacts) -> str | None:
+        """How its model differs from the one being served; nothing does while nobody serves."""
+        if self.model is None or not any(row.state in USABLE for row in self.rows.values()):
+            return None
+        difference = self.model.model.difference(facts.model)
+        return difference and f"it serves another model than the others: {difference}"
+
+    def rejected(self, name: str, why: str) -> State:
+        """An instance answers, but will not tell what it is."""
+        return self._happens(name, Event.REJECTED, why)
+
+    def alive(self, name: str) -> State:
+        """A probe was answered."""
+        row = self.rows.get(name)
+        if row is None:
+            return State.LEFT
+        row.misses = 0
+        row.heard = self._now()
+        return self._apply(row, Event.ALIVE, "answers")
+
+    def heard(self, name: str) -> None:
+        """Its agent gave a sign of life; that its HTTP side answers is for probes to find out."""
+        if (row := self.rows.get(name)) is not None:
+            row.heard = self._now()
+
+    def missed(self, name: str, why: str) -> State:
+        """A probe was not answered; enough of them in a row are the verdict."""
+        row = self.rows.get(name)
+        if row is None:
+            return State.LEFT
+        row.misses += 1
+        if row.misses >= self._failure_threshold:
+            return self._apply(row, Event.LOST, f"{row.misses} probes missed: {why}")
+        return self._apply(row, Event.MISSED, why)
+
+    def lost(self, name: str, why: str) -> State:
+        """Nobody listens at the instance's address, or its agent is silent."""
+        return self._happens(name, Event.LOST, why)
+
+    def _happens(self, name: str, event: Event, why: str) -> State:
+        """As ``_apply``, for instances that may have been forgotten."""
+        row = self.rows.get(name)
+        return State.LEFT if row is None else self._apply(row, event, why)
+
+    def _apply(self, row: Row, event: Event, why: str) -> State:
+        before = row.state
+        following = TRANSITIONS.get((before, event))
+        if following is None:
+            raise InternalError(f"instance {row.name} cannot be {event} while it is {before}")
+        if following is not before:
+            level = (
+                logging.INFO if following in (State.READY, State.DRAINING, State.LEFT) else logging.WARNING
+            )
+            logger.log(level, "instance %s: %s -> %s (%s)", row.name, before, following, why)
+            row.state, row.why = following, why
+        elif following is not State.LEFT:
+            row.why = why if following is not State.DRAINING else row.why
+        if event in FATAL:
+            row.fatal += 1
+            for load in list(row.waiting):
+                load.give_up()
+        self.on_event(row, event, before)
+        return row.state
+
+    def _look_whether_drained(self, row: Row) -> None:
+        if row.state is State.DRAINING and not row.in_flight:
+            self._apply(row, Event.DRAINED, "it has finished what it had")
+
+    # -- what policies see ------------------------------------------------------------------------
+
+    def usable(self, excluded: frozenset[str] = frozenset()) -> tuple[Instance, ...]:
+        """The instances that can take a request now, ``excluded`` left out.
+
+        Prefill and decode instances only in pairs: if one of the two is missing, so is the other.
+        """
+        found = [
+            Instance(
+                row.name,
+                row.in_flight + row.elsewhere,
+                row.queued_tokens,
+                self._cached_tokens(row.name),
+                row.last_picked,
+                row.role,
+                self._trusted(row.name),
+                self._awaited(row.name),
+            )
+            for row in self.rows.values()
+            if row.state in USABLE and row.name not in excluded
+        ]
+        for instance in found:
+            if instance.role is not Role.COLOCATED:
+                return self._complete(found)
+        return tuple(found)
+
+    def _complete(self, found: list[Instance]) -> tuple[Instance, ...]:
+        """Without halves of pairs whose other half is missing."""
+        if self._pairs and {Role.PREFILL, Role.DECODE} <= {instance.role for instance in found}:
+            return tuple(found)
+        return tuple(instance for instance in found if instance.role is Role.COLOCATED)
+
+    def obstacle(self) -> str:
+        """Why no request can be served, for people; empty when one can."""
+        if self.usable():
+            return ""
+        if not self.rows:
+            return "no instance has joined; list some with --worker-urls, or let them register"
+        apart = [row for row in self.rows.values() if row.state in USABLE and row.role is not Role.COLOCATED]
+        if not apart:
+            return ", ".join(f"{row.name} is {row.state}" for row in self.rows.values())
+        counts = {role: sum(row.role is role for row in apart) for role in (Role.PREFILL, Role.DECODE)}
+        for role, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
+            if not counts[role]:
+                return f"there is no {role} instance: the {counts[other]} {other} cannot serve alone"
+        there = " and ".join(f"{count} {role}" for role, count in counts.items())
+        return f"there are {there} instances: this router does not send requests to pairs"
+
+    def carrying(self, name: str, queued_tokens: int) -> Carrying:
+        """Count a request as being in flight at an instance while the block runs; gives its ``Load``."""
+        return Carrying(self, name, queued_tokens)
+
+    def begin(self, name: str, queued_tokens: int) -> Load:
+        """See ``carrying``; what begins is ended."""
+        row = self.rows[name]
+        row.in_flight += 1
+        row.last_picked = next(self._picks)
+        return Load(row, queued_tokens)
+
+    def end(self, load: Load) -> None:
+        """A request is not in flight any more."""
+        load.prefilled()
+        load.row.in_flight -= 1
+        self._look_whether_drained(load.row)
+
+    def move(self, load: Load, name: str) -> None:
+        """A request that was in flight at one instance is so at another.
+
+        Raises:
+            ConnectionLost: which has left.
+        """
+        before, row = load.row, self.rows.get(name)
+        if row is None:
+            raise ConnectionLost(f"{name} has left")
+        row.in_flight += 1
+        row.last_picked = next(self._picks)
+        load.move(row)
+        before.in_flight -= 1
+        self._look_whether_drained(before)
+
+    def __repr__(self) -> str:
+        states = ", ".join(f"{row.name}: {row.state} ({row.in_flight})" for row in self.rows.values())
+        return f"Fleet({states})"
+
+    def check(self) -> None:
+        """Verify the counters.
+
+        Raises:
+            InternalError: one of them is impossible.
+        """
+        for row in self.rows.values():
+            if row.in_flight < 0 or row.queued_tokens < 0 or (row.in_flight == 0 and row.queued_tokens):
+                raise InternalError(
+                    f"{row.name}: {row.in_flight} in flight, {row.queued_tokens} tokens queued"
+                )
+            if row.state in USABLE | {State.DRAINING} and row.facts is None:
+                raise InternalError(f"{row.name} is {row.state} without facts")
+            if row.state is State.DRAINING and not row.in_flight:
+                raise InternalError(f"{row.name} is draining and has nothing left to finish")
+            if stale := [load for load in row.waiting if load.doomed]:
+                raise InternalError(f"{len(stale)} requests wait for {row.name} after a verdict")
+
+
+def _unfit(facts: InstanceFacts, registration: Registration | None) -> str | None:
+    """Why an instance cannot serve in any fleet of this router."""
+    if not facts.is_generation:
+        return "it serves an embedding model"
+    if facts.role not in ROLES:
+        return f"its role is {facts.role}, which no router here knows"
+    if registration is not None and registration.role != facts.role:
+        return f"it registered as {registration.role}, and its server says {facts.role}"
+    return None

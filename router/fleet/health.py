@@ -1,0 +1,162 @@
+"""Finding out: who the workers are at first, and whether they live from then on.
+
+One task per worker. A worker that is not known, or was down, is asked for its facts; one that is known
+is probed. The verdict over one that stops answering falls within max(interval, timeout) + threshold * timeout
+(3 s by default): failed probes follow each other without a pause. A probe that is late while answers of
+requests come counts for nothing: the worker is busy, and lives.
+A worker that has left is probed while requests still run there, so that they do not wait for a dead one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from sglang_ext.clock import Clock
+from sglang_ext.errors import ConfigError, DeadlineError, PeerError
+from sglang_ext.router.fleet.facts import InstanceFacts
+from sglang_ext.router.fleet.fleet import Fleet, Row
+from sglang_ext.router.fleet.lifecycle import USABLE, State
+from sglang_ext.router.fleet.worker import NotUsable, WorkerApi
+from sglang_ext.router.http.types import ConnectFailed
+
+logger = logging.getLogger("router.health")
+
+RETRY_S = 1.0
+"""Pause before a worker that is down, or does not fit, is asked again."""
+_PROBED = USABLE | {State.DRAINING, State.LEFT}
+"""States in which a worker whose facts are known is probed; in the others it is asked for its facts."""
+
+
+class HealthWatch:
+    """Watches workers of a fleet.
+
+    Args:
+        fleet: is told what is found.
+        api: asks the workers.
+        clock: for pauses.
+        interval_s: between two probes that are answered.
+        timeout_s: for each probe.
+        on_crash: called when watching a worker ends by an error of ours. The router must not go on then:
+            it would send requests to workers that nobody watches.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        api: WorkerApi,
+        clock: Clock,
+        *,
+        interval_s: float,
+        timeout_s: float,
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        self._fleet = fleet
+        self._api = api
+        self._clock = clock
+        self._interval_s = interval_s
+        self._timeout_s = timeout_s
+        self._on_crash = on_crash
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._started = False
+
+    async def first_round(self) -> None:
+        """Ask every worker once, at the same time.
+
+        Raises:
+            ConfigError: workers serve different models; the message says which and how they differ.
+        """
+        rows = self._fleet.rows.items()
+        await asyncio.gather(*(self.check_once(name) for name, row in rows if row.state is not State.LEFT))
+        for row in self._fleet.rows.values():
+            if row.other_model:
+                raise ConfigError(
+                    f"{row.name} cannot be served together with the others: {row.why}",
+                    field="--worker-urls",
+                    hint="Start a router of its own for each model",
+                )
+
+    def start(self) -> None:
+        """Watch the fleet's workers from now on."""
+        self._started = True
+        for name in self._fleet.rows:
+            self.watch(name)
+
+    def watch(self, name: str) -> None:
+        """Look after a worker from now on, beginning with a look right now; before ``start``, nothing."""
+        if not self._started:
+            return
+        if (running := self._tasks.pop(name, None)) is not None:
+            running.cancel()
+        task = asyncio.create_task(self._watch(name), name=f"watch {name}")
+        task.add_done_callback(self._ended)
+        self._tasks[name] = task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        for name in [name for name, ours in self._tasks.items() if ours is task]:
+            del self._tasks[name]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_crash(error)
+
+    async def stop(self) -> None:
+        """Stop watching."""
+        self._started = False
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.clear()
+
+    async def _watch(self, name: str) -> None:
+        while (row := self._fleet.rows.get(name)) is not None and not _is_over(row):
+            answered = await self.check_once(name)
+            probed = row.state in _PROBED and row.facts is not None
+            if probed and not answered:
+                continue
+            await self._clock.sleep(self._interval_s if probed else RETRY_S)
+
+    async def check_once(self, name: str) -> bool:
+        """Ask one worker what its state calls for, and tell the fleet. Returns whether it answered."""
+        row = self._fleet.rows[name]
+        known = row.facts if row.state in _PROBED else None
+        fatal, answers = row.fatal, row.answers
+        try:
+            if known is None:
+                facts = await self._api.learn(name)
+                if row.fatal == fatal:  # else it was another process that told them, perhaps
+                    self._fleet.learnt(name, facts)
+                return True
+            pulse = await self._api.probe(name, self._timeout_s)
+            if not _is_probed(row, known):  # meanwhile found dead, or restarted
+                return True
+            if pulse.weight_version != known.weight_version:
+                logger.info("instance %s has weights %s now", name, pulse.weight_version)
+                self._fleet.learnt(name, await self._api.learn(name))
+            else:
+                self._fleet.alive(name)
+            return True
+        except ConnectFailed as error:
+            self._fleet.lost(name, str(error))
+        except NotUsable as error:
+            # While it starts or stops, SGLang answers with errors; that is no verdict over a known one.
+            if known is None:
+                self._fleet.rejected(name, str(error))
+                return True
+            self._fleet.missed(name, str(error))
+        except (PeerError, DeadlineError) as error:
+            if _is_probed(row, known) and row.answers > answers:
+                self._fleet.alive(name)
+            else:
+                self._fleet.missed(name, str(error))
+        return False
+
+
+def _is_probed(row: Row, known: InstanceFacts | None) -> bool:
+    """Whether a worker is the one that was known when its probe was sent."""
+    return known is not None and row.facts is known and row.state in _PROBED
+
+
+def _is_over(row: Row) -> bool:
+    """Whether nothing can happen any more that somebody waits to hear of."""
+    return row.state is State.LEFT and not row.in_flight

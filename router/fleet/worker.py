@@ -1,0 +1,210 @@
+"""What the router asks of a worker besides generation: who it is, whether it lives, how it tokenizes.
+
+Facts read from SGLang 0.5.21 (``entrypoints/http_server.py``): ``/model_info`` is answered by the HTTP
+process at once; ``/server_info`` waits for the scheduler; neither tells the size of the vocabulary. That
+is learnt from a request that asks for the logprob of token -1, which SGLang refuses before the scheduler
+sees it, naming the valid range.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from sglang_ext.errors import PeerError
+from sglang_ext.router.api.validation import Json
+from sglang_ext.router.fleet.facts import ChatFacts, InstanceFacts, ModelFacts
+from sglang_ext.router.http.types import JSON_TYPE, Upstream
+
+_VOCABULARY = re.compile(r"valid range is \[0, (\d+)\)")
+_VOCABULARY_PROBE = {
+    "input_ids": [0],
+    "sampling_params": {"max_new_tokens": 1},
+    "return_logprob": True,
+    "token_ids_logprob": [-1],
+}
+LEARN_TIMEOUT_S = 10.0
+"""``/server_info`` waits until the scheduler has finished its present batch."""
+FLUSH_TIMEOUT_S = 30.0
+TELLS_FLAG = "--kv-router"
+
+_ROLES = {"null": "colocated", None: "colocated"}
+
+
+class NotUsable(PeerError):
+    """The worker answers, but does not say what is needed, or asks for a key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer read to its end."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        """The body as JSON; ``None`` when it is none."""
+        try:
+            return orjson.loads(self.body)
+        except orjson.JSONDecodeError:
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """What a probe finds."""
+
+    weight_version: str
+    model_path: str
+
+
+class WorkerApi:
+    """Calls to workers.
+
+    Args:
+        upstream: how they are reached.
+        api_key: sent with every call; the workers' ``--api-key``.
+    """
+
+    def __init__(self, upstream: Upstream, api_key: str | None = None) -> None:
+        self._upstream = upstream
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+
+    async def call(
+        self, url: str, method: str, target: str, *, body: Json | None = None, timeout_s: float
+    ) -> Answer:
+        """One call, read to its end.
+
+        Raises:
+            PeerError, DeadlineError: as ``Upstream.open`` and ``UpstreamResponse.read``.
+        """
+        headers = dict(self._headers)
+        if body is not None:
+            headers["content-type"] = JSON_TYPE
+        response = await self._upstream.open(
+            method,
+            url + target,
+            headers=headers,
+            body=b"" if body is None else orjson.dumps(body),
+            timeout_s=timeout_s,
+        )
+        try:
+            return Answer(response.status, response.headers, await response.read())
+        finally:
+            response.close()
+
+    async def probe(self, url: str, timeout_s: float) -> Pulse:
+        """Whether the worker lives, and with which weights; costs it no computing."""
+        info = await self._object(url, "/model_info", timeout_s)
+        return Pulse(str(info.get("weight_version")), str(info.get("model_path")))
+
+    async def learn(self, url: str, timeout_s: float = LEARN_TIMEOUT_S) -> InstanceFacts:
+        """Everything the router needs to know of a worker.
+
+        Raises:
+            ConnectFailed: nobody listens there.
+            NotUsable: it answers, but one of the facts cannot be had; the text says which.
+            PeerError, DeadlineError: it cannot be reached now.
+        """
+        model = await self._object(url, "/model_info", timeout_s)
+        server = await self._object(url, "/server_info", timeout_s)
+        models = await self._object(url, "/v1/models", timeout_s)
+        try:
+            context_length = int(models["data"][0]["max_model_len"])
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise NotUsable(f"{url}/v1/models does not tell max_model_len") from None
+        generates = bool(model.get("is_generation", True))
+        architectures = model.get("architectures") or [model.get("model_type")]
+        return InstanceFacts(
+            model=ModelFacts(
+                name=str(model.get("served_model_name") or model.get("model_path")),
+                architecture=str(architectures[0]),
+                vocab_size=await self._vocab_size(url, timeout_s) if generates else 0,
+                context_length=context_length,
+            ),
+            weight_version=str(model.get("weight_version")),
+            identity=_identity(server),
+            role=_ROLES.get(model.get("disaggregation_mode"), str(model.get("disaggregation_mode"))),
+            tokenizer_path=str(model.get("tokenizer_path") or model.get("model_path")),
+            truncates=bool(server.get("allow_auto_truncate")),
+            is_generation=generates,
+            bootstrap_port=_port(server.get("disaggregation_bootstrap_port")),
+            tells=_tells(server.get("launch_command")),
+            chat=_chat_facts(model, server),
+        )
+
+    async def _object(self, url: str, target: str, timeout_s: float) -> Json:
+        answer = await self.call(url, "GET", target, timeout_s=timeout_s)
+        if answer.status in (401, 403):
+            raise NotUsable(f"{url} asks for a key; give --worker-api-key")
+        value = answer.json()
+        if answer.status != 200 or not isinstance(value, dict):
+            raise NotUsable(f"{url}{target} answered {answer.status}; is it an SGLang server that is ready?")
+        return value
+
+    async def _vocab_size(self, url: str, timeout_s: float) -> int:
+        answer = await self.call(url, "POST", "/generate", body=_VOCABULARY_PROBE, timeout_s=timeout_s)
+        found = _VOCABULARY.search(answer.body.decode("utf-8", "replace"))
+        if answer.status != 400 or found is None:
+            raise NotUsable(
+                f"{url} does not tell the size of its vocabulary, and prompts could not be checked; "
+                "is it SGLang 0.5.21?"
+            )
+        return int(found[1])
+
+    async def tokenize(self, url: str, body: Json, timeout_s: float) -> list[int] | None:
+        """The worker's own tokens of a prompt or a conversation; ``None`` when it has no such endpoint.
+
+        Raises:
+            NotUsable: it refuses this one.
+            PeerError, DeadlineError: it cannot be reached.
+        """
+        answer = await self.call(url, "POST", "/v1/tokenize", body=body, timeout_s=timeout_s)
+        if answer.status in (404, 405):
+            return None
+        value = answer.json()
+        tokens = value.get("tokens") if isinstance(value, dict) else None
+        if answer.status != 200 or not isinstance(tokens, list):
+            raise NotUsable(f"{url}/v1/tokenize answered {answer.status}")
+        return tokens
+
+    async def flush(self, url: str, query: str = "") -> Answer:
+        """Make the worker forget its KV cache; it refuses while it has requests."""
+        target = f"/flush_cache?{query}" if query else "/flush_cache"
+        return await self.call(url, "POST", target, timeout_s=FLUSH_TIMEOUT_S)
+
+
+def _port(value: object) -> int | None:
+    return value if isinstance(value, int) and 0 < value < 65536 else None
+
+
+def _tells(launch_command: object) -> bool:
+    """Whether a server's command line names a router to register with."""
+    words = launch_command.split() if isinstance(launch_command, str) else []
+    return any(word.partition("=")[0] == TELLS_FLAG for word in words)
+
+
+def _identity(server: Json) -> str:
+    """Differs between two starts: SGLang draws a seed and measures how long its start took."""
+    facts = {
+        name: server.get(name) for name in ("startup_time", "random_seed", "nccl_port", "launch_command")
+    }
+    return orjson.dumps(facts, option=orjson.OPT_SORT_KEYS, default=str).decode()
+
+
+def _chat_facts(model: Json, server: Json) -> ChatFacts:
+    defaults = server.get("default_chat_template_kwargs")
+    return ChatFacts(
+        chat_template=server.get("chat_template"),
+        completion_template=server.get("completion_template"),
+        hf_chat_template_name=server.get("hf_chat_template_name"),
+        reasoning_parser=model.get("reasoning_parser"),
+        tool_call_parser=model.get("tool_call_parser"),
+        default_template_kwargs=tuple(defaults.items()) if isinstance(defaults, dict) else (),
+        multimodal=bool(model.get("has_image_understanding") or model.get("has_audio_understanding")),
+    )

@@ -1,0 +1,1 @@
+"""Advisory requests: from what clients announce to a place and a prefetch."""

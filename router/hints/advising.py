@@ -1,0 +1,556 @@
+"""Advisory requests: the KV is there before the request is (Symphony, section 3.2).
+
+A hint names a session, or carries the conversation so far. At once the router decides where the request that
+it announces will run, tells that instance's agent, which brings the KV up, and remembers the place. When the
+request comes, it goes there, unless the instance died or filled up meanwhile: then it is routed like any
+other. So no session sticks to an instance, and a hint that is wrong, late or repeated costs nobody anything
+but what the book (``advisory_book``) allows.
+
+With prefill-decode disaggregation the place is a pair, and each of the two brings up what it holds itself. A
+decode instance that goes away is replaced, and the hint lives on: its KV is at the prefill instance.
+
+The decision is the policy's, over a fleet in which expected requests count as load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from sglang_ext.clock import Clock
+from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.protocol.agent import Advise, Advised, FromAgent, Source, Withdraw
+from sglang_ext.router.api.hints import Advisory
+from sglang_ext.router.dispatch.advisory_book import (
+    BUSY,
+    ENDED,
+    REPEATED,
+    Answer,
+    Entry,
+    Hint,
+    HintBook,
+    Place,
+    State,
+)
+from sglang_ext.router.dispatch.costs import RouterCosts
+from sglang_ext.router.dispatch.fetching import Fetching
+from sglang_ext.router.dispatch.flight import Flight
+from sglang_ext.router.fleet.fleet import Fleet
+from sglang_ext.router.hints.session_memory import SessionMemory
+from sglang_ext.router.index.prompt_trees import PromptTrees
+from sglang_ext.router.policies import Decision, Match, Policy, PolicyOptions, Prompt, Reason, Role, beginners
+from sglang_ext.router.policies import Fleet as Instances
+from sglang_ext.router.policies.assembly import believed, with_decode
+from sglang_ext.router.policies.prompt_tree import NOTHING, is_ahead
+from sglang_ext.router.telemetry.observability import RouterMetrics
+from sglang_ext.router.tenancy.tenants import Caller
+from sglang_ext.router.tokens.tokenizing import TokenizerService
+
+logger = logging.getLogger("router.advising")
+
+OPEN_END = 4
+"""Tokens at the end of a text that goes on which may turn out otherwise."""
+TICK_S = 0.5
+"""Between two looks for what has expired."""
+AGAIN_S = 5.0
+"""A repeated hint is passed on when it lives so much longer."""
+COMPUTING = "computing"
+"""As ``engine.prefetch.PrefetchEnd`` has it."""
+
+
+class HintLinks(Protocol):
+    """The channels to the instances' agents, as hints use them. Names are URLs."""
+
+    def send(self, name: str, message: Advise | Withdraw) -> bool:
+        """Send a message to an instance's agent. False when it has none, or it cannot be reached now."""
+
+    def computes(self, name: str) -> bool:
+        """Whether an instance computes what nobody holds of an announced prompt."""
+
+
+class Placement(Protocol):
+    """How requests are placed (``choosing.Chooser``)."""
+
+    policy: Policy
+    options: PolicyOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where the KV of a conversation is, seen from one instance: tokens."""
+
+    hbm: int = 0
+    dram: int = 0
+    disk: int = 0
+    elsewhere: int = 0
+    """More than the instance has, on another one."""
+    nowhere: int = 0
+
+    def brought_up(self, tokens: int) -> Whereabouts:
+        """The same after so many tokens have been brought to HBM: the first of them are those in DRAM."""
+        from_dram = min(tokens, self.dram)
+        from_disk = min(tokens - from_dram, self.disk)
+        from_peer = min(tokens - from_dram - from_disk, self.elsewhere)
+        return dataclasses.replace(
+            self,
+            hbm=self.hbm + from_dram + from_disk + from_peer,
+            dram=self.dram - from_dram,
+            disk=self.disk - from_disk,
+            elsewhere=self.elsewhere - from_peer,
+        )
+
+    def computed(self, tokens: int) -> Whereabouts:
+        """The same after so many tokens have been computed: of those that the instance could not have."""
+        from_nowhere = min(tokens, self.nowhere)
+        from_peer = min(tokens - from_nowhere, self.elsewhere)
+        return dataclasses.replace(
+            self,
+            hbm=self.hbm + from_nowhere + from_peer,
+            elsewhere=self.elsewhere - from_peer,
+            nowhere=self.nowhere - from_nowhere,
+        )
+
+
+@dataclass(eq=False, slots=True)
+class _End:
+    """What one instance does for a hint."""
+
+    where: Whereabouts
+    moved: int = 0
+    """Tokens that it has brought to HBM for it."""
+    computed: int = 0
+    """Tokens that it has computed for it."""
+    told_until: float | None = None
+    """Until when it holds back what it has of it; None when it was told nothing."""
+    busy: bool = False
+    """It was told to bring something, and has not said that it has."""
+
+
+@dataclass(eq=False, slots=True)
+class _Kept:
+    """What is kept of a hint besides the book's entry."""
+
+    tokens: int
+    changed: asyncio.Event
+    ends: dict[str, _End] = field(default_factory=dict)
+    """By instance: who was asked to do something for it, in the order of ``Place.names``."""
+
+
+class Advisor:
+    """Takes hints, and tells requests where they are expected.
+
+    Args:
+        fleet: who can take requests.
+        trees: who holds which prefix.
+        tokenizers: from conversations to keys.
+        costs: what things are expected to take.
+        placement: how requests are placed.
+        links: to the agents.
+        sessions: what sessions sent last.
+        metrics: counts hints.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        trees: PromptTrees,
+        tokenizers: TokenizerService,
+        costs: RouterCosts,
+        placement: Placement,
+        links: HintLinks,
+        sessions: SessionMemory,
+        metrics: RouterMetrics,
+        clock: Clock,
+        book: HintBook | None = None,
+    ) -> None:
+        self._fleet = fleet
+        self._trees = trees
+        self._tokenizers = tokenizers
+        self._costs = costs
+        self._placement = placement
+        self._links = links
+        self.sessions = sessions
+        self._metrics = metrics
+        self._clock = clock
+        self.book = HintBook() if book is None else book
+        self._kept: dict[str, _Kept] = {}
+        self.fetching: Fetching | None = None
+        """Has instances fetch from each other."""
+
+    # -- hints ------------------------------------------------------------------------------------
+
+    async def hint(self, advisory: Advisory, caller: Caller, priority: int) -> Hint | None:
+        """What an advisory request stands for; None when it names a session only, which is not known."""
+        session = None if advisory.session is None else caller.scope + advisory.session
+        known = None
+        if advisory.job is not None:
+            model = self._fleet.model
+            template = model is not None and model.chat.completion_template is not None
+            (encoded,) = await self._tokenizers.encode(
+                advisory.job, completion_template=template, answer_follows=False
+            )
+            key = encoded.key
+            if advisory.job.prompts[0].text is not None:
+                # What follows may become one token with the end of it.
+                key = key[: -OPEN_END * TOKEN_BYTES]
+            known = (encoded.namespace, key)
+        elif session is not None:
+            known = self.sessions.find(session)
+        if known is None:
+            return None
+        namespace, key = known
+        return Hint(caller.scope, namespace, key, session, priority, advisory.earliest_s, advisory.ttl_s)
+
+    def offer(self, hint: Hint) -> tuple[Answer, dict[str, Any]]:
+        """Take a hint; the book's answer, and what the client is told."""
+        now = self._clock.monotonic()
+        self._expire(now)
+        answer = self.book.offer(uuid.uuid4().hex, hint, now)
+        self._metrics.hints.labels(answer.verdict.value).inc()
+        if answer.replaced is not None:
+            self._ended(answer.replaced)
+        entry = answer.entry
+        if entry is None:
+            return answer, {"verdict": answer.verdict.value, "reason": answer.reason, "id": None}
+        if entry.id not in self._kept:
+            self._kept[entry.id] = _Kept(hint.tokens, asyncio.Event())
+        if answer.start:
+            try:
+                self._start(entry)
+            except BaseException:
+                # What it was to move is not moved: others may.
+                if entry.state not in ENDED:
+                    self.book.cancel(entry, now)
+                raise
+        elif answer.reason == REPEATED:
+            self._tell_again(entry)
+        return answer, {"verdict": answer.verdict.value, "reason": answer.reason, **self.told(entry)}
+
+    def told(self, entry: Entry) -> dict[str, Any]:
+        """What a client is told of its hint."""
+        kept, place = self._kept[entry.id], entry.place
+        now = self._clock.monotonic()
+        end = kept.ends.get(entry.instance or "") or _End(Whereabouts(nowhere=kept.tokens))
+        decode = None if place is None or place.decode is None else kept.ends.get(place.decode)
+        return {
+            "id": entry.id,
+            "object": "advisory",
+            "state": entry.state.value,
+            "why": entry.why or None,
+            "instance": entry.instance,
+            "decode": None if place is None else place.decode,
+            "session": entry.hint.session is not None,
+            "tokens": dataclasses.asdict(end.where),
+            "moved_tokens": end.moved,
+            "decode_moved_tokens": None if decode is None else decode.moved,
+            "computed_tokens": end.computed,
+            "expires_in_s": round(max(0.0, entry.expires - now), 3),
+            "ready_after_s": None if entry.ready_at is None else round(entry.ready_at - entry.born, 6),
+        }
+
+    def find(self, id: str, caller: Caller) -> Entry | None:
+        """A caller's hint by its id."""
+        entry = self.book.get(id, caller.scope)
+        return entry if entry is not None and entry.id in self._kept else None
+
+    def withdraw(self, entry: Entry) -> None:
+        """The client takes a hint back."""
+        if entry.state not in ENDED:
+            started = self.book.cancel(entry, self._clock.monotonic())
+            self._ended(entry)
+            self._start_all(started)
+
+    async def changed(self, entry: Entry) -> None:
+        """Wait until the hint has changed. Returns at once for one that has ended."""
+        kept = self._kept.get(entry.id)
+        if kept is not None and entry.state not in ENDED:
+            await kept.changed.wait()
+
+    # -- where --------------------------------------------------------------------------------------
+
+    def _start(self, entry: Entry) -> None:
+        """Decide where the request will run, and have its KV brought there."""
+        hint = entry.hint
+        fleet = self._expecting(self._fleet.usable())
+        if not beginners(fleet):
+            why = self._fleet.obstacle() or "no instance"
+            started = self.book.failed(entry, self._clock.monotonic(), why)
+            self._ended(entry)
+            self._start_all(started)
+            return
+        matches = self._trees.match(hint.namespace, hint.key)
+        prompt = self._prompt(entry)
+        policy, options = self._placement.policy, self._placement.options
+        everywhere = self.fetching is not None and self.fetching.everywhere(fleet)
+        among = self._spread(fleet, hint.priority, slack=0 if everywhere else 1)
+        if self.fetching is not None and everywhere:
+            # Its KV can be anywhere by then: load decides (Symphony, section 3.2).
+            balanced = Decision(self.fetching.balanced(among, matches), Reason.ADVISED)
+            decision = self._with_decode(balanced, prompt, among, matches)
+        else:
+            decision = policy(prompt, among, matches, self._costs, options)
+        self.book.placed(entry, Place(decision.instance, decision.decode))
+        self._bring(entry, decision.instance, fleet, matches, first=True)
+        if decision.decode is not None:
+            self._bring(entry, decision.decode, fleet, matches, first=False)
+        # Where there is nothing to move, or nobody who could, the request goes there all the same.
+        self._look(entry)
+
+    def _prompt(self, entry: Entry) -> Prompt:
+        """A hint as policies see it."""
+        hint = entry.hint
+        return Prompt(hint.tokens, hint.session, hint.priority, request_id=entry.id)
+
+    def _with_decode(
+        self, decision: Decision, prompt: Prompt, fleet: Instances, matches: Mapping[str, Match]
+    ) -> Decision:
+        known = believed(fleet, matches)
+        return with_decode(decision, prompt, fleet, known, self._costs, self._placement.options)
+
+    def _expecting(self, fleet: Instances) -> Instances:
+        """The fleet with the requests that are expected as load."""
+        return tuple(
+            msgspec.structs.replace(known, in_flight=known.in_flight + self.book.promised(known.name))
+            for known in fleet
+        )
+
+    def _spread(self, fleet: Instances, priority: int, slack: int) -> Instances:
+        """Without the instances that expect more requests of at least this priority than others do.
+
+        So sessions of paying users are spread over instances (Symphony, section 3.5), whatever the policy
+        says of the rest. slack: how many more they may expect, where a session's KV cannot follow it.
+        """
+        if priority <= 0:
+            return fleet
+        decoders = tuple(known for known in fleet if known.role is Role.DECODE)
+        crowded: set[str] = set()
+        for kind in (beginners(fleet), decoders):
+            expected = {known.name: self.book.promised(known.name, priority) for known in kind}
+            most = min(expected.values(), default=0) + slack
+            crowded |= {name for name, count in expected.items() if count > most}
+        return tuple(known for known in fleet if known.name not in crowded)
+
+    def _bring(
+        self, entry: Entry, name: str, fleet: Instances, matches: Mapping[str, Match], *, first: bool
+    ) -> None:
+        """Tell an instance, and note whether it has something to do, so that more will be heard.
+
+        first: the request goes there first. What a decode instance lacks it is handed over by the prefill
+        instance, so it is asked to bring up what it holds, and no more.
+        """
+        kept = self._kept[entry.id]
+        where = whereabouts(matches, name, kept.tokens)
+        end = kept.ends[name] = _End(where)
+        hint = entry.hint
+        names = hint.namespace
+        assert isinstance(names, tuple)
+        kind, adapter, _, _ = names
+        if kind != "tokens" or adapter is not None:
+            return
+        source = None
+        if first and self.fetching is not None and where.elsewhere:
+            source = self.fetching.source_for(names, hint.key, name, fleet, matches, entry.id)
+        missing = where.nowhere + where.elsewhere >= self._trees.block_size
+        computes = first and missing and self._links.computes(name)
+        to_do = source is not None or computes or bool(where.dram or where.disk)
+        if to_do or where.hbm:
+            # What is in HBM already is to be held back.
+            end.busy = self._tell(entry, name, source) and to_do
+
+    def _tell(self, entry: Entry, name: str, source: Source | None = None) -> bool:
+        hint = entry.hint
+        names = hint.namespace
+        assert isinstance(names, tuple)
+        _, _, extra_key, salt = names
+        message = Advise(
+            entry.id,
+            hint.key,
+            extra_key=extra_key,
+            cache_salt=salt,
+            priority=hint.priority,
+            ttl_s=max(0.0, entry.expires - self._clock.monotonic()),
+            source=source,
+        )
+        sent = self._links.send(name, message)
+        if sent:
+            self._kept[entry.id].ends[name].told_until = entry.expires
+        return sent
+
+    def _tell_again(self, entry: Entry) -> None:
+        """A hint was repeated and lives longer: its instances are to hold it back as long, and to bring again
+        what they have given up meanwhile.
+        """
+        for name, end in self._kept[entry.id].ends.items():
+            if end.told_until is not None and entry.expires - end.told_until >= AGAIN_S:
+                self._tell(entry, name)
+
+    # -- what becomes of them -----------------------------------------------------------------------
+
+    def on_message(self, name: str, message: FromAgent) -> None:
+        """What an agent says that concerns neither the index nor its life."""
+        if isinstance(message, Advised):
+            self.on_advised(name, message)
+
+    def on_advised(self, name: str, advised: Advised) -> None:
+        """An instance has done for a hint what it could."""
+        entry = self.book.find(advised.id)
+        if entry is None or entry.state in ENDED:
+            return
+        kept = self._kept[entry.id]
+        end = kept.ends.get(name)
+        if end is None or not end.busy:
+            return
+        brought, computed = advised.brought - end.moved, advised.computed - end.computed
+        end.where = end.where.brought_up(max(0, brought)).computed(max(0, computed))
+        end.moved, end.computed = advised.brought, advised.computed
+        self._metrics.hint_tokens.inc(max(0, brought))
+        self._metrics.hint_computed_tokens.inc(max(0, computed))
+        end.busy = advised.end == COMPUTING
+        if end.busy:
+            self.book.computing(entry)
+        self._look(entry)
+
+    def _look(self, entry: Entry) -> None:
+        """Something has changed: a hint is ready when nobody is doing anything for it any more."""
+        if entry.state in BUSY and not any(end.busy for end in self._kept[entry.id].ends.values()):
+            self._arrived(entry)
+        else:
+            self._changed(entry)
+
+    def on_lost(self, name: str) -> None:
+        """An instance is gone: what was expected there is not any more, and what it was to decode goes to
+        another one that decodes, if there is one."""
+        for entry in self.book.lost(name, self._clock.monotonic()):
+            self._kept[entry.id].ends.pop(name, None)  # there is nobody to tell
+            self._ended(entry)
+        for entry in self.book.decoding_at(name):
+            self._kept[entry.id].ends.pop(name, None)
+            self._decode_elsewhere(entry)
+        self._start_all(self.book.startable())
+
+    def _decode_elsewhere(self, entry: Entry) -> None:
+        """The instance that was to decode is gone: choose another one, which brings up what it holds."""
+        assert entry.instance is not None
+        fleet = self._expecting(self._fleet.usable())
+        if all(known.name != entry.instance for known in beginners(fleet)):
+            self.book.failed(entry, self._clock.monotonic(), "no instance is left that decodes")
+            self._ended(entry)
+            return
+        matches = self._trees.match(entry.hint.namespace, entry.hint.key)
+        again = self._with_decode(
+            Decision(entry.instance, Reason.ADVISED), self._prompt(entry), fleet, matches
+        )
+        self.book.placed(entry, Place(entry.instance, again.decode))
+        if again.decode is not None:
+            self._bring(entry, again.decode, fleet, matches, first=False)
+        self._look(entry)
+
+    def _arrived(self, entry: Entry) -> None:
+        self._start_all(self.book.arrived(entry, self._clock.monotonic()))
+        self._changed(entry)
+
+    def _start_all(self, entries: list[Entry]) -> None:
+        for entry in entries:
+            self._start(entry)
+
+    def _ended(self, entry: Entry) -> None:
+        """A hint has ended: nothing more needs to be brought for it, and nothing held back."""
+        kept = self._kept.get(entry.id)
+        # An instance knows by itself when the time is over; then there is only work to be stopped.
+        over = entry.state is State.EXPIRED and entry.ended_from not in BUSY
+        for name, end in {} if kept is None or over else kept.ends.items():
+            if end.told_until is not None:
+                self._links.send(name, Withdraw(entry.id))
+        self._changed(entry)
+
+    def _changed(self, entry: Entry) -> None:
+        kept = self._kept.get(entry.id)
+        if kept is not None:
+            kept.changed.set()
+            kept.changed = asyncio.Event()
+
+    # -- requests -----------------------------------------------------------------------------------
+
+    def expected_at(self, flight: Flight, fleet: Instances) -> Place | None:
+        """Where a request was announced to run, if it was and can; without the instance that decodes, if only
+        that one cannot. Ends its hint."""
+        if not len(self.book) or len(flight.prompts) != 1:
+            return None
+        (prompt,) = flight.prompts
+        scope, now = flight.record.caller.scope, self._clock.monotonic()
+        self._expire(now)
+        entry = self.book.claim(scope, prompt.namespace, prompt.key, flight.session, now)
+        if entry is None:
+            return None
+        self._metrics.hints_used.labels("early" if entry.ready_at is None else "ready").inc()
+        self._ended(entry)
+        self._start_all(self.book.startable())
+        place = entry.place
+        if place is None or not self._can_take(place.instance, beginners(fleet)):
+            return None
+        decoders = tuple(known for known in fleet if known.role is Role.DECODE)
+        decode = place.decode if place.decode and self._can_take(place.decode, decoders) else None
+        return Place(place.instance, decode)
+
+    def _can_take(self, name: str, fleet: Instances) -> bool:
+        """Whether an instance is among those of its kind, and does not carry too much beside them."""
+        least = min((known.in_flight for known in fleet), default=0)
+        return any(
+            known.name == name and not is_ahead(known, least, self._placement.options) for known in fleet
+        )
+
+    def learn(self, flight: Flight, namespace: tuple[str | None, ...], key: bytes) -> None:
+        """A session's conversation ends with ``key`` now."""
+        if flight.session is not None and len(flight.prompts) == 1 and namespace[0] == "tokens":
+            self.sessions.learn(flight.session, namespace, key)
+
+    # -- time ---------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """End what was not used in time or has lost its instance, and forget what has ended long ago."""
+        usable = {known.name for known in self._fleet.usable()}
+        places = [entry.place for entry in self.book.live() if entry.place is not None]
+        for name in {name for place in places for name in place.names} - usable:
+            self.on_lost(name)
+        self._expire(self._clock.monotonic())
+        self._start_all(self.book.startable())
+        for id in [id for id in self._kept if self.book.find(id) is None]:
+            del self._kept[id]
+
+    def _expire(self, now: float) -> None:
+        for entry in self.book.expire(now):
+            self._metrics.hints_used.labels("never").inc()
+            self._ended(entry)
+
+    async def run(self) -> None:
+        """Tick until cancelled."""
+        while True:
+            await self._clock.sleep(TICK_S)
+            self.tick()
+
+    def check(self) -> None:
+        """Verify every invariant.
+
+        Raises:
+            InternalError: names the first that does not hold.
+        """
+        self.book.check()
+
+
+def whereabouts(matches: Mapping[str, Match], chosen: str, tokens: int) -> Whereabouts:
+    """Where ``tokens`` of a conversation are, seen from the chosen instance."""
+    here = matches.get(chosen, NOTHING)
+    most = max((match.tokens for match in matches.values()), default=0)
+    held = min(here.tokens, tokens)
+    hbm = min(here.hbm, held)
+    dram = min(here.dram, held - hbm)
+    elsewhere = max(0, min(most, tokens) - held)
+    return Whereabouts(hbm, dram, held - hbm - dram, elsewhere, tokens - held - elsewhere)

@@ -1,0 +1,184 @@
+"""HTTP/1.1 as bytes: heads of answers and requests, chunks, and what a request's head may not say.
+
+Pure: bytes and values in, bytes and verdicts out. The grammar itself is llhttp's (``httptools``); here is
+what RFC 9110 and 9112 ask for beyond it, and what keeps two readers of the same bytes from disagreeing
+where a request ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from urllib.parse import unquote
+
+from sglang_ext.errors import InternalError
+from sglang_ext.router.http.types import JSON_TYPE, RequestRefused
+
+REASONS: Mapping[int, str] = {status.value: status.phrase for status in HTTPStatus}
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+LAST_CHUNK = b"0\r\n\r\n"
+
+HTTP2_REFUSAL = bytes.fromhex("000000 04 00 00000000  000008 07 00 00000000 00000000 0000000d")
+"""The frames that send an HTTP/2 client back to HTTP/1.1: empty SETTINGS, GOAWAY (HTTP_1_1_REQUIRED)."""
+
+_WRITTEN_HERE = frozenset({"content-length", "transfer-encoding", "connection", "date"})
+"""Headers of answers that are not taken from the handler: this connection's business."""
+_WITHOUT_BODY = frozenset({204, 304})
+
+_NAMES: dict[bytes, str] = {}
+"""Header names as clients write them -> lower case. Bounded; most requests use the same few."""
+_MAX_NAMES = 1024
+
+
+def header_name(raw: bytes) -> str:
+    """A header's name in lower case."""
+    name = _NAMES.get(raw)
+    if name is None:
+        name = raw.decode("latin-1").lower()
+        if len(_NAMES) < _MAX_NAMES:
+            _NAMES[raw] = name
+    return name
+
+
+def add_header(headers: dict[str, str], name: str, value: str) -> bool:
+    """Enter a header. Returns whether it may be there twice: lists are joined (RFC 9110, section 5.3)."""
+    before = headers.get(name)
+    if before is None:
+        headers[name] = value
+        return True
+    headers[name] = f"{before}{'; ' if name == 'cookie' else ', '}{value}"
+    return name not in ("host", "content-length", "transfer-encoding", "expect")
+
+
+# -- requests, as they come --------------------------------------------------------------------------
+
+
+def check_head(version: str, method: str, target: str, headers: Mapping[str, str]) -> RequestRefused | None:
+    """What is wrong with a request's head, its grammar being right.
+
+    Two readers that do not agree on where a body ends let one request hide in another's body, so every
+    way to say it ambiguously is refused, and the connection is closed.
+    """
+    if not version.startswith("1."):
+        return refusal(505, f"HTTP/{version} is not spoken here; use HTTP/1.1", "http_version_not_supported")
+    coding = headers.get("transfer-encoding")
+    if coding is not None:
+        if version == "1.0" or "content-length" in headers:
+            return refusal(400, "the length of the body is stated in two ways", "bad_request")
+        if coding.strip().lower() != "chunked":
+            return refusal(501, f"Transfer-Encoding {coding!r} is not known; use chunked", "not_implemented")
+    if "host" not in headers and version != "1.0":
+        return refusal(400, "there is no Host header", "bad_request")
+    expect = headers.get("expect")
+    if expect is not None and expect.lower() != "100-continue":
+        return refusal(417, f"nothing is known of the expectation {expect!r}", "expectation_failed")
+    if method == "CONNECT":
+        return refusal(405, "this is not a tunnel", "method_not_allowed")
+    if not target.startswith("/") and "://" not in target and target != "*":
+        return refusal(400, "the request target is neither a path nor a URL", "bad_request")
+    return None
+
+
+def refusal(status: int, message: str, code: str) -> RequestRefused:
+    """A refusal after which nothing more can be read from the connection."""
+    return RequestRefused(message, status=status, code=code, headers={"connection": "close"})
+
+
+def too_large(limit: int) -> RequestRefused:
+    """The body is longer than allowed."""
+    return refusal(
+        413, f"the request body is larger than {limit} bytes (--max-payload-bytes)", "request_too_large"
+    )
+
+
+def origin_form(target: str) -> str:
+    """Path and query of a target that may be a whole URL (RFC 9112, section 3.2.2), without a fragment."""
+    if not target.startswith("/"):
+        _, _, rest = target.partition("://")
+        slash = rest.find("/")
+        target = rest[slash:] if slash >= 0 else "/"
+    return target.partition("#")[0] if "#" in target else target
+
+
+def decoded_path(target: str) -> str:
+    """The path of a target in origin form, decoded."""
+    path = target.partition("?")[0] if "?" in target else target
+    return unquote(path) if "%" in path else path
+
+
+def drop_named(headers: dict[str, str]) -> None:
+    """Take out the headers that ``Connection`` names: they were for this connection only."""
+    for token in headers.get("connection", "").split(","):
+        name = token.strip().lower()
+        if name not in ("", "close", "keep-alive", "host", "content-length", "transfer-encoding"):
+            headers.pop(name, None)
+
+
+# -- answers, as they go -----------------------------------------------------------------------------
+
+
+def answer_head(
+    status: int, headers: Mapping[str, str], *, date: str, length: int | None, chunked: bool, keep: bool
+) -> bytes:
+    """Status line and headers of an answer.
+
+    Args:
+        date: for the Date header.
+        length: bytes of the body, where it is known.
+        chunked: the body follows in chunks.
+        keep: the connection stays open after the answer.
+    """
+    lines = [f"HTTP/1.1 {status} {REASONS.get(status, 'Unknown')}"]
+    for name, value in headers.items():
+        if name not in _WRITTEN_HERE:
+            lines.append(f"{name}: {value}")
+    if status not in _WITHOUT_BODY:
+        if "content-type" not in headers:
+            lines.append(f"content-type: {JSON_TYPE}")
+        if length is not None:
+            lines.append(f"content-length: {length}")
+        elif chunked:
+            lines.append("transfer-encoding: chunked")
+    lines.append(f"date: {date}")
+    if not keep:
+        lines.append("connection: close")
+    return _head(lines)
+
+
+def has_body(status: int) -> bool:
+    """Whether an answer with this status may have a body."""
+    return status >= 200 and status not in _WITHOUT_BODY
+
+
+def chunk(data: bytes) -> bytes:
+    """One chunk of a body; ``data`` is not empty, which would end the body."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+# -- requests, as they go ----------------------------------------------------------------------------
+
+
+def request_head(method: str, target: str, host: str, headers: Mapping[str, str], length: int) -> bytes:
+    """Request line and headers of a request to a worker.
+
+    Args:
+        host: of the worker, with its port.
+        length: bytes of the body.
+    """
+    if " " in target:
+        raise InternalError(f"a request target with a space: {target!r}")
+    lines = [f"{method} {target} HTTP/1.1", f"host: {host}"]
+    lines.extend([f"{name}: {value}" for name, value in headers.items()])
+    if length or method not in ("GET", "HEAD"):
+        lines.append(f"content-length: {length}")
+    return _head(lines)
+
+
+def _head(lines: list[str]) -> bytes:
+    text = "\r\n".join(lines)
+    # A line break in a value would be a header, or an answer, of somebody else's making.
+    breaks = text.count("\r\n")
+    if text.count("\n") != breaks or text.count("\r") != breaks or "\0" in text or breaks + 1 != len(lines):
+        raise InternalError(f"a header with a line break: {text!r}")
+    return (text + "\r\n\r\n").encode("latin-1", "replace")

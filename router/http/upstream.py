@@ -1,0 +1,275 @@
+"""The client side of HTTP: connections to workers, kept alive. Knows nothing of routing.
+
+When a worker closes a connection that was kept alive just as a request is written to it, nobody can tell
+whether the worker has seen the request. That is avoided: idle connections are given up before the worker
+does so, and one that was idle is looked at before it is used. Where it happens all the same, ``GET`` and
+``HEAD`` are sent again on a new connection; for anything else it is a lost connection, as the worker may
+have died of the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import select
+import ssl
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping
+from urllib.parse import urlsplit
+
+from sglang_ext.errors import InternalError, SglangExtError
+from sglang_ext.router.http.messages import request_head
+from sglang_ext.router.http.types import (
+    ConnectFailed,
+    ConnectionLost,
+    RequestTimeout,
+    Upstream,
+    UpstreamResponse,
+)
+from sglang_ext.router.http.worker_connection import WorkerConnection
+
+KEEP_ALIVE_S = 3.0
+"""Idle connections are given up after this time: before the worker closes them (SGLang's uvicorn: 5 s)."""
+LOOK_AFTER_S = 0.05
+"""A connection that was idle for longer is looked at before it is used."""
+OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+"""Why a connection cannot be made that are the fault of this side."""
+REPEATABLE = frozenset({"GET", "HEAD"})
+
+
+class HttpUpstream(Upstream):
+    """Workers over HTTP/1.1.
+
+    Args:
+        connect_timeout_s: seconds to establish a connection.
+        tls: for workers with ``https`` URLs; called when the first of them is reached.
+    """
+
+    def __init__(
+        self,
+        connect_timeout_s: float = 2.0,
+        *,
+        tls: Callable[[], ssl.SSLContext] = ssl.create_default_context,
+    ) -> None:
+        self._connect_timeout_s = connect_timeout_s
+        self._make_tls = tls
+        self._pools: dict[str, _Pool] = {}
+
+    async def open(
+        self,
+        method: str,
+        url: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        body: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> UpstreamResponse:
+        slash = url.find("/", 8)  # behind https://
+        origin, target = (url, "/") if slash < 0 else (url[:slash], url[slash:])
+        pool = self._pools.get(origin) or self._new_pool(origin)
+        head = request_head(method, target, pool.host_header, headers or {}, len(body))
+        started = pool.loop.time() if timeout_s is not None else 0.0
+        connection = pool.take()
+        kept = connection is not None
+        while True:
+            if connection is None:
+                connection = await self._connect(pool, origin, timeout_s)
+            response = _Response(connection, pool, url)
+            try:
+                connection.send(head, body, head_only=method == "HEAD")
+                if timeout_s is not None:
+                    response.expire_at(started + timeout_s, timeout_s)
+                while not connection.answering:
+                    await connection.arrival()
+                return response
+            except ConnectionLost:
+                response.close()
+                if not kept or connection.heard or method not in REPEATABLE:
+                    raise
+            except BaseException:
+                response.close()
+                raise
+            connection, kept = None, False
+
+    async def _connect(self, pool: _Pool, origin: str, timeout_s: float | None) -> WorkerConnection:
+        limit = self._connect_timeout_s
+        hurried = timeout_s is not None and timeout_s < limit
+        try:
+            async with asyncio.timeout(timeout_s if hurried else limit):
+                return await pool.connect()
+        except TimeoutError as error:
+            if hurried:
+                raise RequestTimeout(f"{origin} did not answer within {timeout_s} s") from error
+            raise ConnectFailed(f"cannot connect to {origin} within {limit} s") from error
+        except OSError as error:  # ssl.SSLError is one
+            if error.errno in OURS:
+                # Not ConnectFailed: it says nothing of the worker, which must not be taken for dead.
+                raise RequestTimeout(f"no connection to {origin} can be made now: {error}") from error
+            raise ConnectFailed(f"cannot connect to {origin}: {error}") from error
+
+    def _new_pool(self, origin: str) -> _Pool:
+        parts = urlsplit(origin)
+        tls = self._make_tls() if parts.scheme == "https" else None
+        pool = self._pools[origin] = _Pool(
+            asyncio.get_running_loop(), origin, parts.hostname or "", parts.port, tls
+        )
+        return pool
+
+    async def close(self) -> None:
+        connections = [connection for pool in self._pools.values() for connection in pool.connections]
+        for connection in connections:
+            connection.transport.abort()
+        # Closed transports end in the next turn of the loop.
+        while self.open_connections:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        self._pools.clear()
+
+    @property
+    def open_connections(self) -> int:
+        """Connections to workers, idle ones included."""
+        return sum(len(pool.connections) for pool in self._pools.values())
+
+    def __repr__(self) -> str:
+        idle = sum(len(pool.idle) for pool in self._pools.values())
+        return f"HttpUpstream({len(self._pools)} workers, {self.open_connections} connections, {idle} idle)"
+
+
+class _Pool:
+    """The connections to one worker. The last one used is the first to be used again."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        origin: str,
+        host: str,
+        port: int | None,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        self.loop = loop
+        self._origin = origin
+        self._host = host
+        self._port = port or (443 if tls else 80)
+        self._tls = tls
+        self.host_header = origin.partition("://")[2]
+        self.idle: deque[WorkerConnection] = deque()
+        """Oldest first."""
+        self.connections: set[WorkerConnection] = set()
+
+    async def connect(self) -> WorkerConnection:
+        """A new connection. TCP_NODELAY is set by the event loop."""
+        _, connection = await self.loop.create_connection(
+            lambda: WorkerConnection(self.loop, self._origin, self._ended),
+            self._host,
+            self._port,
+            ssl=self._tls,
+        )
+        self.connections.add(connection)
+        return connection
+
+    def take(self) -> WorkerConnection | None:
+        """An idle connection that can be used, if there is one."""
+        idle = self.idle
+        while idle:
+            connection = idle.pop()
+            age = time.monotonic() - connection.idle_since
+            if age > KEEP_ALIVE_S:
+                # Those before it are older.
+                for old in (connection, *idle):
+                    old.transport.abort()
+                idle.clear()
+                return None
+            if connection.closed or connection.transport.is_closing():
+                continue
+            if age > LOOK_AFTER_S and self._tls is None and _readable(connection.transport):
+                connection.transport.abort()
+                continue
+            return connection
+        return None
+
+    def give(self, connection: WorkerConnection) -> None:
+        """Take a connection back whose answer has been read."""
+        now = connection.idle_since = time.monotonic()
+        idle = self.idle
+        while idle and now - idle[0].idle_since > KEEP_ALIVE_S:
+            idle.popleft().transport.abort()
+        idle.append(connection)
+
+    def _ended(self, connection: WorkerConnection) -> None:
+        self.connections.discard(connection)
+        if connection in self.idle:
+            self.idle.remove(connection)
+
+
+def _readable(transport: asyncio.Transport) -> bool:
+    """Whether something waits to be read: on an idle connection, its end."""
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+    return bool(poll.poll(0))
+
+
+class _Response(UpstreamResponse):
+    __slots__ = ("_connection", "_pool", "_timer", "_url")
+
+    def __init__(self, connection: WorkerConnection, pool: _Pool, url: str) -> None:
+        self._connection: WorkerConnection | None = connection
+        self._pool = pool
+        self._url = url
+        self._timer: asyncio.TimerHandle | None = None
+        self._status = 0
+        self._headers: Mapping[str, str] = {}
+
+    @property
+    def status(self) -> int:
+        return self._open().status
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return self._open().headers
+
+    def expire_at(self, moment: float, timeout_s: float) -> None:
+        """Give up at a moment of the loop's time."""
+        if self._timer is None:
+            error = RequestTimeout(f"{self._url} did not finish its answer within {timeout_s} s")
+            self._timer = self._pool.loop.call_at(moment, self._open().fail, error)
+
+    def _open(self) -> WorkerConnection:
+        if self._connection is None:
+            raise InternalError(f"the answer of {self._url} was closed already")
+        return self._connection
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        connection = self._open()
+        while True:
+            data = connection.take()
+            if data:
+                yield data
+            elif connection.complete:
+                return
+            else:
+                await connection.arrival()
+
+    async def read(self) -> bytes:
+        connection = self._open()
+        pieces = []
+        while not connection.complete:
+            pieces.append(connection.take())
+            await connection.arrival()
+        last = connection.take()
+        return b"".join([*pieces, last]) if pieces else last
+
+    def interrupt(self, error: SglangExtError) -> None:
+        if self._connection is not None:
+            self._connection.interrupt(error)
+
+    def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if self._timer is not None:
+            self._timer.cancel()
+        if connection is None:
+            return
+        if connection.complete and connection.reusable:
+            connection.take()
+            self._pool.give(connection)
+        else:
+            connection.transport.abort()

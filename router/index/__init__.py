@@ -1,0 +1,1 @@
+"""Who holds how much of a prompt, in which tier."""

@@ -1,0 +1,130 @@
+"""What left which tier of which instance, and when: a ring, bounded in bytes, for explaining misses.
+
+An entry refers to the node of the tree that the blocks were in. A node that has left the tree keeps its
+tokens and its way up, so an entry can be compared with a prompt long after; and nothing has to be computed
+when blocks leave, which happens often, but only when somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.protocol.agent import IN_DRAM, IN_HBM
+from sglang_ext.radix_global import Node
+from sglang_ext.radix_global.sync.runs import path_key
+
+ENTRY_BYTES: Final = 1400
+"""Memory of an entry with the node it keeps, whose tokens come on top."""
+NAME_BYTES: Final = 250
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """Blocks of a prompt that left a tier."""
+
+    instance: str
+    tier: str
+    at: float
+    """Seconds since the epoch."""
+    tokens: int
+    """Leading tokens of the prompt up to the end of the first block that left."""
+    still_in: str = ""
+    """The nearest tier of memory that the instance kept them in; empty for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    instance: str
+    at: float
+    node: Node
+    blocks: int
+    left: int
+    kept: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    instance: str
+    at: float
+    names: frozenset[bytes]
+
+
+class History:
+    """See the module's docstring.
+
+    Args:
+        max_bytes: estimated memory; 0 keeps nothing.
+        block_bytes: of an encoded block.
+    """
+
+    def __init__(self, max_bytes: int, block_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._step = block_bytes
+        self._ring: deque[_Entry | _Names] = deque()
+        self.size_bytes = 0
+
+    def left(self, instance: str, at: float, node: Node, blocks: int, left: int, kept: int) -> None:
+        """The last ``blocks`` blocks up to ``node`` left the tiers ``left``, and stay in ``kept``."""
+        self._add(_Entry(instance, at, node, blocks, left, kept))
+
+    def left_disk(self, instance: str, at: float, names: Iterable[bytes]) -> None:
+        """Blocks left the disk."""
+        self._add(_Names(instance, at, frozenset(names)))
+
+    def _add(self, entry: _Entry | _Names) -> None:
+        self._ring.append(entry)
+        self.size_bytes += _bytes_of(entry)
+        while self.size_bytes > self._max_bytes and self._ring:
+            self.size_bytes -= _bytes_of(self._ring.popleft())
+
+    def of(self, namespace: Hashable, key: bytes, names: Iterable[bytes] = ()) -> list[Departure]:
+        """What left of a prompt, oldest first.
+
+        Args:
+            namespace: of the tree.
+            key: the encoded prompt.
+            names: of its blocks, in order, for what left disks.
+        """
+        found: list[Departure] = []
+        order = {name: place for place, name in enumerate(names)}
+        for entry in self._ring:
+            if isinstance(entry, _Names):
+                places = [order[name] for name in entry.names if name in order]
+                if places:
+                    found.append(self._departure(entry.instance, "disk", entry.at, min(places), 0))
+                continue
+            if entry.node.namespace != namespace:
+                continue
+            start = self._common_start(entry, key)
+            if start is None:
+                continue
+            for tier, name in ((IN_HBM, "hbm"), (IN_DRAM, "dram")):
+                if entry.left & tier:
+                    found.append(self._departure(entry.instance, name, entry.at, start, entry.kept))
+        return found
+
+    def _common_start(self, entry: _Entry, key: bytes) -> int | None:
+        """The block at which the entry's blocks begin, if the prompt has the first of them."""
+        prefix = path_key(entry.node)
+        end = len(prefix) - entry.blocks * self._step
+        return end // self._step if key.startswith(prefix[: end + self._step]) else None
+
+    def _departure(self, instance: str, tier: str, at: float, start: int, kept: int) -> Departure:
+        still = "hbm" if kept & IN_HBM else "dram" if kept & IN_DRAM else ""
+        return Departure(instance, tier, at, (start + 1) * self._step // TOKEN_BYTES, still)
+
+    def __len__(self) -> int:
+        return len(self._ring)
+
+    def __repr__(self) -> str:
+        return f"History({len(self)}, bytes={self.size_bytes})"
+
+
+def _bytes_of(entry: _Entry | _Names) -> int:
+    if isinstance(entry, _Names):
+        return 200 + NAME_BYTES * len(entry.names)
+    return ENTRY_BYTES + len(entry.node.key)

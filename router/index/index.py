@@ -1,0 +1,405 @@
+"""The index: who holds how much of a prompt, in which tier. True where instances tell, believed where not.
+
+    instance                  what is known of it                                trusted
+    ------------------------  -------------------------------------------------  ----------------------------
+    with an agent             a copy of what it tells (`radix_global.replica`),   while its agent is heard and
+                              one tree per role                                  nothing of it is missing
+    without one (any SGLang)  what passes by (`prompt_trees`)                     always, for what it is worth
+
+Until the first snapshot of an instance that tells is in, or for as long as it takes to give that up, the
+instance is *awaited*: what it has told so far is used, and nobody knows what else it holds.
+
+Guesses, made when a request is routed, are the same for both and live 2 s. What the engine knows and the
+router does not (prompts matched by text; adapters, whose ids the router is not told) is believed, not known.
+
+Memory is bounded over all of it. What is too much goes: the coldest ends of prefixes of the instance that has
+most, then names of blocks on its disk. Its index is *partial* then: it tells less than there is, never more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sglang_ext.clock import Clock
+from sglang_ext.keys import Namespace, block_keys, tenant_salt
+from sglang_ext.protocol.agent import (
+    IN_HBM,
+    DiskRemoved,
+    Events,
+    Naming,
+    SnapshotBegin,
+    SnapshotEnd,
+    SnapshotPart,
+)
+from sglang_ext.radix_global import Holder, Node, RadixTree
+from sglang_ext.radix_global.edges import walk
+from sglang_ext.radix_global.sync.events import Tenant
+from sglang_ext.radix_global.sync.replica import Outcome, Replica, State
+from sglang_ext.radix_global.sync.runs import names_in
+from sglang_ext.router.index.history import Departure, History
+from sglang_ext.router.index.memory import TreeSize
+from sglang_ext.router.index.prompt_trees import MANY_CHILDREN, SLICE_BLOCKS, PromptTrees
+from sglang_ext.router.policies import Match
+from sglang_ext.router.policies.base import Role
+
+IndexMessage = Events | SnapshotBegin | SnapshotPart | SnapshotEnd
+HISTORY_SHARE: Final = 16
+"""The history takes at most this part of the memory."""
+BELIEVED_SHARE: Final = 8
+"""At least this part of the memory is left for what is only believed, guesses among it."""
+GIVE_UP_BLOCKS: Final = 256
+WAIT_S: Final = 15.0
+MODES: Final = ("auto", "exact", "approximate")
+
+
+@dataclass(eq=False, slots=True)
+class _Known:
+    """An instance that tells."""
+
+    replica: Replica
+    role: Role
+    heard: bool = False
+
+
+class _RoleTree:
+    """The tree of the instances of one role, and what is still to be taken out of it."""
+
+    def __init__(self, block_size: int, clock: Clock) -> None:
+        self.tree = RadixTree(block_size, clock=clock.monotonic)
+        self.size = TreeSize(self.tree)
+        self.dead: deque[Holder] = deque()
+        self.live: dict[Holder, _Known] = {}
+
+
+class Index(PromptTrees):
+    """See the module's docstring. Names of instances are the fleet's. Lives on the event loop's thread.
+
+    Args:
+        clock: seconds.
+        block_size: tokens per block, as the instances have it.
+        ttl_s: seconds after which what was only believed is believed no more.
+        max_bytes: estimated memory of everything.
+        mode: ``auto``; ``exact``: instances without an agent are known to hold nothing; ``approximate``: what
+            agents tell is not looked at.
+        wait_s: how long an instance is awaited of which nothing has come yet.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        block_size: int = 16,
+        ttl_s: float = 600.0,
+        max_bytes: int = 1 << 28,
+        mode: str = "auto",
+        wait_s: float = WAIT_S,
+    ) -> None:
+        super().__init__(clock, block_size=block_size, ttl_s=ttl_s, max_bytes=max_bytes)
+        self.mode = mode
+        self._trees = {role: _RoleTree(block_size, clock) for role in Role}
+        self._known: dict[str, _Known] = {}
+        self._wait_s = wait_s
+        self._awaited: dict[str, float] = {}
+        """Instances of which the first snapshot is not in -> until when it is awaited; ``monotonic``."""
+        self._numbers = itertools.count()
+        self._past = History(max_bytes // HISTORY_SHARE, self._tree.block_bytes)
+        self.given_up_blocks = 0
+        """Blocks that instances hold and that were forgotten for lack of memory, since the start."""
+
+    # -- instances that tell ----------------------------------------------------------------------
+
+    def attach(self, name: str, role: Role) -> None:
+        """An instance has an agent: from now on what it tells is believed, and nothing else."""
+        known = self._known.get(name)
+        if known is not None and known.role is role:
+            return
+        if known is not None:
+            self.detach(name)
+        place = self._trees[role]
+
+        def abandon(holder: Holder) -> None:
+            place.live.pop(holder, None)
+            place.dead.append(holder)
+
+        def left(node: Node, blocks: int, left: int, kept: int) -> None:
+            self._past.left(name, self._clock.wall(), node, blocks, left, kept)
+
+        replica = Replica(place.tree, name, serial=self._numbers, abandon=abandon, left=left)
+        self._known[name] = _Known(replica, role)
+        super().forget(name)
+
+    def expect(self, name: str) -> None:
+        """An instance has begun that tells, or will: what it holds is awaited from now on."""
+        known = self._known.get(name)
+        if self.mode != "approximate" and (known is None or not self._is_trusted(known)):
+            self._awaited[name] = self._clock.monotonic() + self._wait_s
+
+    def awaited(self, name: str) -> bool:
+        """Whether the first snapshot of an instance is expected and not in, or one is just coming in."""
+        if self.mode == "approximate":
+            return False
+        known = self._known.get(name)
+        state = known.replica.state if known is not None and known.heard else None
+        if state is State.FILLING:
+            return True
+        return state is not State.LIVE and self._clock.monotonic() < self._awaited.get(name, -math.inf)
+
+    def detach(self, name: str) -> None:
+        """An instance has no agent any more, or is gone."""
+        self._awaited.pop(name, None)
+        known = self._known.pop(name, None)
+        if known is not None:
+            known.replica.forget()
+            self._trees[known.role].live.pop(known.replica.holder, None)
+
+    def replica(self, name: str) -> Replica | None:
+        """The copy of what an instance tells; ``None`` when it has no agent."""
+        known = self._known.get(name)
+        return None if known is None else known.replica
+
+    def began(self, name: str, epoch: bytes, naming: Naming | None) -> None:
+        """An instance's agent said in which epoch it is."""
+        if (known := self._known.get(name)) is not None:
+            known.replica.began(epoch, naming)
+
+    def apply(self, name: str, message: IndexMessage) -> Outcome:
+        """An instance tells of placements."""
+        known = self._known.get(name)
+        if known is None:
+            return Outcome.IGNORED
+        if isinstance(message, Events):
+            for event in message.events:
+                if isinstance(event, DiskRemoved):
+                    self._past.left_disk(name, self._clock.wall(), names_in(event.names))
+        outcome = known.replica.apply(message)
+        if known.replica.trusted:
+            self._awaited.pop(name, None)
+        self._trees[known.role].live[known.replica.holder] = known
+        self._bound()
+        return outcome
+
+    def heard(self, name: str, *, alive: bool) -> None:
+        """Whether the agent of an instance is heard."""
+        if (known := self._known.get(name)) is not None:
+            known.heard = alive
+
+    def trusted(self, name: str) -> bool:
+        """Whether what is known of an instance is believed, and is all: its cache attracts only then, or for
+        what it has told while it is awaited."""
+        known = self._known.get(name)
+        if known is None:
+            return self.mode != "exact" and not self.awaited(name)
+        return self._is_trusted(known) if self.mode != "approximate" else True
+
+    @staticmethod
+    def _is_trusted(known: _Known) -> bool:
+        return known.heard and known.replica.trusted
+
+    @staticmethod
+    def _tells_truth(known: _Known) -> bool:
+        """Whether what was told holds, be it all or a part of a snapshot."""
+        return known.heard and known.replica.state in (State.LIVE, State.FILLING)
+
+    # -- what requests tell -------------------------------------------------------------------------
+
+    def confirm(self, namespace: Hashable, key: bytes, instance: str) -> None:
+        """``instance`` has computed these tokens: of no interest where it tells by itself."""
+        if self.learns_of(namespace, instance):
+            super().confirm(namespace, key, instance)
+
+    def learns_of(self, namespace: Hashable, instance: str) -> bool:
+        """See ``PromptTrees.learns_of``."""
+        return self.mode != "exact" and not (self._tells(instance) and tenant_of(namespace) is not None)
+
+    def _tells(self, name: str) -> bool:
+        return self.mode != "approximate" and name in self._known
+
+    # -- what routing asks ----------------------------------------------------------------------------
+
+    def match(self, namespace: Hashable, key: bytes) -> dict[str, Match]:
+        """What each instance holds of ``key``; who holds nothing, or is not trusted, is left out."""
+        believed = super().match(namespace, key)
+        tenant = tenant_of(namespace)
+        if self.mode == "approximate" or tenant is None or not self._known:
+            return believed
+        found: dict[str, Match] = {}
+        names: dict[Naming, list[bytes]] = {}
+        for place in self._trees.values():
+            if place.live:
+                self._match_in(place, tenant, key, names, found)
+        for name, guess in believed.items():
+            known = found.get(name)
+            if known is None or guess.tokens > known.tokens:
+                found[name] = guess
+        return found
+
+    def _match_in(
+        self,
+        place: _RoleTree,
+        tenant: Tenant,
+        key: bytes,
+        names: dict[Naming, list[bytes]],
+        found: dict[str, Match],
+    ) -> None:
+        """One role's instances: a walk over the tree, which is not changed, then their disks."""
+        step = place.tree.block_bytes
+        now = self._clock.monotonic()
+        ends: dict[Holder, tuple[int, Node]] = {}
+        in_hbm: dict[Holder, int] = {}
+        for blocks, node in walk(place.tree.roots.get(tenant), key, step):
+            node.last_access = now
+            for holder, piece in node.placements.items():
+                ends[holder] = (blocks, node)
+                if piece.run.tiers & IN_HBM:
+                    in_hbm[holder] = blocks
+        whole = len(key) // step
+        size = place.tree.block_size
+        for holder, known in place.live.items():
+            if not self._tells_truth(known):
+                continue
+            blocks, end = ends.get(holder, (0, None))
+            hbm = in_hbm.get(holder, 0)
+            disk = self._on_disk(known.replica, tenant, key, blocks, names)
+            # What a disk has after the last block that matches, nobody can say; nor what is still to be told.
+            own = blocks + disk == whole or (
+                known.replica.trusted and not disk and end is not None and _ends_at(end, holder, blocks)
+            )
+            if blocks + disk:
+                found[known.replica.instance] = Match(
+                    (blocks + disk) * size, own, (blocks - hbm) * size, disk * size
+                )
+
+    def _on_disk(
+        self, replica: Replica, tenant: Tenant, key: bytes, start: int, names: dict[Naming, list[bytes]]
+    ) -> int:
+        """How many blocks, after the first ``start``, the instance has on disk."""
+        naming = replica.naming
+        if not replica.on_disk or naming is None or (naming.adapters and tenant[0]):
+            return 0
+        if naming not in names:
+            names[naming] = names_of(naming, tenant, key, self.block_size)
+        count = 0
+        for name in itertools.islice(names[naming], start, None):
+            if name not in replica.on_disk:
+                break
+            count += 1
+        return count
+
+    def history(self, namespace: Hashable, key: bytes) -> list[Departure]:
+        """What left tiers of a prompt's blocks, oldest first, as far as it is remembered."""
+        tenant = tenant_of(namespace)
+        if tenant is None:
+            return []
+        namings = {known.replica.naming for known in self._known.values()} - {None}
+        names = [name for n in namings if n is not None for name in names_of(n, tenant, key, self.block_size)]
+        return self._past.of(tenant, key, names)
+
+    def tokens_of(self, instance: str) -> int:
+        """Tokens that ``instance`` holds in memory, as far as is known."""
+        known = self._known.get(instance)
+        if known is None or self.mode == "approximate":
+            return self._blocks.get(instance, 0) * self.block_size
+        return known.replica.blocks * self.block_size
+
+    # -- memory and time ------------------------------------------------------------------------------
+
+    @property
+    def size_bytes(self) -> int:
+        """Estimated memory of everything."""
+        return super().size_bytes + self._told_bytes
+
+    @property
+    def _told_bytes(self) -> int:
+        trees = sum(place.size.size_bytes for place in self._trees.values())
+        return trees + sum(k.replica.size_bytes for k in self._known.values()) + self._past.size_bytes
+
+    @property
+    def blocks(self) -> int:
+        """Different blocks, per role."""
+        return self._unique_blocks + sum(place.size.blocks for place in self._trees.values())
+
+    @property
+    def nodes(self) -> int:
+        return self._tree.node_count + sum(place.tree.node_count for place in self._trees.values())
+
+    def tidy(self) -> bool:
+        """Take a slice of what is of no use out of the trees. Returns whether there is more to do."""
+        more = super().tidy()
+        for place in self._trees.values():
+            if place.dead and not place.tree.evict(place.dead[0], SLICE_BLOCKS):
+                place.tree.drop_holder(place.dead.popleft())
+            more = more or bool(place.dead)
+        return more
+
+    def _bound(self) -> None:
+        """Keep within the memory: first what is dead, then what is cold; then what was only believed."""
+        limit = self._max_bytes - self._max_bytes // BELIEVED_SHARE
+        while self._told_bytes > limit:
+            if any(place.dead for place in self._trees.values()):
+                self.tidy()
+                continue
+            most = max(self._known.values(), key=lambda k: (k.replica.blocks, len(k.replica.on_disk)))
+            gone = most.replica.give_up(GIVE_UP_BLOCKS)
+            count = sum(evicted.blocks for evicted in gone)
+            if not count:
+                largest = max(self._known.values(), key=lambda k: len(k.replica.on_disk)).replica
+                count = largest.give_up_disk(GIVE_UP_BLOCKS)
+            if not count:
+                break
+            self.given_up_blocks += count
+        while self.size_bytes > self._max_bytes and self._make_room():
+            pass
+
+    # -- seeing -----------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        told = ", ".join(repr(known.replica) for known in self._known.values())
+        return f"Index({self.mode}, bytes={self.size_bytes}, [{told}], believed={super().__repr__()})"
+
+    def check(self) -> None:
+        """Verify every invariant.
+
+        Raises:
+            AssertionError: names the first that does not hold.
+        """
+        super().check()
+        for place in self._trees.values():
+            place.tree.check()
+            place.size.check()
+        for known in self._known.values():
+            known.replica.check()
+
+
+def tenant_of(namespace: Any) -> Tenant | None:
+    """Whose prompts a namespace of the router has, as the engine knows them. ``None`` where that cannot be
+    told: for a prompt that is matched by its text, and for one with an adapter.
+    """
+    kind, *rest = namespace
+    if kind != "tokens" or len(rest) not in (0, 3) or (rest and rest[0]):
+        return None
+    return (rest[1] or None, rest[2] or None) if rest else (None, None)
+
+
+def names_of(naming: Naming, tenant: Tenant, key: bytes, block_size: int) -> list[bytes]:
+    """Names of the blocks of a prompt on disks of this naming."""
+    namespace = Namespace(
+        naming.model, naming.weights, naming.dtype, naming.geometry, naming.shard, tenant_salt(*tenant)
+    )
+    return block_keys(namespace.digest(), key, block_size)
+
+
+def _ends_at(node: Node, holder: Holder, blocks: int) -> bool:
+    """Whether ``holder`` holds nothing that goes on from where the match ends, ``blocks`` into the path."""
+    if len(node.children) > MANY_CHILDREN:
+        return False
+    depth = 0
+    current = node
+    while current.parent is not None:
+        depth += current.blocks
+        current = current.parent
+    return blocks == depth and not any(holder in child.placements for child in node.children.values())

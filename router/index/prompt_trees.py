@@ -1,0 +1,293 @@
+"""What the router believes of the instances' caches: a radix tree, updated when responses pass.
+
+This is MemServe's own way (section 6): nobody reports placements; the router infers them from the
+requests it has routed, and forgets them after a time to live. It serves instances without our
+extension, and it is approximate by nature: an instance evicts without saying so.
+
+Everything is kept in *generations*: a holder of the tree stands for (instance, span of time), and an
+entry that is used again is inserted again under the present one. A generation expires as a whole, so
+that no entry needs a timer of its own, and the time to live is kept per instance even where many hold
+the same prefix. Guesses, made when a request is routed and not yet answered, have generations of their
+own that live 2 s.
+
+Expired generations are no longer matched at once, and are taken out of the tree in slices, so that a
+large one does not hold up the event loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from sglang_ext.clock import Clock
+from sglang_ext.errors import InternalError
+from sglang_ext.keys import TOKEN_BYTES, Tier
+from sglang_ext.radix_global import Holder, Node, RadixTree
+from sglang_ext.router.policies import Match
+
+GUESS_TTL_S = 2.0
+GUESS_SPAN_S = 0.5
+"""A guess lives at least ``GUESS_TTL_S`` and at most this much longer."""
+SPANS_PER_TTL = 8
+"""A confirmed entry lives at least its time to live, and at most an eighth longer."""
+SLICE_BLOCKS = 512
+"""Blocks taken out of the tree in one go; about half a millisecond."""
+
+MANY_CHILDREN = 64
+"""A node with more continuations than this is a common beginning, without looking at each."""
+
+NODE_BYTES = 1200
+"""Memory of a node with one holder, its key left out; measured, see the test of the bound."""
+PLACEMENT_BYTES = 250
+"""Memory of each further holder of a node."""
+
+
+@dataclass(eq=False, slots=True)
+class _Generation:
+    holder: Holder
+    instance: str
+    closes: float
+    """When another one takes new entries."""
+    expires: float
+    is_guess: bool
+
+
+class PromptTrees:
+    """The index of one router, for one model. Lives on the event loop's thread.
+
+    Args:
+        clock: seconds.
+        block_size: tokens per block; a common prefix is seen in whole blocks.
+        ttl_s: seconds after which an unused entry is no longer believed.
+        max_bytes: estimated memory above which the oldest entries go.
+    """
+
+    def __init__(
+        self, clock: Clock, *, block_size: int = 16, ttl_s: float = 600.0, max_bytes: int = 1 << 28
+    ) -> None:
+        self._clock = clock
+        self._ttl_s = ttl_s
+        self._max_bytes = max_bytes
+        self.block_size = block_size
+        """Tokens per block."""
+        self._tree = RadixTree(block_size, clock=clock.monotonic)
+        self._serial = itertools.count(1)
+        self._open: dict[tuple[str, bool], _Generation] = {}
+        """(instance, whether guesses) -> the generation that takes new entries."""
+        self._live: dict[Holder, _Generation] = {}
+        """Generations that are matched, in the order in which they were opened."""
+        self._dead: deque[Holder] = deque()
+        """Holders whose entries are still to be taken out of the tree."""
+        self._counted: dict[Holder, str] = {}
+        """Holder -> instance, of generations that are live, or have expired and are still in the tree. Those
+        of a forgotten instance are no longer counted."""
+        self._blocks: dict[str, int] = {}
+        """Instance -> different blocks that its counted generations hold."""
+        self._next_expiry = math.inf
+        self._placed_blocks = 0
+        self._unique_blocks = 0
+        self.evicted_blocks = 0
+        """Blocks forgotten because the memory was full, since the start."""
+
+    # -- what requests and responses tell ---------------------------------------------------------
+
+    def guess(self, namespace: Hashable, key: bytes, instance: str) -> None:
+        """``instance`` was just chosen for this prompt, and will soon hold it."""
+        self._insert(namespace, key, instance, is_guess=True)
+
+    def confirm(self, namespace: Hashable, key: bytes, instance: str) -> None:
+        """``instance`` has computed these tokens."""
+        self._insert(namespace, key, instance, is_guess=False)
+
+    def learns_of(self, namespace: Hashable, instance: str) -> bool:
+        """Whether ``confirm`` is of any use for such prompts at an instance."""
+        return True
+
+    def forget(self, instance: str) -> None:
+        """``instance`` holds nothing any more: it restarted, or was flushed."""
+        for generation in list(self._live.values()):
+            if generation.instance == instance:
+                self._kill(generation)
+        for holder in [holder for holder, name in self._counted.items() if name == instance]:
+            del self._counted[holder]
+        self._blocks.pop(instance, None)
+
+    def clear(self) -> None:
+        """No instance holds anything any more: the fleet serves another model."""
+        for instance in list(self._blocks):
+            self.forget(instance)
+
+    # -- what routing asks ------------------------------------------------------------------------
+
+    def match(self, namespace: Hashable, key: bytes) -> dict[str, Match]:
+        """What each instance is believed to hold of ``key``; who holds nothing is left out."""
+        self._expire()
+        path = self._tree.match(namespace, key)
+        found: dict[str, Match] = {}
+        blocks = path.blocks
+        whole = len(key) // (self._tree.block_size * TOKEN_BYTES)
+        for node in reversed(path.path):
+            for holder in node.placements:
+                generation = self._live.get(holder)
+                if generation is not None and generation.instance not in found:
+                    own = blocks == whole or self._ends_at(node, generation.instance)
+                    found[generation.instance] = Match(blocks * self._tree.block_size, own)
+            blocks -= node.blocks
+        return found
+
+    def _ends_at(self, node: Node, instance: str) -> bool:
+        """Whether nothing that ``instance`` holds goes on after ``node``."""
+        if len(node.children) > MANY_CHILDREN:
+            return False
+        return not any(
+            (generation := self._live.get(holder)) is not None and generation.instance == instance
+            for child in node.children.values()
+            for holder in child.placements
+        )
+
+    def tokens_of(self, instance: str) -> int:
+        """Tokens ``instance`` is believed to hold, and what has just expired."""
+        return self._blocks.get(instance, 0) * self._tree.block_size
+
+    # -- memory and time --------------------------------------------------------------------------
+
+    @property
+    def blocks(self) -> int:
+        """Different blocks in the tree."""
+        return self._unique_blocks
+
+    @property
+    def nodes(self) -> int:
+        return self._tree.node_count
+
+    @property
+    def size_bytes(self) -> int:
+        """Estimated memory of the tree: keys, nodes, and further holders of nodes."""
+        if not self._unique_blocks:
+            return 0
+        nodes = self._tree.node_count
+        # Every node is taken to have the average number of holders, because a split multiplies them.
+        further = int(nodes * (self._placed_blocks / self._unique_blocks - 1.0))
+        keys = self._unique_blocks * self._tree.block_size * TOKEN_BYTES
+        return keys + NODE_BYTES * nodes + PLACEMENT_BYTES * further
+
+    def tidy(self) -> bool:
+        """Take a slice of what has expired out of the tree. Returns whether there is more to do."""
+        self._expire()
+        if self._dead and not self._evict(self._dead[0], SLICE_BLOCKS):
+            holder = self._dead.popleft()
+            self._counted.pop(holder, None)
+            self._tree.drop_holder(holder)
+        return bool(self._dead)
+
+    def _insert(self, namespace: Hashable, key: bytes, instance: str, *, is_guess: bool) -> None:
+        now = self._expire()
+        holder = self._holder(instance, is_guess, now)
+        result = self._tree.insert(namespace, key, holder)
+        if not result.added:
+            return
+        self._placed_blocks += result.new_blocks
+        self._unique_blocks += sum(node.blocks for node in result.added if len(node.placements) == 1)
+        new = sum(node.blocks for node in result.added if not self._held_otherwise(node, instance, holder))
+        self._blocks[instance] = self._blocks.get(instance, 0) + new
+        while self.size_bytes > self._max_bytes and self._make_room():
+            pass
+
+    def _make_room(self) -> bool:
+        """Forget some of the oldest entries. Returns whether there was anything to forget."""
+        if self._dead:
+            self.tidy()
+            return True
+        for generation in self._live.values():
+            evicted = self._evict(generation.holder, SLICE_BLOCKS)
+            if evicted:
+                self.evicted_blocks += evicted
+                return True
+        return False
+
+    def _held_otherwise(self, node: Node, instance: str, holder: Holder) -> bool:
+        """Whether another counted generation of ``instance`` holds ``node``."""
+        return any(other is not holder and self._counted.get(other) == instance for other in node.placements)
+
+    def _evict(self, holder: Holder, blocks: int) -> int:
+        taken = 0
+        instance = self._counted.get(holder)
+        for evicted in self._tree.evict(holder, blocks):
+            taken += evicted.blocks
+            if not evicted.node.placements:
+                self._unique_blocks -= evicted.blocks
+            if instance is not None and not self._held_otherwise(evicted.node, instance, holder):
+                self._blocks[instance] -= evicted.blocks
+        self._placed_blocks -= taken
+        return taken
+
+    def _holder(self, instance: str, is_guess: bool, now: float) -> Holder:
+        """Of the generation that takes new entries."""
+        current = self._open.get((instance, is_guess))
+        if current is not None and now < current.closes:
+            return current.holder
+        ttl = GUESS_TTL_S if is_guess else self._ttl_s
+        span = GUESS_SPAN_S if is_guess else self._ttl_s / SPANS_PER_TTL
+        holder = Holder.of(instance, next(self._serial), Tier.HBM)
+        current = _Generation(holder, instance, now + span, now + span + ttl, is_guess)
+        self._open[instance, is_guess] = current
+        self._live[holder] = current
+        self._counted[holder] = instance
+        self._next_expiry = min(self._next_expiry, current.expires)
+        return holder
+
+    def _expire(self) -> float:
+        """Stop matching what has had its time. Returns what time it is."""
+        now = self._clock.monotonic()
+        if now < self._next_expiry:
+            return now
+        for generation in [g for g in self._live.values() if g.expires <= now]:
+            self._kill(generation)
+        self._next_expiry = min((g.expires for g in self._live.values()), default=math.inf)
+        return now
+
+    def _kill(self, generation: _Generation) -> None:
+        del self._live[generation.holder]
+        if self._open.get((generation.instance, generation.is_guess)) is generation:
+            del self._open[generation.instance, generation.is_guess]
+        self._dead.append(generation.holder)
+
+    # -- seeing -----------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return (
+            f"PromptTrees(blocks={self.blocks}, nodes={self._tree.node_count}, bytes={self.size_bytes}, "
+            f"live={len(self._live)}, dead={len(self._dead)})"
+        )
+
+    def check(self) -> None:
+        """Verify every invariant, the tree's included.
+
+        Raises:
+            InternalError: names the first that does not hold.
+        """
+        self._tree.check()
+        nodes = list(self._tree.nodes())
+        unique = sum(node.blocks for node in nodes)
+        placed = sum(node.blocks * len(node.placements) for node in nodes)
+        if (unique, placed) != (self._unique_blocks, self._placed_blocks):
+            raise InternalError(
+                f"counted {unique} blocks in {placed} placements, "
+                f"kept {self._unique_blocks} and {self._placed_blocks}"
+            )
+        known = {*self._live, *self._dead}
+        if strays := {holder for node in nodes for holder in node.placements} - known:
+            raise InternalError(f"entries of no generation: {strays}")
+        counted: dict[str, int] = {}
+        for node in nodes:
+            for instance in {self._counted[holder] for holder in node.placements if holder in self._counted}:
+                counted[instance] = counted.get(instance, 0) + node.blocks
+        if counted != {instance: blocks for instance, blocks in self._blocks.items() if blocks}:
+            raise InternalError(f"instances have {counted} blocks, {self._blocks} were kept")
+        if set(self._live) - set(self._counted):
+            raise InternalError("a generation is matched and not counted")
+        if set(self._open.values()) - set(self._live.values()):
+            raise InternalError("a generation takes entries and is not matched")

@@ -1,0 +1,48 @@
+"""What happened to one request, as it is counted, logged, traced and explained."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sglang_ext.router.telemetry.fetch_note import FetchNote
+from sglang_ext.router.tenancy.tenants import ANYBODY, Caller
+
+CLIENT_GONE = 499
+"""Status under which a request is counted whose client went away (nginx's number)."""
+
+
+class Record(msgspec.Struct):
+    """One request. Times are seconds of the clock."""
+
+    request_id: str
+    method: str
+    path: str
+    started: float
+    status: int = 0
+    caller: Caller = ANYBODY
+    priority: int = 0
+    stream: bool = False
+    instance: str | None = None
+    """Who answers; with prefill and decode apart, who decodes."""
+    prefill_instance: str | None = None
+    """Who prefilled, where that is another one."""
+    reason: str | None = None
+    prompt_tokens: int | None = None
+    matched_tokens: int | None = None
+    """Tokens that the router believed the chosen instance to hold."""
+    fetch: FetchNote | None = None
+    """What another instance holds of its prompt, and what became of fetching that."""
+    cached_tokens: int | None = None
+    """Tokens that the instance says it found."""
+    tiers: dict[str, int] = {}
+    """Tier -> tokens that were found there."""
+    completion_tokens: int | None = None
+    answer_id: str | None = None
+    """What stands as ``id`` in the answer; of a batch, the first."""
+    attempts: int = 0
+    stages: dict[str, float] = {}
+    """Seconds the router itself spent, by stage; waiting for a place is not one of them."""
+    queued_s: float = 0.0
+    first_byte: float | None = None
+    error: str | None = None
+    trace_id: str | None = None

@@ -1,0 +1,67 @@
+"""Reading the file of API keys: the only place where keys are seen as they are."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from sglang_ext.errors import ConfigError
+from sglang_ext.router.tenancy.tenants import KeyEntry, parse_keys
+
+MAX_FILE_BYTES = 16 << 20
+
+
+def read_key_file(path: str) -> tuple[KeyEntry, ...]:
+    """The keys in a file of JSON, or of TOML if its name ends so.
+
+    Raises:
+        ConfigError: it cannot be read, others may read or write it, or what is in it is wrong.
+    """
+    flag = "--api-keys-file"
+    try:
+        with Path(path).open("rb") as file:
+            status = os.fstat(file.fileno())
+            _check_mode(path, status)
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}", field=flag) from error
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes", field=flag)
+    return parse_keys(_parse(path, data))
+
+
+def _check_mode(path: str, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{path} is not a file", field="--api-keys-file")
+    if status.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(
+            f"{path} belongs to user {status.st_uid}, who is neither this one nor root",
+            field="--api-keys-file",
+        )
+    if status.st_mode & 0o077:
+        raise ConfigError(
+            f"{path} can be read or written by others (mode {stat.S_IMODE(status.st_mode):04o})",
+            field="--api-keys-file",
+            hint=f"chmod 600 {path}",
+        )
+
+
+def _parse(path: str, data: bytes) -> Any:
+    # What a parser says of its input is left out: it may quote a key.
+    try:
+        if path.endswith(".toml"):
+            return tomllib.loads(data.decode())
+        return orjson.loads(data)
+    except tomllib.TOMLDecodeError as error:
+        where = str(error).rpartition("(at ")[2].rstrip(")")
+        raise ConfigError(f"{path} is not valid TOML ({where})", field="--api-keys-file") from None
+    except orjson.JSONDecodeError as error:
+        line = f"line {error.lineno} column {error.colno}"
+        raise ConfigError(f"{path} is not valid JSON ({line})", field="--api-keys-file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8", field="--api-keys-file") from None

@@ -1,0 +1,1 @@
+"""From prompts to token ids, the same as the server's."""

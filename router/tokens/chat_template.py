@@ -1,0 +1,282 @@
+"""Rendering a conversation as SGLang 0.5.21 does, so that the router's tokens are the server's.
+
+SGLang parses a request into pydantic models, dumps those, reworks the messages and hands them to the
+tokenizer's chat template (``entrypoints/openai/serving_chat.py``, ``protocol.py`` and
+``parser/jinja_template_utils.py``). What those steps do to the input of the template is repeated here
+for the models whose template is a Jinja one; the order of keys matters, because templates print tools as
+JSON. Whatever is not repeated raises ``CannotRender``, and the prompt is then matched by its text: that
+costs precision, never correctness, because requests are forwarded as they came. Beyond that,
+``tokenizing`` compares a few conversations with the server's own tokens before it trusts this module.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+import jinja2.nodes
+import orjson
+
+from sglang_ext.router.api.validation import Json
+from sglang_ext.router.fleet.facts import ChatFacts
+
+UNSUPPORTED_PARSERS = frozenset({"hunyuan", "kimi_k3", "inkling", "muse"})
+"""Reasoning or tool parsers with which SGLang renders, or prepares, messages in its own way."""
+
+UNSUPPORTED_ARCHITECTURES = re.compile(r"DeepseekV(32|4)|GptOss|Inkling|KimiK3", re.IGNORECASE)
+"""Models whose messages SGLang encodes in Python instead of by a template."""
+
+_GENERIC_FIELDS = ("content", "tool_call_id", "name", "phase", "reasoning_content", "tool_calls", "tools")
+
+
+class CannotRender(Exception):
+    """What SGLang would render is not known here; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """Arguments of the chat template, and what is appended to its tokens."""
+
+    messages: list[Json]
+    tools: list[Json] | None
+    kwargs: Json
+    assistant_prefix: str | None
+
+
+def unsupported(chat: ChatFacts, architecture: str) -> str | None:
+    """Why conversations cannot be rendered here for such a server, or ``None`` if they can."""
+    if chat.multimodal:
+        return "the model takes images or audio, whose tokens only the server knows"
+    for parser in (chat.reasoning_parser, chat.tool_call_parser):
+        if parser in UNSUPPORTED_PARSERS:
+            return f"the server renders messages in its own way for --reasoning-parser {parser}"
+    if UNSUPPORTED_ARCHITECTURES.search(architecture):
+        return f"the server encodes messages of {architecture} without a template"
+    if chat.chat_template is not None and not chat.chat_template.endswith(".jinja"):
+        return f"the server uses its built-in chat template {chat.chat_template!r}"
+    return None
+
+
+def content_format(template: str) -> str:
+    """Whether the template takes content as parts (``openai``) or as text (``string``).
+
+    SGLang's rule: a template that loops over a message's content, or speaks of media, takes parts.
+    """
+    if any(word in template for word in ("image", "audio", "video", "vision")):
+        return "openai"
+    from transformers.utils.chat_template_utils import _compile_jinja_template  # imports torch if it is there
+
+    try:
+        tree = _compile_jinja_template(template).environment.parse(template)
+    except jinja2.TemplateError:
+        return "string"
+    loops = (loop.iter for loop in tree.find_all(jinja2.nodes.For))
+    return "openai" if any(_is_content(source) for source in loops) else "string"
+
+
+def _is_content(node: jinja2.nodes.Node) -> bool:
+    if isinstance(node, jinja2.nodes.Filter):
+        return node.node is not None and _is_content(node.node)
+    if isinstance(node, jinja2.nodes.Test):
+        return _is_content(node.node)
+    if isinstance(node, jinja2.nodes.Getitem):
+        if isinstance(node.arg, jinja2.nodes.Slice):
+            return _is_content(node.node)
+        return (
+            _is_message(node.node)
+            and isinstance(node.arg, jinja2.nodes.Const)
+            and node.arg.value == "content"
+        )
+    return isinstance(node, jinja2.nodes.Getattr) and _is_message(node.node) and node.attr == "content"
+
+
+def _is_message(node: jinja2.nodes.Node) -> bool:
+    return isinstance(node, jinja2.nodes.Name) and node.ctx == "load" and node.name in ("message", "msg", "m")
+
+
+def prepare(payload: Json, chat: ChatFacts, fmt: str, *, answer_follows: bool = True) -> Rendering:
+    """What SGLang passes to the chat template for the body of a chat request.
+
+    Args:
+        payload: a body that ``openai.parse_chat`` has accepted; it is not changed.
+        chat: the server's settings.
+        fmt: ``content_format`` of the template.
+        answer_follows: whether the model is to go on from here. Otherwise an answer at the end is one that
+            was given, and stays one.
+
+    Raises:
+        CannotRender: the request uses something that is not repeated here.
+    """
+    messages = [_dump_message(message) for message in payload["messages"]]
+    if any(message.get("tools") for message in messages):
+        raise CannotRender("tools inside messages")
+    rendered = [_for_template(message, fmt) for message in messages]
+    prefix = None
+    if (
+        answer_follows
+        and rendered[-1].get("role") == "assistant"
+        and isinstance(rendered[-1].get("content"), str)
+    ):
+        content = rendered[-1]["content"]
+        if payload.get("continue_final_message"):
+            prefix = content
+            rendered = rendered[:-1]
+        else:
+            rendered[-1] = {"role": "user", "content": content}
+    kwargs = _template_kwargs(payload, chat)
+    return Rendering(rendered, _tools(payload), kwargs, prefix or None)
+
+
+def _dump_message(message: Json) -> Json:
+    """The message as SGLang's pydantic models dump it: known fields only, in their order."""
+    role = message["role"]
+    content = message.get("content")
+    if isinstance(content, list):
+        content = [_dump_part(part) for part in content]
+    if role == "user":
+        return {"role": role, "content": content}
+    dumped: Json = {"role": role.lower(), "content": content}
+    for name in _GENERIC_FIELDS[1:]:
+        dumped[name] = message.get(name)
+    calls = message.get("tool_calls")
+    if calls is not None:
+        if not isinstance(calls, list):
+            raise CannotRender("tool_calls is not an array")
+        dumped["tool_calls"] = [_dump_call(call) for call in calls]
+        if dumped["role"] == "assistant":
+            for call in dumped["tool_calls"]:
+                _parse_arguments(call["function"])
+    return dumped
+
+
+def _dump_part(part: Json) -> Json:
+    if part["type"] == "text":
+        return {"type": "text", "text": part["text"]}
+    raise CannotRender(f"content of type {part['type']!r}")
+
+
+def _dump_call(call: Any) -> Json:
+    if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+        raise CannotRender("a tool call without a function")
+    function = call["function"]
+    return {
+        "id": call.get("id"),
+        "index": call.get("index"),
+        "type": call.get("type", "function"),
+        "function": {"name": function.get("name"), "arguments": function.get("arguments")},
+    }
+
+
+def _parse_arguments(function: Json) -> None:
+    if isinstance(function["arguments"], str):
+        try:
+            arguments = orjson.loads(function["arguments"])
+        except orjson.JSONDecodeError:
+            raise CannotRender("arguments of a tool call are not valid JSON") from None
+        if not isinstance(arguments, dict):
+            raise CannotRender("arguments of a tool call are not an object")
+        function["arguments"] = arguments
+
+
+def _for_template(message: Json, fmt: str) -> Json:
+    """The message as the template sees it: no nulls on top, content in the template's format."""
+    content = message["content"]
+    if content is None:
+        content = ""
+    if not isinstance(content, list) or fmt == "string":
+        text = content if isinstance(content, str) else _join(content)
+        return {name: value for name, value in {**message, "content": text}.items() if value is not None}
+    processed = {name: value for name, value in message.items() if value is not None and name != "content"}
+    processed["content"] = _join(content) if message["role"] == "tool" else content
+    return processed
+
+
+def _join(parts: list[Json]) -> str:
+    return " ".join(part["text"] for part in parts)
+
+
+def _tools(payload: Json) -> list[Json] | None:
+    tools = payload.get("tools")
+    choice = payload.get("tool_choice")
+    if not tools or choice == "none":
+        return None
+    if not isinstance(tools, list):
+        raise CannotRender("tools is not an array")
+    dumped = [_dump_tool(tool) for tool in tools]
+    if isinstance(choice, dict):
+        wanted = (choice.get("function") or {}).get("name")
+        return [tool for tool in dumped if tool["function"]["name"] == wanted] or None
+    return dumped
+
+
+def _dump_tool(tool: Any) -> Json:
+    if not isinstance(tool, dict) or not isinstance(tool.get("function"), dict):
+        raise CannotRender("a tool without a function")
+    function = tool["function"]
+    if tool.get("defer_loading") is not None or function.get("defer_loading") is not None:
+        raise CannotRender("defer_loading")
+    return {
+        "type": tool.get("type", "function"),
+        "function": {
+            "description": function.get("description"),
+            "name": function.get("name"),
+            "parameters": function.get("parameters"),
+            "strict": function.get("strict", False),
+        },
+        "defer_loading": None,
+    }
+
+
+def _template_kwargs(payload: Json, chat: ChatFacts) -> Json:
+    """Keyword arguments of the template: the request's, the reasoning switches, the server's defaults."""
+    given = payload.get("chat_template_kwargs")
+    kwargs: Json = dict(given) if isinstance(given, dict) else {}
+    if "chat_template" in kwargs:
+        raise CannotRender("a chat template of the request's own")
+    effort, thinking = _reasoning(payload)
+    if thinking is not None:
+        kwargs.setdefault("thinking", thinking)
+        kwargs.setdefault("enable_thinking", thinking)
+    effort = kwargs.pop("reasoning_effort", None) or effort
+    for name, value in chat.default_template_kwargs:
+        kwargs.setdefault(name, value)
+    if effort is None:
+        effort = kwargs.get("reasoning_effort")
+    # A key in chat_template_kwargs goes before the field of the request.
+    return {**({} if effort is None else {"reasoning_effort": effort}), **kwargs}
+
+
+def _reasoning(payload: Json) -> tuple[Any, bool | None]:
+    """(reasoning effort, whether to think) from ``reasoning_effort`` and ``reasoning``."""
+    effort = payload.get("reasoning_effort")
+    thinking: bool | None = None
+    reasoning = payload.get("reasoning")
+    if isinstance(reasoning, dict):
+        asked = reasoning.get("effort")
+        if asked is None:
+            asked = reasoning.get("reasoning_effort")
+        if asked is not None:
+            effort = asked
+        enabled = reasoning.get("enabled")
+        if enabled is None:
+            enabled = reasoning.get("enable", False)
+        if isinstance(enabled, str):
+            enabled = enabled.strip().lower() in {"1", "true", "yes", "y", "on"}
+        if enabled:
+            thinking = True
+    if effort is not None:
+        if not isinstance(effort, str):
+            raise CannotRender("a reasoning effort that is a number")
+        thinking = effort != "none"
+    return effort, thinking
+
+
+def text_of(payload: Json) -> str:
+    """A text in which a conversation that goes on starts with the conversation before it.
+
+    It stands for the prompt when its tokens cannot be known.
+    """
+    head = orjson.dumps([payload.get("tools"), payload.get("chat_template_kwargs")])
+    return (head + orjson.dumps(payload["messages"])[:-1]).decode()

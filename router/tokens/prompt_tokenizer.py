@@ -1,0 +1,175 @@
+"""The tokenizer of one model: the tokens that its server would make of a prompt or a conversation."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sglang_ext.errors import UserError
+from sglang_ext.keys import TOKEN_BYTES, encode_tokens
+from sglang_ext.router.api.validation import Json
+from sglang_ext.router.fleet.facts import InstanceFacts
+from sglang_ext.router.tokens.chat_template import CannotRender, content_format, prepare, unsupported
+from sglang_ext.router.tokens.segments import Segmenter, TokenCache
+
+logger = logging.getLogger("router.tokenizing")
+
+
+class PromptTokenizer:
+    """The tokenizer of one model. Blocking; for many threads.
+
+    Args:
+        tokenizer: of transformers.
+        facts: of the model and the server's settings.
+        cache: for tokens of segments.
+    """
+
+    def __init__(self, tokenizer: Any, facts: InstanceFacts, cache: TokenCache) -> None:
+        self._tokenizer = tokenizer
+        self._chat = facts.chat
+        self.by_server_only = unsupported(facts.chat, facts.model.architecture)
+        """Why conversations cannot be rendered here; ``None`` if they can."""
+        template = _template(tokenizer, facts)
+        if template is None and self.by_server_only is None:
+            self.by_server_only = "the model has no chat template"
+        if template is not None:
+            tokenizer.chat_template = template
+        self._format = content_format(template) if template is not None else "string"
+        encode, special = _backend(tokenizer)
+        self.segmenter = Segmenter(encode, special, cache)
+        bare, whole = encode(["a"])[0], tokenizer(["a"])["input_ids"][0]
+        self._before, self._after = _wrapping(list(bare), list(whole))
+
+    def encode_text(self, text: str, most_new: int | None = None) -> bytes:
+        """The tokens of a prompt as ``/generate`` and ``/v1/completions`` take it, special tokens added.
+
+        Args:
+            most_new: see ``Segmenter.encode``.
+        """
+        return self._before + self.segmenter.encode(text, most_new) + self._after
+
+    def encode_chat(
+        self, payload: Json, *, answer_follows: bool = True, most_new: int | None = None
+    ) -> bytes:
+        """The tokens of a conversation.
+
+        Args:
+            answer_follows: they end with what makes the model answer. Without it they are how a longer
+                conversation begins.
+            most_new: see ``Segmenter.encode``.
+
+        Raises:
+            CannotRender: they cannot be known here.
+        """
+        if self.by_server_only is not None:
+            raise CannotRender(self.by_server_only)
+        rendering = prepare(payload, self._chat, self._format, answer_follows=answer_follows)
+        tools = rendering.tools
+        try:
+            text = self._render(rendering.messages, tools, rendering.kwargs, answer_follows)
+        except Exception as first:  # noqa: BLE001 - templates are programs, and fail in any way
+            # As SGLang does: some templates take functions without OpenAI's wrapper.
+            flat = None if tools is None else [tool["function"] for tool in tools]
+            try:
+                text = self._render(rendering.messages, flat, rendering.kwargs, answer_follows)
+            except Exception as second:  # noqa: BLE001
+                raise CannotRender(f"the chat template failed: {second}") from first
+        key = self.segmenter.encode(text, most_new)
+        if rendering.assistant_prefix is not None:
+            prefix = self.encode_text(rendering.assistant_prefix)
+            bos = self._tokenizer.bos_token_id
+            if bos is not None and prefix.startswith(encode_tokens([bos])):
+                prefix = prefix[TOKEN_BYTES:]
+            key += prefix
+        return key
+
+    def _render(
+        self, messages: list[Json], tools: list[Json] | None, kwargs: Json, answer_follows: bool
+    ) -> str:
+        rendered: str = self._tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=answer_follows,
+            tools=tools,
+            return_dict=False,
+            **kwargs,
+        )
+        return rendered
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool) -> Any:
+    """The tokenizer at ``path``, a folder or the name of a model.
+
+    ``tokenizer.json`` is taken as it is written, which needs nothing of the model's own code. It is also
+    what SGLang restores where transformers 5 would build something else for the model's class. Only
+    models without that file are left to ``AutoTokenizer``.
+
+    Raises:
+        UserError: there is none, with what transformers says.
+    """
+    hint = "Give a folder with tokenizer.json that this machine can read"
+    if os.path.isabs(path) and not os.path.isdir(path):
+        raise UserError(f"there is no folder {path!r}", field="--tokenizer-path", hint=hint)
+    # Imported here because it takes seconds, and brings torch along where that is installed.
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(path, clean_up_tokenization_spaces=False)
+    except Exception as first:  # noqa: BLE001 - anything that a tokenizer's files may bring about
+        try:
+            from transformers import AutoTokenizer
+
+            return AutoTokenizer.from_pretrained(
+                path, trust_remote_code=trust_remote_code, clean_up_tokenization_spaces=False
+            )
+        except Exception as second:
+            raise UserError(
+                f"no tokenizer can be loaded from {path!r}: {first}; {second}",
+                field="--tokenizer-path",
+                hint=hint,
+            ) from second
+
+
+def _template(tokenizer: Any, facts: InstanceFacts) -> str | None:
+    """The Jinja template that SGLang would use."""
+    if facts.chat.chat_template is not None and facts.chat.chat_template.endswith(".jinja"):
+        try:
+            with open(facts.chat.chat_template, encoding="utf-8") as file:
+                return file.read().strip("\n").replace("\\n", "\n")
+        except OSError as error:
+            logger.warning("cannot read the workers' chat template: %s", error)
+            return None
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        name = facts.chat.hf_chat_template_name or next(iter(template), None)
+        template = template.get(name)
+    return template if isinstance(template, str) else None
+
+
+def _backend(tokenizer: Any) -> tuple[Callable[[Sequence[str]], Sequence[Sequence[int]]], list[str]]:
+    """(tokenize without adding special tokens, the tokens at which the input is cut)."""
+    if not getattr(tokenizer, "is_fast", False):
+        return lambda texts: [tokenizer.encode(text, add_special_tokens=False) for text in texts], []
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        return [e.ids for e in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    special = [
+        token.content
+        for token in tokenizer.added_tokens_decoder.values()
+        if not (token.normalized or token.lstrip or token.rstrip or token.single_word) and token.content
+    ]
+    return encode, special
+
+
+def _wrapping(bare: list[int], whole: list[int]) -> tuple[bytes, bytes]:
+    """The special tokens put before and after a text."""
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return encode_tokens(whole[:start]), encode_tokens(whole[start + len(bare) :])
+    return b"", b""

@@ -1,0 +1,284 @@
+"""From prompts to the keys under which the prompt trees know them.
+
+Rendering and tokenizing take milliseconds for long prompts, so they run in a pool of threads, with a
+cache of what was tokenized before (``segments``). The tokenizer comes from the path that the workers
+report. Before its tokens are trusted, they are compared with a worker's own (``/v1/tokenize``) on a few
+prompts and conversations.
+
+Where tokens cannot be had, a prompt is matched by its text instead, in units of 4 bytes: that finds the
+instance which saw the same beginning, and cannot tell lengths.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from sglang_ext.errors import UserError
+from sglang_ext.keys import TOKEN_BYTES, decode_tokens, encode_tokens
+from sglang_ext.router.api.validation import Job, Json, PromptInput
+from sglang_ext.router.fleet.facts import InstanceFacts
+from sglang_ext.router.tokens.chat_template import CannotRender, text_of
+from sglang_ext.router.tokens.prompt_tokenizer import PromptTokenizer, load_tokenizer
+from sglang_ext.router.tokens.segments import Segmenter, TokenCache, TooMuchNew
+from sglang_ext.router.tokens.tokenizer_check import Theirs, Trust, compare
+
+logger = logging.getLogger("router.tokenizing")
+
+
+INLINE_BYTES = 1 << 16
+"""Prompts up to this length are rendered and looked up on the event loop, if no more than ``INLINE_NEW``
+characters of them have to be tokenized: a thread and back takes longer than that."""
+INLINE_NEW = 512
+LARGE_ANSWER = 16_384
+"""Bytes of an answer from which it is not parsed on the event loop."""
+LARGE = 8192
+"""What is taken for the length of what is not plain text."""
+
+
+class Fallback(enum.StrEnum):
+    """Why a prompt is matched by its text; a label of metrics."""
+
+    NO_TOKENIZER = "no-tokenizer"
+    OPAQUE = "media-or-embeddings"
+    COMPLETION_TEMPLATE = "completion-template"
+    UNTRUSTED = "tokens-differ"
+    """The comparison with a worker's tokens failed, or is still to be made."""
+    REQUEST = "request"
+    """The request uses something that is not rendered here."""
+
+
+class Encoded(msgspec.Struct, frozen=True):
+    """A prompt as the trees know it."""
+
+    namespace: tuple[str | None, ...]
+    key: bytes
+    tokens: int | None
+    """Its length; ``None`` when ``key`` is text."""
+
+    @property
+    def units(self) -> int:
+        """Length in the unit of matches: tokens, or 4 bytes of text."""
+        return len(self.key) // TOKEN_BYTES
+
+
+class TokenizerService:
+    """Encodes jobs off the event loop, as well as the state of affairs allows.
+
+    Args:
+        threads: size of the pool.
+        cache_bytes: memory for tokens of segments.
+        path: where the tokenizer is, instead of the path that the workers report.
+        on_fallback: called in any thread for every prompt that is matched by its text.
+    """
+
+    def __init__(
+        self,
+        *,
+        threads: int,
+        cache_bytes: int,
+        path: str | None = None,
+        trust_remote_code: bool = False,
+        on_fallback: Callable[[Fallback], None] = lambda why: None,
+    ) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="router-tokenizer")
+        self._path = path
+        self._trust_remote_code = trust_remote_code
+        self._on_fallback = on_fallback
+        self._cache_bytes = cache_bytes
+        self.cache = TokenCache(cache_bytes)
+        self.tokenizer: PromptTokenizer | None = None
+        self.trust = Trust()
+        self.status = "no model yet"
+        """Whether prompts are tokenized, and if not, why, for people."""
+
+    async def load(self, facts: InstanceFacts) -> None:
+        """Take on the tokenizer of a model. Never raises for a tokenizer that cannot be had: prompts are
+        then matched by text, and the log says so."""
+        self.tokenizer = None
+        self.trust = Trust()
+        self.cache = TokenCache(self._cache_bytes)
+        path = self._path or facts.tokenizer_path
+        loop = asyncio.get_running_loop()
+        try:
+            self.tokenizer = await loop.run_in_executor(self._pool, self._load, path, facts)
+        except UserError as error:
+            self.status = f"prompts are matched by text, not by tokens: {error}"
+            logger.warning("%s", self.status)
+            return
+        self.status = f"tokenizer of {path}"
+        logger.info(
+            "tokenizer loaded from %s; cached by %s",
+            path,
+            "segment" if self.tokenizer.segmenter.by_segment else "whole prompt",
+        )
+
+    def _load(self, path: str, facts: InstanceFacts) -> PromptTokenizer:
+        tokenizer = load_tokenizer(path, trust_remote_code=self._trust_remote_code)
+        return PromptTokenizer(tokenizer, facts, self.cache)
+
+    async def encode(
+        self, job: Job, *, completion_template: bool = False, answer_follows: bool = True
+    ) -> list[Encoded]:
+        """The keys of all prompts of a job.
+
+        Args:
+            completion_template: the server rewrites the prompts of ``/v1/completions``.
+            answer_follows: see ``PromptTokenizer.encode_chat``.
+        """
+        prompts = job.prompts
+        if sum(map(_size, prompts)) <= INLINE_BYTES:
+            try:
+                return self.encode_all(prompts, completion_template, answer_follows, INLINE_NEW)
+            except TooMuchNew:
+                pass  # then in a thread
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._pool, self.encode_all, prompts, completion_template, answer_follows
+        )
+
+    async def verify(self, theirs: Theirs) -> None:
+        """Compare with a worker's own tokens, and trust what agrees.
+
+        Args:
+            theirs: asks the worker; what it raises is passed on.
+        """
+        self.trust = await compare(self._sample, theirs)
+
+    async def _sample(self, body: Json) -> list[int] | None:
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return None
+        if "prompt" in body:
+            encode = functools.partial(tokenizer.encode_text, body["prompt"])
+        else:
+            encode = functools.partial(tokenizer.encode_chat, body)
+        try:
+            key = await asyncio.get_running_loop().run_in_executor(self._pool, encode)
+        except CannotRender as error:
+            logger.warning("the router cannot tokenize all that the worker can: %s", error)
+            return None
+        return [int(token) for token in decode_tokens(key)]
+
+    def encode_all(
+        self,
+        prompts: Sequence[PromptInput],
+        completion_template: bool = False,
+        answer_follows: bool = True,
+        most_new: int | None = None,
+    ) -> list[Encoded]:
+        """``encode`` in the calling thread.
+
+        Args:
+            most_new: see ``Segmenter.encode``, for each prompt.
+
+        Raises:
+            TooMuchNew: one of them has more.
+        """
+        return [self._encode_one(prompt, completion_template, answer_follows, most_new) for prompt in prompts]
+
+    def _encode_one(
+        self, prompt: PromptInput, completion_template: bool, answer_follows: bool, most_new: int | None
+    ) -> Encoded:
+        if prompt.ids is not None:
+            return _from_ids(prompt)
+        tokenizer = self.tokenizer
+        fallback = self._cannot(prompt, completion_template)
+        if fallback is None and tokenizer is not None:
+            try:
+                if prompt.chat is not None:
+                    key = tokenizer.encode_chat(
+                        prompt.chat.payload, answer_follows=answer_follows, most_new=most_new
+                    )
+                else:
+                    key = tokenizer.encode_text(prompt.text or "", most_new)
+                return Encoded(("tokens", *prompt.namespace), key, len(key) // TOKEN_BYTES)
+            except CannotRender as error:
+                logger.debug("matched by text: %s", error)
+                fallback = Fallback.REQUEST
+        self._on_fallback(fallback or Fallback.NO_TOKENIZER)
+        text = prompt.text if prompt.chat is None else text_of(prompt.chat.payload)
+        raw = (text or "").encode()
+        return Encoded(("text", *prompt.namespace), raw[: len(raw) // TOKEN_BYTES * TOKEN_BYTES], None)
+
+    def _cannot(self, prompt: PromptInput, completion_template: bool) -> Fallback | None:
+        if self.tokenizer is None:
+            return Fallback.NO_TOKENIZER
+        if prompt.opaque:
+            return Fallback.OPAQUE
+        if prompt.chat is None:
+            if completion_template:
+                return Fallback.COMPLETION_TEMPLATE
+            return None if self.trust.text else Fallback.UNTRUSTED
+        with_tools = bool(prompt.chat.payload.get("tools"))
+        return None if (self.trust.tools if with_tools else self.trust.chat) else Fallback.UNTRUSTED
+
+    def short_continuations(
+        self, texts: Callable[[], Mapping[int, str]], size: int
+    ) -> dict[int, bytes] | None:
+        """As ``continuations``, in the calling thread; ``None`` where that would take too long.
+
+        Args:
+            texts: as there.
+            size: bytes of the answer that it looks at.
+        """
+        if self.tokenizer is None:
+            return {}
+        if size < LARGE_ANSWER:
+            with contextlib.suppress(TooMuchNew):
+                return _encoded(self.tokenizer.segmenter, texts, INLINE_NEW)
+        return None
+
+    async def continuations(self, texts: Callable[[], Mapping[int, str]]) -> dict[int, bytes]:
+        """The tokens of generated texts, to be put behind the tokens of their prompts.
+
+        The last token of a prompt and the first of an answer are taken not to merge, which chat templates
+        see to; where they would, a little of the next turn's prefix is not foreseen.
+
+        Args:
+            texts: gives the texts by prompt; called in a thread, as it may have to parse.
+        """
+        if self.tokenizer is None:
+            return {}
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, _encoded, self.tokenizer.segmenter, texts)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __repr__(self) -> str:
+        return f"TokenizerService({self.status}, {self.trust}, {self.cache})"
+
+
+def _encoded(
+    segmenter: Segmenter, texts: Callable[[], Mapping[int, str]], most_new: int | None = None
+) -> dict[int, bytes]:
+    return {index: segmenter.encode(text, most_new) for index, text in texts().items()}
+
+
+def _size(prompt: PromptInput) -> int:
+    """About how many characters there are to look at."""
+    if prompt.text is not None:
+        return len(prompt.text)
+    if prompt.chat is None:
+        return 0
+    messages = prompt.chat.payload.get("messages")
+    tools = LARGE if prompt.chat.payload.get("tools") else 0
+    return tools + sum(
+        len(content) if isinstance(content := message.get("content"), str) else LARGE
+        for message in (messages if isinstance(messages, list) else ())
+        if isinstance(message, dict)
+    )
+
+
+def _from_ids(prompt: PromptInput) -> Encoded:
+    key = encode_tokens(prompt.ids if prompt.ids is not None else [])
+    return Encoded(("tokens", *prompt.namespace), key, len(key) // TOKEN_BYTES)

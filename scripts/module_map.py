@@ -1,0 +1,46 @@
+"""Print what each room and module is: the first line of its docstring, where the truth stands.
+
+python scripts/module_map.py [FOLDER ...]
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("sglang_ext", "patches", "router", "benchmarks")
+
+
+def first_line(path: Path) -> str:
+    """The first line of a module's docstring; empty where it has none."""
+    return (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").partition("\n")[0]
+
+
+def rooms() -> Iterator[Path]:
+    """Every folder with modules, relative to the repository."""
+    for package in PACKAGES:
+        for init in sorted((ROOT / package).rglob("__init__.py")):
+            yield init.parent.relative_to(ROOT)
+
+
+def modules(room: Path) -> Iterator[Path]:
+    """The modules of a room, without its ``__init__``."""
+    return (path for path in sorted((ROOT / room).glob("*.py")) if path.name != "__init__.py")
+
+
+def main() -> int:
+    """Print the rooms below the folders that are named, or all."""
+    wanted = sys.argv[1:] or list(PACKAGES)
+    for room in rooms():
+        if any(str(room) == name or str(room).startswith(f"{name}/") for name in wanted):
+            print(f"{room}/  {first_line(ROOT / room / '__init__.py')}")
+            for path in modules(room):
+                print(f"    {path.name:24} {first_line(path)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

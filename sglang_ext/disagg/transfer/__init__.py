@@ -1,0 +1,1 @@
+"""CONNECT, TRANSFER, COMPLETE: both ends of a connection between two ranks."""

@@ -1,0 +1,60 @@
+"""How one rank takes part in transfers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_ext.disagg.transfer.control import CurveKeys, is_loopback
+from sglang_ext.disagg.transports import TransportName
+from sglang_ext.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EndpointConfig:
+    """How one rank takes part. Times in seconds.
+
+    namespace: model, weights version, dtype and tenant salt, without the shard: ranks that cut the model
+        another way have the same. Endpoints of other namespaces are refused.
+    bind: host, or host:port, of the control plane; beyond loopback only with `keys`. data_bind: host of the
+        data connections of `tcp`; empty for the host of `bind`.
+    transports: which to use, best first; empty for all, in the order of TransportName.
+    numa, near: NUMA node, and path below /sys/devices, of this rank's accelerator: its RDMA adapter is the
+    nearest. lanes: threads, and connections or queue pairs, per connected rank. piece_bytes: what a lane
+    moves at a time. inline_bytes: reads up to this are made by the event loop's own thread, if no lane is at
+        work and the transport waits for nobody (shm up to 32 MiB, cma 16); 0 for never.
+    verifications: lanes of all connections that may compare generations at a time.
+    dead_after: a peer that is silent for so long is gone: its leases end, reads from it fail.
+    """
+
+    instance: str
+    namespace: str
+    rank: int = 0
+    bind: str = "127.0.0.1"
+    data_bind: str = ""
+    keys: CurveKeys | None = None
+    transports: tuple[TransportName, ...] = ()
+    numa: int = -1
+    near: str = ""
+    lanes: int = 1
+    piece_bytes: int = 8 << 20
+    inline_bytes: int = 64 << 20
+    coalescing: bool = True
+    verifications: int = 8
+    lease_ttl: float = 30.0
+    grant_ttl: float = 30.0
+    connect_timeout: float = 10.0
+    heartbeat: float = 0.5
+    dead_after: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("lanes", "piece_bytes", "verifications"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1", field=name)
+        for name in ("lease_ttl", "grant_ttl", "connect_timeout", "heartbeat", "dead_after"):
+            if not 0 < getattr(self, name) <= 3600:
+                raise ConfigError(f"{name} must be above 0 and at most an hour", field=name)
+        data = self.data_bind or self.bind.partition(":")[0]
+        if self.keys is None and not is_loopback(data):
+            raise ConfigError(f"will not listen on {data} without a key", field="data_bind")
+        if self.dead_after < 2 * self.heartbeat:
+            raise ConfigError("dead_after must be at least two heartbeats", field="dead_after")

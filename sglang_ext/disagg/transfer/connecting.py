@@ -1,0 +1,166 @@
+"""CONNECT from the reader's side: the handshake with one rank, and the choice of a transport."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+
+from zmq.asyncio import Context
+
+from sglang_ext.disagg.errors import (
+    PeerGoneError,
+    PeerProtocolError,
+    RefusedError,
+    TransferError,
+    TransportUnavailableError,
+)
+from sglang_ext.disagg.generations import HEADER_BYTES, header
+from sglang_ext.disagg.memory import RegionTable, SharedMemory
+from sglang_ext.disagg.messages import VERSION, Bye, Connect, Connected, Identity
+from sglang_ext.disagg.tensors import PoolMeta, dtypes, pool_strided
+from sglang_ext.disagg.transfer.config import EndpointConfig
+from sglang_ext.disagg.transfer.control import ControlClient
+from sglang_ext.disagg.transfer.link import Link
+from sglang_ext.disagg.transfer.peer import Peer
+from sglang_ext.disagg.transfer.verify import Scratch, header_runs
+from sglang_ext.disagg.transports import CancelToken, Channel, PeerInfo, Transport, TransportName
+
+
+class Connector:
+    """Makes the connections of one endpoint.
+
+    identity: what CONNECT tells about it. control, scratch: its region 0, and the places in it where headers
+    and counters land. pools: its own, whose dtypes a peer's pools of the same names must have.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        config: EndpointConfig,
+        identity: Callable[[], Identity],
+        regions: RegionTable,
+        control: SharedMemory,
+        scratch: Scratch,
+        pools: Mapping[str, PoolMeta],
+        transports: Mapping[TransportName, Transport],
+    ) -> None:
+        self._context = context
+        self._config = config
+        self._identity = identity
+        self._regions = regions
+        self._control = control
+        self._scratch = scratch
+        self._metas = pools
+        self._transports = transports
+
+    async def connect(self, address: str) -> Link:
+        """CONNECT to one rank.
+
+        Raises:
+            RefusedError, TransportUnavailableError, PeerGoneError, TransferDeadlineError, PeerProtocolError
+        """
+        holder: list[Link] = []
+        client = ControlClient(
+            self._context, address, self._config.keys, lambda m: holder[0].unasked(m) if holder else None
+        )
+        try:
+            link = await self._handshake(address, client)
+        except BaseException:
+            await client.close()
+            raise
+        holder.append(link)
+        return link
+
+    async def _handshake(self, address: str, client: ControlClient) -> Link:
+        offers: dict[TransportName, bytes] = {}
+        reasons: dict[TransportName, str] = {}
+        for name, transport in self._transports.items():
+            reason = transport.unavailable()
+            try:
+                if reason is None:
+                    offers[name] = transport.offer()
+            except TransferError as error:
+                reason = str(error)
+            reasons[name] = reason or "not offered by the owner"
+        try:
+            reply = await client.ask(
+                Connect(self._identity(), {str(n): o for n, o in offers.items()}),
+                self._config.connect_timeout,
+            )
+            if not isinstance(reply, Connected):
+                raise PeerProtocolError(f"expected CONNECTED, got {type(reply).__name__}")
+            self._agree(reply.who)
+            who = reply.who
+            info = PeerInfo(
+                who.instance, who.epoch, who.host, address.rpartition(":")[0], who.pid, who.regions
+            )
+            try:
+                channel = await asyncio.to_thread(self._open, info, reply, offers, reasons)
+            except BaseException:
+                with contextlib.suppress(TransferError):
+                    await client.ask(Bye(reply.session), self._config.connect_timeout)
+                raise
+        except BaseException:
+            for name, offer in offers.items():
+                self._transports[name].withdraw(offer)
+            raise
+        for name, offer in offers.items():
+            if name != channel.name:
+                self._transports[name].withdraw(offer)
+        peer = Peer(
+            info,
+            channel,
+            self._regions,
+            self._scratch,
+            piece_bytes=self._config.piece_bytes,
+            coalescing=self._config.coalescing,
+            inline_bytes=self._config.inline_bytes,
+        )
+        return Link(who, reply.session, client, peer, self._config.heartbeat, self._config.dead_after)
+
+    def _agree(self, who: Identity) -> None:
+        if who.version != VERSION:
+            raise RefusedError("version", f"protocol {who.version} there, {VERSION} here; run one release")
+        if who.namespace != self._config.namespace:
+            raise RefusedError("namespace", f"{who.namespace!r} there, {self._config.namespace!r} here")
+        if not who.regions or who.regions[0].nbytes < HEADER_BYTES:
+            raise PeerProtocolError("the peer describes no control region")
+        for theirs in who.pools:
+            try:
+                found = dtypes(pool_strided(theirs))
+            except ValueError as error:
+                raise PeerProtocolError(f"the peer's pool {theirs.name}: {error}") from None
+            mine = self._metas.get(theirs.name)
+            if mine is not None and dtypes(pool_strided(mine)) != found:
+                raise RefusedError(
+                    "dtype", f"pool {theirs.name} is {found} there; set --kv-cache-dtype alike"
+                )
+
+    def _open(
+        self,
+        info: PeerInfo,
+        reply: Connected,
+        offers: Mapping[TransportName, bytes],
+        reasons: dict[TransportName, str],
+    ) -> Channel:
+        """The first transport, in order of preference, by which the owner's header can really be read."""
+        reasons.update({TransportName(n): r for n, r in reply.reasons.items() if n in set(TransportName)})
+        for name, transport in self._transports.items():
+            if name not in offers or name not in reply.transports:
+                continue
+            channel: Channel | None = None
+            try:
+                channel = transport.open(info, reply.session, offers[name], reply.transports[name])
+                with self._scratch.slot() as at:
+                    channel.read(0, header_runs(at), CancelToken())
+                    found = self._control.array[at : at + HEADER_BYTES].tobytes()
+                if found != header(info.epoch):
+                    raise PeerGoneError("what is read there is not the peer's memory")
+                return channel
+            except TransferError as error:
+                reasons[name] = str(error)
+                if channel is not None:
+                    channel.close()
+        text = "; ".join(f"{n}: {r}" for n, r in reasons.items())
+        raise TransportUnavailableError(f"no transport reaches {info.instance}: {text}")

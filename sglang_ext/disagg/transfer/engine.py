@@ -1,0 +1,365 @@
+"""One-sided KV transfer between ranks: CONNECT, TRANSFER, COMPLETE (KVDirect, section 4).
+
+    owner                                           reader
+    endpoint = await Endpoint.start(config, pools)  endpoint = await Endpoint.start(config, pools)
+    pool.open(blocks); ...write...; pool.seal(blocks)
+    offer = endpoint.publish("hbm", request, blocks, ttl) ──(any way)──> offer
+                                                    peer = await endpoint.connect([address of each rank])
+                                                    peer.transfer(request, [offer], "hbm", my_blocks)
+                                                    await peer.complete(request, seconds)
+    on_ended(pool, ended): the blocks are free
+
+An endpoint is one rank: it serves its pools and reads into them. It belongs to the event loop that started
+it; `publish` and the calls of `OwnedPool` may come from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import logging
+import os
+import secrets
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+
+import numpy as np
+from zmq.asyncio import Context
+
+from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.disagg import runs
+from sglang_ext.disagg.errors import (
+    RangeError,
+    RefusedError,
+)
+from sglang_ext.disagg.generations import HEADER_BYTES, header
+from sglang_ext.disagg.memory import RegionTable, SharedMemory
+from sglang_ext.disagg.messages import (
+    VERSION,
+    Identity,
+    Offer,
+    Placed,
+    Reply,
+    Take,
+)
+from sglang_ext.disagg.runs import Ids
+from sglang_ext.disagg.tensors import pool_strided
+from sglang_ext.disagg.transfer.config import EndpointConfig
+from sglang_ext.disagg.transfer.connecting import Connector
+from sglang_ext.disagg.transfer.control import ControlServer
+from sglang_ext.disagg.transfer.instance import Instance
+from sglang_ext.disagg.transfer.leases import Ended
+from sglang_ext.disagg.transfer.link import Link
+from sglang_ext.disagg.transfer.owner import Owner
+from sglang_ext.disagg.transfer.peer_state import PeerStats
+from sglang_ext.disagg.transfer.pools import OwnedPool, PoolSpec, counters_bytes
+from sglang_ext.disagg.transfer.sessions import Receiver
+from sglang_ext.disagg.transfer.verify import Scratch
+from sglang_ext.disagg.transports import (
+    TransportName,
+    host_identity,
+)
+from sglang_ext.disagg.transports.select import make_transports
+from sglang_ext.wire import pack_ids, unpack_ids
+
+log = logging.getLogger(__name__)
+
+
+class Endpoint:
+    """One rank's end of every transfer. Made by `start`."""
+
+    def __init__(
+        self,
+        config: EndpointConfig,
+        pools: Sequence[PoolSpec],
+        clock: Clock,
+        on_ended: Callable[[str, Ended], None],
+    ) -> None:
+        self.config = config
+        self.epoch = secrets.token_bytes(16)
+        self._clock = clock
+        self._on_ended = on_ended
+        self._host = host_identity()
+        self.regions = RegionTable()
+        tables = HEADER_BYTES + counters_bytes(pools)
+        first = tables + -tables % 64
+        self._control = SharedMemory(first + Scratch.nbytes(config.verifications), "kv-control")
+        self._scratch = Scratch(first, config.verifications)
+        self._control.array[:HEADER_BYTES] = np.frombuffer(header(self.epoch), np.uint8)
+        self.regions.add(self._control.address, self._control.nbytes, fd=self._control.fd, keep=self._control)
+        self.pools: Mapping[str, OwnedPool] = self._add_pools(pools)
+        self._metas = {name: p.meta for name, p in self.pools.items()}
+        runs.warm()
+        self._context = Context()
+        self.transports = make_transports(config, self.regions)
+        self._connector = Connector(
+            self._context,
+            config,
+            self.identity,
+            self.regions,
+            self._control,
+            self._scratch,
+            self._metas,
+            self.transports,
+        )
+        self.instances: list[Instance] = []
+        self._left: dict[TransportName, PeerStats] = {}
+        self._returning: dict[tuple[str, ...], Instance] = {}
+        self._returning_lock = asyncio.Lock()
+        self._owner = Owner(
+            self.identity,
+            self.pools,
+            self.transports,
+            clock,
+            dead_after=config.dead_after,
+            grant_ttl=config.grant_ttl,
+            notify=self._notify,
+            on_ended=on_ended,
+            take=self._take,
+        )
+        self._server: ControlServer | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ticking: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @classmethod
+    async def start(
+        cls,
+        config: EndpointConfig,
+        pools: Sequence[PoolSpec],
+        *,
+        clock: Clock | None = None,
+        on_ended: Callable[[str, Ended], None] = lambda pool, ended: None,
+        receiver: Receiver | None = None,
+    ) -> Endpoint:
+        """Register the pools and begin to serve.
+
+        on_ended: told of each lease that ended, with the blocks that are free by it; on the event loop.
+        receiver: takes transfers that peers start (`Instance.push`, `transfer`); None refuses them.
+
+        Raises:
+            ConfigError: it would listen beyond loopback without a key.
+            RangeError: a tensor is not inside the registered memory.
+        """
+        self = cls(config, pools, clock or SystemClock(), on_ended)
+        try:
+            self._server = ControlServer(self._context, config.bind, config.keys, self._owner.handle)
+        except BaseException:
+            await self.close()
+            raise
+        self._owner.receiver = receiver
+        for transport in self.transports.values():
+            # Opens devices and registers memory now, off the event loop, rather than when the first peer
+            # waits.
+            await asyncio.to_thread(transport.unavailable)
+        self._ticking = self._spawn(self._tick())
+        return self
+
+    def __repr__(self) -> str:
+        return (
+            f"<Endpoint {self.config.instance}/{self.config.rank} {self.address} {self._owner!r} "
+            f"instances={len(self.instances)}>"
+        )
+
+    @property
+    def address(self) -> str:
+        """host:port of the control plane, for peers' `connect`."""
+        return self._server.address if self._server else ""
+
+    @property
+    def owner(self) -> Owner:
+        """Sessions, leases and grants of connected readers."""
+        return self._owner
+
+    def identity(self) -> Identity:
+        """What CONNECT tells about this rank."""
+        return Identity(
+            VERSION,
+            self.config.instance,
+            self.config.rank,
+            self.epoch,
+            self.config.namespace,
+            self._host,
+            os.getpid(),
+            self.address,
+            self.regions.metas(),
+            tuple(self._metas.values()),
+        )
+
+    def publish(
+        self, pool: str, request: str, blocks: Ids, ttl: float | None = None, reader: bytes | None = None
+    ) -> Offer:
+        """Lease sealed blocks to whoever reads them (or only to the reader of an epoch). Thread-safe.
+
+        Raises:
+            RangeError: a block is open or unknown. RefusedError: the pool's lease budget is spent.
+        """
+        ttl = self.config.lease_ttl if ttl is None else ttl
+        lease, generations = self.pools[pool].lease(request, blocks, ttl, reader)
+        return Offer(
+            self.config.instance,
+            self.config.rank,
+            self.epoch,
+            pool,
+            request,
+            lease,
+            pack_ids(blocks),
+            pack_ids(generations),
+            int(ttl * 1000),
+        )
+
+    def withdraw(self, pool: str, lease: int) -> bool:
+        """Take a lease back, if it still lives: its blocks are free once no other lease holds them."""
+        ended = self.pools[pool].withdraw(lease)
+        if ended is not None:
+            self._on_ended(pool, ended)
+        return ended is not None
+
+    async def connect(self, addresses: Sequence[str]) -> Instance:
+        """CONNECT to every rank of an instance, in rank order.
+
+        Raises:
+            RefusedError: another namespace, dtype or version, by name. TransportUnavailableError: with the
+            reason of each transport. PeerGoneError, TransferDeadlineError, PeerProtocolError.
+        """
+        links: list[Link] = []
+        try:
+            for address in addresses:
+                links.append(await self._connector.connect(address))
+            instance = Instance(links, self._metas, self.regions, self.config.rank, self._disconnected)
+            for name in self._metas:
+                if any(name in link.pools for link in links) and len(links) == len(addresses):
+                    with contextlib.suppress(RefusedError):
+                        instance.plan(name, name)
+        except BaseException:
+            await asyncio.gather(*(link.close() for link in links))
+            raise
+        self.instances.append(instance)
+        return instance
+
+    def totals(self) -> dict[TransportName, PeerStats]:
+        """Counts since the endpoint was started, by transport, also of peers that left. From any thread."""
+        totals = {name: dataclasses.replace(stats) for name, stats in list(self._left.items())}
+        for link in [link for instance in list(self.instances) for link in instance.links]:
+            totals.setdefault(link.peer.channel.name, PeerStats()).add(link.peer.stats)
+        return totals
+
+    async def close(self) -> None:
+        """Disconnect from everyone, end all leases, release everything."""
+        if self._closed:
+            return
+        self._closed = True
+        for instance in list(self.instances):
+            await instance.close()
+        await self._owner.close()
+        if self._ticking is not None:
+            self._ticking.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._server is not None:
+            await self._server.close()
+        for transport in self.transports.values():
+            await asyncio.to_thread(transport.close)
+        self._context.destroy(linger=0)
+        self._control.close()
+
+    def check(self) -> None:
+        """Verify every part's invariants."""
+        self.regions.check()
+        self._owner.check()
+        for instance in self.instances:
+            instance.check()
+
+    def _add_pools(self, specs: Sequence[PoolSpec]) -> dict[str, OwnedPool]:
+        if len({s.name for s in specs}) != len(specs):
+            raise RangeError("two pools have the same name")
+        known: set[tuple[int, int]] = set()
+        for spec in specs:
+            for m in spec.memory:
+                if (m.address, m.nbytes) not in known:
+                    known.add((m.address, m.nbytes))
+                    self.regions.add(
+                        m.address, m.nbytes, kind=m.kind, fd=m.fd, fd_offset=m.fd_offset, keep=m.keep
+                    )
+        pools: dict[str, OwnedPool] = {}
+        at = HEADER_BYTES
+        numbers = itertools.count(1)
+        for spec in specs:
+            meta = spec.meta(at)
+            for s in pool_strided(meta):
+                self.regions.locate(s.address, s.span)
+            counters = self._control.array[at : at + spec.blocks * 8].view(np.int64)
+            pools[spec.name] = OwnedPool(spec, meta, counters, self._clock, numbers)
+            at += spec.blocks * 8
+        return pools
+
+    async def _take(self, message: Take, receiver: Receiver) -> Placed:
+        """The pull form of a transfer, at the receiver: allocate, read, insert; the sender waits for one
+        answer.
+        """
+        pool = self.pools.get(message.pool)
+        if pool is None or not message.offers:
+            raise RefusedError("pool", f"no pool {message.pool!r} here, or nothing offered")
+        instance = await self._back(message.control)
+        plan = instance.plan(message.pool, message.offers[0].pool)
+        part = plan.ranks[0]
+        count = len(message.offers[0].blocks) // 8 * part.split_remote // part.split_local
+        if message.blocks:
+            blocks = unpack_ids(message.blocks, pool.blocks)
+            await receiver.claim(message.pool, blocks, message.request, message.private)
+        else:
+            blocks = await receiver.allocate(message.pool, count, message.request, message.private)
+        seconds = max(0.001, min(o.ttl_ms for o in message.offers) / 1000)
+        try:
+            instance.transfer(message.request, message.offers, message.pool, blocks)
+            await instance.complete(message.request, seconds)
+            tokens = message.tokens if message.insert else b""
+            inserted = await receiver.insert(
+                message.pool, blocks, tokens, message.flags, message.request, message.private
+            )
+        except BaseException:
+            await receiver.discard(message.pool, blocks, message.request)
+            raise
+        return Placed(pack_ids(blocks), inserted)
+
+    async def _back(self, control: tuple[str, ...]) -> Instance:
+        """The connection to a peer that asked us to read from it; made once, and again when it broke."""
+        async with self._returning_lock:
+            known = self._returning.get(control)
+            if known is not None and not known.gone:
+                return known
+            if known is not None:
+                await known.close()
+            self._returning[control] = fresh = await self.connect(control)
+            return fresh
+
+    def _disconnected(self, instance: Instance) -> None:
+        if instance in self.instances:
+            self.instances.remove(instance)
+            for link in instance.links:
+                self._left.setdefault(link.peer.channel.name, PeerStats()).add(link.peer.stats)
+        for key in [k for k, v in self._returning.items() if v is instance]:
+            del self._returning[key]
+
+    def _notify(self, identity: bytes, message: Reply) -> None:
+        if self._server is not None:
+            self._spawn(self._server.notify(identity, message))
+
+    def _spawn(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _tick(self) -> None:
+        while True:
+            try:
+                await self._owner.tick()
+            except Exception:
+                # Leases must go on expiring whatever one of them does.
+                log.exception("a lease or grant could not be ended")
+            for peer in [link.peer for instance in self.instances for link in instance.links]:
+                if peer.gone is not None and not peer.closed:
+                    # What is mapped of a dead owner's memory would keep all of it allocated.
+                    self._spawn(peer.close())
+            await self._clock.sleep(min(0.25, self.config.heartbeat))

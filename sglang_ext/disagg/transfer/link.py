@@ -1,0 +1,206 @@
+"""One connected rank: asking it, noticing that it is gone, and what it sends by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from sglang_ext.disagg.errors import (
+    PeerGoneError,
+    PeerProtocolError,
+    RangeError,
+    RefusedError,
+    TransferDeadlineError,
+    TransferError,
+)
+from sglang_ext.disagg.memory import locate
+from sglang_ext.disagg.messages import (
+    Bye,
+    Complete,
+    Completed,
+    Identity,
+    Ping,
+    Pong,
+    Refused,
+    Reply,
+    Request,
+    Revoke,
+    Revoked,
+)
+from sglang_ext.disagg.tensors import PoolMeta
+from sglang_ext.disagg.transfer.control import ControlClient
+from sglang_ext.disagg.transfer.peer import Peer
+
+log = logging.getLogger(__name__)
+
+LINGER_MS = 500
+"""For a last word to reach a peer that was taken for dead."""
+
+T = TypeVar("T")
+
+
+class Outcome(enum.Enum):
+    """How a COMPLETE ended. The bytes are good in each case."""
+
+    RELEASED = "released"
+    """The owner acknowledged, and its lease ended by it."""
+    LEASE_OVER = "lease_over"
+    """The owner acknowledged, but the lease had ended before; the blocks were still unchanged."""
+    UNACKNOWLEDGED = "unacknowledged"
+    """The owner is gone, or does not answer; its lease ends by itself."""
+
+
+class Silence:
+    """For how long a peer has not answered, in seconds in which we could have heard it.
+
+    Where we notice late that the time of a question is over, this process got no core, and the answer may lie
+    in our socket: that question says nothing of the peer, the next one does.
+    """
+
+    LATE_SECONDS = 0.25
+    """Beyond this, it was not the event loop's other work."""
+
+    def __init__(self, dead_after: float) -> None:
+        self._dead_after = dead_after
+        self._waited = 0.0
+
+    def answered(self) -> None:
+        """The peer lives."""
+        self._waited = 0.0
+
+    def unanswered(self, waited: float, late: float) -> bool:
+        """A question was not answered; whether that makes it too long.
+
+        Args:
+            waited: seconds from the last answer, or the last such question, to the end of its time.
+            late: seconds from then until we noticed.
+        """
+        if late <= self.LATE_SECONDS:
+            self._waited += waited
+        return self._waited > self._dead_after
+
+
+class Link:
+    """One connected rank: its control client, its peer, and the heartbeat between them."""
+
+    def __init__(
+        self, who: Identity, session: bytes, client: ControlClient, peer: Peer, heartbeat: float, dead: float
+    ) -> None:
+        self.who = who
+        self.session = session
+        self.client = client
+        self.peer = peer
+        self.pools: dict[str, PoolMeta] = {p.name: p for p in who.pools}
+        self.regions = [(i, m.address, m.nbytes) for i, m in enumerate(who.regions)]
+        self._dead_after = dead
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._beat = asyncio.create_task(self._heartbeat(heartbeat), name="kv-heartbeat")
+
+    def __repr__(self) -> str:
+        return f"<Link {self.who.instance}/{self.who.rank} {self.peer!r}>"
+
+    def locate(self, address: int, nbytes: int) -> tuple[int, int]:
+        """(region, offset) in the peer's registered memory."""
+        try:
+            return locate(self.regions, address, nbytes)
+        except RangeError as error:
+            raise PeerProtocolError(f"the peer describes a tensor outside of its regions: {error}") from None
+
+    def fail(self, error: TransferError) -> None:
+        """The peer is gone: end its transfers, and whoever waits for an answer."""
+        self.peer.fail(error)
+        self.client.fail(error)
+
+    async def ask(self, message: Request, seconds: float) -> Reply:
+        """As `ControlClient.ask`; a session that the owner has given up is a peer that is gone."""
+        try:
+            reply: Reply = await self.client.ask(message, seconds)
+            return reply
+        except RefusedError as error:
+            if error.reason == "session":
+                self.fail(PeerGoneError("the owner has given this session up; connect again"))
+                raise PeerGoneError(str(error)) from None
+            raise
+
+    def unasked(self, message: Reply) -> None:
+        """The owner revokes a grant: stop, then say so. Or it closes."""
+        if isinstance(message, Refused):
+            self.fail(PeerGoneError(f"{self.who.instance}: {message.text}"))
+        if isinstance(message, Revoke):
+            self.spawn(self._stop(message.grant))
+
+    def start(self, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
+        """Run something as part of this link; it is cancelled when the link closes."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def spawn(self, work: Coroutine[object, object, object]) -> None:
+        """Run something that nobody waits for; its errors are expected and dropped."""
+        self.start(self._quietly(work))
+
+    async def complete(self, request: str, lease: int, discarded: bool, seconds: float) -> Outcome:
+        """Send COMPLETE and wait for its acknowledgement."""
+        try:
+            reply = await self.ask(Complete(self.session, request, lease, discarded), seconds)
+        except TransferError:
+            return Outcome.UNACKNOWLEDGED
+        if not isinstance(reply, Completed):
+            return Outcome.UNACKNOWLEDGED
+        return Outcome.RELEASED if reply.released else Outcome.LEASE_OVER
+
+    async def give_up(self, grant: int) -> None:
+        """Tell the receiver that nothing of ours writes under the grant. It waits for that as long as we
+        live, also when each of us has taken the other for dead."""
+        message = Revoked(self.session, grant)
+        if self.peer.gone is None:
+            await self.ask(message, self._dead_after)
+        else:
+            await self.client.tell(message)
+
+    async def close(self) -> None:
+        """Disconnect; when the peer hears of it, nothing of ours writes there any more."""
+        for task in (self._beat, *self._tasks):
+            task.cancel()
+        await asyncio.gather(self._beat, *self._tasks, return_exceptions=True)
+        gone = self.peer.gone
+        await self.peer.close()
+        if gone is None:
+            with contextlib.suppress(TransferError):
+                await self.client.ask(Bye(self.session), self._dead_after)
+        else:
+            await self.client.tell(Bye(self.session))
+        await self.client.close(LINGER_MS)
+
+    async def _stop(self, grant: int) -> None:
+        await self.peer.stop_writes(grant)
+        await self.give_up(grant)
+
+    async def _quietly(self, work: Coroutine[object, object, object]) -> None:
+        try:
+            await work
+        except TransferError as error:
+            log.debug("%s: %s", self.who.instance, error)
+
+    async def _heartbeat(self, interval: float) -> None:
+        patience = 2 * interval
+        silence, loop = Silence(self._dead_after), asyncio.get_running_loop()
+        while self.peer.gone is None:
+            asked = loop.time()
+            try:
+                reply = await self.ask(Ping(self.session, self.peer.channel.name), patience)
+            except TransferDeadlineError:
+                if silence.unanswered(interval + patience, loop.time() - asked - patience):
+                    self.fail(PeerGoneError(f"{self.who.instance} has not answered for too long"))
+            except TransferError as error:
+                self.fail(error)
+            else:
+                silence.answered()
+                if not isinstance(reply, Pong) or reply.epoch != self.who.epoch:
+                    self.fail(PeerGoneError(f"{self.who.instance} restarted: another epoch"))
+            await asyncio.sleep(interval)

@@ -1,0 +1,159 @@
+"""The cache's Prometheus metrics, in the scheduler process; the server's ``/metrics`` shows them.
+
+SGLang runs Prometheus in its multi-process mode, in which every process writes its values to files that the
+HTTP process reads. A metric therefore has to be made after SGLang has set that mode up, and reaches
+``/metrics`` from whatever registry it is in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.engine.tiers.load_report import LoadDecisions
+from sglang_ext.metrics import metric_name
+
+if TYPE_CHECKING:
+    from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
+
+UPDATE_SECONDS = 1.0
+
+
+class CacheMetrics:
+    """Publishes the state of one rank's cache, at most once in ``UPDATE_SECONDS``.
+
+    Args:
+        rank: label that tells the ranks of a server apart.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, rank: int, clock: Clock | None = None) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Gauge
+
+        registry = CollectorRegistry()
+        self._clock = clock or SystemClock()
+        self._next = 0.0
+        self._rank = str(rank)
+        self._seen: dict[tuple[str, str], int] = {}
+        self._decided: dict[tuple[str, str, str], int] = {}
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(
+                metric_name("cache", name),
+                text,
+                [*labels, "tp_rank"],
+                registry=registry,
+                multiprocess_mode="mostrecent",
+            )
+
+        def events(name: str, text: str) -> Counter:
+            return Counter(metric_name("cache", name), text, ["event", "tp_rank"], registry=registry)
+
+        self._blocks = gauge("blocks", "Blocks that a tier holds.", "tier")
+        self._capacity = gauge("capacity_blocks", "Blocks that a tier can hold.", "tier")
+        self._announced = gauge("announced_prompts", "Prompts whose requests are expected (hints).")
+        self._backlog = gauge("disk_backlog_bytes", "Bytes in DRAM that wait to be written to disk.")
+        self._weighed = {
+            tier: gauge(
+                f"{tier}_weighed_seconds",
+                f"The newest decision to load from {name} or to compute: how long each was expected to take.",
+                "way",
+            )
+            for tier, name in (("dram", "DRAM"), ("disk", "disk"))
+        }
+        self._decisions = Counter(
+            metric_name("cache", "load_decisions"),
+            "Requests whose KV was found in a tier below HBM, by what was decided: load, compute, or both "
+            "(the head is loaded while the tail is computed), and why.",
+            ["tier", "decision", "reason", "tp_rank"],
+            registry=registry,
+        )
+        self._fetched = Counter(
+            metric_name("cache", "fetched_bytes"),
+            "Bytes of KV read from other instances, by the transport that brought them.",
+            ["transport", "tp_rank"],
+            registry=registry,
+        )
+        self._events = {
+            "prefetch": events(
+                "prefetches",
+                "Prompts that were to be brought to HBM ahead of their request, by how that ended.",
+            ),
+            "announced": events(
+                "announced_blocks",
+                "Blocks of announced prompts: given up although they were held back (given_up), in any tier, "
+                "and computed ahead of their request (computed).",
+            ),
+            "dram": events(
+                "dram_blocks",
+                "Blocks written to DRAM, loaded from it, brought to HBM ahead of a request (prefetched), "
+                "evicted from it, or skipped because it was full of locked blocks.",
+            ),
+            "peers": events(
+                "peers",
+                "KV from other instances: blocks fetched from them and lent to them (lent, not_lent, "
+                "given_back), and "
+                "fetches by how they ended.",
+            ),
+            "disk": events(
+                "disk_blocks",
+                "Blocks written to disk, not written because it was behind (write_skipped) or refused them "
+                "(write_failed); found there and promoted to DRAM (streamed: those of them that a forward "
+                "pass did not wait for) or brought straight to HBM, left for computing (recomputed, "
+                "no_room), not readable (read_failed) or given up (late).",
+            ),
+        }
+
+    def update(self, cache: GlobalRadixCache) -> None:
+        """Publish ``cache``'s state if it is time to."""
+        now = self._clock.monotonic()
+        if now < self._next:
+            return
+        self._next = now + UPDATE_SECONDS
+        for tier, (used, capacity) in cache.blocks_by_tier().items():
+            self._blocks.labels(tier.name.lower(), self._rank).set(used)
+            self._capacity.labels(tier.name.lower(), self._rank).set(capacity)
+        if cache.dram is not None:
+            self._count("dram", dataclasses.asdict(cache.dram.counters))
+            if cache.dram.below is not None:
+                self._count("disk", dataclasses.asdict(cache.dram.below.counters))
+                self._backlog.labels(self._rank).set(cache.dram.below.pending_bytes)
+        if cache.promotions is not None:
+            self._count("disk", dataclasses.asdict(cache.promotions.counters))
+            self._decide("disk", cache.promotions.decisions)
+        if cache.load_back is not None:
+            self._decide("dram", cache.load_back.decisions)
+        if cache.peers is not None:
+            self._count("peers", dataclasses.asdict(cache.peers.fetches.counters))
+            self._count("peers", dataclasses.asdict(cache.peers.lending.counters))
+            for transport, count in cache.peers.transport_bytes.items():
+                more = count - self._seen.get(("bytes", transport), 0)
+                self._fetched.labels(transport, self._rank).inc(max(0, more))
+                self._seen["bytes", transport] = count
+        if cache.prefetcher is not None:
+            self._count("prefetch", dataclasses.asdict(cache.prefetcher.counters))
+            self._announced.labels(self._rank).set(len(cache.prefetcher.hinted))
+            self._count("announced", {"given_up": cache.prefetcher.hinted.given_up})
+        if cache.advice is not None and cache.advice.computes is not None:
+            self._count("announced", {"computed": cache.advice.computes.blocks})
+
+    def _decide(self, tier: str, decisions: LoadDecisions) -> None:
+        for (decision, reason), count in decisions.counts.items():
+            more = count - self._decided.get((tier, decision, reason), 0)
+            if more:
+                self._decisions.labels(tier, decision, reason, self._rank).inc(more)
+                self._decided[tier, decision, reason] = count
+        last = decisions.last
+        if last is not None:
+            for way, seconds in (("load", last.load_seconds), ("compute", last.compute_seconds)):
+                if seconds is not None:
+                    self._weighed[tier].labels(way, self._rank).set(seconds)
+
+    def _count(self, tier: str, counters: Mapping[str, int]) -> None:
+        for event, count in counters.items():
+            more = count - self._seen.get((tier, event), 0)
+            if more:
+                self._events[tier].labels(event, self._rank).inc(more)
+                self._seen[tier, event] = count

@@ -1,0 +1,1 @@
+"""What an instance tells routers: placement events, heartbeats, its registration."""

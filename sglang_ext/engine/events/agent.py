@@ -1,0 +1,305 @@
+"""The agent of an instance: a thread of rank 0 that tells routers what is in the tiers, and that it lives.
+
+It takes what the scheduler's thread leaves in a queue (`engine/events/events.py`), numbers and encodes it,
+and sends it to every router that said `Hello`. Nothing here is ever waited for by the scheduler.
+
+A snapshot begins with the tree, which the scheduler tells, and ends with the disk, whose index this thread
+lists by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from sglang_ext.engine.events.agent_socket import AgentSocket
+from sglang_ext.engine.events.events import Began, Changed, Ended, Entry, LeftOut, Part, PlacementFeed, packed
+from sglang_ext.keys import Tier
+from sglang_ext.protocol.agent import (
+    FROM_AGENT,
+    Beat,
+    Cleared,
+    DiskStored,
+    Fill,
+    FromAgent,
+    Hello,
+    Load,
+    Naming,
+    Ping,
+    ToAgent,
+)
+from sglang_ext.protocol.cluster import HEARTBEAT_S, VERDICT_S
+from sglang_ext.radix_global.sync.runs import with_weights
+from sglang_ext.radix_global.sync.stream import EventStream, Reader, Sends
+
+logger = logging.getLogger(__name__)
+
+BATCH_S: Final = 0.01
+"""Pause between two messages of events, in which more of them come together."""
+OUTBOX_RETRY_S: Final = 0.01
+READER_GONE_S: Final = 3 * VERDICT_S
+"""A router that was not heard for so long is sent nothing any more."""
+DISK_NAMES: Final = 400_000
+"""Names of blocks on disk that a snapshot tells; a disk with more is told in part."""
+DISK_CHUNK: Final = 1000
+"""Names read from the disk's index at once: about a millisecond."""
+RESTART_S: Final = 1.0
+
+
+class DiskNames(Protocol):
+    """What the agent asks of the disk tier."""
+
+    def names_after(self, place: bytes, limit: int) -> tuple[list[bytes], bytes | None]:
+        """Up to ``limit`` names, and the place to go on from; ``None`` at the end."""
+
+    def watch(self, watch: Callable[[Sequence[bytes], Sequence[bytes]], None]) -> None:
+        """Tell of names that come and go from now on."""
+
+
+class Gauges(Protocol):
+    """What an instance says of itself with every heartbeat. Called in the agent's thread."""
+
+    def load(self) -> Load: ...
+
+    def fill(self) -> Mapping[Tier, Fill]: ...
+
+
+@dataclass(frozen=True)
+class AgentFacts:
+    """Who the instance is. naming: ``None`` without a disk."""
+
+    instance: str
+    epoch: bytes
+    block_size: int
+    naming: Naming | None = None
+
+
+@dataclass
+class _Listing:
+    """A snapshot whose walk over the tree is done, and that goes on with the disk."""
+
+    number: int
+    place: bytes | None = b""
+    told: int = 0
+
+
+class Agent:
+    """See the module's docstring. Started by `start`, ended by `close`.
+
+    Args:
+        facts: who the instance is.
+        feed: what the scheduler tells.
+        gauges: for heartbeats.
+        socket: taken over.
+        disk: lists names; ``None`` without a disk.
+        others: takes, in the agent's thread, what routers say that does not concern the index.
+        now: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        facts: AgentFacts,
+        feed: PlacementFeed,
+        gauges: Gauges,
+        socket: AgentSocket,
+        *,
+        disk: DiskNames | None = None,
+        others: Callable[[Reader, ToAgent], None] = lambda reader, message: None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.facts = facts
+        self.socket = socket
+        self.stream = EventStream(facts.instance, facts.epoch, facts.block_size, facts.naming)
+        self._feed = feed
+        self._gauges = gauges
+        self._disk = disk
+        self.others = others
+        self._now = now
+        self._names: dict[Reader, str] = {}
+        self._heard: dict[str, float] = {}
+        """Router -> when it said something last. Read by other threads."""
+        self._listings: list[_Listing] = []
+        self._posted: deque[tuple[Reader, FromAgent]] = deque()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="kv-agent", daemon=True)
+
+    def start(self) -> None:
+        """Begin to listen."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and every connection."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._feed.wake()
+            self._thread.join()
+        self.socket.close()
+
+    def post(self, reader: Reader, message: FromAgent) -> None:
+        """Send a router something that does not concern the index; from any thread."""
+        self._posted.append((reader, message))
+        self._feed.wake()
+
+    def silent_s(self, router: str) -> float:
+        """Seconds since a router said something; from any thread."""
+        at = self._heard.get(router)
+        return float("inf") if at is None else self._now() - at
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._serve()
+            except Exception:
+                # The server must not die of this, and it must not be silent: routers hear nothing, hold the
+                # instance for lost, and are told everything anew when the agent is up again.
+                logger.exception("the agent of %s failed; it starts again", self.facts.instance)
+                for reader in self.stream.readers:
+                    self._drop(reader)
+                self.stream.left_out(1)
+                self._stopping.wait(RESTART_S)
+
+    def _serve(self) -> None:
+        beat = told = self._now()
+        while not self._stopping.is_set():
+            now = self._now()
+            if now >= beat:
+                beat = now + HEARTBEAT_S
+                self._beat(now)
+            ready = self.socket.wait(min(beat, self._next_work(now)) - now, self._feed.wakeup)
+            for reader, message in self.socket.receive():
+                if isinstance(message, Hello | Ping):
+                    self._names[reader] = message.router
+                    self._heard[message.router] = self._now()
+                else:
+                    self.others(reader, message)
+                if isinstance(message, Hello):
+                    self._hello(reader, message)
+            while self._posted:
+                reader, answer = self._posted.popleft()
+                self._send([(reader, FROM_AGENT.encode(answer))])
+            if ready:
+                self._stopping.wait(told + BATCH_S - self._now())
+                told = self._now()
+                self._tell(self._feed.take(), told)
+            self._list_disk()
+            self._flush()
+
+    def _next_work(self, now: float) -> float:
+        """When there is something to do of which nothing tells."""
+        if any(not self._is_full(listing.number) for listing in self._listings):
+            return now
+        return now + (OUTBOX_RETRY_S if self.socket.waiting else HEARTBEAT_S)
+
+    # -- routers --------------------------------------------------------------------------------
+
+    def _hello(self, reader: Reader, message: Hello) -> None:
+        self._unwanted(self.stream.goodbye(reader))
+        self.socket.forget_unsent(reader)
+        # What is in the queue comes before what this router will be sent.
+        self._tell(self._feed.take(), self._now())
+        sends, number = self.stream.hello(reader, message)
+        self._send(sends)
+        self._send([(reader, self._beat_message())])
+        if number is not None and self.stream.wants(number):
+            self._feed.snapshot(number)
+
+    def _drop(self, reader: Reader) -> None:
+        self._unwanted(self.stream.goodbye(reader))
+        self.socket.drop(reader)
+        self._names.pop(reader, None)
+
+    def _unwanted(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._feed.no_snapshot(number)
+            self._feed.hold_up(number, full=False)
+            self._listings = [listing for listing in self._listings if listing.number != number]
+
+    def _send(self, sends: Sends) -> None:
+        for reader, data in sends:
+            if not self.socket.send(reader, data):
+                self._drop(reader)
+
+    def _flush(self) -> None:
+        for reader in self.socket.flush():
+            self._drop(reader)
+        for reader in self.stream.readers:
+            if not self.socket.is_full(reader):
+                for number in self.stream.snapshots_of(reader):
+                    self._feed.hold_up(number, full=False)
+
+    def _is_full(self, number: int) -> bool:
+        reader = self.stream.reader_of(number)
+        return reader is not None and self.socket.is_full(reader)
+
+    # -- what they are told ---------------------------------------------------------------------
+
+    def _tell(self, entries: Iterable[Entry], now: float) -> None:
+        changed: list[Changed] = []
+        for entry in entries:
+            if isinstance(entry, Changed):
+                changed.append(entry)
+                continue
+            self._publish(changed, now)
+            changed = []
+            if isinstance(entry, LeftOut):
+                self.stream.left_out(entry.events)
+            elif isinstance(entry, Began):
+                self._send(self.stream.begin(entry.number))
+            elif isinstance(entry, Part):
+                self._send(self.stream.part(entry.number, entry.events))
+                self._feed.hold_up(entry.number, full=self._is_full(entry.number))
+            elif isinstance(entry, Ended) and self.stream.wants(entry.number):
+                self._listings.append(_Listing(entry.number))
+        self._publish(changed, now)
+
+    def _publish(self, changed: list[Changed], now: float) -> None:
+        if not changed:
+            return
+        events = [event for each in changed for event in each.events]
+        naming = self.stream.naming
+        for event in events:
+            if isinstance(event, Cleared) and naming is not None:
+                self.stream.naming = with_weights(naming, event.weights)
+        self._send(self.stream.publish(events, max(0.0, now - changed[0].at) * 1000))
+
+    def _list_disk(self) -> None:
+        """Go on with snapshots that have come to the disk, a little."""
+        for listing in list(self._listings):
+            if self._is_full(listing.number):
+                continue
+            if self._disk is not None and listing.place is not None:
+                names, listing.place = self._disk.names_after(listing.place, DISK_CHUNK)
+                listing.told += len(names)
+                self._send(self.stream.part(listing.number, [DiskStored(data) for data in packed(names)]))
+                if listing.place is not None and listing.told < DISK_NAMES:
+                    continue
+            more = self._disk is not None and listing.place is not None
+            self._send(self.stream.end(listing.number, partial=more))
+            if listing in self._listings:
+                self._listings.remove(listing)
+
+    def _beat(self, now: float) -> None:
+        for reader in self.stream.readers:
+            if self.silent_s(self._names.get(reader, "")) > READER_GONE_S:
+                self._drop(reader)
+        # Events that were dropped show in the number of the next one.
+        self._tell(self._feed.take(), now)
+        beat = self._beat_message()
+        self._send([(reader, beat) for reader in self.stream.readers])
+
+    def _beat_message(self) -> bytes:
+        fill = self._gauges.fill()
+        hbm, dram, disk = (fill.get(tier, Fill()) for tier in (Tier.HBM, Tier.DRAM, Tier.DISK))
+        return FROM_AGENT.encode(
+            Beat(self.facts.epoch, self.stream.next, self._gauges.load(), hbm, dram, disk)
+        )
+
+    def __repr__(self) -> str:
+        return f"Agent({self.facts.instance}, {self.stream!r}, {self.socket!r})"

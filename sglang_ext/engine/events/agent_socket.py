@@ -1,0 +1,219 @@
+"""The agent's socket: one ZeroMQ ROUTER for all routers, CURVE with the cluster's key, and an outbox each.
+
+A router that does not take what it is sent holds up nobody: its messages are kept up to `OUTBOX_BYTES`, and
+it is dropped then. It will notice that numbers are missing and say `Hello` again.
+
+One thread; nothing blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from zmq import constants as zmq
+from zmq.auth import Authenticator
+from zmq.error import Again, ZMQError
+from zmq.sugar.context import Context
+from zmq.sugar.poll import Poller
+
+from sglang_ext.cluster_key import ClusterKey
+from sglang_ext.disagg.transfer.control import is_loopback
+from sglang_ext.errors import ConfigError
+from sglang_ext.protocol.agent import TO_AGENT, ToAgent
+from sglang_ext.radix_global.sync.stream import Reader
+from sglang_ext.wire import WireError
+
+logger = logging.getLogger(__name__)
+
+OUTBOX_BYTES: Final = 32 << 20
+FULL_BYTES: Final = 4 << 20
+"""An outbox with more than this is no place for more of a snapshot."""
+QUEUED_MESSAGES: Final = 16
+"""Messages that ZeroMQ keeps per router, beside the outbox."""
+LINGER_MS: Final = 200
+ZAP_DOMAIN: Final = "kv"
+
+
+@dataclass(slots=True)
+class _Outbox:
+    messages: deque[bytes] = field(default_factory=deque)
+    nbytes: int = 0
+
+
+class AgentSocket:
+    """See the module's docstring.
+
+    Args:
+        bind: host to listen on.
+        port: 0 for any.
+        key: of the cluster.
+
+    Raises:
+        ConfigError: ``bind`` is not loopback and there is no key, or the port cannot be had.
+    """
+
+    def __init__(self, bind: str, port: int, key: ClusterKey | None) -> None:
+        if key is None and not is_loopback(bind):
+            raise ConfigError(
+                f"the agent will not listen on {bind} without a key",
+                field="--kv-cluster-key-file",
+                hint="Give the file with the key of the cluster",
+            )
+        self.refused = 0
+        """Messages that were none, since the start."""
+        self._outboxes: dict[Reader, _Outbox] = {}
+        self._context = Context()
+        self._authenticator: Any = None
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, TO_AGENT.limit)
+        self._socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.IPV6, int(":" in bind))
+        self.public_key = ""
+        """Z85; empty without a key."""
+        if key is not None:
+            self._secure(key)
+        host = f"[{bind}]" if ":" in bind else bind
+        try:
+            self._socket.bind(f"tcp://{host}:{port or '*'}")
+        except ZMQError as error:
+            self.close()
+            raise ConfigError(
+                f"the agent cannot listen on {bind}:{port}: {error.strerror}", field="--kv-agent-port"
+            ) from None
+        self.port = int(self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rpartition(":")[2])
+
+    def _secure(self, key: ClusterKey) -> None:
+        public, secret = key.curve_pair()
+        self.public_key = public.decode()
+        self._authenticator = Authenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(ZAP_DOMAIN, credentials_provider=_OnlyMembers(key))
+        self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
+        self._socket.curve_server = True
+        self._socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
+
+    def close(self) -> None:
+        """Close every connection, after what can be sent at once."""
+        self._socket.close(linger=LINGER_MS)
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+
+    def wait(self, seconds: float, *others: int) -> set[int]:
+        """Return when a router has said something, or when one of ``others`` (descriptors) can be read; and
+        after ``seconds``. Returns which of ``others`` can be.
+        """
+        poller = Poller()
+        for each in (self._socket, *others):
+            poller.register(each, zmq.POLLIN)
+        if self._authenticator is not None:
+            poller.register(self._authenticator.zap_socket, zmq.POLLIN)
+        ready = dict(poller.poll(max(0.0, seconds) * 1000))
+        if self._authenticator is not None and self._authenticator.zap_socket in ready:
+            asyncio.run(
+                self._authenticator.handle_zap_message(self._authenticator.zap_socket.recv_multipart())
+            )
+        return {each for each in others if each in ready}
+
+    # -- messages -------------------------------------------------------------------------------
+
+    def receive(self) -> Iterator[tuple[Reader, ToAgent]]:
+        """What routers have said. Does not wait."""
+        while True:
+            try:
+                reader, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except Again:
+                return
+            try:
+                if len(frames) != 1:
+                    raise WireError("a message with the wrong number of frames")
+                message = TO_AGENT.decode(frames[0])
+            except WireError:
+                self.refused += 1
+                continue
+            self._outboxes.setdefault(reader, _Outbox())
+            yield reader, message
+
+    def send(self, reader: Reader, data: bytes) -> bool:
+        """Send, now or later. False: the router is gone, or does not take what it is sent."""
+        outbox = self._outboxes.get(reader)
+        if outbox is None:
+            return False
+        if not outbox.messages:
+            sent = self._try(reader, data)
+            if sent is not None:
+                return sent
+        outbox.messages.append(data)
+        outbox.nbytes += len(data)
+        if outbox.nbytes > OUTBOX_BYTES:
+            logger.warning("a router does not take what it is sent; it is told nothing until it asks again")
+            self.drop(reader)
+            return False
+        return True
+
+    def flush(self) -> list[Reader]:
+        """Send what waits in outboxes, as far as that goes. Returns routers that turned out to be gone."""
+        gone: list[Reader] = []
+        for reader, outbox in list(self._outboxes.items()):
+            while outbox.messages:
+                sent = self._try(reader, outbox.messages[0])
+                if sent is None:
+                    break
+                if not sent:
+                    gone.append(reader)
+                    break
+                outbox.nbytes -= len(outbox.messages.popleft())
+        for reader in gone:
+            self.drop(reader)
+        return gone
+
+    def _try(self, reader: Reader, data: bytes) -> bool | None:
+        """Whether it was sent; false when the router is gone, ``None`` when it has to be tried again."""
+        try:
+            self._socket.send_multipart([reader, data], zmq.NOBLOCK)
+        except Again:
+            return None
+        except ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def forget_unsent(self, reader: Reader) -> None:
+        """What waits for a router is of no use to it any more."""
+        if reader in self._outboxes:
+            self._outboxes[reader] = _Outbox()
+
+    def drop(self, reader: Reader) -> None:
+        """Send a router nothing until it says something again."""
+        self._outboxes.pop(reader, None)
+
+    def is_full(self, reader: Reader) -> bool:
+        """Whether much waits for a router."""
+        outbox = self._outboxes.get(reader)
+        return outbox is not None and outbox.nbytes > FULL_BYTES
+
+    @property
+    def waiting(self) -> bool:
+        """Whether anything waits for a router to take it."""
+        return any(outbox.messages for outbox in self._outboxes.values())
+
+    def __repr__(self) -> str:
+        return f"AgentSocket(port={self.port}, routers={len(self._outboxes)}, refused={self.refused})"
+
+
+class _OnlyMembers:
+    """Credentials provider: the public keys (Z85) of the cluster's members."""
+
+    def __init__(self, key: ClusterKey) -> None:
+        self._key = key
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return self._key.is_member(key)

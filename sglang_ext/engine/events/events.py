@@ -1,0 +1,241 @@
+"""From the scheduler's thread to the agent's: what has changed in the tiers, and snapshots of all there is.
+
+The scheduler's part is a list append per change, and one queue entry per pass in which anything changed. All
+else (numbering, encoding, sending) is the agent's, in its own thread. When the agent does not keep up, events
+are counted and dropped, never waited for: readers then see that numbers are missing and ask for a snapshot.
+
+A snapshot walks the tree in the scheduler's thread, which alone may read it: so many runs per pass, and more
+while the server is idle. The disk is told by its own threads, from its index.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from sglang_ext.protocol.agent import IN_DRAM, IN_HBM, DiskRemoved, DiskStored, PlacementEvent
+from sglang_ext.radix_global import Holder, RadixTree
+from sglang_ext.radix_global.sync.events import PlacementLog, Tenant, Walk
+
+QUEUE_ENTRIES: Final = 20_000
+"""Entries that wait for the agent; what comes on top is dropped."""
+PART_RUNS: Final = 256
+PART_BYTES: Final = 256 << 10
+"""Of a snapshot, per pass: under a millisecond."""
+IDLE_SECONDS: Final = 0.02
+"""Time for snapshots in a pass that has nothing else to do."""
+NAMES_PER_EVENT: Final = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """Events of one pass, or of one change of the disk, and when they were made."""
+
+    events: Sequence[PlacementEvent]
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """So many events were dropped here."""
+
+    events: int
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """A snapshot begins here."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some of a snapshot, as of here."""
+
+    number: int
+    events: Sequence[PlacementEvent]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A snapshot's walk over the tree has come to its end."""
+
+    number: int
+
+
+Entry: TypeAlias = Changed | LeftOut | Began | Part | Ended
+
+
+class PlacementFeed:
+    """See the module's docstring.
+
+    Args:
+        tree: of this rank, empty.
+        hbm, dram: the holders to tell of.
+        weights_name: the version of a generation of weights, as names of blocks have it.
+        now: seconds, monotonic.
+        limit: entries that may wait for the agent.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        hbm: Holder,
+        dram: Holder,
+        weights_name: Callable[[int], str] = str,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        limit: int = QUEUE_ENTRIES,
+    ) -> None:
+        self.log = PlacementLog(tree, {hbm: IN_HBM, dram: IN_DRAM}, self._tenant_of)
+        self._weights = 0
+        self._weights_name = weights_name
+        self._now = now
+        self._limit = limit
+        self._queue: deque[Entry] = deque()
+        self._lost = 0
+        self._asked: deque[int] = deque()
+        self._walks: dict[int, Walk] = {}
+        self._held_up: set[int] = set()
+        self._unwanted: set[int] = set()
+        self._woken = False
+        self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable when there is something to take."""
+        self.dropped = 0
+        """Events dropped since the start."""
+
+    def _tenant_of(self, namespace: Any) -> Tenant | None:
+        weights, extra_key, cache_salt = namespace
+        return (extra_key, cache_salt) if weights == self._weights else None
+
+    # -- the scheduler's thread -----------------------------------------------------------------
+
+    def publish(self, *, idle: bool = False) -> None:
+        """Once per pass: hand over what has changed, and go on with snapshots."""
+        events = self.log.take()
+        if events:
+            self._changed(events)
+        if self._asked or self._walks:
+            self._snapshots(IDLE_SECONDS if idle else 0.0)
+
+    def clear(self, weights: int | None = None) -> None:
+        """Nothing that is in memory will match any more. weights: their new generation, if it is one.
+
+        Called before anything is taken out of the tree. Told at once: a server that is paused has no passes.
+        """
+        if weights is not None:
+            self._weights = weights
+        self.log.clear(self._weights_name(self._weights))
+        self.publish()
+
+    def _snapshots(self, seconds: float) -> None:
+        while self._asked:
+            number = self._asked.popleft()
+            self._walks[number] = self.log.walk()
+            self._put(Began(number))
+        until = self._now() + seconds
+        while self._walks:
+            for number, walk in list(self._walks.items()):
+                if number in self._unwanted:
+                    self._unwanted.discard(number)
+                    self._forget(number, walk)
+                elif number not in self._held_up:
+                    self._some(number, walk)
+            if self._now() >= until or self._held_up.issuperset(self._walks):
+                return
+        self._unwanted.clear()
+
+    def _some(self, number: int, walk: Walk) -> None:
+        part = walk.part(PART_RUNS, PART_BYTES)
+        if part:
+            self._put(Part(number, part))
+        if walk.over:
+            self._put(Ended(number))
+            self._forget(number, walk)
+
+    def _forget(self, number: int, walk: Walk) -> None:
+        self.log.ended(walk)
+        del self._walks[number]
+
+    @property
+    def busy(self) -> bool:
+        """Whether a snapshot is under way, which goes on with each pass."""
+        return bool(self._asked or self._walks)
+
+    # -- any thread -----------------------------------------------------------------------------
+
+    def disk_changed(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """Blocks that the disk has now, and such that it no longer has, by name; after the fact."""
+        events: list[PlacementEvent] = [DiskStored(names) for names in packed(stored)]
+        events += [DiskRemoved(names) for names in packed(removed)]
+        if events:
+            self._changed(events)
+
+    def _changed(self, events: Sequence[PlacementEvent]) -> None:
+        if len(self._queue) >= self._limit:
+            # Told with the next entry that finds room, or when all have been taken.
+            self._lost += len(events)
+            self.dropped += len(events)
+            return
+        if self._lost:
+            lost, self._lost = self._lost, 0
+            self._put(LeftOut(lost))
+        self._put(Changed(events, self._now()))
+
+    def _put(self, entry: Entry) -> None:
+        self._queue.append(entry)
+        if not self._woken:
+            self._woken = True
+            self.wake()
+
+    def wake(self) -> None:
+        """Let the agent look, though nothing may have come."""
+        os.eventfd_write(self.wakeup, 1)
+
+    # -- the agent's thread ---------------------------------------------------------------------
+
+    def snapshot(self, number: int) -> None:
+        """Ask for a snapshot; it begins with the scheduler's next pass."""
+        self._asked.append(number)
+
+    def no_snapshot(self, number: int) -> None:
+        """Nobody wants the rest of a snapshot."""
+        self._unwanted.add(number)
+
+    def hold_up(self, number: int, *, full: bool) -> None:
+        """Whether the reader of a snapshot cannot take more for now."""
+        if full:
+            self._held_up.add(number)
+        else:
+            self._held_up.discard(number)
+
+    def take(self) -> list[Entry]:
+        """What has come since the last call, in order."""
+        self._woken = False
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.wakeup)
+        entries: list[Entry] = []
+        while self._queue:
+            entries.append(self._queue.popleft())
+        if self._lost:
+            lost, self._lost = self._lost, 0
+            entries.append(LeftOut(lost))
+        return entries
+
+    def close(self) -> None:
+        """Take nothing more. Both threads have ended, or will not call again."""
+        os.close(self.wakeup)
+
+    def __repr__(self) -> str:
+        return f"PlacementFeed({self.log!r}, waiting={len(self._queue)}, dropped={self.dropped})"
+
+
+def packed(names: Sequence[bytes]) -> list[bytes]:
+    """Names of blocks as events carry them."""
+    return [b"".join(names[i : i + NAMES_PER_EVENT]) for i in range(0, len(names), NAMES_PER_EVENT)]

@@ -1,0 +1,167 @@
+"""How an instance finds its routers, and stays with them: `POST /cluster/instances`, again and again.
+
+    known to a router       the router's agent client says something every second
+    silent for `VERDICT_S`  register again, which is how a router that was restarted learns of the instance
+    refused, unreachable    try again, less and less often, up to every `LONGEST_PAUSE_S`
+    the server ends         `DELETE /cluster/instances/{instance}`
+
+A thread of its own, because an HTTP call may hang, and neither the scheduler nor the agent may.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from sglang_ext.cluster_key import ClusterKey
+from sglang_ext.protocol.cluster import PATH, VERDICT_S, Registered, Registration, encode, instance_path
+
+logger = logging.getLogger(__name__)
+
+CALL_S: Final = 2.0
+LEAVE_S: Final = 1.0
+FIRST_PAUSE_S: Final = 0.2
+LONGEST_PAUSE_S: Final = 1.0
+"""A router that has just started is ready when its instances have told what they hold: it waits for this."""
+LOOK_S: Final = 0.5
+"""Pause between looks at whether routers are silent."""
+
+
+@dataclass
+class _Router:
+    """One router: where it is, what it calls itself, and when to say something to it again."""
+
+    url: str
+    name: str = ""
+    due: float = 0.0
+    pause: float = FIRST_PAUSE_S
+    registered: float | None = None
+    problem: str = ""
+    stale: bool = False
+    """It knows the instance as it was."""
+
+
+class Registrar:
+    """See the module's docstring. Started by `start`, ended by `close`.
+
+    Args:
+        routers: URLs.
+        registration: what to say.
+        key: signs it; ``None`` in a cluster without a key.
+        silent_s: seconds since the router of that name said something to the agent.
+        now: seconds, monotonic. wall: seconds since the epoch, for signatures.
+    """
+
+    def __init__(
+        self,
+        routers: Sequence[str],
+        registration: Registration,
+        key: ClusterKey | None,
+        silent_s: Callable[[str], float],
+        *,
+        now: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._routers = [_Router(url) for url in routers]
+        self._registration = registration
+        self._key = key
+        self._silent_s = silent_s
+        self._now = now
+        self._wall = wall
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="kv-register", daemon=True)
+
+    def start(self) -> None:
+        """Begin to register."""
+        self._thread.start()
+
+    def update(self, registration: Registration) -> None:
+        """Say something else of the instance from now on, at once; from any thread."""
+        self._registration = registration
+        for router in self._routers:
+            router.stale = True
+
+    def close(self) -> None:
+        """Leave every router that knows the instance, and end. At most `CALL_S`, and `LEAVE_S` per router."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        for router in self._routers:
+            if router.registered is not None:
+                try:
+                    self._call(router, "DELETE", instance_path(self._registration.instance), b"", LEAVE_S)
+                except (OSError, http.client.HTTPException) as error:
+                    logger.info("cannot tell router %s that the instance leaves: %s", router.url, error)
+
+    def _main(self) -> None:
+        while not self._stopping.is_set():
+            for router in self._routers:
+                if not self._stopping.is_set() and self._is_due(router):
+                    self._register(router)
+            self._stopping.wait(min(LOOK_S, max(0.05, self._next_due() - self._now())))
+
+    def _next_due(self) -> float:
+        return min(
+            (router.due for router in self._routers if router.registered is None),
+            default=self._now() + LOOK_S,
+        )
+
+    def _is_due(self, router: _Router) -> bool:
+        now = self._now()
+        if router.registered is None or router.stale:
+            return now >= router.due
+        # It connects to the agent within a moment, and says something every second from then on.
+        return min(now - router.registered, self._silent_s(router.name)) > VERDICT_S
+
+    def _register(self, router: _Router) -> None:
+        router.stale = False
+        try:
+            status, body = self._call(router, "POST", PATH, encode(self._registration), CALL_S)
+            problem = "" if status == 200 else f"it answered {status}: {body[:300].decode(errors='replace')}"
+            answer = msgspec.json.decode(body, type=Registered) if not problem else None
+        except ssl.SSLCertVerificationError as error:
+            problem, answer = f"{error}. Set SSL_CERT_FILE to the certificate that vouches for it", None
+        except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
+            problem, answer = str(error) or type(error).__name__, None
+        now = self._now()
+        if answer is not None:
+            if router.name != answer.router or router.problem:
+                logger.info("registered with router %s at %s", answer.router, router.url)
+            router.name, router.registered, router.problem = answer.router, now, ""
+            router.pause = FIRST_PAUSE_S
+            return
+        if problem != router.problem:
+            logger.warning("cannot register with router %s: %s; will try again", router.url, problem)
+        router.registered, router.problem = None, problem
+        router.due = now + router.pause
+        router.pause = min(LONGEST_PAUSE_S, router.pause * 1.6)
+
+    def _call(
+        self, router: _Router, method: str, path: str, body: bytes, seconds: float
+    ) -> tuple[int, bytes]:
+        parts = urlsplit(router.url)
+        target = parts.path.rstrip("/") + path
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(parts.hostname or "", parts.port, timeout=seconds)
+        headers = {"content-type": "application/json"}
+        if self._key is not None:
+            headers["authorization"] = self._key.sign(method, target, body, self._wall())
+        try:
+            connection.request(method, target, body, headers)
+            response = connection.getresponse()
+            return response.status, response.read(64 << 10)
+        finally:
+            connection.close()
+
+    def __repr__(self) -> str:
+        known = sum(router.registered is not None for router in self._routers)
+        return f"Registrar({known}/{len(self._routers)} routers)"

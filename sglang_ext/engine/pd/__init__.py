@@ -1,0 +1,1 @@
+"""Prefill-decode disaggregation: hand-over, returns, and the thread that serves them."""

@@ -1,0 +1,368 @@
+"""One rank's part in prefill and decode apart: its endpoint, its rooms, and the sockets by which others ask.
+
+Everything here runs on one thread beside the scheduler's; the scheduler only looks at the states of rooms.
+`wake_fd` becomes readable when a room has moved, so that an idle scheduler need not spin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from zmq.asyncio import Context
+
+from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.disagg.errors import PeerProtocolError, TransferError
+from sglang_ext.disagg.handover import HEARTBEAT_SECONDS, LEASE_SECONDS, VERDICT_SECONDS
+from sglang_ext.disagg.transfer.config import EndpointConfig
+from sglang_ext.disagg.transfer.control import ControlClient, ControlServer, CurveKeys
+from sglang_ext.disagg.transfer.engine import Endpoint
+from sglang_ext.disagg.transfer.instance import Instance
+from sglang_ext.disagg.transfer.leases import Ended
+from sglang_ext.disagg.transfer.pools import PoolSpec
+from sglang_ext.disagg.transports import TransportName
+from sglang_ext.engine.pd.bootstrap import REGISTER_SECONDS, Registry
+from sglang_ext.engine.pd.decode_receiver import Claims, MetadataRows, TakingRooms
+from sglang_ext.engine.pd.kv_writeback import ReturnGiver, ReturnTaker, refused
+from sglang_ext.engine.pd.leases import POOL, LeaseBook
+from sglang_ext.engine.pd.messages import (
+    ANSWERS,
+    ASKS,
+    Abort,
+    Ask,
+    Done,
+    Join,
+    Lookup,
+    Meet,
+    Ok,
+    Push,
+    RankInfo,
+    Register,
+    Return,
+    Topology,
+    Weights,
+)
+from sglang_ext.engine.pd.metrics import AgentMetrics, AgentState
+from sglang_ext.engine.pd.peers import Local, PrefillPeer, PrefillPeers
+from sglang_ext.engine.pd.prefill_sender import GivingRooms
+from sglang_ext.engine.pd.pushing import LayerFeed, Writing
+from sglang_ext.engine.pd.staging import STAGING, Staging
+from sglang_ext.engine.peers.transfer_thread import LoopThread
+from sglang_ext.wire import unpack_ids
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """Who this rank is. weights: of the whole model, as in messages. host: where to listen. bootstrap:
+    host:port of the server's own bootstrap port, for prefill. transports: see `EndpointConfig`. metrics:
+    whether to publish them.
+    """
+
+    instance: str
+    namespace: str
+    local: Local
+    weights: Weights
+    host: str = "127.0.0.1"
+    keys: CurveKeys | None = None
+    bootstrap: str = ""
+    transports: tuple[TransportName, ...] = ()
+    metrics: bool = False
+
+
+class Agent:
+    """The transfer thread of one rank. `giving` on prefill, `taking` on decode."""
+
+    giving: GivingRooms
+    taking: TakingRooms
+    endpoint: Endpoint
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        pool: PoolSpec,
+        rows: MetadataRows,
+        clock: Clock | None = None,
+        staging: Staging | None = None,
+        dram: PoolSpec | None = None,
+    ) -> None:
+        """Start. staging: for the layout `aggregated`; ended by `close`. dram: where returns may go.
+
+        What `Endpoint.start` raises.
+        """
+        self.config = config
+        self._dram = dram
+        self.staging = staging
+        self._rows = rows
+        self.registry = Registry(clock or SystemClock())
+        self._clock = clock or SystemClock()
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._started: set[asyncio.Future[None]] = set()
+        self._backs: dict[tuple[str, ...], Instance] = {}
+        self._back_locks: dict[tuple[str, ...], asyncio.Lock] = {}
+        """One each: who does not answer keeps nobody from the others."""
+        self.returns: ReturnTaker | None = None
+        self.giver: ReturnGiver | None = None
+        self.weights: Weights = ""
+        """With which this rank computes."""
+        self.metadata_rows: Callable[[], int] = int
+        """Rows of SGLang's metadata buffers in use."""
+        self._thread = LoopThread("kv-transfer")
+        try:
+            self._thread.run(self._start(pool))
+        except BaseException:
+            self._thread.close()
+            os.close(self.wake_fd)
+            raise
+
+        self.weights_changed(config.weights)
+
+    def weights_changed(self, weights: Weights) -> None:
+        """From now on this rank computes with these; what is on its way of others is given up. In the
+        scheduler's thread, on all ranks alike."""
+        self.weights = weights
+        self.giving.weights_changed(weights)
+        self.taking.weights_changed(weights)
+
+    def __repr__(self) -> str:
+        return f"<Agent {self.config.instance} {self.giving!r} {self.taking!r} {self.endpoint!r}>"
+
+    def state(self) -> AgentState:
+        """What is going on, counted."""
+        return AgentState(
+            rooms={"prefill": self.giving.live, "decode": self.taking.live},
+            ends={"prefill": dict(self.giving.ends), "decode": dict(self.taking.ends)},
+            leased_pages=sum(pool.pinned for pool in self.endpoint.pools.values()),
+            unfenced_pages=self.endpoint.owner.set_aside,
+            returns={
+                side: dict(part.outcomes)
+                for side, part in (("prefill", self.returns), ("decode", self.giver))
+                if part is not None
+            },
+            returned_tokens=sum(part.tokens for part in (self.returns, self.giver) if part is not None),
+            metadata_rows=self.metadata_rows(),
+            set_aside=self.returns.set_aside if self.returns is not None else {},
+            transport_bytes={str(name): stats.bytes for name, stats in self.endpoint.totals().items()},
+        )
+
+    def wake(self) -> None:
+        """Make `wake_fd` readable. From any thread."""
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self.wake_fd, 1)
+
+    def slept(self) -> None:
+        """Take the wake-ups up to now as seen."""
+        with contextlib.suppress(OSError):
+            os.eventfd_read(self.wake_fd)
+
+    def peer(self, address: str) -> PrefillPeer | None:
+        """A connected prefill server, by its bootstrap address. From any thread."""
+        return self._peers.known(address)
+
+    @property
+    def address(self) -> str:
+        """``host:port`` where this rank is asked."""
+        return str(self._server.address)
+
+    def meet_at(self, first: str) -> None:
+        """Have others find this server's ranks at its first rank, whose address it is: a decode server has no
+        bootstrap port, and gives KV all the same when a request leaves it."""
+        self.start(self._registering(first))
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run something on the transfer thread. From any thread."""
+        self._thread.loop.call_soon_threadsafe(self._keep, work)
+
+    def layer_feed(self, first: int, layers: int) -> LayerFeed:
+        """Sends layers as a forward pass computes them."""
+        return LayerFeed(self._thread.loop, first, layers)
+
+    def settle(self, future: asyncio.Future[None]) -> None:
+        """Let what waits for a future go on. From any thread."""
+
+        def finish() -> None:
+            if not future.done():
+                future.set_result(None)
+
+        self._thread.loop.call_soon_threadsafe(finish)
+
+    async def back(self, *controls: str) -> Instance:
+        """The connection to ranks of a decode server that offers something; made once, remade after a
+        death."""
+        async with self._back_locks.setdefault(controls, asyncio.Lock()):
+            known = self._backs.get(controls)
+            if known is not None and not known.gone:
+                return known
+            if known is not None:
+                await known.close()
+            self._backs[controls] = fresh = await self.endpoint.connect(list(controls))
+            return fresh
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._started.add(task)
+        task.add_done_callback(self._started.discard)
+
+    def close(self) -> None:
+        """Leave: end rooms, leases and connections. Safe to call again."""
+        if self.wake_fd < 0:
+            return
+        self._thread.run(self._stop())
+        self._thread.close()
+        if self.staging is not None:
+            self.staging.close()
+        os.close(self.wake_fd)
+        self.wake_fd = -1
+
+    async def _start(self, pool: PoolSpec) -> None:
+        config, loop = self.config, asyncio.get_running_loop()
+        claims, pushes = Claims(), config.local.mode != "pull"
+        self._context = Context()
+        self.endpoint = await Endpoint.start(
+            EndpointConfig(
+                config.instance,
+                config.namespace,
+                rank=config.local.rank,
+                bind=config.host,
+                keys=config.keys,
+                transports=config.transports,
+                lease_ttl=LEASE_SECONDS,
+                heartbeat=HEARTBEAT_SECONDS,
+                dead_after=VERDICT_SECONDS,
+            ),
+            [
+                pool,
+                *([self.staging.spec] if self.staging is not None else ()),
+                *([self._dram] if self._dram is not None else ()),
+            ],
+            clock=self._clock,
+            on_ended=self._lease_ended,
+            receiver=claims if pushes else None,
+        )
+        claims.revoke = self.endpoint.owner.revoke
+        self.book = LeaseBook(self.endpoint.pools[POOL], self.endpoint)
+        self._books = {POOL: self.book}
+        staged: tuple[Staging, LeaseBook] | None = None
+        if self.staging is not None:
+            self.staging.attach(self.endpoint)
+            book = LeaseBook(self.endpoint.pools[STAGING], self.endpoint, self.book.lock)
+            self._books[STAGING] = book
+            staged = self.staging, book
+        page_bytes = sum(part.nbytes for part in pool.memory) // pool.blocks
+        self.giving = GivingRooms(
+            self.book, self._clock, loop, self.wake, self._claim, pushes, staged, page_bytes
+        )
+        self._peers = PrefillPeers(self.endpoint, self._context, config.keys, config.local)
+        self.taking = TakingRooms(
+            self._peers,
+            self.endpoint.epoch,
+            self._rows,
+            self._clock,
+            loop,
+            self.wake,
+            (claims, self.endpoint.address) if pushes else None,
+            self.staging,
+            page_bytes,
+        )
+        self._server = ControlServer(self._context, config.host, config.keys, self._answer, ASKS, ANSWERS)
+        self._tasks.append(asyncio.create_task(self._ticking(), name="kv-pd-tick"))
+        if config.bootstrap:
+            self._tasks.append(
+                asyncio.create_task(self._registering(config.bootstrap), name="kv-pd-register")
+            )
+
+    async def _stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for started in list(self._started):
+            started.cancel()
+        await asyncio.gather(*self._started, return_exceptions=True)
+        await self.taking.close()
+        await self._server.close()
+        await self._peers.close()
+        await self.endpoint.close()
+        self._context.destroy(linger=0)
+
+    def _lease_ended(self, pool: str, ended: Ended) -> None:
+        self._books[pool].ended(ended)
+
+    async def _claim(self, room: int, target: Push) -> Writing | None:
+        """Make a decode rank's pages ours to write."""
+        wanted = unpack_ids(target.pages)
+        if not wanted.size:
+            return None
+        instance = await self.back(target.control)
+        return await Writing.begin(self.endpoint, instance, f"{room:x}", wanted, target.pool, self.staging)
+
+    async def _answer(self, _identity: bytes, message: Ask) -> Any:
+        match message:
+            case Register():
+                self.registry.register(message.who)
+                return Ok()
+            case Lookup():
+                return Topology(self.registry.topology())
+            case Join():
+                return await self.giving.join(message)
+            case Meet():
+                await self.giving.meet(message)
+                return Ok()
+            case Push():
+                return await self.giving.push(message)
+            case Done():
+                self.giving.done(message.room, message.reader)
+                return Ok()
+            case Abort():
+                self.giving.peer_aborts(message.room, message.reader, message.reason)
+                return Ok()
+            case Return():
+                if self.returns is None:
+                    raise refused(message)
+                return await self.returns.take(message)
+        raise PeerProtocolError(f"{type(message).__name__} is not for this port")
+
+    async def _ticking(self) -> None:
+        metrics = AgentMetrics(self.config.local.rank) if self.config.metrics else None
+        while True:
+            try:
+                self.giving.tick([session.number for session in self.endpoint.owner.sessions])
+                if metrics is not None:
+                    metrics.update(self.state())
+            except Exception:
+                # Rooms must go on ending whatever one of them does.
+                log.exception("a room could not be ended")
+            await self._clock.sleep(TICK_SECONDS)
+
+    async def _registering(self, bootstrap: str) -> None:
+        """Say again and again that this rank lives; the bootstrap port may start later, or anew."""
+        me = RankInfo(
+            self.config.instance,
+            self.endpoint.epoch,
+            self.config.local.rank,
+            self.config.local.ranks,
+            self.config.local.page_tokens,
+            self.config.local.metadata_bytes,
+            self.endpoint.address,
+            self._server.address,
+            self.config.local.mode,
+            self.config.local.layout,
+        )
+        client = ControlClient(self._context, bootstrap, self.config.keys, lambda _: None, ASKS, ANSWERS)
+        try:
+            while True:
+                try:
+                    await client.ask(Register(me), REGISTER_SECONDS)
+                except TransferError as error:
+                    log.debug("bootstrap at %s: %s", bootstrap, error)
+                await self._clock.sleep(REGISTER_SECONDS)
+        finally:
+            await client.close()

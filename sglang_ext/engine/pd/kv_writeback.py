@@ -1,0 +1,395 @@
+"""The return: what decode has of a request that has ended goes back to prefill (MemServe, PD-Caching-3).
+
+    decode's schedulers    request ended: its blocks are locked and leased, within a budget
+    decode's agents        say `Return` to prefill's first rank
+    prefill's first rank   has all parts: `TakeBack` to all its schedulers, with SGLang's requests
+    prefill's schedulers   look what is lacking, set a place aside for that (`reservations.py`), or say why
+    prefill's agents       read one-sidedly what their shards need, COMPLETE
+    prefill's schedulers   insert what has not come to be there meanwhile
+    decode's schedulers    unlock
+
+Nobody waits for a return: not the request, which has its answer, nor another one; what does not fit is
+skipped, and counted with its reason. An emptied cache ends the returns from and to it at once.
+
+The trees of an instance's ranks change in step: what locks, allocates, inserts and unlocks follows from
+what all ranks have alike, or is agreed upon. What is each rank's own (leases, connections, reads) only delays
+that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sglang_ext.disagg.errors import RefusedError
+from sglang_ext.disagg.messages import Offer
+from sglang_ext.disagg.runs import Ids
+from sglang_ext.disagg.transfer.instance import Instance
+from sglang_ext.engine.forward_fence import Passed, nothing_runs, until_passed
+from sglang_ext.engine.pd.decode_receiver import Wanted, after_skip
+from sglang_ext.engine.pd.leases import POOL
+from sglang_ext.engine.pd.messages import ORDERS, Return, Returned, TakeBack, alike
+from sglang_ext.engine.pd.peers import PrefillPeer
+from sglang_ext.engine.pd.reservations import BUDGET, Blocks, Place, Places
+from sglang_ext.errors import SglangExtError
+from sglang_ext.keys import Tier, encode_tokens
+from sglang_ext.radix_global import Node
+
+if TYPE_CHECKING:
+    from sglang_ext.engine.pd.agent import Agent
+
+log = logging.getLogger(__name__)
+
+RETURN_SECONDS = 10.0
+READ_SECONDS = 5.0
+STOP_SECONDS = 30.0
+ORDER = b"take back:"
+"""Begins the command to prefill's schedulers."""
+
+Agree = Callable[[int], int]
+"""The ranks' consensus: the smallest of their numbers."""
+
+
+@dataclass(eq=False)
+class _Going:
+    """One request on its way back, on decode. void: its blocks are not locked any more. over: nothing more is
+    heard of it."""
+
+    name: str
+    address: str
+    node: Node
+    pages: Ids
+    offers: list[Offer] = field(default_factory=list)
+    outcome: str = "failed"
+    tokens: int = 0
+    void: bool = False
+    over: bool = False
+
+
+class ReturnGiver:
+    """Decode's side of one rank."""
+
+    def __init__(self, blocks: Blocks, agent: Agent, agree: Agree = int) -> None:
+        self._blocks = blocks
+        self._agent = agent
+        self._agree = agree
+        self._going: list[_Going] = []
+        """In the order in which they ended, as on all ranks."""
+        self._begun = 0
+        self._pinned = 0
+        self.outcomes: Counter[str] = Counter()
+        """Requests that ended, by what came of their return: `returned`, or why it was skipped."""
+        self.tokens = 0
+        """Tokens that prefill servers have got by returns."""
+
+    def ended(self, req: Any, tokens: Any) -> None:
+        """A request has ended, and its KV is in the tree. In the scheduler's thread."""
+        reason = self._start(req, tokens)
+        if reason:
+            self.outcomes[reason] += 1
+
+    def each_pass(self) -> None:
+        """Unlock what has been read. In the scheduler's thread."""
+        for going in list(self._going):
+            if self._agree(int(going.over)):
+                self._going.remove(going)
+                self._release(going)
+                self.outcomes[going.outcome] += 1
+                self.tokens += going.tokens
+
+    def clear(self) -> None:
+        """The cache is about to be emptied: nobody may take later bytes for these. In its thread."""
+        for going in self._going:
+            self._withdraw(going)
+            self._release(going)
+
+    def _release(self, going: _Going) -> None:
+        if not going.void:
+            going.void = True
+            self._blocks.unlock(going.node)
+            self._pinned -= len(going.pages)
+
+    def _withdraw(self, going: _Going) -> None:
+        for offer in going.offers:
+            self._agent.book.withdraw(offer.lease)
+
+    def _start(self, req: Any, tokens: Any) -> str:
+        """Why there is nothing to return; empty when a return has begun, on all ranks alike."""
+        cache = self._blocks.cache
+        # What saw the weights change is not in the tree, and has not come here.
+        namespace = cache.namespace(req.extra_key, req.cache_salt)
+        key = encode_tokens(tokens)
+        node, slots, count = self._blocks.held(namespace, key)
+        if not count:
+            return "short"
+        pages = np.concatenate([self._blocks.pages(each) for each in slots])
+        if (self._pinned + len(pages)) * BUDGET > self._agent.endpoint.pools[POOL].blocks:
+            return "budget"
+        self._begun += 1
+        name = f"{self._agent.config.instance}/{req.bootstrap_room}/{self._begun}"
+        going = _Going(name, f"{req.bootstrap_host}:{req.bootstrap_port}", node, pages)
+        self._blocks.lock(node)
+        self._pinned += len(pages)
+        self._going.append(going)
+        self._offer(going, req, key[: count * cache.tree.block_bytes])
+        return ""
+
+    def _offer(self, going: _Going, req: Any, key: bytes) -> None:
+        """Lease its pages, and say so."""
+        peer = self._agent.peer(going.address)
+        if peer is None:
+            going.outcome, going.over = "prefill_gone", True
+            return
+        try:
+            for rank in peer.ranks:
+                going.offers.append(
+                    self._agent.book.lease("return", going.pages, RETURN_SECONDS, rank.epoch, lambda _: None)
+                )
+        except RefusedError:
+            self._withdraw(going)
+            going.offers.clear()
+        local = self._agent.config.local
+        message = Return(
+            going.name,
+            local.rank,
+            local.ranks,
+            tuple(going.offers),
+            self._agent.endpoint.address,
+            key,
+            self._agent.weights,
+            req.extra_key,
+            req.cache_salt,
+        )
+        self._agent.start(self._give(going, message, peer))
+
+    async def _give(self, going: _Going, message: Return, peer: PrefillPeer) -> None:
+        try:
+            answer = await peer.give_back(message, RETURN_SECONDS)
+            going.outcome, going.tokens = answer.skipped or "returned", answer.tokens
+        except SglangExtError as error:
+            log.debug("a return to %s: %s", going.address, error)
+        finally:
+            self._withdraw(going)
+            going.over = True
+            self._agent.wake()
+
+
+@dataclass(eq=False)
+class _Gathering:
+    """Parts of a return, at prefill's first rank. answered: when there is an answer."""
+
+    answered: asyncio.Future[None]
+    parts: dict[int, Return] = field(default_factory=dict)
+    answer: Returned = field(default_factory=lambda: Returned(0, "failed"))
+
+
+@dataclass(eq=False)
+class _Coming:
+    """One request on its way back, on prefill."""
+
+    parts: tuple[Return, ...]
+    gathering: _Gathering | None = None
+    """At the first rank."""
+    place: Place | None = None
+    reading: asyncio.Task[None] | None = None
+    stopped: threading.Event = field(default_factory=threading.Event)
+    """Nothing writes to its place any more."""
+    unwanted: bool = False
+    """The cache was emptied before it was read."""
+    good: bool = False
+
+
+class ReturnTaker:
+    """Prefill's side of one rank.
+
+    Args:
+        busy: whether requests wait for memory.
+        agree: see `Agree`.
+        tell_all: says a command to the schedulers of all ranks, this one included; false where that cannot
+            be. None where there is one rank.
+        fence: says when the passes under way have ended; they may store into slots that are a place now.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        agent: Agent,
+        busy: Callable[[], bool],
+        agree: Agree = int,
+        tell_all: Callable[[bytes], bool] | None = None,
+        fence: Callable[[], Passed] = lambda: nothing_runs,
+    ) -> None:
+        self._places = places
+        self._agent = agent
+        self._busy = busy
+        self._agree = agree
+        self._tell_all = tell_all
+        self._fence = fence
+        self._gathering: dict[str, _Gathering] = {}
+        self._new: deque[_Coming] = deque()
+        self._placed: list[_Coming] = []
+        self.outcomes: Counter[str] = Counter()
+        """Returns that were offered, by what came of them: `returned` to HBM, `dram`, or why not."""
+        self.tokens = 0
+
+    @property
+    def set_aside(self) -> dict[str, int]:
+        """Tokens of places that are to be filled, by tier. From any thread."""
+        places = self._places
+        return {
+            Tier.HBM.name.lower(): places.slots_aside,
+            Tier.DRAM.name.lower(): places.blocks_aside * places.blocks.step,
+        }
+
+    # -- the first rank, on its event loop ----------------------------------------------------------
+
+    async def take(self, message: Return) -> Returned:
+        """A decode rank offers its part."""
+        gathering = self._gathering.get(message.name)
+        if gathering is None:
+            gathering = _Gathering(asyncio.get_running_loop().create_future())
+            self._gathering[message.name] = gathering
+        gathering.parts[message.rank] = message
+        if len(gathering.parts) == message.ranks:
+            self._order(message.name, gathering)
+        try:
+            await asyncio.wait_for(asyncio.shield(gathering.answered), RETURN_SECONDS)
+        except TimeoutError:
+            self._gathering.pop(message.name, None)
+        return gathering.answer
+
+    def _order(self, name: str, gathering: _Gathering) -> None:
+        """All parts are there: have all ranks take them."""
+        parts = tuple(gathering.parts[rank] for rank in sorted(gathering.parts))
+        if not all(part.offers for part in parts):
+            self._skip(gathering, "budget")
+        elif self._tell_all is None:
+            self._new.append(_Coming(parts, gathering))
+            self._agent.wake()
+        elif not self._tell_all(ORDER + ORDERS.encode(TakeBack(parts))):
+            self._skip(gathering, "busy")
+        else:
+            return  # found by its name when the command comes
+        del self._gathering[name]
+
+    def _skip(self, gathering: _Gathering, why: str) -> None:
+        gathering.answer = Returned(0, why)
+        self._agent.settle(gathering.answered)
+
+    # -- in the schedulers' threads -----------------------------------------------------------------
+
+    def obey(self, payload: bytes) -> bool:
+        """A command has come to all ranks, between the same two passes. Whether it is for here."""
+        if not payload.startswith(ORDER):
+            return False
+        parts = ORDERS.decode(payload[len(ORDER) :]).parts
+        self._new.append(_Coming(parts, self._gathering.pop(parts[0].name, None)))
+        return True
+
+    def each_pass(self) -> None:
+        """Set places aside for what is offered, insert what has been read."""
+        for coming in list(self._placed):
+            # The worst of any rank: 0 is being read, 1 could not be read, 2 is there.
+            worst = self._agree((2 if coming.good else 1) if coming.stopped.is_set() else 0)
+            if worst:
+                self._placed.remove(coming)
+                self._finish(coming, good=worst == 2)
+        while self._new:
+            self._plan(self._new.popleft())
+
+    def clear(self) -> None:
+        """The cache is about to be emptied: stop reading into it."""
+        for coming in self._placed:
+            self._agent.start(self._stop(coming))
+            if not coming.stopped.wait(STOP_SECONDS):
+                raise RuntimeError(f"a return did not stop within {STOP_SECONDS:.0f} s")
+            self._finish(coming, good=False)
+        self._placed.clear()
+
+    def _plan(self, coming: _Coming) -> None:
+        first = coming.parts[0]
+        if not alike(first.weights, self._agent.weights):
+            self.outcomes["weights"] += 1
+            self._answer(coming, Returned(0, "weights"))
+            return
+        namespace = self._places.blocks.cache.namespace(first.extra_key, first.cache_salt)
+        found = self._places.take(namespace, first.tokens, busy=self._busy())
+        if isinstance(found, str):
+            self.outcomes[found] += 1
+            self._answer(coming, Returned(0, found))
+            return
+        coming.place = found
+        self._placed.append(coming)
+        self._agent.start(self._read(coming, found, self._fence()))
+
+    def _finish(self, coming: _Coming, *, good: bool) -> None:
+        place = coming.place
+        assert place is not None
+        if good:
+            fresh = place.keep()
+            self.tokens += fresh
+            self.outcomes["returned" if place.pool == POOL else "dram"] += 1
+            self._answer(coming, Returned(fresh))
+        else:
+            place.give_up()
+            self.outcomes["unread"] += 1
+            self._answer(coming, Returned(0, "unread"))
+
+    def _answer(self, coming: _Coming, answer: Returned) -> None:
+        if coming.gathering is not None:
+            coming.gathering.answer = answer
+            self._agent.settle(coming.gathering.answered)
+
+    # -- reading, on the event loop -----------------------------------------------------------------
+
+    async def _read(self, coming: _Coming, place: Place, passed: Passed) -> None:
+        """Fill a place. When this ends, however it does, nothing writes there."""
+        try:
+            if not coming.unwanted:
+                coming.reading = asyncio.ensure_future(self._fill(coming, place, passed))
+                await asyncio.wait({coming.reading})
+        finally:
+            if coming.reading is not None and not coming.reading.done():
+                coming.reading.cancel()
+                await asyncio.wait({coming.reading})
+            coming.stopped.set()
+            self._agent.wake()
+
+    async def _fill(self, coming: _Coming, place: Place, passed: Passed) -> None:
+        blocks, name = self._places.blocks, f"return {coming.parts[0].name}"
+        skip = place.start * blocks.step // blocks.page
+        lacking = np.empty(blocks.pages_of(coming.parts[0].tokens) - skip, np.int64)
+        instance: Instance | None = None
+        try:
+            instance = await self._agent.back(*(part.control for part in coming.parts))
+            mine = (part.offers[self._agent.config.local.rank] for part in coming.parts)
+            offers = [after_skip(offer, Wanted(lacking, skip, 0)) for offer in mine]
+            await until_passed(passed)
+            instance.transfer(name, offers, place.pool, place.ids)
+            await instance.complete(name, READ_SECONDS)
+            coming.good = True
+        except SglangExtError as error:
+            log.debug("a return: %s", error)
+        except Exception:
+            # Nobody asks for the result of this task; it must not end silently.
+            log.exception("a return could not be read")
+        finally:
+            if instance is not None:
+                await instance.drop(name)
+
+    async def _stop(self, coming: _Coming) -> None:
+        coming.unwanted = True
+        if coming.reading is not None:
+            coming.reading.cancel()
+
+
+def refused(_message: Return) -> RefusedError:
+    """The answer of a server that takes nothing back."""
+    return RefusedError("return", "this server takes no KV back; set --kv-pd-caching 3 alike")

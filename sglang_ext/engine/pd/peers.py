@@ -1,0 +1,307 @@
+"""Decode's connections to prefill servers: found by bootstrap address, made once, remade after a death."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zmq.asyncio import Context
+
+from sglang_ext.disagg.errors import PeerGoneError, PeerProtocolError, RefusedError, TransferError
+from sglang_ext.disagg.handover import CONNECT_SECONDS
+from sglang_ext.disagg.transfer.control import ControlClient, CurveKeys
+from sglang_ext.disagg.transfer.engine import Endpoint
+from sglang_ext.disagg.transfer.instance import Instance
+from sglang_ext.engine.pd.messages import (
+    ANSWERS,
+    ASKS,
+    PROTOCOL,
+    Abort,
+    Done,
+    Join,
+    Lookup,
+    Meet,
+    Ok,
+    Push,
+    RankInfo,
+    Ready,
+    Return,
+    Returned,
+    Topology,
+    Weights,
+)
+
+log = logging.getLogger(__name__)
+
+LOOKUP_SECONDS = 2.0
+RETRY_SECONDS = 0.2
+WATCH_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class Local:
+    """This decode rank. metadata_bytes: of a row of SGLang's metadata buffers."""
+
+    rank: int
+    ranks: int
+    page_tokens: int
+    metadata_bytes: int
+    mode: str = "pull"
+    layout: str = "blocks"
+
+
+class PrefillPeer:
+    """One connected prefill server."""
+
+    def __init__(
+        self, ranks: Sequence[RankInfo], instance: Instance, clients: Sequence[ControlClient], local: Local
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.instance = instance
+        self._clients = tuple(clients)
+        self._local = local
+        self._needed = {part.rank for part in instance.plan("hbm", "hbm").ranks}
+        self._watch = asyncio.create_task(self._watching(), name="kv-pd-watch")
+
+    def __repr__(self) -> str:
+        return f"<PrefillPeer {self.instance!r}>"
+
+    @property
+    def gone(self) -> bool:
+        """Whether it has to be connected again."""
+        return self.instance.gone
+
+    async def join(self, room: int, epoch: bytes, weights: Weights) -> list[Ready]:
+        """Take part in a room at every rank; returns when all have computed it, with our `weights`.
+
+        Raises:
+            RefusedError: a rank knows no such room, or has lost it. PeerGoneError.
+        """
+        local = self._local
+        joins = [
+            Join(room, epoch, link.session, local.rank, local.ranks, at in self._needed, weights)
+            for at, link in enumerate(self.instance.links)
+        ]
+        asks = [
+            asyncio.ensure_future(client.ask(join, None))
+            for client, join in zip(self._clients, joins, strict=True)
+        ]
+        try:
+            answers = await asyncio.gather(*asks)
+        except BaseException:
+            for ask in asks:
+                ask.cancel()
+            await asyncio.gather(*asks, return_exceptions=True)
+            raise
+        if not all(isinstance(answer, Ready) for answer in answers):
+            raise PeerProtocolError("a prefill rank answers a join with something else")
+        return list(answers)
+
+    async def meet(self, room: int, epoch: bytes, weights: Weights) -> None:
+        """Take part in a room whose KV will be pushed, at the rank that fills our pages; `weights` are ours.
+
+        Raises:
+            RefusedError: several prefill ranks would have to fill one of ours. As `join`.
+        """
+        readers = max(1, self._local.ranks // len(self.ranks))
+        at = self._filler()
+        meet = Meet(room, epoch, self.instance.links[at].session, readers, weights)
+        if not isinstance(await self._clients[at].ask(meet, None), Ok):
+            raise PeerProtocolError("a prefill rank answers a meeting with something else")
+
+    async def push(
+        self, room: int, epoch: bytes, control: str, pages: bytes, skip: int, pool: str
+    ) -> list[Ready]:
+        """Have pages of a pool of ours filled, in a room that was met; returns when they are.
+
+        Raises:
+            RefusedError, PeerGoneError: as `join`.
+        """
+        push = Push(room, epoch, control, pages, skip, pool)
+        answer = await self._clients[self._filler()].ask(push, None)
+        if not isinstance(answer, Ready):
+            raise PeerProtocolError("a prefill rank answers a push with something else")
+        return [answer]
+
+    def _filler(self) -> int:
+        """The prefill rank that has all that our pages lack."""
+        if len(self._needed) != 1:
+            raise RefusedError("shard", "several ranks there fill one here; set --kv-transfer-mode pull")
+        (at,) = self._needed
+        return at
+
+    async def done(self, room: int, epoch: bytes, ranks: Sequence[int]) -> None:
+        """Say to some ranks that nothing more is needed of a room."""
+        for at in ranks:
+            with contextlib.suppress(TransferError):
+                await self._clients[at].ask(Done(room, epoch), LOOKUP_SECONDS)
+
+    async def give_back(self, message: Return, seconds: float) -> Returned:
+        """Offer this rank's part of a request's KV; returns when it has been read, or is not wanted.
+
+        Raises:
+            RefusedError, TransferDeadlineError, PeerGoneError: it may have been read.
+        """
+        answer = await self._clients[0].ask(message, seconds)
+        if not isinstance(answer, Returned):
+            raise PeerProtocolError("a prefill rank answers a return with something else")
+        return answer
+
+    async def abort(self, room: int, epoch: bytes, reason: str) -> None:
+        """Say to every rank that the request is over here."""
+        for client in self._clients:
+            with contextlib.suppress(TransferError):
+                await client.ask(Abort(room, epoch, reason[:500]), LOOKUP_SECONDS)
+
+    async def ended(self) -> None:
+        """Return when it is gone."""
+        await asyncio.shield(self._watch)
+
+    async def close(self) -> None:
+        """Disconnect."""
+        self._watch.cancel()
+        await asyncio.gather(self._watch, return_exceptions=True)
+        await asyncio.gather(*(client.close() for client in self._clients))
+        await self.instance.close()
+
+    async def _watching(self) -> None:
+        # A socket does not tell that the process behind it is gone; the heartbeat of its memory does.
+        while not self.instance.gone:  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(WATCH_SECONDS)
+        for client in self._clients:
+            client.fail(PeerGoneError(f"the prefill server {self.instance.name} is gone"))
+
+
+class PrefillPeers:
+    """Prefill servers by bootstrap address, `host:port`."""
+
+    def __init__(self, endpoint: Endpoint, context: Context, keys: CurveKeys | None, local: Local) -> None:
+        self._endpoint = endpoint
+        self._context = context
+        self._keys = keys
+        self._local = local
+        self._peers: dict[str, PrefillPeer] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._watches: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"<PrefillPeers {', '.join(self._peers) or 'none'}>"
+
+    @property
+    def connected(self) -> tuple[PrefillPeer, ...]:
+        """Those that live, as far as is known."""
+        return tuple(peer for peer in self._peers.values() if not peer.gone)
+
+    def known(self, address: str) -> PrefillPeer | None:
+        """The server behind an address, if it is connected. From any thread."""
+        peer = self._peers.get(address)
+        return None if peer is None or peer.gone else peer
+
+    async def get(self, address: str) -> PrefillPeer:
+        """The server behind a bootstrap address.
+
+        Raises:
+            RefusedError: it does not fit this one. TransferError: it is not reached within CONNECT_SECONDS.
+        """
+        known = self._peers.get(address)
+        if known is not None and not known.gone:
+            return known
+        async with self._locks.setdefault(address, asyncio.Lock()):
+            known = self._peers.get(address)
+            if known is not None and not known.gone:
+                return known
+            if known is not None:
+                await self._retire(address, known)
+            try:
+                async with asyncio.timeout(CONNECT_SECONDS):
+                    peer = self._peers[address] = await self._connect(address)
+            except TimeoutError:
+                raise PeerGoneError(
+                    f"no prefill server answers at {address} within {CONNECT_SECONDS:.0f} s"
+                ) from None
+            watch = asyncio.create_task(self._watching(address, peer), name="kv-pd-watch")
+            self._watches.add(watch)
+            watch.add_done_callback(self._watches.discard)
+            return peer
+
+    async def close(self) -> None:
+        """Disconnect from all."""
+        peers, self._peers = list(self._peers.values()), {}
+        await asyncio.gather(*(peer.close() for peer in peers))
+        # What is being disconnected already is not broken off.
+        await asyncio.gather(*self._watches, return_exceptions=True)
+
+    async def _watching(self, address: str, peer: PrefillPeer) -> None:
+        """Tell a server that was given up. If it only stood still, it ends what we had there when it goes on,
+        and not when it has missed us for a while."""
+        await peer.ended()
+        async with self._locks[address]:
+            if self._peers.get(address) is peer:
+                await self._retire(address, peer)
+
+    async def _retire(self, address: str, peer: PrefillPeer) -> None:
+        del self._peers[address]
+        await peer.close()
+
+    async def _connect(self, address: str) -> PrefillPeer:
+        ranks = await self._lookup(address)
+        self._fits(ranks)
+        instance = await self._endpoint.connect([rank.endpoint for rank in ranks])
+        clients = [self._client(rank.handover) for rank in ranks]
+        try:
+            return PrefillPeer(ranks, instance, clients, self._local)
+        except BaseException:
+            await asyncio.gather(*(client.close() for client in clients))
+            await instance.close()
+            raise
+
+    def _client(self, address: str) -> ControlClient:
+        return ControlClient(self._context, address, self._keys, _drop, ASKS, ANSWERS)
+
+    async def _lookup(self, address: str) -> tuple[RankInfo, ...]:
+        """The ranks behind a bootstrap port; waits while they are not all there."""
+        client = self._client(address)
+        try:
+            while True:
+                try:
+                    answer = await client.ask(Lookup(), LOOKUP_SECONDS)
+                except RefusedError as error:
+                    if error.reason != "incomplete":
+                        raise
+                    await asyncio.sleep(RETRY_SECONDS)
+                    continue
+                if not isinstance(answer, Topology) or not answer.ranks:
+                    raise PeerProtocolError(f"{address} does not answer with its ranks")
+                return answer.ranks
+        finally:
+            await client.close()
+
+    def _fits(self, ranks: Sequence[RankInfo]) -> None:
+        first = ranks[0]
+        if first.protocol != PROTOCOL:
+            raise RefusedError("version", f"protocol {first.protocol} there, {PROTOCOL} here")
+        if first.page_tokens != self._local.page_tokens:
+            raise RefusedError(
+                "page_size",
+                f"pages of {first.page_tokens} tokens there, {self._local.page_tokens} here; set --page-size "
+                "alike",
+            )
+        if first.mode != self._local.mode:
+            raise RefusedError(
+                "mode", f"{first.mode} there, {self._local.mode} here; set --kv-transfer-mode alike"
+            )
+        if first.layout != self._local.layout:
+            raise RefusedError(
+                "layout",
+                f"{first.layout} there, {self._local.layout} here; set --kv-transfer-layout alike",
+            )
+        if first.metadata_bytes != self._local.metadata_bytes:
+            raise RefusedError("metadata", "the metadata rows differ; run one release, with the same model")
+
+
+def _drop(_message: Any) -> None:
+    """Nobody sends by itself here."""

@@ -1,0 +1,207 @@
+"""Push: prefill writes a request's KV into pages that decode has set aside, whole or layer by layer.
+
+Whole, it may be packed first (`engine/pd/staging.py`), and is then written as one range.
+
+By layer (MemServe, section 5.2), a layer of the pages that a forward pass completes is sent while the next
+layers are computed; what that leaves (cached prefixes, the last page of a chunk) goes at the end. SGLang may
+give a request other slots for the same tokens when somebody else has inserted them first: what was sent
+from elsewhere than where the request ends up is sent again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglang_ext.disagg import reshard
+from sglang_ext.disagg.errors import PeerProtocolError, TransferError
+from sglang_ext.disagg.handover import WRITE_SECONDS, moving_seconds
+from sglang_ext.disagg.messages import Placed, Reserve, Reserved, Written
+from sglang_ext.disagg.runs import Ids, Runs
+from sglang_ext.disagg.transfer.engine import Endpoint
+from sglang_ext.disagg.transfer.instance import Instance
+from sglang_ext.disagg.transfer.transactions import Direction
+from sglang_ext.engine.pd.leases import POOL
+from sglang_ext.engine.pd.staging import STAGING, Staging
+from sglang_ext.wire import pack_ids
+
+NOT_SENT = -1
+
+
+class Writing:
+    """One decode rank's pages, while they are being filled. Made by `begin`; ended by `finish` or `stop`.
+
+    target: decode's pages, in the order of the prompt's pages that decode lacks. part, packed: how to write
+    there from our pages, and from staging.
+    """
+
+    def __init__(
+        self,
+        instance: Instance,
+        part: reshard.RankPlan,
+        name: str,
+        target: Ids,
+        held: Reserved,
+        packed: tuple[Staging, reshard.RankPlan] | None = None,
+    ) -> None:
+        self._link = instance.links[0]
+        self._part = part
+        self._packed = packed
+        self._name = name
+        self._held = held
+        self.target = target
+        self.sent: Ids = np.full(target.size, NOT_SENT, np.int64)
+        """Page of ours from which all layers of each page were sent."""
+        self._queued = 0
+        """Bytes, since all had landed."""
+        self.layers_ahead = 0
+        """Pages times layers that were sent before their request was computed."""
+        self.refused: TransferError | None = None
+        """Why a layer could not be sent ahead; whoever finishes is told."""
+
+    @classmethod
+    async def begin(
+        cls,
+        endpoint: Endpoint,
+        instance: Instance,
+        name: str,
+        target: Ids,
+        pool: str = POOL,
+        staging: Staging | None = None,
+    ) -> Writing:
+        """Claim the pages, in a pool of decode's. staging: where to pack first.
+
+        Raises:
+            RefusedError: decode has not set them aside, or would need more than this rank holds.
+        """
+        (link,) = instance.links
+
+        def part_from(source: str) -> reshard.RankPlan:
+            plan = reshard.push_plan(
+                endpoint.pools[source].meta, endpoint.regions.locate, [link.pools.get(pool)], [link.locate]
+            )
+            if len(plan.ranks) != 1:
+                raise PeerProtocolError("nothing of this rank belongs there")
+            return plan.ranks[0]
+
+        part = part_from(POOL)
+        packed = (staging, part_from(STAGING)) if staging is not None else None
+        reserve = Reserve(link.session, name, pool, target.size, pack_ids(target))
+        held = await link.ask(reserve, WRITE_SECONDS)
+        if not isinstance(held, Reserved):
+            raise PeerProtocolError(f"expected a grant, got {type(held).__name__}")
+        return cls(instance, part, name, target, held, packed)
+
+    def write(self, places: Ids, pages: Ids, layers: Sequence[int] | None = None) -> None:
+        """Queue pages of ours for places in `target`; layers of the whole model, None for all."""
+        if not places.size:
+            return
+        self._write(self._part.runs(self.target[places], pages, layers))
+
+    def _write(self, runs: Runs) -> None:
+        grant = (self._held.slot, self._held.grant)
+        self._link.peer.transfer(self._name, runs, direction=Direction.WRITE, grant=grant)
+        self._queued += int(runs[:, 4].sum())
+
+    async def landed(self) -> None:
+        """Return when all that was queued is there."""
+        seconds, self._queued = moving_seconds(WRITE_SECONDS, self._queued), 0
+        await self._link.peer.landed(self._name, asyncio.get_running_loop().time() + seconds)
+
+    async def finish(self, pages: Ids) -> None:
+        """Send what has not been sent from where the request's pages are now, and give the grant back."""
+        if self.refused is not None:
+            raise self.refused
+        places = np.flatnonzero(self.sent != pages)
+        if (self.sent[places] != NOT_SENT).any():
+            # Two writes to one place might overtake each other.
+            await self.landed()
+        if not await self._write_packed(places, pages[places]):
+            self.write(places, pages[places])
+            await self.landed()
+        done = Written(self._link.session, self._name, self._held.grant)
+        if not isinstance(await self._link.ask(done, WRITE_SECONDS), Placed):
+            raise PeerProtocolError("expected a placement")
+
+    async def _write_packed(self, places: Ids, pages: Ids) -> bool:
+        """Pack pages of ours and write them from there; False when there is no room for that."""
+        if self._packed is None:
+            return False
+        staging, part = self._packed
+        blocks = staging.take(pages.size)
+        if blocks is None:
+            return False
+        try:
+            await staging.pack(pages, blocks)
+            self._write(part.runs(self.target[places], blocks))
+            await self.landed()
+        finally:
+            # Given up, what is still written from here is discarded there.
+            staging.give(blocks)
+        return True
+
+    async def stop(self) -> None:
+        """Give up: returns when nothing of ours writes there any more."""
+        await self._link.peer.drop(self._name)
+        self._link.spawn(self._link.give_up(self._held.grant))
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """Pages of one request that the forward pass under way completes.
+
+    places: of those that decode lacks, by number. pages: ours. writings: gives the request's `Writing`s.
+    """
+
+    places: Ids
+    pages: Ids
+    writings: Callable[[], list[Writing]]
+
+
+class LayerFeed:
+    """Sends layers of a forward pass as they are computed. In the scheduler's thread, but for `_send`.
+
+    first, layers: of this pipeline stage, in the whole model.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, first: int, layers: int) -> None:
+        self._loop = loop
+        self._first = first
+        self._layers = layers
+        self._now: list[Computing] = []
+        self._next = 0
+
+    def forward_begins(self, computing: list[Computing]) -> None:
+        """A batch is about to run."""
+        self._now, self._next = computing, 0
+
+    def layer_begins(self, layer: int) -> None:
+        """The KV of a layer is being written, so that all before it is complete."""
+        done = layer - self._first
+        if self._now and self._next < done:
+            self._loop.call_soon_threadsafe(self._send, self._now, range(self._next, done))
+            self._next = done
+
+    def forward_ended(self) -> None:
+        """The batch has run: its last layer is complete too."""
+        if self._now:
+            self._loop.call_soon_threadsafe(self._send, self._now, range(self._next, self._layers))
+        self._now = []
+
+    def _send(self, computing: list[Computing], layers: range) -> None:
+        model = [self._first + layer for layer in layers]
+        if not model:
+            return
+        for each in computing:
+            for writing in each.writings():
+                try:
+                    writing.write(each.places, each.pages, model)
+                except TransferError as error:  # of this request alone
+                    writing.refused = writing.refused or error
+                    continue
+                writing.layers_ahead += each.places.size * len(model)
+                if layers.stop == self._layers:
+                    writing.sent[each.places] = each.pages

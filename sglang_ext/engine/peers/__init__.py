@@ -1,0 +1,1 @@
+"""Fetching KV from other instances, and exporting ours to them."""

@@ -1,0 +1,181 @@
+"""What DRAM has of a prompt is lent to a peer, which reads it one-sidedly.
+
+A loan holds one DRAM lock, so that nothing of it is evicted, and a lease (``fetch_link``). The lease ends
+when its reader says that it is done, is dead, or is late; the lock goes once it has ended on every rank.
+
+What is in HBM only is copied to DRAM first, and what is being copied is waited for: the reader asks until
+something is published.
+
+All methods run in the scheduler's thread, on every rank between the same two passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+
+from sglang_ext.engine.tiers.disk_writes import Agree
+from sglang_ext.engine.tiers.dram_tier import DramTier
+from sglang_ext.engine.tiers.mover import BlockIds
+from sglang_ext.radix_global import Node, RadixTree
+
+MOST_LOANS: Final = 32
+SHARE: Final = 4
+"""Of DRAM, at most one part in so many is lent at a time."""
+
+
+class Lends(Protocol):
+    """What of ``fetch_link.FetchLink`` is used here."""
+
+    def publish(self, loan: str, ids: BlockIds, seconds: float) -> int | None: ...
+
+    def withdraw(self, lease: int) -> None: ...
+
+    def over(self, lease: int) -> bool: ...
+
+    def forget(self, lease: int) -> None: ...
+
+
+@dataclass
+class LendingCounters:
+    """Blocks, since the start."""
+
+    lent: int = 0
+    not_lent: int = 0
+    """Asked for and there, but too much was lent already."""
+    given_back: int = 0
+    """Of what was lent, what is nobody's any more."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A loan that is to be made when copies have completed."""
+
+    loan: str
+    namespace: Hashable
+    key: bytes
+    seconds: float
+
+
+@dataclass(eq=False)
+class _Loan:
+    node: Node
+    blocks: int
+    lease: int | None
+    """``None`` where this rank could not publish it."""
+
+
+class Lending:
+    """See the module's docstring.
+
+    Args:
+        tree: the rank's tree.
+        tier: DRAM.
+        link: publishes.
+        agree: the ranks' consensus: the smallest of their numbers.
+    """
+
+    def __init__(self, tree: RadixTree, tier: DramTier, link: Lends, agree: Agree = int) -> None:
+        self._tree = tree
+        self._tier = tier
+        self._link = link
+        self.agree = agree
+        self._loans: list[_Loan] = []
+        self._asked: list[_Asked] = []
+        self.counters = LendingCounters()
+
+    def lend(self, loan: str, namespace: Hashable, key: bytes, seconds: float) -> None:
+        """Lend what is in memory of a prompt's beginning, if only nothing: whoever asks shall know."""
+        if len(self._loans) + len(self._asked) >= MOST_LOANS:
+            return
+        # Copies may have completed while an idle scheduler slept; commands come before it looks.
+        self._tier.drain()
+        asked = _Asked(loan, namespace, key, seconds)
+        self._copy(asked)
+        if self._copying(asked):
+            self._asked.append(asked)
+        else:
+            self._publish(asked)
+
+    def _copy(self, asked: _Asked) -> None:
+        """Begin to copy to DRAM what is in HBM only."""
+        last, blocks = None, 0
+        for node in self._tree.match(asked.namespace, asked.key).path:
+            if self._tier.source in node.placements and self._tier.holder not in node.placements:
+                last = node
+            elif self._tier.holder not in node.placements:
+                break
+            blocks += node.blocks
+        if last is not None and self.lent_blocks + blocks <= self._tier.n_blocks // SHARE:
+            self._tier.write_through(last, always=True)
+
+    def _copying(self, asked: _Asked) -> bool:
+        incomplete = self._tier.incomplete()
+        path = self._tree.match(asked.namespace, asked.key).path if incomplete else ()
+        return any(node in incomplete for node in path)
+
+    def _publish(self, asked: _Asked) -> None:
+        nodes = self._held(asked.namespace, asked.key)
+        blocks = sum(node.blocks for node in nodes)
+        if self.lent_blocks + blocks > self._tier.n_blocks // SHARE:
+            self.counters.not_lent += blocks
+            nodes, blocks = [], 0
+        dram = self._tier.holder
+        ids = [np.asarray(node.placements[dram], np.int64) for node in nodes]
+        last = nodes[-1] if nodes else self._tree.root
+        self._tree.lock(last, dram)
+        flat = np.concatenate(ids) if ids else np.zeros(0, np.int64)
+        lease = self._link.publish(asked.loan, flat, asked.seconds)
+        self._loans.append(_Loan(last, blocks, lease))
+        self.counters.lent += blocks
+
+    def _held(self, namespace: Hashable, key: bytes) -> list[Node]:
+        """The nodes from the prompt's start on whose copy in DRAM is complete."""
+        incomplete = self._tier.incomplete()
+        nodes: list[Node] = []
+        for node in self._tree.match(namespace, key).path:
+            if self._tier.holder not in node.placements or node in incomplete:
+                break
+            nodes.append(node)
+        return nodes
+
+    def drain(self) -> None:
+        """Make loans whose copies have completed, and let go of those that have ended on every rank. Once
+        per pass; does not wait."""
+        for asked in list(self._asked):
+            if not self._copying(asked):
+                self._asked.remove(asked)
+                self._publish(asked)
+        for loan in list(self._loans):
+            if self.agree(int(loan.lease is None or self._link.over(loan.lease))):
+                self._end(loan)
+
+    def clear(self) -> None:
+        """The cache is about to be emptied: end every loan. Readers find that what they read is stale."""
+        self._asked.clear()
+        for loan in list(self._loans):
+            if loan.lease is not None:
+                self._link.withdraw(loan.lease)
+            self._end(loan)
+
+    def _end(self, loan: _Loan) -> None:
+        self._loans.remove(loan)
+        self.counters.given_back += loan.blocks
+        if loan.lease is not None:
+            self._link.forget(loan.lease)
+        self._tree.unlock(loan.node, self._tier.holder)
+
+    @property
+    def lent_blocks(self) -> int:
+        """Blocks of loans that have not ended."""
+        return sum(loan.blocks for loan in self._loans)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._loans or self._asked)
+
+    def __repr__(self) -> str:
+        return f"Lending(loans={len(self._loans)}, blocks={self.lent_blocks}, {self.counters})"

@@ -1,0 +1,334 @@
+"""A rank's DRAM arena as peers read it, and as it reads theirs: an endpoint on a thread of its own.
+
+The scheduler's thread publishes leases and starts jobs, and looks at what became of them; it never waits for
+a peer. Blocks are lent as a ``borrowed`` pool's: the arena's allocator knows nothing of counters, so a lease
+seals what it lends and its end opens it again. Whoever publishes keeps a lock on the tree's nodes until
+``over`` says so, and a reader that comes later finds another generation (``docs/transfer.md``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from sglang_ext.disagg.errors import (
+    PeerGoneError,
+    RefusedError,
+    StaleReadError,
+    TransferDeadlineError,
+    TransferError,
+)
+from sglang_ext.disagg.messages import Offer
+from sglang_ext.disagg.runs import Ids
+from sglang_ext.disagg.tensors import arena_tensors
+from sglang_ext.disagg.transfer.config import EndpointConfig
+from sglang_ext.disagg.transfer.engine import Endpoint
+from sglang_ext.disagg.transfer.instance import Instance
+from sglang_ext.disagg.transfer.leases import Ended
+from sglang_ext.disagg.transfer.pools import MemoryRange, PoolSpec
+from sglang_ext.engine.peers.transfer_thread import LoopThread
+from sglang_ext.errors import InternalError, SglangExtError
+from sglang_ext.geometry import Geometry
+from sglang_ext.tiered_store.dram.arena import DramArena
+from sglang_ext.wire import pack_ids, unpack_ids
+
+log = logging.getLogger(__name__)
+
+POOL = "dram"
+ASK_SECONDS = 0.005
+"""Between two questions for a lease that the owner's scheduler has not published yet."""
+DECLINE_SECONDS = 5.0
+"""For a lease that nobody wants to be published, so that it can be ended."""
+END_SECONDS = 20.0
+"""For a job to end that was told to; a read ends when its call has returned."""
+EPOCH_MARK = "/"
+
+
+def peer_name(instance: str, epoch: bytes) -> str:
+    """What an instance's endpoints call themselves: a restarted one is another peer."""
+    return f"{instance}{EPOCH_MARK}{epoch.hex()}"
+
+
+@dataclass(eq=False)
+class Job:
+    """What is read from one peer. Written by the link's thread, looked at by the scheduler's.
+
+    offered: blocks of the prompt's beginning that the peer lends; ``None`` until that is known.
+    read: blocks that are in place and verified; ``None`` until the reading has ended.
+    connecting_s: how long it took to connect, once that is done: what later reads from there do not take.
+    why: one word for what went wrong, or nothing.
+    """
+
+    address: str
+    loan: str
+    deadline: float
+    """On the link's loop."""
+    offered: int | None = None
+    read: int | None = None
+    why: str = ""
+    connecting_s: float = 0.0
+    instance: Instance | None = None
+    offer: Offer | None = None
+    task: asyncio.Task[int] | None = None
+    declined: bool = False
+    """What is offered is not wanted."""
+    ended: threading.Event = field(default_factory=threading.Event)
+    """Nothing of it runs on the link's thread any more."""
+
+
+class FetchLink:
+    """See the module's docstring.
+
+    Args:
+        config: who this rank is; its namespace must differ wherever KV is not interchangeable.
+        geometry, arena: what is lent and filled.
+
+    Raises:
+        What ``Endpoint.start`` raises.
+    """
+
+    def __init__(self, config: EndpointConfig, geometry: Geometry, arena: DramArena) -> None:
+        self._over: set[int] = set()
+        self._peers: dict[str, Instance] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._thread = LoopThread("kv-fetch")
+        spec = PoolSpec(
+            POOL,
+            arena.n_blocks,
+            geometry.block_tokens,
+            arena_tensors(geometry, arena.address, arena.n_blocks),
+            geometry.shard,
+            (MemoryRange(arena.address, arena.n_blocks * arena.block_bytes, fd=arena.memory.fd, keep=arena),),
+            borrowed=True,
+        )
+        try:
+            started = self._thread.run(Endpoint.start(config, [spec], on_ended=self._lease_ended))
+        except BaseException:
+            self._thread.close()
+            raise
+        self._endpoint: Endpoint | None = started
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The endpoint, until ``close``."""
+        if self._endpoint is None:
+            raise InternalError("the link is closed")
+        return self._endpoint
+
+    @property
+    def address(self) -> str:
+        """host:port, for peers."""
+        return self.endpoint.address
+
+    @property
+    def transport_bytes(self) -> dict[str, int]:
+        """Bytes that were read from peers, by the transport that brought them. From any thread."""
+        return {str(name): stats.bytes for name, stats in self.endpoint.totals().items()}
+
+    # -- lending ------------------------------------------------------------------------------------
+
+    def publish(self, loan: str, ids: Ids, seconds: float) -> int | None:
+        """Lease blocks to whoever asks for ``loan``; the lease, or ``None`` where that cannot be."""
+        try:
+            return self.endpoint.publish(POOL, loan, ids, seconds).lease
+        except TransferError as error:  # the budget is spent
+            log.debug("%s is not lent: %s", loan, error)
+        return None
+
+    def withdraw(self, lease: int) -> None:
+        """Take a lease back. When this returns, its blocks have another generation."""
+        self.endpoint.withdraw(POOL, lease)
+        self._over.discard(lease)
+
+    def forget(self, lease: int) -> None:
+        """Nobody asks any more whether a lease has ended."""
+        self._over.discard(lease)
+
+    def over(self, lease: int) -> bool:
+        """Whether a lease has ended, however."""
+        return lease in self._over
+
+    def _lease_ended(self, _pool: str, ended: Ended) -> None:
+        self._over.add(ended.lease.number)
+
+    # -- fetching -----------------------------------------------------------------------------------
+
+    def ask(self, address: str, loan: str, seconds: float) -> Job:
+        """Ask a peer for what it lends under a name; it may publish that a little later."""
+        job = Job(address, loan, self._thread.loop.time() + seconds)
+        self._start(job, asking=True)
+        return job
+
+    def read(self, job: Job, start: int, ids: Ids) -> None:
+        """Read the offered blocks from ``start`` on into ``ids``, and verify them.
+
+        Until ``job.read`` is known the blocks may be written.
+        """
+        job.ended.clear()
+        self._start(job, asking=False, start=start, ids=ids)
+
+    def drop(self, job: Job) -> None:
+        """What is offered is not needed: let the peer have it back."""
+        self._thread.loop.call_soon_threadsafe(self._release, job)
+
+    def decline(self, address: str, loan: str) -> None:
+        """What a peer lends under a name is not needed: let it have that back."""
+        self._start(
+            Job(address, loan, self._thread.loop.time() + DECLINE_SECONDS, declined=True), asking=True
+        )
+
+    def cancel(self, job: Job) -> None:
+        """End a job, and wait until nothing of it writes any more."""
+
+        def stop() -> None:
+            if job.task is not None:
+                job.task.cancel()
+
+        self._thread.loop.call_soon_threadsafe(stop)
+        if not job.ended.wait(END_SECONDS):
+            log.error("a read from %s does not end", job.address)
+
+    def _start(self, job: Job, *, asking: bool, start: int = 0, ids: Ids | None = None) -> None:
+        def begin() -> None:
+            work = self._asking(job) if asking or ids is None else self._reading(job, start, ids)
+            job.task = asyncio.ensure_future(work)
+            self._keep(job.task)
+            # Also of one that is cancelled before it begins.
+            job.task.add_done_callback(ended)
+
+        def ended(task: asyncio.Task[int]) -> None:
+            blocks = 0
+            if task.cancelled():
+                job.why = "cancelled"
+            elif (error := task.exception()) is not None:
+                self._failed(job, error)
+            else:
+                blocks = task.result()
+                if job.declined:
+                    self._release(job)
+            job.ended.set()
+            if asking:
+                job.offered = blocks
+            else:
+                job.read = blocks
+
+        self._thread.loop.call_soon_threadsafe(begin)
+
+    async def _asking(self, job: Job) -> int:
+        async with asyncio.timeout_at(job.deadline):
+            began = asyncio.get_running_loop().time()
+            job.instance = await self._peer(job.address)
+            job.connecting_s = asyncio.get_running_loop().time() - began
+            job.offer = await self._offered(job.instance, job)
+        return len(unpack_ids(job.offer.blocks))
+
+    async def _offered(self, instance: Instance, job: Job) -> Offer:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                return await instance.offer(0, job.loan, POOL, max(0.001, job.deadline - loop.time()))
+            except RefusedError as error:
+                if error.reason != "request":
+                    raise
+            await asyncio.sleep(ASK_SECONDS)
+
+    async def _reading(self, job: Job, start: int, ids: Ids) -> int:
+        instance, offer = job.instance, job.offer
+        assert instance is not None
+        assert offer is not None
+        end = start + len(ids)
+        part = msgspec.structs.replace(
+            offer,
+            blocks=pack_ids(unpack_ids(offer.blocks)[start:end]),
+            generations=pack_ids(unpack_ids(offer.generations)[start:end]),
+        )
+        try:
+            instance.transfer(job.loan, [part], POOL, ids)
+            await instance.landed(job.loan, max(0.001, job.deadline - asyncio.get_running_loop().time()))
+        finally:
+            # Nobody waits for the peer to hear of it: the bytes are here, or of no use.
+            self._release(job)
+        return len(ids)
+
+    def _failed(self, job: Job, error: BaseException) -> None:
+        if not isinstance(error, SglangExtError | TimeoutError):
+            log.error("fetching KV from %s failed", job.address, exc_info=error)
+        log.info("KV is not fetched from %s: %s", job.address, error)
+        if isinstance(error, StaleReadError):
+            job.why = "stale"
+        elif isinstance(error, TimeoutError | TransferDeadlineError):
+            job.why = "late"
+        elif isinstance(error, RefusedError):
+            job.why = "refused"
+        else:
+            job.why = "gone"
+
+    def _release(self, job: Job) -> None:
+        instance, offer = job.instance, job.offer
+        if instance is not None and offer is not None and not instance.gone:
+            link = instance.links[0]
+            link.spawn(link.complete(job.loan, offer.lease, True, 5.0))
+
+    async def _peer(self, address: str) -> Instance:
+        """The connection to a peer's rank; made once, and again after a death."""
+        async with self._locks.setdefault(address, asyncio.Lock()):
+            known = self._peers.get(address)
+            if known is not None and not known.gone:
+                return known
+            if known is not None:
+                del self._peers[address]
+                await known.close()
+            fresh = self._peers[address] = await self.endpoint.connect([address])
+            return fresh
+
+    # -- deaths -------------------------------------------------------------------------------------
+
+    def peer_dead(self, instance: str, epoch: bytes) -> None:
+        """An instance died: end what was lent to it, and what is read from it. An empty epoch means any."""
+        self._thread.loop.call_soon_threadsafe(self._bury, peer_name(instance, epoch))
+
+    def _bury(self, dead: str) -> None:
+        def died(name: str) -> bool:
+            return name.startswith(dead) if dead.endswith(EPOCH_MARK) else name == dead
+
+        endpoint = self._endpoint
+        if endpoint is None:
+            return
+        for session in endpoint.owner.sessions:
+            if died(session.reader.instance):
+                log.info("%s is dead: what it was lent is free", session.reader.instance)
+                self._keep(asyncio.ensure_future(endpoint.owner.end(session)))
+        for peer in self._peers.values():
+            if died(peer.name):
+                for link in peer.links:
+                    link.fail(PeerGoneError(f"{peer.name} is dead"))
+
+    def close(self) -> None:
+        """Disconnect, and end every lease. Safe to call again."""
+        endpoint = self._endpoint
+        if endpoint is None:
+            return
+        self._thread.run(self._end(endpoint))
+        self._thread.close()
+        # What it has mapped goes with the last reference.
+        self._endpoint = None
+        self._peers.clear()
+
+    async def _end(self, endpoint: Endpoint) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await endpoint.close()
+
+    def _keep(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def __repr__(self) -> str:
+        return f"FetchLink(closed={self._endpoint is None}, peers={len(self._peers)})"

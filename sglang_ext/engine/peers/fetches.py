@@ -1,0 +1,303 @@
+"""What a prompt's KV lacks here is read from a peer's DRAM into ours (MemServe, equation 2; KVDirect, 4.1).
+
+A fetch asks its peer what it lends, takes DRAM blocks for what is lacking then, has them read and verified,
+and puts them into the tree, from where the request loads them like any other DRAM hit; they go on to disk as
+what was computed here does. A request that was told to may wait for its fetch, for a time; others go first.
+Whatever goes wrong is a miss, counted by its reason.
+
+All methods run in the scheduler's thread. Every rank reads its part from the peer's same rank, and takes each
+step once all can.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+
+from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.engine.peers.fetch_link import Job
+from sglang_ext.engine.tiers.disk_writes import Agree
+from sglang_ext.engine.tiers.dram_tier import DramTier
+from sglang_ext.engine.tiers.mover import BlockIds
+from sglang_ext.engine.tiers.promotion import insert_behind
+from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.radix_global import Node, RadixTree
+
+logger = logging.getLogger(__name__)
+
+MOST_FETCHES: Final = 16
+SHARE: Final = 4
+"""Of DRAM, at most one part in so many is on its way from peers at a time."""
+NOT_YET: Final = -1
+MOST_RESULTS: Final = 1000
+"""Results that wait for somebody who takes them."""
+
+
+class Reads(Protocol):
+    """What of ``fetch_link.FetchLink`` is used here."""
+
+    def ask(self, address: str, loan: str, seconds: float) -> Job: ...
+
+    def read(self, job: Job, start: int, ids: BlockIds) -> None: ...
+
+    def drop(self, job: Job) -> None: ...
+
+    def cancel(self, job: Job) -> None: ...
+
+    def decline(self, address: str, loan: str) -> None: ...
+
+
+@dataclass
+class FetchCounters:
+    """Since the start; blocks, and fetches by how they ended."""
+
+    fetched_blocks: int = 0
+    done: int = 0
+    needless: int = 0
+    """There was nothing to fetch: it is here, or the peer has no more."""
+    joined: int = 0
+    """It was under way for somebody else already."""
+    busy: int = 0
+    """Too many were under way."""
+    no_room: int = 0
+    late: int = 0
+    stale: int = 0
+    """The peer's blocks changed while they were read."""
+    refused: int = 0
+    """The peer is of another namespace, or lends nothing."""
+    gone: int = 0
+    """The peer died, or cannot be reached."""
+    cancelled: int = 0
+    not_waited: int = 0
+    """Requests that went on without, because it took too long."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be fetched. key: encoded, whole blocks. wait_until: of the request, on this rank's clock;
+    None when nobody waits. then: called when it has ended, however. id: of the message that asks for it;
+    ahead: it was a hint.
+    """
+
+    namespace: Hashable
+    key: bytes
+    address: str
+    loan: str
+    seconds: float
+    wait_until: float | None = None
+    then: Callable[[], None] = lambda: None
+    id: str = ""
+    ahead: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FetchResult:
+    """What became of a wish.
+
+    how: a name of `FetchCounters`. seconds: since it was begun, but for connecting.
+    """
+
+    id: str
+    ahead: bool
+    how: str
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(eq=False)
+class _Fetch:
+    wish: Wish
+    job: Job
+    wait_until: float | None
+    began: float
+    parent: Node | None = None
+    """What the blocks continue; locked for DRAM while they are read."""
+    start: int = 0
+    ids: BlockIds | None = None
+
+
+class Fetches:
+    """See the module's docstring.
+
+    Args:
+        tree: the rank's tree.
+        tier: DRAM.
+        link: reads.
+        agree: the ranks' consensus: the smallest of their numbers.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, tree: RadixTree, tier: DramTier, link: Reads, agree: Agree = int, *, clock: Clock | None = None
+    ) -> None:
+        self._tree = tree
+        self._tier = tier
+        self._dram = tier.holder
+        self._link = link
+        self._agree = agree
+        self._clock = clock or SystemClock()
+        self._step = tree.block_size * TOKEN_BYTES
+        self._active: list[_Fetch] = []
+        self._results: deque[FetchResult] = deque(maxlen=MOST_RESULTS)
+        self.counters = FetchCounters()
+
+    # -- asking -------------------------------------------------------------------------------------
+
+    def begin(self, wish: Wish) -> None:
+        """Start to fetch, unless there is nothing to do or too much is done already."""
+        for other in self._active:
+            if other.wish.namespace == wish.namespace and other.wish.key.startswith(wish.key):
+                # A request waits for that instead.
+                other.wait_until = wish.wait_until if other.wait_until is None else other.wait_until
+                self._decline(wish, "joined")
+                return
+        whole = len(wish.key) // self._step
+        if not whole or self._tree.match(wish.namespace, wish.key).blocks >= whole:
+            self._decline(wish, "needless")
+            return
+        if len(self._active) >= MOST_FETCHES:
+            self._decline(wish, "busy")
+            return
+        job = self._link.ask(wish.address, wish.loan, wish.seconds)
+        self._active.append(_Fetch(wish, job, wish.wait_until, self._clock.monotonic()))
+
+    def _decline(self, wish: Wish, how: str) -> None:
+        """Nothing is begun: what the peer lends for it need not stay locked there until it expires."""
+        self._link.decline(wish.address, wish.loan)
+        self._tell(wish.id, wish.ahead, how)
+        wish.then()
+
+    def refuse(self, id: str, *, ahead: bool) -> None:
+        """What a message asks for cannot be had from that peer."""
+        self._tell(id, ahead, "refused")
+
+    def waits(self, namespace: Hashable, key: bytes) -> bool:
+        """Whether a request with this prompt is to wait for a fetch."""
+        whole = key[: len(key) // self._step * self._step]
+        return bool(whole) and any(
+            fetch.wait_until is not None
+            and fetch.wish.namespace == namespace
+            and (fetch.wish.key.startswith(whole) or whole.startswith(fetch.wish.key))
+            for fetch in self._active
+        )
+
+    # -- going on -----------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Take the next step of each fetch that can. Once per pass; does not wait."""
+        for fetch in list(self._active):
+            if fetch.wait_until is not None and self._agree(int(self._clock.monotonic() > fetch.wait_until)):
+                fetch.wait_until = None
+                self.counters.not_waited += 1
+            job = fetch.job
+            if fetch.ids is None:
+                offered = self._agree(NOT_YET if job.offered is None else job.offered)
+                if offered != NOT_YET:
+                    self._take(fetch, offered)
+            else:
+                read = self._agree(NOT_YET if job.read is None else job.read)
+                if read != NOT_YET:
+                    self._land(fetch, read)
+
+    def _take(self, fetch: _Fetch, offered: int) -> None:
+        """The peer has said what it lends: take blocks for what is lacking, and read."""
+        wish, job = fetch.wish, fetch.job
+        match = self._tree.match(wish.namespace, wish.key)
+        lacking = min(offered, len(wish.key) // self._step) - match.blocks
+        if lacking <= 0:
+            self._link.drop(job)
+            self._end(fetch, job.why or "needless")
+            return
+        under_way = sum(len(other.ids) for other in self._active if other.ids is not None)
+        wanted = min(lacking, self._tier.n_blocks // SHARE - under_way)
+        if wanted <= 0:
+            self._link.drop(job)
+            self._end(fetch, "busy")
+            return
+        node = match.node
+        if self._dram not in node.placements and not node.is_root:
+            # What comes can only continue what DRAM has.
+            self._tier.write_through(node, always=True)
+        ids: BlockIds = np.zeros(0, np.int64)
+        if self._dram in node.placements or node.is_root:
+            # What the blocks continue must not be evicted to make room for them.
+            self._tree.lock(node, self._dram)
+            ids = self._tier.take(wanted, lose=fetch.wait_until is not None)
+            if not len(ids):
+                self._tree.unlock(node, self._dram)
+        if not len(ids):
+            self._link.drop(job)
+            self._end(fetch, "no_room")
+            return
+        fetch.parent, fetch.start, fetch.ids = node, match.blocks, ids
+        self._link.read(job, match.blocks, ids)
+
+    def _land(self, fetch: _Fetch, read: int) -> None:
+        """The blocks are in place and verified on every rank, or of no use on one."""
+        ids, parent = fetch.ids, fetch.parent
+        assert ids is not None
+        assert parent is not None
+        came = 0
+        if read < len(ids):
+            self._tier.give_back(ids)
+        else:
+            came = self._insert(fetch, parent, ids)
+        self._tree.unlock(parent, self._dram)
+        self._end(fetch, "done" if read == len(ids) else fetch.job.why or "gone", came)
+
+    def _insert(self, fetch: _Fetch, parent: Node, ids: BlockIds) -> int:
+        """Put what has arrived into the tree, where somebody may have put it in the meantime. Returns the
+        blocks that nobody had."""
+        wish = fetch.wish
+        end = fetch.start + len(ids)
+        result = insert_behind(
+            self._tree, self._dram, parent, wish.namespace, wish.key[: end * self._step], ids
+        )
+        held = result.held_blocks - fetch.start
+        self._tier.give_back(ids[:held])
+        self._tier.inserted(len(ids) - held)
+        self.counters.fetched_blocks += len(ids) - held
+        if self._tier.below is not None and result.added:
+            self._tree.lock(result.node, self._dram)
+            self._tier.below.submit(result.node, len(ids) - held)
+        return len(ids) - held
+
+    def _end(self, fetch: _Fetch, how: str, blocks: int = 0) -> None:
+        self._active.remove(fetch)
+        seconds = max(0.0, self._clock.monotonic() - fetch.began - fetch.job.connecting_s)
+        self._tell(fetch.wish.id, fetch.wish.ahead, how, blocks, seconds)
+        fetch.wish.then()
+
+    def _tell(self, id: str, ahead: bool, how: str, blocks: int = 0, seconds: float = 0.0) -> None:
+        how = how if hasattr(self.counters, how) else "gone"
+        setattr(self.counters, how, getattr(self.counters, how) + 1)
+        self._results.append(FetchResult(id, ahead, how, blocks * self._tree.block_size, seconds))
+
+    def take_results(self) -> list[FetchResult]:
+        """What has ended since, in that order."""
+        results = list(self._results)
+        self._results.clear()
+        return results
+
+    # -- whole --------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Give up every fetch. When this returns, nothing writes to DRAM for one."""
+        for fetch in list(self._active):
+            self._link.cancel(fetch.job)
+            if fetch.ids is not None and fetch.parent is not None:
+                self._tier.give_back(fetch.ids)
+                self._tree.unlock(fetch.parent, self._dram)
+            self._end(fetch, "cancelled")
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._active)
+
+    def __repr__(self) -> str:
+        return f"Fetches(active={len(self._active)}, {self.counters})"

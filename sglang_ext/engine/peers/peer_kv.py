@@ -1,0 +1,163 @@
+"""Fetching from peers and lending to them, as one part of a rank's cache.
+
+What routers say comes with the requests (``commands``); ``waits`` is for SGLang's protocol of waiting
+requests (``storage_prefetch``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Final, Protocol
+
+from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.engine.peers.export import Lending, Lends
+from sglang_ext.engine.peers.fetches import Fetches, FetchResult, Reads, Wish
+from sglang_ext.engine.tiers.disk_writes import Agree
+from sglang_ext.engine.tiers.dram_tier import DramTier
+from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.protocol.agent import Advise, Fetch, Lend, PeerDead, Source
+from sglang_ext.radix_global import RadixTree
+
+HINT_SECONDS: Final = 10.0
+"""For a fetch that nobody waits for."""
+
+
+class Link(Lends, Reads, Protocol):
+    """``fetch_link.FetchLink``."""
+
+    @property
+    def transport_bytes(self) -> dict[str, int]: ...
+
+    def peer_dead(self, instance: str, epoch: bytes) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PeerKv:
+    """See the module's docstring. All methods run in the scheduler's thread.
+
+    Args:
+        tree, tier: the rank's.
+        link: lends and reads.
+        rank: of so many ``ranks``: which of a peer's endpoints is read from.
+        namespace: where the KV of a tenant's prompts belongs now, from its ``extra_key`` and ``cache_salt``.
+        fresh: whether the weights are those that the link's namespace names.
+        agree: the ranks' consensus: the smallest of their numbers.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        tier: DramTier,
+        link: Link,
+        *,
+        namespace: Callable[[str | None, str | None], Hashable],
+        fresh: Callable[[], bool] = lambda: True,
+        rank: int = 0,
+        ranks: int = 1,
+        agree: Agree = int,
+        clock: Clock | None = None,
+    ) -> None:
+        self._clock = clock or SystemClock()
+        self._step = tree.block_size * TOKEN_BYTES
+        self._link = link
+        self._namespace = namespace
+        self._fresh = fresh
+        self._rank = rank
+        self._ranks = ranks
+        self.tell: Callable[[FetchResult], None] | None = None
+        """Takes what became of fetches; for rank 0."""
+        self.lending = Lending(tree, tier, link, agree)
+        self.fetches = Fetches(tree, tier, link, agree, clock=self._clock)
+
+    def lend(self, message: Lend) -> None:
+        """A peer is about to ask."""
+        # Nothing is said of other weights than those by which peers know each other.
+        key = self._whole(message.tokens) if self._fresh() else b""
+        namespace = self._namespace(message.extra_key, message.cache_salt)
+        self.lending.lend(message.loan, namespace, key, message.ttl_s)
+
+    def fetch(self, message: Fetch) -> None:
+        """A request is on its way, and waits."""
+        until = self._clock.monotonic() + message.wait_s
+        wish = self._wish(message, message.source, message.wait_s, until)
+        if wish is not None:
+            self.fetches.begin(wish)
+
+    def fetch_ahead(self, message: Advise, then: Callable[[], None]) -> None:
+        """A request is expected: fetch, and then do what is done for a hint."""
+        source = message.source
+        wish = None
+        if source is not None:
+            seconds = min(HINT_SECONDS, message.ttl_s or HINT_SECONDS)
+            wish = self._wish(message, source, seconds, None, then)
+        if wish is None:
+            then()
+        else:
+            self.fetches.begin(wish)
+
+    def _wish(
+        self,
+        message: Fetch | Advise,
+        source: Source,
+        seconds: float,
+        until: float | None,
+        then: Callable[[], None] = lambda: None,
+    ) -> Wish | None:
+        if len(source.endpoints) != self._ranks or not self._fresh():
+            # With another number of ranks, each would need parts of several: not done.
+            self.fetches.refuse(message.id, ahead=isinstance(message, Advise))
+            return None
+        return Wish(
+            self._namespace(message.extra_key, message.cache_salt),
+            self._whole(message.tokens),
+            source.endpoints[self._rank],
+            source.loan,
+            seconds,
+            until,
+            then,
+            message.id,
+            isinstance(message, Advise),
+        )
+
+    def peer_dead(self, message: PeerDead) -> None:
+        """An instance died: what was lent to it is free at once, what is read from it is a miss."""
+        self._link.peer_dead(message.instance, message.epoch)
+
+    def _whole(self, tokens: bytes) -> bytes:
+        return tokens[: len(tokens) // self._step * self._step]
+
+    def waits(self, namespace: Hashable, key: bytes) -> bool:
+        """Whether a request with this prompt is to wait."""
+        return self.fetches.waits(namespace, key)
+
+    def drain(self) -> None:
+        """Once per pass; does not wait."""
+        self.lending.drain()
+        self.fetches.drain()
+        for result in self.fetches.take_results():
+            if self.tell is not None:
+                self.tell(result)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the next passes have something to do."""
+        return self.fetches.busy or self.lending.busy
+
+    @property
+    def transport_bytes(self) -> dict[str, int]:
+        """Bytes that were read from peers, by transport."""
+        return self._link.transport_bytes
+
+    def clear(self) -> None:
+        """The cache is about to be emptied."""
+        self.fetches.settle()
+        self.lending.clear()
+
+    def close(self) -> None:
+        """End. DRAM is still there."""
+        self.clear()
+        self._link.close()
+
+    def __repr__(self) -> str:
+        return f"PeerKv({self.fetches!r}, {self.lending!r})"

@@ -1,0 +1,391 @@
+"""Brings a prompt's KV to HBM before its request comes: disk to DRAM to HBM (Symphony, section 3.3).
+
+Prompts of high priority come first, then those that were announced first. What is on disk is read when no
+request wants to read, for a few prompts at once, their lowest layers first, and becomes DRAM blocks as for a
+waiting request. From there it is copied in small pieces, behind all copies that somebody waits for, to slots
+that are free, or that hold blocks which have a copy elsewhere and were not used since the prefetch began, or
+were announced with a lower priority. The slots of a piece are nobody's until it has arrived; then its blocks
+enter the tree, and are ordinary cached blocks that are held back for their request (``hinted``) and yet go at
+once when SGLang needs them. No batch ever waits for a prefetch, and a request that comes too early does the
+rest by itself, as it would without.
+
+All methods run in the scheduler's thread. With several ranks, each is to be asked the same between the same
+two passes of the loop: what follows is decided from what all ranks have alike, or agreed upon.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_ext.engine.tiers.dram_tier import DramTier
+from sglang_ext.engine.tiers.hbm_room import HbmRoom
+from sglang_ext.engine.tiers.promotion import Wanted
+from sglang_ext.engine.tiers.promotions import Promotions
+from sglang_ext.engine.tiers.retention import Hinted, path_of
+from sglang_ext.engine.tiers.slots import SlotOps
+from sglang_ext.keys import TOKEN_BYTES, TokenIds, encode_tokens
+from sglang_ext.radix_global import Holder, Node, RadixTree
+from sglang_ext.tiered_store.loading.layers import AHEAD
+
+MOST_WAITING = 256
+READ_AHEAD = 4
+"""Prompts that are read from disk at the same time."""
+PIECE_BLOCKS = 64
+"""Copied at a time: what HBM cannot give up for as long as a copy takes."""
+
+
+class PrefetchEnd(enum.Enum):
+    """Why a prefetch has ended."""
+
+    DONE = "done"
+    """Every whole block of the prompt that is in any tier is in HBM."""
+    NO_ROOM = "no_room"
+    """The rest is in DRAM, if that had room: HBM is full of blocks that are in use or were used since."""
+    GIVEN_UP = "given_up"
+    """SGLang took memory back meanwhile."""
+    CANCELLED = "cancelled"
+    DROPPED = "dropped"
+    """Too many waited, or the cache was emptied."""
+    COMPUTING = "computing"
+    """No end: all that there is was brought, and the rest will be computed when the instance is idle."""
+    COMPUTED = "computed"
+    """What nobody had was computed too (``compute_ahead``)."""
+
+
+@dataclass(frozen=True)
+class PrefetchResult:
+    """How a prefetch has ended.
+
+    tokens: of the prompt's beginning that are in HBM. brought: by it. computed: ahead of the request.
+    """
+
+    id: str
+    end: PrefetchEnd
+    tokens: int
+    brought: int
+    computed: int = 0
+
+
+@dataclass(eq=False)
+class _Prefetch:
+    """Also the handle under which promotions know it."""
+
+    id: str
+    namespace: Hashable
+    key: bytes
+    priority: int = 0
+    begun: bool = False
+    since: float = 0.0
+    """When it began, in the tree's time."""
+    reached: int = 0
+    """Blocks of the prompt that HBM had when it was last looked at."""
+    brought: int = 0
+
+
+@dataclass(eq=False)
+class _Piece:
+    """What is being copied: the blocks from ``start`` on."""
+
+    prefetch: _Prefetch
+    start: int
+    slots: Any
+    complete: bool = False
+
+    def arrived(self) -> None:
+        """Nobody writes to the slots any more."""
+        self.complete = True
+
+
+@dataclass
+class PrefetchCounters:
+    """Prefetches by how they ended, since the start."""
+
+    done: int = 0
+    no_room: int = 0
+    given_up: int = 0
+    cancelled: int = 0
+    dropped: int = 0
+
+
+class Prefetcher:
+    """See the module's docstring.
+
+    Args:
+        tree: the rank's tree.
+        hbm: the holder that stands for this rank's pool.
+        tier: DRAM; copies to HBM.
+        room: slots.
+        slots: how the tree keeps them.
+        promotions: bring what is on disk to DRAM; None without a disk.
+        namespace: where the KV of a tenant's prompts belongs now, from its ``extra_key`` and ``cache_salt``.
+        piece_blocks: most blocks of a piece.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        hbm: Holder,
+        tier: DramTier,
+        room: HbmRoom,
+        slots: SlotOps,
+        promotions: Promotions | None,
+        namespace: Callable[[str | None, str | None], Hashable],
+        *,
+        piece_blocks: int = PIECE_BLOCKS,
+    ) -> None:
+        self._tree = tree
+        self._hbm = hbm
+        self._dram = tier.holder
+        self._tier = tier
+        self._room = room
+        self._slots = slots
+        self._promotions = promotions
+        self._namespace = namespace
+        self._piece_blocks = piece_blocks
+        self._waiting: list[_Prefetch] = []
+        """In the order in which they are done."""
+        self._piece: _Piece | None = None
+        self._ended: deque[PrefetchResult] = deque(maxlen=MOST_WAITING)
+        self.counters = PrefetchCounters()
+        marker = Holder.of(f"{hbm.instance} announced requests", hbm.epoch, hbm.tier)
+        self.hinted = Hinted(tree, marker)
+        room.hinted = tier.hinted = self.hinted
+        room.arriving = self.arriving_tokens
+        room.surrender = self.surrender
+
+    # -- asking ---------------------------------------------------------------------------------
+
+    def expect(
+        self,
+        id: str,
+        tokens: TokenIds | Sequence[int],
+        *,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        until: float = math.inf,
+    ) -> _Prefetch:
+        """Hold back what is known of a prompt that is expected, and bring nothing. See ``prefetch``."""
+        key = encode_tokens(tokens)
+        whole = len(key) // (self._tree.block_size * TOKEN_BYTES) * self._tree.block_size * TOKEN_BYTES
+        wanted = _Prefetch(id, self._namespace(extra_key, cache_salt), key[:whole], priority)
+        self.hinted.expect(id, wanted.namespace, wanted.key, priority=priority, until=until)
+        return wanted
+
+    def prefetch(
+        self,
+        id: str,
+        tokens: TokenIds | Sequence[int],
+        *,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        until: float = math.inf,
+    ) -> None:
+        """Bring what is known of a prompt to HBM, when its turn comes, and hold it back for its request.
+
+        There is one prompt for each ``id``: a newer one takes the older one's place. priority: the higher,
+        the sooner it comes and the later it goes. until: how long it is held back, in rank 0's time.
+        """
+        wanted = self.expect(
+            id, tokens, extra_key=extra_key, cache_salt=cache_salt, priority=priority, until=until
+        )
+        for known in self._waiting:
+            if known.id != id:
+                continue
+            if (known.namespace, known.key, known.priority) == (wanted.namespace, wanted.key, priority):
+                return
+            self._end(known, PrefetchEnd.CANCELLED)
+            break
+        if len(self._waiting) >= MOST_WAITING:
+            least = self._waiting[-1].priority
+            self._end(next(each for each in self._waiting if each.priority == least), PrefetchEnd.DROPPED)
+        place = next(
+            (at for at, each in enumerate(self._waiting) if each.priority < priority), len(self._waiting)
+        )
+        self._waiting.insert(place, wanted)
+
+    def cancel(self, id: str) -> bool:
+        """Do no more for ``id``: its request has come, or will not. What was brought stays, as anything else
+        that is cached. Whether something was still to be done.
+        """
+        self.hinted.forget(id)
+        for waiting in self._waiting:
+            if waiting.id == id:
+                self._end(waiting, PrefetchEnd.CANCELLED)
+                return True
+        return False
+
+    def expects(self, id: str) -> bool:
+        """Whether the request of ``id`` is still expected."""
+        return self.hinted.knows(id)
+
+    def expire(self, now: float) -> None:
+        """Rank 0's time is ``now``: what was to be held back until then is not any more."""
+        self.hinted.expire(now)
+
+    def take_ended(self) -> list[PrefetchResult]:
+        """Those that have ended since this was asked last, at most the newest ``MOST_WAITING``."""
+        ended = list(self._ended)
+        self._ended.clear()
+        return ended
+
+    # -- going on -------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Take the next step, once per pass of the scheduler's loop. Does not wait.
+
+        Only here does a piece enter the tree: in the middle of an admission it would change what was matched.
+        """
+        if self._piece is not None and self._piece.complete:
+            self._land(self._piece)
+        if not self._waiting:
+            return
+        first = self._waiting[:READ_AHEAD]
+        for prefetch in first:
+            if not prefetch.begun:
+                self._begin(prefetch)
+        if self._piece is not None:
+            return
+        for prefetch in first:
+            if self._promotions is None or self._promotions.ready(prefetch):
+                self._go_on(prefetch)
+                return
+
+    def _begin(self, prefetch: _Prefetch) -> None:
+        prefetch.begun = True
+        # What was not used for long counts as used: eviction must not take it before it is brought.
+        self._tree.match(prefetch.namespace, prefetch.key)
+        prefetch.since = self._tree.now()
+        prefetch.reached = self._reached(prefetch)[0]
+        if self._promotions is not None:
+            wanted = Wanted(prefetch.namespace, prefetch.key, AHEAD, request=prefetch, rank=prefetch.priority)
+            self._promotions.begin(prefetch, wanted)
+
+    def _reached(self, prefetch: _Prefetch) -> tuple[int, list[Node]]:
+        """How many blocks HBM has, and the nodes after them that DRAM has."""
+        reached = 0
+        below: list[Node] = []
+        for end, node in path_of(self._tree, prefetch.namespace, prefetch.key):
+            if self._hbm in node.placements:
+                reached = end
+            elif self._dram in node.placements:
+                below.append(node)
+            else:
+                break
+        return reached, below
+
+    def _go_on(self, prefetch: _Prefetch) -> None:
+        """Start the next piece, or end."""
+        self.hinted.look(prefetch.id)
+        reached, below = self._reached(prefetch)
+        if reached < prefetch.reached:
+            self._end(prefetch, PrefetchEnd.GIVEN_UP)
+            return
+        prefetch.reached = reached
+        if not below:
+            self._end(prefetch, PrefetchEnd.DONE)
+            return
+        block = self._tree.block_size
+        wanted = min(self._piece_blocks, sum(node.blocks for node in below))
+        shortage = wanted * block - self._room.free
+        if shortage > 0:
+            self._room.make_room(shortage, unused_since=prefetch.since, priority=prefetch.priority)
+        nodes = self._first(below, min(wanted, self._room.free // block))
+        slots = self._room.take_free(sum(node.blocks for node in nodes) * block) if nodes else None
+        if slots is None:
+            self._end(prefetch, PrefetchEnd.NO_ROOM)
+            return
+        self._piece = _Piece(prefetch, reached, self._slots.keep(slots))
+        self._tier.bring(nodes, self._piece.slots, self._piece.arrived)
+
+    def _first(self, nodes: list[Node], blocks: int) -> list[Node]:
+        """The first ``blocks`` blocks of a path, cutting the node in which they end."""
+        found: list[Node] = []
+        for node in nodes:
+            if blocks <= 0:
+                break
+            found.append(node if node.blocks <= blocks else self._tree.split(node, blocks))
+            blocks -= found[-1].blocks
+        return found
+
+    def _land(self, piece: _Piece) -> None:
+        """The bytes of a piece are in its slots: they enter the tree."""
+        self._piece = None
+        block = self._tree.block_size
+        prefetch, start, kept = piece.prefetch, piece.start, piece.slots
+        end = start + len(kept) // block
+        back: list[Any] = []
+        placed = start
+        for upto, node in path_of(self._tree, prefetch.namespace, prefetch.key):
+            if upto <= start:
+                continue
+            if upto > end:
+                break
+            parent = node.parent
+            part = kept[(upto - node.blocks - start) * block : (upto - start) * block]
+            if self._hbm in node.placements:
+                back.append(part)  # a request was faster
+            elif parent is not None and (parent.is_root or self._hbm in parent.placements):
+                self._tree.place(node, self._hbm, part)
+                prefetch.brought += node.blocks
+            else:
+                break  # what it continues was given up meanwhile
+            placed = upto
+        if placed < end:
+            back.append(kept[(placed - start) * block :])
+        if back:
+            self._room.free_slots(back)
+
+    def _end(self, prefetch: _Prefetch, end: PrefetchEnd) -> None:
+        self._waiting.remove(prefetch)
+        if prefetch.begun and self._promotions is not None:
+            self._promotions.release(prefetch)
+        block = self._tree.block_size
+        reached = self._reached(prefetch)[0]
+        self._ended.append(PrefetchResult(prefetch.id, end, reached * block, prefetch.brought * block))
+        setattr(self.counters, end.value, getattr(self.counters, end.value) + 1)
+
+    # -- whole ----------------------------------------------------------------------------------
+
+    @property
+    def arriving(self) -> Any:
+        """Slots of the piece under way, as the tree keeps them: neither free nor in it. None without."""
+        return None if self._piece is None else self._piece.slots
+
+    def arriving_tokens(self) -> int:
+        return 0 if self._piece is None else len(self._piece.slots)
+
+    def surrender(self) -> int:
+        """SGLang needs the slots of the piece under way, of which no copy is under way any more. How many."""
+        piece = self._piece
+        if piece is None or not piece.complete:
+            return 0
+        self._piece = None
+        self._room.free_slots([piece.slots])
+        if piece.prefetch in self._waiting:
+            self._end(piece.prefetch, PrefetchEnd.GIVEN_UP)
+        return len(piece.slots)
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything waits or is under way."""
+        return bool(self._waiting) or self._piece is not None
+
+    def clear(self) -> None:
+        """Do no more for anybody: the cache is about to be emptied."""
+        while self._waiting:
+            self._end(self._waiting[0], PrefetchEnd.DROPPED)
+        if self._piece is not None:
+            self._tier.settle()
+            self.surrender()
+        self.hinted.clear()
+
+    def __repr__(self) -> str:
+        state = f"waiting={len(self._waiting)}, arriving={self.arriving_tokens()}"
+        return f"Prefetcher({state}, {self.counters}, {self.hinted!r})"

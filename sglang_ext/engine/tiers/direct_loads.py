@@ -1,0 +1,103 @@
+"""From disk straight to HBM, for what DRAM has no room to pass through.
+
+The read begins when the request is admitted and has its slots. Each layer goes through a staging buffer of
+the loader to the slots, in front of the forward pass, lowest layer first. As with everything that streams,
+the slots are the request's own until the pass has ended and all layers have verified.
+
+A part of ``promotions.Promotions``; all methods run in the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sglang_ext.engine.tiers.dram_tier import DramTier
+from sglang_ext.errors import InternalError
+from sglang_ext.radix_global import Node
+from sglang_ext.tiered_store.loading.loader import Load, Loader
+from sglang_ext.tiered_store.tier import BlockTier, Get
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class StraightLoad:
+    """Blocks that were found on disk and are pinned there.
+
+    parent: what they continue; locked for DRAM by whoever made this.
+    start, blocks: blocks of the prompt before them, and how many they are.
+    """
+
+    parent: Node
+    request: Hashable
+    start: int
+    blocks: int
+    get: Get
+    load: Load | None = None
+
+
+class StraightLoads:
+    """The straight loads of waiting requests, and those that the next forward pass depends on.
+
+    Args:
+        tier: the disk.
+        loader: reads from it.
+        room: whose mover copies, and makes the forward pass wait.
+    """
+
+    def __init__(self, tier: BlockTier, loader: Loader, room: DramTier) -> None:
+        self._tier = tier
+        self._loader = loader
+        self._room = room
+        self._of: dict[Hashable, StraightLoad] = {}
+        self._streams: list[StraightLoad] = []
+
+    @property
+    def handles(self) -> list[Hashable]:
+        """Requests that have one and were not admitted yet."""
+        return list(self._of)
+
+    def add(self, handle: Hashable, straight: StraightLoad) -> None:
+        """A request may take these blocks when it is admitted."""
+        self._of[handle] = straight
+
+    def get(self, handle: Hashable) -> StraightLoad | None:
+        """What the request may take, or is taking."""
+        return self._of.get(handle)
+
+    def drop(self, handle: Hashable) -> StraightLoad | None:
+        """The request was admitted or is gone. Unpins what it has not taken."""
+        straight = self._of.pop(handle, None)
+        if straight is not None and straight.load is None:
+            self._tier.complete_get(straight.get)
+        return straight
+
+    def stream(self, handle: Hashable, slots: Any) -> bool:
+        """Start to bring the request's blocks to ``slots``. False when it has none."""
+        straight = self._of.get(handle)
+        if straight is None:
+            return False
+        put = self._room.into(slots)
+        straight.load = self._loader.load(
+            self._tier, straight.get, None, np.arange(straight.blocks), on_layer=put
+        )
+        self._room.follow(straight.load, straight.blocks)
+        self._streams.append(straight)
+        return True
+
+    def streamed(self) -> Iterator[tuple[StraightLoad, int]]:
+        """After a forward pass: what streamed into it, and how many leading blocks came whole."""
+        streams, self._streams = self._streams, []
+        for straight in streams:
+            assert straight.load is not None
+            try:
+                # Its end, not the last layer's: nothing may write to the slots any more.
+                yield straight, straight.load.result().blocks
+            except InternalError:
+                logger.exception("reading from disk failed in a way that is not the disk's")
+                yield straight, 0

@@ -1,0 +1,218 @@
+"""What is in DRAM goes on to disk behind the scheduler's back.
+
+A block keeps its DRAM lock until the disk has it or has refused it, so its last copy cannot go while another
+is being made. Once it is durable it has a placement of the disk's in the tree, whose address is its name on
+the disk. That placement is what the tree knows, not what the disk promises: the disk gives up old blocks for
+new ones by itself. It stays only as long as the block is in memory too; after that only the disk knows.
+
+All methods run in the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglang_ext.engine.tiers.block_names import BlockNames, pack_names
+from sglang_ext.errors import DeadlineError
+from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
+from sglang_ext.tiered_store.loading.write_behind import WriteBehind, Written
+from sglang_ext.tiered_store.tier import BlockMemory, Outcome
+
+Agree = Callable[[int], int]
+"""The smallest of the ranks' numbers. Ranks of one instance must change their trees in step."""
+
+
+@dataclass
+class DiskWriteCounters:
+    """Blocks, since the start."""
+
+    written: int = 0
+    write_skipped: int = 0
+    """Not written because the writer was behind."""
+    write_failed: int = 0
+    """Not written because the disk is full, read-only or faulty; the disk tier counts them by reason."""
+
+
+@dataclass(eq=False)
+class _Write:
+    node: Node
+    blocks: int
+    written: Written | None = None
+
+
+class DiskWrites:
+    """See the module's docstring.
+
+    Args:
+        tree: the rank's tree.
+        dram, disk: the holders that stand for this rank's DRAM and disk.
+        names: of blocks.
+        writer: in front of the disk tier.
+        memory: the DRAM arena.
+        agree: the ranks' consensus: the smallest of their numbers.
+        write: whether anything is written at all.
+        patience: seconds that a submission waits for a writer that is behind, if it waits at all.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        dram: Holder,
+        disk: Holder,
+        names: BlockNames,
+        writer: WriteBehind,
+        memory: BlockMemory,
+        agree: Agree = int,
+        *,
+        write: bool = True,
+        patience: float = 5.0,
+    ) -> None:
+        self._tree = tree
+        self._dram = dram
+        self._disk = disk
+        self.names = names
+        self._write_new = write
+        self._writer = writer
+        self._memory = memory
+        self._agree = agree
+        self._patience = patience
+        self._pending: deque[_Write] = deque()
+        # Holds nothing: its locks mark what is being written, on the right nodes however they are split.
+        self._mark = Holder.of(f"{disk.instance} disk writes", disk.epoch, disk.tier)
+        self.counters = DiskWriteCounters()
+
+    def submit(self, node: Node, blocks: int) -> None:
+        """Write the last ``blocks`` blocks of the path that ends at ``node``, and what before them is not on
+        disk either because the writer was behind.
+
+        Takes over one DRAM lock of ``node``, which protects the whole path.
+        """
+        if not self._write_new:
+            self._tree.unlock(node, self._dram)
+            return
+        path: list[Node] = []
+        count = 0
+        current = node
+        while current.parent is not None and (count < blocks or self._was_left_out(current)):
+            path.append(current)
+            count += current.blocks
+            current = current.parent
+        path.reverse()
+        write = _Write(node, count)
+        self._tree.lock(node, self._mark)
+        self._pending.append(write)
+        keys = tuple(self.names.of_path(node, count))
+        digest = self.names.digest(node.namespace)
+
+        def done(result: Written) -> None:
+            write.written = result
+
+        try:
+            outcome = self._writer.submit(
+                digest,
+                keys,
+                self._memory,
+                np.concatenate([part.placements[self._dram] for part in path]),
+                on_written=done,
+                timeout=self._patience,
+            )
+        except DeadlineError:
+            outcome = Outcome.BEHIND
+        if outcome is not Outcome.DONE:
+            write.written = Written(digest, keys, (outcome,) * count)
+
+    def _was_left_out(self, node: Node) -> bool:
+        return self._disk not in node.placements and not node.locks.get(self._mark)
+
+    def drain(self) -> None:
+        """Take note of what has been written on every rank. Does not wait."""
+        if not self._pending:
+            return
+        done = sum(1 for _ in itertools.takewhile(lambda write: write.written is not None, self._pending))
+        for _ in range(self._agree(done)):
+            self._complete(self._pending.popleft())
+
+    def _complete(self, write: _Write) -> None:
+        assert write.written is not None
+        outcomes = write.written.outcomes
+        durable = self._agree(
+            sum(1 for _ in itertools.takewhile(lambda outcome: outcome is Outcome.DONE, outcomes))
+        )
+        self.counters.written += durable
+        if durable < write.blocks:
+            behind = outcomes[min(durable, len(outcomes) - 1)] is Outcome.BEHIND
+            if behind:
+                self.counters.write_skipped += write.blocks - durable
+            else:
+                self.counters.write_failed += write.blocks - durable
+        self._place(write, durable)
+        self._tree.unlock(write.node, self._mark)
+        self._tree.unlock(write.node, self._dram)
+
+    def _place(self, write: _Write, durable: int) -> None:
+        path: list[Node] = []
+        count = 0
+        current = write.node
+        while count < write.blocks:
+            path.append(current)
+            count += current.blocks
+            assert current.parent is not None
+            current = current.parent
+        start = 0
+        assert write.written is not None
+        names = pack_names(write.written.keys)
+        for node in reversed(path):
+            end = start + node.blocks
+            if end > durable or not self.place(node, names[start:end]):
+                return
+            start = end
+
+    def place(self, node: Node, names: object) -> bool:
+        """Note that the disk has ``node``. False when it lacks what comes before, so that it is of no use."""
+        parent = node.parent
+        assert parent is not None
+        if not parent.is_root and self._disk not in parent.placements:
+            return False
+        if self._disk not in node.placements:
+            self._tree.place(node, self._disk, names)
+        return True
+
+    def durable(self, node: Node) -> bool:
+        """Whether the disk had ``node`` when the tree last heard of it."""
+        return self._disk in node.placements
+
+    def forget(self, gone: Iterable[Evicted]) -> None:
+        """Take nodes out of the tree that were evicted and are nowhere in memory any more."""
+        for evicted in gone:
+            if len(evicted.node.placements) == 1 and self._disk in evicted.node.placements:
+                self._tree.remove(evicted.node, self._disk)
+
+    @property
+    def writing(self) -> bool:
+        return bool(self._pending)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes in DRAM that wait for the disk."""
+        return self._writer.pending_bytes
+
+    def settle(self) -> None:
+        """Wait until everything submitted has been written or refused."""
+        self._writer.flush()
+        self.drain()
+
+    def clear(self) -> None:
+        """Forget what is on disk. Settled before, and the tree is emptied after."""
+        self._tree.drop_holder(self._disk)
+
+    def close(self) -> None:
+        """Write what has been submitted, and end."""
+        self._writer.close()
+
+    def __repr__(self) -> str:
+        return f"DiskWrites(pending={len(self._pending)}, {self.counters}, {self._writer!r})"

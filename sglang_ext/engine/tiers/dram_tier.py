@@ -1,0 +1,424 @@
+"""The DRAM tier of one rank: written through in the background, loaded back in front of the forward pass.
+
+A block gets its DRAM placement when its copy is submitted, and the tree's DRAM lock holds it until the copy
+is complete. Nothing reads it before: the block is in HBM meanwhile, which is where every match prefers it,
+and HBM gives up a block whose copy is under way only after waiting for it. So a placement in the tree is
+always readable when it is needed, and losing the HBM copy later costs nothing.
+
+With a disk below, a complete block goes on to it before its lock ends, and eviction takes blocks that are on
+disk before any others.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from sglang_ext.engine.tiers.disk_writes import Agree, DiskWrites
+from sglang_ext.engine.tiers.mover import BlockIds, LayerSink, Mover, Source
+from sglang_ext.engine.tiers.retention import Hinted
+from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
+from sglang_ext.radix_global.observer import CopyObserver, Unobserved
+
+logger = logging.getLogger(__name__)
+
+
+class Arena(Protocol):
+    """The part of the DRAM arena that the tier needs."""
+
+    n_blocks: int
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def free_blocks(self) -> int: ...
+
+    def alloc(self, n: int) -> BlockIds | None: ...
+
+    def free(self, ids: BlockIds) -> None: ...
+
+    def check(self) -> None: ...
+
+
+@dataclass
+class DramCounters:
+    """Blocks, since the start."""
+
+    written: int = 0
+    loaded: int = 0
+    evicted: int = 0
+    skipped: int = 0
+    """Not written: everything in the arena was locked."""
+    prefetched: int = 0
+    """Brought to HBM ahead of a request."""
+
+
+@dataclass
+class _Queue:
+    """A queue of submitted operations, completed in order."""
+
+    pending: deque[tuple[Node | None, int]] = field(default_factory=deque)
+    """The last node of each, and its blocks when it was submitted; no node for blocks outside of the tree."""
+    landed: deque[tuple[Node, Callable[[], None]]] = field(default_factory=deque)
+    """Of the writes without a node, which go to HBM: what they keep in DRAM, and whom to tell."""
+    completed: int = 0
+
+
+class DramTier:
+    """See the module's docstring. Called by the scheduler thread only.
+
+    Args:
+        tree: the rank's tree; this tier adds and removes placements of ``dram``.
+        hbm, dram: the holders that stand for this rank's two tiers.
+        arena: hands out blocks.
+        mover: copies; completes operations of each direction in the order of submission.
+        agree: the ranks' consensus on how many operations are complete.
+        below: takes complete blocks on to disk; ``None`` without a disk.
+        write: whether anything new is written at all; what is there is found and loaded in any case.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        hbm: Holder,
+        dram: Holder,
+        arena: Arena,
+        mover: Mover,
+        agree: Agree = int,
+        *,
+        below: DiskWrites | None = None,
+        write: bool = True,
+    ) -> None:
+        self._tree = tree
+        self._hbm = hbm
+        self._dram = dram
+        self._arena = arena
+        self._mover = mover
+        self.agree = agree
+        self.below = below
+        self._write_new = write
+        # Holds nothing: its locks mark what is being copied, on the right nodes however they are split.
+        self._copying = Holder.of(f"{dram.instance} DRAM writes", dram.epoch, dram.tier)
+        self._writes = _Queue()
+        self._loads = _Queue()
+        self._taken = 0
+        self.counters = DramCounters()
+        self.copies: CopyObserver = Unobserved()
+        self.hinted: Hinted | None = None
+        """What is held back for requests that were announced."""
+
+    @property
+    def source(self) -> Holder:
+        """HBM, from where it is filled."""
+        return self._hbm
+
+    # -- HBM to DRAM ----------------------------------------------------------------------------
+
+    def write_through(self, node: Node, *, always: bool = False) -> None:
+        """Start copying what of the prefix ending at ``node`` is not in DRAM, its beginning first.
+
+        Evicts older blocks for it. Where nothing more can go, the rest is skipped and counted. ``always``:
+        also where nothing is written by itself.
+        """
+        if not self._write_new and not always:
+            return
+        missing: list[Node] = []
+        while node.parent is not None and self._dram not in node.placements:
+            missing.append(node)
+            node = node.parent
+        # What the copy continues must not be evicted to make room for it.
+        self._tree.lock(node, self._dram)
+        try:
+            while missing and self._write(missing[-1]):
+                missing.pop()
+        finally:
+            self._tree.unlock(node, self._dram)
+        self.counters.skipped += sum(left.blocks for left in missing)
+
+    def _write(self, node: Node) -> bool:
+        """Submit one node, or as much of its beginning as fits. True when all of it was."""
+        self._make_room(node.blocks)
+        fits = min(node.blocks, self._arena.free_blocks)
+        if fits == 0:
+            return False
+        part = node if fits == node.blocks else self._tree.split(node, fits)
+        blocks = self._arena.alloc(fits)
+        assert blocks is not None
+        self.copies.copy_begins(part, self._dram)
+        self._tree.place(part, self._dram, blocks)
+        self._tree.lock(part, self._dram)
+        self._tree.lock(part, self._copying)
+        self._mover.write(part.placements[self._hbm], blocks)
+        self._writes.pending.append((part, fits))
+        return part is node
+
+    def _make_room(self, blocks: int, *, lose: bool = True, rank: float = -math.inf) -> None:
+        shortage = blocks - self._arena.free_blocks
+        if shortage > 0 and self.below is not None:
+            # Durable before free: these cost nothing but a read.
+            shortage -= self._evict(shortage, only=self.below.durable)
+            shortage -= self._give_up(shortage, self.below.durable, below=math.inf if lose else rank)
+        if shortage > 0 and lose:
+            shortage -= self._evict(shortage)
+            shortage -= self._give_up(shortage, lambda node: True)
+            self._evict(shortage, spare=())
+
+    def _evict(
+        self,
+        blocks: int,
+        only: Callable[[Node], bool] | None = None,
+        spare: Container[Node] | None = None,
+    ) -> int:
+        """What is hinted stays, unless ``spare`` says otherwise."""
+        if spare is None:
+            spare = self.hinted or ()
+        return self._free(self._tree.evict(self._dram, blocks, only=only, spare=spare))
+
+    def _give_up(self, blocks: int, may_go: Callable[[Node], bool], below: float = math.inf) -> int:
+        if self.hinted is None:
+            return 0
+        return self._free(self.hinted.give_up(self._dram, blocks, may_go, below=below))
+
+    def _free(self, gone: Sequence[Evicted]) -> int:
+        for evicted in gone:
+            self._arena.free(evicted.address)
+        count = sum(evicted.blocks for evicted in gone)
+        self.counters.evicted += count
+        self.left_memory(gone)
+        return count
+
+    def left_memory(self, gone: Sequence[Evicted]) -> None:
+        """Told of every eviction from HBM and DRAM: what is in neither any more leaves the tree."""
+        if self.below is not None:
+            self.below.forget(gone)
+
+    def has_copy(self, node: Node) -> bool:
+        """Whether a complete copy of ``node`` is in DRAM or on disk, so that HBM may give it up for free.
+
+        Asked of the last HBM node of a prefix only: a mark on it then means its own copy.
+        """
+        if self._dram in node.placements:
+            # While it is being copied the slots are read, even if the disk has it already.
+            return not node.locks.get(self._copying)
+        return self.below is not None and self.below.durable(node)
+
+    def incomplete(self) -> set[Node]:
+        """Nodes whose copy in DRAM is still being made, and must not be read."""
+        found: set[Node] = set()
+        for last, blocks in self._writes.pending:
+            node = last
+            while node is not None and blocks > 0:
+                found.add(node)
+                blocks -= node.blocks
+                node = node.parent
+        return found
+
+    def take(self, blocks: int, *, lose: bool = True, rank: float = -math.inf) -> BlockIds:
+        """Up to so many blocks of the arena, for somebody who fills them, and inserts or returns them.
+
+        Evicts older blocks for them. Unless ``lose``, only what is on disk too and was not announced, or with
+        a lower priority than ``rank``.
+        """
+        self._make_room(blocks, lose=lose, rank=rank)
+        taken = self._arena.alloc(min(blocks, self._arena.free_blocks))
+        assert taken is not None
+        self._taken += len(taken)
+        return taken
+
+    def give_back(self, ids: BlockIds) -> None:
+        """Blocks that were taken and are not needed."""
+        self._taken -= len(ids)
+        if len(ids):
+            self._arena.free(ids)
+
+    def inserted(self, blocks: int) -> None:
+        """So many blocks that were taken are in the tree now."""
+        self._taken -= blocks
+
+    # -- DRAM to HBM ----------------------------------------------------------------------------
+
+    def load(self, nodes: list[Node], slots: Any) -> None:
+        """Start copying ``nodes`` (a path, from the top, all in DRAM) to ``slots``, which become their HBM.
+
+        Both copies stay locked until the load is complete.
+        """
+        last = nodes[-1]
+        blocks = np.concatenate([node.placements[self._dram] for node in nodes])
+        unit = len(slots) // len(blocks)
+        start = 0
+        for node in nodes:
+            end = start + node.blocks * unit
+            self.copies.copy_begins(node, self._hbm)
+            self._tree.place(node, self._hbm, slots[start:end])
+            start = end
+        self._tree.lock(last, self._dram)
+        self._tree.lock(last, self._hbm)
+        self._mover.load(slots, blocks)
+        self._loads.pending.append((last, len(blocks)))
+
+    def bring(self, nodes: list[Node], slots: Any, landed: Callable[[], None]) -> None:
+        """Start copying ``nodes`` (as for ``load``) to ``slots`` behind everything that somebody waits for.
+
+        The slots stay the caller's, and no batch waits for them. ``landed`` is called when they have the
+        bytes; until then the nodes stay locked for DRAM.
+        """
+        blocks = np.concatenate([node.placements[self._dram] for node in nodes])
+        self._tree.lock(nodes[-1], self._dram)
+        self._mover.bring(slots, blocks)
+        self._writes.pending.append((None, len(blocks)))
+        self._writes.landed.append((nodes[-1], landed))
+
+    @property
+    def load_bytes_per_second(self) -> float | None:
+        """How fast loads are copied; ``None`` before the first."""
+        return self._mover.load_bytes_per_second
+
+    @property
+    def streams(self) -> bool:
+        """Whether blocks can be loaded while they still arrive."""
+        return self._mover.streams
+
+    def stream(self, ids: BlockIds, slots: Any, source: Source) -> None:
+        """Start copying blocks that were taken and are still being filled, each layer once it is there.
+
+        They stay taken until the load is complete, which the caller finds out by waiting for its layers.
+        """
+        self._mover.load(slots, ids, source)
+        self._loads.pending.append((None, len(ids)))
+
+    def into(self, slots: Any) -> LayerSink:
+        """What copies layers from staging buffers to ``slots``."""
+        return self._mover.into(slots)
+
+    def follow(self, source: Source, blocks: int) -> None:
+        """Let the next forward pass wait for a load that passes by this tier."""
+        self._mover.follow(source)
+        self._loads.pending.append((None, blocks))
+
+    def loads_submitted(self) -> int:
+        """How many loads there have been; the ticket of the newest is one less."""
+        return self._loads.completed + len(self._loads.pending)
+
+    @property
+    def loading(self) -> bool:
+        return bool(self._loads.pending)
+
+    @property
+    def loading_blocks(self) -> int:
+        """Blocks of loads that are not known to be complete."""
+        return sum(blocks for _, blocks in self._loads.pending)
+
+    @property
+    def writing(self) -> bool:
+        return bool(self._writes.pending)
+
+    # -- completion -----------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Take note of operations that have completed on every rank. Does not wait."""
+        if self._writes.pending:
+            self._complete_writes(self.agree(self._mover.writes_done()))
+        if self._loads.pending:
+            self._complete_loads(self.agree(self._mover.loads_done()))
+        if self.below is not None:
+            self.below.drain()
+
+    def settle(self) -> None:
+        """Wait for every operation under way."""
+        if self._writes.pending or self._loads.pending:
+            self._mover.settle()
+            self._complete_writes(self._writes.completed + len(self._writes.pending))
+            self._complete_loads(self.loads_submitted())
+
+    def _complete_writes(self, upto: int) -> None:
+        while self._writes.completed < upto:
+            node, blocks = self._writes.pending.popleft()
+            self._writes.completed += 1
+            if node is None:
+                last, landed = self._writes.landed.popleft()
+                self._tree.unlock(last, self._dram)
+                self.counters.prefetched += blocks
+                landed()
+                continue
+            self._tree.unlock(node, self._copying)
+            self.copies.copy_ended(node, blocks, self._dram)
+            self.counters.written += blocks
+            if self.below is not None:
+                self.below.submit(node, blocks)
+            else:
+                self._tree.unlock(node, self._dram)
+
+    def _complete_loads(self, upto: int) -> None:
+        while self._loads.completed < upto:
+            node, blocks = self._loads.pending.popleft()
+            self._loads.completed += 1
+            if node is not None:
+                self._tree.unlock(node, self._dram)
+                self._tree.unlock(node, self._hbm)
+                self.copies.copy_ended(node, blocks, self._hbm)
+            self.counters.loaded += blocks
+
+    @property
+    def holder(self) -> Holder:
+        """Who stands for this tier in the tree."""
+        return self._dram
+
+    @property
+    def arena(self) -> Arena:
+        return self._arena
+
+    @property
+    def block_bytes(self) -> int:
+        return self._arena.block_bytes
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks that fit."""
+        return self._arena.n_blocks
+
+    @property
+    def used_blocks(self) -> int:
+        return self._arena.n_blocks - self._arena.free_blocks
+
+    # -- whole ----------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Forget every block; the tree has been emptied or is about to be."""
+        self.settle()
+        if self.below is not None:
+            self.below.settle()
+            self.below.clear()
+        for node in self._tree.nodes():
+            if self._dram in node.placements:
+                self._arena.free(node.placements[self._dram])
+        self._tree.drop_holder(self._dram)
+
+    def close(self) -> None:
+        """Finish every copy under way, down to the disk, and end."""
+        try:
+            self.settle()
+        finally:
+            self._mover.close()
+            if self.below is not None:
+                self.below.close()
+
+    def check(self) -> None:
+        """Verify that tree and arena agree. Raises AssertionError naming what is wrong."""
+        self._arena.check()
+        in_tree = self._tree.blocks_of(self._dram)
+        in_arena = self.used_blocks - self._taken
+        if in_tree != in_arena:
+            raise AssertionError(f"the tree knows {in_tree} DRAM blocks, the arena has handed out {in_arena}")
+
+    def __repr__(self) -> str:
+        return (
+            f"DramTier({self.used_blocks}/{self.n_blocks} blocks, writing={len(self._writes.pending)}, "
+            f"loading={len(self._loads.pending)}, {self.counters})"
+        )

@@ -1,0 +1,250 @@
+"""Load or recompute: what it costs to bring KV in, and what it costs to compute it again.
+
+Pure decisions over measured numbers. Until something has been measured, loading is taken to be worth it.
+
+Computing x tokens after a context of y costs a·x + b·x·(y + x/2) seconds, the linear layers and attention;
+a and b follow the server's own batches, older ones forgotten bit by bit. Reading costs a latency and bytes
+over bandwidth, behind what is queued already (MemServe, section 5.3, weighs the same two sides).
+"""
+
+from __future__ import annotations
+
+import math
+
+from sglang_ext.engine.tiers.load_report import Decision, Reason
+
+_FORGET = 0.98
+"""Weight of older batches when a new one comes in: the last fifty or so count."""
+_SMALLEST_BATCH = 32
+"""Tokens; smaller batches measure overheads instead of the model."""
+_SMOOTHING = 0.3
+"""Weight of the newest measurement of a bandwidth."""
+_HOPE = 1.1
+"""What a bandwidth is taken to have grown by each time it was too small to be used."""
+
+
+class PrefillCost:
+    """Seconds of prefill, learnt from batches."""
+
+    def __init__(self) -> None:
+        self._linear = self._mixed = self._square = 0.0
+        self._by_tokens = self._by_pairs = 0.0
+        self.batches = 0
+
+    def observe(self, tokens: int, pairs: float, seconds: float) -> None:
+        """A batch has run.
+
+        Args:
+            tokens: computed in it.
+            pairs: (token, earlier token) that attention looked at: the sum of x·(y + x/2) over its requests.
+            seconds: from the start of the forward pass to its result.
+        """
+        if tokens < _SMALLEST_BATCH or seconds <= 0:
+            return
+        # Weighted by 1 / seconds^2: relative errors count, or the longest prompts would decide alone.
+        weight = 1 / (seconds * seconds)
+        self._linear = self._linear * _FORGET + weight * tokens * tokens
+        self._mixed = self._mixed * _FORGET + weight * tokens * pairs
+        self._square = self._square * _FORGET + weight * pairs * pairs
+        self._by_tokens = self._by_tokens * _FORGET + weight * tokens * seconds
+        self._by_pairs = self._by_pairs * _FORGET + weight * pairs * seconds
+        self.batches += 1
+
+    def coefficients(self) -> tuple[float, float] | None:
+        """a and b, neither negative; None before anything has been observed."""
+        if not self.batches:
+            return None
+        determinant = self._linear * self._square - self._mixed * self._mixed
+        if determinant > 1e-6 * self._linear * self._square:
+            a = (self._by_tokens * self._square - self._by_pairs * self._mixed) / determinant
+            b = (self._by_pairs * self._linear - self._by_tokens * self._mixed) / determinant
+            if a >= 0 and b >= 0:
+                return a, b
+            if a < 0:
+                return 0.0, self._by_pairs / self._square
+        # All batches have the same shape, or attention does not show yet.
+        return self._by_tokens / self._linear, 0.0
+
+    def seconds(self, tokens: int, context: int) -> float | None:
+        """To compute ``tokens`` after ``context``; None when unknown."""
+        known = self.coefficients()
+        return None if known is None else known[0] * tokens + known[1] * tokens * (context + tokens / 2)
+
+
+class Bandwidth:
+    """Bytes per second of one tier, learnt from loads."""
+
+    def __init__(self) -> None:
+        self.bytes_per_second: float | None = None
+
+    def observe(self, nbytes: int, seconds: float) -> None:
+        """A load has ended."""
+        if nbytes <= 0 or seconds <= 0:
+            return
+        now = nbytes / seconds
+        before = self.bytes_per_second
+        self.bytes_per_second = now if before is None else before + _SMOOTHING * (now - before)
+
+    def hope(self) -> None:
+        """It was too slow to be used, and may have become faster since."""
+        if self.bytes_per_second is not None:
+            self.bytes_per_second *= _HOPE
+
+    def seconds(self, nbytes: int) -> float | None:
+        """To load so many bytes; None when unknown."""
+        return None if self.bytes_per_second is None else nbytes / self.bytes_per_second
+
+
+class DramPolicy:
+    """Whether a DRAM hit is loaded or computed again: all or nothing, for it streams in front of the forward
+    pass without a wait.
+
+    Args:
+        block_tokens, block_bytes: of a block.
+        always: load whatever was found.
+        cost: of prefill on this server.
+    """
+
+    OVERHEAD_SECONDS = 0.0005
+    """Of preparing a load, whatever its length: measured on a host of two cores (``docs/tiers.md``)."""
+
+    def __init__(self, block_tokens: int, block_bytes: int, *, always: bool, cost: PrefillCost) -> None:
+        self.block_tokens = block_tokens
+        self.block_bytes = block_bytes
+        self._always = always
+        self._hope = 1.0
+        self.cost = cost
+
+    def weigh(
+        self, blocks: int, start: int, bytes_per_second: float | None, *, waiting_blocks: int = 0
+    ) -> Decision:
+        """What becomes of ``blocks`` blocks of DRAM that follow ``start`` blocks: all are loaded, or none.
+
+        Args:
+            bytes_per_second: how fast loads have been of late; None when unknown.
+            waiting_blocks: that are being loaded already.
+        """
+        load = None
+        if bytes_per_second:
+            nbytes = (waiting_blocks + blocks) * self.block_bytes
+            load = self.OVERHEAD_SECONDS + nbytes / (bytes_per_second * self._hope)
+        compute = self.cost.seconds(blocks * self.block_tokens, start * self.block_tokens)
+        if self._always:
+            return Decision(blocks, load, compute, Reason.ALWAYS)
+        if load is None or compute is None:
+            return Decision(blocks, load, compute, Reason.UNMEASURED)
+        if load < compute:
+            self._hope = 1.0
+            return Decision(blocks, load, compute, Reason.FASTER)
+        # Nothing is learnt about loads that do not happen: believe in them a little more each time.
+        self._hope *= _HOPE
+        return Decision(0, load, compute, Reason.SLOWER)
+
+
+class DiskPolicy:
+    """What of a disk hit to read, and what to compute instead.
+
+    Where a request waits for all of a read, it is all or nothing: computing a prefix costs more per token the
+    longer it is and reading does not, so if the whole is not worth reading, no part of it is. Where reading
+    streams in front of the forward pass, the head is read while the tail is computed, and the best border is
+    where both take equally long.
+
+    Args:
+        block_tokens, block_bytes: of a block.
+        least_tokens: shorter hits are computed.
+        always: read whatever was found that is not shorter.
+        overlaps: whether reading streams in front of computing.
+        cost: of prefill on this server.
+    """
+
+    def __init__(
+        self,
+        block_tokens: int,
+        block_bytes: int,
+        *,
+        least_tokens: int = 0,
+        always: bool = False,
+        overlaps: bool = False,
+        cost: PrefillCost | None = None,
+    ) -> None:
+        self._block_tokens = block_tokens
+        self._block_bytes = block_bytes
+        self._least_tokens = least_tokens
+        self._always = always
+        self._overlaps = overlaps
+        self.cost = cost or PrefillCost()
+        self.bandwidth = Bandwidth()
+        self.last: Decision | None = None
+
+    def blocks_to_read(self, found: int, start: int, *, new_tokens: int = 1, waiting_bytes: int = 0) -> int:
+        """How many of the ``found`` blocks that follow ``start`` blocks to read, from the first on.
+
+        Args:
+            new_tokens: that follow them and are computed in any case.
+            waiting_bytes: what is being read already.
+        """
+        read = self.bandwidth.seconds(waiting_bytes + found * self._block_bytes)
+        compute = self._compute_seconds(found, start)
+        chosen = found
+        reason = Reason.ALWAYS if self._always else Reason.UNMEASURED
+        if not self._always and read is not None and compute is not None:
+            chosen = self._best(found, start, new_tokens, waiting_bytes)
+            reason = Reason.FASTER if chosen == found else Reason.OVERLAP if chosen else Reason.SLOWER
+            if found and not chosen:
+                # Nothing is learnt about a disk that is not read: believe in it a little more each time.
+                self.bandwidth.hope()
+        if chosen and chosen * self._block_tokens < self._least_tokens:
+            chosen, reason = 0, Reason.SHORT
+        self.last = Decision(chosen, read, compute, reason)
+        return chosen
+
+    def _best(self, found: int, start: int, new_tokens: int, waiting_bytes: int) -> int:
+        def read(blocks: int) -> float:
+            return self.bandwidth.seconds(waiting_bytes + blocks * self._block_bytes) or 0.0
+
+        def compute(blocks: int) -> float:
+            """What is left to compute when so many blocks are read."""
+            tokens = (found - blocks) * self._block_tokens + new_tokens
+            return self.cost.seconds(tokens, (start + blocks) * self._block_tokens) or 0.0
+
+        def total(blocks: int) -> float:
+            if not blocks:
+                return compute(0)
+            return max(read(blocks), compute(blocks)) if self._overlaps else read(blocks) + compute(blocks)
+
+        # Reading grows with the number of blocks and computing shrinks: the first at which it takes longer.
+        low, high = 0, found
+        while low < high:
+            middle = (low + high) // 2
+            if read(middle) >= compute(middle):
+                high = middle
+            else:
+                low = middle + 1
+        choices = [found, 0]
+        if self._overlaps:
+            choices += [low, max(low - 1, 0)]
+        # The first of equals: what is read need not be computed by the next request either.
+        return min(choices, key=total)
+
+    def patience(self, blocks: int, start: int) -> float:
+        """Seconds after which a read that has not come is given up and its blocks are computed."""
+        compute = None if self._always else self._compute_seconds(blocks, start)
+        return math.inf if compute is None else max(compute, 0.05)
+
+    def may_start(self, bytes_left: int, new_tokens: int, context: int) -> bool:
+        """Whether a forward pass may begin while so many bytes are still to be read: it does not catch up
+        with the reading, layer by layer, if computing takes at least as long.
+
+        Args:
+            new_tokens: that the forward pass computes, after ``context`` tokens.
+        """
+        read = self.bandwidth.seconds(bytes_left)
+        compute = self.cost.seconds(new_tokens, context)
+        return self._always or read is None or compute is None or read <= compute
+
+    def _compute_seconds(self, blocks: int, start: int) -> float | None:
+        return self.cost.seconds(blocks * self._block_tokens, start * self._block_tokens)
+
+    def measured(self, blocks: int, seconds: float) -> None:
+        """A read has ended."""
+        self.bandwidth.observe(blocks * self._block_bytes, seconds)

@@ -1,0 +1,284 @@
+"""Copies between the engine's pool and the DRAM arena, in the background, layer by layer.
+
+Loads (DRAM to HBM) go in front of the forward pass: the attention of layer i waits for layer i only
+(Symphony section 3.3, layer-wise reads). Among waiting loads the lowest unfinished layer goes first, so that
+every request can start early. Writes (HBM to DRAM) go behind, one layer of one write at a time, and yield to
+loads after each. Copies run without the interpreter lock.
+
+A *ticket* names an operation; tickets of each direction count up from 0 and complete in that order.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.engine.tiers.load_policy import Bandwidth
+
+Slots = Any
+BlockIds = npt.NDArray[np.int64]
+
+
+class Source(Protocol):
+    """Where the arena blocks of a load are still being filled from."""
+
+    def decided(self, layer: int) -> bool:
+        """Whether a layer is in the arena, or will not come any more."""
+
+
+LayerSink = Callable[[int, Any, int], None]
+"""Takes a layer, the ``BlockMemory`` of a staging buffer, and how many leading blocks of it are good."""
+
+
+class MoverError(RuntimeError):
+    """A background copy failed; the tier behind it can no longer be trusted."""
+
+
+class Mover(Protocol):
+    """Contract of the copying side.
+
+    The caller keeps slots and blocks of an operation alive and unchanged (sources) or unread (targets)
+    until the operation is complete. ``write`` and ``load`` never block. Every method but ``wait_layer``
+    is called by the scheduler thread only.
+    """
+
+    streams: bool
+    """Whether ``load`` takes a source, and ``follow`` and ``into`` work."""
+
+    @property
+    def load_bytes_per_second(self) -> float | None:
+        """How fast ``load`` has copied of late; ``None`` before it has."""
+
+    def bring(self, slots: Slots, blocks: BlockIds) -> int:
+        """As ``load``, for nobody who waits: counted and completed among the writes, and behind all loads."""
+
+    def write(self, slots: Slots, blocks: BlockIds) -> int:
+        """Copy the tokens at ``slots`` into arena ``blocks``; returns a ticket."""
+
+    def load(self, slots: Slots, blocks: BlockIds, source: Source | None = None) -> int:
+        """Copy arena ``blocks`` to the tokens at ``slots``; returns a ticket.
+
+        With a source, a layer is copied once it is decided there, whatever then is in the blocks: the caller
+        finds out whether that was what it wanted.
+        """
+
+    def follow(self, source: Source) -> int:
+        """A load that somebody else does; returns a ticket that stands for it."""
+
+    def into(self, slots: Slots) -> LayerSink:
+        """What copies layers from dense staging buffers to the tokens at ``slots``, in any thread."""
+
+    def writes_done(self) -> int:
+        """How many writes are complete: tickets below this number."""
+
+    def loads_done(self) -> int:
+        """How many loads are complete: tickets below this number."""
+
+    def wait_layer(self, ticket: int, layer: int) -> None:
+        """Return when every load up to ``ticket`` has brought local ``layer`` in.
+
+        Raises:
+            MoverError: copying has failed, and the layer will not come.
+        """
+
+    def settle(self) -> None:
+        """Return when nothing is under way. Raises MoverError as above."""
+
+    def close(self) -> None:
+        """Finish what is under way and end. Safe to call twice."""
+
+
+class LayerCopier(Protocol):
+    """Copies one local layer of some blocks without the interpreter lock."""
+
+    def plan(self, slots: Slots, blocks: BlockIds) -> Any:
+        """Check and prepare a copy. Raises ValueError when a slot or block is out of range."""
+
+    def plan_staging(self, slots: Slots) -> Any:
+        """As ``plan``, for blocks that lie densely in a staging buffer."""
+
+    def scatter_staging(self, plan: Any, layer: int, rows: Any) -> int:
+        """A staging buffer to HBM; returns bytes."""
+
+    def gather(self, plan: Any, layer: int) -> int:
+        """HBM to DRAM; returns bytes."""
+
+    def scatter(self, plan: Any, layer: int) -> int:
+        """DRAM to HBM; returns bytes."""
+
+
+@dataclass
+class _Operation:
+    plan: Any
+    next_layer: int = 0
+    inwards: bool = False
+    """Among the writes: to HBM all the same."""
+    source: Source | None = None
+
+    @property
+    def can_go_on(self) -> bool:
+        return self.source is None or self.source.decided(self.next_layer)
+
+
+_SOURCE_POLL_SECONDS = 0.0005
+"""How often to look whether a source has the next layer, when there is nothing else to copy."""
+
+
+class ThreadMover:
+    """A mover for pools in host memory: one thread that copies."""
+
+    streams = True
+
+    def __init__(self, copier: LayerCopier, n_layers: int, *, name: str = "kv-mover") -> None:
+        self._copier = copier
+        self._n_layers = n_layers
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._progress = threading.Condition(self._lock)
+        self._loads: deque[_Operation] = deque()
+        self._writes: deque[_Operation] = deque()
+        self._loads_done = 0
+        self._writes_done = 0
+        self._rate = Bandwidth()
+        self._failure: BaseException | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def write(self, slots: Slots, blocks: BlockIds) -> int:
+        operation = _Operation(self._copier.plan(slots, blocks))
+        return self._submit(self._writes, operation, lambda: self._writes_done)
+
+    def bring(self, slots: Slots, blocks: BlockIds) -> int:
+        operation = _Operation(self._copier.plan(slots, blocks), inwards=True)
+        return self._submit(self._writes, operation, lambda: self._writes_done)
+
+    @property
+    def load_bytes_per_second(self) -> float | None:
+        return self._rate.bytes_per_second
+
+    def load(self, slots: Slots, blocks: BlockIds, source: Source | None = None) -> int:
+        operation = _Operation(self._copier.plan(slots, blocks), source=source)
+        return self._submit(self._loads, operation, lambda: self._loads_done)
+
+    def follow(self, source: Source) -> int:
+        operation = _Operation(None, source=source)
+        return self._submit(self._loads, operation, lambda: self._loads_done)
+
+    def into(self, slots: Slots) -> LayerSink:
+        plan = self._copier.plan_staging(slots)
+
+        def sink(layer: int, memory: Any, blocks: int) -> None:
+            if blocks == plan.blocks:  # or the batch is thrown away
+                self._copier.scatter_staging(plan, layer, memory.layers[layer])
+
+        return sink
+
+    def _submit(self, queue: deque[_Operation], operation: _Operation, done: Callable[[], int]) -> int:
+        with self._lock:
+            self._raise_failure()
+            if self._closing:
+                raise MoverError("the mover is closed")
+            queue.append(operation)
+            self._work.notify()
+            return done() + len(queue) - 1
+
+    def writes_done(self) -> int:
+        with self._lock:
+            self._raise_failure()
+            return self._writes_done
+
+    def loads_done(self) -> int:
+        with self._lock:
+            self._raise_failure()
+            return self._loads_done
+
+    def wait_layer(self, ticket: int, layer: int) -> None:
+        # Without the lock: a stale answer only means that the lock is taken after all.
+        if self._loads_done > ticket:
+            return
+        with self._lock:
+            self._progress.wait_for(lambda: self._failure is not None or self._has_layer(ticket, layer))
+            self._raise_failure()
+
+    def _has_layer(self, ticket: int, layer: int) -> bool:
+        waited_for = ticket - self._loads_done + 1
+        return all(
+            operation.next_layer > layer
+            for position, operation in enumerate(self._loads)
+            if position < waited_for
+        )
+
+    def settle(self) -> None:
+        with self._lock:
+            self._progress.wait_for(lambda: self._failure is not None or not (self._loads or self._writes))
+            self._raise_failure()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing = True
+            self._work.notify()
+        self._thread.join()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise MoverError("copying between HBM and DRAM failed") from self._failure
+
+    def _run(self) -> None:
+        try:
+            while (step := self._next_step()) is not None:
+                copy, operation = step
+                if operation.plan is not None:
+                    begun = time.perf_counter()
+                    nbytes = copy(operation.plan, operation.next_layer)
+                    if copy == self._copier.scatter:
+                        self._rate.observe(nbytes, time.perf_counter() - begun)
+                self._advance(operation)
+        except BaseException as error:  # noqa: BLE001 - reported to whoever calls next, whatever it is
+            with self._lock:
+                self._failure = error
+                self._progress.notify_all()
+
+    def _next_step(self) -> tuple[Callable[[Any, int], int], _Operation] | None:
+        """The next layer to copy; waits for one. ``None`` when closing and nothing is left."""
+        with self._lock:
+            while True:
+                ready = [load for load in self._loads if load.next_layer < self._n_layers and load.can_go_on]
+                if ready:
+                    return self._copier.scatter, lowest_layer_first(ready)
+                if self._writes:
+                    write = self._writes[0]
+                    return (self._copier.scatter if write.inwards else self._copier.gather), write
+                if self._closing and not self._loads:
+                    return None
+                self._work.wait(_SOURCE_POLL_SECONDS if self._loads else None)
+
+    def _advance(self, operation: _Operation) -> None:
+        last = self._n_layers
+        with self._lock:
+            operation.next_layer += 1
+            while self._loads and self._loads[0].next_layer == last:
+                self._loads.popleft()
+                self._loads_done += 1
+            while self._writes and self._writes[0].next_layer == last:
+                self._writes.popleft()
+                self._writes_done += 1
+            self._progress.notify_all()
+
+    def __repr__(self) -> str:
+        return (
+            f"ThreadMover(loads={self._loads_done}+{len(self._loads)}, "
+            f"writes={self._writes_done}+{len(self._writes)}, failed={self._failure is not None})"
+        )
+
+
+def lowest_layer_first(loads: Sequence[_Operation]) -> _Operation:
+    """The load whose next layer is lowest; of equals, the oldest. Complete ones at the front are gone."""
+    return min(loads, key=lambda operation: operation.next_layer)

@@ -1,0 +1,108 @@
+"""What a promotion from disk to DRAM is made of (``promotions.Promotions``)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sglang_ext.engine.tiers.block_names import Names
+from sglang_ext.engine.tiers.load_report import LoadReport
+from sglang_ext.keys import TOKEN_BYTES, Tier
+from sglang_ext.radix_global import Holder, Node, RadixTree
+from sglang_ext.radix_global.node import InsertResult
+from sglang_ext.tiered_store.loading.layers import AHEAD
+from sglang_ext.tiered_store.loading.loader import Load
+from sglang_ext.tiered_store.tier import Ids
+
+
+@dataclass
+class PromotionCounters:
+    """Blocks, since the start."""
+
+    promoted: int = 0
+    recomputed: int = 0
+    """Found on disk and left there, because computing is expected to be faster."""
+    no_room: int = 0
+    """Found on disk and left there, because DRAM is full of blocks in use."""
+    read_failed: int = 0
+    """Chosen and not read: damaged, unreadable, gone meanwhile; the disk tier counts them by reason."""
+    late: int = 0
+    """Given up, because reading took longer than computing would have."""
+    streamed: int = 0
+    """Of those promoted, the ones that a forward pass did not wait for."""
+    straight: int = 0
+    """Not promoted but brought straight to HBM, because DRAM is full of blocks in use."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a request looks for: its namespace in the tree, and its encoded prompt as far as it may match."""
+
+    namespace: Hashable
+    key: bytes
+    priority: int = 0
+    request: Hashable = None
+    """Whose it is, however often it is tried."""
+    rank: int = 0
+    """Of what nobody waits for yet: its priority among announced prompts."""
+    report: LoadReport = field(default_factory=lambda: LoadReport(Tier.DISK), compare=False)
+    """Is told what becomes of it."""
+
+    @property
+    def ahead(self) -> bool:
+        """Whether nobody waits for it yet."""
+        return self.priority == AHEAD
+
+
+@dataclass(eq=False)
+class Promotion:
+    wanted: Wanted
+    parent: Node
+    """What the blocks continue; locked for DRAM."""
+    start: int
+    """Blocks of the prompt before them."""
+    names: Names
+    ids: Ids
+    load: Load
+    deadline: float
+    handles: dict[Hashable, Wanted] = field(default_factory=dict)
+    late: bool = False
+    streams_to: Hashable = None
+    """The request that was admitted before all layers were in."""
+    ahead: bool = False
+    """Nobody waits for it yet: it gives way to all other reads, and may take its time."""
+    streaming: bool = False
+    """Its forward pass is reading the blocks, which must not be given back before it has ended."""
+
+
+@dataclass(frozen=True)
+class Promoted:
+    """What a promotion brought for a request: ``tokens`` from position ``start`` on."""
+
+    start: int
+    tokens: int
+    node: Node
+    """At which they end; holds one DRAM lock for the request."""
+
+
+def insert_promoted(tree: RadixTree, dram: Holder, promotion: Promotion, blocks: int) -> InsertResult:
+    """Note in the tree that DRAM has the first ``blocks`` blocks of a promotion, behind what it continues."""
+    wanted = promotion.wanted
+    end = (promotion.start + blocks) * tree.block_size * TOKEN_BYTES
+    return insert_behind(
+        tree, dram, promotion.parent, wanted.namespace, wanted.key[:end], promotion.ids[:blocks]
+    )
+
+
+def insert_behind(
+    tree: RadixTree, dram: Holder, parent: Node, namespace: Hashable, key: bytes, ids: Ids
+) -> InsertResult:
+    """Note in the tree that DRAM has ``key``: ``ids`` are its blocks behind ``parent``, which DRAM has."""
+    above: list[Ids] = []
+    current = parent
+    while current.parent is not None:
+        above.append(current.placements[dram])
+        current = current.parent
+    return tree.insert(namespace, key, dram, np.concatenate([*reversed(above), ids]), same_request=True)

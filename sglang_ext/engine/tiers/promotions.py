@@ -1,0 +1,397 @@
+"""Blocks that a waiting request needs come from disk to DRAM, and are verified, before it is admitted.
+
+A request looks on the disk when it enters the queue. What it finds there is read into DRAM layer by layer,
+lowest layer of all waiting requests first, and enters the tree once all of it verifies; meanwhile requests
+behind it may go first. From then on it is a DRAM hit like any other, locked until the request is admitted.
+What cannot be read is computed: a fault of the disk costs time, never an answer.
+
+Where the mover can, a request need not wait for all of it: once the lowest layer is in and the rest is
+expected to keep ahead of the forward pass, the request is admitted, and the other layers stream through DRAM
+to its slots in front of the forward pass (Symphony, section 3.3). Those slots are the request's own and not
+the tree's until the pass has ended and every layer has verified; if one has not, the whole batch is thrown
+away and runs again (``patches/hooks/restarts.py``).
+
+Requests that want the same blocks share one promotion. All methods run in the scheduler's thread, and every
+rank takes the same steps in the same order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections import deque
+from collections.abc import Hashable
+from typing import Any
+
+from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.engine.tiers.block_names import pack_names
+from sglang_ext.engine.tiers.direct_loads import StraightLoad, StraightLoads
+from sglang_ext.engine.tiers.disk_look import DiskLook
+from sglang_ext.engine.tiers.disk_writes import Agree, DiskWrites
+from sglang_ext.engine.tiers.dram_tier import DramTier
+from sglang_ext.engine.tiers.load_policy import DiskPolicy
+from sglang_ext.engine.tiers.load_report import LoadDecisions, Reason
+from sglang_ext.engine.tiers.promotion import Promoted, Promotion, PromotionCounters, Wanted, insert_promoted
+from sglang_ext.errors import InternalError
+from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.radix_global import Holder, Node, RadixTree
+from sglang_ext.tiered_store.loading.loader import Loader
+from sglang_ext.tiered_store.tier import BlockMemory, BlockTier
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED = 256
+"""Requests whose stream has failed; they wait for all layers the next time."""
+
+
+class Promotions:
+    """See the module's docstring.
+
+    Args:
+        tree: the rank's tree.
+        room: hands out DRAM blocks.
+        dram: the holder that stands for this rank's DRAM.
+        writes: knows which nodes are durable.
+        tier: the disk.
+        loader: reads from it.
+        memory: the DRAM arena.
+        policy: what is worth reading.
+        agree: the ranks' consensus: the smallest of their numbers.
+        stream: whether requests may be admitted before all layers are in.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        room: DramTier,
+        dram: Holder,
+        writes: DiskWrites,
+        tier: BlockTier,
+        loader: Loader,
+        memory: BlockMemory,
+        policy: DiskPolicy,
+        agree: Agree = int,
+        *,
+        stream: bool = False,
+        clock: Clock | None = None,
+    ) -> None:
+        self._tree = tree
+        self._room = room
+        self._dram = dram
+        self._writes = writes
+        self._tier = tier
+        self._loader = loader
+        self._memory = memory
+        self._names = writes.names
+        self.policy = policy
+        self._agree = agree
+        self._stream = stream and room.streams
+        self._no_streams: deque[Hashable] = deque(maxlen=_REMEMBERED)
+        self._clock = clock or SystemClock()
+        self._under_way: dict[bytes, Promotion] = {}
+        """By the name of the first block."""
+        self._waiting: dict[Hashable, Promotion] = {}
+        self._arrived: dict[Hashable, Promoted] = {}
+        self._streams: list[Promotion] = []
+        """Those that the next forward pass depends on."""
+        self._straight = StraightLoads(tier, loader, room)
+        self._disk_look = DiskLook(tree, room, dram, writes, tier, agree)
+        self.counters = PromotionCounters()
+        self.decisions = LoadDecisions()
+
+    # -- for a request --------------------------------------------------------------------------
+
+    def begin(self, handle: Hashable, wanted: Wanted) -> None:
+        """Look on the disk for what of a prompt is not in memory, and start to bring in what is worth it."""
+        self._drop_straight(handle)
+        found = self._disk_look.look(wanted)
+        if found is None:
+            return
+        parent, start, names = found
+        shared = self._under_way.get(names[0])
+        if shared is not None:
+            self._join(shared, handle, wanted)
+            return
+        promotion = self._start(handle, wanted, parent, start, names)
+        if promotion is not None:
+            promotion.handles[handle] = wanted
+            self._waiting[handle] = self._under_way[names[0]] = promotion
+
+    def _join(self, promotion: Promotion, handle: Hashable, wanted: Wanted) -> None:
+        promotion.handles[handle] = wanted
+        self._waiting[handle] = promotion
+        wanted.report.shares(promotion.wanted.report)
+        if promotion.ahead and not wanted.ahead:
+            # From now on somebody waits for it.
+            promotion.ahead = False
+            self._loader.set_priority(promotion.load, wanted.priority)
+            patience = self.policy.patience(len(promotion.ids), promotion.start)
+            promotion.deadline = self._clock.monotonic() + patience
+
+    def ready(self, handle: Hashable) -> bool:
+        """Whether the request has nothing to wait for."""
+        promotion = self._waiting.get(handle)
+        return promotion is None or promotion.streams_to == handle
+
+    def brought(self, handle: Hashable) -> Promoted | None:
+        """What a promotion has brought for the request, locked until ``release``."""
+        block = self._tree.block_size
+        straight = self._straight.get(handle)
+        if straight is not None:
+            return Promoted(straight.start * block, straight.blocks * block, straight.parent)
+        promotion = self._waiting.get(handle)
+        if promotion is not None and promotion.streams_to == handle:
+            return Promoted(promotion.start * block, len(promotion.ids) * block, promotion.parent)
+        return self._arrived.get(handle)
+
+    def release(self, handle: Hashable) -> None:
+        """The request has been admitted or is gone."""
+        waiting = self._waiting.pop(handle, None)
+        if waiting is not None:
+            del waiting.handles[handle]
+        arrived = self._arrived.pop(handle, None)
+        if arrived is not None:
+            self._tree.unlock(arrived.node, self._dram)
+        self._drop_straight(handle)
+
+    def _drop_straight(self, handle: Hashable) -> None:
+        straight = self._straight.drop(handle)
+        if straight is not None:
+            self._tree.unlock(straight.parent, self._dram)
+
+    # -- in front of the forward pass -------------------------------------------------------------
+
+    def blocks_to_stream(self, handle: Hashable, in_memory: int) -> int:
+        """How many blocks the request may take as found after the ``in_memory`` blocks that the tree has."""
+        straight = self._straight.get(handle)
+        if straight is not None:
+            return straight.blocks if straight.start == in_memory else 0
+        promotion = self._waiting.get(handle)
+        if promotion is None or promotion.streams_to != handle or promotion.start != in_memory:
+            return 0
+        return len(promotion.ids)
+
+    def stream(self, handle: Hashable, slots: Any) -> None:
+        """Let the blocks of ``blocks_to_stream`` go on to ``slots`` as they come."""
+        if self._straight.stream(handle, slots):
+            return
+        promotion = self._waiting[handle]
+        promotion.streaming = True
+        self._streams.append(promotion)
+        self._room.stream(promotion.ids, slots, promotion.load)
+
+    def streams_hold(self) -> bool:
+        """After a forward pass: whether all that streamed into it was what it should have been."""
+        held = True
+        last = self._tier.layout.n_layers - 1
+        for promotion in self._streams:
+            try:
+                blocks = promotion.load.wait(last).blocks
+            except InternalError:
+                blocks = 0  # _finish reports it
+            whole = bool(self._agree(int(blocks == len(promotion.ids))))
+            promotion.streaming = False
+            if whole:
+                self.counters.streamed += blocks
+                # The tree knows the blocks before the request inserts them, and need not copy them again.
+                self._finish(promotion)
+            else:
+                held = False
+                self._no_streams.append(promotion.wanted.request)
+        self._streams.clear()
+        for straight, blocks in self._straight.streamed():
+            if self._agree(int(blocks == straight.blocks)):
+                self.counters.straight += blocks
+            else:
+                held = False
+                self.counters.read_failed += straight.blocks
+                self._no_streams.append(straight.request)
+        return held
+
+    # -- looking and starting -------------------------------------------------------------------
+
+    def _start(
+        self, handle: Hashable, wanted: Wanted, parent: Node, start: int, names: list[bytes]
+    ) -> Promotion | None:
+        get = self._tier.prepare_get(self._names.digest(wanted.namespace), names)
+        found = self._agree(get.blocks)
+        chosen = found if wanted.ahead else self._choose(wanted, found, start)
+        # What the blocks continue must not be evicted to make room for them.
+        self._tree.lock(parent, self._dram)
+        ids = self._room.take(chosen, lose=not wanted.ahead, rank=wanted.rank)
+        if len(ids) < chosen and self._may_stream(wanted):
+            self._room.give_back(ids)
+            self._straight.add(handle, StraightLoad(parent, wanted.request, start, chosen, get))
+            return None
+        if len(ids) < chosen:
+            self.counters.no_room += chosen - len(ids)
+            wanted.report.came(len(ids) * self._tree.block_size, Reason.NO_ROOM)
+        if not len(ids):
+            self._tree.unlock(parent, self._dram)
+            self._tier.complete_get(get)
+            return None
+        patience = math.inf if wanted.ahead else self.policy.patience(len(ids), start)
+        return Promotion(
+            wanted,
+            parent,
+            start,
+            pack_names(names[: len(ids)]),
+            ids,
+            self._loader.load(self._tier, get, self._memory, ids, priority=wanted.priority),
+            deadline=self._clock.monotonic() + patience,
+            ahead=wanted.ahead,
+        )
+
+    def _choose(self, wanted: Wanted, found: int, start: int) -> int:
+        """How many of the blocks found are worth reading for a request that waits."""
+        block = self._tree.block_size
+        chosen = self._agree(
+            self.policy.blocks_to_read(
+                found,
+                start,
+                new_tokens=len(wanted.key) // TOKEN_BYTES + 1 - (start + found) * block,
+                waiting_bytes=self._loader.waiting_bytes,
+            )
+        )
+        self.counters.recomputed += found - chosen
+        decision = self.policy.last
+        if found and decision is not None:
+            decision = dataclasses.replace(decision, blocks=chosen)
+            wanted.report.decided(found, decision, block, self._tier.layout.block_bytes)
+            self.decisions.note(wanted.report)
+        return chosen
+
+    def _may_stream(self, wanted: Wanted) -> bool:
+        return self._stream and not wanted.ahead and wanted.request not in self._no_streams
+
+    # -- arriving -------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Take note of what has arrived on every rank. Does not wait."""
+        if not self._under_way:
+            return
+        now = self._clock.monotonic()
+        for promotion in list(self._under_way.values()):
+            if promotion.streaming:
+                continue
+            if not promotion.late and self._agree(int(now > promotion.deadline)):
+                promotion.late = True
+                promotion.streams_to = None
+                self._loader.cancel(promotion.load)
+            if self._agree(int(promotion.load.over)):
+                self._finish(promotion)
+            elif self._stream and promotion.streams_to is None and self._agree(self._may_start(promotion)):
+                promotion.streams_to = next(iter(promotion.handles))
+
+    def _may_start(self, promotion: Promotion) -> int:
+        wanted = next(iter(promotion.handles.values()), None)
+        if wanted is not promotion.wanted or promotion.late or not promotion.load.arrived(0):
+            return 0
+        if not self._may_stream(wanted):
+            return 0
+        context = (promotion.start + len(promotion.ids)) * self._tree.block_size
+        new_tokens = len(wanted.key) // TOKEN_BYTES - context
+        return int(self.policy.may_start(self._loader.bytes_left(promotion.load), new_tokens, context))
+
+    def _finish(self, promotion: Promotion) -> None:
+        del self._under_way[promotion.names[0].tobytes()]
+        blocks = self._agree(self._blocks_read(promotion))
+        lost = len(promotion.ids) - blocks
+        if promotion.late:
+            self.counters.late += lost
+        else:
+            self.counters.read_failed += lost
+            if not promotion.wanted.ahead:  # which waits for others
+                self.policy.measured(blocks, promotion.load.seconds)
+        self.counters.promoted += blocks
+        self._room.give_back(promotion.ids[blocks:])
+        node = self._insert(promotion, blocks) if blocks else promotion.parent
+        block = self._tree.block_size
+        tokens = blocks * block
+        # Whoever waits is told of the tokens before a prefetch is.
+        for handle, wanted in sorted(promotion.handles.items(), key=lambda item: item[1].ahead):
+            del self._waiting[handle]
+            if lost:
+                wanted.report.came(blocks * block, Reason.LATE if promotion.late else Reason.FAILED)
+            if blocks:
+                self._arrive(handle, promotion.start * block, tokens, node)
+                tokens = 0  # the others find it in DRAM
+        self._tree.unlock(promotion.parent, self._dram)
+        for handle, wanted in promotion.handles.items():
+            if len(wanted.key) > len(promotion.wanted.key):
+                self.begin(handle, wanted)
+
+    def _blocks_read(self, promotion: Promotion) -> int:
+        try:
+            return promotion.load.result().blocks
+        except InternalError:
+            logger.exception("reading from disk failed in a way that is not the disk's; computing instead")
+            return 0
+
+    def _arrive(self, handle: Hashable, start: int, tokens: int, node: Node) -> None:
+        self._tree.lock(node, self._dram)
+        before = self._arrived.get(handle)
+        if before is not None:
+            self._tree.unlock(before.node, self._dram)
+            start, tokens = before.start, start - before.start + tokens
+        self._arrived[handle] = Promoted(start, tokens, node)
+
+    def _insert(self, promotion: Promotion, blocks: int) -> Node:
+        """Put what has arrived into the tree, where somebody may have put it in the meantime."""
+        result = insert_promoted(self._tree, self._dram, promotion, blocks)
+        place = result.held_blocks - promotion.start
+        self._room.give_back(promotion.ids[:place])
+        self._room.inserted(blocks - place)
+        for node in result.added:
+            self._writes.place(node, promotion.names[place : place + node.blocks])
+            place += node.blocks
+        return result.node
+
+    # -- whole ----------------------------------------------------------------------------------
+
+    @property
+    def reading(self) -> bool:
+        return bool(self._under_way)
+
+    def settle(self) -> None:
+        """Give up every promotion under way and every lock held for a request."""
+        self._streams.clear()
+        for promotion in list(self._under_way.values()):
+            promotion.late = True
+            self._loader.cancel(promotion.load)
+            try:
+                promotion.load.result()
+            except InternalError:
+                logger.exception("reading from disk failed in a way that is not the disk's")
+            del self._under_way[promotion.names[0].tobytes()]
+            self._room.give_back(promotion.ids)
+            self._tree.unlock(promotion.parent, self._dram)
+        self._waiting.clear()
+        for handle in [*self._arrived, *self._straight.handles]:
+            self.release(handle)
+
+    def clear(self) -> None:
+        """Forget what is on disk."""
+        self.settle()
+        self._tier.clear()
+
+    def close(self) -> None:
+        """End, and let go of the disk. The tree is not touched any more."""
+        self._loader.close()
+        self._tier.close()
+
+    def disk_blocks(self) -> tuple[int, int]:
+        """Blocks on disk, and blocks that fit."""
+        stats = self._tier.stats()
+        return stats.blocks, stats.limit_bytes // self._tier.layout.block_bytes
+
+    def check(self) -> None:
+        """Verify the bookkeeping. Raises AssertionError naming what is wrong."""
+        waiting = {handle for promotion in self._under_way.values() for handle in promotion.handles}
+        if waiting != self._waiting.keys():
+            raise AssertionError("requests that wait and promotions under way do not agree")
+
+    def __repr__(self) -> str:
+        return f"Promotions(under_way={len(self._under_way)}, waiting={len(self._waiting)}, {self.counters})"

@@ -1,0 +1,1 @@
+"""Messages between processes: what instances, routers and people say to each other."""

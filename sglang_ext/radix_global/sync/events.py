@@ -1,0 +1,327 @@
+"""Placement events: what changes in an instance's tree, told in few bytes to whoever keeps a copy of it.
+
+`PlacementLog` watches the tree of one instance and says what it sees as events (``protocol/agent.py``), each
+after the tier's action is complete: a copy that is being made is not told before it is there. What lies in
+tiers of memory only is told here; the disk is told by names.
+
+A *run* is a node of the tree as others know it: a number, its blocks, and the tiers it is in. Nodes are split
+and go as the tree sees fit; the log keeps runs and nodes together, one to one, and says so.
+
+`Walk` tells all there is, a little at a time, while the tree goes on changing: see `protocol/agent.py` on
+what that asks of the reader.
+
+Pure: called by the tree's owner, in its thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+
+from sglang_ext.protocol.agent import Cleared, Moved, PlacementEvent, Removed, Split, Stored
+from sglang_ext.radix_global.node import Node
+from sglang_ext.radix_global.placement import Holder
+from sglang_ext.radix_global.tree import RadixTree
+
+Tenant = tuple[str | None, str | None]
+"""(extra_key, cache_salt): whose prompts; other tenants never match."""
+
+LONGEST_TAG = 4096
+LONGEST_RUN_BYTES = 8 << 20
+"""Runs and tenants beyond these are not told, nor is what continues them."""
+
+
+class _Run:
+    """A node as it was told."""
+
+    __slots__ = ("held", "number", "pending", "told")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.told = 0
+        """Tiers that were told; 0 while all copies are being made."""
+        self.held = 0
+        self.pending = 0
+        """Tiers into which it is being copied."""
+
+
+class PlacementLog:
+    """See the module's docstring.
+
+    Args:
+        tree: empty; the log becomes its observer.
+        tiers: the holders of interest, and the bit that stands for each in events.
+        tenant_of: whose prompts a namespace of the tree has; ``None`` for a namespace that is not told, as
+            nothing will match it any more.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        tiers: Mapping[Holder, int],
+        tenant_of: Callable[[Hashable], Tenant | None],
+    ) -> None:
+        self._tree = tree
+        self._tiers = dict(tiers)
+        self._tenant_of = tenant_of
+        self._runs: dict[Node, _Run] = {}
+        self._next = 1
+        self._events: list[PlacementEvent] = []
+        self._walks: list[Walk] = []
+        tree.observer = self
+
+    def take(self) -> list[PlacementEvent]:
+        """Events since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    # -- what the tree tells --------------------------------------------------------------------
+
+    def placed(self, node: Node, holder: Holder) -> None:
+        """See `TreeObserver`."""
+        tier = self._tiers.get(holder)
+        if tier is None:
+            return
+        run = self._runs.get(node)
+        if run is None:
+            if self._tenant_of(node.namespace) is None:
+                return
+            run = self._runs[node] = _Run(self._next)
+            self._next += 1
+        run.held |= tier
+        if not run.pending & tier:
+            self._tell(node, run, tier)
+
+    def displaced(self, node: Node, holder: Holder) -> None:
+        """See `TreeObserver`."""
+        tier = self._tiers.get(holder)
+        run = self._runs.get(node)
+        if tier is None or run is None:
+            return
+        run.held &= ~tier
+        run.pending &= ~tier
+        if run.told & tier:
+            run.told &= ~tier
+            if run.told:
+                self._events.append(Moved(run.number, run.told))
+            else:
+                self._untell(node, run)
+        if not run.held:
+            del self._runs[node]
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """See `TreeObserver`."""
+        run = self._runs.get(lower)
+        if run is None:
+            return
+        first = self._runs[upper] = _Run(self._next)
+        self._next += 1
+        first.told, first.held, first.pending = run.told, run.held, run.pending
+        if run.told:
+            self._events.append(Split(run.number, first.number, upper.blocks))
+            for walk in self._walks:
+                walk.was_split(run.number, upper, first.number)
+
+    # -- what the tiers tell --------------------------------------------------------------------
+
+    def copy_begins(self, node: Node, holder: Holder) -> None:
+        """``node`` is about to be placed with ``holder``, whose copy is not there yet."""
+        run = self._runs.get(node)
+        if run is not None:
+            run.pending |= self._tiers.get(holder, 0)
+
+    def copy_ended(self, node: Node, blocks: int, holder: Holder) -> None:
+        """The last ``blocks`` blocks of the path that ends at ``node`` are with ``holder`` now."""
+        tier = self._tiers.get(holder, 0)
+        path: list[Node] = []
+        current = node
+        while blocks > 0 and current.parent is not None:
+            path.append(current)
+            blocks -= current.blocks
+            current = current.parent
+        for part in reversed(path):
+            run = self._runs.get(part)
+            if run is not None and run.pending & tier:
+                run.pending &= ~tier
+                if run.held & tier:
+                    self._tell(part, run, tier)
+
+    def clear(self, weights: str) -> None:
+        """Nothing that is in the tree now matches any more; told in one event.
+
+        Args:
+            weights: version of the weights from now on, for names of blocks.
+        """
+        self._runs.clear()
+        for walk in self._walks:
+            walk.stop()
+        self._events.append(Cleared(weights))
+
+    # -- everything -----------------------------------------------------------------------------
+
+    def walk(self) -> Walk:
+        """Tell all there is, from now on, in parts."""
+        walk = Walk(self, self._tree)
+        self._walks.append(walk)
+        return walk
+
+    def ended(self, walk: Walk) -> None:
+        """The walk is over, or nobody wants the rest of it."""
+        walk.stop()
+        if walk in self._walks:
+            self._walks.remove(walk)
+
+    def stored(self, node: Node) -> Stored | None:
+        """The event that tells ``node`` as it is told now; ``None`` when it is not."""
+        run = self._runs.get(node)
+        if run is None or not run.told:
+            return None
+        parent = node.parent
+        assert parent is not None
+        if parent.parent is not None:
+            return Stored(run.number, self._runs[parent].number, node.key, run.told)
+        tenant = self._tenant_of(node.namespace)
+        if tenant is None:
+            return None
+        return Stored(run.number, 0, node.key, run.told, *tenant)
+
+    def truth(self) -> list[Stored]:
+        """All that is told now, parents before children; for tests and for debugging."""
+        return [event for node in self._tree.nodes() if (event := self.stored(node)) is not None]
+
+    # -- inner workings -------------------------------------------------------------------------
+
+    def _tell(self, node: Node, run: _Run, tier: int) -> None:
+        if run.told:
+            run.told |= tier
+            self._events.append(Moved(run.number, run.told))
+            return
+        parent = node.parent
+        assert parent is not None
+        if parent.parent is None:
+            tenant = self._tenant_of(node.namespace)
+            if tenant is None or any(len(tag) > LONGEST_TAG for tag in tenant if tag is not None):
+                return
+            before, (extra_key, cache_salt) = 0, tenant
+        else:
+            above = self._runs.get(parent)
+            if above is None or not above.told:
+                return  # what it continues is not told
+            before, extra_key, cache_salt = above.number, None, None
+        if len(node.key) > LONGEST_RUN_BYTES:
+            return
+        run.told = tier
+        self._events.append(Stored(run.number, before, node.key, tier, extra_key, cache_salt))
+
+    def _untell(self, node: Node, run: _Run) -> None:
+        """Nothing of ``node`` is told any more; what continues it goes first, where a copy is still told."""
+        stack = [node]
+        for current in stack:
+            stack.extend(child for child in current.children.values() if self._is_told(child))
+        for below in reversed(stack[1:]):
+            gone = self._runs[below]
+            gone.told = 0
+            self._events.append(Removed(gone.number))
+            self._renumber(gone)
+        self._events.append(Removed(run.number))
+        self._renumber(run)
+
+    def _is_told(self, node: Node) -> bool:
+        run = self._runs.get(node)
+        return run is not None and run.told != 0
+
+    def _renumber(self, run: _Run) -> None:
+        """A number is never used again: what is told once more is a new run."""
+        run.number = self._next
+        self._next += 1
+
+    def number_of(self, node: Node) -> int:
+        """The run of a node that is told; 0 for any other."""
+        run = self._runs.get(node)
+        return run.number if run is not None and run.told else 0
+
+    def __repr__(self) -> str:
+        return f"PlacementLog(runs={len(self._runs)}, events={len(self._events)}, walks={len(self._walks)})"
+
+    def check(self) -> None:
+        """Verify that what was told is what the tree has.
+
+        Raises:
+            AssertionError: names the first node for which it is not.
+        """
+        seen = 0
+        for node in self._tree.nodes():
+            run = self._runs.get(node)
+            held = sum(self._tiers.get(holder, 0) for holder in node.placements)
+            if run is None:
+                continue
+            seen += 1
+            if run.held != held or run.told & ~held or run.pending & run.told:
+                raise AssertionError(
+                    f"{node!r} is told to be in {run.told}, is in {held}, copied to {run.pending}"
+                )
+            if run.told and node.parent is not None and not node.parent.is_root:
+                above = self._runs.get(node.parent)
+                if above is None or not above.told:
+                    raise AssertionError(f"{node!r} is told, and what it continues is not")
+        if seen != len(self._runs):
+            raise AssertionError(f"{len(self._runs)} runs of {seen} nodes")
+
+
+class Walk:
+    """Everything that is told, once. Made by `PlacementLog.walk`."""
+
+    def __init__(self, log: PlacementLog, tree: RadixTree) -> None:
+        self._log = log
+        self._stack: list[Node] = [child for root in tree.roots.values() for child in root.children.values()]
+        self._visited: set[int] = set()
+
+    @property
+    def over(self) -> bool:
+        return not self._stack
+
+    def part(self, runs: int, nbytes: int) -> list[Stored]:
+        """The next runs, parents before children: at most about so many, of so many bytes of tokens.
+
+        Together with the events taken before, a reader has what is true now of all runs so far.
+        """
+        found: list[Stored] = []
+        while self._stack and runs > len(found) and nbytes > 0:
+            for event in self._visit(self._stack.pop()):
+                nbytes -= len(event.tokens)
+                found.append(event)
+        return found
+
+    def was_split(self, lower: int, upper: Node, number: int) -> None:
+        """The run ``lower`` begins with the new run ``number`` no longer."""
+        if lower in self._visited:
+            self._visited.add(number)  # an event tells it to whoever knows ``lower``
+        elif not self.over:
+            self._stack.append(upper)  # ``lower`` may be gone before it is visited
+
+    def stop(self) -> None:
+        """Tell nothing more."""
+        self._stack.clear()
+
+    def _visit(self, node: Node) -> Iterator[Stored]:
+        """Tell ``node``, and before it what has been split off from its beginning since it was noted down."""
+        path: list[Node] = []
+        current = node
+        while current.parent is not None:
+            number = self._log.number_of(current)
+            if not number:
+                if current is node:
+                    return
+                break
+            if number in self._visited:
+                break
+            path.append(current)
+            current = current.parent
+        for part in reversed(path):
+            event = self._log.stored(part)
+            if event is None:
+                return
+            self._visited.add(event.run)
+            yield event
+            self._stack.extend(
+                child for child in part.children.values() if self._log.number_of(child) not in self._visited
+            )

@@ -1,0 +1,437 @@
+"""A reader's copy of what an instance holds, made from its placement events.
+
+    state    on                                                     goes to
+    -------  -----------------------------------------------------  --------------------------------------
+    BLANK    SnapshotBegin                                          FILLING
+    FILLING  SnapshotEnd, nothing missing                           LIVE
+    LIVE     anything that does not follow: a number left out, an   STALE (what is known stays, and is not
+    FILLING  unknown run, a part missing                            trusted); the caller asks for a snapshot
+    STALE    SnapshotBegin                                          FILLING
+    any      another epoch                                          BLANK, and everything is forgotten
+
+What is repeated changes nothing. What comes too early leaves a number out, so it makes the copy stale and the
+next snapshot right again.
+
+A copy may give up what is cold, to keep within its memory: it then knows less than there is, never more. It
+says so (`partial`), and events about what it gave up pass it by.
+
+The tree is shared by many copies: each has one holder in it, whose address of a node says which run it is a
+piece of. Pure: one thread, no clock.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Final
+
+from sglang_ext.keys import Tier
+from sglang_ext.protocol.agent import (
+    Cleared,
+    DiskRemoved,
+    DiskStored,
+    Events,
+    Moved,
+    Naming,
+    PlacementEvent,
+    Removed,
+    SnapshotBegin,
+    SnapshotEnd,
+    SnapshotPart,
+    Split,
+    Stored,
+)
+from sglang_ext.radix_global.node import Evicted, Node
+from sglang_ext.radix_global.placement import Holder
+from sglang_ext.radix_global.sync.runs import (
+    NAME_BYTES,
+    RUN_BYTES,
+    Piece,
+    Run,
+    names_in,
+    path_key,
+    with_weights,
+)
+from sglang_ext.radix_global.tree import RadixTree
+
+PAST_EPOCHS: Final = 8
+
+
+class State(enum.StrEnum):
+    """How far a copy is to be believed."""
+
+    BLANK = "blank"
+    FILLING = "filling"
+    LIVE = "live"
+    STALE = "stale"
+
+
+class Outcome(enum.Enum):
+    """What became of a message."""
+
+    APPLIED = "applied"
+    IGNORED = "ignored"
+    """It was known already, or belongs to what is over."""
+    BROKEN = "broken"
+    """It does not follow. Ask for a snapshot."""
+
+
+class _Unknown(Exception):
+    """An event does not follow from what is known."""
+
+
+class Replica:
+    """See the module's docstring.
+
+    Args:
+        tree: shared by the copies of all instances of a role.
+        instance: its name here.
+        serial: numbers for holders.
+        abandon: takes over a holder whose placements are of no use any more. Not given: they are taken out of
+            the tree at once, which takes a while for many.
+        left: told when a run leaves a tier: its last node, its blocks, the tiers it left, and those it is
+            still in.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        instance: str,
+        *,
+        serial: Iterator[int] | None = None,
+        abandon: Callable[[Holder], None] | None = None,
+        left: Callable[[Node, int, int, int], None] | None = None,
+    ) -> None:
+        self.instance = instance
+        self.state = State.BLANK
+        self.epoch = b""
+        self.next = 0
+        """Number of the next event."""
+        self.partial = False
+        """There is more than this copy has."""
+        self.naming: Naming | None = None
+        self.on_disk: set[bytes] = set()
+        """Names of blocks on disk."""
+        self.events = 0
+        """Events applied since the start."""
+        self._tree = tree
+        self._serial = serial or itertools.count()
+        self._abandon = abandon
+        self._left = left
+        self._holder = Holder.of(instance, next(self._serial), Tier.HBM)
+        self._runs: dict[int, Run] = {}
+        self._past: list[bytes] = []
+        self._number = -1
+        self._parts = 0
+
+    @property
+    def holder(self) -> Holder:
+        """Stands for this copy in the tree."""
+        return self._holder
+
+    @property
+    def trusted(self) -> bool:
+        return self.state is State.LIVE
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in memory that are known here."""
+        return self._tree.blocks_of(self._holder)
+
+    @property
+    def size_bytes(self) -> int:
+        """Estimated memory beside the tree's."""
+        return RUN_BYTES * len(self._runs) + NAME_BYTES * len(self.on_disk)
+
+    # -- messages -------------------------------------------------------------------------------
+
+    def began(self, epoch: bytes, naming: Naming | None) -> None:
+        """The instance said in which epoch it is."""
+        if epoch != self.epoch:
+            self._new_epoch(epoch)
+        self.naming = naming
+
+    def apply(self, message: Events | SnapshotBegin | SnapshotPart | SnapshotEnd) -> Outcome:
+        """Take one message in."""
+        if message.epoch != self.epoch:
+            if message.epoch in self._past:
+                return Outcome.IGNORED
+            self._new_epoch(message.epoch)
+        if isinstance(message, SnapshotBegin):
+            return self._begin(message)
+        if self.state not in (State.FILLING, State.LIVE):
+            return Outcome.BROKEN
+        if isinstance(message, Events):
+            return self._events(message)
+        if self.state is State.LIVE or message.number != self._number:
+            return Outcome.IGNORED
+        if isinstance(message, SnapshotPart):
+            return self._part(message)
+        if message.parts != self._parts or message.seq != self.next:
+            return self._broken()
+        self.partial = self.partial or message.partial
+        self.state = State.LIVE
+        return Outcome.APPLIED
+
+    def forget(self) -> None:
+        """The instance is gone, or its index is not wanted any more."""
+        self._new_epoch(b"")
+
+    def lost_touch(self) -> None:
+        """Nobody knows what the instance does now: what is known is not to be trusted."""
+        if self.state is not State.BLANK:
+            self.state = State.STALE
+
+    def _begin(self, message: SnapshotBegin) -> Outcome:
+        if message.number <= self._number:
+            return Outcome.IGNORED
+        self._empty()
+        self._number = message.number
+        self._parts = 0
+        self.next = message.seq
+        self.state = State.FILLING
+        return Outcome.APPLIED
+
+    def _part(self, message: SnapshotPart) -> Outcome:
+        if message.index < self._parts:
+            return Outcome.IGNORED
+        if message.index > self._parts or message.seq != self.next:
+            return self._broken()
+        self._parts += 1
+        return self._all(message.events)
+
+    def _events(self, message: Events) -> Outcome:
+        known = self.next - message.first
+        if known < 0:
+            return self._broken()
+        new = message.events[known:] if known else message.events
+        if not new:
+            return Outcome.IGNORED
+        self.next += len(new)
+        return self._all(new)
+
+    def _all(self, events: Sequence[PlacementEvent]) -> Outcome:
+        lenient = self.partial or self.state is State.FILLING
+        for event in events:
+            try:
+                self._one(event)
+            except _Unknown:
+                if not lenient:
+                    return self._broken()
+        self.events += len(events)
+        return Outcome.APPLIED
+
+    def _broken(self) -> Outcome:
+        self.state = State.STALE
+        return Outcome.BROKEN
+
+    def _new_epoch(self, epoch: bytes) -> None:
+        if self.epoch:
+            self._past = [*self._past, self.epoch][-PAST_EPOCHS:]
+        if epoch in self._past:
+            self._past.remove(epoch)
+        self.epoch = epoch
+        self.state = State.BLANK
+        self.next = 0
+        self.naming = None
+        self._number = -1
+        self._empty()
+
+    def _empty(self) -> None:
+        self._empty_memory()
+        self.on_disk = set()
+        self.partial = False
+
+    def _empty_memory(self) -> None:
+        if not self._runs:
+            return
+        if self._abandon is None:
+            self._tree.drop_holder(self._holder)
+        else:
+            self._abandon(self._holder)
+        self._holder = Holder.of(self.instance, next(self._serial), Tier.HBM)
+        self._runs = {}
+
+    # -- events ---------------------------------------------------------------------------------
+
+    def _one(self, event: PlacementEvent) -> None:
+        if isinstance(event, Stored):
+            self._stored(event)
+        elif isinstance(event, Moved):
+            run = self._run(event.run)
+            gone = run.tiers & ~_at_least_one(event.tiers)
+            run.tiers = event.tiers
+            if gone and self._left is not None:
+                self._left(run.node, run.blocks, gone, run.tiers)
+        elif isinstance(event, Removed):
+            self._removed(self._run(event.run))
+        elif isinstance(event, Split):
+            self._split(self._run(event.run), event.upper, event.blocks)
+        elif isinstance(event, DiskStored):
+            self.on_disk.update(names_in(event.names))
+        elif isinstance(event, DiskRemoved):
+            self.on_disk.difference_update(names_in(event.names))
+        else:
+            self._cleared(event)
+
+    def _run(self, number: int) -> Run:
+        run = self._runs.get(number)
+        if run is None:
+            raise _Unknown
+        return run
+
+    def _stored(self, event: Stored) -> None:
+        known = self._runs.get(event.run)
+        if known is not None:
+            known.tiers = _at_least_one(event.tiers)
+            return
+        blocks, rest = divmod(len(event.tokens), self._tree.block_bytes)
+        if rest or not blocks:
+            raise _Unknown
+        run = Run(event.run, _at_least_one(event.tiers), blocks, self._tree.root)
+        piece = Piece(run, blocks)
+        if event.parent:
+            before = self._run(event.parent)
+            if before.cut:
+                raise _Unknown
+            result = self._tree.extend(before.node, event.tokens, self._holder, piece)
+        else:
+            tenant = (event.extra_key, event.cache_salt)
+            result = self._tree.insert(tenant, event.tokens, self._holder, piece)
+        if result.held_blocks:
+            # Two runs for the same blocks. What was placed is a piece of a run that is about to be gone.
+            for node in result.added[:1]:
+                self._tree.remove(node, self._holder)
+            raise _Unknown
+        run.node = result.node
+        self._runs[event.run] = run
+
+    def _split(self, run: Run, number: int, blocks: int) -> None:
+        if number in self._runs:
+            return
+        if blocks >= run.blocks:
+            if not run.cut:
+                raise _Unknown
+            # Its end was given up here: all that is left is in the first part.
+            del self._runs[run.number]
+            run.number = number
+            run.cut = blocks > run.blocks
+            self._runs[number] = run
+            return
+        rest = run.blocks - blocks
+        node = run.node
+        while node.blocks <= rest:
+            rest -= node.blocks
+            assert node.parent is not None
+            node = node.parent
+            if not rest:
+                break
+        if rest:
+            node = self._tree.split(node, node.blocks - rest)
+        upper = Run(number, run.tiers, blocks, node)
+        run.blocks -= blocks
+        self._runs[number] = upper
+        left = blocks
+        while left:
+            node.placements[self._holder].run = upper
+            left -= node.blocks
+            assert node.parent is not None
+            node = node.parent
+
+    def _removed(self, run: Run) -> None:
+        node, left = run.node, run.blocks
+        if self._left is not None:
+            self._left(node, left, run.tiers, 0)
+        while left > node.blocks:
+            left -= node.blocks
+            assert node.parent is not None
+            node = node.parent
+        for evicted in self._tree.remove(node, self._holder):
+            self._runs.pop(evicted.address.run.number, None)
+
+    def _cleared(self, event: Cleared) -> None:
+        self._empty_memory()
+        if self.naming is not None:
+            self.naming = with_weights(self.naming, event.weights)
+
+    # -- memory ---------------------------------------------------------------------------------
+
+    def give_up(self, blocks: int) -> list[Evicted]:
+        """Forget what was not asked for the longest, ends of prefixes first. Returns what was forgotten."""
+        gone = self._tree.evict(self._holder, blocks)
+        for evicted in gone:
+            run: Run = evicted.address.run
+            run.blocks -= evicted.blocks
+            if run.blocks:
+                assert evicted.node.parent is not None
+                run.node = evicted.node.parent
+                run.cut = True
+            else:
+                self._runs.pop(run.number, None)
+        self.partial = self.partial or bool(gone)
+        return gone
+
+    def give_up_disk(self, blocks: int) -> int:
+        """Forget names of blocks on disk, any of them. Returns how many."""
+        count = min(blocks, len(self.on_disk))
+        for _ in range(count):
+            self.on_disk.pop()
+        self.partial = self.partial or count > 0
+        return count
+
+    # -- seeing ---------------------------------------------------------------------------------
+
+    def tiers_of(self, node: Node) -> int:
+        """In which tiers the instance has ``node``; 0 when it has it nowhere."""
+        piece = node.placements.get(self._holder)
+        return 0 if piece is None else int(piece.run.tiers)
+
+    def contents(self) -> dict[tuple[Hashable, bytes], int]:
+        """Tiers of every block in memory, by tenant and by all tokens up to its end. For tests; slow."""
+        found: dict[tuple[Hashable, bytes], int] = {}
+        step = self._tree.block_bytes
+        for node in self._tree.nodes():
+            if self._holder not in node.placements:
+                continue
+            prefix = path_key(node)
+            before = len(prefix) - len(node.key)
+            for end in range(before + step, len(prefix) + step, step):
+                found[node.namespace, prefix[:end]] = self.tiers_of(node)
+        return found
+
+    def __repr__(self) -> str:
+        return (
+            f"Replica({self.instance}, {self.state}, next={self.next}, blocks={self.blocks}, "
+            f"disk={len(self.on_disk)}{', partial' if self.partial else ''})"
+        )
+
+    def check(self) -> None:
+        """Verify that runs and tree agree.
+
+        Raises:
+            AssertionError: names the first that does not.
+        """
+        blocks: dict[int, int] = {}
+        for node in self._tree.nodes():
+            piece: Piece | None = node.placements.get(self._holder)
+            if piece is None:
+                continue
+            number = piece.run.number
+            if self._runs.get(number) is not piece.run:
+                raise AssertionError(f"{node!r} is a piece of run {number}, which is not known")
+            if len(piece) != node.blocks:
+                raise AssertionError(f"{node!r} has a piece of {len(piece)} blocks")
+            blocks[number] = blocks.get(number, 0) + node.blocks
+        for number, known in self._runs.items():
+            if blocks.get(number) != known.blocks:
+                raise AssertionError(f"run {number} has {blocks.get(number)} blocks, not {known.blocks}")
+            end: Piece | None = known.node.placements.get(self._holder)
+            if end is None or end.run is not known:
+                raise AssertionError(f"run {number} does not end where it says")
+
+
+def _at_least_one(tiers: int) -> int:
+    if not tiers:
+        raise _Unknown
+    return tiers

@@ -1,0 +1,204 @@
+"""An instance's events on their way to its readers: numbered, cut into messages, remembered for a while.
+
+A reader that lost its connection for a moment goes on where it was, if what it missed is still remembered;
+any other is sent a snapshot. The snapshot is made elsewhere (by whoever may look at the tree) and comes in
+through `begin`, `part` and `end`, in the order in which it was made among the events.
+
+Pure: takes messages in, returns the bytes that are to be sent to whom.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from sglang_ext.protocol.agent import (
+    AGENT_PROTOCOL,
+    BATCH_BYTES,
+    BATCH_EVENTS,
+    FROM_AGENT,
+    DiskRemoved,
+    DiskStored,
+    Events,
+    Hello,
+    Naming,
+    PlacementEvent,
+    SnapshotBegin,
+    SnapshotEnd,
+    SnapshotPart,
+    Stored,
+    Welcome,
+)
+
+Reader = bytes
+"""Who reads: the identity of its connection."""
+Sends = list[tuple[Reader, bytes]]
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    reader: Reader
+    parts: int = 0
+
+
+class EventStream:
+    """See the module's docstring.
+
+    Args:
+        instance, epoch, block_size, naming: of the instance, for `Welcome`.
+        remember_bytes: memory for messages that a reader may have missed.
+    """
+
+    def __init__(
+        self,
+        instance: str,
+        epoch: bytes,
+        block_size: int,
+        naming: Naming | None = None,
+        *,
+        remember_bytes: int = 4 << 20,
+    ) -> None:
+        self.epoch = epoch
+        self.next = 0
+        """Number of the next event."""
+        self.naming = naming
+        self._instance = instance
+        self._block_size = block_size
+        self._remember_bytes = remember_bytes
+        self._past: deque[tuple[int, int, bytes]] = deque()
+        """(first number, count, message), consecutive up to ``next``."""
+        self._past_bytes = 0
+        self._readers: set[Reader] = set()
+        self._snapshots: dict[int, _Snapshot] = {}
+        self._number = 0
+
+    @property
+    def readers(self) -> frozenset[Reader]:
+        return frozenset(self._readers)
+
+    # -- readers --------------------------------------------------------------------------------
+
+    def hello(self, reader: Reader, message: Hello) -> tuple[Sends, int | None]:
+        """A reader says what it has: what to send it, and the number of the snapshot it needs, if any."""
+        self.goodbye(reader)
+        if message.protocol != AGENT_PROTOCOL:
+            return [], None
+        missed = self._missed(message)
+        self._readers.add(reader)
+        welcome = Welcome(
+            self._instance, self.epoch, self._block_size, resumed=missed is not None, naming=self.naming
+        )
+        sends = [(reader, FROM_AGENT.encode(welcome))]
+        if missed is not None:
+            return sends + [(reader, data) for data in missed], None
+        self._number += 1
+        self._snapshots[self._number] = _Snapshot(reader)
+        return sends, self._number
+
+    def goodbye(self, reader: Reader) -> list[int]:
+        """A reader is gone. Returns numbers of snapshots that nobody wants any more."""
+        self._readers.discard(reader)
+        unwanted = self.snapshots_of(reader)
+        for number in unwanted:
+            del self._snapshots[number]
+        return unwanted
+
+    def wants(self, number: int) -> bool:
+        """Whether anybody waits for the rest of a snapshot."""
+        return number in self._snapshots
+
+    def reader_of(self, number: int) -> Reader | None:
+        """Who waits for a snapshot."""
+        snapshot = self._snapshots.get(number)
+        return None if snapshot is None else snapshot.reader
+
+    def snapshots_of(self, reader: Reader) -> list[int]:
+        """Snapshots that a reader waits for."""
+        return [number for number, snapshot in self._snapshots.items() if snapshot.reader == reader]
+
+    def _missed(self, message: Hello) -> list[bytes] | None:
+        """Messages that the reader lacks; ``None`` when they are not known any more."""
+        if message.epoch != self.epoch or message.next > self.next:
+            return None
+        if message.next == self.next:
+            return []
+        if not self._past or self._past[0][0] > message.next:
+            return None
+        return [data for first, count, data in self._past if first + count > message.next]
+
+    # -- events ---------------------------------------------------------------------------------
+
+    def publish(self, events: Sequence[PlacementEvent], age_ms: float = 0.0) -> Sends:
+        """Number events and send them to every reader."""
+        sends: Sends = []
+        for batch in _batches(events):
+            data = FROM_AGENT.encode(Events(self.epoch, self.next, tuple(batch), age_ms))
+            self._past.append((self.next, len(batch), data))
+            self._past_bytes += len(data)
+            self.next += len(batch)
+            sends.extend((reader, data) for reader in self._readers)
+        while self._past_bytes > self._remember_bytes:
+            self._past_bytes -= len(self._past.popleft()[2])
+        return sends
+
+    def left_out(self, events: int) -> None:
+        """So many events were dropped: every reader will see that numbers are missing."""
+        self.next += events
+        self._past.clear()
+        self._past_bytes = 0
+
+    # -- snapshots ------------------------------------------------------------------------------
+
+    def begin(self, number: int) -> Sends:
+        """A snapshot begins here in the stream."""
+        snapshot = self._snapshots.get(number)
+        if snapshot is None:
+            return []
+        return [(snapshot.reader, FROM_AGENT.encode(SnapshotBegin(self.epoch, number, self.next)))]
+
+    def part(self, number: int, events: Sequence[PlacementEvent]) -> Sends:
+        """Some of a snapshot, as of here in the stream."""
+        snapshot = self._snapshots.get(number)
+        if snapshot is None:
+            return []
+        sends: Sends = []
+        for batch in _batches(events):
+            part = SnapshotPart(self.epoch, number, snapshot.parts, self.next, tuple(batch))
+            snapshot.parts += 1
+            sends.append((snapshot.reader, FROM_AGENT.encode(part)))
+        return sends
+
+    def end(self, number: int, *, partial: bool = False) -> Sends:
+        """A snapshot is complete."""
+        snapshot = self._snapshots.pop(number, None)
+        if snapshot is None:
+            return []
+        end = SnapshotEnd(self.epoch, number, snapshot.parts, self.next, partial)
+        return [(snapshot.reader, FROM_AGENT.encode(end))]
+
+    def __repr__(self) -> str:
+        return (
+            f"EventStream(next={self.next}, readers={len(self._readers)}, "
+            f"snapshots={len(self._snapshots)}, remembered={self._past_bytes} bytes)"
+        )
+
+
+def _batches(events: Sequence[PlacementEvent]) -> Iterator[Sequence[PlacementEvent]]:
+    """Cut events into what fits into one message each."""
+    start, size = 0, 0
+    for index, event in enumerate(events):
+        size += _bytes_of(event)
+        if size >= BATCH_BYTES or index + 1 - start >= BATCH_EVENTS:
+            yield events[start : index + 1]
+            start, size = index + 1, 0
+    if start < len(events):
+        yield events[start:]
+
+
+def _bytes_of(event: PlacementEvent) -> int:
+    if isinstance(event, Stored):
+        return 64 + len(event.tokens)
+    if isinstance(event, DiskStored | DiskRemoved):
+        return 16 + len(event.names)
+    return 16

@@ -1,0 +1,1 @@
+"""Servers and stand-ins that tests start, and what they must not leave behind."""

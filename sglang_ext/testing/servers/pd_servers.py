@@ -1,0 +1,116 @@
+"""Prefill and decode servers for tests and benchmarks, and what a router does between them: send a request to
+one of each.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from threading import Barrier
+from typing import Any
+
+from sglang_ext.cluster.plan import LOOPBACK
+from sglang_ext.testing.compare import Answer
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port
+
+THREADS = 24
+BACKEND = ("--disaggregation-transfer-backend", "global")
+
+
+def prefill_spec(base: ServerSpec, bootstrap_port: int) -> ServerSpec:
+    """`base` as a prefill server."""
+    mode = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(bootstrap_port))
+    return replace(base, flags=(*mode, *BACKEND, *base.flags))
+
+
+def decode_spec(base: ServerSpec) -> ServerSpec:
+    """`base` as a decode server."""
+    return replace(base, flags=("--disaggregation-mode", "decode", *BACKEND, *base.flags))
+
+
+def _started_pool(threads: int) -> ThreadPoolExecutor:
+    """A pool that has all of its threads already: a test that uses it leaves none behind."""
+    pool, all_there = ThreadPoolExecutor(threads), Barrier(threads)
+    for started in [pool.submit(all_there.wait) for _ in range(threads)]:
+        started.result()
+    return pool
+
+
+@dataclass
+class Prefill:
+    """A prefill server and its bootstrap port."""
+
+    server: ServerProcess
+    bootstrap_port: int
+
+
+@dataclass
+class PdServers:
+    """Prefill and decode servers that run. `prefill[0]` and `decode[0]` serve unless told otherwise."""
+
+    prefill: list[Prefill]
+    decode: list[ServerProcess]
+    rooms: random.Random = field(default_factory=lambda: random.Random())
+    pool: ThreadPoolExecutor = field(default_factory=lambda: _started_pool(THREADS))
+
+    @property
+    def servers(self) -> list[ServerProcess]:
+        return [*(each.server for each in self.prefill), *self.decode]
+
+    def pair(self, prefill: int = 0) -> dict[str, Any]:
+        """What a router adds to a request, the same for both servers."""
+        return {
+            "bootstrap_host": LOOPBACK,
+            "bootstrap_port": self.prefill[prefill].bootstrap_port,
+            "bootstrap_room": self.rooms.randrange(1, 1 << 63),
+        }
+
+    def start(
+        self, prompt: Sequence[int], *, max_new_tokens: int, prefill: int = 0, decode: int = 0, **fields: Any
+    ) -> tuple[Future[Answer], Future[Answer]]:
+        """Send a request to both; the answers of prefill and of decode."""
+        body = {**self.pair(prefill), **fields}
+        both = (self.prefill[prefill].server, self.decode[decode])
+        sent = [
+            self.pool.submit(server.generate, prompt, max_new_tokens=max_new_tokens, **body)
+            for server in both
+        ]
+        return sent[0], sent[1]
+
+    def generate(self, prompt: Sequence[int], **arguments: Any) -> Answer:
+        """The answer that a client gets, decode's. Raises what either server answered with."""
+        first, second = self.start(prompt, **arguments)
+        answer = second.result()
+        first.result()
+        return answer
+
+    def wait_idle(self) -> None:
+        """Return when no request runs or waits anywhere."""
+        for server in self.servers:
+            server.wait_idle()
+
+    def close(self) -> None:
+        self.pool.shutdown()
+
+
+@contextmanager
+def pd_servers(
+    prefill: Sequence[ServerSpec], decode: Sequence[ServerSpec], others: Sequence[ServerSpec] = ()
+) -> Iterator[tuple[PdServers, list[ServerProcess]]]:
+    """Start servers, all at once, and end them. `others` are servers beside them, such as a colocated one."""
+    ports = [free_port() for _ in prefill]
+    first = [ServerProcess(prefill_spec(spec, port)) for spec, port in zip(prefill, ports, strict=True)]
+    second = [ServerProcess(decode_spec(spec)) for spec in decode]
+    rest = [ServerProcess(spec) for spec in others]
+    with ExitStack() as stack:
+        for server in (*first, *second, *rest):
+            stack.callback(server.stop)
+        with ThreadPoolExecutor(len(first) + len(second) + len(rest)) as pool:
+            list(pool.map(ServerProcess.start, (*first, *second, *rest)))
+        pairs = [Prefill(server, port) for server, port in zip(first, ports, strict=True)]
+        servers = PdServers(pairs, second)
+        stack.callback(servers.close)
+        yield servers, rest

@@ -1,0 +1,395 @@
+"""Real SGLang servers for tests and benchmarks: started once per configuration, ended without a trace.
+
+A server runs under ``cluster.guard``: whatever happens to the test process, SIGKILL included, the server and
+the processes it started end with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+from sglang_ext.cluster.guard import descendants
+from sglang_ext.cluster.host import Ports
+from sglang_ext.cluster.plan import LOOPBACK
+from sglang_ext.cluster.process import GUARD, how_it_ended, tail
+from sglang_ext.testing.compare import Answer
+from sglang_ext.testing.models import DType, model_path
+from sglang_ext.testing.servers import preloaded
+
+START_SECONDS = 240.0
+STOP_SECONDS = 20.0
+REQUEST_SECONDS = 180.0
+GRACE_SECONDS = 1.0
+"""SGLang looks only every 5 s whether it was told to end; an idle server has nothing to lose."""
+POLL_SECONDS = 0.1
+PORTS = range(21_000, 32_000)
+"""Below those that Linux gives to connections, which would take a port before its server listens."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""For torch, of a server that shares a machine with others: threads spin while they wait for one another's
+share of a tiny operator, and where others want the cores, that is most of what they do."""
+
+T = TypeVar("T")
+
+
+class ServerStartError(RuntimeError):
+    """The server did not come up; the message has the end of its log."""
+
+
+class ServerDiedError(RuntimeError):
+    """A server that should run does not; the message has the end of its log."""
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """What to start. Equal specs can share a server.
+
+    Args:
+        model: name of a tiny model (``testing.models``).
+        dtype: of the weights and of the KV cache.
+        flags: SGLang's flags, and ours.
+        environment: on top of the test's own.
+        run: what Python runs: a module behind ``-m``, or a script.
+    """
+
+    model: str = "tiny"
+    dtype: DType = "float32"
+    flags: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict, hash=False)
+    run: tuple[str, ...] = ("-m", "sglang_ext.launch_server")
+
+    def command(self, port: int) -> list[str]:
+        return [
+            *(sys.executable, *self.run),
+            *("--model-path", str(model_path(self.model, self.dtype)), "--dtype", self.dtype),
+            *("--host", LOOPBACK, "--port", str(port)),
+            # SGLang chooses one that the system gives to connections, and listens there much later.
+            *("--nccl-port", str(free_port()), *self.flags),
+        ]
+
+
+def wait_until(condition: Callable[[], T], *, seconds: float, what: str) -> T:
+    """The first true value of ``condition``.
+
+    Raises:
+        TimeoutError: it stayed false; names ``what``.
+    """
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {seconds:.0f} s")
+        time.sleep(POLL_SECONDS)
+    return value
+
+
+def free_port() -> int:
+    """A port on loopback that nobody listens on now, and that the system gives to nobody who asks for any."""
+    while True:
+        port = random.SystemRandom().choice(PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
+
+
+class ServerProcess:
+    """One server. ``with ServerProcess(spec) as server: ...``, or ``start`` and ``stop``.
+
+    Args:
+        spec: what to start.
+        grace_s: seconds between SIGTERM and SIGKILL when it is stopped.
+        port: where it listens; without one, where nobody does.
+    """
+
+    def __init__(self, spec: ServerSpec, *, grace_s: float = GRACE_SECONDS, port: int | None = None) -> None:
+        self.spec = spec
+        self._grace_s = grace_s
+        self.port = free_port() if port is None else port
+        self.url = f"http://{LOOPBACK}:{self.port}"
+        self._process: preloaded.Handle | None = None
+        self._watch: int | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._client = httpx.Client(
+            base_url=self.url,
+            timeout=REQUEST_SECONDS,
+            trust_env=False,
+            # No connection stays open between requests: tests look for leaked sockets. So there is nothing to
+            # close either, and a request to a server that was stopped meanwhile is refused like any other.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        )
+
+    # -- life -----------------------------------------------------------------------------------
+
+    def __enter__(self) -> ServerProcess:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start it and wait until it serves.
+
+        Raises:
+            ServerStartError: it ended, or did not serve in time.
+        """
+        try:
+            # Held until it is listened on, so that nobody else is given it while the server starts.
+            with Ports() as ports:
+                ports.take(LOOPBACK, self.port, "--port")
+                self._launch()
+                wait_until(self._serves, seconds=START_SECONDS, what=f"start of {self.spec}")
+        except (RuntimeError, TimeoutError) as error:
+            text = "\n".join(tail(self.log))
+            self.stop()
+            raise ServerStartError(f"{error}\n{text}") from None
+        except BaseException:
+            self.stop()
+            raise
+
+    def _launch(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="server-")
+        watch, self._watch = os.pipe()
+        try:
+            command = self.spec.command(self.port)
+            environment = {**ONE_THREAD, **os.environ, **self.spec.environment}
+            with self.log.open("wb") as log:
+                parent = preloaded.current(self.spec.environment)
+                if parent is not None:
+                    self._process = parent.launch(
+                        command,
+                        environment=environment,
+                        folder=Path(self._folder.name),
+                        log=log.fileno(),
+                        watch=watch,
+                        grace_s=self._grace_s,
+                    )
+                    return
+                self._process = subprocess.Popen(
+                    [
+                        *(sys.executable, "-I", "-S", str(GUARD), str(watch), str(self._grace_s), "--"),
+                        *command,
+                    ],
+                    cwd=self._folder.name,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(watch,),
+                    start_new_session=True,
+                )
+        finally:
+            os.close(watch)
+
+    def _serves(self) -> bool:
+        assert self._process is not None
+        code = self._process.poll()
+        if code is not None:
+            raise RuntimeError(f"the server {how_it_ended(code)}")
+        try:
+            return self._client.get("/health", timeout=5.0).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def stop(self) -> None:
+        """End it and everything it started."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(self._grace_s + STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self._watch is not None:
+            os.close(self._watch)
+            self._watch = None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """Of the guard; everything of the server is below it."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def log(self) -> Path:
+        assert self._folder is not None
+        return Path(self._folder.name) / "server.log"
+
+    # -- talking to it --------------------------------------------------------------------------
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """POST JSON; the answer's JSON, or its text. Raises on any status that is not 2xx."""
+        return _content(self._client.post(path, json=body))
+
+    def get(self, path: str) -> Any:
+        """GET; the answer's JSON, or its text. Raises on any status that is not 2xx."""
+        return _content(self._client.get(path))
+
+    def generate(
+        self, prompt: Sequence[int], *, max_new_tokens: int, stream: bool = False, **fields: Any
+    ) -> Answer:
+        """The greedy answer to token ids, with log probabilities and what was reused.
+
+        Args:
+            prompt: token ids.
+            max_new_tokens: exact length of the answer.
+            stream: take it as a stream of events; the last one has it all.
+            fields: further fields of the request.
+        """
+        body = {
+            "input_ids": list(prompt),
+            "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True},
+            "return_logprob": True,
+            # The runner-up tells whether a token was a close decision.
+            "top_logprobs_num": 2,
+            "stream": stream,
+            **fields,
+        }
+        return Answer.of(self._last_event("/generate", body) if stream else self.post("/generate", body))
+
+    def _last_event(self, path: str, body: Mapping[str, Any]) -> Any:
+        last = ""
+        with self._client.stream("POST", path, json=body) as response:
+            if not response.is_success:
+                response.read()
+                return _content(response)
+            for line in response.iter_lines():
+                data = line.removeprefix("data:").strip()
+                if data and data != "[DONE]":
+                    last = data
+        return json.loads(last)
+
+    def flush(self) -> None:
+        """Empty every tier, once the server is idle."""
+        wait_until(
+            lambda: self._client.post("/flush_cache").status_code == 200, seconds=30, what="/flush_cache"
+        )
+
+    def wait_idle(self) -> None:
+        """Return when no request runs or waits."""
+        wait_until(
+            lambda: all(
+                load["num_running_reqs"] == load["num_waiting_reqs"] == 0
+                for load in self.get("/v1/loads")["loads"]
+            ),
+            seconds=60,
+            what="idle server",
+        )
+
+    def server_info(self) -> Any:
+        return self.get("/server_info")
+
+    def metrics(self) -> dict[str, float]:
+        """``/metrics`` by sample: 'name{label="value"}' -> value."""
+        samples: dict[str, float] = {}
+        for line in str(self.get("/metrics")).splitlines():
+            match = re.fullmatch(r"([^#\s]\S*(?:\{.*\})?) (\S+)(?: \d+)?", line)
+            if match:
+                samples[match[1]] = float(match[2])
+        return samples
+
+    @property
+    def pids(self) -> list[int]:
+        """Ids of the server and of everything it has started."""
+        return [self.pid, *descendants(self.pid)]
+
+    def processes(self, title: str) -> list[int]:
+        """Ids of the server's processes whose title contains ``title``, such as ``sglang::scheduler``."""
+        return [pid for pid in descendants(self.pid) if title in _title(pid)]
+
+    def scheduler_threads(self) -> list[str]:
+        """Names of the schedulers' threads, sorted."""
+        names = [
+            (task / "comm").read_text().strip()
+            for pid in self.processes("sglang::scheduler")
+            for task in Path(f"/proc/{pid}/task").iterdir()
+        ]
+        return sorted(names)
+
+
+def _content(response: httpx.Response) -> Any:
+    if not response.is_success:
+        raise AssertionError(f"{response.request.url}: {response.status_code}: {response.text[:500]}")
+    if response.headers.get("content-type", "").startswith("application/json"):
+        return response.json()
+    return response.text
+
+
+def _title(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+
+
+class ServerPool:
+    """Servers by spec, shared between tests; the least recently used one ends when there are too many.
+
+    A server that ends on its own is an error, which the next `get` of its spec or `close` raises.
+
+    Args:
+        limit: servers that may run at the same time; each takes about 1.6 GB.
+    """
+
+    def __init__(self, limit: int = 2) -> None:
+        self._limit = limit
+        self._servers: OrderedDict[ServerSpec, ServerProcess] = OrderedDict()
+
+    def get(self, spec: ServerSpec) -> ServerProcess:
+        """A running server of this spec: one that runs already, or a new one.
+
+        Raises:
+            ServerStartError: it did not come up.
+            ServerDiedError: the one that ran has ended. The next call starts a new one.
+        """
+        server = self._servers.pop(spec, None)
+        if server is not None and not server.running:
+            self._bury(server)
+        if server is None:
+            while len(self._servers) >= self._limit:
+                self._end(self._servers.popitem(last=False)[1])
+            server = ServerProcess(spec)
+            server.start()
+        self._servers[spec] = server
+        return server
+
+    def close(self) -> None:
+        """End all of them.
+
+        Raises:
+            ServerDiedError: one had ended before.
+        """
+        with ExitStack() as each:
+            for server in self._servers.values():
+                each.callback(self._end, server)
+            self._servers.clear()
+
+    def _end(self, server: ServerProcess) -> None:
+        if server.running:
+            server.stop()
+        else:
+            self._bury(server)
+
+    def _bury(self, server: ServerProcess) -> None:
+        text = "\n".join(tail(server.log))
+        server.stop()
+        raise ServerDiedError(f"{server.spec} ended while tests shared it\n{text}")

@@ -1,0 +1,1 @@
+"""The conformance suite of transports, and a rig with two ends."""

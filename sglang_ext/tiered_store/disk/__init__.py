@@ -1,0 +1,1 @@
+"""The disk tier: append-only segments, found through LMDB, verified on every read."""

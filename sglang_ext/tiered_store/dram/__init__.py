@@ -1,0 +1,1 @@
+"""The DRAM arena: one mapping, cut into blocks."""

@@ -1,0 +1,271 @@
+"""The DRAM arena: one mapping, cut into blocks, handed out and taken back by number.
+
+All blocks have one size, so there is no fragmentation: any free block serves any request, however long the
+arena has been in use. Handing out and taking back cost O(1) per block. Each block has a generation, which
+grows when the block is taken back; it lies in the same mapping as the bytes, so that a one-sided reader can
+check it before and after its read and discard what was overwritten in between.
+
+    mapping = [block 0][block 1] ... [block n-1][pad to 8][generation 0] ... [generation n-1]
+    block   = [plane 0: token rows][plane 1: token rows] ...        (BlockLayout)
+
+The arena's bookkeeping is guarded by a lock and may be called from any thread; the bytes of a block belong to
+whoever allocated it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.errors import ConfigError
+from sglang_ext.geometry import BlockLayout
+from sglang_ext.tiered_store.dram.memory import ArenaMemory, Bytes, Progress, SharedRegion, map_region
+
+BlockIds = npt.NDArray[np.int64]
+Generations = npt.NDArray[np.uint64]
+
+_GENERATION_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaDescriptor:
+    """An arena as another process of the host sees it: plain data, to be sent over the control plane.
+
+    generations: byte offset of the generations in the region, uint64 each.
+    """
+
+    region: SharedRegion
+    n_blocks: int
+    block_bytes: int
+    generations: int
+
+
+class DramArena:
+    """`nbytes` of host memory as blocks of one layout.
+
+    Args:
+        layout: row bytes per plane and tokens per block.
+        nbytes: size of the whole mapping, generations included; it never grows or shrinks.
+        shared: in shared memory, which other processes of the host can map (`descriptor`).
+        pin: register the memory with CUDA if there is a device.
+        touch: give every page its memory now; off only where a test wants an arena larger than memory.
+        name: for logs and /proc/PID/maps.
+
+    Raises:
+        ConfigError: not even one block fits into `nbytes`.
+        ArenaMemoryError: the host has less memory.
+        PinError: CUDA refused to pin it.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        nbytes: int,
+        *,
+        shared: bool = True,
+        pin: bool = True,
+        touch: bool = True,
+        name: str = "dram",
+        progress: Progress | None = None,
+    ) -> None:
+        self.layout = layout
+        self.block_bytes = layout.block_bytes
+        self.n_blocks = (nbytes - _GENERATION_BYTES) // (self.block_bytes + _GENERATION_BYTES)
+        if self.n_blocks < 1:
+            raise ConfigError(
+                f"an arena of {nbytes} bytes holds no block of {self.block_bytes} bytes",
+                field="--kv-dram-size",
+                hint="Make it larger, or lower --kv-block-size",
+            )
+        used = _generations_at(self.n_blocks, self.block_bytes) + self.n_blocks * _GENERATION_BYTES
+        self.memory = ArenaMemory(used, shared=shared, name=name)
+        try:
+            if touch:
+                self.memory.touch(progress=progress)
+            if pin:
+                self.memory.pin()
+        except BaseException:
+            self.memory.close()
+            raise
+        self._blocks, self._generations = _views(self.memory.bytes, self.n_blocks, self.block_bytes)
+        self._lock = threading.Lock()
+        # The free ids are _stack[:_free]. They start descending, so that the first blocks handed out ascend.
+        self._stack: BlockIds = np.arange(self.n_blocks - 1, -1, -1, dtype=np.int64)
+        self._free = self.n_blocks
+        self._used = np.zeros(self.n_blocks, dtype=np.bool_)
+        self._mark = np.zeros(self.n_blocks, dtype=np.int64)  # scratch of _check_ids
+        self._closed = False
+
+    # --- bytes ---
+
+    @property
+    def address(self) -> int:
+        """Where block 0 starts in this process."""
+        return self.memory.address
+
+    @property
+    def pinned(self) -> bool:
+        return self.memory.pinned
+
+    @property
+    def blocks(self) -> Bytes:
+        """Bytes of all blocks, shape (n_blocks, block_bytes), without a copy."""
+        return self._blocks
+
+    @property
+    def generations(self) -> Generations:
+        """How often each block has been taken back, shape (n_blocks,). Read only; lies in the mapping."""
+        view = self._generations.view()
+        view.flags.writeable = False
+        return view
+
+    def plane(self, index: int) -> Bytes:
+        """Rows of one plane of all blocks, shape (n_blocks, block_tokens, row_bytes), without a copy."""
+        start, stop = self.layout.plane_offsets[index : index + 2]
+        part = self._blocks[:, start:stop]
+        return part.reshape(self.n_blocks, self.layout.block_tokens, self.layout.row_bytes[index], copy=False)
+
+    def layer(self, index: int) -> Bytes:
+        """Bytes of one layer of all blocks, shape (n_blocks, layer bytes), without a copy."""
+        start, stop = self.layout.layer_offsets[index : index + 2]
+        return self._blocks[:, start:stop]
+
+    @property
+    def descriptor(self) -> ArenaDescriptor:
+        """What another process of the host needs for `ArenaView`. Raises ValueError for private memory."""
+        start = _generations_at(self.n_blocks, self.block_bytes)
+        return ArenaDescriptor(self.memory.region, self.n_blocks, self.block_bytes, start)
+
+    # --- blocks ---
+
+    @property
+    def free_blocks(self) -> int:
+        return self._free
+
+    @property
+    def used_blocks(self) -> int:
+        return self.n_blocks - self._free
+
+    @property
+    def used_bytes(self) -> int:
+        return self.used_blocks * self.block_bytes
+
+    def alloc(self, n: int) -> BlockIds | None:
+        """Take `n` blocks, all or none.
+
+        Returns:
+            Their ids, shape (n,), int64; None when fewer are free. The bytes are whatever was there before.
+        """
+        if n < 0:
+            raise ValueError(f"alloc({n}): the number of blocks must not be negative")
+        with self._lock:
+            self._check_open()
+            if n > self._free:
+                return None
+            self._free -= n
+            ids = self._stack[self._free : self._free + n][::-1].copy()
+            self._used[ids] = True
+            return ids
+
+    def free(self, ids: BlockIds | Sequence[int]) -> None:
+        """Take blocks back, all or none. Their generations grow, which makes reads under way stale.
+
+        Raises:
+            ValueError: an id is out of range, is free already, or is given twice; then none is taken back.
+        """
+        array = np.ascontiguousarray(ids, dtype=np.int64)
+        with self._lock:
+            self._check_open()
+            self._check_ids(array)
+            # Generations first: a reader that sees the new bytes must see the new generation.
+            self._generations[array] += np.uint64(1)
+            self._used[array] = False
+            self._stack[self._free : self._free + array.size] = array
+            self._free += array.size
+
+    def is_used(self, block: int) -> bool:
+        """Whether a block is handed out."""
+        return bool(self._used[block])
+
+    def _check_ids(self, ids: BlockIds) -> None:
+        if ids.ndim != 1:
+            raise ValueError(f"block ids must have shape (n,), not {ids.shape}")
+        if not ids.size:
+            return
+        if int(ids.min()) < 0 or int(ids.max()) >= self.n_blocks:
+            raise ValueError(f"block ids {ids.min()}..{ids.max()} are outside of [0, {self.n_blocks})")
+        if not self._used[ids].all():
+            raise ValueError(f"double free of blocks {ids[~self._used[ids]][:8].tolist()}")
+        order = np.arange(ids.size)
+        self._mark[ids] = order
+        if not np.array_equal(self._mark[ids], order):
+            raise ValueError("a block id is given twice in one call of free()")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the arena is closed")
+
+    # --- whole ---
+
+    def check(self) -> None:
+        """Verify the bookkeeping. Raises AssertionError naming what is wrong."""
+        with self._lock:
+            free = self._stack[: self._free]
+            if np.unique(free).size != free.size:
+                raise AssertionError("a block is on the free stack twice")
+            if self._used[free].any():
+                raise AssertionError("a block is both free and used")
+            if int(np.count_nonzero(self._used)) + self._free != self.n_blocks:
+                raise AssertionError("used and free blocks do not add up")
+
+    def close(self) -> None:
+        """Give the memory back to the system. Views held by others stay valid until they are dropped."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            # Not slices of the old views: those would keep the memory.
+            self._blocks = np.empty((0, self.block_bytes), dtype=np.uint8)
+            self._generations = np.empty(0, dtype=np.uint64)
+            self.memory.close()
+
+    def __enter__(self) -> DramArena:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"<DramArena {self.used_blocks}/{self.n_blocks} blocks of {self.block_bytes} bytes"
+            f"{' pinned' if self.pinned else ''}{' closed' if self._closed else ''}>"
+        )
+
+
+class ArenaView:
+    """Another process's arena, mapped read-only into this one.
+
+    Bytes may change under the reader: read the generation of a block, copy the block, read the generation
+    again, and keep the copy only if both are what the owner announced.
+    """
+
+    def __init__(self, descriptor: ArenaDescriptor) -> None:
+        d = descriptor
+        self.descriptor = d
+        data = map_region(d.region)
+        self.blocks, self.generations = _views(data, d.n_blocks, d.block_bytes)
+
+
+def _generations_at(n_blocks: int, block_bytes: int) -> int:
+    """Byte offset of the generations: behind the blocks, aligned so that each is read in one piece."""
+    return -(-n_blocks * block_bytes // _GENERATION_BYTES) * _GENERATION_BYTES
+
+
+def _views(data: Bytes, n_blocks: int, block_bytes: int) -> tuple[Bytes, Generations]:
+    blocks = data[: n_blocks * block_bytes].reshape(n_blocks, block_bytes)
+    start = _generations_at(n_blocks, block_bytes)
+    return blocks, data[start : start + n_blocks * _GENERATION_BYTES].view(np.uint64)
