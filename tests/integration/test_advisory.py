@@ -303,7 +303,7 @@ async def test_a_flood_of_hints_for_nobody_harms_nobody(server, router, client, 
 
 PROGRAM = """
 import os, sys
-from sglang_ext.patches import runtime
+from sglang_ext.patches.cpu import runtime
 runtime.prepare_process(os.environ)
 import sglang as sgl
 from sglang_ext.patches.adapter.frontend import AdvisingEndpoint

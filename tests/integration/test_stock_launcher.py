@@ -18,9 +18,9 @@ from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 pytestmark = pytest.mark.integration
 
 IMPORTABLE = """
-from sglang_ext.patches import sgl_kernel_stand_in, torchvision_operators
-torchvision_operators.apply()
-sgl_kernel_stand_in.apply()
+from sglang_ext.patches.cpu import kernels, torchvision
+torchvision.apply()
+kernels.apply()
 """
 FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),

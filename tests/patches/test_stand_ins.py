@@ -10,26 +10,26 @@ import pytest
 import torch
 
 from sglang_ext.patches.cpu import (
-    kernels as sgl_kernel_stand_in,
+    kernels,
 )
 from sglang_ext.patches.cpu import (
     runtime,
 )
 from sglang_ext.patches.cpu import (
-    torchvision as torchvision_operators,
+    torchvision,
 )
 
 
 def test_torchvision_imports_beside_cpu_torch() -> None:
     import torchvision  # noqa: F401
 
-    assert torchvision_operators.applied()
+    assert torchvision.applied()
 
 
 def test_operators_are_defined_once() -> None:
     """Defining a schema twice raises; a child process may prepare itself twice."""
-    torchvision_operators.apply()
-    torchvision_operators.apply()
+    torchvision.apply()
+    torchvision.apply()
     assert "nms" in str(torch.ops.torchvision.nms.default)
 
 
@@ -57,7 +57,7 @@ def test_a_real_kernel_library_is_left_alone(monkeypatch: pytest.MonkeyPatch, tm
     (tmp_path / "sgl_kernel.py").write_text("REAL = True\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "sgl_kernel")
-    sgl_kernel_stand_in.apply()
+    kernels.apply()
     assert sys.modules["sgl_kernel"].REAL is True
     monkeypatch.delitem(sys.modules, "sgl_kernel")  # so that monkeypatch puts the stand-in back
 
@@ -67,7 +67,7 @@ def test_a_kernel_library_that_does_not_load_is_replaced(monkeypatch: pytest.Mon
     (tmp_path / "sgl_kernel.py").write_text("raise ImportError('libcudart.so.13: cannot open')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "sgl_kernel")
-    sgl_kernel_stand_in.apply()
+    kernels.apply()
     with pytest.raises(NotImplementedError):
         sys.modules["sgl_kernel"].fill_bonus_tokens_cpu()
     monkeypatch.delitem(sys.modules, "sgl_kernel")
@@ -90,7 +90,7 @@ def test_the_cpu_runtime_is_for_servers_on_a_cpu(
 
 
 def test_a_host_that_sglang_serves_with_operators_only_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sgl_kernel_stand_in.in_use()
+    assert kernels.in_use()
     assert runtime.unsupported_host("x86_64") is None
     assert "not aarch64; install a CPU build of sgl_kernel" in str(runtime.unsupported_host("aarch64"))
     monkeypatch.setitem(sys.modules, "sgl_kernel", ModuleType("sgl_kernel"))

@@ -18,7 +18,7 @@ from sglang_ext.testing.servers.server import wait_until
 WITHOUT_SGLANG = """\
 import sys, tempfile
 import torch
-from sglang_ext.testing import preloaded
+from sglang_ext.testing.servers import preloaded
 preloaded._import_all = tempfile.gettempdir  # some import asks for it, and it is remembered
 torch.get_num_threads()
 preloaded.main(sys.argv[1:])

@@ -156,9 +156,9 @@ def test_the_template_is_chatml() -> None:
 
 
 def test_transformers_reads_it_all(tmp_path: Path) -> None:
-    from sglang_ext.patches.cpu import torchvision as torchvision_operators
+    from sglang_ext.patches.cpu import torchvision
 
-    torchvision_operators.apply()
+    torchvision.apply()
     from transformers import AutoTokenizer
 
     write_tokenizer(tmp_path, 2048)
