@@ -9,27 +9,20 @@ from types import ModuleType
 import pytest
 import torch
 
-from sglang_ext.patches.cpu import (
-    kernels,
-)
-from sglang_ext.patches.cpu import (
-    runtime,
-)
-from sglang_ext.patches.cpu import (
-    torchvision,
-)
+from sglang_ext.patches.cpu import kernels, runtime
+from sglang_ext.patches.cpu import torchvision as torchvision_operators
 
 
 def test_torchvision_imports_beside_cpu_torch() -> None:
     import torchvision  # noqa: F401
 
-    assert torchvision.applied()
+    assert torchvision_operators.applied()
 
 
 def test_operators_are_defined_once() -> None:
     """Defining a schema twice raises; a child process may prepare itself twice."""
-    torchvision.apply()
-    torchvision.apply()
+    torchvision_operators.apply()
+    torchvision_operators.apply()
     assert "nms" in str(torch.ops.torchvision.nms.default)
 
 
