@@ -32,7 +32,7 @@ from sglang_ext.disagg.errors import (
     TransportUnavailableError,
 )
 from sglang_ext.disagg.memory import RegionTable
-from sglang_ext.disagg.messages import REPLIES, REQUESTS, Connect, Connected, Reserve, Written
+from sglang_ext.disagg.messages import REPLIES, REQUESTS, Connect, Connected, Ping, Reserve, Written
 from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transfer.control import CurveKeys
 from sglang_ext.disagg.transfer.leases import LeaseEnd
@@ -120,7 +120,64 @@ def test_what_a_process_without_a_core_did_not_hear_is_no_silence() -> None:
     assert silence.unanswered(1.5, late=0.1)
     silence.answered()
     assert not silence.unanswered(1.5, late=0.0)
-    assert Silence(2.5).unanswered(3.0, late=0.0), "a peer that is dead is found so at the first question"
+    assert Silence(2.5).unanswered(3.0, late=0.0), "what matters is the time, not how many"
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.15, 5.0])
+async def test_a_peer_that_answers_late_lives_and_one_that_does_not_is_dead(delay: float) -> None:
+    """An answer that comes after its question's time says as much; only silence is a verdict."""
+    async with (
+        reader(TransportName.CMA, dead_after=30.0) as owner,
+        reader(TransportName.CMA, heartbeat=0.2, dead_after=0.5) as me,
+    ):
+        instance = await me.endpoint.connect([owner.endpoint.address])
+        server = owner.endpoint._server
+        assert server is not None
+        answer, asked = server._handler, 0
+
+        async def late(identity: bytes, message: object) -> object:
+            if isinstance(message, Ping):
+                nonlocal asked
+                asked += 1
+                await asyncio.sleep(delay)
+            return await answer(identity, message)
+
+        server._handler = late
+        if delay > 1:
+            await until(lambda: instance.gone, 5)
+        else:
+            await until(lambda: asked > 8, 20)
+            assert not instance.gone
+
+
+async def test_two_stalls_of_our_own_put_the_verdict_off_by_little() -> None:
+    """A question that we noticed late says nothing, and costs one interval, for a question is short."""
+    async with (
+        reader(TransportName.CMA, dead_after=30.0) as owner,
+        reader(TransportName.CMA, heartbeat=0.4, dead_after=1.0) as me,
+    ):
+        instance = await me.endpoint.connect([owner.endpoint.address])
+        server = owner.endpoint._server
+        assert server is not None
+        ask, stalls = instance.links[0].client.ask, [0.3, 0.3]
+
+        async def silent(identity: bytes, message: object) -> object:
+            return await asyncio.Event().wait()
+
+        async def stalled(message: object, seconds: float | None) -> object:
+            try:
+                return await ask(message, seconds)
+            except TransferDeadlineError:
+                if stalls:
+                    time.sleep(stalls.pop())  # noqa: ASYNC251 - the stall itself: nothing of this process runs
+                raise
+
+        server._handler = silent
+        instance.links[0].client.ask = stalled  # type: ignore[method-assign]
+        with Stopwatch() as verdict:
+            await until(lambda: instance.gone, 10)
+        # Two intervals and stalls, then the time of the verdict to its next interval, and one that had begun.
+        assert verdict.seconds < 2 * (0.4 + 0.3) + 1.2 + 0.4 + 0.4
 
 
 async def test_a_dead_owners_memory_is_not_kept() -> None:

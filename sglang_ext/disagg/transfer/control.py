@@ -199,6 +199,8 @@ class ControlClient:
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(1)
         self._failed: TransferError | None = None
+        self.heard = 0.0
+        """When the peer last said anything, in the event loop's time."""
         self._socket = context.socket(zmq.DEALER)
         _secure(self._socket, keys, server=False)
         self._socket.connect(f"tcp://{address}")
@@ -251,6 +253,7 @@ class ControlClient:
     async def _receive(self) -> None:
         while True:
             frames = await self._socket.recv_multipart()
+            self.heard = asyncio.get_running_loop().time()
             try:
                 if len(frames) != 2 or len(frames[0]) != NUMBER_BYTES:
                     raise WireError("a reply with the wrong number of frames")

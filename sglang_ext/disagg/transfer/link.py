@@ -188,14 +188,20 @@ class Link:
             log.debug("%s: %s", self.who.instance, error)
 
     async def _heartbeat(self, interval: float) -> None:
-        patience = 2 * interval
+        """Ask once an interval. Each question has half of it to be answered, so that the verdict takes several,
+        and one that fell into a time in which we did not run costs an interval and no more."""
+        pause = patience = interval / 2
         silence, loop = Silence(self._dead_after), asyncio.get_running_loop()
+        before = loop.time()
         while self.peer.gone is None:
             asked = loop.time()
+            if self.client.heard > before:
+                silence.answered()  # late, or something else: it lives
             try:
                 reply = await self.ask(Ping(self.session, self.peer.channel.name), patience)
             except TransferDeadlineError:
-                if silence.unanswered(interval + patience, loop.time() - asked - patience):
+                before = asked
+                if silence.unanswered(pause + patience, loop.time() - asked - patience):
                     self.fail(PeerGoneError(f"{self.who.instance} has not answered for too long"))
             except TransferError as error:
                 self.fail(error)
@@ -203,4 +209,4 @@ class Link:
                 silence.answered()
                 if not isinstance(reply, Pong) or reply.epoch != self.who.epoch:
                     self.fail(PeerGoneError(f"{self.who.instance} restarted: another epoch"))
-            await asyncio.sleep(interval)
+            await asyncio.sleep(pause)
