@@ -6,7 +6,7 @@ One file holds it, the same on every machine of the cluster, readable by its own
 
 It never travels. HTTP requests between members carry a signature over method, path, body, time and a nonce;
 records in Redis carry one too; ZeroMQ channels use a CURVE pair that is derived from it, as
-``disagg.control.CurveKeys`` wants one.
+``MemberKeys`` of the control plane has it.
 
 To change it, members have to accept two for a while. The file may hold a second line: the first key signs,
 both are accepted. It is read again when it has changed, so that no member has to be started anew:
@@ -55,6 +55,7 @@ class _Secret:
         self.http = _derive(secret, b"http")
         self.seal = _derive(secret, b"seal")
         self.curve = _derive(secret, b"curve")
+        self._pair: tuple[bytes, bytes] | None = None
 
     def signature(self, method: str, target: str, body: bytes, moment: str, nonce: str) -> str:
         head = "\n".join((method, target, moment, nonce, hashlib.sha256(body).hexdigest()))
@@ -64,12 +65,13 @@ class _Secret:
         return hmac.new(self.seal, purpose.encode() + b"\n" + data, hashlib.sha256).hexdigest()
 
     def curve_pair(self) -> tuple[bytes, bytes]:
-        import zmq
-        from zmq.utils import z85
+        if self._pair is None:
+            import zmq
+            from zmq.utils import z85
 
-        secret: bytes = z85.encode(self.curve)
-        public: bytes = zmq.curve_public(secret)
-        return public, secret
+            secret: bytes = z85.encode(self.curve)
+            self._pair = (zmq.curve_public(secret), secret)
+        return self._pair
 
 
 class ClusterKey:
@@ -118,6 +120,10 @@ class ClusterKey:
     def curve_pair(self) -> tuple[bytes, bytes]:
         """(public, secret) in Z85, 40 characters each: what this member uses on ZeroMQ."""
         return self._current()[0].curve_pair()
+
+    def curve_pairs(self) -> tuple[tuple[bytes, bytes], ...]:
+        """The pairs of all keys that are accepted; members use the first."""
+        return tuple(each.curve_pair() for each in self._current())
 
     def is_member(self, public: bytes) -> bool:
         """Whether a public key (Z85) on a ZeroMQ channel is a member's."""

@@ -15,7 +15,7 @@ from sglang_ext.cluster_key import read_cluster_key
 from sglang_ext.config import KvConfig
 from sglang_ext.disagg.memory import MemoryKind
 from sglang_ext.disagg.tensors import arena_tensors
-from sglang_ext.disagg.transfer.control import CurveKeys
+from sglang_ext.disagg.transfer.control import MemberKeys
 from sglang_ext.disagg.transfer.pools import MemoryRange, PoolSpec
 from sglang_ext.engine.model_identity import config_digest, element_sums, kv_dtype, model_digest
 from sglang_ext.engine.pd.leases import POOL
@@ -35,8 +35,8 @@ FLAG = f"--disaggregation-transfer-backend {BACKEND}"
 log = logging.getLogger(__name__)
 
 
-def keys_of(config: KvConfig) -> CurveKeys | None:
-    """The cluster's CURVE pair, or None, with which nothing listens beyond loopback.
+def keys_of(config: KvConfig) -> MemberKeys | None:
+    """The cluster's keys, or None, with which nothing listens beyond loopback.
 
     Raises:
         ConfigError: the key file cannot be used.
@@ -44,7 +44,7 @@ def keys_of(config: KvConfig) -> CurveKeys | None:
     path = getattr(config, "cluster_key_file", None)
     if not path:
         return None
-    return CurveKeys(*read_cluster_key(path, field="--kv-cluster-key-file").curve_pair())
+    return read_cluster_key(path, field="--kv-cluster-key-file")
 
 
 class MetadataBuffers:

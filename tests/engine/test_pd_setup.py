@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import zmq
 
 from sglang_ext.cluster_key import MIN_CHARACTERS
 from sglang_ext.config import KvConfig
-from sglang_ext.disagg.transfer.control import CurveKeys
 from sglang_ext.errors import ConfigError
 from sglang_ext.patches.adapter.pd_setup import MetadataBuffers, keys_of, require_supported
 
@@ -66,7 +66,12 @@ def test_the_key_file_gives_the_keys(tmp_path: pytest.TempPathFactory) -> None:
     path = tmp_path / "key"  # type: ignore[operator]
     path.write_text("abcdefghijklmnopqrstuvwxyz0123456789"[:MIN_CHARACTERS] + "xyz")
     path.chmod(0o600)
-    assert isinstance(keys_of(KvConfig(cluster_key_file=str(path))), CurveKeys)
+    keys = keys_of(KvConfig(cluster_key_file=str(path)))
+    assert keys is not None
+    ((public, secret),) = keys.curve_pairs()
+    assert zmq.curve_public(secret) == public
+    assert keys.is_member(public)
+    assert not keys.is_member(zmq.curve_keypair()[0])
     path.chmod(0o644)
     with pytest.raises(ConfigError, match="--kv-cluster-key-file"):
         keys_of(KvConfig(cluster_key_file=str(path)))

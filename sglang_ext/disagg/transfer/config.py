@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_ext.disagg.transfer.control import CurveKeys, is_loopback
+from sglang_ext.disagg.transfer.control import MemberKeys, is_loopback
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.errors import ConfigError
 
@@ -31,7 +31,7 @@ class EndpointConfig:
     rank: int = 0
     bind: str = "127.0.0.1"
     data_bind: str = ""
-    keys: CurveKeys | None = None
+    keys: MemberKeys | None = None
     transports: tuple[TransportName, ...] = ()
     numa: int = -1
     near: str = ""

@@ -3,17 +3,25 @@ set.
 
 Frames: [number, message]. A number is chosen by whoever asks; 0 marks what the owner sends by itself.
 libzmq drops a peer that announces a message over the limit before any of it is stored.
+
+Keys change while connections are up (`MemberKeys`). When the first pair is another, or one was removed, a
+server listens anew on its port, in a moment in which it answers nobody. That ends every connection: nobody
+goes on with a key that was removed. A client cannot know by which of the accepted pairs a server listens:
+with two it opens two sockets, of which one gets through the handshake. When a connection ends, it
+opens new ones by the keys of that time, if they are others or two, and asks again what is unanswered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import logging
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from zmq import constants as zmq
 from zmq.asyncio import Context
@@ -36,11 +44,33 @@ log = logging.getLogger(__name__)
 NUMBER_BYTES: Final = 8
 UNASKED: Final = 0
 ZAP_DOMAIN: Final = "kv"
+LOOK_SECONDS: Final = 0.5
+"""Pause between two looks at whether the keys have changed."""
+QUIET_SECONDS: Final = 5.0
+"""How long a server that changes its key waits, at most, for what it is answering."""
+REBIND_SECONDS: Final = 5.0
+"""For the system to give the port back, which the socket itself has held."""
+ENDED_EVENTS: Final = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+"""What libzmq tells of a server that has ended the connection, as one that listens by another pair does in
+the handshake, and of one that does not know ours."""
+
+Pair = tuple[bytes, bytes]
+"""A CURVE key pair: public and secret key, 40 characters of Z85 each."""
+
+
+class MemberKeys(Protocol):
+    """The cluster's keys, as they are at the time of a call. For any thread."""
+
+    def curve_pairs(self) -> Sequence[Pair]:
+        """The pairs of all keys that are accepted; members use the first."""
+
+    def is_member(self, public: bytes) -> bool:
+        """Whether a public key (Z85) is one of theirs."""
 
 
 @dataclass(frozen=True, repr=False)
 class CurveKeys:
-    """The cluster's key pair, as `zmq.curve_keypair()` makes it (40 characters of Z85 each).
+    """One key pair for good, as `zmq.curve_keypair()` makes it (40 characters of Z85 each).
 
     Every member has the same pair: who holds it is a member, nobody else gets past the handshake.
     """
@@ -55,35 +85,35 @@ class CurveKeys:
     def __repr__(self) -> str:
         return "<CurveKeys>"
 
+    def curve_pairs(self) -> Sequence[Pair]:
+        """See `MemberKeys`."""
+        return ((self.public, self.secret),)
+
+    def is_member(self, public: bytes) -> bool:
+        """See `MemberKeys`."""
+        return public == self.public
+
 
 def is_loopback(host: str) -> bool:
     """Whether an address cannot be reached from other hosts."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def _secure(socket: Any, keys: CurveKeys | None, *, server: bool) -> None:
+def _limit(socket: Any) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, REQUESTS.limit)
     socket.setsockopt(zmq.SNDHWM, 1000)
     socket.setsockopt(zmq.RCVHWM, 1000)
-    if keys is None:
-        return
-    socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
-    if server:
-        socket.curve_server = True
-        socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
-    else:
-        socket.curve_serverkey = keys.public
 
 
 class _OnlyMembers:
-    """Credentials provider: the cluster's public key (Z85) and no other."""
+    """Credentials provider: the public keys of the cluster's members."""
 
-    def __init__(self, public: bytes) -> None:
-        self._public = public
+    def __init__(self, keys: MemberKeys) -> None:
+        self._keys = keys
 
     def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._public
+        return self._keys.is_member(key)
 
 
 Handler = Callable[[bytes, Any], Awaitable[Any]]
@@ -98,7 +128,7 @@ class ControlServer:
         self,
         context: Context,
         bind: str,
-        keys: CurveKeys | None,
+        keys: MemberKeys | None,
         handler: Handler,
         requests: Codec[Any] = REQUESTS,
         replies: Codec[Any] = REPLIES,
@@ -119,18 +149,22 @@ class ControlServer:
         self._requests, self._replies = requests, replies
         self._tasks: set[asyncio.Task[None]] = set()
         self.refused = 0
+        self.public_key = b""
+        """By which it listens, Z85; empty without keys."""
         self._authenticator: Any = None
+        self._socket = context.socket(zmq.ROUTER)
+        _limit(self._socket)
         if keys is not None:
             self._authenticator = AsyncioAuthenticator(context)
             self._authenticator.start()
-            self._authenticator.configure_curve_callback(
-                ZAP_DOMAIN, credentials_provider=_OnlyMembers(keys.public)
-            )
-        self._socket = context.socket(zmq.ROUTER)
-        _secure(self._socket, keys, server=True)
+            self._authenticator.configure_curve_callback(ZAP_DOMAIN, credentials_provider=_OnlyMembers(keys))
+            self._socket.curve_server = True
+            self._socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
+            self._use(keys.curve_pairs()[0])
         self._socket.bind(f"tcp://{host}:{port or '*'}")
         self.address = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().removeprefix("tcp://")
         self._main = asyncio.create_task(self._serve(), name="kv-control")
+        self._watch = asyncio.create_task(self._watch_keys(keys), name="kv-control-keys")
 
     def __repr__(self) -> str:
         return f"<ControlServer {self.address} handling={len(self._tasks)} refused={self.refused}>"
@@ -141,13 +175,47 @@ class ControlServer:
 
     async def close(self) -> None:
         """Stop answering; running handlers are cancelled."""
-        self._main.cancel()
-        for task in self._tasks:
+        for task in (self._main, self._watch, *self._tasks):
             task.cancel()
-        await asyncio.gather(self._main, *self._tasks, return_exceptions=True)
+        await asyncio.gather(self._main, self._watch, *self._tasks, return_exceptions=True)
         if self._authenticator is not None:
             self._authenticator.stop()
         self._socket.close(linger=0)
+
+    def _use(self, pair: Pair) -> None:
+        self.public_key = pair[0]
+        self._socket.curve_publickey, self._socket.curve_secretkey = pair
+
+    async def _watch_keys(self, keys: MemberKeys | None) -> None:
+        """Listen anew when the first pair is another, or one of the pairs is no member's any more."""
+        if keys is None:
+            return
+        known = keys.curve_pairs()
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            pairs = keys.curve_pairs()
+            if pairs[0] != known[0] or not set(known) <= set(pairs):
+                if self._tasks:
+                    await asyncio.wait(tuple(self._tasks), timeout=QUIET_SECONDS)
+                self._use(pairs[0])
+                await self._listen_again()
+                log.info("%s: the cluster's key has changed; every peer connects anew", self.address)
+            known = pairs
+
+    async def _listen_again(self) -> None:
+        endpoint = f"tcp://{self.address}"
+        self._socket.unbind(endpoint)
+        deadline = time.monotonic() + REBIND_SECONDS
+        while True:
+            try:
+                self._socket.bind(endpoint)
+                return
+            except ZMQError as error:
+                # libzmq gives the port back in a thread of its own.
+                if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                    log.error("cannot listen on %s any more: %s", self.address, error)
+                    raise
+            await asyncio.sleep(0.01)
 
     async def _serve(self) -> None:
         while True:
@@ -181,6 +249,27 @@ class ControlServer:
             await self._socket.send_multipart([identity, number, self._replies.encode(message)])
 
 
+class _Line:
+    """One socket of a client, and what is heard on it."""
+
+    def __init__(self, socket: Any, ends: Any) -> None:
+        self.socket = socket
+        self.ends = ends
+        """Monitor of connections that ended; None without keys."""
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def close(self, linger_ms: int = 0) -> None:
+        me = asyncio.current_task()
+        tasks = [task for task in self.tasks if task is not me]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self.ends is not None:
+            self.socket.disable_monitor()
+            self.ends.close(linger=0)
+        self.socket.close(linger=linger_ms)
+
+
 class ControlClient:
     """Asks one peer. `on_unasked` gets what the peer sends by itself."""
 
@@ -188,23 +277,27 @@ class ControlClient:
         self,
         context: Context,
         address: str,
-        keys: CurveKeys | None,
+        keys: MemberKeys | None,
         on_unasked: Callable[[Reply], None],
         requests: Codec[Any] = REQUESTS,
         replies: Codec[Any] = REPLIES,
     ) -> None:
         self.address = address
+        self._context = context
+        self._keys = keys
         self._on_unasked = on_unasked
         self._requests, self._replies = requests, replies
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._waiting: dict[int, tuple[bytes, asyncio.Future[Any]]] = {}
         self._numbers = itertools.count(1)
         self._failed: TransferError | None = None
         self.heard = 0.0
         """When the peer last said anything, in the event loop's time."""
-        self._socket = context.socket(zmq.DEALER)
-        _secure(self._socket, keys, server=False)
-        self._socket.connect(f"tcp://{address}")
-        self._main = asyncio.create_task(self._receive(), name="kv-control-client")
+        self._pairs: Sequence[Pair] = ()
+        self._lines: list[_Line] = []
+        """As many as there are pairs by which the server may listen, until it is heard on one."""
+        self._closing: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self._open()
 
     def __repr__(self) -> str:
         return f"<ControlClient {self.address} waiting={len(self._waiting)}>"
@@ -219,13 +312,12 @@ class ControlClient:
         if self._failed is not None:
             raise self._failed
         number = next(self._numbers)
+        data = self._requests.encode(message)
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = reply
+        self._waiting[number] = (data, reply)
         try:
             async with asyncio.timeout(seconds):
-                await self._socket.send_multipart(
-                    [number.to_bytes(NUMBER_BYTES, "little"), self._requests.encode(message)]
-                )
+                await self._send(self._lines, number, data)
                 answer = await reply
         except TimeoutError:
             raise TransferDeadlineError(
@@ -240,20 +332,77 @@ class ControlClient:
     async def tell(self, message: Any) -> None:
         """Send a request whose reply nobody waits for, also to a peer that is asked nothing more (`fail`)."""
         number = next(self._numbers).to_bytes(NUMBER_BYTES, "little")
-        with contextlib.suppress(ZMQError):
-            await self._socket.send_multipart([number, self._requests.encode(message)], zmq.NOBLOCK)
+        data = self._requests.encode(message)
+        for line in self._lines:
+            with contextlib.suppress(ZMQError):
+                await line.socket.send_multipart([number, data], zmq.NOBLOCK)
 
     async def close(self, linger_ms: int = 0) -> None:
         """Stop; whoever waits gets a PeerGoneError. linger_ms: for what was told to reach the peer."""
-        self._main.cancel()
-        await asyncio.gather(self._main, return_exceptions=True)
+        self._closed = True
         self.fail(PeerGoneError(f"the connection to {self.address} was closed"))
-        self._socket.close(linger=linger_ms)
+        lines, self._lines = self._lines, []
+        await asyncio.gather(*(line.close(linger_ms) for line in lines), *self._closing)
 
-    async def _receive(self) -> None:
+    def fail(self, error: TransferError) -> None:
+        """Ask nothing more; whoever waits gets `error`."""
+        self._failed = self._failed or error
+        for _, reply in self._waiting.values():
+            if not reply.done():
+                reply.set_exception(error)
+
+    async def _send(self, lines: Sequence[_Line], number: int, data: bytes) -> None:
+        for line in lines:
+            await line.socket.send_multipart([number.to_bytes(NUMBER_BYTES, "little"), data])
+
+    def _open(self) -> None:
+        """A line for each pair by which the server may listen; of them, one gets through."""
+        self._pairs = () if self._keys is None else self._keys.curve_pairs()
+        self._lines = [self._line(public) for public, _ in self._pairs] or [self._line(None)]
+
+    def _line(self, server: bytes | None) -> _Line:
+        socket, ends, keys = self._context.socket(zmq.DEALER), None, self._keys
+        _limit(socket)
+        if server is not None:
+            socket.curve_publickey, socket.curve_secretkey = self._pairs[0]
+            socket.curve_serverkey = server
+            ends = socket.get_monitor_socket(ENDED_EVENTS)
+        socket.connect(f"tcp://{self.address}")
+        line = _Line(socket, ends)
+        line.tasks.append(asyncio.create_task(self._receive(line), name="kv-control-client"))
+        if keys is not None and ends is not None:
+            line.tasks.append(asyncio.create_task(self._reopen_ended(line, keys), name="kv-control-ends"))
+        return line
+
+    def _drop(self, line: _Line) -> None:
+        task = asyncio.create_task(line.close(), name="kv-control-drop")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _reopen_ended(self, line: _Line, keys: MemberKeys) -> None:
+        """Open new lines when the server listens by another pair than it did, or does not know ours."""
         while True:
-            frames = await self._socket.recv_multipart()
+            await line.ends.recv_multipart()
+            pairs = keys.curve_pairs()
+            is_worth_it = pairs != self._pairs or (self._lines == [line] and len(pairs) > 1)
+            if is_worth_it and line in self._lines and not self._closed:
+                old = self._lines
+                self._open()
+                for number, (data, reply) in list(self._waiting.items()):
+                    if not reply.done():
+                        await self._send(self._lines, number, data)
+                for each in old:
+                    self._drop(each)
+
+    async def _receive(self, line: _Line) -> None:
+        while True:
+            frames = await line.socket.recv_multipart()
             self.heard = asyncio.get_running_loop().time()
+            if len(self._lines) > 1 and line in self._lines:
+                for other in self._lines:
+                    if other is not line:
+                        self._drop(other)
+                self._lines = [line]
             try:
                 if len(frames) != 2 or len(frames[0]) != NUMBER_BYTES:
                     raise WireError("a reply with the wrong number of frames")
@@ -265,13 +414,6 @@ class ControlClient:
             if number == UNASKED:
                 self._on_unasked(message)
                 continue
-            waiting = self._waiting.get(number)
+            _, waiting = self._waiting.get(number, (b"", None))
             if waiting is not None and not waiting.done():
                 waiting.set_result(message)
-
-    def fail(self, error: TransferError) -> None:
-        """Ask nothing more; whoever waits gets `error`."""
-        self._failed = self._failed or error
-        for reply in self._waiting.values():
-            if not reply.done():
-                reply.set_exception(error)

@@ -188,8 +188,8 @@ class Link:
             log.debug("%s: %s", self.who.instance, error)
 
     async def _heartbeat(self, interval: float) -> None:
-        """Ask once an interval. Each question has half of it to be answered, so that the verdict takes several,
-        and one that fell into a time in which we did not run costs an interval and no more."""
+        """Ask once an interval. Each question has half of it to be answered, so that the verdict takes
+        several, and one that fell into a time in which we did not run costs an interval and no more."""
         pause = patience = interval / 2
         silence, loop = Silence(self._dead_after), asyncio.get_running_loop()
         before = loop.time()

@@ -20,7 +20,7 @@ from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.disagg.errors import PeerProtocolError, TransferError
 from sglang_ext.disagg.handover import HEARTBEAT_SECONDS, LEASE_SECONDS, VERDICT_SECONDS
 from sglang_ext.disagg.transfer.config import EndpointConfig
-from sglang_ext.disagg.transfer.control import ControlClient, ControlServer, CurveKeys
+from sglang_ext.disagg.transfer.control import ControlClient, ControlServer, MemberKeys
 from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.disagg.transfer.leases import Ended
@@ -72,7 +72,7 @@ class AgentConfig:
     local: Local
     weights: Weights
     host: str = "127.0.0.1"
-    keys: CurveKeys | None = None
+    keys: MemberKeys | None = None
     bootstrap: str = ""
     transports: tuple[TransportName, ...] = ()
     metrics: bool = False

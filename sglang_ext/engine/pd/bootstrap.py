@@ -15,7 +15,7 @@ from zmq.asyncio import Context
 
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.disagg.errors import PeerProtocolError, RefusedError
-from sglang_ext.disagg.transfer.control import ControlServer, CurveKeys, is_loopback
+from sglang_ext.disagg.transfer.control import ControlServer, MemberKeys, is_loopback
 from sglang_ext.engine.pd.messages import ANSWERS, ASKS, Ask, Lookup, Ok, RankInfo, Register, Topology
 from sglang_ext.engine.peers.transfer_thread import LoopThread
 
@@ -53,7 +53,7 @@ class Registry:
         return tuple(ranks)
 
 
-def listen_host(host: str, keys: CurveKeys | None) -> str:
+def listen_host(host: str, keys: MemberKeys | None) -> str:
     """Where to listen when the server listens at `host`: on loopback unless a key guards the port."""
     if keys is None:
         return host if is_loopback(host) and host.startswith("127.") else "127.0.0.1"
@@ -65,7 +65,7 @@ def listen_host(host: str, keys: CurveKeys | None) -> str:
 class BootstrapService:
     """A bootstrap port, on a thread of its own."""
 
-    def __init__(self, host: str, port: int, keys: CurveKeys | None, clock: Clock | None = None) -> None:
+    def __init__(self, host: str, port: int, keys: MemberKeys | None, clock: Clock | None = None) -> None:
         """Listen.
 
         Raises:
@@ -94,7 +94,7 @@ class BootstrapService:
         self._thread.run(stop())
         self._thread.close()
 
-    async def _serve(self, host: str, port: int, keys: CurveKeys | None) -> tuple[ControlServer, Context]:
+    async def _serve(self, host: str, port: int, keys: MemberKeys | None) -> tuple[ControlServer, Context]:
         context = Context()
         try:
             bind = f"{listen_host(host, keys)}:{port}"

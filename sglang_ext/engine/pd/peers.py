@@ -13,7 +13,7 @@ from zmq.asyncio import Context
 
 from sglang_ext.disagg.errors import PeerGoneError, PeerProtocolError, RefusedError, TransferError
 from sglang_ext.disagg.handover import CONNECT_SECONDS
-from sglang_ext.disagg.transfer.control import ControlClient, CurveKeys
+from sglang_ext.disagg.transfer.control import ControlClient, MemberKeys
 from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.engine.pd.messages import (
@@ -179,7 +179,7 @@ class PrefillPeer:
 class PrefillPeers:
     """Prefill servers by bootstrap address, `host:port`."""
 
-    def __init__(self, endpoint: Endpoint, context: Context, keys: CurveKeys | None, local: Local) -> None:
+    def __init__(self, endpoint: Endpoint, context: Context, keys: MemberKeys | None, local: Local) -> None:
         self._endpoint = endpoint
         self._context = context
         self._keys = keys
