@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.lib.data import ROOT
 from benchmarks.lib.quiet import DEFAULT, go_first, stay_on
 from benchmarks.router.processes import free_port, our_router, peer_router, process, wait_for
 from sglang_ext.testing.models import RECIPES
@@ -22,7 +23,6 @@ from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 MODEL = "small"
 TOKEN_BYTES = RECIPES[MODEL].kv_elements_per_token * 4
 REGISTER_S = 40.0
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,9 @@ import orjson
 from sglang_ext.errors import ConfigError
 
 VARIABLE = "SGLANG_EXT_DATA"
-_BESIDE = Path(__file__).resolve().parents[2] / "shared" / "data"
+ROOT = Path(__file__).resolve().parents[2]
+"""The checkout."""
+_BESIDE = ROOT.parent / "shared" / "data"
 
 
 def data_folder(given: str | None = None) -> Path:

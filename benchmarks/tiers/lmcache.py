@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-CHILD = Path(__file__).with_name("tiers_lmcache_child.py")
+CHILD = Path(__file__).with_name("lmcache_child.py")
 IMPORTED = "import lmcache.v1.storage_backend.local_disk_backend"
 CHUNK_TOKENS = 256
 """LMCache's default."""

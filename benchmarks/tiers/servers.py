@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.lib.data import ROOT
 from benchmarks.tiers.timed_server import FILE_VARIABLE, PARTS, Parts, standstill
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.testing.models import RECIPES
@@ -60,7 +61,7 @@ def spec(sizes: Sizes, folder: Path, durability: str, io: IoMode) -> TimedSpec:
         environment={
             FILE_VARIABLE: str(standstill_file(folder)),
             # The server starts in a folder of its own, where this package is not to be found.
-            "PYTHONPATH": str(Path(__file__).parent.parent),
+            "PYTHONPATH": str(ROOT),
         },
         model=MODEL,
         flags=(
