@@ -9,7 +9,7 @@ READY := $(VENV)/.setup/done
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-rdma check format lock clean distclean
+.PHONY: help setup demo test test-long test-rdma check format docs docs-serve lock clean distclean
 
 help:  ## Show the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -42,6 +42,12 @@ test-long: check  ## All tests in their long form: full matrices and counts, hou
 
 test-rdma: $(READY)  ## The RDMA transport in a virtual machine with Soft-RoCE; skips where qemu cannot run
 	@bash tests/rdma/run.sh $(BIN)/python; status=$$?; [ $$status = 77 ] || exit $$status
+
+docs: $(READY)  ## Build the documentation's site into build/site
+	$(BIN)/python -m mkdocs build --strict
+
+docs-serve: $(READY)  ## Serve the documentation on http://127.0.0.1:8000, and follow its changes
+	$(BIN)/python -m mkdocs serve --strict --dev-addr 127.0.0.1:8000
 
 lock:  ## Resolve the dependencies anew and write requirements/
 	@"$(PYTHON)" scripts/setup.py --lock
