@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,3 +111,28 @@ def test_a_dead_link_fails_the_build(tmp_path: Path, text: str, said: str) -> No
     done = build(tmp_path / "mkdocs.yml", tmp_path / "site")
     assert done.returncode != 0
     assert said in done.stdout + done.stderr
+
+
+def without_a_source(data: dict[str, Any]) -> set[str]:
+    """The bars of the README's picture whose figure does not stand in the row, or the row not in its page."""
+    pages = ROOT / "docs" / "benchmarks"
+    return {
+        bar["label"]
+        for bar in data["bars"]
+        if f"{bar['value']:.2f}" not in bar["row"]
+        or bar["row"] not in (pages / bar["page"]).read_text("utf-8")
+    }
+
+
+def test_the_picture_of_the_numbers_shows_what_the_pages_say() -> None:
+    plot = runpy.run_path(str(ROOT / "scripts" / "headline_plot.py"))
+    data = json.loads(plot["DATA"].read_text("utf-8"))
+    assert without_a_source(data) == set()
+    assert plot["PICTURE"].read_text("utf-8") == plot["draw"](data), "run python scripts/headline_plot.py"
+
+
+@pytest.mark.parametrize("change", [{"value": 0.07}, {"row": "| `nothing` | 0.08 |"}])
+def test_a_figure_without_a_source_is_seen(change: dict[str, object]) -> None:
+    data = json.loads((ROOT / "docs" / "benchmarks" / "headline.json").read_text("utf-8"))
+    data["bars"][0] |= change
+    assert without_a_source(data) == {data["bars"][0]["label"]}

@@ -166,7 +166,9 @@ def _installation(facts: Facts) -> list[Finding]:
     found = [Finding(Level.OK, "python", facts.python)]
     for name, installed in facts.packages.items():
         if installed is None:
-            advice = "Run `make setup`, or install the package with the extra cpu or gpu (README.md)."
+            advice = (
+                "Run `make setup`, or install the package with the extra cpu or gpu (docs/quickstart.md)."
+            )
             found.append(Finding(Level.PROBLEM, name, "is not installed", advice))
         elif name == "sglang" and installed != SGLANG_VERSION:
             found.append(
@@ -268,7 +270,7 @@ def _rdma(facts: Facts) -> Finding:
         Level.WARNING,
         "RDMA",
         f"{devices}, and no pyverbs: the verbs transport cannot be used",
-        "Make the distribution's python3-pyverbs visible to this environment (README.md, RDMA).",
+        "Make the distribution's python3-pyverbs visible to this environment (docs/quickstart.md).",
     )
 
 
