@@ -86,9 +86,6 @@ LAZY_TORCH_PARTS = {"calibration", "tiered_store.dram", "cluster", "testing", "t
 """Parts that may import torch, and those that may do so inside a function only."""
 
 STILL_TO_CUT = {
-    ("engine", "sglang"),
-    ("engine.cache", "patches.adapter"),
-    ("engine.pd", "patches.adapter"),
     ("router.telemetry", "router.dispatch"),
     ("router.dispatch", "router"),
     ("router.endpoints", "router"),

@@ -14,7 +14,7 @@ import torch
 from sglang_ext.config import KvConfig, check_block_size, with_instance_id
 from sglang_ext.engine.cache.mempool import engine_mempool
 from sglang_ext.engine.cache.metrics import CacheMetrics
-from sglang_ext.engine.commands import Inbox
+from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.events.agent import AgentFacts
 from sglang_ext.engine.model_identity import weights_digest
 from sglang_ext.engine.prefetch.advice import Advice
@@ -107,7 +107,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     )
     cache.agree = agree
     if ctx.tp_rank == 0 and params.pp_rank == 0:
-        cache.inbox = Inbox()
+        cache.inbox = RankCommandQueue()
     cache.attach_pool(
         engine_mempool(
             cache,

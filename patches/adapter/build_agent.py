@@ -12,7 +12,7 @@ import msgspec
 from sglang_ext.cluster_key import ClusterKey, read_cluster_key
 from sglang_ext.config import KvConfig
 from sglang_ext.disagg.transfer.control import is_loopback
-from sglang_ext.engine.commands import Inbox
+from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.events.agent import Agent, AgentFacts, DiskNames
 from sglang_ext.engine.events.agent_socket import AgentSocket
 from sglang_ext.engine.events.events import PlacementFeed
@@ -148,7 +148,7 @@ def attach_agent(
 
 def attach_hints(cache: GlobalRadixCache, agent: Agent) -> None:
     """Let the agent pass hints on to the schedulers of all ranks, and what came of them back."""
-    inbox = cache.inbox = cache.inbox or Inbox()
+    inbox = cache.inbox = cache.inbox or RankCommandQueue()
     moves = MoveDesk(inbox, agent.facts.epoch, agent.post)
     cache.migration.attach(agent.facts.epoch, moves.tell, moves.remind)
     desk = HintDesk(inbox, agent.facts.epoch, agent.post)

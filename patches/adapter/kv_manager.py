@@ -44,7 +44,7 @@ from sglang_ext.engine.pd.kv_writeback import ReturnGiver, ReturnTaker
 from sglang_ext.engine.pd.peers import Local
 from sglang_ext.engine.pd.prefill_sender import Room
 from sglang_ext.engine.pd.pushing import Computing, LayerFeed
-from sglang_ext.engine.pd.reservations import Blocks, Places, hbm_holder
+from sglang_ext.engine.pd.reservations import Blocks, Places
 from sglang_ext.engine.pd.settings import settings
 from sglang_ext.patches.adapter.hbm import pool_planes
 from sglang_ext.patches.adapter.pd_setup import (
@@ -190,7 +190,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         if not prefill and isinstance(cache, GlobalRadixCache) and cache.promotions is not None:
             self.disk = DiskAhead(cache, cache.promotions)
         if returns:
-            blocks = Blocks(cache, hbm_holder(cache))
+            blocks = Blocks(cache)
             if prefill:
                 places = Places(blocks, into_dram=dram is not None)
                 several = parallel.attn_tp_size > 1
@@ -203,7 +203,11 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
                     tell_all,
                     self.fence,
                 )
-                self.agent.returns, cache.before_clear, cache.orders = taker, taker.clear, taker.obey
+                self.agent.returns, cache.before_clear, cache.orders = (
+                    taker,
+                    taker.clear,
+                    taker.handle_command,
+                )
             else:
                 giver = ReturnGiver(blocks, self.agent, cache.agree)
                 self.agent.giver, cache.before_clear = giver, giver.clear

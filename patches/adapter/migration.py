@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from sglang_ext.disagg.errors import RefusedError
-from sglang_ext.engine.commands import Inbox
+from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.resume import (
     AGAIN,
     FIELD,
@@ -504,7 +504,9 @@ class MoveDesk:
         post: sends a message to a router, from any thread.
     """
 
-    def __init__(self, inbox: Inbox, epoch: bytes, post: Callable[[bytes, FromAgent], None]) -> None:
+    def __init__(
+        self, inbox: RankCommandQueue, epoch: bytes, post: Callable[[bytes, FromAgent], None]
+    ) -> None:
         self._inbox = inbox
         self._epoch = epoch
         self._post = post

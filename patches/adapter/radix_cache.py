@@ -33,7 +33,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang_ext.engine.cache.lifecycle import WholeCache
 from sglang_ext.engine.cache.mempool import owned_tokens
 from sglang_ext.engine.cache.metrics import CacheMetrics
-from sglang_ext.engine.commands import Inbox
+from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.prefetch.advice import Advice
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
 from sglang_ext.engine.tiers.dram_tier import DramTier
@@ -124,7 +124,7 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
         """Takes hints at coming requests."""
         self.migration = Migration(self)
         """Stops requests that go on elsewhere, and goes on with such."""
-        self.inbox: Inbox | None = None
+        self.inbox: RankCommandQueue | None = None
         """Commands for the schedulers of all ranks, in rank 0 of an instance."""
         self.orders: Callable[[bytes], bool] = lambda payload: False
         """Takes commands that concern prefill and decode apart; whether one does."""
@@ -136,16 +136,16 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
         """Told that the server prefills or decodes from now on."""
         self.before_end: Callable[[], None] = lambda: None
         """Called before everything ends."""
-        self._hbm = hbm
+        self.hbm = hbm
         self._load_min_tokens = load_min_tokens
         self._check_when_idle = check
         self._checked_state = ""
         self.weights = weights or Weights()
         allocator = self.token_to_kv_pool_allocator
         self.device = torch.device(allocator.device if allocator is not None else "cpu")
-        self._slots = slot_ops(self.device)
-        self._nothing = self._slots.join([])
-        self.room = HbmRoom(tree, hbm, allocator, self._slots, dram)
+        self.slots = slot_ops(self.device)
+        self._nothing = self.slots.join([])
+        self.room = HbmRoom(tree, hbm, allocator, self.slots, dram)
         self.pool: MemPool | None = None
         self.load_back: LoadBack | None = None
         self.prefetcher: Prefetcher | None = None
@@ -153,8 +153,8 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
             cost = promotions.policy.cost if promotions is not None else PrefillCost()
             self.prefill_clock = PrefillClock(cost)
             policy = DramPolicy(self.block_size, dram.block_bytes, always=load_always, cost=cost)
-            self.load_back = LoadBack(dram, promotions, hbm, self.room, self._slots, policy)
-            self.prefetcher = Prefetcher(tree, hbm, dram, self.room, self._slots, promotions, self.namespace)
+            self.load_back = LoadBack(dram, promotions, hbm, self.room, self.slots, policy)
+            self.prefetcher = Prefetcher(tree, hbm, dram, self.room, self.slots, promotions, self.namespace)
         self.root_node = _RootView(tree)
         if params.enable_metrics:
             self.init_metrics_collector()
@@ -189,16 +189,16 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
             setattr(params.req, _NAMESPACE, namespace)
             self.last_matched = params.req
         node, path, blocks = self.tree.match(namespace, _encode(params.key))
-        hbm = self._hbm
+        hbm = self.hbm
         streamed = 0 if self.load_back is None else self.load_back.streamed(params.req, blocks)
         if hbm in node.placements and not streamed:
             # Who has the last node has all before it: the usual case, and the one that has to be fast.
-            return MatchResult(self._slots.join([n.placements[hbm] for n in path]), node, node, node)
+            return MatchResult(self.slots.join([n.placements[hbm] for n in path]), node, node, node)
         return self._match_beyond_hbm(path, streamed)
 
     def _match_beyond_hbm(self, path: list[Node], streamed: int) -> MatchResult:
         """The result for a path that HBM holds a beginning of, or nothing, and blocks from disk after it."""
-        hbm = self._hbm
+        hbm = self.hbm
         in_hbm = [node.placements[hbm] for node in path if hbm in node.placements]
         device_node = path[len(in_hbm) - 1] if in_hbm else self.tree.root
         best = path[-1] if path else device_node
@@ -206,7 +206,7 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
         if below < self._load_min_tokens:
             best, below = device_node, 0
         return MatchResult(
-            device_indices=self._slots.join(in_hbm) if in_hbm else self._nothing,
+            device_indices=self.slots.join(in_hbm) if in_hbm else self._nothing,
             last_device_node=device_node,
             last_host_node=best,
             best_match_node=best,
@@ -253,9 +253,9 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
             raise ValueError("insert needs a key")
         encoded = _encode(key)
         tokens = len(key) // self.block_size * self.block_size
-        kept = self._slots.keep(value[:tokens] if value is not None else torch.arange(tokens))
+        kept = self.slots.keep(value[:tokens] if value is not None else torch.arange(tokens))
         result = self.tree.insert(
-            self._namespace_of_key(key), encoded, self._hbm, kept, priority=params.priority or 0
+            self._namespace_of_key(key), encoded, self.hbm, kept, priority=params.priority or 0
         )
         if self.dram is not None:
             self.dram.write_through(result.node)
@@ -278,7 +278,7 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
             if held > before:
                 # Somebody else inserted the same tokens first. The request goes on with those slots; its own
                 # were freed.
-                theirs = self._slots.join(self._slots_up_to(node, req.kv.cache_protected_len))
+                theirs = self.slots.join(self._slots_up_to(node, req.kv.cache_protected_len))
                 self.req_to_token_pool.write((req.kv.req_pool_idx, slice(before, held)), theirs[before:held])
             self.dec_lock_ref(req.last_node)
             self.inc_lock_ref(node)
@@ -297,8 +297,8 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
         result = self.tree.insert(
             self._namespace_of(req),
             encode_tokens(tokens),
-            self._hbm,
-            self._slots.keep(row[:whole]),
+            self.hbm,
+            self.slots.keep(row[:whole]),
             priority=req.priority or 0,
         )
         held = result.held_blocks * self.block_size
@@ -323,7 +323,7 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
     def _slots_up_to(self, node: Node, tokens: int) -> list[Any]:
         parts: list[Any] = []
         while node.parent is not None:
-            parts.append(node.placements[self._hbm])
+            parts.append(node.placements[self.hbm])
             node = node.parent
         parts.reverse()
         assert sum(map(len, parts)) == tokens, "the path and the request disagree about its length"
@@ -339,10 +339,10 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
         return EvictResult(num_tokens_evicted=tokens)
 
     def inc_lock_ref(self, node: Node) -> IncLockRefResult:
-        return IncLockRefResult(delta=-self.tree.lock(node, self._hbm) * self.block_size)
+        return IncLockRefResult(delta=-self.tree.lock(node, self.hbm) * self.block_size)
 
     def dec_lock_ref(self, node: Node, params: DecLockRefParams | None = None) -> DecLockRefResult:
-        return DecLockRefResult(delta=self.tree.unlock(node, self._hbm) * self.block_size)
+        return DecLockRefResult(delta=self.tree.unlock(node, self.hbm) * self.block_size)
 
     def evictable_size(self) -> int:
         return self.total_size() - self.protected_size()
@@ -383,10 +383,10 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
         if self.metrics is not None:
             self.metrics.update(self)
 
-    def obey(self, payload: bytes, at: float) -> None:
+    def handle_command(self, payload: bytes, at: float) -> None:
         """Do what a command says. Comes to every rank between the same two passes. at: rank 0's time."""
         if not self.orders(payload) and not self.migration.takes(payload, at) and self.advice is not None:
-            self.advice.obey(payload, at)
+            self.advice.handle_command(payload, at)
         if self.inbox is not None:
             hinted = math.inf if self.prefetcher is None else self.prefetcher.hinted.next_expiry
             self.inbox.alarm = min(hinted, self.migration.tickets.next_expiry)

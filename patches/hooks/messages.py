@@ -27,7 +27,7 @@ from sglang_ext.patches.hooks.scheduler import called_cache
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
 
 if TYPE_CHECKING:
-    from sglang_ext.engine.commands import Inbox
+    from sglang_ext.engine.commands import RankCommandQueue
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.Scheduler
 
 @dataclass
 class _Process:
-    inbox: Inbox | None = None
+    inbox: RankCommandQueue | None = None
     polled: Any = None
     """The poller that knows the inbox."""
 
@@ -45,7 +45,7 @@ class _Process:
 _process = _Process()
 
 
-def use(inbox: Inbox | None) -> None:
+def use(inbox: RankCommandQueue | None) -> None:
     """Add what is put into ``inbox`` to what this process's scheduler receives."""
     _process.inbox = inbox
 
@@ -54,33 +54,33 @@ def after_pull(requests: list[Any] | None, _receiver: Any) -> None:
     """After ``_pull_raw_reqs``: None on ranks that are told by others."""
     if requests is not None and _process.inbox is not None:
         # Before the requests: what prepares for one is said before it is sent.
-        requests[:0] = _process.inbox.take()
+        from sglang_ext.patches.adapter.command import KvCommand
+
+        requests[:0] = [KvCommand(payload=each.payload, at=each.at) for each in _process.inbox.take()]
 
 
 def after_dispatcher(_result: None, scheduler: Any) -> None:
     """After ``init_request_dispatcher``."""
     from sglang.utils import TypeBasedDispatcher
 
-    from sglang_ext.engine.commands import KvCommand
+    from sglang_ext.patches.adapter.command import KvCommand
 
-    def obey(command: KvCommand) -> None:
+    def handle(command: KvCommand) -> None:
         cache: Any = called_cache(scheduler)
         if cache is None:
             return
         try:
-            cache.obey(command.payload, command.at)
+            cache.handle_command(command.payload, command.at)
         except Exception:
             logger.exception("a command for the KV cache failed")
 
-    scheduler._request_dispatcher += TypeBasedDispatcher([(KvCommand, obey)])
+    scheduler._request_dispatcher += TypeBasedDispatcher([(KvCommand, handle)])
 
 
 def before_sleep(scheduler: Any) -> None:
     """Before ``maybe_sleep_on_idle``."""
-    from sglang_ext.engine.commands import poller_of
-
     inbox = _process.inbox
-    poller = poller_of(scheduler)
+    poller = getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)
     if inbox is None or poller is None:
         return
     if _process.polled is not poller:

@@ -19,25 +19,22 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
-
-from sglang.srt.managers.io_struct import BaseReq
+from typing import NamedTuple
 
 MOST_WAITING = 10_000
 """Commands that wait for the next pass. More than that comes only when the loop stands still."""
 
 
-class KvCommand(BaseReq, kw_only=True, tag=True):  # type: ignore[misc, call-arg]
-    """A command on its way over the ranks.
-
-    payload: encoded, as the agent got it; empty when only the time is told. at: rank 0's monotonic seconds.
-    """
+class Command(NamedTuple):
+    """One command, as it goes to the schedulers of all ranks."""
 
     payload: bytes
-    at: float = 0.0
+    """Encoded, as the agent got it; empty when only the time is told."""
+    at: float
+    """Rank 0's monotonic seconds."""
 
 
-class Inbox:
+class RankCommandQueue:
     """Commands for the scheduler of this process. Any thread may put; the scheduler's takes.
 
     Args:
@@ -65,7 +62,7 @@ class Inbox:
         with contextlib.suppress(OSError):  # closed meanwhile
             os.eventfd_write(self.fd, 1)
 
-    def take(self) -> list[KvCommand]:
+    def take(self) -> list[Command]:
         """What has been put since, in its order. The scheduler's thread only."""
         if not self._waiting and self.alarm == math.inf:
             return []
@@ -73,10 +70,10 @@ class Inbox:
         commands = []
         with contextlib.suppress(IndexError):
             while True:
-                commands.append(KvCommand(payload=self._waiting.popleft(), at=now))
+                commands.append(Command(self._waiting.popleft(), now))
         if self.alarm <= now:
             self.alarm = math.inf
-            commands.append(KvCommand(payload=b"", at=now))
+            commands.append(Command(b"", now))
         return commands
 
     def slept(self) -> None:
@@ -89,9 +86,4 @@ class Inbox:
         os.close(self.fd)
 
     def __repr__(self) -> str:
-        return f"Inbox({len(self._waiting)} waiting)"
-
-
-def poller_of(scheduler: Any) -> Any | None:
-    """What an idle scheduler sleeps on, where it does."""
-    return getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)
+        return f"RankCommandQueue({len(self._waiting)} waiting)"

@@ -15,18 +15,19 @@ from typing import Any
 import pytest
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_ext.engine.commands import MOST_WAITING, Inbox, KvCommand
+from sglang_ext.engine.commands import MOST_WAITING, Command, RankCommandQueue
 from sglang_ext.engine.prefetch.advice import Advice, HintDesk
 from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchEnd, PrefetchResult
 from sglang_ext.keys import encode_tokens
+from sglang_ext.patches.adapter.command import KvCommand
 from sglang_ext.patches.hooks import messages as commands
 from sglang_ext.patches.hooks import scheduler as scheduler_calls
 from sglang_ext.protocol.agent import TO_AGENT, Advise, Advised, Ping, Withdraw
 
 
 @pytest.fixture
-def inbox() -> Iterator[Inbox]:
-    made = Inbox(clock=lambda: 7.0)
+def inbox() -> Iterator[RankCommandQueue]:
+    made = RankCommandQueue(clock=lambda: 7.0)
     yield made
     with contextlib.suppress(OSError):
         made.close()
@@ -36,14 +37,14 @@ def readable(fd: int) -> bool:
     return bool(select.select([fd], [], [], 0)[0])
 
 
-def test_commands_come_in_their_order(inbox: Inbox) -> None:
+def test_commands_come_in_their_order(inbox: RankCommandQueue) -> None:
     for number in range(5):
         assert inbox.put(b"%d" % number)
     assert [command.payload for command in inbox.take()] == [b"0", b"1", b"2", b"3", b"4"]
     assert inbox.take() == []
 
 
-def test_nothing_is_lost_between_threads(inbox: Inbox) -> None:
+def test_nothing_is_lost_between_threads(inbox: RankCommandQueue) -> None:
     def put(first: int) -> None:
         for number in range(first, first + 500):
             inbox.put(b"%d" % number)
@@ -64,7 +65,7 @@ def test_nothing_is_lost_between_threads(inbox: Inbox) -> None:
         assert own == sorted(own)
 
 
-def test_a_command_wakes_until_it_was_seen(inbox: Inbox) -> None:
+def test_a_command_wakes_until_it_was_seen(inbox: RankCommandQueue) -> None:
     assert not readable(inbox.fd)
     inbox.put(b"x")
     assert readable(inbox.fd)
@@ -73,23 +74,23 @@ def test_a_command_wakes_until_it_was_seen(inbox: Inbox) -> None:
     inbox.slept()
 
 
-def test_a_loop_that_stands_still_does_not_fill_the_memory(inbox: Inbox) -> None:
+def test_a_loop_that_stands_still_does_not_fill_the_memory(inbox: RankCommandQueue) -> None:
     assert all(inbox.put(b"") for _ in range(MOST_WAITING))
     assert not inbox.put(b"")
     inbox.take()
     assert inbox.put(b"")
 
 
-def test_the_time_comes_once_when_something_expires(inbox: Inbox) -> None:
+def test_the_time_comes_once_when_something_expires(inbox: RankCommandQueue) -> None:
     assert inbox.take() == []
     inbox.alarm = 7.5
     assert inbox.take() == []
     inbox.alarm = 7.0
-    assert inbox.take() == [KvCommand(payload=b"", at=7.0)]
+    assert inbox.take() == [Command(b"", 7.0)]
     assert inbox.take() == []
     inbox.alarm = 6.0
     inbox.put(b"x")
-    assert inbox.take() == [KvCommand(payload=b"x", at=7.0), KvCommand(payload=b"", at=7.0)]
+    assert inbox.take() == [Command(b"x", 7.0), Command(b"", 7.0)]
     assert inbox.take() == []
 
 
@@ -106,14 +107,14 @@ def test_a_command_survives_the_way_over_the_ranks() -> None:
 class Cache:
     obeyed: list[bytes] = field(default_factory=list)
 
-    def obey(self, payload: bytes, at: float) -> None:
+    def handle_command(self, payload: bytes, at: float) -> None:
         if payload == b"bad":
             raise RuntimeError("a fault of ours")
         self.obeyed.append(payload)
 
 
 @pytest.fixture
-def hooked(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Cache]:
+def hooked(inbox: RankCommandQueue, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Cache]:
     cache = Cache()
     scheduler = SimpleNamespace(tree_cache=cache, _request_dispatcher=TypeBasedDispatcher([]))
     monkeypatch.setattr(commands, "_process", commands._Process(inbox))
@@ -122,7 +123,7 @@ def hooked(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Cache]:
     return scheduler, cache
 
 
-def test_commands_precede_what_sglang_received(inbox: Inbox, hooked: tuple[Any, Cache]) -> None:
+def test_commands_precede_what_sglang_received(inbox: RankCommandQueue, hooked: tuple[Any, Cache]) -> None:
     inbox.put(b"one")
     requests: list[Any] = ["a request"]
     commands.after_pull(requests, None)
@@ -152,7 +153,7 @@ def test_another_cache_than_ours_is_told_nothing(hooked: tuple[Any, Cache]) -> N
     assert cache.obeyed == []
 
 
-def test_the_inbox_wakes_an_idle_scheduler(inbox: Inbox, hooked: tuple[Any, Cache]) -> None:
+def test_the_inbox_wakes_an_idle_scheduler(inbox: RankCommandQueue, hooked: tuple[Any, Cache]) -> None:
     import zmq
 
     scheduler, _ = hooked
@@ -199,25 +200,25 @@ def test_a_hint_becomes_a_prefetch_in_the_tenants_namespace() -> None:
     tokens = encode_tokens([1, 2, 3])
     advice = Advice(brings)
     hint = Advise("h1", tokens, extra_key="lora", cache_salt="tenant", priority=3, ttl_s=7.0)
-    advice.obey(TO_AGENT.encode(hint), 100.0)
-    advice.obey(TO_AGENT.encode(Withdraw("h1")), 101.0)
+    advice.handle_command(TO_AGENT.encode(hint), 100.0)
+    advice.handle_command(TO_AGENT.encode(Withdraw("h1")), 101.0)
     assert brings.asked == [("prefetch", "h1", tokens, "lora", "tenant", 3, 107.0), ("cancel", "h1")]
     assert brings.now == 101.0
     advice.priority_sign = -1
-    advice.obey(TO_AGENT.encode(hint), 102.0)
+    advice.handle_command(TO_AGENT.encode(hint), 102.0)
     assert brings.asked[-1] == ("prefetch", "h1", tokens, "lora", "tenant", -3, 109.0)
 
 
 def test_the_time_alone_is_no_command(caplog: pytest.LogCaptureFixture) -> None:
     brings = Bringer()
-    Advice(brings).obey(b"", 5.0)
+    Advice(brings).handle_command(b"", 5.0)
     assert (brings.asked, brings.now, caplog.text) == ([], 5.0, "")
 
 
 @pytest.mark.parametrize("payload", [b"\xc1", os.urandom(64), TO_AGENT.encode(Ping("router"))])
 def test_what_is_no_command_is_left_out(payload: bytes) -> None:
     brings = Bringer()
-    Advice(brings).obey(payload)
+    Advice(brings).handle_command(payload)
     assert brings.asked == []
 
 
@@ -234,7 +235,7 @@ def test_what_has_ended_is_told_once_and_by_rank_0_only() -> None:
     assert silent.ended == []
 
 
-def test_what_came_of_a_hint_goes_to_the_router_that_gave_it(inbox: Inbox) -> None:
+def test_what_came_of_a_hint_goes_to_the_router_that_gave_it(inbox: RankCommandQueue) -> None:
     posted: list[tuple[bytes, Any]] = []
     desk = HintDesk(inbox, bytes(16), lambda reader, message: posted.append((reader, message)))
     desk.take(b"one", Advise("h1", b"", ttl_s=1.0))
@@ -247,7 +248,7 @@ def test_what_came_of_a_hint_goes_to_the_router_that_gave_it(inbox: Inbox) -> No
     assert posted == [(b"two", Advised(bytes(16), "h2", "no_room", 64, 32))]
 
 
-def test_of_what_is_being_computed_more_is_told_later(inbox: Inbox) -> None:
+def test_of_what_is_being_computed_more_is_told_later(inbox: RankCommandQueue) -> None:
     posted: list[Any] = []
     desk = HintDesk(inbox, bytes(16), lambda reader, message: posted.append(message))
     desk.take(b"one", Advise("h1", b"", ttl_s=1.0))
@@ -291,7 +292,7 @@ def test_what_was_brought_goes_on_with_what_is_to_be_computed() -> None:
     advice = Advice(brings, told.append)
     advice.computes = computer
     tokens = encode_tokens([1, 2, 3])
-    advice.obey(TO_AGENT.encode(Advise("h1", tokens, cache_salt="tenant", priority=2)))
+    advice.handle_command(TO_AGENT.encode(Advise("h1", tokens, cache_salt="tenant", priority=2)))
     brings.ended = [
         PrefetchResult("h1", PrefetchEnd.DONE, 0, 0),
         PrefetchResult("h2", PrefetchEnd.DONE, 0, 0),
@@ -302,11 +303,11 @@ def test_what_was_brought_goes_on_with_what_is_to_be_computed() -> None:
     computer.ended = [PrefetchResult("h1", PrefetchEnd.COMPUTED, 3, 0, computed=3)]
     advice.drain()
     assert told[-1].end is PrefetchEnd.COMPUTED
-    advice.obey(TO_AGENT.encode(Withdraw("h1")))
+    advice.handle_command(TO_AGENT.encode(Withdraw("h1")))
     assert computer.taken[-1] == ("cancel", "h1")
 
 
-def test_a_hint_that_the_inbox_cannot_take_is_answered(inbox: Inbox) -> None:
+def test_a_hint_that_the_inbox_cannot_take_is_answered(inbox: RankCommandQueue) -> None:
     posted: list[Any] = []
     desk = HintDesk(inbox, bytes(16), lambda reader, message: posted.append(message))
     for _ in range(MOST_WAITING):

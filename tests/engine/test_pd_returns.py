@@ -25,7 +25,7 @@ from sglang_ext.engine.pd.bootstrap import BootstrapService
 from sglang_ext.engine.pd.kv_writeback import ReturnGiver, ReturnTaker
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.peers import Local
-from sglang_ext.engine.pd.reservations import DRAM_POOL, Blocks, HbmPlace, Places, hbm_holder
+from sglang_ext.engine.pd.reservations import DRAM_POOL, Blocks, HbmPlace, Places
 from sglang_ext.patches.adapter.kv_manager import match_on_decode
 from sglang_ext.testing.servers.server import wait_until
 
@@ -121,7 +121,7 @@ def pair(request: pytest.FixtureRequest, sglang_config: None) -> Iterator[Pair]:
         for agent in agents:
             stack.callback(agent.close)
         agents[1]._thread.run(agents[1]._peers.get(bootstrap.address))
-        blocks = [Blocks(rank.cache, hbm_holder(rank.cache)) for rank in ranks]
+        blocks = [Blocks(rank.cache) for rank in ranks]
         taker = ReturnTaker(Places(blocks[0], into_dram=True), agents[0], lambda: False)
         agents[0].returns = taker
         found = Pair(ranks[0], ranks[1], taker, ReturnGiver(blocks[1], agents[1]), bootstrap.address)
@@ -365,7 +365,7 @@ def test_what_decode_has_in_dram_is_brought_to_hbm_before_the_match(sglang_confi
     rank.serve(ANSWERED)
     rank.cache.settle()
     rank.cache.evict(EvictParams(num_tokens=64))
-    blocks = Blocks(rank.cache, hbm_holder(rank.cache))
+    blocks = Blocks(rank.cache)
     assert blocks.held(NAMESPACE, key_of(ANSWERED))[2] == 0
     req = rank.scheduler.submit(ANSWERED, new_tokens=1)
 
@@ -405,10 +405,7 @@ class Instances:
         self._commands: list[bytes] = []
         self._barrier = {name: threading.Barrier(2, timeout=20) for name in self.ranks}
         self._said: dict[str, list[int]] = {name: [0, 0] for name in self.ranks}
-        blocks = {
-            name: [Blocks(rank.cache, hbm_holder(rank.cache)) for rank in ranks]
-            for name, ranks in self.ranks.items()
-        }
+        blocks = {name: [Blocks(rank.cache) for rank in ranks] for name, ranks in self.ranks.items()}
 
         def tell_all(payload: bytes) -> bool:
             self._commands.append(payload)
@@ -454,7 +451,7 @@ class Instances:
         commands, self._commands = self._commands, []
         for taker in self.takers:
             for command in commands:
-                assert taker.obey(command)
+                assert taker.handle_command(command)
         threads = [threading.Thread(target=part.each_pass) for part in (*self.takers, *self.givers)]
         for thread in threads:
             thread.start()

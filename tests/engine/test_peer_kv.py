@@ -61,7 +61,7 @@ class Server:
 
     def told(self, message: ToAgent) -> None:
         """A router's message, on the way that it takes."""
-        self.advice.obey(TO_AGENT.encode(message))
+        self.advice.handle_command(TO_AGENT.encode(message))
 
     def passes_until(self, condition: Callable[[], bool], what: str) -> None:
         """Passes of the scheduler's loop until something holds."""

@@ -103,7 +103,7 @@ class Node:
         """One pass of the scheduler's loop, with what came from the agent."""
         assert self.cache.inbox is not None
         for command in self.cache.inbox.take():
-            self.cache.obey(command.payload, command.at)
+            self.cache.handle_command(command.payload, command.at)
         self.rank.scheduler.step()
         assert self.rank.tier is not None
         self.rank.tier.settle()

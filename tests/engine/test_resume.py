@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.engine.commands import MOST_WAITING, Inbox
+from sglang_ext.engine.commands import MOST_WAITING, RankCommandQueue
 from sglang_ext.engine.resume import (
     AGAIN,
     FIELD,
@@ -361,7 +361,7 @@ def test_what_vanished_makes_room() -> None:
 
 
 def test_the_router_is_told_once_the_state_is_before_every_rank() -> None:
-    inbox = Inbox(clock=lambda: 7.0)
+    inbox = RankCommandQueue(clock=lambda: 7.0)
     posted: list[Any] = []
     desk = MoveDesk(inbox, EPOCH, lambda reader, message: posted.append((reader, message)))
     try:

@@ -228,7 +228,9 @@ def test_which_priorities_go_first_holds_for_disk_and_hints_too(small_first: boo
         rank.serve(PROMPT)
         settle(rank)
         hinted = cache.prefetcher.hinted
-        cache.advice.obey(TO_AGENT.encode(Advise("h", encode_tokens(PROMPT[:40]), ttl_s=60.0, priority=7)))
+        cache.advice.handle_command(
+            TO_AGENT.encode(Advise("h", encode_tokens(PROMPT[:40]), ttl_s=60.0, priority=7))
+        )
         assert [hint.priority for hint in hinted._hints.values()] == [7 * sign]
         cache.advice.clear()
         assert rank.promotions is not None

@@ -39,7 +39,7 @@ class WholeCache:
     before_end: Callable[[], None]
     weights: Weights
     _behind_peers: dict[Any, Any]
-    _hbm: Holder
+    hbm: Holder
     _check_when_idle: bool
     _checked_state: str
 
@@ -67,7 +67,7 @@ class WholeCache:
             self.dram.clear()
         if self.promotions is not None:
             self.promotions.clear()
-        self.tree.drop_holder(self._hbm)
+        self.tree.drop_holder(self.hbm)
 
     def drop_in_flight(self) -> None:
         """Give up what is on its way between tiers and instances for requests, announced or waiting: returns,
@@ -115,7 +115,7 @@ class WholeCache:
     def blocks_by_tier(self) -> dict[Tier, tuple[int, int]]:
         """Blocks held and blocks that fit, per tier."""
         slots = self.token_to_kv_pool_allocator.size if self.token_to_kv_pool_allocator is not None else 0
-        held = {Tier.HBM: (self.tree.blocks_of(self._hbm), slots // self.block_size)}
+        held = {Tier.HBM: (self.tree.blocks_of(self.hbm), slots // self.block_size)}
         if self.dram is not None:
             held[Tier.DRAM] = (self.dram.used_blocks, self.dram.n_blocks)
         if self.promotions is not None:

@@ -25,8 +25,8 @@ from sglang_ext.radix_global import Holder
 from sglang_ext.tiered_store.tier import BlockTier
 
 if TYPE_CHECKING:
+    from sglang_ext.engine.cache.view import RankCache
     from sglang_ext.engine.tiers.dram_tier import DramTier
-    from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
     from sglang_ext.tiered_store.dram.arena import DramArena
 
 
@@ -160,7 +160,7 @@ class TierRegion(ArenaRegion):
 
 
 def engine_mempool(
-    cache: GlobalRadixCache,
+    cache: RankCache,
     hbm: Holder,
     planes: Sequence[Sequence[torch.Tensor]],
     layout: BlockLayout,

@@ -16,7 +16,7 @@ from sglang_ext.engine.tiers.load_report import LoadDecisions
 from sglang_ext.metrics import metric_name
 
 if TYPE_CHECKING:
-    from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
+    from sglang_ext.engine.cache.view import RankCache
 
 UPDATE_SECONDS = 1.0
 
@@ -106,7 +106,7 @@ class CacheMetrics:
             ),
         }
 
-    def update(self, cache: GlobalRadixCache) -> None:
+    def update(self, cache: RankCache) -> None:
         """Publish ``cache``'s state if it is time to."""
         now = self._clock.monotonic()
         if now < self._next:

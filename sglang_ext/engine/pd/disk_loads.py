@@ -19,8 +19,8 @@ from sglang_ext.keys import encode_tokens
 from sglang_ext.tiered_store.loading.layers import AHEAD
 
 if TYPE_CHECKING:
+    from sglang_ext.engine.cache.view import RankCache
     from sglang_ext.engine.tiers.promotions import Promotions
-    from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 
 PATIENCE_SECONDS = 1.0
 """How long a request whose KV prefill has ready waits for a disk. The network is there for what is late."""
@@ -42,7 +42,7 @@ class DiskAhead:
         promotions: its disk.
     """
 
-    def __init__(self, cache: GlobalRadixCache, promotions: Promotions, clock: Clock | None = None) -> None:
+    def __init__(self, cache: RankCache, promotions: Promotions, clock: Clock | None = None) -> None:
         self._cache = cache
         self._promotions = promotions
         self._clock = clock or SystemClock()

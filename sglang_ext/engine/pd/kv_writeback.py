@@ -285,7 +285,7 @@ class ReturnTaker:
 
     # -- in the schedulers' threads -----------------------------------------------------------------
 
-    def obey(self, payload: bytes) -> bool:
+    def handle_command(self, payload: bytes) -> bool:
         """A command has come to all ranks, between the same two passes. Whether it is for here."""
         if not payload.startswith(ORDER):
             return False

@@ -16,10 +16,10 @@ from sglang_ext.disagg.runs import Ids
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.promotion import insert_behind
-from sglang_ext.radix_global import Holder, Node
+from sglang_ext.radix_global import Node
 
 if TYPE_CHECKING:
-    from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
+    from sglang_ext.engine.cache.view import RankCache
 
 DRAM_POOL = "dram"
 """Of an agent's endpoint: the DRAM arena, in blocks of the cache."""
@@ -30,9 +30,9 @@ BUDGET = 4
 class Blocks:
     """A rank's cache, as returns use it. In the scheduler's thread only."""
 
-    def __init__(self, cache: GlobalRadixCache, hbm: Holder) -> None:
+    def __init__(self, cache: RankCache) -> None:
         self.cache = cache
-        self._hbm = hbm
+        self._hbm = cache.hbm
         self.step = cache.block_size
         self.page = cache.page_size
 
@@ -67,14 +67,14 @@ class Blocks:
         """
         ops = self.cache.room
         _, parts, held = self.held(namespace, key)
-        kept = self.cache._slots.keep(slots)
+        kept = self.cache.slots.keep(slots)
         if held > skip:
             gone = min(held - skip, len(kept) // self.step) * self.step
             ops.free_slots([kept[:gone]])
             kept = kept[gone:]
         fresh = len(kept)
         if fresh:
-            whole = self.cache._slots.keep(self.cache._slots.join([*parts, kept]))
+            whole = self.cache.slots.keep(self.cache.slots.join([*parts, kept]))
             result = self.cache.tree.insert(namespace, key, self._hbm, whole)
             if self.cache.dram is not None:
                 self.cache.dram.write_through(result.node)
@@ -124,7 +124,7 @@ class HbmPlace:
     def give_up(self) -> None:
         self.room.slots_aside -= len(self.slots)
         cache = self.room.blocks.cache
-        cache.room.free_slots([cache._slots.keep(self.slots)])
+        cache.room.free_slots([cache.slots.keep(self.slots)])
         self.room.blocks.unlock(self.node)
 
 
@@ -229,8 +229,3 @@ class Places:
             return "memory"
         self.blocks_aside += missing
         return DramPlace(self, tier, namespace, key, match.blocks, node, ids)
-
-
-def hbm_holder(cache: GlobalRadixCache) -> Holder:
-    """The holder that stands for a cache's pool."""
-    return cache._hbm

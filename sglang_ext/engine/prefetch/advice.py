@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final, Protocol, TypedDict
 
-from sglang_ext.engine.commands import Inbox
+from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.peers.fetches import FetchResult
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchEnd, PrefetchResult
@@ -133,7 +133,7 @@ class Advice:
         self._fetching: dict[str, Advise] = {}
         """Hints for which a peer's KV is on its way."""
 
-    def obey(self, payload: bytes, at: float = 0.0) -> None:
+    def handle_command(self, payload: bytes, at: float = 0.0) -> None:
         """Do what a router's message says. What is none for us is left out.
 
         at: rank 0's time, by which hints expire.
@@ -228,7 +228,9 @@ class HintDesk:
         post: sends a message to a router, from any thread.
     """
 
-    def __init__(self, inbox: Inbox, epoch: bytes, post: Callable[[bytes, FromAgent], None]) -> None:
+    def __init__(
+        self, inbox: RankCommandQueue, epoch: bytes, post: Callable[[bytes, FromAgent], None]
+    ) -> None:
         self._inbox = inbox
         self._epoch = epoch
         self._post = post
