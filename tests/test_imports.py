@@ -86,7 +86,6 @@ LAZY_TORCH_PARTS = {"calibration", "tiered_store.dram", "cluster", "testing", "t
 """Parts that may import torch, and those that may do so inside a function only."""
 
 STILL_TO_CUT = {
-    ("router.telemetry", "router.dispatch"),
     ("router.dispatch", "router"),
     ("router.endpoints", "router"),
     ("router.app", "router"),

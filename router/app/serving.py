@@ -65,6 +65,7 @@ class Serving:
         self.admission = Admission(
             self.chooser.capacity, clock, size=config.queue_size, patience_s=config.queue_timeout_secs
         )
+        self.admission.measure(metrics)
         self.relay = Relay(
             config, fleet, trees, costs, tokenizers, upstream, self.homes, metrics, clock, mover, tracing
         )

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from sglang_ext.clock import Clock
 from sglang_ext.errors import InternalError, UserError
+from sglang_ext.router.telemetry.observability import RouterMetrics
 
 RECHECK_S = 0.25
 """How often those who wait look whether the fleet has grown; a request that ends is noticed at once."""
@@ -139,6 +140,17 @@ class Admission:
         self.line = Line(size)
         self.admitted = 0
         """Requests that have a place."""
+
+    def measure(self, metrics: RouterMetrics) -> None:
+        """Show who waits and who has a place."""
+        waiting = metrics.gauge("queue_waiting", "Requests that wait for an instance with room")
+        admitted = metrics.gauge("admitted", "Generation requests that have a place")
+
+        def refresh() -> None:
+            waiting.set(len(self.line))
+            admitted.set(self.admitted)
+
+        metrics.on_refresh.append(refresh)
 
     def place(self, priority: int = 0) -> Place:
         """Hold a place while the block runs; gives the seconds that were waited for it.

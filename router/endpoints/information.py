@@ -147,7 +147,7 @@ class Information:
         return name if answer.status == 200 else None
 
     async def _show_metrics(self, request: Request, responder: Responder, record: Record) -> None:
-        self._metrics.refresh(self._fleet, self._trees, self._tokenizers.cache, self._admission)
+        self._metrics.refresh(self._fleet, self._trees, self._tokenizers.cache)
         record.status = 200
         body = render(self._metrics.registry)
         await responder.send(200, {"content-type": EXPOSITION_CONTENT_TYPE}, body)

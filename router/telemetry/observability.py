@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from sglang_ext.metrics import REQUEST_BUCKETS, STAGE_BUCKETS, metric_name
-from sglang_ext.router.dispatch.queueing import Admission
 from sglang_ext.router.fleet.fleet import USABLE, Fleet
 from sglang_ext.router.index.prompt_trees import PromptTrees
 from sglang_ext.router.telemetry.record import CLIENT_GONE, Record
@@ -90,8 +89,6 @@ class RouterMetrics:
             "event_lag_seconds", "Age of the last placement event when it was applied", "instance"
         )
         self.index_trusted = self.gauge("index_trusted", "1 when the index of it is believed", "instance")
-        self._waiting = self.gauge("queue_waiting", "Requests that wait for an instance with room")
-        self._admitted = self.gauge("admitted", "Generation requests that have a place")
         self._tree = {
             name: self.gauge(f"tree_{name}", text)
             for name, text in {
@@ -132,9 +129,7 @@ class RouterMetrics:
         """Count a routing decision."""
         self.decisions.of(policy, reason).add()
 
-    def refresh(
-        self, fleet: Fleet, trees: PromptTrees, cache: TokenCache, admission: Admission | None = None
-    ) -> None:
+    def refresh(self, fleet: Fleet, trees: PromptTrees, cache: TokenCache) -> None:
         """Bring the gauges up to date; called when somebody looks."""
         for gauge in (self._in_flight, self._queued, self._up):
             gauge.clear()
@@ -142,9 +137,6 @@ class RouterMetrics:
             self._in_flight.labels(row.name).set(row.in_flight)
             self._queued.labels(row.name).set(row.queued_tokens)
             self._up.labels(row.name).set(row.state in USABLE)
-        if admission is not None:
-            self._waiting.set(len(admission.line))
-            self._admitted.set(admission.admitted)
         for name, value in (
             ("blocks", trees.blocks),
             ("nodes", trees.nodes),

@@ -1,8 +1,8 @@
 """The tokenizer of the tiny models: byte-level BPE, 32,000 entries, ChatML-like chat template.
 
-Nothing is downloaded or trained when a model is built: `static/vocabulary.txt` is shipped and holds, one per
-line and in the usual byte-level alphabet, first the merges ("left right"), then whole words ("Ġword").
-It was made once by `python -m sglang_ext.testing.tokenizer --train FILE` from the docstrings, strings and
+Nothing is downloaded or trained when a model is built: `static/vocabulary.txt.xz` is shipped and holds, one
+per line and in the usual byte-level alphabet, first the merges ("left right"), then whole words ("Ġword"). It
+was made once by `python -m sglang_ext.testing.tokenizer --train FILE` from the docstrings, strings and
 comments of the Python 3.11 standard library (PSF licence) and of numpy, scipy and networkx (BSD licences),
 plus the 3,755 everyday Chinese characters of GB 2312 level 1, which need no corpus. Training is not
 repeatable to the byte on another machine (it sees other library versions); the shipped file is what counts.
@@ -20,6 +20,7 @@ Two properties matter to a KV cache and are tested:
 from __future__ import annotations
 
 import json
+import lzma
 import re
 from functools import cache
 from importlib.resources import files
@@ -47,13 +48,13 @@ def byte_alphabet() -> tuple[str, ...]:
 @cache
 def vocabulary() -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
     """(entries in the order of their ids, merges in the order of their rank)."""
-    lines = (_STATIC / "vocabulary.txt").read_text("utf-8").splitlines()
+    lines = lzma.decompress((_STATIC / "vocabulary.txt.xz").read_bytes()).decode("utf-8").splitlines()
     merges = tuple((left, right) for left, _, right in (line.partition(" ") for line in lines) if right)
     words = tuple(line for line in lines if " " not in line)
     entries = (*SPECIAL_TOKENS, *byte_alphabet(), *(left + right for left, right in merges), *words)
     if len(entries) != VOCAB_SIZE or len(set(entries)) != VOCAB_SIZE:
         raise ValueError(
-            f"static/vocabulary.txt gives {len(entries)} entries, {len(set(entries))} distinct, "
+            f"static/vocabulary.txt.xz gives {len(entries)} entries, {len(set(entries))} distinct, "
             f"not {VOCAB_SIZE}: the shipped file was changed; restore it from the release"
         )
     return entries, merges
@@ -156,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sglang_ext.testing.tokenizer", description=__doc__)
     parser.add_argument("--train", type=Path, metavar="FILE", required=True, help="where to write it")
     options = parser.parse_args(arguments)
-    options.train.write_text("\n".join(train()) + "\n", "utf-8")
+    options.train.write_bytes(lzma.compress(("\n".join(train()) + "\n").encode(), preset=9))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""How `static/vocabulary.txt` was made. Not used when a model is built; see `tokenizer.py` for the why."""
+"""How `static/vocabulary.txt.xz` was made. Not used when a model is built; see `tokenizer.py` for the why."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import random
 import re
 from functools import cache
@@ -176,7 +177,7 @@ def test_transformers_reads_it_all(tmp_path: Path) -> None:
 
 
 def test_a_changed_vocabulary_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "vocabulary.txt").write_text("a b\n\u0120word\n", "utf-8")
+    (tmp_path / "vocabulary.txt.xz").write_bytes(lzma.compress("a b\n\u0120word\n".encode()))
     monkeypatch.setattr("sglang_ext.testing.tokenizer._STATIC", tmp_path)
     with pytest.raises(ValueError, match=r"261 entries, 261 distinct, not 32000.*restore it"):
         vocabulary.__wrapped__()
