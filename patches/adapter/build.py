@@ -69,7 +69,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     planes = pool_planes(kvcache)
     geometry = _geometry_of(ctx, config, kvcache, planes)
     dram = promotions = arena = below = disk = None
-    agree = _consensus(params.tp_cache_group)
+    min_over_ranks = _consensus(params.tp_cache_group)
     shard = f"tp{ctx.tp_rank}of{ctx.tp_size}"
     fetches = may_fetch(config, ctx.server_args, adapters=_uses_adapters())
     identity, weights = None, Weights()
@@ -84,12 +84,16 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         if config.disk_path is not None and identity is not None:
             facts = RankFacts(instance, epoch, shard, adapters=_uses_adapters())
             disk = open_disk(config, facts, geometry.layout)
-            below = disk_below(disk, config, facts, identity, tree, holder, arena, agree, weights)
-        dram = DramTier(tree, hbm, holder, arena, mover, agree, below=below, write=config.writes_dram)
+            below = disk_below(disk, config, facts, identity, tree, holder, arena, min_over_ranks, weights)
+        dram = DramTier(
+            tree, hbm, holder, arena, mover, min_over_ranks, below=below, write=config.writes_dram
+        )
         if disk is not None and below is not None:
             # The parts of a PD server have loops of their own, in which a batch cannot be run again.
             stream = ctx.server_args.disaggregation_mode == "null"
-            promotions = promotions_from(disk, below, config, tree, dram, holder, arena, agree, stream=stream)
+            promotions = promotions_from(
+                disk, below, config, tree, dram, holder, arena, min_over_ranks, stream=stream
+            )
         gate = LayerGate(mover)
         kvcache.register_layer_transfer_counter(gate)
         ctx.tp_worker.register_hicache_layer_transfer_counter(gate)
@@ -105,7 +109,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         weights=weights,
         check=config.check,
     )
-    cache.agree = agree
+    cache.min_over_ranks = min_over_ranks
     if ctx.tp_rank == 0 and params.pp_rank == 0:
         cache.inbox = RankCommandQueue()
     cache.attach_pool(
@@ -142,7 +146,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             instance=instance,
             epoch=epoch,
             group=params.tp_cache_group,
-            agree=agree,
+            min_over_ranks=min_over_ranks,
         )
     if config.router is not None and ctx.tp_rank == 0 and params.pp_rank == 0:
         names = below.names if below is not None else None
@@ -244,12 +248,12 @@ def _consensus(group: Any) -> Callable[[int], int]:
     if group is None or torch.distributed.get_world_size(group) == 1:
         return int
 
-    def agree(number: int) -> int:
+    def min_over_ranks(number: int) -> int:
         least = torch.tensor([number], dtype=torch.int64)
         torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group)
         return int(least)
 
-    return agree
+    return min_over_ranks
 
 
 def _same_on_all_ranks(number: int, group: Any) -> int:

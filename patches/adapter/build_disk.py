@@ -9,7 +9,7 @@ from typing import Any
 from sglang_ext.config import KvConfig
 from sglang_ext.engine.model_identity import config_digest, kv_dtype, weights_digest
 from sglang_ext.engine.tiers.block_names import BlockNames
-from sglang_ext.engine.tiers.disk_writes import Agree, DiskWrites
+from sglang_ext.engine.tiers.disk_writes import DiskWrites, MinOverRanks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.load_policy import DiskPolicy
 from sglang_ext.engine.tiers.promotions import Promotions
@@ -99,7 +99,7 @@ def disk_below(
     tree: RadixTree,
     dram: Holder,
     arena: DramArena,
-    agree: Agree,
+    min_over_ranks: MinOverRanks,
     weights: Weights,
 ) -> DiskWrites:
     """What takes blocks on from DRAM to ``disk``."""
@@ -119,7 +119,7 @@ def disk_below(
         names,
         writer,
         BlockMemory.of_arena(arena),
-        agree,
+        min_over_ranks,
         write=config.writes_disk,
     )
 
@@ -132,7 +132,7 @@ def promotions_from(
     room: DramTier,
     dram: Holder,
     arena: DramArena,
-    agree: Agree,
+    min_over_ranks: MinOverRanks,
     *,
     stream: bool,
 ) -> Promotions:
@@ -154,6 +154,6 @@ def promotions_from(
         Loader(_LOAD_BYTES),
         BlockMemory.of_arena(arena),
         policy,
-        agree,
+        min_over_ranks,
         stream=stream,
     )

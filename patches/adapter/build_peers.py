@@ -48,7 +48,7 @@ def attach_peers(
     instance: str,
     epoch: int,
     group: Any,
-    agree: Callable[[int], int],
+    min_over_ranks: Callable[[int], int],
 ) -> tuple[str, ...]:
     """Let a rank fetch and lend; returns the addresses of all ranks, none where one cannot listen. Called in
     every rank at once.
@@ -84,7 +84,7 @@ def attach_peers(
         fresh=lambda: cache.weights.as_started,
         rank=rank,
         ranks=len(addresses),
-        agree=agree,
+        min_over_ranks=min_over_ranks,
     )
     if cache.advice is not None:
         cache.advice.peers = cache.peers

@@ -44,7 +44,7 @@ from sglang_ext.engine.pd.kv_writeback import ReturnGiver, ReturnTaker
 from sglang_ext.engine.pd.peers import Local
 from sglang_ext.engine.pd.prefill_sender import Room
 from sglang_ext.engine.pd.pushing import Computing, LayerFeed
-from sglang_ext.engine.pd.reservations import Blocks, Places
+from sglang_ext.engine.pd.reservations import Blocks, Reservations
 from sglang_ext.engine.pd.settings import settings
 from sglang_ext.patches.adapter.hbm import pool_planes
 from sglang_ext.patches.adapter.pd_setup import (
@@ -192,14 +192,14 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         if returns:
             blocks = Blocks(cache)
             if prefill:
-                places = Places(blocks, into_dram=dram is not None)
+                places = Reservations(blocks, into_dram=dram is not None)
                 several = parallel.attn_tp_size > 1
                 tell_all = cache.inbox.put if several and cache.inbox is not None else None
                 taker = ReturnTaker(
                     places,
                     self.agent,
                     lambda: bool(scheduler.waiting_queue),
-                    cache.agree,
+                    cache.min_over_ranks,
                     tell_all,
                     self.fence,
                 )
@@ -209,7 +209,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
                     taker.handle_command,
                 )
             else:
-                giver = ReturnGiver(blocks, self.agent, cache.agree)
+                giver = ReturnGiver(blocks, self.agent, cache.min_over_ranks)
                 self.agent.giver, cache.before_clear = giver, giver.clear
                 cache.request_ended = self._request_ended
         poller = getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)

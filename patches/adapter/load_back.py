@@ -100,7 +100,7 @@ class LoadBack:
         decision = self._policy.weigh(
             blocks, before, dram.load_bytes_per_second, waiting_blocks=dram.loading_blocks
         )
-        worth = bool(dram.agree(decision.blocks))
+        worth = bool(dram.min_over_ranks(decision.blocks))
         report = begin_report(req, Tier.DRAM)
         report.decided(blocks, decision, self._block_size, self._policy.block_bytes)
         self.decisions.note(report)

@@ -325,7 +325,7 @@ class Migration:
         cache.dram.drain()
         path = cache.tree.match(cache._namespace_of(parked.req), parked.tokens).path
         done = cache.dram.incomplete().isdisjoint(path) or now - parked.since > COPY_SECONDS
-        return bool(cache.agree(int(done)))
+        return bool(cache.min_over_ranks(int(done)))
 
     def _lend(self, parked: _Parked) -> None:
         cache, req = self._cache, parked.req

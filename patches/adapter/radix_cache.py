@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 
-from sglang_ext.engine.cache.lifecycle import WholeCache
+from sglang_ext.engine.cache.lifecycle import CacheLifecycle
 from sglang_ext.engine.cache.mempool import owned_tokens
 from sglang_ext.engine.cache.metrics import CacheMetrics
 from sglang_ext.engine.commands import RankCommandQueue
@@ -74,7 +74,7 @@ class _RootView:
         return self._tree.roots
 
 
-class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: ignore[misc]
+class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # type: ignore[misc]
     """See the module's docstring.
 
     Args:
@@ -128,7 +128,7 @@ class GlobalRadixCache(StoragePrefetch, WholeCache, BasePrefixCache):  # type: i
         """Commands for the schedulers of all ranks, in rank 0 of an instance."""
         self.orders: Callable[[bytes], bool] = lambda payload: False
         """Takes commands that concern prefill and decode apart; whether one does."""
-        self.agree: Callable[[int], int] = int
+        self.min_over_ranks: Callable[[int], int] = int
         """The ranks' consensus: the smallest of their numbers."""
         self.before_clear: Callable[[], None] = lambda: None
         """Called before everything is forgotten."""

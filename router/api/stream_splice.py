@@ -37,7 +37,7 @@ def obstacle(reader: StreamReader) -> str:
     return "" if reader.native_events > 1 else "again"
 
 
-class Seam:
+class StreamSplice:
     """Takes the other instance's stream, and gives what the client lacks.
 
     Args:

@@ -18,7 +18,7 @@ from sglang_ext.protocol.agent import Beat
 from sglang_ext.protocol.cluster import VERDICT_S, Registered, Registration
 from sglang_ext.router.cluster.membership import Membership, RouterStatus, Seen
 from sglang_ext.router.cluster.roster import LEFT_KEPT_S, Change, Intent, Member, Roster
-from sglang_ext.router.fleet.fleet import Fleet, Row
+from sglang_ext.router.fleet.fleet import Fleet, InstanceRecord
 from sglang_ext.router.fleet.health import HealthWatch
 from sglang_ext.router.fleet.lifecycle import USABLE, Event, State
 
@@ -282,7 +282,7 @@ class Members:
         self.links.disconnect(url)
         self.fleet.forget(url)
 
-    def _on_event(self, row: Row, event: Event, before: State) -> None:
+    def _on_event(self, row: InstanceRecord, event: Event, before: State) -> None:
         """Follow up on what happened to an instance."""
         is_gone = event in (Event.LOST, Event.LEAVE) and row.state is not before
         if is_gone and row.registration is not None:

@@ -8,7 +8,7 @@ from sglang_ext.protocol.agent import Beat
 from sglang_ext.protocol.cluster import Cluster, Draining, Elsewhere, InstanceView, TierFill
 from sglang_ext.router.cluster.members import Members
 from sglang_ext.router.cluster.roster import Intent, Member
-from sglang_ext.router.fleet.fleet import Row
+from sglang_ext.router.fleet.fleet import InstanceRecord
 from sglang_ext.router.fleet.lifecycle import State
 from sglang_ext.router.policies import Instance
 
@@ -78,7 +78,7 @@ def tiers(beat: Beat | None) -> dict[str, TierFill]:
     return {name: TierFill(used=fill.used, size=fill.size) for name, fill in fills.items() if fill.size}
 
 
-def _draining(members: Members, member: Member, row: Row | None) -> Draining | None:
+def _draining(members: Members, member: Member, row: InstanceRecord | None) -> Draining | None:
     if member.intent is not Intent.GO:
         return None
     now = members.clock.monotonic()

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from sglang_ext.errors import DeadlineError, PeerError
 from sglang_ext.router.cluster.members import CannotChangeRole, Members
 from sglang_ext.router.cluster.roster import Member
-from sglang_ext.router.fleet.instance_record import Row
+from sglang_ext.router.fleet.instance_record import InstanceRecord
 from sglang_ext.router.fleet.lifecycle import USABLE, State
 from sglang_ext.router.fleet.worker import WorkerApi
 from sglang_ext.router.policies.base import Role
@@ -143,5 +143,5 @@ class RoleChanges:
         return True
 
 
-def _is_empty(row: Row) -> bool:
+def _is_empty(row: InstanceRecord) -> bool:
     return row.state is State.LEFT and not row.in_flight and not row.elsewhere

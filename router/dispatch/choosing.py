@@ -25,7 +25,7 @@ from sglang_ext.router.policies import (
     policy_named,
 )
 from sglang_ext.router.policies import Fleet as Instances
-from sglang_ext.router.policies.assembly import believed, with_decode
+from sglang_ext.router.policies.assembly import trusted_matches, with_decode
 from sglang_ext.router.policies.base import matched_tokens
 from sglang_ext.router.policies.prompt_tree import NOTHING
 from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, FetchNote
@@ -115,7 +115,9 @@ class Chooser:
             return None
         held = matched_tokens(matches, place.instance)
         decision = Decision(place.instance, Reason.ADVISED, held, decode=place.decode)
-        return with_decode(decision, prompt, fleet, believed(fleet, matches), self._costs, self.options)
+        return with_decode(
+            decision, prompt, fleet, trusted_matches(fleet, matches), self._costs, self.options
+        )
 
     def _fetch(
         self,

@@ -10,7 +10,7 @@ from contextlib import aclosing
 import orjson
 
 from sglang_ext.clock import Clock
-from sglang_ext.router.api.stream_splice import NoContinuation, Seam
+from sglang_ext.router.api.stream_splice import NoContinuation, StreamSplice
 from sglang_ext.router.api.usage import Form, StreamReader, Usage, answer_id, read_answer
 from sglang_ext.router.api.validation import Endpoint
 from sglang_ext.router.config import RouterConfig
@@ -281,7 +281,7 @@ class Relay:
             ConnectionLost, NoContinuation: one of them went away, or makes another answer.
         """
         while True:
-            seam = Seam(reader)
+            seam = StreamSplice(reader)
             response = await leg.take_over(self._fleet)
             leg.response = response
             try:

@@ -14,22 +14,22 @@ from collections.abc import Callable
 from sglang_ext.errors import InternalError
 from sglang_ext.protocol.cluster import Registration
 from sglang_ext.router.fleet.facts import InstanceFacts
-from sglang_ext.router.fleet.instance_record import ROLES, Load, Row
+from sglang_ext.router.fleet.instance_record import ROLES, InstanceRecord, Load
 from sglang_ext.router.fleet.lifecycle import FATAL, TRANSITIONS, USABLE, Event, State
 from sglang_ext.router.http.types import ConnectionLost
 from sglang_ext.router.policies import Instance
 from sglang_ext.router.policies.base import Role
 
-__all__ = ["TRANSITIONS", "USABLE", "Event", "Fleet", "Load", "Row", "State"]
+__all__ = ["TRANSITIONS", "USABLE", "Event", "Fleet", "InstanceRecord", "Load", "State"]
 
 logger = logging.getLogger("router.fleet")
 
 
-Listener = Callable[[Row, Event, State], None]
+Listener = Callable[[InstanceRecord, Event, State], None]
 """Called with a row, what happened to it, and the state in which it was before."""
 
 
-def nobody_listens(row: Row, event: Event, before: State) -> None:
+def nobody_listens(row: InstanceRecord, event: Event, before: State) -> None:
     """A listener that does nothing."""
 
 
@@ -85,7 +85,7 @@ class Fleet:
         pairs: bool = False,
         now: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self.rows = {url: Row(url) for url in urls}
+        self.rows = {url: InstanceRecord(url) for url in urls}
         self.model: InstanceFacts | None = None
         """The facts of the first instance of the model being served; kept while the fleet is down."""
         self.on_event = on_event
@@ -106,7 +106,7 @@ class Fleet:
         tells its epoch is none."""
         row = self.rows.get(name)
         if row is None:
-            self.rows[name] = Row(name, registration=registration, heard=self._now())
+            self.rows[name] = InstanceRecord(name, registration=registration, heard=self._now())
             logger.info("instance %s joins", name)
             return State.NEW
         row.heard = self._now()
@@ -222,7 +222,7 @@ class Fleet:
         row = self.rows.get(name)
         return State.LEFT if row is None else self._apply(row, event, why)
 
-    def _apply(self, row: Row, event: Event, why: str) -> State:
+    def _apply(self, row: InstanceRecord, event: Event, why: str) -> State:
         before = row.state
         following = TRANSITIONS.get((before, event))
         if following is None:
@@ -242,7 +242,7 @@ class Fleet:
         self.on_event(row, event, before)
         return row.state
 
-    def _look_whether_drained(self, row: Row) -> None:
+    def _look_whether_drained(self, row: InstanceRecord) -> None:
         if row.state is State.DRAINING and not row.in_flight:
             self._apply(row, Event.DRAINED, "it has finished what it had")
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from sglang_ext.clock import Clock
 from sglang_ext.errors import ConfigError, DeadlineError, PeerError
 from sglang_ext.router.fleet.facts import InstanceFacts
-from sglang_ext.router.fleet.fleet import Fleet, Row
+from sglang_ext.router.fleet.fleet import Fleet, InstanceRecord
 from sglang_ext.router.fleet.lifecycle import USABLE, State
 from sglang_ext.router.fleet.worker import NotUsable, WorkerApi
 from sglang_ext.router.http.types import ConnectFailed
@@ -152,11 +152,11 @@ class HealthWatch:
         return False
 
 
-def _is_probed(row: Row, known: InstanceFacts | None) -> bool:
+def _is_probed(row: InstanceRecord, known: InstanceFacts | None) -> bool:
     """Whether a worker is the one that was known when its probe was sent."""
     return known is not None and row.facts is known and row.state in _PROBED
 
 
-def _is_over(row: Row) -> bool:
+def _is_over(row: InstanceRecord) -> bool:
     """Whether nothing can happen any more that somebody waits to hear of."""
     return row.state is State.LEFT and not row.in_flight

@@ -15,7 +15,7 @@ ROLES: dict[str, Role] = {role.value: role for role in Role}
 
 
 @dataclass(eq=False, slots=True)
-class Row:
+class InstanceRecord:
     """One instance. Only ``Fleet`` writes it."""
 
     name: str
@@ -60,9 +60,9 @@ class Load:
 
     __slots__ = ("_cancelling", "_fatal", "_given_up", "_row", "_task", "_tokens")
 
-    _row: Row
+    _row: InstanceRecord
 
-    def __init__(self, row: Row, tokens: int) -> None:
+    def __init__(self, row: InstanceRecord, tokens: int) -> None:
         self._row = row
         self._tokens = tokens
         self._task: asyncio.Task[object] | None = None
@@ -121,11 +121,11 @@ class Load:
         self._task.cancel()
 
     @property
-    def row(self) -> Row:
+    def row(self) -> InstanceRecord:
         """Where the request runs."""
         return self._row
 
-    def move(self, row: Row) -> None:
+    def move(self, row: InstanceRecord) -> None:
         """The request runs elsewhere from now on. Outside of ``until_lost``."""
         self.prefilled()
         self._row, self._fatal = row, row.fatal

@@ -47,7 +47,7 @@ from sglang_ext.router.hints.session_memory import SessionMemory
 from sglang_ext.router.index.prompt_trees import PromptTrees
 from sglang_ext.router.policies import Decision, Match, Policy, PolicyOptions, Prompt, Reason, Role, beginners
 from sglang_ext.router.policies import Fleet as Instances
-from sglang_ext.router.policies.assembly import believed, with_decode
+from sglang_ext.router.policies.assembly import trusted_matches, with_decode
 from sglang_ext.router.policies.prompt_tree import NOTHING, is_ahead
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.tenancy.tenants import Caller
@@ -312,7 +312,7 @@ class Advisor:
     def _with_decode(
         self, decision: Decision, prompt: Prompt, fleet: Instances, matches: Mapping[str, Match]
     ) -> Decision:
-        known = believed(fleet, matches)
+        known = trusted_matches(fleet, matches)
         return with_decode(decision, prompt, fleet, known, self._costs, self._placement.options)
 
     def _expecting(self, fleet: Instances) -> Instances:

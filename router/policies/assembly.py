@@ -35,7 +35,7 @@ from sglang_ext.router.policies.base import (
 logger = logging.getLogger("router.policies")
 
 
-def believed(fleet: Fleet, matches: Matches) -> Matches:
+def trusted_matches(fleet: Fleet, matches: Matches) -> Matches:
     """The matches of instances whose index is believed, as far as it has come."""
     doubted = {instance.name for instance in fleet if not (instance.trusted or instance.awaited)}
     return {name: match for name, match in matches.items() if name not in doubted} if doubted else matches
@@ -81,7 +81,7 @@ def assembled(rule: Policy) -> Policy:
     def policy(
         prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions
     ) -> Decision:
-        known = believed(fleet, matches)
+        known = trusted_matches(fleet, matches)
         candidates = beginners(fleet)
         decision = rule(prompt, candidates, known, costs, options)
         reason = for_want_of(decision.reason, candidates)
@@ -118,9 +118,9 @@ def guarded(policy: Policy, name: str, fallback: Policy) -> Policy:
     ) -> Decision:
         try:
             decision = policy(prompt, fleet, matches, costs, options)
-            problem = nonsense(decision, fleet)
+            problem = invalid_reason(decision, fleet)
             if problem is None:
-                return with_decode(decision, prompt, fleet, believed(fleet, matches), costs, options)
+                return with_decode(decision, prompt, fleet, trusted_matches(fleet, matches), costs, options)
         except Exception as error:
             logger.error("policy %s failed", name, exc_info=error)
         else:
@@ -131,7 +131,7 @@ def guarded(policy: Policy, name: str, fallback: Policy) -> Policy:
     return safe
 
 
-def nonsense(decision: object, fleet: Fleet) -> str | None:
+def invalid_reason(decision: object, fleet: Fleet) -> str | None:
     """Why a decision cannot be followed; None when it can."""
     if not isinstance(decision, Decision):
         return f"it returned {type(decision).__name__} instead of a Decision"

@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_ext.keys import Tier
-from sglang_ext.router.policies.assembly import believed, choose_decode
+from sglang_ext.router.policies.assembly import choose_decode, trusted_matches
 from sglang_ext.router.policies.base import (
     Costs,
     Decision,
@@ -61,7 +61,7 @@ class Price:
 
 def cost(prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions) -> Decision:
     """Choose by the rule in the module's docstring; scores are negative seconds."""
-    known = believed(fleet, matches)
+    known = trusted_matches(fleet, matches)
     candidates = beginners(fleet)
     emptiest = min(instance.cached_tokens for instance in candidates)
     holders = tuple(instance for instance in fleet if known.get(instance.name, NOTHING).tokens)

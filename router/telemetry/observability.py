@@ -9,8 +9,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from sglang_ext.metrics import REQUEST_BUCKETS, STAGE_BUCKETS, metric_name
 from sglang_ext.router.fleet.fleet import USABLE, Fleet
 from sglang_ext.router.index.prompt_trees import PromptTrees
+from sglang_ext.router.telemetry.local_metrics import (
+    LocalCounter,
+    LocalCounters,
+    LocalHistogram,
+    LocalHistograms,
+)
 from sglang_ext.router.telemetry.record import CLIENT_GONE, Record
-from sglang_ext.router.telemetry.tally import Spread, Spreads, Tallies, Tally
 from sglang_ext.router.tokens.segments import TokenCache
 
 TIERS = ("hbm", "dram", "disk")
@@ -21,17 +26,19 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = self._tallies("requests", "Requests answered", "endpoint", "status")
-        self.decisions = self._tallies("decisions", "Routing decisions", "policy", "reason")
-        self.prompt_tokens = self._tallies("prompt_tokens", "Prompt tokens of answered requests")
-        self.matched_tokens = self._tallies(
+        self.requests = self._local_counters("requests", "Requests answered", "endpoint", "status")
+        self.decisions = self._local_counters("decisions", "Routing decisions", "policy", "reason")
+        self.prompt_tokens = self._local_counters("prompt_tokens", "Prompt tokens of answered requests")
+        self.matched_tokens = self._local_counters(
             "matched_tokens", "Prompt tokens the router believed to be cached"
         )
-        self.cached_tokens = self._tallies("cached_tokens", "Prompt tokens that workers report as cached")
-        self.tier_tokens = self._tallies(
+        self.cached_tokens = self._local_counters(
+            "cached_tokens", "Prompt tokens that workers report as cached"
+        )
+        self.tier_tokens = self._local_counters(
             "tier_tokens", "Prompt tokens that workers report as cached, where they tell the tier", "tier"
         )
-        self.completion_tokens = self._tallies("completion_tokens", "Tokens generated")
+        self.completion_tokens = self._local_counters("completion_tokens", "Tokens generated")
         self.hints = self.counter("hints", "Hints at coming requests", "verdict")
         self.hints_used = self.counter(
             "hints_used", "Hints whose request came when all was moved, before that, or never", "when"
@@ -62,25 +69,29 @@ class RouterMetrics:
         self.disconnects = self.counter("client_disconnects", "Clients that went away before the end")
         self.broken_streams = self.counter("broken_streams", "Streams whose worker went away in mid-answer")
         self.untokenized = self.counter("untokenized_prompts", "Prompts matched by text", "why")
-        self.tenant_requests = self._tallies("tenant_requests", "Generation requests", "tenant", "status")
-        self.tenant_tokens = self._tallies("tenant_tokens", "Tokens of generation requests", "tenant", "kind")
-        self.stage = self._spreads(
+        self.tenant_requests = self._local_counters(
+            "tenant_requests", "Generation requests", "tenant", "status"
+        )
+        self.tenant_tokens = self._local_counters(
+            "tenant_tokens", "Tokens of generation requests", "tenant", "kind"
+        )
+        self.stage = self._local_histograms(
             "stage_seconds", "Time added by the router before a request is sent on", STAGE_BUCKETS, "stage"
         )
-        self.queue_wait = self._spreads(
+        self.queue_wait = self._local_histograms(
             "queue_wait_seconds", "Time that requests waited for an instance with room", REQUEST_BUCKETS
         )
-        self.first_byte = self._spreads(
+        self.first_byte = self._local_histograms(
             "first_byte_seconds", "Time from a request to the first byte of its answer", REQUEST_BUCKETS,
             "endpoint",
         )  # fmt: skip
-        self.duration = self._spreads(
+        self.duration = self._local_histograms(
             "request_seconds", "Time from a request to the end of its answer", REQUEST_BUCKETS, "endpoint"
         )
         self._queue_wait = self.queue_wait.of()
         self._prompt_tokens, self._matched_tokens = self.prompt_tokens.of(), self.matched_tokens.of()
         self._cached_tokens, self._completion_tokens = self.cached_tokens.of(), self.completion_tokens.of()
-        self._ends: dict[tuple[str, int], tuple[Tally, Spread, Spread]] = {}
+        self._ends: dict[tuple[str, int], tuple[LocalCounter, LocalHistogram, LocalHistogram]] = {}
         """(endpoint, status) -> what each request that ends so is counted in."""
         self._in_flight = self.gauge("in_flight", "Requests in flight", "instance")
         self._queued = self.gauge("queued_tokens", "Prompt tokens waiting for their prefill", "instance")
@@ -117,13 +128,15 @@ class RouterMetrics:
         """A new gauge in this registry."""
         return Gauge(metric_name("router", name), text, labels, registry=self.registry)
 
-    def _tallies(self, name: str, text: str, *labels: str) -> Tallies:
+    def _local_counters(self, name: str, text: str, *labels: str) -> LocalCounters:
         """A new counter that every request writes."""
-        return Tallies(metric_name("router", name), text, labels, self.registry)
+        return LocalCounters(metric_name("router", name), text, labels, self.registry)
 
-    def _spreads(self, name: str, text: str, bounds: Sequence[float], *labels: str) -> Spreads:
+    def _local_histograms(
+        self, name: str, text: str, bounds: Sequence[float], *labels: str
+    ) -> LocalHistograms:
         """A new histogram that every request writes."""
-        return Spreads(metric_name("router", name), text, labels, bounds, self.registry)
+        return LocalHistograms(metric_name("router", name), text, labels, bounds, self.registry)
 
     def decided(self, policy: str, reason: str) -> None:
         """Count a routing decision."""

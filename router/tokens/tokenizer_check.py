@@ -70,12 +70,12 @@ TOOLS: tuple[Json, ...] = (
 
 Ours = Callable[[Json], Awaitable[list[int] | None]]
 """A body for ``/v1/tokenize`` -> the router's tokens; ``None`` when it does not tokenize such."""
-Theirs = Callable[[Json], Awaitable[list[int] | None]]
+ServerTokenizer = Callable[[Json], Awaitable[list[int] | None]]
 """The same -> the worker's tokens; ``None`` when it has no such endpoint. Raises ``NotUsable`` when the
 worker refuses the sample."""
 
 
-async def compare(ours: Ours, theirs: Theirs) -> Trust:
+async def compare(ours: Ours, theirs: ServerTokenizer) -> Trust:
     """Try every sample on both sides.
 
     A worker without the endpoint is taken at its word: nothing says that the tokens differ.
@@ -86,7 +86,9 @@ async def compare(ours: Ours, theirs: Theirs) -> Trust:
     return Trust(text, chat, tools)
 
 
-async def _agree(what: str, samples: tuple[Json, ...] | list[Json], ours: Ours, theirs: Theirs) -> bool:
+async def _agree(
+    what: str, samples: tuple[Json, ...] | list[Json], ours: Ours, theirs: ServerTokenizer
+) -> bool:
     for sample in samples:
         mine = await ours(sample)
         if mine is None:

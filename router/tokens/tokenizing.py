@@ -28,7 +28,7 @@ from sglang_ext.router.fleet.facts import InstanceFacts
 from sglang_ext.router.tokens.chat_template import CannotRender, text_of
 from sglang_ext.router.tokens.prompt_tokenizer import PromptTokenizer, load_tokenizer
 from sglang_ext.router.tokens.segments import Segmenter, TokenCache, TooMuchNew
-from sglang_ext.router.tokens.tokenizer_check import Theirs, Trust, compare
+from sglang_ext.router.tokens.tokenizer_check import ServerTokenizer, Trust, compare
 
 logger = logging.getLogger("router.tokenizing")
 
@@ -144,7 +144,7 @@ class TokenizerService:
             self._pool, self.encode_all, prompts, completion_template, answer_follows
         )
 
-    async def verify(self, theirs: Theirs) -> None:
+    async def verify(self, theirs: ServerTokenizer) -> None:
         """Compare with a worker's own tokens, and trust what agrees.
 
         Args:

@@ -108,7 +108,7 @@ class Rank:
         scenario: sizes and flags.
         pace: decides how fast copies go; ``None`` for a mover that copies only when it has to.
         cache_class, tier_class: under test.
-        agree: the ranks' consensus.
+        min_over_ranks: the ranks' consensus.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Rank:
         cache_class: type[GlobalRadixCache] = GlobalRadixCache,
         tier_class: type[DramTier] = DramTier,
         gate_class: type[LayerGate] = LayerGate,
-        agree: Callable[[int], int] = int,
+        min_over_ranks: Callable[[int], int] = int,
         disk_class: Callable[[BlockTier], BlockTier] = lambda disk: disk,
     ) -> None:
         self.scenario = scenario
@@ -170,7 +170,7 @@ class Rank:
                     self.tree,
                     self.dram_holder,
                     self.arena,
-                    agree,
+                    min_over_ranks,
                     self.weights,
                 )
             self.tier = tier_class(
@@ -179,7 +179,7 @@ class Rank:
                 self.dram_holder,
                 self.arena,
                 self.mover,
-                agree,
+                min_over_ranks,
                 below=below,
                 write=config.writes_dram,
             )
@@ -193,7 +193,7 @@ class Rank:
                     self.tier,
                     self.dram_holder,
                     self.arena,
-                    agree,
+                    min_over_ranks,
                     stream=scenario.stream,
                 )
             gate = gate_class(self.mover)
@@ -208,7 +208,7 @@ class Rank:
             load_always=not scenario.weigh,
             weights=self.weights,
         )
-        self.cache.agree = agree
+        self.cache.min_over_ranks = min_over_ranks
         self.pool = engine_mempool(
             self.cache,
             self.hbm,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from engine_movers import HandMover
 
-from sglang_ext.engine.tiers.dram_tier import Agree, DramTier
+from sglang_ext.engine.tiers.dram_tier import DramTier, MinOverRanks
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.keys import Tier, encode_tokens
 from sglang_ext.radix_global import Holder, Node, RadixTree
@@ -41,13 +41,13 @@ class Recorder(HandMover):
 class Setup:
     """A tree, a tier of ``blocks`` blocks and HBM without an end."""
 
-    def __init__(self, blocks: int, agree: Agree = int) -> None:
+    def __init__(self, blocks: int, min_over_ranks: MinOverRanks = int) -> None:
         self.tree = RadixTree(BLOCK)
         self.hbm = Holder.of("tier", 0, Tier.HBM)
         self.dram = Holder.of("tier", 0, Tier.DRAM)
         self.arena = DramArena(LAYOUT, blocks * (LAYOUT.block_bytes + 8) + 8, shared=False, pin=False)
         self.mover = Recorder()
-        self.tier = DramTier(self.tree, self.hbm, self.dram, self.arena, self.mover, agree)
+        self.tier = DramTier(self.tree, self.hbm, self.dram, self.arena, self.mover, min_over_ranks)
         self._next_slot = 0
 
     def insert(self, tokens: list[int]) -> Node:
@@ -287,7 +287,7 @@ def test_check_sees_a_block_that_nobody_knows(setup: Setup) -> None:
 
 
 class Lagging:
-    """Two ranks that agree: each says how far it is, and both hear the smaller number."""
+    """Two ranks in agreement: each says how far it is, and both hear the smaller number."""
 
     def __init__(self) -> None:
         self.other = 0
@@ -297,16 +297,16 @@ class Lagging:
 
 
 def test_a_copy_counts_when_it_is_complete_on_every_rank() -> None:
-    agree = Lagging()
-    setup = Setup(8, agree)
+    min_over_ranks = Lagging()
+    setup = Setup(8, min_over_ranks)
     nodes = [setup.insert(prompt(letter, 1)) for letter in (1, 2)]
     setup.mover.settle()
     setup.tier.drain()
     assert setup.tier.counters.written == 0
-    agree.other = 1
+    min_over_ranks.other = 1
     setup.tier.drain()
     assert [setup.tier.has_copy(node) for node in nodes] == [True, False]
-    agree.other = 5  # the other rank is ahead; this one is not
+    min_over_ranks.other = 5  # the other rank is ahead; this one is not
     setup.insert(prompt(3, 1))
     setup.tier.drain()
     assert setup.tier.counters.written == 2

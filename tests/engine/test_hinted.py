@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from sglang_ext.engine.tiers.retention import MOST_HINTS, Hinted
+from sglang_ext.engine.tiers.retention import MOST_HINTS, Retention
 from sglang_ext.keys import Tier, encode_tokens
 from sglang_ext.radix_global import Holder, Node, RadixTree
 
@@ -24,10 +24,10 @@ def key(text: str) -> bytes:
     return encode_tokens([ord(letter) for letter in text for _ in range(BLOCK)])
 
 
-def make() -> tuple[RadixTree, Hinted]:
+def make() -> tuple[RadixTree, Retention]:
     clock = itertools.count(1)
     tree = RadixTree(BLOCK, clock=lambda: float(next(clock)))
-    return tree, Hinted(tree, MARKER)
+    return tree, Retention(tree, MARKER)
 
 
 def always(node: Node) -> bool:
@@ -125,7 +125,7 @@ def test_random_histories(seed: int) -> None:
     assert not any(node.locks for node in tree.nodes())
 
 
-def _evict(rnd: random.Random, tree: RadixTree, hinted: Hinted, model: Model) -> None:
+def _evict(rnd: random.Random, tree: RadixTree, hinted: Retention, model: Model) -> None:
     wanted = rnd.randrange(1, 5)
     before = letters(tree, HBM)
     gone = tree.evict(HBM, wanted, spare=hinted)

@@ -25,7 +25,7 @@ from sglang_ext.engine.pd.bootstrap import BootstrapService
 from sglang_ext.engine.pd.kv_writeback import ReturnGiver, ReturnTaker
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.peers import Local
-from sglang_ext.engine.pd.reservations import DRAM_POOL, Blocks, HbmPlace, Places
+from sglang_ext.engine.pd.reservations import DRAM_POOL, Blocks, HbmReservation, Reservations
 from sglang_ext.patches.adapter.kv_manager import match_on_decode
 from sglang_ext.testing.servers.server import wait_until
 
@@ -122,7 +122,7 @@ def pair(request: pytest.FixtureRequest, sglang_config: None) -> Iterator[Pair]:
             stack.callback(agent.close)
         agents[1]._thread.run(agents[1]._peers.get(bootstrap.address))
         blocks = [Blocks(rank.cache) for rank in ranks]
-        taker = ReturnTaker(Places(blocks[0], into_dram=True), agents[0], lambda: False)
+        taker = ReturnTaker(Reservations(blocks[0], into_dram=True), agents[0], lambda: False)
         agents[0].returns = taker
         found = Pair(ranks[0], ranks[1], taker, ReturnGiver(blocks[1], agents[1]), bootstrap.address)
         # pytest keeps what a fixture has yielded; the agents' memory has to go with it.
@@ -322,7 +322,7 @@ def test_a_return_waits_for_the_pass_that_stores_to_its_slots(pair: Pair, fenced
     wait_until(placed, seconds=20, what="a place")
     (coming,) = pair.taker._placed
     place = coming.place
-    assert isinstance(place, HbmPlace)
+    assert isinstance(place, HbmReservation)
     if fenced:
         wait_until(lambda: len(looks) > 3, seconds=20, what="the read to wait")
         assert not coming.stopped.is_set()
@@ -413,14 +413,18 @@ class Instances:
 
         self.takers = [
             ReturnTaker(
-                Places(blocks["p"][i]), agent, lambda: False, self._agree("p", i), None if i else tell_all
+                Reservations(blocks["p"][i]),
+                agent,
+                lambda: False,
+                self._min_over_ranks("p", i),
+                None if i else tell_all,
             )
             for i, agent in enumerate(self.agents["p"])
         ]
         for agent, taker in zip(self.agents["p"], self.takers, strict=True):
             agent.returns = taker
         self.givers = [
-            ReturnGiver(blocks["d"][i], agent, self._agree("d", i))
+            ReturnGiver(blocks["d"][i], agent, self._min_over_ranks("d", i))
             for i, agent in enumerate(self.agents["d"])
         ]
 
@@ -430,15 +434,15 @@ class Instances:
             agent = self.agents["d"][number]
             agent._thread.run(agent._peers.get(self._bootstrap.address))
 
-    def _agree(self, name: str, number: int) -> Any:
-        def agree(value: int) -> int:
+    def _min_over_ranks(self, name: str, number: int) -> Any:
+        def min_over_ranks(value: int) -> int:
             self._said[name][number] = value
             self._barrier[name].wait()
             least = min(self._said[name])
             self._barrier[name].wait()
             return least
 
-        return agree
+        return min_over_ranks
 
     def ended(self) -> None:
         """A request ends on decode, on both ranks between the same two passes."""

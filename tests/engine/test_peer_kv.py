@@ -109,7 +109,7 @@ def make_server() -> Iterator[MakeServer]:
         transports: tuple[TransportName, ...] = (),
         clock: FakeClock | None = None,
         tp: tuple[int, int] = (0, 1),
-        agree: Callable[[int], int] = int,
+        min_over_ranks: Callable[[int], int] = int,
     ) -> Server:
         rank = Rank(scenario)
         assert rank.arena is not None
@@ -136,7 +136,7 @@ def make_server() -> Iterator[MakeServer]:
             fresh=lambda: rank.weights.as_started,
             rank=number,
             ranks=ranks,
-            agree=agree,
+            min_over_ranks=min_over_ranks,
             clock=clock,
         )
         rank.cache.peers = peers
@@ -336,10 +336,10 @@ def reading(fetch: Any) -> int:
 def test_nothing_lands_before_all_ranks_have_it(make_server: MakeServer, others: int, blocks: int) -> None:
     said = [NOT_YET]
 
-    def agree(number: int) -> int:
+    def min_over_ranks(number: int) -> int:
         return min(number, said[0])
 
-    owner, reader = make_server(), make_server(agree=agree)
+    owner, reader = make_server(), make_server(min_over_ranks=min_over_ranks)
     tokens = prompt(1, 20)
     owner.serve(tokens)
     key = encode_tokens(tokens)
@@ -689,7 +689,7 @@ def test_what_a_server_puts_together_fetches(
             instance="one",
             epoch=1,
             group=None,
-            agree=int,
+            min_over_ranks=int,
         )
         assert cache.peers is not None
         server.peers = cache.peers
@@ -723,7 +723,7 @@ def test_a_server_that_cannot_listen_does_without(make_server: MakeServer, tmp_p
         instance="one",
         epoch=1,
         group=None,
-        agree=int,
+        min_over_ranks=int,
     )
     assert addresses == ()
     assert server.rank.cache.peers is server.peers

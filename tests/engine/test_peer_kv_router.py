@@ -84,7 +84,7 @@ class Node:
             instance=name,
             epoch=port,
             group=None,
-            agree=int,
+            min_over_ranks=int,
         )
         agent = attach_agent(
             self.cache,

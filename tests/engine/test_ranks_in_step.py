@@ -87,7 +87,7 @@ class RankThread(threading.Thread):
 
 
 def serve(
-    scenario: Scenario, seed: int, steps: int, *, agree: bool = True, threaded: bool = False
+    scenario: Scenario, seed: int, steps: int, *, min_over_ranks: bool = True, threaded: bool = False
 ) -> list[RankThread]:
     """Serve the same traffic on all ranks; rank 0 copies when it has to, rank 1 at random or in a thread."""
     together = Together()
@@ -100,7 +100,7 @@ def serve(
         if threaded and number == 1:
             own = Scenario(**{**scenario.__dict__, "threaded": True})
         pace = random.Random(1000 + number) if number == 1 else None
-        return Rank(own, pace=pace, agree=least if agree else int)
+        return Rank(own, pace=pace, min_over_ranks=least if min_over_ranks else int)
 
     ranks = [RankThread(number, together, make, seed, steps) for number in range(RANKS)]
     for rank in ranks:
@@ -157,7 +157,7 @@ def test_ranks_that_do_not_agree_drift_apart() -> None:
     """The twin: each rank believes its own mover."""
     for seed in range(3):
         try:
-            serve(SCENARIOS[0], seed, steps=150, agree=False)
+            serve(SCENARIOS[0], seed, steps=150, min_over_ranks=False)
         except DriftedApart:
             return
     pytest.fail("three runs did not notice")

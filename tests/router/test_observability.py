@@ -15,9 +15,9 @@ import pytest
 from sglang_ext.errors import ConfigError
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.dispatch.queueing import Admission
+from sglang_ext.router.telemetry.local_metrics import LocalCounters, LocalHistograms
 from sglang_ext.router.telemetry.logs import JsonFormatter, configure_logging
 from sglang_ext.router.telemetry.observability import RouterMetrics
-from sglang_ext.router.telemetry.tally import Spreads, Tallies
 from sglang_ext.router.telemetry.tracing import NO_TRACING, OpenTelemetry, open_tracing
 from sglang_ext.testing.fakes import FakeClock
 
@@ -70,7 +70,7 @@ def test_labels_of_the_dashboard_are_there() -> None:
     for one in set(all_metrics().registry._collector_to_names):
         if hasattr(one, "_labelnames"):
             labels[one._name] = set(one._labelnames)
-        elif isinstance(one, Tallies | Spreads):
+        elif isinstance(one, LocalCounters | LocalHistograms):
             labels[one.name] = set(one.labels)
     for panel in json.loads(DASHBOARD.read_text())["panels"]:
         for target in panel["targets"]:

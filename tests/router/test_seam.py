@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.router.api.stream_splice import NoContinuation, Seam, obstacle
+from sglang_ext.router.api.stream_splice import NoContinuation, StreamSplice, obstacle
 from sglang_ext.router.api.usage import Form, StreamReader
 
 Json = dict[str, Any]
@@ -66,7 +66,7 @@ def test_every_character_comes_once(
 
     delivered = text[:seam_at]
     begun = [chat("", role="assistant"), *(chat(part) for part in parts(delivered, mine))]
-    seam = Seam(read(Form.OPENAI, *begun))
+    seam = StreamSplice(read(Form.OPENAI, *begun))
     whole = [chat("", role="assistant", created=9), *(chat(part, created=9) for part in parts(text, theirs))]
     data = sse(*whole, chat(None, finish="stop", created=9), "[DONE]")
     got, start = b"", 0
@@ -81,20 +81,20 @@ def test_every_character_comes_once(
 
 
 def test_the_other_answer_is_refused() -> None:
-    seam = Seam(read(Form.OPENAI, chat("", role="assistant"), chat("The map")))
+    seam = StreamSplice(read(Form.OPENAI, chat("", role="assistant"), chat("The map")))
     with pytest.raises(NoContinuation):
         seam.feed(sse(chat("The lamp")))
 
 
 def test_an_answer_that_ends_too_early_is_refused() -> None:
-    seam = Seam(read(Form.OPENAI, chat("The map")))
+    seam = StreamSplice(read(Form.OPENAI, chat("The map")))
     assert seam.feed(sse(chat("The"), chat("", finish="stop"))) != b""
     with pytest.raises(NoContinuation):
         seam.check_end()
 
 
 def test_events_with_the_whole_answer_go_on_where_they_were() -> None:
-    seam = Seam(read(Form.NATIVE, native("a", [1]), native("ab", [1, 2])))
+    seam = StreamSplice(read(Form.NATIVE, native("a", [1]), native("ab", [1, 2])))
     assert seam.feed(sse(native("ab", [1, 2]))) == b""
     more = native("abc", [1, 2, 3])
     assert seam.feed(sse(more, "[DONE]")) == sse(more, "[DONE]")
@@ -106,7 +106,7 @@ def test_events_with_the_whole_answer_go_on_where_they_were() -> None:
 )
 def test_a_token_that_is_lost_repeated_or_another_is_seen(other: Json) -> None:
     before = native("abc", [1, 2, 3]) if len(other["output_ids"]) > 3 else native("ab", [1, 2])
-    seam = Seam(read(Form.NATIVE, native("a", [1]), before))
+    seam = StreamSplice(read(Form.NATIVE, native("a", [1]), before))
     with pytest.raises(NoContinuation):
         seam.feed(sse(other))
 

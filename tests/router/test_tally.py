@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from sglang_ext.router.telemetry.tally import Spreads, Tallies
+from sglang_ext.router.telemetry.local_metrics import LocalCounters, LocalHistograms
 
 BOUNDS = (0.5, 1.0, 2.5)
 label = st.sampled_from(["a", 'b "quoted"', ""])
@@ -24,8 +24,8 @@ def shown(registry: CollectorRegistry) -> dict[tuple[str, tuple[tuple[str, str],
 @given(st.lists(st.tuples(label, st.sampled_from([0.0, 0.4, 0.5, 0.75, 1.0, 2.5, 2.6, 1e9])), max_size=20))
 def test_the_same_as_the_library(values) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    tallies = Tallies("n", "How many", ["why"], ours)
-    spreads = Spreads("s", "How long", ["why"], BOUNDS, ours)
+    tallies = LocalCounters("n", "How many", ["why"], ours)
+    spreads = LocalHistograms("s", "How long", ["why"], BOUNDS, ours)
     counter = Counter("n", "How many", ["why"], registry=theirs)
     histogram = Histogram("s", "How long", ["why"], buckets=BOUNDS, registry=theirs)
     for why, value in values:
@@ -38,7 +38,7 @@ def test_the_same_as_the_library(values) -> None:
 
 def test_without_labels_there_is_one_from_the_start() -> None:
     registry = CollectorRegistry()
-    Tallies("n", "How many", (), registry)
-    Spreads("s", "How long", (), BOUNDS, registry)
+    LocalCounters("n", "How many", (), registry)
+    LocalHistograms("s", "How long", (), BOUNDS, registry)
     assert shown(registry)["n_total", ()] == 0
     assert shown(registry)["s_count", ()] == 0

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class WholeCache:
+class CacheLifecycle:
     """The part of the cache that does that. Every part but the tree may be missing."""
 
     tree: RadixTree

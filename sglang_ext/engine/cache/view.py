@@ -56,5 +56,5 @@ class RankCache(Protocol):
     def settle(self, seconds: float = ...) -> None:
         """Wait until the copies that are under way have arrived."""
 
-    def agree(self, number: int) -> int:
+    def min_over_ranks(self, number: int) -> int:
         """The smallest of the ranks' numbers. Every rank calls it in the same pass."""

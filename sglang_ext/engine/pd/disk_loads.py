@@ -84,7 +84,7 @@ class DiskAhead:
     def _waits(self, handle: Hashable, looked: _Looked) -> bool:
         now = self._clock.monotonic()
         looked.since = now if looked.since is None else looked.since
-        if not self._cache.agree(int(now - looked.since > PATIENCE_SECONDS)):
+        if not self._cache.min_over_ranks(int(now - looked.since > PATIENCE_SECONDS)):
             return True
         self.release(handle)
         looked.given_up = True

@@ -37,7 +37,7 @@ from sglang_ext.engine.pd.decode_receiver import Wanted, after_skip
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import ORDERS, Return, Returned, TakeBack, alike
 from sglang_ext.engine.pd.peers import PrefillPeer
-from sglang_ext.engine.pd.reservations import BUDGET, Blocks, Place, Places
+from sglang_ext.engine.pd.reservations import BUDGET, Blocks, Reservation, Reservations
 from sglang_ext.errors import SglangExtError
 from sglang_ext.keys import Tier, encode_tokens
 from sglang_ext.radix_global import Node
@@ -53,7 +53,7 @@ STOP_SECONDS = 30.0
 ORDER = b"take back:"
 """Begins the command to prefill's schedulers."""
 
-Agree = Callable[[int], int]
+MinOverRanks = Callable[[int], int]
 """The ranks' consensus: the smallest of their numbers."""
 
 
@@ -76,10 +76,10 @@ class _Going:
 class ReturnGiver:
     """Decode's side of one rank."""
 
-    def __init__(self, blocks: Blocks, agent: Agent, agree: Agree = int) -> None:
+    def __init__(self, blocks: Blocks, agent: Agent, min_over_ranks: MinOverRanks = int) -> None:
         self._blocks = blocks
         self._agent = agent
-        self._agree = agree
+        self._min_over_ranks = min_over_ranks
         self._going: list[_Going] = []
         """In the order in which they ended, as on all ranks."""
         self._begun = 0
@@ -98,7 +98,7 @@ class ReturnGiver:
     def each_pass(self) -> None:
         """Unlock what has been read. In the scheduler's thread."""
         for going in list(self._going):
-            if self._agree(int(going.over)):
+            if self._min_over_ranks(int(going.over)):
                 self._going.remove(going)
                 self._release(going)
                 self.outcomes[going.outcome] += 1
@@ -197,7 +197,7 @@ class _Coming:
     parts: tuple[Return, ...]
     gathering: _Gathering | None = None
     """At the first rank."""
-    place: Place | None = None
+    place: Reservation | None = None
     reading: asyncio.Task[None] | None = None
     stopped: threading.Event = field(default_factory=threading.Event)
     """Nothing writes to its place any more."""
@@ -211,7 +211,7 @@ class ReturnTaker:
 
     Args:
         busy: whether requests wait for memory.
-        agree: see `Agree`.
+        min_over_ranks: see `MinOverRanks`.
         tell_all: says a command to the schedulers of all ranks, this one included; false where that cannot
             be. None where there is one rank.
         fence: says when the passes under way have ended; they may store into slots that are a place now.
@@ -219,17 +219,17 @@ class ReturnTaker:
 
     def __init__(
         self,
-        places: Places,
+        places: Reservations,
         agent: Agent,
         busy: Callable[[], bool],
-        agree: Agree = int,
+        min_over_ranks: MinOverRanks = int,
         tell_all: Callable[[bytes], bool] | None = None,
         fence: Callable[[], Passed] = lambda: nothing_runs,
     ) -> None:
         self._places = places
         self._agent = agent
         self._busy = busy
-        self._agree = agree
+        self._min_over_ranks = min_over_ranks
         self._tell_all = tell_all
         self._fence = fence
         self._gathering: dict[str, _Gathering] = {}
@@ -297,7 +297,7 @@ class ReturnTaker:
         """Set places aside for what is offered, insert what has been read."""
         for coming in list(self._placed):
             # The worst of any rank: 0 is being read, 1 could not be read, 2 is there.
-            worst = self._agree((2 if coming.good else 1) if coming.stopped.is_set() else 0)
+            worst = self._min_over_ranks((2 if coming.good else 1) if coming.stopped.is_set() else 0)
             if worst:
                 self._placed.remove(coming)
                 self._finish(coming, good=worst == 2)
@@ -349,7 +349,7 @@ class ReturnTaker:
 
     # -- reading, on the event loop -----------------------------------------------------------------
 
-    async def _read(self, coming: _Coming, place: Place, passed: Passed) -> None:
+    async def _read(self, coming: _Coming, place: Reservation, passed: Passed) -> None:
         """Fill a place. When this ends, however it does, nothing writes there."""
         try:
             if not coming.unwanted:
@@ -362,7 +362,7 @@ class ReturnTaker:
             coming.stopped.set()
             self._agent.wake()
 
-    async def _fill(self, coming: _Coming, place: Place, passed: Passed) -> None:
+    async def _fill(self, coming: _Coming, place: Reservation, passed: Passed) -> None:
         blocks, name = self._places.blocks, f"return {coming.parts[0].name}"
         skip = place.start * blocks.step // blocks.page
         lacking = np.empty(blocks.pages_of(coming.parts[0].tokens) - skip, np.int64)

@@ -81,7 +81,7 @@ class Blocks:
         return fresh
 
 
-class Place(Protocol):
+class Reservation(Protocol):
     """Room for the blocks of a prompt after the first `start`."""
 
     start: int
@@ -100,10 +100,10 @@ class Place(Protocol):
 
 
 @dataclass(eq=False)
-class HbmPlace:
+class HbmReservation:
     """Slots of the engine's pool."""
 
-    room: Places
+    room: Reservations
     namespace: Hashable
     key: bytes
     start: int
@@ -129,10 +129,10 @@ class HbmPlace:
 
 
 @dataclass(eq=False)
-class DramPlace:
+class DramReservation:
     """Blocks of the DRAM arena."""
 
-    room: Places
+    room: Reservations
     tier: DramTier
     namespace: Hashable
     key: bytes
@@ -166,7 +166,7 @@ class DramPlace:
         self.room.blocks.cache.tree.unlock(self.parent, self.tier.holder)
 
 
-class Places:
+class Reservations:
     """Sets places aside, within a budget of each tier.
 
     into_dram: whether the endpoint has the DRAM arena as a pool.
@@ -184,7 +184,7 @@ class Places:
         others = room.owned
         room.owned = lambda: others() + self.slots_aside
 
-    def take(self, namespace: Hashable, key: bytes, *, busy: bool) -> Place | str:
+    def take(self, namespace: Hashable, key: bytes, *, busy: bool) -> Reservation | str:
         """Room for what is lacking of a prompt's whole blocks, or why not: `known`, `budget`, `memory`.
 
         busy: whether requests wait for memory, which come first.
@@ -201,11 +201,11 @@ class Places:
             slots = cache.room.allocate(missing)
             if slots is not None:
                 self.slots_aside += missing
-                return HbmPlace(self, namespace, key, start, node, slots)
+                return HbmReservation(self, namespace, key, start, node, slots)
             self.blocks.unlock(node)
         return self._in_dram(namespace, key)
 
-    def _in_dram(self, namespace: Hashable, key: bytes) -> Place | str:
+    def _in_dram(self, namespace: Hashable, key: bytes) -> Reservation | str:
         cache, tier = self.blocks.cache, self.blocks.cache.dram
         if tier is None or not self._into_dram:
             return "memory"
@@ -228,4 +228,4 @@ class Places:
             cache.tree.unlock(node, tier.holder)
             return "memory"
         self.blocks_aside += missing
-        return DramPlace(self, tier, namespace, key, match.blocks, node, ids)
+        return DramReservation(self, tier, namespace, key, match.blocks, node, ids)

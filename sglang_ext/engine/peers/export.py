@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from sglang_ext.engine.tiers.disk_writes import Agree
+from sglang_ext.engine.tiers.disk_writes import MinOverRanks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.mover import BlockIds
 from sglang_ext.radix_global import Node, RadixTree
@@ -40,7 +40,7 @@ class Lends(Protocol):
 
 
 @dataclass
-class LendingCounters:
+class ExportCounters:
     """Blocks, since the start."""
 
     lent: int = 0
@@ -68,24 +68,26 @@ class _Loan:
     """``None`` where this rank could not publish it."""
 
 
-class Lending:
+class Exports:
     """See the module's docstring.
 
     Args:
         tree: the rank's tree.
         tier: DRAM.
         link: publishes.
-        agree: the ranks' consensus: the smallest of their numbers.
+        min_over_ranks: the ranks' consensus: the smallest of their numbers.
     """
 
-    def __init__(self, tree: RadixTree, tier: DramTier, link: Lends, agree: Agree = int) -> None:
+    def __init__(
+        self, tree: RadixTree, tier: DramTier, link: Lends, min_over_ranks: MinOverRanks = int
+    ) -> None:
         self._tree = tree
         self._tier = tier
         self._link = link
-        self.agree = agree
+        self.min_over_ranks = min_over_ranks
         self._loans: list[_Loan] = []
         self._asked: list[_Asked] = []
-        self.counters = LendingCounters()
+        self.counters = ExportCounters()
 
     def lend(self, loan: str, namespace: Hashable, key: bytes, seconds: float) -> None:
         """Lend what is in memory of a prompt's beginning, if only nothing: whoever asks shall know."""
@@ -150,7 +152,7 @@ class Lending:
                 self._asked.remove(asked)
                 self._publish(asked)
         for loan in list(self._loans):
-            if self.agree(int(loan.lease is None or self._link.over(loan.lease))):
+            if self.min_over_ranks(int(loan.lease is None or self._link.over(loan.lease))):
                 self._end(loan)
 
     def clear(self) -> None:
@@ -178,4 +180,4 @@ class Lending:
         return bool(self._loans or self._asked)
 
     def __repr__(self) -> str:
-        return f"Lending(loans={len(self._loans)}, blocks={self.lent_blocks}, {self.counters})"
+        return f"Exports(loans={len(self._loans)}, blocks={self.lent_blocks}, {self.counters})"

@@ -21,7 +21,7 @@ import numpy as np
 
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.peers.fetch_link import Job
-from sglang_ext.engine.tiers.disk_writes import Agree
+from sglang_ext.engine.tiers.disk_writes import MinOverRanks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.mover import BlockIds
 from sglang_ext.engine.tiers.promotion import insert_behind
@@ -128,18 +128,24 @@ class Fetches:
         tree: the rank's tree.
         tier: DRAM.
         link: reads.
-        agree: the ranks' consensus: the smallest of their numbers.
+        min_over_ranks: the ranks' consensus: the smallest of their numbers.
         clock: seconds, monotonic.
     """
 
     def __init__(
-        self, tree: RadixTree, tier: DramTier, link: Reads, agree: Agree = int, *, clock: Clock | None = None
+        self,
+        tree: RadixTree,
+        tier: DramTier,
+        link: Reads,
+        min_over_ranks: MinOverRanks = int,
+        *,
+        clock: Clock | None = None,
     ) -> None:
         self._tree = tree
         self._tier = tier
         self._dram = tier.holder
         self._link = link
-        self._agree = agree
+        self._min_over_ranks = min_over_ranks
         self._clock = clock or SystemClock()
         self._step = tree.block_size * TOKEN_BYTES
         self._active: list[_Fetch] = []
@@ -191,16 +197,18 @@ class Fetches:
     def drain(self) -> None:
         """Take the next step of each fetch that can. Once per pass; does not wait."""
         for fetch in list(self._active):
-            if fetch.wait_until is not None and self._agree(int(self._clock.monotonic() > fetch.wait_until)):
+            if fetch.wait_until is not None and self._min_over_ranks(
+                int(self._clock.monotonic() > fetch.wait_until)
+            ):
                 fetch.wait_until = None
                 self.counters.not_waited += 1
             job = fetch.job
             if fetch.ids is None:
-                offered = self._agree(NOT_YET if job.offered is None else job.offered)
+                offered = self._min_over_ranks(NOT_YET if job.offered is None else job.offered)
                 if offered != NOT_YET:
                     self._take(fetch, offered)
             else:
-                read = self._agree(NOT_YET if job.read is None else job.read)
+                read = self._min_over_ranks(NOT_YET if job.read is None else job.read)
                 if read != NOT_YET:
                     self._land(fetch, read)
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Hashable
 from typing import Final, Protocol
 
 from sglang_ext.clock import Clock, SystemClock
-from sglang_ext.engine.peers.export import Lending, Lends
+from sglang_ext.engine.peers.export import Exports, Lends
 from sglang_ext.engine.peers.fetches import Fetches, FetchResult, Reads, Wish
-from sglang_ext.engine.tiers.disk_writes import Agree
+from sglang_ext.engine.tiers.disk_writes import MinOverRanks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol.agent import Advise, Fetch, Lend, PeerDead, Source
@@ -42,7 +42,7 @@ class PeerKv:
         rank: of so many ``ranks``: which of a peer's endpoints is read from.
         namespace: where the KV of a tenant's prompts belongs now, from its ``extra_key`` and ``cache_salt``.
         fresh: whether the weights are those that the link's namespace names.
-        agree: the ranks' consensus: the smallest of their numbers.
+        min_over_ranks: the ranks' consensus: the smallest of their numbers.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PeerKv:
         fresh: Callable[[], bool] = lambda: True,
         rank: int = 0,
         ranks: int = 1,
-        agree: Agree = int,
+        min_over_ranks: MinOverRanks = int,
         clock: Clock | None = None,
     ) -> None:
         self._clock = clock or SystemClock()
@@ -67,8 +67,8 @@ class PeerKv:
         self._ranks = ranks
         self.tell: Callable[[FetchResult], None] | None = None
         """Takes what became of fetches; for rank 0."""
-        self.lending = Lending(tree, tier, link, agree)
-        self.fetches = Fetches(tree, tier, link, agree, clock=self._clock)
+        self.lending = Exports(tree, tier, link, min_over_ranks)
+        self.fetches = Fetches(tree, tier, link, min_over_ranks, clock=self._clock)
 
     def lend(self, message: Lend) -> None:
         """A peer is about to ask."""

@@ -26,7 +26,7 @@ from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_room import HbmRoom
 from sglang_ext.engine.tiers.promotion import Wanted
 from sglang_ext.engine.tiers.promotions import Promotions
-from sglang_ext.engine.tiers.retention import Hinted, path_of
+from sglang_ext.engine.tiers.retention import Retention, path_of
 from sglang_ext.engine.tiers.slots import SlotOps
 from sglang_ext.keys import TOKEN_BYTES, TokenIds, encode_tokens
 from sglang_ext.radix_global import Holder, Node, RadixTree
@@ -153,7 +153,7 @@ class Prefetcher:
         self._ended: deque[PrefetchResult] = deque(maxlen=MOST_WAITING)
         self.counters = PrefetchCounters()
         marker = Holder.of(f"{hbm.instance} announced requests", hbm.epoch, hbm.tier)
-        self.hinted = Hinted(tree, marker)
+        self.hinted = Retention(tree, marker)
         room.hinted = tier.hinted = self.hinted
         room.arriving = self.arriving_tokens
         room.surrender = self.surrender

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class StraightLoad:
+class DirectLoad:
     """Blocks that were found on disk and are pinned there.
 
     parent: what they continue; locked for DRAM by whoever made this.
@@ -41,7 +41,7 @@ class StraightLoad:
     load: Load | None = None
 
 
-class StraightLoads:
+class DirectLoads:
     """The straight loads of waiting requests, and those that the next forward pass depends on.
 
     Args:
@@ -54,23 +54,23 @@ class StraightLoads:
         self._tier = tier
         self._loader = loader
         self._room = room
-        self._of: dict[Hashable, StraightLoad] = {}
-        self._streams: list[StraightLoad] = []
+        self._of: dict[Hashable, DirectLoad] = {}
+        self._streams: list[DirectLoad] = []
 
     @property
     def handles(self) -> list[Hashable]:
         """Requests that have one and were not admitted yet."""
         return list(self._of)
 
-    def add(self, handle: Hashable, straight: StraightLoad) -> None:
+    def add(self, handle: Hashable, straight: DirectLoad) -> None:
         """A request may take these blocks when it is admitted."""
         self._of[handle] = straight
 
-    def get(self, handle: Hashable) -> StraightLoad | None:
+    def get(self, handle: Hashable) -> DirectLoad | None:
         """What the request may take, or is taking."""
         return self._of.get(handle)
 
-    def drop(self, handle: Hashable) -> StraightLoad | None:
+    def drop(self, handle: Hashable) -> DirectLoad | None:
         """The request was admitted or is gone. Unpins what it has not taken."""
         straight = self._of.pop(handle, None)
         if straight is not None and straight.load is None:
@@ -90,7 +90,7 @@ class StraightLoads:
         self._streams.append(straight)
         return True
 
-    def streamed(self) -> Iterator[tuple[StraightLoad, int]]:
+    def streamed(self) -> Iterator[tuple[DirectLoad, int]]:
         """After a forward pass: what streamed into it, and how many leading blocks came whole."""
         streams, self._streams = self._streams, []
         for straight in streams:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_ext.engine.tiers.disk_writes import Agree, DiskWrites
+from sglang_ext.engine.tiers.disk_writes import DiskWrites, MinOverRanks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.promotion import Wanted
 from sglang_ext.keys import TOKEN_BYTES
@@ -19,18 +19,24 @@ class DiskLook:
         dram: the holder that stands for this rank's DRAM.
         writes: knows the blocks' names.
         tier: the disk.
-        agree: the ranks' consensus: the smallest of their numbers.
+        min_over_ranks: the ranks' consensus: the smallest of their numbers.
     """
 
     def __init__(
-        self, tree: RadixTree, room: DramTier, dram: Holder, writes: DiskWrites, tier: BlockTier, agree: Agree
+        self,
+        tree: RadixTree,
+        room: DramTier,
+        dram: Holder,
+        writes: DiskWrites,
+        tier: BlockTier,
+        min_over_ranks: MinOverRanks,
     ) -> None:
         self._tree = tree
         self._room = room
         self._dram = dram
         self._names = writes.names
         self._tier = tier
-        self._agree = agree
+        self._min_over_ranks = min_over_ranks
 
     def look(self, wanted: Wanted) -> tuple[Node, int, list[bytes]] | None:
         """The node at which DRAM ends, the blocks before that, and names of what may follow.
@@ -46,7 +52,7 @@ class DiskLook:
         before = self._names.last(match.node)
         # Most prompts are not on disk at all: one name is enough to know.
         first = self._names.following(wanted.namespace, before, key[:step])
-        if not self._agree(self._tier.match(digest, first)):
+        if not self._min_over_ranks(self._tier.match(digest, first)):
             return None
         if self._dram not in match.node.placements and not match.node.is_root:
             # What comes from disk can only continue what DRAM has, so DRAM gets what HBM has beyond that,

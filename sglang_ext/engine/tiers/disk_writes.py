@@ -23,7 +23,7 @@ from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
 from sglang_ext.tiered_store.loading.write_behind import WriteBehind, Written
 from sglang_ext.tiered_store.tier import BlockMemory, Outcome
 
-Agree = Callable[[int], int]
+MinOverRanks = Callable[[int], int]
 """The smallest of the ranks' numbers. Ranks of one instance must change their trees in step."""
 
 
@@ -54,7 +54,7 @@ class DiskWrites:
         names: of blocks.
         writer: in front of the disk tier.
         memory: the DRAM arena.
-        agree: the ranks' consensus: the smallest of their numbers.
+        min_over_ranks: the ranks' consensus: the smallest of their numbers.
         write: whether anything is written at all.
         patience: seconds that a submission waits for a writer that is behind, if it waits at all.
     """
@@ -67,7 +67,7 @@ class DiskWrites:
         names: BlockNames,
         writer: WriteBehind,
         memory: BlockMemory,
-        agree: Agree = int,
+        min_over_ranks: MinOverRanks = int,
         *,
         write: bool = True,
         patience: float = 5.0,
@@ -79,7 +79,7 @@ class DiskWrites:
         self._write_new = write
         self._writer = writer
         self._memory = memory
-        self._agree = agree
+        self._min_over_ranks = min_over_ranks
         self._patience = patience
         self._pending: deque[_Write] = deque()
         # Holds nothing: its locks mark what is being written, on the right nodes however they are split.
@@ -134,13 +134,13 @@ class DiskWrites:
         if not self._pending:
             return
         done = sum(1 for _ in itertools.takewhile(lambda write: write.written is not None, self._pending))
-        for _ in range(self._agree(done)):
+        for _ in range(self._min_over_ranks(done)):
             self._complete(self._pending.popleft())
 
     def _complete(self, write: _Write) -> None:
         assert write.written is not None
         outcomes = write.written.outcomes
-        durable = self._agree(
+        durable = self._min_over_ranks(
             sum(1 for _ in itertools.takewhile(lambda outcome: outcome is Outcome.DONE, outcomes))
         )
         self.counters.written += durable

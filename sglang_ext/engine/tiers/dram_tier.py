@@ -20,9 +20,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sglang_ext.engine.tiers.disk_writes import Agree, DiskWrites
+from sglang_ext.engine.tiers.disk_writes import DiskWrites, MinOverRanks
 from sglang_ext.engine.tiers.mover import BlockIds, LayerSink, Mover, Source
-from sglang_ext.engine.tiers.retention import Hinted
+from sglang_ext.engine.tiers.retention import Retention
 from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
 from sglang_ext.radix_global.observer import CopyObserver, Unobserved
 
@@ -79,7 +79,7 @@ class DramTier:
         hbm, dram: the holders that stand for this rank's two tiers.
         arena: hands out blocks.
         mover: copies; completes operations of each direction in the order of submission.
-        agree: the ranks' consensus on how many operations are complete.
+        min_over_ranks: the ranks' consensus on how many operations are complete.
         below: takes complete blocks on to disk; ``None`` without a disk.
         write: whether anything new is written at all; what is there is found and loaded in any case.
     """
@@ -91,7 +91,7 @@ class DramTier:
         dram: Holder,
         arena: Arena,
         mover: Mover,
-        agree: Agree = int,
+        min_over_ranks: MinOverRanks = int,
         *,
         below: DiskWrites | None = None,
         write: bool = True,
@@ -101,7 +101,7 @@ class DramTier:
         self._dram = dram
         self._arena = arena
         self._mover = mover
-        self.agree = agree
+        self.min_over_ranks = min_over_ranks
         self.below = below
         self._write_new = write
         # Holds nothing: its locks mark what is being copied, on the right nodes however they are split.
@@ -111,7 +111,7 @@ class DramTier:
         self._taken = 0
         self.counters = DramCounters()
         self.copies: CopyObserver = Unobserved()
-        self.hinted: Hinted | None = None
+        self.hinted: Retention | None = None
         """What is held back for requests that were announced."""
 
     @property
@@ -324,9 +324,9 @@ class DramTier:
     def drain(self) -> None:
         """Take note of operations that have completed on every rank. Does not wait."""
         if self._writes.pending:
-            self._complete_writes(self.agree(self._mover.writes_done()))
+            self._complete_writes(self.min_over_ranks(self._mover.writes_done()))
         if self._loads.pending:
-            self._complete_loads(self.agree(self._mover.loads_done()))
+            self._complete_loads(self.min_over_ranks(self._mover.loads_done()))
         if self.below is not None:
             self.below.drain()
 

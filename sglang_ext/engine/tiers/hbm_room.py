@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sglang_ext.engine.tiers.dram_tier import DramTier
-from sglang_ext.engine.tiers.retention import Hinted
+from sglang_ext.engine.tiers.retention import Retention
 from sglang_ext.engine.tiers.slots import SlotOps
 from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
 
@@ -38,7 +38,7 @@ class HbmRoom:
         self._allocator = allocator
         self._slots = slots
         self._dram = dram
-        self.hinted: Hinted | None = None
+        self.hinted: Retention | None = None
         """What is held back for requests that were announced."""
         self.arriving: Callable[[], int] = int
         """Tokens whose slots are being filled ahead of a request: neither free nor in the tree, given up when

@@ -26,9 +26,9 @@ from typing import Any
 
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.tiers.block_names import pack_names
-from sglang_ext.engine.tiers.direct_loads import StraightLoad, StraightLoads
+from sglang_ext.engine.tiers.direct_loads import DirectLoad, DirectLoads
 from sglang_ext.engine.tiers.disk_look import DiskLook
-from sglang_ext.engine.tiers.disk_writes import Agree, DiskWrites
+from sglang_ext.engine.tiers.disk_writes import DiskWrites, MinOverRanks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.load_policy import DiskPolicy
 from sglang_ext.engine.tiers.load_report import LoadDecisions, Reason
@@ -57,7 +57,7 @@ class Promotions:
         loader: reads from it.
         memory: the DRAM arena.
         policy: what is worth reading.
-        agree: the ranks' consensus: the smallest of their numbers.
+        min_over_ranks: the ranks' consensus: the smallest of their numbers.
         stream: whether requests may be admitted before all layers are in.
         clock: seconds, monotonic.
     """
@@ -72,7 +72,7 @@ class Promotions:
         loader: Loader,
         memory: BlockMemory,
         policy: DiskPolicy,
-        agree: Agree = int,
+        min_over_ranks: MinOverRanks = int,
         *,
         stream: bool = False,
         clock: Clock | None = None,
@@ -86,7 +86,7 @@ class Promotions:
         self._memory = memory
         self._names = writes.names
         self.policy = policy
-        self._agree = agree
+        self._min_over_ranks = min_over_ranks
         self._stream = stream and room.streams
         self._no_streams: deque[Hashable] = deque(maxlen=_REMEMBERED)
         self._clock = clock or SystemClock()
@@ -96,8 +96,8 @@ class Promotions:
         self._arrived: dict[Hashable, Promoted] = {}
         self._streams: list[Promotion] = []
         """Those that the next forward pass depends on."""
-        self._straight = StraightLoads(tier, loader, room)
-        self._disk_look = DiskLook(tree, room, dram, writes, tier, agree)
+        self._straight = DirectLoads(tier, loader, room)
+        self._disk_look = DiskLook(tree, room, dram, writes, tier, min_over_ranks)
         self.counters = PromotionCounters()
         self.decisions = LoadDecisions()
 
@@ -191,7 +191,7 @@ class Promotions:
                 blocks = promotion.load.wait(last).blocks
             except InternalError:
                 blocks = 0  # _finish reports it
-            whole = bool(self._agree(int(blocks == len(promotion.ids))))
+            whole = bool(self._min_over_ranks(int(blocks == len(promotion.ids))))
             promotion.streaming = False
             if whole:
                 self.counters.streamed += blocks
@@ -202,7 +202,7 @@ class Promotions:
                 self._no_streams.append(promotion.wanted.request)
         self._streams.clear()
         for straight, blocks in self._straight.streamed():
-            if self._agree(int(blocks == straight.blocks)):
+            if self._min_over_ranks(int(blocks == straight.blocks)):
                 self.counters.straight += blocks
             else:
                 held = False
@@ -216,14 +216,14 @@ class Promotions:
         self, handle: Hashable, wanted: Wanted, parent: Node, start: int, names: list[bytes]
     ) -> Promotion | None:
         get = self._tier.prepare_get(self._names.digest(wanted.namespace), names)
-        found = self._agree(get.blocks)
+        found = self._min_over_ranks(get.blocks)
         chosen = found if wanted.ahead else self._choose(wanted, found, start)
         # What the blocks continue must not be evicted to make room for them.
         self._tree.lock(parent, self._dram)
         ids = self._room.take(chosen, lose=not wanted.ahead, rank=wanted.rank)
         if len(ids) < chosen and self._may_stream(wanted):
             self._room.give_back(ids)
-            self._straight.add(handle, StraightLoad(parent, wanted.request, start, chosen, get))
+            self._straight.add(handle, DirectLoad(parent, wanted.request, start, chosen, get))
             return None
         if len(ids) < chosen:
             self.counters.no_room += chosen - len(ids)
@@ -247,7 +247,7 @@ class Promotions:
     def _choose(self, wanted: Wanted, found: int, start: int) -> int:
         """How many of the blocks found are worth reading for a request that waits."""
         block = self._tree.block_size
-        chosen = self._agree(
+        chosen = self._min_over_ranks(
             self.policy.blocks_to_read(
                 found,
                 start,
@@ -276,13 +276,17 @@ class Promotions:
         for promotion in list(self._under_way.values()):
             if promotion.streaming:
                 continue
-            if not promotion.late and self._agree(int(now > promotion.deadline)):
+            if not promotion.late and self._min_over_ranks(int(now > promotion.deadline)):
                 promotion.late = True
                 promotion.streams_to = None
                 self._loader.cancel(promotion.load)
-            if self._agree(int(promotion.load.over)):
+            if self._min_over_ranks(int(promotion.load.over)):
                 self._finish(promotion)
-            elif self._stream and promotion.streams_to is None and self._agree(self._may_start(promotion)):
+            elif (
+                self._stream
+                and promotion.streams_to is None
+                and self._min_over_ranks(self._may_start(promotion))
+            ):
                 promotion.streams_to = next(iter(promotion.handles))
 
     def _may_start(self, promotion: Promotion) -> int:
@@ -297,7 +301,7 @@ class Promotions:
 
     def _finish(self, promotion: Promotion) -> None:
         del self._under_way[promotion.names[0].tobytes()]
-        blocks = self._agree(self._blocks_read(promotion))
+        blocks = self._min_over_ranks(self._blocks_read(promotion))
         lost = len(promotion.ids) - blocks
         if promotion.late:
             self.counters.late += lost

@@ -54,7 +54,7 @@ class _Hint:
         return (self.priority, self.until, self.number)
 
 
-class Hinted:
+class Retention:
     """See the module's docstring.
 
     Marks are locks of a holder that has nothing: they stay on the right nodes however these are split, and
@@ -196,4 +196,4 @@ class Hinted:
         return len(self._hints)
 
     def __repr__(self) -> str:
-        return f"Hinted({len(self._hints)} prompts, given up {self.given_up} blocks)"
+        return f"Retention({len(self._hints)} prompts, given up {self.given_up} blocks)"

@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricF
 from prometheus_client.registry import Collector
 
 
-class Tally:
+class LocalCounter:
     """A number that grows."""
 
     __slots__ = ("value",)
@@ -27,7 +27,7 @@ class Tally:
         self.value += amount
 
 
-class Tallies(Collector):
+class LocalCounters(Collector):
     """A counter: a tally for each set of labels.
 
     Args:
@@ -38,27 +38,27 @@ class Tallies(Collector):
 
     def __init__(self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
         self.name, self._text, self.labels = name, text, labels
-        self._tallies: dict[tuple[str, ...], Tally] = {}
+        self._local_counters: dict[tuple[str, ...], LocalCounter] = {}
         if not labels:
             self.of()
         registry.register(self)
 
-    def of(self, *labels: str) -> Tally:
+    def of(self, *labels: str) -> LocalCounter:
         """The tally of these labels."""
-        tally = self._tallies.get(labels)
+        tally = self._local_counters.get(labels)
         if tally is None:
-            tally = self._tallies[labels] = Tally()
+            tally = self._local_counters[labels] = LocalCounter()
         return tally
 
     def collect(self) -> Iterator[Metric]:
         """See ``Collector``."""
         family = CounterMetricFamily(self.name, self._text, labels=self.labels)
-        for labels, tally in self._tallies.items():
+        for labels, tally in self._local_counters.items():
             family.add_metric(labels, tally.value)
         yield family
 
 
-class Spread:
+class LocalHistogram:
     """How values are spread over buckets.
 
     Args:
@@ -78,12 +78,12 @@ class Spread:
         self.total += value
 
 
-class Spreads(Collector):
+class LocalHistograms(Collector):
     """A histogram: a spread for each set of labels.
 
     Args:
-        name, text, labels: as for ``Tallies``.
-        bounds: see ``Spread``.
+        name, text, labels: as for ``LocalCounters``.
+        bounds: see ``LocalHistogram``.
     """
 
     def __init__(
@@ -95,22 +95,22 @@ class Spreads(Collector):
         registry: CollectorRegistry,
     ) -> None:
         self.name, self._text, self.labels, self._bounds = name, text, labels, bounds
-        self._spreads: dict[tuple[str, ...], Spread] = {}
+        self._local_histograms: dict[tuple[str, ...], LocalHistogram] = {}
         if not labels:
             self.of()
         registry.register(self)
 
-    def of(self, *labels: str) -> Spread:
+    def of(self, *labels: str) -> LocalHistogram:
         """The spread of these labels."""
-        spread = self._spreads.get(labels)
+        spread = self._local_histograms.get(labels)
         if spread is None:
-            spread = self._spreads[labels] = Spread(self._bounds)
+            spread = self._local_histograms[labels] = LocalHistogram(self._bounds)
         return spread
 
     def collect(self) -> Iterator[Metric]:
         """See ``Collector``."""
         family = HistogramMetricFamily(self.name, self._text, labels=self.labels)
-        for labels, spread in self._spreads.items():
+        for labels, spread in self._local_histograms.items():
             buckets, so_far = [], 0
             for bound, count in zip((*self._bounds, float("inf")), spread.counts, strict=True):
                 so_far += count
