@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import ipaddress
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +11,7 @@ from urllib.parse import urlsplit
 
 from sglang_ext.cluster_key import read_secret
 from sglang_ext.errors import ConfigError
+from sglang_ext.hosts import is_loopback
 from sglang_ext.router.cluster.setup import EMBEDDED, add_cluster_args, check_cluster
 from sglang_ext.router.dispatch.advisory_book import HintLimits
 from sglang_ext.router.http.state import HttpLimits
@@ -512,13 +512,3 @@ def normalize_origin(origin: str) -> str:
             hint="Give scheme, host and port as in https://chat.example.com, or * for any",
         )
     return f"{parts.scheme}://{parts.netloc}".lower()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server bound to ``host``."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

@@ -13,7 +13,18 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-SHARED = {"advise", "clock", "cluster_key", "config", "errors", "geometry", "keys", "metrics", "wire"}
+SHARED = {
+    "advise",
+    "clock",
+    "cluster_key",
+    "config",
+    "errors",
+    "geometry",
+    "hosts",
+    "keys",
+    "metrics",
+    "wire",
+}
 """Modules of sglang_ext that every part may import."""
 
 

@@ -17,7 +17,6 @@ from sglang_ext.engine.cache.metrics import CacheMetrics
 from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.events.agent import AgentFacts
 from sglang_ext.engine.model_identity import weights_digest
-from sglang_ext.engine.prefetch.advice import Advice
 from sglang_ext.engine.tiers.cuda_mover import CudaMover
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.layer_gate import LayerGate
@@ -38,7 +37,7 @@ from sglang_ext.patches.adapter.build_disk import (
 from sglang_ext.patches.adapter.build_peers import attach_peers, may_fetch
 from sglang_ext.patches.adapter.compute_ahead import ComputeAhead, SglangHost
 from sglang_ext.patches.adapter.hbm import pool_geometry, pool_planes
-from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
+from sglang_ext.patches.adapter.radix_cache import CacheParts, GlobalRadixCache
 from sglang_ext.patches.adapter.support import require_computing, require_supported
 from sglang_ext.radix_global import Holder, RadixTree, policy_by_name
 from sglang_ext.tiered_store.copy import PoolCopier, warmup
@@ -99,19 +98,21 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         ctx.tp_worker.register_hicache_layer_transfer_counter(gate)
     cache = GlobalRadixCache(
         params,
-        tree,
-        hbm,
-        dram,
-        promotions,
-        metrics=CacheMetrics(ctx.tp_rank) if params.enable_metrics else None,
-        load_min_tokens=config.load_min_tokens,
-        load_always=config.load_policy == "always",
-        weights=weights,
-        check=config.check,
+        CacheParts(
+            tree,
+            hbm,
+            dram,
+            promotions,
+            metrics=CacheMetrics(ctx.tp_rank) if params.enable_metrics else None,
+            load_min_tokens=config.load_min_tokens,
+            load_always=config.load_policy == "always",
+            weights=weights,
+            min_over_ranks=min_over_ranks,
+            commands=RankCommandQueue() if ctx.tp_rank == 0 and params.pp_rank == 0 else None,
+            priority_sign=-1 if _small_priorities_first() else 1,
+            check=config.check,
+        ),
     )
-    cache.min_over_ranks = min_over_ranks
-    if ctx.tp_rank == 0 and params.pp_rank == 0:
-        cache.inbox = RankCommandQueue()
     cache.attach_pool(
         engine_mempool(
             cache,
@@ -125,14 +126,9 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             wait=_wait_for(cache.device),
         )
     )
-    if cache.prefetcher is not None:
-        cache.advice = Advice(cache.prefetcher)
-        if config.advisory_compute:
-            host = SglangHost(lambda: cache.scheduler)
-            cache.advice.computes = ComputeAhead(
-                tree, hbm, cache.room, cache.prefetcher, cache.namespace, host
-            )
-    set_priority_order(cache, small_first=_small_priorities_first())
+    if cache.prefetcher is not None and cache.advice is not None and config.advisory_compute:
+        host = SglangHost(lambda: cache.scheduler)
+        cache.advice.computes = ComputeAhead(tree, hbm, cache.room, cache.prefetcher, cache.namespace, host)
     endpoints: tuple[str, ...] = ()
     if fetches and dram is not None and arena is not None and identity is not None:
         endpoints = attach_peers(
@@ -194,17 +190,6 @@ def _geometry_of(
         tp_size=parallel.attn_tp_size,
         model_kv_heads=ctx.model_config.get_total_num_kv_heads(),
     )
-
-
-def set_priority_order(cache: GlobalRadixCache, *, small_first: bool) -> None:
-    """Have whatever waits for the disk, and hints, go in the order in which the server takes requests.
-
-    small_first: ``--schedule-low-priority-values-first``.
-    """
-    sign = -1 if small_first else 1
-    cache.priority_sign = sign
-    if cache.advice is not None:
-        cache.advice.priority_sign = sign
 
 
 def _small_priorities_first() -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,16 +10,18 @@ import msgspec
 
 from sglang_ext.cluster_key import ClusterKey, read_cluster_key
 from sglang_ext.config import KvConfig
-from sglang_ext.disagg.transfer.control import is_loopback
-from sglang_ext.engine.commands import RankCommandQueue
+from sglang_ext.engine.cache.listeners import Listener
 from sglang_ext.engine.events.agent import Agent, AgentFacts, DiskNames
 from sglang_ext.engine.events.agent_socket import AgentSocket
 from sglang_ext.engine.events.events import PlacementFeed
 from sglang_ext.engine.events.registration import Registrar
 from sglang_ext.engine.prefetch.advice import HintDesk
 from sglang_ext.engine.tiers.block_names import BlockNames
+from sglang_ext.errors import InternalError
+from sglang_ext.hosts import is_loopback
 from sglang_ext.keys import Namespace, Tier
 from sglang_ext.patches.adapter.migration import MoveDesk
+from sglang_ext.patches.adapter.pd_setup import reachable
 from sglang_ext.protocol.agent import Fill, Load, Naming, ToAgent
 from sglang_ext.protocol.cluster import Registration, RoleName
 from sglang_ext.radix_global import Holder
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ROLES: Final[Mapping[str, RoleName]] = {"null": "colocated", "prefill": "prefill", "decode": "decode"}
-WILDCARDS: Final = ("", "0.0.0.0", "::")
 
 
 class SchedulerGauges:
@@ -89,7 +89,7 @@ def attach_agent(
     """
     assert config.router is not None
     key = _key_of(config)
-    host = _reachable(server_args.host)
+    host = reachable(server_args.host)
     bind = "127.0.0.1" if key is None else server_args.host or "0.0.0.0"
     channel = AgentSocket(bind, config.agent_port, key)
     hbm, dram = (Holder.of(facts.instance, epoch, tier) for tier in (Tier.HBM, Tier.DRAM))
@@ -126,20 +126,22 @@ def attach_agent(
     agent.start()
     registrar.start()
 
-    def end() -> None:
-        if disk is not None:
-            disk.watch(lambda stored, removed: None)
-        registrar.close()
-        agent.close()
-        cache.feed = cache.tree.observer = None
-        cache.before_end = lambda: None
-        cache.role_changed = lambda role: None
-        feed.close()
+    class Registered(Listener):
+        """The instance is known to routers for as long as its cache is there."""
 
-    cache.before_end = end
-    cache.role_changed = lambda role: registrar.update(
-        msgspec.structs.replace(registration, role=ROLES[role])
-    )
+        def role_changed(self, role: str) -> None:
+            registrar.update(msgspec.structs.replace(registration, role=ROLES[role]))
+
+        def before_end(self) -> None:
+            if disk is not None:
+                disk.watch(lambda stored, removed: None)
+            registrar.close()
+            agent.close()
+            cache.feed = cache.tree.observer = None
+            cache.listeners.remove(self)
+            feed.close()
+
+    cache.listeners.add(Registered())
     logger.info(
         "Agent of instance %s at %s, for routers %s", facts.instance, registration.agent, config.router
     )
@@ -148,7 +150,9 @@ def attach_agent(
 
 def attach_hints(cache: GlobalRadixCache, agent: Agent) -> None:
     """Let the agent pass hints on to the schedulers of all ranks, and what came of them back."""
-    inbox = cache.inbox = cache.inbox or RankCommandQueue()
+    inbox = cache.inbox
+    if inbox is None:
+        raise InternalError("hints are for rank 0, which has the commands of all ranks")
     moves = MoveDesk(inbox, agent.facts.epoch, agent.post)
     cache.migration.attach(agent.facts.epoch, moves.tell, moves.remind)
     desk = HintDesk(inbox, agent.facts.epoch, agent.post)
@@ -182,10 +186,6 @@ def _key_of(config: KvConfig) -> ClusterKey | None:
     if config.cluster_key_file is None:
         return None
     return read_cluster_key(config.cluster_key_file, field="--kv-cluster-key-file")
-
-
-def _reachable(host: str) -> str:
-    return socket.gethostname() if host in WILDCARDS else host
 
 
 def _bracketed(host: str) -> str:

@@ -35,6 +35,7 @@ from sglang_ext.config import with_instance_id
 from sglang_ext.disagg.errors import RefusedError
 from sglang_ext.disagg.handover import Giving, Taking
 from sglang_ext.disagg.transports import TransportName
+from sglang_ext.engine.cache.listeners import Listener
 from sglang_ext.engine.forward_fence import ForwardFence
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.bootstrap import BootstrapService, listen_host
@@ -118,6 +119,34 @@ class AnyPrefill:
         return self
 
 
+class _ReturnsTaken(Listener):
+    """On prefill: what decode returns is taken by command, and given up when the cache is emptied."""
+
+    def __init__(self, taker: ReturnTaker) -> None:
+        self._taker = taker
+
+    def takes_command(self, payload: bytes) -> bool:
+        return self._taker.handle_command(payload)
+
+    def before_clear(self) -> None:
+        self._taker.clear()
+
+
+class _ReturnsGiven(Listener):
+    """On decode: what of a request is in the tree goes back to prefill."""
+
+    def __init__(self, giver: ReturnGiver) -> None:
+        self._giver = giver
+
+    def request_ended(self, req: Any, tokens: Any) -> None:
+        taken = req.finished() and not isinstance(req.finished_reason, FINISH_ABORT)
+        if taken and req.bootstrap_host not in (None, FAKE_BOOTSTRAP_HOST):
+            self._giver.ended(req, tokens)
+
+    def before_clear(self) -> None:
+        self._giver.clear()
+
+
 class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
     """One rank's manager, on either side."""
 
@@ -189,6 +218,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         self.disk: DiskAhead | None = None
         if not prefill and isinstance(cache, GlobalRadixCache) and cache.promotions is not None:
             self.disk = DiskAhead(cache, cache.promotions)
+        self._returns: Listener | None = None
         if returns:
             blocks = Blocks(cache)
             if prefill:
@@ -203,25 +233,15 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
                     tell_all,
                     self.fence,
                 )
-                self.agent.returns, cache.before_clear, cache.orders = (
-                    taker,
-                    taker.clear,
-                    taker.handle_command,
-                )
+                self.agent.returns, self._returns = taker, _ReturnsTaken(taker)
             else:
                 giver = ReturnGiver(blocks, self.agent, cache.min_over_ranks)
-                self.agent.giver, cache.before_clear = giver, giver.clear
-                cache.request_ended = self._request_ended
+                self.agent.giver, self._returns = giver, _ReturnsGiven(giver)
+            cache.listeners.add(self._returns)
         poller = getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)
         if poller is not None:
             poller.register(self.agent.wake_fd, POLLIN)
         logger.info("KV transfer backend %s: %r", BACKEND, self.agent)
-
-    def _request_ended(self, req: Any, tokens: Any) -> None:
-        """A request's KV was inserted for good, on decode."""
-        taken = req.finished() and not isinstance(req.finished_reason, FINISH_ABORT)
-        if taken and req.bootstrap_host not in (None, FAKE_BOOTSTRAP_HOST) and self.agent.giver is not None:
-            self.agent.giver.ended(req, tokens)
 
     def computing(self, scheduler: Any, batch: Any) -> list[Computing]:
         """The pages that a prefill batch will complete, of requests whose decode pages are claimed."""
@@ -267,10 +287,9 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         if poller is not None:
             poller.unregister(self.agent.wake_fd)
         if isinstance(cache, GlobalRadixCache):
-            cache.before_clear()
-            cache.before_clear = lambda: None
-            cache.request_ended = lambda req, tokens: None
-            cache.orders = lambda payload: False
+            if self._returns is not None:
+                self._returns.before_clear()
+                cache.listeners.remove(self._returns)
             cache.migration.manager = None
         _process.manager = None
         self.agent.close()

@@ -141,7 +141,7 @@ def watch_layers(kvcache: Any, feed: LayerFeed) -> None:
 
 def reachable(host: str) -> str:
     """An address that peers can use for a server that listens everywhere."""
-    if host not in ("0.0.0.0", "::"):
+    if host not in ("", "0.0.0.0", "::"):
         return host
     from sglang.srt.utils.network import get_local_ip_auto
 

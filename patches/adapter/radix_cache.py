@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 
 from sglang_ext.engine.cache.lifecycle import CacheLifecycle
+from sglang_ext.engine.cache.listeners import Listeners
 from sglang_ext.engine.cache.mempool import owned_tokens
 from sglang_ext.engine.cache.metrics import CacheMetrics
 from sglang_ext.engine.commands import RankCommandQueue
@@ -74,87 +76,89 @@ class _RootView:
         return self._tree.roots
 
 
+@dataclass(frozen=True)
+class CacheParts:
+    """What a cache is made of: complete before it is, and unchanged after."""
+
+    tree: RadixTree
+    """Empty; its block size is a multiple of the page size."""
+    hbm: Holder
+    """Stands for this rank's pool."""
+    dram: DramTier | None = None
+    """Over the same tree; ``None`` for HBM only."""
+    promotions: Promotions | None = None
+    """Bring blocks from disk to DRAM; ``None`` without a disk."""
+    metrics: CacheMetrics | None = None
+    load_min_tokens: int = 0
+    """DRAM hits shorter than this are computed instead of loaded."""
+    load_always: bool = False
+    """Longer ones are not weighed against computing."""
+    weights: Weights = field(default_factory=Weights)
+    """Which of them are in use."""
+    min_over_ranks: Callable[[int], int] = int
+    """The ranks' consensus: the smallest of their numbers."""
+    commands: RankCommandQueue | None = None
+    """For the schedulers of all ranks, in rank 0 of an instance."""
+    priority_sign: int = 1
+    """-1 where small priorities go first (``--schedule-low-priority-values-first``)."""
+    check: bool = False
+    """Verify every invariant when the server is idle (slow; for debugging and tests)."""
+
+
 class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # type: ignore[misc]
     """See the module's docstring.
 
     Args:
         params: SGLang's; pools, page size and whether to collect metrics.
-        tree: an empty tree whose block size is a multiple of the page size.
-        hbm: the holder that stands for this rank's pool.
-        dram: the DRAM tier, over the same tree; ``None`` for HBM only.
-        promotions: what brings blocks from disk to DRAM; ``None`` without a disk.
-        metrics: where to publish the cache's state.
-        load_min_tokens: DRAM hits shorter than this are computed instead of loaded.
-        load_always: longer ones are not weighed against computing.
-        weights: which of them are in use.
-        check: verify every invariant when the server is idle (slow; for debugging and tests).
+        parts: what it is made of.
     """
 
-    def __init__(
-        self,
-        params: CacheInitParams,
-        tree: RadixTree,
-        hbm: Holder,
-        dram: DramTier | None = None,
-        promotions: Promotions | None = None,
-        *,
-        metrics: CacheMetrics | None = None,
-        load_min_tokens: int = 0,
-        load_always: bool = False,
-        weights: Weights | None = None,
-        check: bool = False,
-    ) -> None:
+    def __init__(self, params: CacheInitParams, parts: CacheParts) -> None:
         StoragePrefetch.__init__(self)
         self.disable = False
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
         self.page_size = params.page_size
+        self.tree = tree = parts.tree
         self.block_size = tree.block_size
-        self.tree = tree
-        self.dram = dram
-        self.promotions = promotions
-        self.metrics = metrics
+        self.hbm = parts.hbm
+        self.dram = dram = parts.dram
+        self.promotions = promotions = parts.promotions
+        self.metrics = parts.metrics
+        self.weights = parts.weights
+        self.min_over_ranks = parts.min_over_ranks
+        self.inbox = parts.commands
+        self.priority_sign = parts.priority_sign
+        self.listeners = Listeners()
+        """Parts that hear what happens here."""
         self.feed: PlacementFeed | None = None
         """Tells routers of what changes here; ``None`` without any."""
         self.scheduler: Any = None
         """SGLang's, once it is there."""
-        self.request_ended: Callable[[Req, Any], None] = lambda req, tokens: None
-        """Told of a request that has ended, and of the tokens whose KV is in the tree."""
         self.advice: Advice | None = None
         """Takes hints at coming requests."""
         self.migration = Migration(self)
         """Stops requests that go on elsewhere, and goes on with such."""
-        self.inbox: RankCommandQueue | None = None
-        """Commands for the schedulers of all ranks, in rank 0 of an instance."""
-        self.orders: Callable[[bytes], bool] = lambda payload: False
-        """Takes commands that concern prefill and decode apart; whether one does."""
-        self.min_over_ranks: Callable[[int], int] = int
-        """The ranks' consensus: the smallest of their numbers."""
-        self.before_clear: Callable[[], None] = lambda: None
-        """Called before everything is forgotten."""
-        self.role_changed: Callable[[str], None] = lambda role: None
-        """Told that the server prefills or decodes from now on."""
-        self.before_end: Callable[[], None] = lambda: None
-        """Called before everything ends."""
-        self.hbm = hbm
-        self._load_min_tokens = load_min_tokens
-        self._check_when_idle = check
+        self._load_min_tokens = parts.load_min_tokens
+        self._check_when_idle = parts.check
         self._checked_state = ""
-        self.weights = weights or Weights()
         allocator = self.token_to_kv_pool_allocator
         self.device = torch.device(allocator.device if allocator is not None else "cpu")
         self.slots = slot_ops(self.device)
         self._nothing = self.slots.join([])
-        self.room = HbmRoom(tree, hbm, allocator, self.slots, dram)
+        self.room = HbmRoom(tree, self.hbm, allocator, self.slots, dram)
         self.pool: MemPool | None = None
         self.load_back: LoadBack | None = None
         self.prefetcher: Prefetcher | None = None
         if dram is not None:
             cost = promotions.policy.cost if promotions is not None else PrefillCost()
             self.prefill_clock = PrefillClock(cost)
-            policy = DramPolicy(self.block_size, dram.block_bytes, always=load_always, cost=cost)
-            self.load_back = LoadBack(dram, promotions, hbm, self.room, self.slots, policy)
-            self.prefetcher = Prefetcher(tree, hbm, dram, self.room, self.slots, promotions, self.namespace)
+            policy = DramPolicy(self.block_size, dram.block_bytes, always=parts.load_always, cost=cost)
+            self.load_back = LoadBack(dram, promotions, self.hbm, self.room, self.slots, policy)
+            self.prefetcher = Prefetcher(
+                tree, self.hbm, dram, self.room, self.slots, promotions, self.namespace
+            )
+            self.advice = Advice(self.prefetcher, priority_sign=parts.priority_sign)
         self.root_node = _RootView(tree)
         if params.enable_metrics:
             self.init_metrics_collector()
@@ -172,7 +176,9 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
             token_to_kv_pool_allocator=allocator,
             page_size=page_size,
         )
-        return cls(params, RadixTree(block_size, policy=policy), Holder.of("simulated", 0, Tier.HBM))
+        return cls(
+            params, CacheParts(RadixTree(block_size, policy=policy), Holder.of("simulated", 0, Tier.HBM))
+        )
 
     def attach_pool(self, pool: MemPool) -> None:
         """Share the memory with a memory pool over the same tree: what its owners have is nobody else's."""
@@ -267,7 +273,7 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
             return
         tokens = (req.origin_input_ids + req.output_ids)[:up_to]
         self._insert_row(req, tokens)
-        self.request_ended(req, tokens)
+        self.listeners.request_ended(req, tokens)
 
     def cache_unfinished_req(self, req: Req, chunked: bool = False, **kwargs: Any) -> None:
         """A prefill or a part of it is done: others may use its whole blocks from now on."""
@@ -385,7 +391,8 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
 
     def handle_command(self, payload: bytes, at: float) -> None:
         """Do what a command says. Comes to every rank between the same two passes. at: rank 0's time."""
-        if not self.orders(payload) and not self.migration.takes(payload, at) and self.advice is not None:
+        ours = self.listeners.takes_command(payload) or self.migration.takes(payload, at)
+        if not ours and self.advice is not None:
             self.advice.handle_command(payload, at)
         if self.inbox is not None:
             hinted = math.inf if self.prefetcher is None else self.prefetcher.hinted.next_expiry

@@ -32,7 +32,7 @@ def after_switch(result: Any, scheduler: Any, _recv_req: Any) -> None:
     """After ``handle_pd_role_switch``."""
     cache: Any = called_cache(scheduler)
     if cache is not None and result.success:
-        cache.role_changed(result.new_role)
+        cache.listeners.role_changed(result.new_role)
 
 
 PATCH = hook_patch(

@@ -18,6 +18,7 @@ from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.cluster_key import read_cluster_key
 from sglang_ext.cost_model import CostModel
 from sglang_ext.errors import ConfigError, DeadlineError, InternalError, PeerError
+from sglang_ext.hosts import is_loopback
 from sglang_ext.protocol.agent import FromAgent
 from sglang_ext.router.app import garbage
 from sglang_ext.router.app.service import Service
@@ -27,7 +28,7 @@ from sglang_ext.router.cluster.agents_metrics import show_agents
 from sglang_ext.router.cluster.members import Members, new_router_name
 from sglang_ext.router.cluster.role_change import RoleChanges
 from sglang_ext.router.cluster.setup import open_membership, show_membership
-from sglang_ext.router.config import RouterConfig, is_loopback
+from sglang_ext.router.config import RouterConfig
 from sglang_ext.router.dispatch.advisory_book import HintBook
 from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.dispatch.fetching import Fetching

@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 from sglang_ext.clock import Clock
 from sglang_ext.cluster_key import ClusterKey, Replays
 from sglang_ext.errors import SglangExtError, UserError
+from sglang_ext.hosts import is_loopback
 from sglang_ext.protocol.cluster import PATH, ChangeRole, Drain, Instances, Registration, decode, encode
 from sglang_ext.router.cluster.members import CannotChangeRole, Members, Unknown
 from sglang_ext.router.cluster.members_view import cluster, instance_view, instances
 from sglang_ext.router.cluster.role_change import RoleChanges
 from sglang_ext.router.cluster.roster import Taken
-from sglang_ext.router.config import is_loopback
 from sglang_ext.router.endpoints.routes import Access, Route
 from sglang_ext.router.http.types import JSON_TYPE, Request, RequestRefused, Responder
 from sglang_ext.router.http.web_sites import WebSites

@@ -19,6 +19,7 @@ from sglang.srt.runtime_context import get_serving
 
 from sglang_ext.config import KvConfig
 from sglang_ext.engine.cache.mempool import engine_mempool
+from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.layer_gate import LayerGate
@@ -29,7 +30,7 @@ from sglang_ext.geometry import BlockLayout, Geometry
 from sglang_ext.keys import Namespace, Tier, encode_tokens
 from sglang_ext.mempool import MemType, OutOfBlocksError
 from sglang_ext.patches.adapter.build_disk import RankFacts, disk_below, promotions_from
-from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
+from sglang_ext.patches.adapter.radix_cache import CacheParts, GlobalRadixCache
 from sglang_ext.radix_global import Holder, Node, RadixTree, policy_by_name
 from sglang_ext.testing.tiers import FaultyTier, MemoryTier, WrappedTier
 from sglang_ext.tiered_store.copy import PoolCopier
@@ -108,7 +109,7 @@ class Rank:
         scenario: sizes and flags.
         pace: decides how fast copies go; ``None`` for a mover that copies only when it has to.
         cache_class, tier_class: under test.
-        min_over_ranks: the ranks' consensus.
+        min_over_ranks, commands, priority_sign: see `CacheParts`.
     """
 
     def __init__(
@@ -120,6 +121,8 @@ class Rank:
         tier_class: type[DramTier] = DramTier,
         gate_class: type[LayerGate] = LayerGate,
         min_over_ranks: Callable[[int], int] = int,
+        commands: RankCommandQueue | None = None,
+        priority_sign: int = 1,
         disk_class: Callable[[BlockTier], BlockTier] = lambda disk: disk,
     ) -> None:
         self.scenario = scenario
@@ -198,8 +201,7 @@ class Rank:
                 )
             gate = gate_class(self.mover)
             self.pools.kvcache.register_layer_transfer_counter(gate)
-        self.cache = cache_class(
-            self.pools.params(),
+        parts = CacheParts(
             self.tree,
             self.hbm,
             self.tier,
@@ -207,8 +209,11 @@ class Rank:
             load_min_tokens=scenario.load_min_tokens,
             load_always=not scenario.weigh,
             weights=self.weights,
+            min_over_ranks=min_over_ranks,
+            commands=commands,
+            priority_sign=priority_sign,
         )
-        self.cache.min_over_ranks = min_over_ranks
+        self.cache = cache_class(self.pools.params(), parts)
         self.pool = engine_mempool(
             self.cache,
             self.hbm,

@@ -85,7 +85,7 @@ async def test_a_router_follows_a_simulated_server() -> None:
             if req is not None:
                 namespace = ("tokens", None, None, None)
                 assert router.trees.match(namespace, encode_tokens([3] * 40))[name].tokens >= 36
-            rank.cache.before_end()
+            rank.cache.listeners.before_end()
             assert rank.cache.feed is None
     finally:
         rank.close()

@@ -19,7 +19,6 @@ from engine_simulation import Rank, Scenario
 
 from sglang_ext.config import KvConfig
 from sglang_ext.engine.events.agent import AgentFacts
-from sglang_ext.engine.prefetch.advice import Advice
 from sglang_ext.keys import Namespace, encode_tokens
 from sglang_ext.patches.adapter.build_agent import attach_agent, attach_hints
 from sglang_ext.patches.adapter.build_peers import attach_peers
@@ -72,7 +71,6 @@ class Node:
         assert self.rank.tier is not None
         assert self.rank.arena is not None
         assert self.cache.prefetcher is not None
-        self.cache.advice = Advice(self.cache.prefetcher)
         endpoints = attach_peers(
             self.cache,
             self.rank.tier,

@@ -17,13 +17,11 @@ from test_disk_writes import BLOCK, LAYOUT, Setup
 
 from sglang_ext.config import KvConfig
 from sglang_ext.engine.events.events import PlacementFeed
-from sglang_ext.engine.prefetch.advice import Advice
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.promotion import Wanted
 from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError
 from sglang_ext.keys import Namespace, encode_tokens
-from sglang_ext.patches.adapter.build import set_priority_order
 from sglang_ext.patches.adapter.build_disk import RankFacts, disk_below, names_on, open_disk
 from sglang_ext.protocol.agent import TO_AGENT, Advise
 from sglang_ext.testing.blocks import LAYOUT as BLOCK_LAYOUT
@@ -218,13 +216,12 @@ def test_a_layer_cache_that_cannot_be_leaves_the_directory_free(
 # -- --schedule-low-priority-values-first -----------------------------------------------------------
 
 
-@pytest.mark.parametrize(("small_first", "sign"), [(False, 1), (True, -1)])
-def test_which_priorities_go_first_holds_for_disk_and_hints_too(small_first: bool, sign: int) -> None:
-    with closing(Rank(WITH_DISK)) as rank:
+@pytest.mark.parametrize("sign", [1, -1])
+def test_which_priorities_go_first_holds_for_disk_and_hints_too(sign: int) -> None:
+    with closing(Rank(WITH_DISK, priority_sign=sign)) as rank:
         cache = rank.cache
         assert cache.prefetcher is not None
-        cache.advice = Advice(cache.prefetcher)
-        set_priority_order(cache, small_first=small_first)
+        assert cache.advice is not None
         rank.serve(PROMPT)
         settle(rank)
         hinted = cache.prefetcher.hinted

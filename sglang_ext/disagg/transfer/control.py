@@ -37,6 +37,7 @@ from sglang_ext.disagg.errors import (
 )
 from sglang_ext.disagg.messages import REPLIES, REQUESTS, Refused, Reply
 from sglang_ext.errors import ConfigError, SglangExtError
+from sglang_ext.hosts import is_loopback
 from sglang_ext.wire import Codec, WireError
 
 log = logging.getLogger(__name__)
@@ -92,11 +93,6 @@ class CurveKeys:
     def is_member(self, public: bytes) -> bool:
         """See `MemberKeys`."""
         return public == self.public
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address cannot be reached from other hosts."""
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _limit(socket: Any) -> None:

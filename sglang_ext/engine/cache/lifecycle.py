@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.keys import Tier
 from sglang_ext.radix_global import Holder, RadixTree
 
 if TYPE_CHECKING:
+    from sglang_ext.engine.cache.listeners import Listeners
     from sglang_ext.engine.events.events import PlacementFeed
     from sglang_ext.engine.peers.peer_kv import PeerKv
     from sglang_ext.engine.prefetch.advice import Advice
@@ -35,8 +36,7 @@ class CacheLifecycle:
     peers: PeerKv | None
     pool: MemPool | None
     feed: PlacementFeed | None
-    before_clear: Callable[[], None]
-    before_end: Callable[[], None]
+    listeners: Listeners
     weights: Weights
     _behind_peers: dict[Any, Any]
     hbm: Holder
@@ -73,7 +73,7 @@ class CacheLifecycle:
         """Give up what is on its way between tiers and instances for requests, announced or waiting: returns,
         fetches and loans, hints, prefetches, reads from disk. When this returns, nothing of it arrives.
         """
-        self.before_clear()
+        self.listeners.before_clear()
         if self.peers is not None:
             self.peers.clear()
         if self.advice is not None:
@@ -144,7 +144,7 @@ class CacheLifecycle:
 
     def release_host_resources(self) -> None:
         """Bring what is in flight to its end, down to the disk."""
-        self.before_end()
+        self.listeners.before_end()
         if self.peers is not None:
             self.peers.close()
         if self.dram is not None:

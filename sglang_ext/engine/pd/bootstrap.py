@@ -15,9 +15,10 @@ from zmq.asyncio import Context
 
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.disagg.errors import PeerProtocolError, RefusedError
-from sglang_ext.disagg.transfer.control import ControlServer, MemberKeys, is_loopback
+from sglang_ext.disagg.transfer.control import ControlServer, MemberKeys
 from sglang_ext.engine.pd.messages import ANSWERS, ASKS, Ask, Lookup, Ok, RankInfo, Register, Topology
 from sglang_ext.engine.peers.transfer_thread import LoopThread
+from sglang_ext.hosts import is_loopback
 
 log = logging.getLogger(__name__)
 

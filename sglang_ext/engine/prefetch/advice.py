@@ -117,13 +117,13 @@ class Advice:
     Args:
         brings: the rank's prefetcher.
         tell: for rank 0; None on the others.
+        priority_sign: -1 where a small number means a high priority.
     """
 
-    def __init__(self, brings: Brings, tell: Tell | None = None) -> None:
+    def __init__(self, brings: Brings, tell: Tell | None = None, *, priority_sign: int = 1) -> None:
         self._brings = brings
         self.tell = tell
-        self.priority_sign = 1
-        """-1 where a small number means a high priority."""
+        self.priority_sign = priority_sign
         self.peers: PeerKv | None = None
         """Fetches and lends; ``None`` where that is not possible."""
         self.computes: Computes | None = None
