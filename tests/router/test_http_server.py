@@ -250,7 +250,7 @@ async def test_who_does_not_read_is_waited_for_and_then_cut() -> None:
 async def test_who_reads_slowly_gets_everything() -> None:
     async with running(LIMITS) as rig:
         size = 16 << 20
-        wire = await rig.connect(limit=1024)
+        wire = await rig.connect(limit=16 << 10)
         wire.send(f"GET /big/{size} HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n".encode())
         (connection,) = await _connections(rig, 1)
         await rig.until(lambda: connection.drain is not None)  # type: ignore[attr-defined]
