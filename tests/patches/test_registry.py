@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from sglang_ext.patches import __main__ as command
 from sglang_ext.patches.base import (
     Patch,
     PatchMismatchError,
@@ -134,29 +137,39 @@ def test_a_target_without_source_is_missing() -> None:
     assert check_target(Target("math.sqrt", "(x, /)", "0" * 12)).state is TargetState.MISSING
 
 
-def run_command(scratch: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "sglang_ext.patches", *arguments],
-        env={**os.environ, "TMPDIR": str(scratch)},
+def test_the_command_lists_every_patch_with_its_state(tmp_path: Path) -> None:
+    """In a process of its own, which has to import SGLang without an accelerator by itself."""
+    listing = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "sglang_ext.patches"],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=120,
     )
-
-
-def test_the_command_lists_every_patch_with_its_state(tmp_path: Path) -> None:
-    listing = run_command(tmp_path)
     assert listing.returncode == 0, listing.stderr
     lines = listing.stdout.splitlines()
     assert lines[0] == f"sglang {SGLANG_VERSION}; patches written for {SGLANG_VERSION}"
     assert [line.split()[0] for line in lines[1:]] == ["ok"] * len(PATCHES)
 
 
-def test_the_command_prints_hashes_to_copy(tmp_path: Path) -> None:
-    printed = run_command(tmp_path, "--hashes", "vocabulary")
+@pytest.fixture
+def main_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[str]], int]]:
+    """The command in this process, which has imported SGLang already."""
+    monkeypatch.setattr(command.runtime, "prepare_process", lambda environment: None)
+    before = logging.root.manager.disable
+    yield command.main
+    logging.disable(before)
+
+
+def test_the_command_prints_hashes_to_copy(
+    main_here: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main_here(["--hashes", "vocabulary"]) == 0
     target = next(patch for patch in PATCHES if patch.name == "vocabulary").targets[0]
-    assert target.path in printed.stdout
-    assert target.source in printed.stdout
-    refused = run_command(tmp_path, "--hashes", "nonsense")
-    assert refused.returncode == 2
-    assert "no patch 'nonsense'" in refused.stderr
+    printed = capsys.readouterr().out
+    assert target.path in printed
+    assert target.source in printed
+    with pytest.raises(SystemExit) as refused:
+        main_here(["--hashes", "nonsense"])
+    assert refused.value.code == 2
+    assert "no patch 'nonsense'" in capsys.readouterr().err

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -211,8 +214,19 @@ for line in sys.stdin:
 """
 
 
-def shared_files() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+def named_segments(pid: int) -> set[Path]:
+    """The files in /dev/shm that a process maps: other processes of this machine have theirs."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    found = {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
+    return {Path(path) for path in found if path.startswith("/dev/shm/") and not path.endswith(" (deleted)")}
+
+
+def test_a_segment_with_a_name_is_seen() -> None:
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        file.truncate(4096)
+        with mmap.mmap(file.fileno(), 4096):
+            assert Path(file.name) in named_segments(os.getpid())
+        assert Path(file.name) not in named_segments(os.getpid())
 
 
 def test_another_process_maps_the_arena_and_nothing_is_left_after_a_kill() -> None:
@@ -220,7 +234,6 @@ def test_another_process_maps_the_arena_and_nothing_is_left_after_a_kill() -> No
 
     from sglang_ext.tiered_store.dram.arena import ArenaDescriptor
 
-    before = shared_files()
     child = subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdin is not None
     assert child.stdout is not None
@@ -229,6 +242,7 @@ def test_another_process_maps_the_arena_and_nothing_is_left_after_a_kill() -> No
         view = ArenaView(descriptor)
         assert view.blocks[1].tolist() == [42] * LAYOUT.block_bytes
         assert view.generations[1] == 0
+        named = named_segments(child.pid)
         with pytest.raises(ValueError, match="read-only"):
             view.blocks[1] = 0
         child.stdin.write(b"free\n")
@@ -246,7 +260,7 @@ def test_another_process_maps_the_arena_and_nothing_is_left_after_a_kill() -> No
     with pytest.raises(ProcessLookupError, match="gone"):
         map_region(descriptor.region)
     assert view.blocks[1, 0] == 42  # a reader that has it mapped is not hurt by the owner's death
-    assert shared_files() <= before
+    assert [path for path in named if path.exists()] == []
 
 
 @pytest.mark.parametrize("steps", [20_000, pytest.param(1_000_000, marks=pytest.mark.long)])
