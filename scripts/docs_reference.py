@@ -155,7 +155,7 @@ def published(path: str, arguments: tuple[object, ...]) -> Iterator[tuple[str, s
         for patch in patches:
             patch.stop()
     for collector in seen:
-        kind = {"Tallies": "counter", "Spreads": "histogram"}.get(
+        kind = {"LocalCounters": "counter", "LocalHistograms": "histogram"}.get(
             type(collector).__name__, type(collector).__name__.lower()
         )
         full = getattr(collector, "_name", None) or collector.name
