@@ -24,11 +24,8 @@ from sglang_ext.router.policies.base import (
     beginners,
 )
 from sglang_ext.router.policies.cost import cost
-from sglang_ext.router.policies.least_load import least_load
 from sglang_ext.router.policies.prompt_tree import prompt_tree
-from sglang_ext.router.policies.random_choice import random_choice
-from sglang_ext.router.policies.round_robin import round_robin
-from sglang_ext.router.policies.session import session
+from sglang_ext.router.policies.simple import least_load, random_choice, round_robin, session
 
 POLICIES: dict[str, Policy] = {
     "auto": auto,

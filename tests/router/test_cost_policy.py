@@ -30,7 +30,7 @@ from sglang_ext.router.policies import (
     beginners,
     policy_named,
 )
-from sglang_ext.router.policies.hashing import rendezvous
+from sglang_ext.router.policies.simple import rendezvous
 
 OPTIONS = PolicyOptions(work_weight=0.0)
 """The paper's equations; ``test_work_counts`` has the default."""

@@ -1,0 +1,83 @@
+"""The policies that look at one thing: the session, the load, the turn, or chance. Prefixes do not count.
+
+Session (MemServe, table 6): what a session caches is found again; what sessions have in common is computed by
+each instance that meets it. The instance follows from the names alone, so routers need not tell each other,
+and an instance that leaves moves no session but its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from sglang_ext.router.policies.base import (
+    Costs,
+    Decision,
+    Fleet,
+    Instance,
+    Matches,
+    PolicyOptions,
+    Prompt,
+    Reason,
+    load_of,
+    matched_tokens,
+)
+
+
+def session(prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions) -> Decision:
+    """The session's own instance; a request without a session goes to the least loaded."""
+    if prompt.session is None:
+        chosen, reason = min(fleet, key=load_of), Reason.NO_SESSION
+    else:
+        chosen, reason = rendezvous(prompt.session, fleet), Reason.SESSION
+    return Decision(chosen.name, reason, matched_tokens(matches, chosen.name))
+
+
+def least_load(
+    prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions
+) -> Decision:
+    """The fewest requests in flight, then the fewest prompt tokens still to be computed."""
+    chosen = min(fleet, key=load_of)
+    return Decision(
+        chosen.name,
+        Reason.LEAST_LOAD,
+        matched_tokens(matches, chosen.name),
+        {instance.name: -float(instance.in_flight) for instance in fleet},
+    )
+
+
+def round_robin(
+    prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions
+) -> Decision:
+    """Choose in turn. Instances may come and go: a new one is next, the others keep their order."""
+    chosen = min(fleet, key=lambda instance: (instance.last_picked, instance.name))
+    return Decision(
+        chosen.name,
+        Reason.ROUND_ROBIN,
+        matched_tokens(matches, chosen.name),
+        {instance.name: -float(instance.last_picked) for instance in fleet},
+    )
+
+
+def random_choice(
+    prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions
+) -> Decision:
+    """Every instance with the same probability, drawn from the request's id: a retry draws the same."""
+    chosen = rendezvous(prompt.request_id, fleet)
+    return Decision(chosen.name, Reason.RANDOM, matched_tokens(matches, chosen.name))
+
+
+def rendezvous(key: str, fleet: Fleet) -> Instance:
+    """The instance with the largest hash of (key, name).
+
+    When an instance leaves, only its own keys move, to all others in equal parts; when one comes, it takes
+    its share from each of the others, and nothing else moves.
+    """
+    return max(fleet, key=lambda instance: (weight(key, instance.name), instance.name))
+
+
+def weight(key: str, name: str) -> bytes:
+    """What one instance bids for a key, 8 bytes."""
+    hashed = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8)
+    # The length in between keeps ("ab", "c") and ("a", "bc") apart.
+    hashed.update(b"\0" + len(key).to_bytes(8, "little") + name.encode("utf-8", "surrogatepass"))
+    return hashed.digest()
