@@ -19,8 +19,7 @@ from sglang_ext.engine.events.agent import AgentFacts
 from sglang_ext.engine.model_identity import weights_digest
 from sglang_ext.engine.tiers.cuda_mover import CudaMover
 from sglang_ext.engine.tiers.dram_tier import DramTier
-from sglang_ext.engine.tiers.layer_gate import LayerGate
-from sglang_ext.engine.tiers.mover import Mover, ThreadMover
+from sglang_ext.engine.tiers.mover import LayerGate, Mover, ThreadMover
 from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import Geometry

@@ -8,9 +8,9 @@ import torch
 
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_room import HbmRoom
-from sglang_ext.engine.tiers.layer_gate import NOTHING_TO_WAIT_FOR
 from sglang_ext.engine.tiers.load_policy import DramPolicy
 from sglang_ext.engine.tiers.load_report import LoadDecisions, begin_report
+from sglang_ext.engine.tiers.mover import NOTHING_TO_WAIT_FOR
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.tiers.slots import SlotOps
 from sglang_ext.keys import Tier

@@ -40,8 +40,8 @@ from sglang_ext.engine.prefetch.advice import Advice
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_room import HbmRoom
-from sglang_ext.engine.tiers.layer_gate import NOTHING_TO_WAIT_FOR
 from sglang_ext.engine.tiers.load_policy import DramPolicy, PrefillCost
+from sglang_ext.engine.tiers.mover import NOTHING_TO_WAIT_FOR
 from sglang_ext.engine.tiers.prefill_clock import PrefillClock
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.tiers.slots import slot_ops

@@ -1,4 +1,4 @@
-"""Eviction: which block a tier gives up first, and the queue that finds it.
+"""Eviction: what one holder has, which block of it goes first, and the queue that finds it.
 
 A policy maps a node to a sort key; the smallest goes first. The queue re-reads a key only when its node
 comes up, so a node's key may grow over time but never shrink.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 from sglang_ext.radix_global.node import Node
@@ -136,3 +137,14 @@ class EvictionQueue:
                 node.queued.discard(self._holder)
         heapq.heapify(kept)
         self._heap = kept
+
+
+@dataclass(slots=True)
+class Usage:
+    """Counters of one holder, kept in step with the tree's nodes."""
+
+    queue: EvictionQueue
+    nodes: int = 0
+    blocks: int = 0
+    locked: int = 0
+    """Blocks it has that are locked for it."""

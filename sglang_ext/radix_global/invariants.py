@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 
-from sglang_ext.radix_global.eviction import EvictionQueue
+from sglang_ext.radix_global.eviction import EvictionQueue, Usage
 from sglang_ext.radix_global.node import Node
 from sglang_ext.radix_global.placement import Holder
-from sglang_ext.radix_global.usage import Usage
 
 
 class TreeInvariantError(AssertionError):

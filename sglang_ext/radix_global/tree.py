@@ -27,7 +27,7 @@ from collections.abc import Callable, Container, Hashable, Iterator
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.radix_global import locks
 from sglang_ext.radix_global.edges import common_blocks, cut_node, walk
-from sglang_ext.radix_global.eviction import EvictionPolicy, EvictionQueue, lru
+from sglang_ext.radix_global.eviction import EvictionPolicy, EvictionQueue, Usage, lru
 from sglang_ext.radix_global.invariants import TreeInvariantError, violations
 from sglang_ext.radix_global.node import (
     Address,
@@ -40,7 +40,6 @@ from sglang_ext.radix_global.node import (
 )
 from sglang_ext.radix_global.observer import TreeObserver
 from sglang_ext.radix_global.placement import Holder
-from sglang_ext.radix_global.usage import Usage
 
 
 class RadixTree:

@@ -22,8 +22,7 @@ from sglang_ext.engine.cache.mempool import engine_mempool
 from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.dram_tier import DramTier
-from sglang_ext.engine.tiers.layer_gate import LayerGate
-from sglang_ext.engine.tiers.mover import Mover, ThreadMover
+from sglang_ext.engine.tiers.mover import LayerGate, Mover, ThreadMover
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.weights import Weights
 from sglang_ext.geometry import BlockLayout, Geometry

@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.runtime_context import get_serving
 
-from sglang_ext.engine.tiers.layer_gate import NOTHING_TO_WAIT_FOR
+from sglang_ext.engine.tiers.mover import NOTHING_TO_WAIT_FOR
 from sglang_ext.keys import Tier
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 

@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_ext.engine.tiers.dram_tier import DramTier
-from sglang_ext.engine.tiers.layer_gate import LayerGate
+from sglang_ext.engine.tiers.mover import LayerGate
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.radix_global import Node
 from sglang_ext.testing.tiers import WrappedTier

@@ -27,12 +27,18 @@ from typing import Any
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.tiers.block_names import pack_names
 from sglang_ext.engine.tiers.direct_loads import DirectLoad, DirectLoads
-from sglang_ext.engine.tiers.disk_look import DiskLook
 from sglang_ext.engine.tiers.disk_writes import DiskWrites, MinOverRanks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.load_policy import DiskPolicy
 from sglang_ext.engine.tiers.load_report import LoadDecisions, Reason
-from sglang_ext.engine.tiers.promotion import Promoted, Promotion, PromotionCounters, Wanted, insert_promoted
+from sglang_ext.engine.tiers.promotion import (
+    DiskLook,
+    Promoted,
+    Promotion,
+    PromotionCounters,
+    Wanted,
+    insert_promoted,
+)
 from sglang_ext.errors import InternalError
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.radix_global import Holder, Node, RadixTree
