@@ -17,29 +17,16 @@ from sglang_ext.testing.blocks import (
     prefix_keys,
     put_all,
     read_all,
-    write_all,
 )
 from sglang_ext.testing.tier_contract import CAPACITY, TierContract
 from sglang_ext.testing.tiers import FaultyTier, GatedTier, MemoryTier, SlowTier, WrappedTier
-from sglang_ext.tiered_store.arena_tier import ArenaTier
-from sglang_ext.tiered_store.dram.arena import DramArena
 from sglang_ext.tiered_store.loading.layer_cache import LayerCache
-from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Outcome, Put
-
-
-def open_arena_tier(layout: BlockLayout, capacity: int, **options: bool) -> ArenaTier:
-    arena = DramArena(layout, capacity * (layout.block_bytes + 8) + 8, pin=False, touch=False)
-    return ArenaTier(arena, **options)
+from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Outcome
 
 
 class TestMemoryTier(TierContract):
     def open_tier(self, layout: BlockLayout, capacity: int, tmp_path: Path) -> BlockTier:
         return MemoryTier(layout, capacity)
-
-
-class TestArenaTier(TierContract):
-    def open_tier(self, layout: BlockLayout, capacity: int, tmp_path: Path) -> BlockTier:
-        return open_arena_tier(layout, capacity)
 
 
 class TestWrappedTier(TierContract):
@@ -55,69 +42,6 @@ class TestLayerCache(TierContract):
 class TestSmallLayerCache(TierContract):
     def open_tier(self, layout: BlockLayout, capacity: int, tmp_path: Path) -> BlockTier:
         return LayerCache(MemoryTier(layout, capacity), 3 * layout.layer_bytes(0), 1)
-
-
-# --- eviction of the DRAM tier ---
-
-
-def test_durable_blocks_go_first_and_others_only_where_losing_is_allowed() -> None:
-    durable = set(prefix_keys(1, 4))
-    arena = DramArena(LAYOUT, 8 * (LAYOUT.block_bytes + 8) + 8, pin=False, touch=False)
-    tier = ArenaTier(arena, durable_below=lambda namespace, key: key in durable, may_lose=False)
-    put_all(tier, NAMESPACE, prefix_keys(0, 4))  # older, and with no copy below
-    put_all(tier, NAMESPACE, prefix_keys(1, 4))
-    assert put_all(tier, NAMESPACE, prefix_keys(2, 3)) is Outcome.DONE
-    assert tier.match(NAMESPACE, prefix_keys(0, 4)) == 4
-    assert tier.match(NAMESPACE, prefix_keys(1, 4)) == 1
-    # One durable block is left; what does not fit is counted, not lost silently.
-    put = tier.prepare_put(NAMESPACE, prefix_keys(3, 3))
-    assert isinstance(put, Put)
-    assert put.missing == (0,)
-    assert tier.stats().put[Outcome.FULL] == 2
-    assert write_all(tier, put) is Outcome.DONE
-    assert tier.prepare_put(NAMESPACE, prefix_keys(4, 1)) is Outcome.FULL
-    assert get_all(tier, NAMESPACE, prefix_keys(0, 4)) == 4
-    assert tier.stats().extra["lost_blocks"] == 0
-    tier.check()
-    tier.close()
-
-
-def test_durable_blocks_go_first_but_not_what_was_just_put() -> None:
-    durable = {*prefix_keys(1, 2), *prefix_keys(3, 4)}
-    arena = DramArena(LAYOUT, 10 * (LAYOUT.block_bytes + 8) + 8, pin=False, touch=False)
-    tier = ArenaTier(arena, durable_below=lambda namespace, key: key in durable)
-    for prefix, blocks in ((0, 2), (1, 2), (2, 2), (3, 4)):
-        put_all(tier, NAMESPACE, prefix_keys(prefix, blocks))
-    # Two of the older half are durable; the third has to be lost, though newer ones are durable.
-    put_all(tier, NAMESPACE, prefix_keys(4, 3))
-    held = [tier.match(NAMESPACE, prefix_keys(prefix, 4)) for prefix in range(5)]
-    assert held == [1, 0, 2, 4, 3]
-    assert tier.stats().extra["lost_blocks"] == 1
-    tier.close()
-
-
-def test_losses_are_counted_where_they_are_allowed() -> None:
-    tier = open_arena_tier(LAYOUT, 4, may_lose=True)
-    put_all(tier, NAMESPACE, prefix_keys(0, 4))
-    put_all(tier, NAMESPACE, prefix_keys(1, 3))
-    assert tier.stats().extra["lost_blocks"] == 3
-    assert tier.match(NAMESPACE, prefix_keys(0, 4)) == 1  # the end of the prefix went, not its beginning
-    tier.close()
-
-
-def test_zero_copy_reads_name_the_arena_blocks() -> None:
-    tier = open_arena_tier(LAYOUT, 8)
-    keys = prefix_keys(5, 3)
-    put_all(tier, NAMESPACE, keys)
-    get = tier.prepare_get(NAMESPACE, keys)
-    for block, key in zip(get.ids, keys, strict=True):
-        assert np.array_equal(tier.arena.blocks[block], contents(LAYOUT, NAMESPACE, key))
-    generations = tier.arena.generations.copy()
-    tier.drop(NAMESPACE, keys)
-    assert np.array_equal(tier.arena.generations, generations)  # still pinned, so not taken back
-    tier.complete_get(get)
-    assert tier.arena.generations[get.ids].tolist() == [1, 1, 1]
-    tier.close()
 
 
 # --- the test tiers themselves ---
@@ -152,7 +76,7 @@ def test_slow_tier_takes_the_time_it_was_told_to() -> None:
 
 
 def test_gated_tier_places_a_drop_inside_a_read() -> None:
-    tier = GatedTier(open_arena_tier(LAYOUT, 9))
+    tier = GatedTier(MemoryTier(LAYOUT, 9))
     keys = prefix_keys(1, 4)
     put_all(tier, NAMESPACE, keys)
     counts: list[int] = []
