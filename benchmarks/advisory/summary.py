@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.advisory.figures import times_the_users, users_at
 from benchmarks.advisory.fleet import HINTED, RECOMPUTE, STICKY, STOCK
-from benchmarks.lib.common import InstanceRecord, Report, Value
+from benchmarks.lib.common import Report, Row, Value
 
 EQUAL = 4
 """Users of recompute: at their latency, others are compared. A measured point, so that it is not recompute's
@@ -38,9 +38,9 @@ def add_to(report: Report, path: Path) -> None:
     report.notes[:0] = [note for note in notes if " ms per token: " not in note]
 
 
-def newest(rows: Iterable[InstanceRecord]) -> list[InstanceRecord]:
+def newest(rows: Iterable[Row]) -> list[Row]:
     """Of the same measurement, the last one only, where the first one was."""
-    found: dict[tuple[Value, ...], InstanceRecord] = {}
+    found: dict[tuple[Value, ...], Row] = {}
     for row in rows:
         found[tuple(row.get(name) for name in NAMES)] = row
     return list(found.values())
@@ -66,7 +66,7 @@ def summarise(report: Report) -> None:
         summary["hidden_share"] = middle["hidden"]
 
 
-def _hits(rows: Sequence[InstanceRecord], summary: dict[str, Value]) -> None:
+def _hits(rows: Sequence[Row], summary: dict[str, Value]) -> None:
     for row in rows:
         if row["case"] == HITS:
             summary["share_within_1_1_of_hbm_hit"] = row["within_1_1"]
@@ -96,7 +96,7 @@ def _users(report: Report) -> None:
             report.note(f"{1e3 * latency:.0f} ms per token: ours {_told(many)}, {name} {_told(theirs)} users")
 
 
-def _balance(rows: Sequence[InstanceRecord], summary: dict[str, Value]) -> None:
+def _balance(rows: Sequence[Row], summary: dict[str, Value]) -> None:
     """From the part that is made for it; else from that of all systems, at the users that all had."""
     for key, name in (
         ("max_over_median_load", HINTED.name),

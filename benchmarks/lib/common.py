@@ -38,7 +38,7 @@ SEED = 20240625
 
 T = TypeVar("T")
 Value = float | int | str | bool | None
-InstanceRecord = dict[str, Value]
+Row = dict[str, Value]
 
 _PACKAGES = ("sglang", "torch", "numpy", "numba", "lmdb", "pyzmq", "aiohttp", "uvloop", "xxhash")
 
@@ -186,7 +186,7 @@ class Report:
 
     name: str
     aims: Mapping[str, Aim] = field(default_factory=dict)
-    rows: list[InstanceRecord] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     summary: dict[str, Value] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -275,8 +275,8 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _same_columns(rows: Iterable[InstanceRecord]) -> list[tuple[tuple[str, ...], list[InstanceRecord]]]:
-    groups: dict[tuple[str, ...], list[InstanceRecord]] = {}
+def _same_columns(rows: Iterable[Row]) -> list[tuple[tuple[str, ...], list[Row]]]:
+    groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row), []).append(row)
     return list(groups.items())
