@@ -101,6 +101,8 @@ class CacheParts:
     """For the schedulers of all ranks, in rank 0 of an instance."""
     priority_sign: int = 1
     """-1 where small priorities go first (``--schedule-low-priority-values-first``)."""
+    takes_hints: bool = True
+    """Bring KV up for announced requests, where there is DRAM to bring it from."""
     check: bool = False
     """Verify every invariant when the server is idle (slow; for debugging and tests)."""
 
@@ -158,7 +160,8 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
             self.prefetcher = Prefetcher(
                 tree, self.hbm, dram, self.room, self.slots, promotions, self.namespace
             )
-            self.advice = Advice(self.prefetcher, priority_sign=parts.priority_sign)
+            if parts.takes_hints:
+                self.advice = Advice(self.prefetcher, priority_sign=parts.priority_sign)
         self.root_node = _RootView(tree)
         if params.enable_metrics:
             self.init_metrics_collector()

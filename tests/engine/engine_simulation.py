@@ -108,7 +108,7 @@ class Rank:
         scenario: sizes and flags.
         pace: decides how fast copies go; ``None`` for a mover that copies only when it has to.
         cache_class, tier_class: under test.
-        min_over_ranks, commands, priority_sign: see `CacheParts`.
+        min_over_ranks, commands, priority_sign, takes_hints, check: see `CacheParts`.
     """
 
     def __init__(
@@ -122,6 +122,8 @@ class Rank:
         min_over_ranks: Callable[[int], int] = int,
         commands: RankCommandQueue | None = None,
         priority_sign: int = 1,
+        takes_hints: bool = False,
+        check: bool = False,
         disk_class: Callable[[BlockTier], BlockTier] = lambda disk: disk,
     ) -> None:
         self.scenario = scenario
@@ -211,6 +213,8 @@ class Rank:
             min_over_ranks=min_over_ranks,
             commands=commands,
             priority_sign=priority_sign,
+            takes_hints=takes_hints,
+            check=check,
         )
         self.cache = cache_class(self.pools.params(), parts)
         self.pool = engine_mempool(

@@ -141,7 +141,6 @@ def make_server() -> Iterator[MakeServer]:
         )
         rank.cache.peers = peers
         assert rank.cache.prefetcher is not None
-        rank.cache.advice = None  # what became of prefetches is for the tests to take
         advice = Advice(rank.cache.prefetcher)
         advice.peers = peers
         made.append(Server(rank, link, peers, advice))

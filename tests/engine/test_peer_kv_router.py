@@ -18,6 +18,7 @@ from engine_scheduler import Settings
 from engine_simulation import Rank, Scenario
 
 from sglang_ext.config import KvConfig
+from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.events.agent import AgentFacts
 from sglang_ext.keys import Namespace, encode_tokens
 from sglang_ext.patches.adapter.build_agent import attach_agent, attach_hints
@@ -58,7 +59,7 @@ class Node:
         # Every simulated rank has one name, and members of a cluster have different ones.
         named = SimpleNamespace(of=lambda _name, _epoch, tier: Holder.of(name, port, tier))
         with patch.object(engine_simulation, "Holder", named):
-            self.rank = Rank(SCENARIO)
+            self.rank = Rank(SCENARIO, commands=RankCommandQueue(), takes_hints=True)
         self.cache = self.rank.cache
         arguments = SimpleNamespace(
             host="127.0.0.1",

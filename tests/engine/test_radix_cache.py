@@ -27,7 +27,7 @@ from sglang.srt.runtime_context import get_serving
 
 from sglang_ext.engine.tiers.mover import NOTHING_TO_WAIT_FOR
 from sglang_ext.keys import Tier
-from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
+from sglang_ext.patches.adapter.radix_cache import CacheParts, GlobalRadixCache
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
 
@@ -548,7 +548,8 @@ def test_the_idle_check_runs_only_when_asked_for_and_after_a_change(make_rank: M
             super().check()
 
     for check, expected in ((False, 0), (True, 1)):
-        cache = Counting(rank.pools.params(), rank.tree, rank.hbm, rank.tier, check=check)
+        parts = CacheParts(rank.tree, rank.hbm, rank.tier, check=check)
+        cache = Counting(rank.pools.params(), parts)
         cache.sanity_check()
         cache.sanity_check()
         assert len(looks) == expected

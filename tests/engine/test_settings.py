@@ -218,7 +218,7 @@ def test_a_layer_cache_that_cannot_be_leaves_the_directory_free(
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_which_priorities_go_first_holds_for_disk_and_hints_too(sign: int) -> None:
-    with closing(Rank(WITH_DISK, priority_sign=sign)) as rank:
+    with closing(Rank(WITH_DISK, priority_sign=sign, takes_hints=True)) as rank:
         cache = rank.cache
         assert cache.prefetcher is not None
         assert cache.advice is not None
