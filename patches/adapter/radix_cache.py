@@ -146,9 +146,10 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
         self._checked_state = ""
         allocator = self.token_to_kv_pool_allocator
         self.device = torch.device(allocator.device if allocator is not None else "cpu")
-        self.slots = slot_ops(self.device)
-        self._nothing = self.slots.join([])
-        self.room = HbmRoom(tree, self.hbm, allocator, self.slots, dram)
+        # Not "slots": SGLang takes an attribute of that name for the slots of sessions.
+        self.slot_ops = slot_ops(self.device)
+        self._nothing = self.slot_ops.join([])
+        self.room = HbmRoom(tree, self.hbm, allocator, self.slot_ops, dram)
         self.pool: MemPool | None = None
         self.load_back: LoadBack | None = None
         self.prefetcher: Prefetcher | None = None
@@ -156,9 +157,9 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
             cost = promotions.policy.cost if promotions is not None else PrefillCost()
             self.prefill_clock = PrefillClock(cost)
             policy = DramPolicy(self.block_size, dram.block_bytes, always=parts.load_always, cost=cost)
-            self.load_back = LoadBack(dram, promotions, self.hbm, self.room, self.slots, policy)
+            self.load_back = LoadBack(dram, promotions, self.hbm, self.room, self.slot_ops, policy)
             self.prefetcher = Prefetcher(
-                tree, self.hbm, dram, self.room, self.slots, promotions, self.namespace
+                tree, self.hbm, dram, self.room, self.slot_ops, promotions, self.namespace
             )
             if parts.takes_hints:
                 self.advice = Advice(self.prefetcher, priority_sign=parts.priority_sign)
@@ -202,7 +203,7 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
         streamed = 0 if self.load_back is None else self.load_back.streamed(params.req, blocks)
         if hbm in node.placements and not streamed:
             # Who has the last node has all before it: the usual case, and the one that has to be fast.
-            return MatchResult(self.slots.join([n.placements[hbm] for n in path]), node, node, node)
+            return MatchResult(self.slot_ops.join([n.placements[hbm] for n in path]), node, node, node)
         return self._match_beyond_hbm(path, streamed)
 
     def _match_beyond_hbm(self, path: list[Node], streamed: int) -> MatchResult:
@@ -215,7 +216,7 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
         if below < self._load_min_tokens:
             best, below = device_node, 0
         return MatchResult(
-            device_indices=self.slots.join(in_hbm) if in_hbm else self._nothing,
+            device_indices=self.slot_ops.join(in_hbm) if in_hbm else self._nothing,
             last_device_node=device_node,
             last_host_node=best,
             best_match_node=best,
@@ -262,7 +263,7 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
             raise ValueError("insert needs a key")
         encoded = _encode(key)
         tokens = len(key) // self.block_size * self.block_size
-        kept = self.slots.keep(value[:tokens] if value is not None else torch.arange(tokens))
+        kept = self.slot_ops.keep(value[:tokens] if value is not None else torch.arange(tokens))
         result = self.tree.insert(
             self._namespace_of_key(key), encoded, self.hbm, kept, priority=params.priority or 0
         )
@@ -287,7 +288,7 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
             if held > before:
                 # Somebody else inserted the same tokens first. The request goes on with those slots; its own
                 # were freed.
-                theirs = self.slots.join(self._slots_up_to(node, req.kv.cache_protected_len))
+                theirs = self.slot_ops.join(self._slots_up_to(node, req.kv.cache_protected_len))
                 self.req_to_token_pool.write((req.kv.req_pool_idx, slice(before, held)), theirs[before:held])
             self.dec_lock_ref(req.last_node)
             self.inc_lock_ref(node)
@@ -307,7 +308,7 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
             self._namespace_of(req),
             encode_tokens(tokens),
             self.hbm,
-            self.slots.keep(row[:whole]),
+            self.slot_ops.keep(row[:whole]),
             priority=req.priority or 0,
         )
         held = result.held_blocks * self.block_size

@@ -28,7 +28,7 @@ class RankCache(Protocol):
     tree: RadixTree
     hbm: Holder
     """Stands for this rank's pool in the tree."""
-    slots: SlotOps
+    slot_ops: SlotOps
     room: HbmRoom
     page_size: int
     """Tokens of a page of SGLang's pool."""

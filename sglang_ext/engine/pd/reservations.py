@@ -67,14 +67,14 @@ class Blocks:
         """
         ops = self.cache.room
         _, parts, held = self.held(namespace, key)
-        kept = self.cache.slots.keep(slots)
+        kept = self.cache.slot_ops.keep(slots)
         if held > skip:
             gone = min(held - skip, len(kept) // self.step) * self.step
             ops.free_slots([kept[:gone]])
             kept = kept[gone:]
         fresh = len(kept)
         if fresh:
-            whole = self.cache.slots.keep(self.cache.slots.join([*parts, kept]))
+            whole = self.cache.slot_ops.keep(self.cache.slot_ops.join([*parts, kept]))
             result = self.cache.tree.insert(namespace, key, self._hbm, whole)
             if self.cache.dram is not None:
                 self.cache.dram.write_through(result.node)
@@ -124,7 +124,7 @@ class HbmReservation:
     def give_up(self) -> None:
         self.room.slots_aside -= len(self.slots)
         cache = self.room.blocks.cache
-        cache.room.free_slots([cache.slots.keep(self.slots)])
+        cache.room.free_slots([cache.slot_ops.keep(self.slots)])
         self.room.blocks.unlock(self.node)
 
 
