@@ -24,6 +24,7 @@ from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import Geometry
 from sglang_ext.keys import Tier
+from sglang_ext.mempool.store import Store
 from sglang_ext.patches.adapter.build_agent import attach_agent, attach_hints, naming_of
 from sglang_ext.patches.adapter.build_disk import (
     RankFacts,
@@ -62,6 +63,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     instance = str(with_instance_id(config, ctx.server_args, socket.gethostname()).instance_id)
     epoch = _same_on_all_ranks(secrets.randbits(63), params.tp_cache_group)
     tree = RadixTree(config.block_size, policy=policy_by_name(config.eviction_policy))
+    store = Store(tree)
     hbm = Holder.of(instance, epoch, Tier.HBM)
     kvcache = params.token_to_kv_pool_allocator.get_kvcache()
     planes = pool_planes(kvcache)
@@ -84,7 +86,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             disk = open_disk(config, facts, geometry.layout)
             below = disk_below(disk, config, facts, identity, tree, holder, arena, min_over_ranks, weights)
         dram = DramTier(
-            tree, hbm, holder, arena, mover, min_over_ranks, below=below, write=config.writes_dram
+            store, hbm, holder, arena, mover, min_over_ranks, below=below, write=config.writes_dram
         )
         if disk is not None and below is not None:
             # The parts of a PD server have loops of their own, in which a batch cannot be run again.
@@ -98,7 +100,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     cache = GlobalRadixCache(
         params,
         CacheParts(
-            tree,
+            store,
             hbm,
             dram,
             promotions,

@@ -33,7 +33,6 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 
 from sglang_ext.engine.cache.lifecycle import CacheLifecycle
 from sglang_ext.engine.cache.listeners import Listeners
-from sglang_ext.engine.cache.mempool import owned_tokens
 from sglang_ext.engine.cache.metrics import CacheMetrics
 from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.prefetch.advice import Advice
@@ -48,6 +47,7 @@ from sglang_ext.engine.tiers.slots import slot_ops
 from sglang_ext.engine.weights import Weights
 from sglang_ext.keys import Tier, encode_tokens
 from sglang_ext.mempool import MemPool
+from sglang_ext.mempool.store import Store
 from sglang_ext.patches.adapter.load_back import LoadBack
 from sglang_ext.patches.adapter.migration import Migration
 from sglang_ext.patches.adapter.storage_prefetch import StoragePrefetch
@@ -80,12 +80,12 @@ class _RootView:
 class CacheParts:
     """What a cache is made of: complete before it is, and unchanged after."""
 
-    tree: RadixTree
-    """Empty; its block size is a multiple of the page size."""
+    store: Store
+    """Over an empty tree, whose block size is a multiple of the page size."""
     hbm: Holder
     """Stands for this rank's pool."""
     dram: DramTier | None = None
-    """Over the same tree; ``None`` for HBM only."""
+    """A tier of the store; ``None`` for HBM only."""
     promotions: Promotions | None = None
     """Bring blocks from disk to DRAM; ``None`` without a disk."""
     metrics: CacheMetrics | None = None
@@ -121,7 +121,8 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
         self.page_size = params.page_size
-        self.tree = tree = parts.tree
+        self.store = parts.store
+        self.tree = tree = parts.store.tree
         self.block_size = tree.block_size
         self.hbm = parts.hbm
         self.dram = dram = parts.dram
@@ -149,7 +150,7 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
         # Not "slots": SGLang takes an attribute of that name for the slots of sessions.
         self.slot_ops = slot_ops(self.device)
         self._nothing = self.slot_ops.join([])
-        self.room = HbmRoom(tree, self.hbm, allocator, self.slot_ops, dram)
+        self.room = HbmRoom(self.store, self.hbm, allocator, self.slot_ops, dram)
         self.pool: MemPool | None = None
         self.load_back: LoadBack | None = None
         self.prefetcher: Prefetcher | None = None
@@ -158,9 +159,7 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
             self.prefill_clock = PrefillClock(cost)
             policy = DramPolicy(self.block_size, dram.block_bytes, always=parts.load_always, cost=cost)
             self.load_back = LoadBack(dram, promotions, self.hbm, self.room, self.slot_ops, policy)
-            self.prefetcher = Prefetcher(
-                tree, self.hbm, dram, self.room, self.slot_ops, promotions, self.namespace
-            )
+            self.prefetcher = Prefetcher(self.store, self.hbm, dram, self.room, promotions, self.namespace)
             if parts.takes_hints:
                 self.advice = Advice(self.prefetcher, priority_sign=parts.priority_sign)
         self.root_node = _RootView(tree)
@@ -181,14 +180,14 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
             page_size=page_size,
         )
         return cls(
-            params, CacheParts(RadixTree(block_size, policy=policy), Holder.of("simulated", 0, Tier.HBM))
+            params,
+            CacheParts(Store(RadixTree(block_size, policy=policy)), Holder.of("simulated", 0, Tier.HBM)),
         )
 
     def attach_pool(self, pool: MemPool) -> None:
         """Share the memory with a memory pool over the same tree: what its owners have is nobody else's."""
         self.pool = pool
         pool.namespace = self.namespace(None, None)
-        self.room.owned = lambda: owned_tokens(pool)
 
     # -- looking up -----------------------------------------------------------------------------
 

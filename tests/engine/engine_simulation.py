@@ -28,6 +28,7 @@ from sglang_ext.engine.weights import Weights
 from sglang_ext.geometry import BlockLayout, Geometry
 from sglang_ext.keys import Namespace, Tier, encode_tokens
 from sglang_ext.mempool import MemType, OutOfBlocksError
+from sglang_ext.mempool.store import Store
 from sglang_ext.patches.adapter.build_disk import RankFacts, disk_below, promotions_from
 from sglang_ext.patches.adapter.radix_cache import CacheParts, GlobalRadixCache
 from sglang_ext.radix_global import Holder, Node, RadixTree, policy_by_name
@@ -135,6 +136,7 @@ class Rank:
             context=CONTEXT + 64,
         )
         self.tree = RadixTree(scenario.block, policy=policy_by_name(scenario.policy))
+        self.store = Store(self.tree)
         self.hbm = Holder.of("simulated", 1, Tier.HBM)
         self.dram_holder = Holder.of("simulated", 1, Tier.DRAM)
         self.arena: DramArena | None = None
@@ -178,7 +180,7 @@ class Rank:
                     self.weights,
                 )
             self.tier = tier_class(
-                self.tree,
+                self.store,
                 self.hbm,
                 self.dram_holder,
                 self.arena,
@@ -203,7 +205,7 @@ class Rank:
             gate = gate_class(self.mover)
             self.pools.kvcache.register_layer_transfer_counter(gate)
         parts = CacheParts(
-            self.tree,
+            self.store,
             self.hbm,
             self.tier,
             self.promotions,
@@ -299,9 +301,9 @@ class Rank:
         for i, node in enumerate(self.tree.nodes()):
             if self.hbm in node.placements:
                 owned[f"node {i}"] = node.placements[self.hbm]
-        prefetcher = self.cache.prefetcher
-        if prefetcher is not None and prefetcher.arriving is not None:
-            owned["a prefetch"] = prefetcher.arriving
+        for i, each in enumerate(self.store.reservations):
+            if each.tier is Tier.HBM:
+                owned[f"{each.use} {i}"] = each.places
         for address in self.pool.ledger.allocated():
             if address.tier is Tier.HBM:
                 owned[str(address)] = np.array(address.place, np.int64)

@@ -15,6 +15,7 @@ from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.keys import Namespace, Tier, block_keys, encode_tokens
+from sglang_ext.mempool.store import Store
 from sglang_ext.patches.adapter.build_disk import RankFacts, open_disk
 from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
 from sglang_ext.testing.tiers import MemoryTier
@@ -46,7 +47,7 @@ class Setup:
         memory = BlockMemory.of_arena(self.arena)
         self.writes = DiskWrites(self.tree, self.dram, self.disk, self.names, self.writer, memory)
         self.mover = HandMover(None, LAYOUT.n_layers)
-        self.tier = DramTier(self.tree, self.hbm, self.dram, self.arena, self.mover, below=self.writes)
+        self.tier = DramTier(Store(self.tree), self.hbm, self.dram, self.arena, self.mover, below=self.writes)
         self._next_slot = 0
 
     def insert(self, tokens: list[int]) -> Node:

@@ -12,6 +12,7 @@ from engine_movers import HandMover
 from sglang_ext.engine.tiers.dram_tier import DramTier, MinOverRanks
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.keys import Tier, encode_tokens
+from sglang_ext.mempool.store import Store
 from sglang_ext.radix_global import Holder, Node, RadixTree
 from sglang_ext.tiered_store.dram.arena import DramArena
 
@@ -47,7 +48,7 @@ class Setup:
         self.dram = Holder.of("tier", 0, Tier.DRAM)
         self.arena = DramArena(LAYOUT, blocks * (LAYOUT.block_bytes + 8) + 8, shared=False, pin=False)
         self.mover = Recorder()
-        self.tier = DramTier(self.tree, self.hbm, self.dram, self.arena, self.mover, min_over_ranks)
+        self.tier = DramTier(Store(self.tree), self.hbm, self.dram, self.arena, self.mover, min_over_ranks)
         self._next_slot = 0
 
     def insert(self, tokens: list[int]) -> Node:

@@ -9,9 +9,10 @@ import pytest
 from engine_pools import PoolKind, WrongKvError, chain_of
 from engine_simulation import Rank, Scenario, finish
 
-from sglang_ext.engine.cache.mempool import owned_tokens
 from sglang_ext.keys import Tier
 from sglang_ext.mempool import Hold, MemPool, MemType, Outcome, OutOfBlocksError
+from sglang_ext.mempool.store import Use
+from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.tiered_store.tier import BlockTier
 
 NAMESPACE = (0, None, None)
@@ -92,12 +93,17 @@ def test_a_flipped_byte_in_dram_would_be_noticed(served: Served) -> None:
     served.pool.delete(PROMPT)
 
 
+def owned_tokens(cache: GlobalRadixCache) -> int:
+    """Of HBM, what owners have."""
+    return cache.store.reserved(Tier.HBM, Use.OWNER) * cache.block_size
+
+
 def test_allocating_evicts_what_sglang_cached_and_gives_all_back(served: Served) -> None:
     pool, cache = served.pool, served.rank.cache
     everything = pool.tiers.regions[Tier.HBM].n_blocks
     found = pool.alloc_mem(everything, id="r")
     tokens = everything * served.rank.scenario.block
-    assert (owned_tokens(pool), cache.total_size(), cache.evictable_size()) == (tokens, tokens, 0)
+    assert (owned_tokens(cache), cache.total_size(), cache.evictable_size()) == (tokens, tokens, 0)
     served.rank.check()
     assert served.pool.match(PROMPT, id="r").tiers == [Tier.DRAM] * served.blocks
     with pytest.raises(OutOfBlocksError, match=f"1 blocks of HBM asked for, 0 of {everything} are free"):
@@ -105,9 +111,9 @@ def test_allocating_evicts_what_sglang_cached_and_gives_all_back(served: Served)
     assert pool.alloc_mem(2, MemType.DRAM, id="r")
     pool.check()
     served.rank.cache.check()  # the DRAM tier knows of the blocks that the pool has taken
-    assert len({slot for address in found for slot in address.place}) == owned_tokens(pool)
+    assert len({slot for address in found for slot in address.place}) == owned_tokens(cache)
     pool.free_mem(id="r")
-    assert owned_tokens(pool) == 0
+    assert owned_tokens(cache) == 0
 
 
 def test_what_the_pool_inserts_is_hit_by_requests(served: Served) -> None:

@@ -25,7 +25,8 @@ from sglang_ext.engine.pd.bootstrap import BootstrapService
 from sglang_ext.engine.pd.kv_writeback import ReturnGiver, ReturnTaker
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.peers import Local
-from sglang_ext.engine.pd.reservations import DRAM_POOL, Blocks, HbmReservation, Reservations
+from sglang_ext.engine.pd.reservations import DRAM_POOL, Blocks, Reservations
+from sglang_ext.keys import Tier
 from sglang_ext.patches.adapter.kv_manager import match_on_decode
 from sglang_ext.testing.servers.server import wait_until
 
@@ -170,12 +171,11 @@ def test_what_prefill_computes_meanwhile_is_not_there_twice(pair: Pair) -> None:
     pair.giver.ended(pair.request(), ANSWERED)
     # Set aside, and read, and then not needed any more.
     wait_until(
-        lambda: pair.taker.each_pass() or pair.taker._places.slots_aside,
+        lambda: pair.taker.each_pass() or pair.taker.set_aside["hbm"],
         seconds=20,
         what="slots to be set aside",
     )
     wait_until(lambda: pair.taker._placed[0].stopped.is_set(), seconds=20, what="the read")
-    # Without the simulation's checks, to which the slots that are set aside are nobody's.
     pair.prefill.scheduler.submit(ANSWERED, new_tokens=1)
     while not pair.prefill.scheduler.idle:
         pair.prefill.scheduler.step()
@@ -248,7 +248,7 @@ def test_dram_has_a_budget_too(pair: Pair) -> None:
     pair.decode.serve(ANSWERED)
     pair.giver.ended(pair.request(), ANSWERED)
     pair.until("budget")
-    assert pair.taker._places.blocks_aside == 0
+    assert pair.taker.set_aside["dram"] == 0
 
 
 @pytest.mark.parametrize("into_dram", [False, True])
@@ -321,14 +321,15 @@ def test_a_return_waits_for_the_pass_that_stores_to_its_slots(pair: Pair, fenced
 
     wait_until(placed, seconds=20, what="a place")
     (coming,) = pair.taker._placed
-    place = coming.place
-    assert isinstance(place, HbmReservation)
+    room = coming.room
+    assert room is not None
+    assert room.tier is Tier.HBM
     if fenced:
         wait_until(lambda: len(looks) > 3, seconds=20, what="the read to wait")
         assert not coming.stopped.is_set()
     else:
         assert coming.stopped.wait(20)
-    slots = np.asarray(place.slots)
+    slots = np.asarray(room.places)
     planes = [plane for layer in pair.prefill.pools.tensors for plane in layer]
     arrived = [plane[slots].clone() for plane in planes]
     for plane in planes:

@@ -329,7 +329,7 @@ def test_a_rank_reads_from_the_same_rank_of_its_peer(make_server: MakeServer) ->
 
 def reading(fetch: Any) -> int:
     """Blocks that a fetch has taken."""
-    return 0 if fetch.ids is None else len(fetch.ids)
+    return 0 if fetch.room is None else fetch.room.blocks
 
 
 @pytest.mark.parametrize(("others", "blocks"), [(20, 20), (7, 7), (0, 0)])
@@ -565,7 +565,7 @@ def test_new_weights_drop_a_fetch_that_is_on_its_way(make_server: MakeServer) ->
     (fetch,) = reader.peers.fetches._active
     until(lambda: fetch.job.offered is not None, "the offer")
     reader.peers.drain()
-    assert fetch.ids is not None
+    assert fetch.room is not None
     reader.rank.scheduler.change_weights()
     assert not reader.peers.busy
     reader.finish(req)
@@ -629,7 +629,7 @@ def test_a_flush_in_the_middle_of_a_fetch_leaves_nothing(make_server: MakeServer
     (fetch,) = reader.peers.fetches._active
     until(lambda: fetch.job.offered is not None, "the offer")
     reader.peers.drain()
-    assert fetch.ids is not None
+    assert fetch.room is not None
     assert reader.rank.scheduler.flush()
     reader.rank.check()
     assert reader.rank.tier is not None

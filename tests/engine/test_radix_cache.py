@@ -548,7 +548,7 @@ def test_the_idle_check_runs_only_when_asked_for_and_after_a_change(make_rank: M
             super().check()
 
     for check, expected in ((False, 0), (True, 1)):
-        parts = CacheParts(rank.tree, rank.hbm, rank.tier, check=check)
+        parts = CacheParts(rank.store, rank.hbm, rank.tier, check=check)
         cache = Counting(rank.pools.params(), parts)
         cache.sanity_check()
         cache.sanity_check()

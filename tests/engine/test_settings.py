@@ -22,6 +22,7 @@ from sglang_ext.engine.tiers.promotion import Wanted
 from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError
 from sglang_ext.keys import Namespace, encode_tokens
+from sglang_ext.mempool.store import Store
 from sglang_ext.patches.adapter.build_disk import RankFacts, disk_below, names_on, open_disk
 from sglang_ext.protocol.agent import TO_AGENT, Advise
 from sglang_ext.testing.blocks import LAYOUT as BLOCK_LAYOUT
@@ -58,7 +59,7 @@ class Lagging(Setup):
             Weights("w"),
         )
         self.mover = HandMover(None, LAYOUT.n_layers)
-        self.tier = DramTier(self.tree, self.hbm, self.dram, self.arena, self.mover, below=self.writes)
+        self.tier = DramTier(Store(self.tree), self.hbm, self.dram, self.arena, self.mover, below=self.writes)
         self.gated.close_gate("put_layer")
         self.insert([1] * 16)
         self.to_dram()

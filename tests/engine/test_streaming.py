@@ -14,6 +14,7 @@ from engine_scheduler import Settings
 from engine_simulation import LateLayers, Rank, Scenario
 from sglang.srt.managers.schedule_batch import Req
 
+from sglang_ext.mempool import MemType
 from sglang_ext.testing.tiers import WrappedTier
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get, Ids, LayerRead, Outcome
 
@@ -156,10 +157,9 @@ def test_a_request_whose_stream_has_failed_waits_for_all_layers_the_next_time() 
 def no_room_in_dram(rank: Rank) -> Iterator[None]:
     """All of DRAM is in use by somebody else."""
     assert rank.tier is not None
-    taken = rank.tier.take(rank.tier.n_blocks)
-    assert len(taken) == rank.tier.n_blocks
+    assert len(rank.pool.alloc_mem(rank.tier.n_blocks, MemType.DRAM, id="somebody")) == rank.tier.n_blocks
     yield
-    rank.tier.give_back(taken)
+    rank.pool.free_mem(id="somebody")
 
 
 def test_without_room_in_dram_it_comes_straight_to_hbm() -> None:

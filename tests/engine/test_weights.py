@@ -17,6 +17,7 @@ from engine_scheduler import Settings
 from engine_simulation import Rank, Scenario
 
 from sglang_ext.engine.weights import Weights
+from sglang_ext.mempool import MemType
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.testing.tiers import MemoryTier, WrappedTier
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get, Ids, LayerRead, Outcome, Put
@@ -163,11 +164,11 @@ def found_straight(cache_class: type[GlobalRadixCache] = GlobalRadixCache) -> It
     with on_disk_only(STREAMS, cache_class) as (rank, _):
         assert rank.tier is not None
         assert rank.promotions is not None
-        taken = rank.tier.take(rank.tier.n_blocks)
+        rank.pool.alloc_mem(rank.tier.n_blocks, MemType.DRAM, id="somebody")
         req = rank.scheduler.submit(QUESTION, new_tokens=3)
         assert rank.promotions.blocks_to_stream(req.cache_request_handle, 0) == BLOCKS
         yield rank, req
-        rank.tier.give_back(taken)
+        rank.pool.free_mem(id="somebody")
 
 
 def test_a_straight_load_of_old_kv_does_not_begin() -> None:

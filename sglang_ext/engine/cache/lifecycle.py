@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sglang_ext.engine.tiers.promotions import Promotions
     from sglang_ext.engine.weights import Weights
     from sglang_ext.mempool import MemPool
+    from sglang_ext.mempool.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 class CacheLifecycle:
     """The part of the cache that does that. Every part but the tree may be missing."""
 
+    store: Store
     tree: RadixTree
     block_size: int
     token_to_kv_pool_allocator: Any
@@ -135,6 +137,7 @@ class CacheLifecycle:
     def check(self) -> None:
         """Verify the invariants of tree and tiers. Raises AssertionError naming what is wrong."""
         self.tree.check()
+        self.store.check()
         if self.feed is not None:
             self.feed.log.check()
         if self.dram is not None:

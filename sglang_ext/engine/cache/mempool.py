@@ -40,6 +40,7 @@ class SlotRegion:
         page_tokens: the engine's page size, which is the block of an endpoint's pool.
         wait: returns when no forward pass writes to the pool any more; needed where it runs on a device, and
             called before places are handed out or copied from or to.
+        owned: told how many blocks more, or fewer, are neither free nor in the index.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class SlotRegion:
         *,
         page_tokens: int = 1,
         wait: Callable[[], None] = lambda: None,
+        owned: Callable[[int], None] = lambda blocks: None,
     ) -> None:
         self.layout = layout
         self.opening: Opening | None = None
@@ -58,6 +60,7 @@ class SlotRegion:
         self._planes = [plane.view(torch.uint8) for layer in planes for plane in layer]
         self._page = page_tokens
         self._wait = wait
+        self._owned = owned
         self._device = self._planes[0].device
         self._slots = slot_ops(self._device)
 
@@ -78,15 +81,17 @@ class SlotRegion:
         # A peer may write there as soon as it is told of them; a pass over their former owner may still run.
         self._wait()
         places = self.unpack(slots, n)
+        self._owned(n)
         self._open(places)
         return places
 
     def free(self, places: Sequence[Place]) -> None:
         if places:
+            self._owned(-len(places))
             self._allocator.free_segment(self._tensor(places), start_pos=0)
 
     def indexed(self, blocks: int) -> None:
-        pass
+        self._owned(-blocks)
 
     def pack(self, places: Sequence[Place]) -> Any:
         return self._slots.keep(self._tensor(places))
@@ -148,15 +153,18 @@ class TierRegion(ArenaRegion):
         if n > self.free_blocks:
             return None
         ids = self._tier.take(n)
+        self._tier.store.owns(Tier.DRAM, len(ids))
         if self.opening is not None:
             self.opening(ids)
         return self.from_ids(ids)
 
     def free(self, places: Sequence[Place]) -> None:
+        self._tier.store.owns(Tier.DRAM, -len(places))
         self._tier.give_back(self.pack(places))
 
     def indexed(self, blocks: int) -> None:
-        self._tier.inserted(blocks)
+        self._tier.store.owns(Tier.DRAM, -blocks)
+        self._tier.entered(blocks)
 
 
 def engine_mempool(
@@ -189,10 +197,14 @@ def engine_mempool(
     def unnamed(space: Hashable) -> bytes:
         raise UserError(f"no disk was given with a name for {space!r}", field="digest")
 
+    def owned(blocks: int) -> None:
+        cache.store.owns(Tier.HBM, blocks)
+        cache.room.entered(-blocks)
+
     allocator = cache.token_to_kv_pool_allocator
     return MemPool(
         hbm.instance,
-        SlotRegion(allocator, planes, layout, page_tokens=cache.page_size, wait=wait),
+        SlotRegion(allocator, planes, layout, page_tokens=cache.page_size, wait=wait, owned=owned),
         dram,
         disk,
         namespace=namespace,
@@ -202,8 +214,3 @@ def engine_mempool(
         settle=cache.settle,
         exclusive=False,
     )
-
-
-def owned_tokens(pool: MemPool) -> int:
-    """Tokens of SGLang's pool that the memory pool's owners have: neither free nor in the cache."""
-    return pool.owned_blocks(Tier.HBM) * pool.layout.block_tokens

@@ -13,6 +13,7 @@ from sglang_ext.engine.tiers.hbm_room import HbmRoom
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.tiers.slots import SlotOps
 from sglang_ext.keys import Tier
+from sglang_ext.mempool.store import Store
 from sglang_ext.radix_global import Holder, RadixTree
 
 
@@ -25,6 +26,7 @@ class Deciding(Protocol):
 class RankCache(Protocol):
     """The cache of one rank, in the scheduler's thread. `patches.adapter.radix_cache` serves."""
 
+    store: Store
     tree: RadixTree
     hbm: Holder
     """Stands for this rank's pool in the tree."""

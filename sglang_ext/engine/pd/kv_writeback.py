@@ -37,9 +37,10 @@ from sglang_ext.engine.pd.decode_receiver import Wanted, after_skip
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import ORDERS, Return, Returned, TakeBack, alike
 from sglang_ext.engine.pd.peers import PrefillPeer
-from sglang_ext.engine.pd.reservations import BUDGET, Blocks, Reservation, Reservations
+from sglang_ext.engine.pd.reservations import BUDGET, Blocks, Reservations
 from sglang_ext.errors import SglangExtError
 from sglang_ext.keys import Tier, encode_tokens
+from sglang_ext.mempool.store import Refusal, Reservation
 from sglang_ext.radix_global import Node
 
 if TYPE_CHECKING:
@@ -50,6 +51,12 @@ log = logging.getLogger(__name__)
 RETURN_SECONDS = 10.0
 READ_SECONDS = 5.0
 STOP_SECONDS = 30.0
+_REFUSED = {
+    Refusal.KNOWN: "known",
+    Refusal.BUDGET: "budget",
+    Refusal.NO_PARENT: "memory",
+    Refusal.NO_ROOM: "memory",
+}
 ORDER = b"take back:"
 """Begins the command to prefill's schedulers."""
 
@@ -197,7 +204,7 @@ class _Coming:
     parts: tuple[Return, ...]
     gathering: _Gathering | None = None
     """At the first rank."""
-    place: Reservation | None = None
+    room: Reservation | None = None
     reading: asyncio.Task[None] | None = None
     stopped: threading.Event = field(default_factory=threading.Event)
     """Nothing writes to its place any more."""
@@ -241,12 +248,8 @@ class ReturnTaker:
 
     @property
     def set_aside(self) -> dict[str, int]:
-        """Tokens of places that are to be filled, by tier. From any thread."""
-        places = self._places
-        return {
-            Tier.HBM.name.lower(): places.slots_aside,
-            Tier.DRAM.name.lower(): places.blocks_aside * places.blocks.step,
-        }
+        """Tokens of memory that is to be filled, by tier. From any thread."""
+        return self._places.tokens
 
     # -- the first rank, on its event loop ----------------------------------------------------------
 
@@ -320,25 +323,27 @@ class ReturnTaker:
             self._answer(coming, Returned(0, "weights"))
             return
         namespace = self._places.blocks.cache.namespace(first.extra_key, first.cache_salt)
-        found = self._places.take(namespace, first.tokens, busy=self._busy())
-        if isinstance(found, str):
-            self.outcomes[found] += 1
-            self._answer(coming, Returned(0, found))
+        found = self._places.take(namespace, first.tokens, busy=self._busy(), source=first.name)
+        if isinstance(found, Refusal):
+            why = _REFUSED[found]
+            self.outcomes[why] += 1
+            self._answer(coming, Returned(0, why))
             return
-        coming.place = found
+        coming.room = found
         self._placed.append(coming)
         self._agent.start(self._read(coming, found, self._fence()))
 
     def _finish(self, coming: _Coming, *, good: bool) -> None:
-        place = coming.place
-        assert place is not None
+        room = coming.room
+        assert room is not None
         if good:
-            fresh = place.keep()
+            done = room.commit()
+            fresh = 0 if done is None else done.fresh * self._places.blocks.step
             self.tokens += fresh
-            self.outcomes["returned" if place.pool == POOL else "dram"] += 1
+            self.outcomes["returned" if room.tier is Tier.HBM else "dram"] += 1
             self._answer(coming, Returned(fresh))
         else:
-            place.give_up()
+            room.abort()
             self.outcomes["unread"] += 1
             self._answer(coming, Returned(0, "unread"))
 
@@ -349,11 +354,11 @@ class ReturnTaker:
 
     # -- reading, on the event loop -----------------------------------------------------------------
 
-    async def _read(self, coming: _Coming, place: Reservation, passed: Passed) -> None:
-        """Fill a place. When this ends, however it does, nothing writes there."""
+    async def _read(self, coming: _Coming, room: Reservation, passed: Passed) -> None:
+        """Fill a reservation. When this ends, however it does, nothing writes there."""
         try:
             if not coming.unwanted:
-                coming.reading = asyncio.ensure_future(self._fill(coming, place, passed))
+                coming.reading = asyncio.ensure_future(self._fill(coming, room, passed))
                 await asyncio.wait({coming.reading})
         finally:
             if coming.reading is not None and not coming.reading.done():
@@ -362,9 +367,9 @@ class ReturnTaker:
             coming.stopped.set()
             self._agent.wake()
 
-    async def _fill(self, coming: _Coming, place: Reservation, passed: Passed) -> None:
+    async def _fill(self, coming: _Coming, room: Reservation, passed: Passed) -> None:
         blocks, name = self._places.blocks, f"return {coming.parts[0].name}"
-        skip = place.start * blocks.step // blocks.page
+        skip = room.start * blocks.step // blocks.page
         lacking = np.empty(blocks.pages_of(coming.parts[0].tokens) - skip, np.int64)
         instance: Instance | None = None
         try:
@@ -372,7 +377,7 @@ class ReturnTaker:
             mine = (part.offers[self._agent.config.local.rank] for part in coming.parts)
             offers = [after_skip(offer, Wanted(lacking, skip, 0)) for offer in mine]
             await until_passed(passed)
-            instance.transfer(name, offers, place.pool, place.ids)
+            instance.transfer(name, offers, *self._places.target(room))
             await instance.complete(name, READ_SECONDS)
             coming.good = True
         except SglangExtError as error:

@@ -17,16 +17,14 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-import numpy as np
-
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.peers.fetch_link import Job
 from sglang_ext.engine.tiers.disk_writes import MinOverRanks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.mover import BlockIds
-from sglang_ext.engine.tiers.promotion import insert_behind
-from sglang_ext.keys import TOKEN_BYTES
-from sglang_ext.radix_global import Node, RadixTree
+from sglang_ext.keys import TOKEN_BYTES, Tier
+from sglang_ext.mempool.store import Refusal, Reservation, Use
+from sglang_ext.radix_global import RadixTree
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +34,7 @@ SHARE: Final = 4
 NOT_YET: Final = -1
 MOST_RESULTS: Final = 1000
 """Results that wait for somebody who takes them."""
+_REFUSED: Final = {Refusal.BUDGET: "busy", Refusal.NO_PARENT: "no_room", Refusal.NO_ROOM: "no_room"}
 
 
 class Reads(Protocol):
@@ -115,10 +114,8 @@ class _Fetch:
     job: Job
     wait_until: float | None
     began: float
-    parent: Node | None = None
-    """What the blocks continue; locked for DRAM while they are read."""
-    start: int = 0
-    ids: BlockIds | None = None
+    room: Reservation | None = None
+    """The blocks of DRAM that are being filled."""
 
 
 class Fetches:
@@ -143,7 +140,6 @@ class Fetches:
     ) -> None:
         self._tree = tree
         self._tier = tier
-        self._dram = tier.holder
         self._link = link
         self._min_over_ranks = min_over_ranks
         self._clock = clock or SystemClock()
@@ -203,77 +199,44 @@ class Fetches:
                 fetch.wait_until = None
                 self.counters.not_waited += 1
             job = fetch.job
-            if fetch.ids is None:
+            if fetch.room is None:
                 offered = self._min_over_ranks(NOT_YET if job.offered is None else job.offered)
                 if offered != NOT_YET:
                     self._take(fetch, offered)
             else:
                 read = self._min_over_ranks(NOT_YET if job.read is None else job.read)
                 if read != NOT_YET:
-                    self._land(fetch, read)
+                    self._land(fetch, fetch.room, read)
 
     def _take(self, fetch: _Fetch, offered: int) -> None:
-        """The peer has said what it lends: take blocks for what is lacking, and read."""
+        """The peer has said what it lends: reserve DRAM for what is lacking, and read."""
         wish, job = fetch.wish, fetch.job
-        match = self._tree.match(wish.namespace, wish.key)
-        lacking = min(offered, len(wish.key) // self._step) - match.blocks
-        if lacking <= 0:
-            self._link.drop(job)
-            self._end(fetch, job.why or "needless")
-            return
-        under_way = sum(len(other.ids) for other in self._active if other.ids is not None)
-        wanted = min(lacking, self._tier.n_blocks // SHARE - under_way)
-        if wanted <= 0:
-            self._link.drop(job)
-            self._end(fetch, "busy")
-            return
-        node = match.node
-        if self._dram not in node.placements and not node.is_root:
-            # What comes can only continue what DRAM has.
-            self._tier.write_through(node, always=True)
-        ids: BlockIds = np.zeros(0, np.int64)
-        if self._dram in node.placements or node.is_root:
-            # What the blocks continue must not be evicted to make room for them.
-            self._tree.lock(node, self._dram)
-            ids = self._tier.take(wanted, lose=fetch.wait_until is not None)
-            if not len(ids):
-                self._tree.unlock(node, self._dram)
-        if not len(ids):
-            self._link.drop(job)
-            self._end(fetch, "no_room")
-            return
-        fetch.parent, fetch.start, fetch.ids = node, match.blocks, ids
-        self._link.read(job, match.blocks, ids)
-
-    def _land(self, fetch: _Fetch, read: int) -> None:
-        """The blocks are in place and verified on every rank, or of no use on one."""
-        ids, parent = fetch.ids, fetch.parent
-        assert ids is not None
-        assert parent is not None
-        came = 0
-        if read < len(ids):
-            self._tier.give_back(ids)
-        else:
-            came = self._insert(fetch, parent, ids)
-        self._tree.unlock(parent, self._dram)
-        self._end(fetch, "done" if read == len(ids) else fetch.job.why or "gone", came)
-
-    def _insert(self, fetch: _Fetch, parent: Node, ids: BlockIds) -> int:
-        """Put what has arrived into the tree, where somebody may have put it in the meantime. Returns the
-        blocks that nobody had."""
-        wish = fetch.wish
-        end = fetch.start + len(ids)
-        result = insert_behind(
-            self._tree, self._dram, parent, wish.namespace, wish.key[: end * self._step], ids
+        room = self._tier.store.reserve(
+            Tier.DRAM,
+            wish.namespace,
+            wish.key[: max(0, offered) * self._step],
+            Use.FETCH,
+            share=SHARE,
+            lose=fetch.wait_until is not None,
+            source=wish.address,
         )
-        held = result.held_blocks - fetch.start
-        self._tier.give_back(ids[:held])
-        self._tier.inserted(len(ids) - held)
-        self.counters.fetched_blocks += len(ids) - held
-        if self._tier.below is not None and result.added:
-            self._tree.lock(result.node, self._dram)
-            self._tier.below.submit(result.node, len(ids) - held)
-        return len(ids) - held
+        if isinstance(room, Refusal):
+            self._link.drop(job)
+            self._end(fetch, (job.why or "needless") if room is Refusal.KNOWN else _REFUSED[room])
+            return
+        fetch.room = room
+        self._link.read(job, room.start, room.places)
+
+    def _land(self, fetch: _Fetch, room: Reservation, read: int) -> None:
+        """The blocks are in place and verified on every rank, or of no use on one."""
+        came = 0
+        whole = read == room.blocks
+        if not whole:
+            room.abort()
+        elif (done := room.commit()) is not None:
+            came = done.fresh
+            self.counters.fetched_blocks += came
+        self._end(fetch, "done" if whole else fetch.job.why or "gone", came)
 
     def _end(self, fetch: _Fetch, how: str, blocks: int = 0) -> None:
         self._active.remove(fetch)
@@ -298,9 +261,8 @@ class Fetches:
         """Give up every fetch. When this returns, nothing writes to DRAM for one."""
         for fetch in list(self._active):
             self._link.cancel(fetch.job)
-            if fetch.ids is not None and fetch.parent is not None:
-                self._tier.give_back(fetch.ids)
-                self._tree.unlock(fetch.parent, self._dram)
+            if fetch.room is not None:
+                fetch.room.abort()
             self._end(fetch, "cancelled")
 
     @property

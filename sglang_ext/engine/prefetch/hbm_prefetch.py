@@ -20,16 +20,15 @@ import math
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_room import HbmRoom
 from sglang_ext.engine.tiers.promotion import Wanted
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.tiers.retention import Retention, path_of
-from sglang_ext.engine.tiers.slots import SlotOps
-from sglang_ext.keys import TOKEN_BYTES, TokenIds, encode_tokens
-from sglang_ext.radix_global import Holder, Node, RadixTree
+from sglang_ext.keys import TOKEN_BYTES, Tier, TokenIds, encode_tokens
+from sglang_ext.mempool.store import Refusal, Reservation, Store, Use
+from sglang_ext.radix_global import Holder, Node
 from sglang_ext.tiered_store.loading.layers import AHEAD
 
 MOST_WAITING = 256
@@ -89,16 +88,14 @@ class _Prefetch:
 
 @dataclass(eq=False)
 class _Piece:
-    """What is being copied: the blocks from ``start`` on."""
+    """What is being copied. room: the slots that it fills."""
 
     prefetch: _Prefetch
-    start: int
-    slots: Any
-    complete: bool = False
+    room: Reservation
 
     def arrived(self) -> None:
         """Nobody writes to the slots any more."""
-        self.complete = True
+        self.room.gives_way = True
 
 
 @dataclass
@@ -116,11 +113,10 @@ class Prefetcher:
     """See the module's docstring.
 
     Args:
-        tree: the rank's tree.
+        store: of the rank.
         hbm: the holder that stands for this rank's pool.
         tier: DRAM; copies to HBM.
         room: slots.
-        slots: how the tree keeps them.
         promotions: bring what is on disk to DRAM; None without a disk.
         namespace: where the KV of a tenant's prompts belongs now, from its ``extra_key`` and ``cache_salt``.
         piece_blocks: most blocks of a piece.
@@ -128,22 +124,21 @@ class Prefetcher:
 
     def __init__(
         self,
-        tree: RadixTree,
+        store: Store,
         hbm: Holder,
         tier: DramTier,
         room: HbmRoom,
-        slots: SlotOps,
         promotions: Promotions | None,
         namespace: Callable[[str | None, str | None], Hashable],
         *,
         piece_blocks: int = PIECE_BLOCKS,
     ) -> None:
-        self._tree = tree
+        self._store = store
+        self._tree = tree = store.tree
         self._hbm = hbm
         self._dram = tier.holder
         self._tier = tier
         self._room = room
-        self._slots = slots
         self._promotions = promotions
         self._namespace = namespace
         self._piece_blocks = piece_blocks
@@ -155,8 +150,6 @@ class Prefetcher:
         marker = Holder.of(f"{hbm.instance} announced requests", hbm.epoch, hbm.tier)
         self.hinted = Retention(tree, marker)
         room.hinted = tier.hinted = self.hinted
-        room.arriving = self.arriving_tokens
-        room.surrender = self.surrender
 
     # -- asking ---------------------------------------------------------------------------------
 
@@ -242,7 +235,7 @@ class Prefetcher:
 
         Only here does a piece enter the tree: in the middle of an admission it would change what was matched.
         """
-        if self._piece is not None and self._piece.complete:
+        if self._piece is not None and self._piece.room.gives_way:
             self._land(self._piece)
         if not self._waiting:
             return
@@ -297,12 +290,16 @@ class Prefetcher:
         if shortage > 0:
             self._room.make_room(shortage, unused_since=prefetch.since, priority=prefetch.priority)
         nodes = self._first(below, min(wanted, self._room.free // block))
-        slots = self._room.take_free(sum(node.blocks for node in nodes) * block) if nodes else None
-        if slots is None:
+        blocks = sum(node.blocks for node in nodes)
+        room = self._store.reserve_spare(
+            Tier.HBM, prefetch.namespace, prefetch.key, Use.PREFETCH, reached, blocks
+        )
+        if isinstance(room, Refusal):
             self._end(prefetch, PrefetchEnd.NO_ROOM)
             return
-        self._piece = _Piece(prefetch, reached, self._slots.keep(slots))
-        self._tier.bring(nodes, self._piece.slots, self._piece.arrived)
+        room.on_surrender = self._surrendered
+        self._piece = _Piece(prefetch, room)
+        self._tier.bring(nodes, room.places, self._piece.arrived)
 
     def _first(self, nodes: list[Node], blocks: int) -> list[Node]:
         """The first ``blocks`` blocks of a path, cutting the node in which they end."""
@@ -315,32 +312,13 @@ class Prefetcher:
         return found
 
     def _land(self, piece: _Piece) -> None:
-        """The bytes of a piece are in its slots: they enter the tree."""
+        """The bytes of a piece are in its slots: they enter the tree, where a request was not faster, and
+        where what they continue was not given up meanwhile.
+        """
         self._piece = None
-        block = self._tree.block_size
-        prefetch, start, kept = piece.prefetch, piece.start, piece.slots
-        end = start + len(kept) // block
-        back: list[Any] = []
-        placed = start
-        for upto, node in path_of(self._tree, prefetch.namespace, prefetch.key):
-            if upto <= start:
-                continue
-            if upto > end:
-                break
-            parent = node.parent
-            part = kept[(upto - node.blocks - start) * block : (upto - start) * block]
-            if self._hbm in node.placements:
-                back.append(part)  # a request was faster
-            elif parent is not None and (parent.is_root or self._hbm in parent.placements):
-                self._tree.place(node, self._hbm, part)
-                prefetch.brought += node.blocks
-            else:
-                break  # what it continues was given up meanwhile
-            placed = upto
-        if placed < end:
-            back.append(kept[(placed - start) * block :])
-        if back:
-            self._room.free_slots(back)
+        done = piece.room.commit(onward=False)
+        if done is not None:
+            piece.prefetch.brought += done.fresh
 
     def _end(self, prefetch: _Prefetch, end: PrefetchEnd) -> None:
         self._waiting.remove(prefetch)
@@ -353,24 +331,15 @@ class Prefetcher:
 
     # -- whole ----------------------------------------------------------------------------------
 
-    @property
-    def arriving(self) -> Any:
-        """Slots of the piece under way, as the tree keeps them: neither free nor in it. None without."""
-        return None if self._piece is None else self._piece.slots
-
     def arriving_tokens(self) -> int:
-        return 0 if self._piece is None else len(self._piece.slots)
+        """Of the piece under way."""
+        return 0 if self._piece is None else self._piece.room.blocks * self._tree.block_size
 
-    def surrender(self) -> int:
-        """SGLang needs the slots of the piece under way, of which no copy is under way any more. How many."""
-        piece = self._piece
-        if piece is None or not piece.complete:
-            return 0
-        self._piece = None
-        self._room.free_slots([piece.slots])
-        if piece.prefetch in self._waiting:
+    def _surrendered(self) -> None:
+        """SGLang has taken back the slots of the piece under way, of which no copy was under way any more."""
+        piece, self._piece = self._piece, None
+        if piece is not None and piece.prefetch in self._waiting:
             self._end(piece.prefetch, PrefetchEnd.GIVEN_UP)
-        return len(piece.slots)
 
     @property
     def busy(self) -> bool:
@@ -383,7 +352,7 @@ class Prefetcher:
             self._end(self._waiting[0], PrefetchEnd.DROPPED)
         if self._piece is not None:
             self._tier.settle()
-            self.surrender()
+            self._store.surrender(Tier.HBM)
         self.hinted.clear()
 
     def __repr__(self) -> str:

@@ -23,7 +23,9 @@ import numpy as np
 from sglang_ext.engine.tiers.disk_writes import DiskWrites, MinOverRanks
 from sglang_ext.engine.tiers.mover import BlockIds, LayerSink, Mover, Source
 from sglang_ext.engine.tiers.retention import Retention
-from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
+from sglang_ext.keys import Tier
+from sglang_ext.mempool.store import Store
+from sglang_ext.radix_global import Evicted, Holder, Match, Node
 from sglang_ext.radix_global.observer import CopyObserver, Unobserved
 
 logger = logging.getLogger(__name__)
@@ -75,7 +77,7 @@ class DramTier:
     """See the module's docstring. Called by the scheduler thread only.
 
     Args:
-        tree: the rank's tree; this tier adds and removes placements of ``dram``.
+        store: of the rank; this tier adds and removes placements of ``dram`` in its tree.
         hbm, dram: the holders that stand for this rank's two tiers.
         arena: hands out blocks.
         mover: copies; completes operations of each direction in the order of submission.
@@ -86,7 +88,7 @@ class DramTier:
 
     def __init__(
         self,
-        tree: RadixTree,
+        store: Store,
         hbm: Holder,
         dram: Holder,
         arena: Arena,
@@ -96,7 +98,8 @@ class DramTier:
         below: DiskWrites | None = None,
         write: bool = True,
     ) -> None:
-        self._tree = tree
+        self.store = store
+        self._tree = store.tree
         self._hbm = hbm
         self._dram = dram
         self._arena = arena
@@ -113,6 +116,7 @@ class DramTier:
         self.copies: CopyObserver = Unobserved()
         self.hinted: Retention | None = None
         """What is held back for requests that were announced."""
+        store.add(Tier.DRAM, self)
 
     @property
     def source(self) -> Holder:
@@ -232,15 +236,47 @@ class DramTier:
         self._taken += len(taken)
         return taken
 
-    def give_back(self, ids: BlockIds) -> None:
+    def give_back(self, places: BlockIds) -> None:
         """Blocks that were taken and are not needed."""
-        self._taken -= len(ids)
-        if len(ids):
-            self._arena.free(ids)
+        self._taken -= len(places)
+        if len(places):
+            self._arena.free(places)
 
-    def inserted(self, blocks: int) -> None:
+    def entered(self, blocks: int) -> None:
         """So many blocks that were taken are in the tree now."""
         self._taken -= blocks
+
+    @property
+    def taken_blocks(self) -> int:
+        """Blocks that are taken now."""
+        return self._taken
+
+    def reach(self, match: Match) -> tuple[Node, int] | None:
+        """Where a match ends, once DRAM has what HBM has of it, also where nothing is written by itself."""
+        node = match.node
+        if not node.is_root and self._dram not in node.placements:
+            self.write_through(node, always=True)
+            if self._dram not in node.placements:
+                return None
+        return node, match.blocks
+
+    def count(self, places: BlockIds) -> int:
+        """How many blocks these are."""
+        return len(places)
+
+    def part(self, places: BlockIds, start: int, end: int) -> BlockIds:
+        """Some of these blocks."""
+        return places[start:end]
+
+    def join(self, parts: Sequence[BlockIds]) -> BlockIds:
+        """The blocks of a path."""
+        return np.concatenate(parts)
+
+    def onward(self, node: Node, blocks: int) -> None:
+        """Blocks that came from elsewhere go on to disk, as what was computed here does."""
+        if self.below is not None:
+            self._tree.lock(node, self._dram)
+            self.below.submit(node, blocks)
 
     # -- DRAM to HBM ----------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ copies, the announced ones last again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +16,16 @@ import torch
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.retention import Retention
 from sglang_ext.engine.tiers.slots import SlotOps
-from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
+from sglang_ext.keys import Tier
+from sglang_ext.mempool.store import Store
+from sglang_ext.radix_global import Evicted, Holder, Match, Node
 
 
 class HbmRoom:
-    """See the module's docstring. Sizes are tokens.
+    """See the module's docstring. Sizes are tokens, but for those of a `StoreTier`, which are blocks.
 
     Args:
-        tree: the rank's tree.
+        store: of the rank.
         hbm: the holder that stands for the pool.
         allocator: SGLang's, of slots; None for an index alone.
         slots: how the tree keeps them.
@@ -31,33 +33,29 @@ class HbmRoom:
     """
 
     def __init__(
-        self, tree: RadixTree, hbm: Holder, allocator: Any, slots: SlotOps, dram: DramTier | None
+        self, store: Store, hbm: Holder, allocator: Any, slots: SlotOps, dram: DramTier | None
     ) -> None:
-        self._tree = tree
+        self._store = store
+        self._tree = store.tree
         self._hbm = hbm
         self._allocator = allocator
         self._slots = slots
         self._dram = dram
         self.hinted: Retention | None = None
         """What is held back for requests that were announced."""
-        self.arriving: Callable[[], int] = int
-        """Tokens whose slots are being filled ahead of a request: neither free nor in the tree, given up when
-        SGLang allocates.
-        """
-        self.surrender: Callable[[], int] = int
-        """Frees those slots, if no copy to them is under way. How many."""
-        self.owned: Callable[[], int] = int
-        """Tokens that owners of a memory pool have: neither free nor in the tree, and not to be given up."""
+        self._taken = 0
+        store.add(Tier.HBM, self)
 
     @property
     def total(self) -> int:
         """What is neither free nor a request's."""
-        return self._tree.blocks_of(self._hbm) * self._tree.block_size + self.arriving() + self.owned()
+        return (self._tree.blocks_of(self._hbm) + self._taken) * self._tree.block_size
 
     @property
     def protected(self) -> int:
         """What of it may not be given up now."""
-        return self._tree.locked_blocks_of(self._hbm) * self._tree.block_size + self.owned()
+        pinned = self._taken - self._store.yielding(Tier.HBM)
+        return (self._tree.locked_blocks_of(self._hbm) + pinned) * self._tree.block_size
 
     @property
     def free(self) -> int:
@@ -72,11 +70,11 @@ class HbmRoom:
         if dram is not None:
             dram.drain()
             freed = self._evict(missing, dram.has_copy)
-            if freed < missing and (dram.writing or self.arriving()):
+            if freed < missing and (dram.writing or self._store.yielding(Tier.HBM)):
                 dram.settle()
                 freed += self._evict(missing - freed, dram.has_copy)
                 if freed < missing:
-                    freed += self.surrender() // self._tree.block_size
+                    freed += self._store.surrender(Tier.HBM)
             freed += self._give_up(missing - freed, dram.has_copy)
         if freed < missing:
             freed += self._evict(missing - freed, None)
@@ -133,3 +131,63 @@ class HbmRoom:
         """Slots that are free now; None when there are not so many."""
         slots: torch.Tensor | None = self._allocator.alloc(tokens)
         return slots
+
+    # -- as a tier of the store -------------------------------------------------------------------
+
+    @property
+    def holder(self) -> Holder:
+        """Who stands for the pool in the tree."""
+        return self._hbm
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks that fit."""
+        return int(self._allocator.size) // self._tree.block_size
+
+    @property
+    def taken_blocks(self) -> int:
+        """Blocks that are neither free, nor in the tree, nor a request's."""
+        return self._taken
+
+    def reach(self, match: Match) -> tuple[Node, int]:
+        """The last node of a match that HBM has."""
+        path = [node for node in match.path if self._hbm in node.placements]
+        return (path[-1] if path else self._tree.root), sum(node.blocks for node in path)
+
+    def take(self, blocks: int, *, lose: bool = True, rank: float = -math.inf) -> Any:
+        """Slots of up to so many blocks. Unless ``lose``, only of what is free (see ``make_room``)."""
+        step = self._tree.block_size
+        if lose and blocks * step > self.free:
+            self.evict(blocks * step - self.free)
+        fits = min(blocks, self.free // step) * step
+        slots = self.take_free(fits) if fits else None
+        kept = self._slots.keep(self._slots.join([]) if slots is None else slots)
+        self._taken += len(kept) // step
+        return kept
+
+    def count(self, places: Any) -> int:
+        """How many blocks these slots are."""
+        return len(places) // self._tree.block_size
+
+    def part(self, places: Any, start: int, end: int) -> Any:
+        """The slots of some of these blocks."""
+        return places[start * self._tree.block_size : end * self._tree.block_size]
+
+    def give_back(self, places: Any) -> None:
+        """Taken slots go back to SGLang."""
+        self._taken -= self.count(places)
+        if len(places):
+            self.free_slots([places])
+
+    def entered(self, blocks: int) -> None:
+        """So many taken blocks are in the tree now; fewer than 0: are taken from SGLang's allocator."""
+        self._taken -= blocks
+
+    def join(self, parts: Sequence[Any]) -> Any:
+        """The slots of a path."""
+        return self._slots.keep(self._slots.join(parts))
+
+    def onward(self, node: Node, blocks: int) -> None:
+        """What is new in HBM is written through to DRAM."""
+        if self._dram is not None:
+            self._dram.write_through(node)

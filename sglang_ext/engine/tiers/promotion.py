@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from sglang_ext.engine.tiers.block_names import Names
 from sglang_ext.engine.tiers.disk_writes import DiskWrites, MinOverRanks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.load_report import LoadReport
 from sglang_ext.keys import TOKEN_BYTES, Tier
-from sglang_ext.radix_global import Holder, Node, RadixTree
-from sglang_ext.radix_global.node import InsertResult
+from sglang_ext.mempool.store import Reservation
+from sglang_ext.radix_global import Node, RadixTree
 from sglang_ext.tiered_store.loading.layers import AHEAD
 from sglang_ext.tiered_store.loading.loader import Load
-from sglang_ext.tiered_store.tier import BlockTier, Ids
+from sglang_ext.tiered_store.tier import BlockTier
 
 
 @dataclass
@@ -61,12 +59,9 @@ class Wanted:
 @dataclass(eq=False)
 class Promotion:
     wanted: Wanted
-    parent: Node
-    """What the blocks continue; locked for DRAM."""
-    start: int
-    """Blocks of the prompt before them."""
+    room: Reservation
+    """The blocks of DRAM that it fills, behind what they continue."""
     names: Names
-    ids: Ids
     load: Load
     deadline: float
     handles: dict[Hashable, Wanted] = field(default_factory=dict)
@@ -89,34 +84,12 @@ class Promoted:
     """At which they end; holds one DRAM lock for the request."""
 
 
-def insert_promoted(tree: RadixTree, dram: Holder, promotion: Promotion, blocks: int) -> InsertResult:
-    """Note in the tree that DRAM has the first ``blocks`` blocks of a promotion, behind what it continues."""
-    wanted = promotion.wanted
-    end = (promotion.start + blocks) * tree.block_size * TOKEN_BYTES
-    return insert_behind(
-        tree, dram, promotion.parent, wanted.namespace, wanted.key[:end], promotion.ids[:blocks]
-    )
-
-
-def insert_behind(
-    tree: RadixTree, dram: Holder, parent: Node, namespace: Hashable, key: bytes, ids: Ids
-) -> InsertResult:
-    """Note in the tree that DRAM has ``key``: ``ids`` are its blocks behind ``parent``, which DRAM has."""
-    above: list[Ids] = []
-    current = parent
-    while current.parent is not None:
-        above.append(current.placements[dram])
-        current = current.parent
-    return tree.insert(namespace, key, dram, np.concatenate([*reversed(above), ids]), same_request=True)
-
-
 class DiskLook:
     """Finds where DRAM ends on the way of a prompt and the disk goes on.
 
     Args:
         tree: the rank's tree.
-        room: writes to DRAM.
-        dram: the holder that stands for this rank's DRAM.
+        room: DRAM, which what is found must continue.
         writes: knows the blocks' names.
         tier: the disk.
         min_over_ranks: the ranks' consensus: the smallest of their numbers.
@@ -126,14 +99,12 @@ class DiskLook:
         self,
         tree: RadixTree,
         room: DramTier,
-        dram: Holder,
         writes: DiskWrites,
         tier: BlockTier,
         min_over_ranks: MinOverRanks,
     ) -> None:
         self._tree = tree
         self._room = room
-        self._dram = dram
         self._names = writes.names
         self._tier = tier
         self._min_over_ranks = min_over_ranks
@@ -154,10 +125,8 @@ class DiskLook:
         first = self._names.following(wanted.namespace, before, key[:step])
         if not self._min_over_ranks(self._tier.match(digest, first)):
             return None
-        if self._dram not in match.node.placements and not match.node.is_root:
-            # What comes from disk can only continue what DRAM has, so DRAM gets what HBM has beyond that,
-            # also where nothing is written there by itself.
-            self._room.write_through(match.node, always=True)
-            if self._dram not in match.node.placements:
-                return None
-        return match.node, match.blocks, self._names.following(wanted.namespace, before, key)
+        # What comes from disk can only continue what DRAM has, so DRAM gets what HBM has beyond that.
+        reached = self._room.reach(match)
+        if reached is None:
+            return None
+        return *reached, self._names.following(wanted.namespace, before, key)

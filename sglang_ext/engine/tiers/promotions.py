@@ -37,10 +37,10 @@ from sglang_ext.engine.tiers.promotion import (
     Promotion,
     PromotionCounters,
     Wanted,
-    insert_promoted,
 )
 from sglang_ext.errors import InternalError
-from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.keys import TOKEN_BYTES, Tier
+from sglang_ext.mempool.store import Refusal, Use
 from sglang_ext.radix_global import Holder, Node, RadixTree
 from sglang_ext.tiered_store.loading.loader import Loader
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier
@@ -103,7 +103,7 @@ class Promotions:
         self._streams: list[Promotion] = []
         """Those that the next forward pass depends on."""
         self._straight = DirectLoads(tier, loader, room)
-        self._disk_look = DiskLook(tree, room, dram, writes, tier, min_over_ranks)
+        self._disk_look = DiskLook(tree, room, writes, tier, min_over_ranks)
         self.counters = PromotionCounters()
         self.decisions = LoadDecisions()
 
@@ -133,7 +133,7 @@ class Promotions:
             # From now on somebody waits for it.
             promotion.ahead = False
             self._loader.set_priority(promotion.load, wanted.priority)
-            patience = self.policy.patience(len(promotion.ids), promotion.start)
+            patience = self.policy.patience(promotion.room.blocks, promotion.room.start)
             promotion.deadline = self._clock.monotonic() + patience
 
     def ready(self, handle: Hashable) -> bool:
@@ -149,7 +149,9 @@ class Promotions:
             return Promoted(straight.start * block, straight.blocks * block, straight.parent)
         promotion = self._waiting.get(handle)
         if promotion is not None and promotion.streams_to == handle:
-            return Promoted(promotion.start * block, len(promotion.ids) * block, promotion.parent)
+            room = promotion.room
+            assert room.parent is not None
+            return Promoted(room.start * block, room.blocks * block, room.parent)
         return self._arrived.get(handle)
 
     def release(self, handle: Hashable) -> None:
@@ -175,9 +177,9 @@ class Promotions:
         if straight is not None:
             return straight.blocks if straight.start == in_memory else 0
         promotion = self._waiting.get(handle)
-        if promotion is None or promotion.streams_to != handle or promotion.start != in_memory:
+        if promotion is None or promotion.streams_to != handle or promotion.room.start != in_memory:
             return 0
-        return len(promotion.ids)
+        return promotion.room.blocks
 
     def stream(self, handle: Hashable, slots: Any) -> None:
         """Let the blocks of ``blocks_to_stream`` go on to ``slots`` as they come."""
@@ -186,7 +188,7 @@ class Promotions:
         promotion = self._waiting[handle]
         promotion.streaming = True
         self._streams.append(promotion)
-        self._room.stream(promotion.ids, slots, promotion.load)
+        self._room.stream(promotion.room.places, slots, promotion.load)
 
     def streams_hold(self) -> bool:
         """After a forward pass: whether all that streamed into it was what it should have been."""
@@ -197,7 +199,7 @@ class Promotions:
                 blocks = promotion.load.wait(last).blocks
             except InternalError:
                 blocks = 0  # _finish reports it
-            whole = bool(self._min_over_ranks(int(blocks == len(promotion.ids))))
+            whole = bool(self._min_over_ranks(int(blocks == promotion.room.blocks)))
             promotion.streaming = False
             if whole:
                 self.counters.streamed += blocks
@@ -224,28 +226,37 @@ class Promotions:
         get = self._tier.prepare_get(self._names.digest(wanted.namespace), names)
         found = self._min_over_ranks(get.blocks)
         chosen = found if wanted.ahead else self._choose(wanted, found, start)
-        # What the blocks continue must not be evicted to make room for them.
-        self._tree.lock(parent, self._dram)
-        ids = self._room.take(chosen, lose=not wanted.ahead, rank=wanted.rank)
-        if len(ids) < chosen and self._may_stream(wanted):
-            self._room.give_back(ids)
-            self._straight.add(handle, DirectLoad(parent, wanted.request, start, chosen, get))
-            return None
-        if len(ids) < chosen:
-            self.counters.no_room += chosen - len(ids)
-            wanted.report.came(len(ids) * self._tree.block_size, Reason.NO_ROOM)
-        if not len(ids):
-            self._tree.unlock(parent, self._dram)
-            self._tier.complete_get(get)
-            return None
-        patience = math.inf if wanted.ahead else self.policy.patience(len(ids), start)
-        return Promotion(
-            wanted,
+        room = self._room.store.reserve_behind(
+            Tier.DRAM,
+            wanted.namespace,
+            wanted.key,
+            Use.PROMOTION,
             parent,
             start,
-            pack_names(names[: len(ids)]),
-            ids,
-            self._loader.load(self._tier, get, self._memory, ids, priority=wanted.priority),
+            chosen,
+            lose=not wanted.ahead,
+            rank=wanted.rank,
+        )
+        fits = 0 if isinstance(room, Refusal) else room.blocks
+        if fits < chosen and self._may_stream(wanted):
+            # The blocks go straight to HBM, and continue the same.
+            self._tree.lock(parent, self._dram)
+            if not isinstance(room, Refusal):
+                room.abort()
+            self._straight.add(handle, DirectLoad(parent, wanted.request, start, chosen, get))
+            return None
+        if fits < chosen:
+            self.counters.no_room += chosen - fits
+            wanted.report.came(fits * self._tree.block_size, Reason.NO_ROOM)
+        if isinstance(room, Refusal):
+            self._tier.complete_get(get)
+            return None
+        patience = math.inf if wanted.ahead else self.policy.patience(fits, start)
+        return Promotion(
+            wanted,
+            room,
+            pack_names(names[:fits]),
+            self._loader.load(self._tier, get, self._memory, room.places, priority=wanted.priority),
             deadline=self._clock.monotonic() + patience,
             ahead=wanted.ahead,
         )
@@ -301,14 +312,14 @@ class Promotions:
             return 0
         if not self._may_stream(wanted):
             return 0
-        context = (promotion.start + len(promotion.ids)) * self._tree.block_size
+        context = (promotion.room.start + promotion.room.blocks) * self._tree.block_size
         new_tokens = len(wanted.key) // TOKEN_BYTES - context
         return int(self.policy.may_start(self._loader.bytes_left(promotion.load), new_tokens, context))
 
     def _finish(self, promotion: Promotion) -> None:
         del self._under_way[promotion.names[0].tobytes()]
         blocks = self._min_over_ranks(self._blocks_read(promotion))
-        lost = len(promotion.ids) - blocks
+        lost = promotion.room.blocks - blocks
         if promotion.late:
             self.counters.late += lost
         else:
@@ -316,8 +327,7 @@ class Promotions:
             if not promotion.wanted.ahead:  # which waits for others
                 self.policy.measured(blocks, promotion.load.seconds)
         self.counters.promoted += blocks
-        self._room.give_back(promotion.ids[blocks:])
-        node = self._insert(promotion, blocks) if blocks else promotion.parent
+        node = self._insert(promotion, blocks)
         block = self._tree.block_size
         tokens = blocks * block
         # Whoever waits is told of the tokens before a prefetch is.
@@ -325,10 +335,9 @@ class Promotions:
             del self._waiting[handle]
             if lost:
                 wanted.report.came(blocks * block, Reason.LATE if promotion.late else Reason.FAILED)
-            if blocks:
-                self._arrive(handle, promotion.start * block, tokens, node)
+            if node is not None:
+                self._arrive(handle, promotion.room.start * block, tokens, node)
                 tokens = 0  # the others find it in DRAM
-        self._tree.unlock(promotion.parent, self._dram)
         for handle, wanted in promotion.handles.items():
             if len(wanted.key) > len(promotion.wanted.key):
                 self.begin(handle, wanted)
@@ -348,16 +357,16 @@ class Promotions:
             start, tokens = before.start, start - before.start + tokens
         self._arrived[handle] = Promoted(start, tokens, node)
 
-    def _insert(self, promotion: Promotion, blocks: int) -> Node:
-        """Put what has arrived into the tree, where somebody may have put it in the meantime."""
-        result = insert_promoted(self._tree, self._dram, promotion, blocks)
-        place = result.held_blocks - promotion.start
-        self._room.give_back(promotion.ids[:place])
-        self._room.inserted(blocks - place)
-        for node in result.added:
+    def _insert(self, promotion: Promotion, blocks: int) -> Node | None:
+        """Put what has arrived into the tree, and note that the disk has it. The node at which it ends."""
+        done = promotion.room.commit(blocks, onward=False)
+        if done is None:
+            return None
+        place = done.held
+        for node in done.added:
             self._writes.place(node, promotion.names[place : place + node.blocks])
             place += node.blocks
-        return result.node
+        return done.node
 
     # -- whole ----------------------------------------------------------------------------------
 
@@ -376,8 +385,7 @@ class Promotions:
             except InternalError:
                 logger.exception("reading from disk failed in a way that is not the disk's")
             del self._under_way[promotion.names[0].tobytes()]
-            self._room.give_back(promotion.ids)
-            self._tree.unlock(promotion.parent, self._dram)
+            promotion.room.abort()
         self._waiting.clear()
         for handle in [*self._arrived, *self._straight.handles]:
             self.release(handle)
