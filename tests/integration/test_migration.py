@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,7 +29,7 @@ from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_po
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 Json = dict[str, Any]
-TOKENS = 32
+TOKENS = 64
 DRAM = ("--kv-dram-size", "64MiB", "--enable-metrics")
 SWITCH = "--enable-pd-role-switch"
 TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
@@ -200,25 +200,23 @@ async def drain(router: Router, instance: str) -> None:
 
 
 async def asked_and_drained(
-    router: Router, client: Client, asked: list[tuple[str, Json]], caught: Callable[[], Awaitable[bool]]
+    router: Router, fleet: Fleet, client: Client, asked: list[tuple[str, Json]]
 ) -> list[asyncio.Task[Heard]]:
-    """Ask, and drain instance a in the middle of the answers. On a busy machine they may have ended by then:
-    that is tried again."""
-    servers = len(router.fleet.usable())
-    for _ in range(4):
-        client.heard.clear()
-        answers = [asyncio.create_task(client.ask(*each)) for each in asked]
-        await until(lambda: sum(heard.events > 2 for heard in client.heard) >= 5)
+    """Ask, and drain instance a in the middle of its answers: its scheduler stands still from the first words
+    of one until the drain has begun."""
+    source = router.members.member("a").url
+    schedulers = next(each for each in fleet.servers if each.url == source).processes("sglang::scheduler")
+    client.heard.clear()
+    answers = [asyncio.create_task(client.ask(*each)) for each in asked]
+    await until(lambda: any(heard.instance == source and heard.events for heard in client.heard))
+    for pid in schedulers:
+        os.kill(pid, signal.SIGSTOP)
+    try:
         await drain(router, "a")
-        while not all(task.done() for task in answers):
-            if await caught():
-                return answers
-            await asyncio.sleep(0.02)
-        if await caught():
-            return answers
-        router.members.resume("a")
-        await until(lambda: len(router.fleet.usable()) == servers)
-    pytest.fail("no request was met in the middle")
+    finally:
+        for pid in schedulers:
+            os.kill(pid, signal.SIGCONT)
+    return answers
 
 
 async def test_every_answer_is_the_undisturbed_one(router: Router, fleet: Fleet) -> None:
@@ -230,14 +228,11 @@ async def test_every_answer_is_the_undisturbed_one(router: Router, fleet: Fleet)
         for server in fleet.servers:
             await asyncio.to_thread(server.wait_idle)
             await asyncio.to_thread(server.flush)
-
-        async def one_has_moved() -> bool:
-            return await moved(router) >= 1
-
-        url = router.members.member("a").url
-        answers = await asked_and_drained(router, client, bodies(), one_has_moved)
+        url, before = router.members.member("a").url, await moved(router)
+        answers = await asked_and_drained(router, fleet, client, bodies())
         await until(lambda: router.fleet.rows[url].state is State.LEFT, seconds=60)
         got = await asyncio.gather(*answers)
+    assert await moved(router) > before
     assert [heard.error for heard in got] == [""] * 8
     for heard, true in zip(got, expected, strict=True):
         assert heard.said == true.said
@@ -327,12 +322,10 @@ async def test_a_target_that_stops_in_the_middle_costs_a_pause(
                     os.kill(pid, signal.SIGSTOP)
             return send(name, message)
 
-        async def target_has_stopped() -> bool:
-            return stopped.is_set()
-
         monkeypatch.setattr(router.mover.calls, "send", stopping)
         try:
-            answers = await asked_and_drained(router, client, asked, target_has_stopped)
+            answers = await asked_and_drained(router, fleet, client, asked)
+            await asyncio.wait_for(stopped.wait(), 60)
             there = [
                 task for task, heard in zip(answers, client.heard, strict=True) if heard.instance == source
             ]
