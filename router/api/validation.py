@@ -50,6 +50,8 @@ class Limits(msgspec.Struct, frozen=True):
     context_length: int
     truncates: bool = False
     """Too long prompts are cut by the server instead of refused."""
+    served_name: str = ""
+    """Under which the model is served."""
 
 
 class Chat(msgspec.Struct, frozen=True):

@@ -24,6 +24,7 @@ from sglang_ext.router.http.types import Upstream
 from sglang_ext.router.index.index import Index
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.tracing import Tracing
+from sglang_ext.router.tenancy.admit import Rules
 from sglang_ext.router.tokens.tokenizing import TokenizerService
 
 
@@ -72,6 +73,12 @@ class Serving:
         background = Background(api, fleet, self.admission, clock, config.request_timeout_secs)
         self.generation = Generation(
             config,
+            Rules(
+                cache_details=config.cache_details,
+                session_header=config.session_header,
+                session_field=config.session_field,
+                session_cookie=config.session_cookie,
+            ),
             fleet,
             self.chooser,
             self.relay,

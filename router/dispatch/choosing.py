@@ -91,7 +91,7 @@ class Chooser:
         if not fleet:  # if there are any, a request can begin at one of them: see ``Fleet.usable``
             return None
         matches = self._matches(flight)
-        prompt = Prompt(flight.units, flight.session, record.priority, request_id=record.request_id)
+        prompt = Prompt(flight.units, flight.admitted.session, record.priority, request_id=record.request_id)
         decision = self._as_expected(flight, prompt, fleet, matches) if not excluded else None
         fetch = self._fetch(flight, decision, fleet, matches)
         if decision is None or (fetch is not None and fetch.end == NOT_WORTH_IT):
@@ -167,7 +167,9 @@ class Chooser:
             record = flight.record
             fleet = (home, *(known for known in usable if known.role is Role.PREFILL))
             matches = self._matches(flight)
-            prompt = Prompt(flight.units, flight.session, record.priority, request_id=record.request_id)
+            prompt = Prompt(
+                flight.units, flight.admitted.session, record.priority, request_id=record.request_id
+            )
             found = self.policy(prompt, fleet, matches, self._costs, self.options)
             decision = Decision(found.instance, Reason.SESSION, found.matched, found.scores, instance)
         self._guess(flight, decision.instance)

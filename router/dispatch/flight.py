@@ -7,15 +7,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import msgspec
-import orjson
 
-from sglang_ext.errors import InternalError
 from sglang_ext.router.api.anthropic_answers import AnthropicAnswer
 from sglang_ext.router.api.sse import EventFilter
-from sglang_ext.router.api.usage import Form
-from sglang_ext.router.api.validation import Endpoint, Job, Json
 from sglang_ext.router.http.types import Request, RequestRefused, Responder
 from sglang_ext.router.telemetry.record import CLIENT_GONE, Record
+from sglang_ext.router.tenancy.admit import Admitted, Sent, through_chat
 from sglang_ext.router.tokens.tokenizing import Encoded
 
 MAX_HOMES = 50_000
@@ -24,53 +21,35 @@ MAX_HOMES = 50_000
 class Flight(msgspec.Struct, eq=False):
     """One generation request on its way."""
 
-    job: Job
+    admitted: Admitted
     prompts: Sequence[Encoded]
     request: Request
     responder: Responder
     record: Record
-    body: bytes
-    """What is sent to a worker: as it came, unless the tenant's salt had to be put in."""
-    target: str
-    """Path and query at the worker."""
-    form: Form
-    """Of the worker's answer."""
-    session: str | None = None
+    sent: Sent
+    """What a worker is sent; as admitted, unless the instances it goes to need another form."""
+    units: int
+    """Length of all prompts, in the unit of matches."""
     filter: EventFilter | None = None
     """Takes out of a stream what only the router has asked for."""
-    tells_cached: bool = False
-    """The worker was asked what it found cached; an answer that says nothing of it found nothing."""
     translation: AnthropicAnswer | None = None
     """Turns the worker's answer into the form that the client expects."""
-    rids: tuple[str, ...] = ()
-    """What the worker calls the request, where the client chose it."""
     failed: str | None = None
     """The instance at which the last attempt failed, where it is not the chosen one."""
-    rid: str = ""
-    """What a worker is to call the request, so that it can be spoken of; empty for a batch."""
-    units: int = 0
-    """Length of all prompts, in the unit of matches."""
     aborted: bool = False
     task: asyncio.Task[object] | None = None
 
+    def __post_init__(self) -> None:
+        if self.sent.message_model is not None:
+            self.translation = AnthropicAnswer(self.sent.message_model)
+        if self.admitted.hides_usage and self.admitted.job.stream:
+            self.filter = EventFilter(b'"sglext":{', b'"choices":[]')
 
-def through_chat(flight: Flight, fields: Json) -> None:
-    """Send a message of ``/v1/messages`` as the chat request that SGLang would make of it, and turn the
-    answer back: for what chat's body can say and SGLang's ``/v1/messages`` cannot.
-
-    Args:
-        fields: put into the body.
-    """
-    chat = flight.job.prompts[0].chat
-    if chat is None:
-        raise InternalError(f"{flight.job.endpoint} without a conversation")
-    body = {**chat.payload, **fields}
-    if flight.job.stream:
-        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
-    flight.body = orjson.dumps(body)
-    flight.target = Endpoint.CHAT.value
-    flight.form = Form.OPENAI
-    flight.translation = AnthropicAnswer(chat.payload["model"])
+    def through_chat(self) -> None:
+        """Send a message of ``/v1/messages`` as a chat request; see ``admit.through_chat``."""
+        if self.translation is None:
+            self.sent = through_chat(self.admitted.job, {})
+            self.translation = AnthropicAnswer(self.sent.message_model or "")
 
 
 class Flights:
@@ -93,7 +72,9 @@ class Flights:
     def named(self, name: str, scope: str) -> list[Flight]:
         """Flights with this request id or ``rid``, of the callers with this scope."""
         return [
-            flight for flight in self.of(scope) if name == flight.record.request_id or name in flight.rids
+            flight
+            for flight in self.of(scope)
+            if name == flight.record.request_id or name in flight.admitted.rids
         ]
 
     def of(self, scope: str) -> list[Flight]:

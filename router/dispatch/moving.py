@@ -32,7 +32,7 @@ from sglang_ext.router.fleet.instance_record import Load
 from sglang_ext.router.fleet.lifecycle import USABLE, State
 from sglang_ext.router.http.types import ConnectionLost, UpstreamResponse
 from sglang_ext.router.policies.base import Role
-from sglang_ext.router.tenancy.tenancy import RESUME
+from sglang_ext.router.tenancy.admit import RESUME
 
 logger = logging.getLogger("router.moving")
 
@@ -134,17 +134,17 @@ class Mover:
     def names(self, flight: Flight, instance: str) -> str:
         """What a request is to be called at an instance so that it can be moved; empty where it cannot be."""
         if (
-            flight.rid
-            and (flight.job.endpoint in MOVABLE or flight.translation is not None)
+            flight.admitted.rid
+            and (flight.admitted.job.endpoint in MOVABLE or flight.translation is not None)
             and self.calls.known(instance)
         ):
-            return flight.rid
+            return flight.admitted.rid
         return ""
 
     @contextmanager
     def carrying(self, flight: Flight, instance: str, load: Load) -> Iterator[Leg]:
         """An instance answers a request while the block runs."""
-        leg = Leg(flight, instance, flight.rid, load)
+        leg = Leg(flight, instance, flight.admitted.rid, load)
         if not self.names(flight, instance):
             yield leg
             return
@@ -372,7 +372,7 @@ def response_status(text: str) -> str:
 
 def _obstacle(flight: Flight) -> str:
     """What of a request's form cannot be gone on with in mid-stream."""
-    if flight.job.stream and flight.form is not None and b'"tools"' in flight.body:
+    if flight.admitted.job.stream and flight.sent.form is not None and b'"tools"' in flight.sent.body:
         return "tool calls in a stream"
     return ""
 
@@ -381,10 +381,10 @@ def _body(leg: Leg, parked: Parked, ticket: str) -> bytes:
     """The request as the other instance gets it: with its name, the ticket of its state, and where its KV
     is."""
     flight = leg.flight
-    payload = orjson.loads(flight.body)
+    payload = orjson.loads(flight.sent.body)
     payload["rid"] = leg.rid
     holder = payload
-    if flight.target.partition("?")[0] == Endpoint.GENERATE.value:
+    if flight.sent.target.partition("?")[0] == Endpoint.GENERATE.value:
         holder = payload["sampling_params"] = dict(payload.get("sampling_params") or {})
     custom = dict(holder.get("custom_params") or {})
     custom[RESUME] = ticket

@@ -15,7 +15,7 @@ from sglang_ext.router.api.usage import Form, StreamReader, Usage, answer_id, re
 from sglang_ext.router.api.validation import Endpoint
 from sglang_ext.router.config import RouterConfig
 from sglang_ext.router.dispatch.costs import RouterCosts
-from sglang_ext.router.dispatch.flight import Flight, Homes, through_chat
+from sglang_ext.router.dispatch.flight import Flight, Homes
 from sglang_ext.router.dispatch.moving import GoesOnElsewhere, Leg, Mover
 from sglang_ext.router.dispatch.pairs import beside, meeting_point
 from sglang_ext.router.fleet.fleet import Fleet, Load
@@ -34,7 +34,8 @@ from sglang_ext.router.policies import Decision
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.telemetry.tracing import NO_TRACING, TRACE_HEADERS, Tracing
-from sglang_ext.router.tenancy.tenancy import STEERING_HEADERS, TENANT_HEADERS, splice
+from sglang_ext.router.tenancy.admit import splice
+from sglang_ext.router.tenancy.request_fields import STEERING_HEADERS, TENANT_HEADERS
 from sglang_ext.router.tenancy.tenants import Meter
 from sglang_ext.router.tokens.tokenizing import Encoded, TokenizerService
 
@@ -110,13 +111,13 @@ class Relay:
         record.instance = decision.decode or decision.instance
         record.prefill_instance = None if decision.decode is None else decision.instance
         if decision.decode is None:
-            await self._answer(flight, decision, decision.instance, flight.body)
+            await self._answer(flight, decision, decision.instance, flight.sent.body)
             return
         facts = self._fleet.rows[decision.instance].facts
         meeting = meeting_point(decision.instance, facts)
-        if flight.job.endpoint is Endpoint.MESSAGES and flight.translation is None:
-            through_chat(flight, {})
-        body = splice(flight.body, meeting)
+        if flight.admitted.job.endpoint is Endpoint.MESSAGES:
+            flight.through_chat()
+        body = splice(flight.sent.body, meeting)
         async with beside(
             lambda: self._prefill(flight, decision, body),
             lambda: not flight.responder.started,
@@ -152,7 +153,7 @@ class Relay:
     async def _open(self, flight: Flight, instance: str, body: bytes) -> UpstreamResponse:
         return await self._upstream.open(
             flight.request.method,
-            instance + flight.target,
+            instance + flight.sent.target,
             headers=self._request_headers(flight),
             body=body,
             timeout_s=self._config.request_timeout_secs,
@@ -165,7 +166,9 @@ class Relay:
     async def _answer(self, flight: Flight, decision: Decision, instance: str, body: bytes) -> None:
         """Have ``instance`` answer the client."""
         queued = max(0, flight.units - decision.matched)
-        sending = self._costs.sending(decision.instance, queued, decision.matched, streams=flight.job.stream)
+        sending = self._costs.sending(
+            decision.instance, queued, decision.matched, streams=flight.admitted.job.stream
+        )
         here = queued if decision.decode is None else 0
         if name := self._mover.names(flight, instance):
             body = splice(body, {"rid": name})
@@ -204,10 +207,10 @@ class Relay:
         usage = Usage()
         if response.status == 200:
             if len(body) <= MAX_READ_BYTES:
-                usage = read_answer(body, form=flight.form, choices=flight.job.choices)
+                usage = read_answer(body, form=flight.sent.form, choices=flight.admitted.job.choices)
                 _infer_cached(flight, usage)
             self._learn(flight, decision, usage)
-            if flight.job.background and usage.response_id is not None:
+            if flight.admitted.job.background and usage.response_id is not None:
                 self.on_background(usage.response_id, load, record.caller.meter)
         _note(record, usage)
         headers = self._response_headers(response, record, usage)
@@ -230,7 +233,7 @@ class Relay:
         """Pass on an answer as it comes; until its first byte, another instance can be tried."""
         record, responder, translation = flight.record, flight.responder, flight.translation
         load = leg.load
-        reader = StreamReader(form=flight.form, choices=flight.job.choices)
+        reader = StreamReader(form=flight.sent.form, choices=flight.admitted.job.choices)
         async with aclosing(response.chunks()) as chunks:
             with load.until_lost():
                 first = await anext(chunks, b"")
@@ -261,7 +264,7 @@ class Relay:
                 if translation is not None:
                     await responder.write(translation.broken(message))
                 else:
-                    rest = _broken_off(message, flight.form, in_event=reader.in_event)
+                    rest = _broken_off(message, flight.sent.form, in_event=reader.in_event)
                     await responder.write(_held_back(flight) + rest)
             else:
                 if held := _held_back(flight):
@@ -331,10 +334,10 @@ class Relay:
             size: bytes of the answer.
         """
         prompts: Sequence[Encoded] = flight.prompts
-        tells_ids = flight.form is Form.NATIVE
-        if tells_ids or flight.job.echoes or all(prompt.tokens is None for prompt in prompts):
+        tells_ids = flight.sent.form is Form.NATIVE
+        if tells_ids or flight.admitted.job.echoes or all(prompt.tokens is None for prompt in prompts):
             return
-        if flight.session is None and not any(
+        if flight.admitted.session is None and not any(
             self._trees.learns_of(prompt.namespace, instance) for prompt in prompts
         ):
             return  # the instance tells by itself what it holds, and no session goes on from it
@@ -417,7 +420,7 @@ def _held_back(flight: Flight) -> bytes:
 
 def _infer_cached(flight: Flight, usage: Usage) -> None:
     """SGLang leaves out what it was asked for when nothing was cached."""
-    if flight.tells_cached and usage.cached_tokens is None:
+    if flight.admitted.tells_cached and usage.cached_tokens is None:
         usage.cached_tokens = 0
 
 

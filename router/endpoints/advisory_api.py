@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -15,7 +15,6 @@ import orjson
 from sglang_ext.clock import Clock
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol.agent import MAX_PROMPT_BYTES, MAX_TAG
-from sglang_ext.router.api.hints import Advisory, advisory_of, parse_advisory, prefetch_actions
 from sglang_ext.router.api.validation import Endpoint, Json, Limits, check_length, parse_json_object
 from sglang_ext.router.dispatch.advisory_book import ENDED, Entry, Hint, State, Verdict
 from sglang_ext.router.endpoints.generation import no_worker
@@ -24,7 +23,7 @@ from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.hints.advising import Advisor
 from sglang_ext.router.http.types import EVENT_STREAM_TYPE, JSON_TYPE, Request, RequestRefused, Responder
 from sglang_ext.router.telemetry.record import Record
-from sglang_ext.router.tenancy.tenancy import check_reserved, priority_of, with_salt
+from sglang_ext.router.tenancy.admit import AdmittedHint, admit_hint
 from sglang_ext.router.tenancy.tenants import Caller
 
 logger = logging.getLogger("router.advisory")
@@ -62,25 +61,17 @@ class AdvisoryApi:
 
     async def _take(self, request: Request, responder: Responder, record: Record) -> None:
         payload = parse_json_object(request.body)
-        check_reserved(payload, record.caller)
-        record.priority = priority_of(payload, record.caller)
-        told = await self._offer(parse_advisory(payload, self._limits()), record)
+        told = await self._offer(admit_hint(payload, record.caller, self._limits()), record)
         await _send(responder, record, 200, told)
 
-    async def _offer(self, advisory: Advisory, record: Record) -> dict[str, Any]:
+    async def _offer(self, admitted: AdmittedHint, record: Record) -> dict[str, Any]:
         """Take a hint, and say what is told of it.
 
         Raises:
             RequestRefused: 429 when it was refused, 404 when nothing is known of its session.
         """
-        if advisory.job is not None:
-            advisory = Advisory(
-                with_salt(advisory.job, record.caller),
-                advisory.session,
-                advisory.earliest_s,
-                advisory.ttl_s,
-            )
-        hint = await self._advisor.hint(advisory, record.caller, record.priority)
+        record.priority = admitted.priority
+        hint = await self._advisor.hint(admitted.advisory, record.caller, admitted.priority)
         if hint is None:
             raise RequestRefused(UNKNOWN_SESSION, status=404, param="session", code="unknown_session")
         _check_size(hint, self._limits())
@@ -101,7 +92,7 @@ class AdvisoryApi:
         model = self._fleet.model
         if model is None:
             raise no_worker(self._fleet)
-        return Limits(model.model.vocab_size, model.model.context_length, model.truncates)
+        return model.limits
 
     # -- one hint -----------------------------------------------------------------------------------
 
@@ -154,7 +145,7 @@ class AdvisoryApi:
         self, endpoint: Endpoint, payload: Json, responder: Responder, record: Record
     ) -> None:
         """Answer a request that only warms the cache (`hints.only_a_hint`): with no text, in its own form."""
-        told = await self._offer(advisory_of(endpoint, payload, self._limits()), record)
+        told = await self._offer(admit_hint(payload, record.caller, self._limits(), endpoint), record)
         tokens = told["tokens"]
         record.prompt_tokens = sum(tokens.values())
         record.cached_tokens = tokens["hbm"] + tokens["dram"] + tokens["disk"]
@@ -170,9 +161,9 @@ class AdvisoryApi:
         else:
             await _send(responder, record, 200, body, headers)
 
-    def note(self, payload: Json, record: Record) -> None:
+    def note(self, hints: Sequence[Json], record: Record) -> None:
         """Take the hints that a request carries beside itself. What is wrong with them harms it not."""
-        for number, body in enumerate(prefetch_actions(payload)):
+        for number, body in enumerate(hints):
             if number >= MOST_ACTIONS or len(self._noting) >= MOST_NOTING:
                 logger.info("hints in a request beyond the first %d were not taken", number)
                 return
@@ -183,9 +174,7 @@ class AdvisoryApi:
     async def _note(self, body: Json, caller: Caller) -> None:
         own = Record("", "POST", PATH, self._clock.monotonic(), caller=caller)
         try:
-            check_reserved(body, caller)
-            own.priority = priority_of(body, caller)
-            await self._offer(parse_advisory(body, self._limits()), own)
+            await self._offer(admit_hint(body, caller, self._limits()), own)
         except RequestRefused as refused:
             logger.info("a hint in a request was not taken: %s", refused.message)
         except Exception:

@@ -146,7 +146,7 @@ class Control:
 
     async def _abort_flight(self, flight: Flight, rid: str | None) -> None:
         record = flight.record
-        if rid is not None and rid in flight.rids and record.instance is not None:
+        if rid is not None and rid in flight.admitted.rids and record.instance is not None:
             body = {"rid": record.caller.scope + rid}
             names = [name for name in (record.instance, record.prefill_instance) if name is not None]
             if all(await asyncio.gather(*(self._tell(name, body) for name in names))):

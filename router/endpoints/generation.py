@@ -1,14 +1,14 @@
-"""The life of a generation request: check, encode, wait, choose, send on, pass back, learn.
+"""The life of a generation request: admit, encode, place, choose, send, pass back.
 
-1. The body is parsed and checked; what is wrong is refused here (``native``, ``openai``, ``responses``,
-   ``anthropic``), and so is what a tenant must not choose (``tenancy``).
+1. The body is parsed, checked, and rewritten where the router or the tenant's key has to say something
+   (``tenancy.admit``, once for everything).
 2. Its prompts become keys of the prompt tree (``tokenizing``); too long ones are refused.
 3. When every instance has as many requests as it may, it waits (``queueing``).
 4. The tree says who holds how much of them, the policy chooses an instance (``choosing``), and the tree is
    told the guess that this instance will hold them.
-5. The request goes to the instance as it came, with the tenant's salt put in (``relaying``). While the
-   client has been sent nothing, a lost connection means another instance, within the budget for that; a
-   client that goes away means a closed connection, on which the worker aborts.
+5. The request goes to the instance (``relaying``). While the client has been sent nothing, a lost connection
+   means another instance, within the budget for that; a client that goes away means a closed connection, on
+   which the worker aborts.
 6. When the answer begins, the guess becomes an entry; when it ends, what was generated is added: its ids
    where the answer tells them, else the tokens of its text.
 """
@@ -17,19 +17,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from sglang_ext.clock import Clock
 from sglang_ext.errors import PeerError
-from sglang_ext.router.api.anthropic import parse_messages
 from sglang_ext.router.api.hints import only_a_hint
-from sglang_ext.router.api.native import parse_generate
-from sglang_ext.router.api.openai import parse_chat, parse_completion
-from sglang_ext.router.api.responses import parse_responses
-from sglang_ext.router.api.sessions import session_of
-from sglang_ext.router.api.sse import EventFilter
-from sglang_ext.router.api.usage import FORMS
 from sglang_ext.router.api.validation import (
     LARGE_JSON_BYTES,
     Endpoint,
@@ -42,7 +35,7 @@ from sglang_ext.router.api.validation import (
 from sglang_ext.router.config import RouterConfig
 from sglang_ext.router.dispatch.choosing import Chooser
 from sglang_ext.router.dispatch.explain import Choice, Stories, Story
-from sglang_ext.router.dispatch.flight import Flight, Flights, Homes, through_chat
+from sglang_ext.router.dispatch.flight import Flight, Flights, Homes
 from sglang_ext.router.dispatch.queueing import Admission, QueueFull, QueueTimeout
 from sglang_ext.router.dispatch.relaying import Relay
 from sglang_ext.router.dispatch.retry_budget import RetryBudget
@@ -53,27 +46,10 @@ from sglang_ext.router.http.types import ConnectFailed, ConnectionLost, Request,
 from sglang_ext.router.policies import Decision
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.record import Record
-from sglang_ext.router.tenancy.tenancy import (
-    additions,
-    check_reserved,
-    judged,
-    priority_of,
-    put_in_front,
-    rids_of,
-    splice,
-    with_salt,
-)
-from sglang_ext.router.tokens.tokenizing import TokenizerService
+from sglang_ext.router.tenancy.admit import Rules, admit
+from sglang_ext.router.tokens.tokenizing import Encoded, TokenizerService
 
-PARSERS: dict[Endpoint, Callable[[Json, Limits], Job]] = {
-    Endpoint.GENERATE: parse_generate,
-    Endpoint.CHAT: parse_chat,
-    Endpoint.COMPLETIONS: parse_completion,
-    Endpoint.RESPONSES: parse_responses,
-    Endpoint.MESSAGES: parse_messages,
-}
 RETRY_AFTER_S = 1
-DEFAULT_MODEL = "default"
 _PROMPT_FIELD = {
     Endpoint.CHAT: "messages",
     Endpoint.COMPLETIONS: "prompt",
@@ -83,7 +59,6 @@ _PROMPT_FIELD = {
 }
 _ids = random.Random()
 """Of request ids: they need to be different, not secret, and asking the system for each is slow."""
-_TELL_TIERS = {"return_cached_tokens_details": True}
 
 
 class Hinting(Protocol):
@@ -94,7 +69,7 @@ class Hinting(Protocol):
     ) -> None:
         """Answer a request that is only a hint."""
 
-    def note(self, payload: Json, record: Record) -> None:
+    def note(self, hints: Sequence[Json], record: Record) -> None:
         """Take the hints that a request carries beside itself, without being waited for."""
 
 
@@ -102,7 +77,8 @@ class Generation:
     """Serves the generation endpoints.
 
     Args:
-        config: retries, and where sessions are named.
+        config: retries.
+        rules: what is asked of requests.
         fleet: who can take requests.
         chooser: from requests to instances.
         relay: sends requests on.
@@ -119,6 +95,7 @@ class Generation:
     def __init__(
         self,
         config: RouterConfig,
+        rules: Rules,
         fleet: Fleet,
         chooser: Chooser,
         relay: Relay,
@@ -132,6 +109,7 @@ class Generation:
         clock: Clock,
     ) -> None:
         self._config = config
+        self._rules = rules
         self._fleet = fleet
         self._chooser = chooser
         self._relay = relay
@@ -179,16 +157,27 @@ class Generation:
         self, endpoint: Endpoint, request: Request, responder: Responder, record: Record, start: float
     ) -> None:
         payload = await self._parsed(request.body)
+        model = self._fleet.model
+        if model is None:
+            raise no_worker(self._fleet)
         if self.hinting is not None and only_a_hint(endpoint, payload):
-            check_reserved(payload, record.caller)
-            record.priority = priority_of(payload, record.caller)
             await self.hinting.serve_prewarm(endpoint, payload, responder, record)
             return
-        flight = await self._prepare(endpoint, payload, request, responder, record, start)
-        if self.hinting is not None and "kv_hints" in payload:
-            self.hinting.note(payload, record)
+        limits = model.limits
+        admitted = admit(endpoint, payload, request, record.caller, limits, self._rules, new_request_id())
         del payload  # several times as large as the body, and the answer may take long
-        story = Story(record, flight.prompts, self._clock.wall())
+        record.priority, record.stream = admitted.priority, admitted.job.stream
+        parsed = self._stage(record, "parse", start)
+        prompts = await self._tokenizers.encode(
+            admitted.job, completion_template=model.chat.completion_template is not None
+        )
+        _check_lengths(admitted.job, prompts, limits, record)
+        units = sum(encoded.units for encoded in prompts)
+        flight = Flight(admitted, prompts, request, responder, record, admitted.sent, units)
+        self._stage(record, "tokenize", parsed)
+        if admitted.hints and self.hinting is not None:
+            self.hinting.note(admitted.hints, record)
+        story = Story(record, prompts, self._clock.wall())
         self._stories.add(story)
         with self._flights.carrying(flight):
             try:
@@ -207,86 +196,6 @@ class Generation:
         async with self._parsing:
             await asyncio.sleep(0)
             return parse_json_object(body)
-
-    async def _prepare(
-        self,
-        endpoint: Endpoint,
-        payload: Json,
-        request: Request,
-        responder: Responder,
-        record: Record,
-        start: float,
-    ) -> Flight:
-        """Check a request, and find the keys of its prompts."""
-        model = self._fleet.model
-        if model is None:
-            raise no_worker(self._fleet)
-        limits = Limits(model.model.vocab_size, model.model.context_length, model.truncates)
-        caller = record.caller
-        check_reserved(payload, caller)
-        record.priority = priority_of(payload, caller)
-        job = with_salt(PARSERS[endpoint](payload, limits), caller)
-        record.stream = job.stream
-        parsed = self._stage(record, "parse", start)
-        prompts = await self._tokenizers.encode(
-            job, completion_template=model.chat.completion_template is not None
-        )
-        for index, (prompt, encoded) in enumerate(zip(job.prompts, prompts, strict=True)):
-            if encoded.tokens is not None:
-                check_length(encoded.tokens, prompt.max_new_tokens, limits, _field(job, index))
-        if all(encoded.tokens is not None for encoded in prompts):
-            record.prompt_tokens = sum(encoded.tokens or 0 for encoded in prompts)
-        flight = Flight(
-            job, prompts, request, responder, record, judged(request.body, payload, caller), request.target,
-            FORMS[endpoint],
-            session=self._session(request, payload, record),
-            rids=rids_of(payload),
-            units=sum(encoded.units for encoded in prompts),
-        )  # fmt: skip
-        self._rewrite(flight, payload)
-        self._stage(record, "tokenize", parsed)
-        return flight
-
-    def _rewrite(self, flight: Flight, payload: Json) -> None:
-        """Put into the body what the router has to say, if anything."""
-        job, caller = flight.job, flight.record.caller
-        fields = additions(payload, caller)
-        flight.rid = _one_name(flight, {**payload, **fields} if fields else payload)
-        if job.endpoint is Endpoint.MESSAGES and caller.salt is not None:
-            if self._config.cache_details:
-                fields |= _TELL_TIERS
-                flight.tells_cached = True
-            through_chat(flight, fields)
-            return
-        if job.endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS):
-            asked = payload.get("return_cached_tokens_details")
-            if asked is None and self._config.cache_details:
-                flight.body = put_in_front(flight.body, _TELL_TIERS)
-                flight.filter = EventFilter(b'"sglext":{', b'"choices":[]') if job.stream else None
-                asked = True
-            flight.tells_cached = asked is True
-        if job.endpoint is Endpoint.RESPONSES and (model := self._served(payload)) is not None:
-            fields["model"] = model
-        if fields and job.endpoint is not Endpoint.MESSAGES:
-            flight.body = splice(flight.body, fields)
-
-    def _served(self, payload: Json) -> str | None:
-        """The name under which the model is served, for a request that says ``default``, which SGLang takes
-        under every endpoint but ``/v1/responses``."""
-        base, colon, adapter = (payload.get("model") or "").partition(":")
-        model = self._fleet.model
-        return None if base != DEFAULT_MODEL or model is None else model.model.name + colon + adapter
-
-    def _session(self, request: Request, payload: Json, record: Record) -> str | None:
-        config = self._config
-        named = session_of(
-            request.headers,
-            payload,
-            header=config.session_header,
-            field=config.session_field,
-            cookie=config.session_cookie,
-        )
-        return None if named is None else record.caller.scope + named
 
     def _stage(self, record: Record, stage: str, since: float) -> float:
         now = self._clock.monotonic()
@@ -344,7 +253,7 @@ class Generation:
 
     def _choose(self, flight: Flight, excluded: frozenset[str]) -> tuple[Decision, Choice] | None:
         start = self._clock.monotonic()
-        previous = flight.job.pinned_to
+        previous = flight.admitted.job.pinned_to
         if previous is None:
             chosen = self._chooser.choose(flight, excluded)
         else:
@@ -383,17 +292,16 @@ def _field(job: Job, index: int) -> str:
     return f"{name}[{index}]" if len(job.prompts) > 1 else name
 
 
-def _one_name(flight: Flight, payload: Json) -> str:
-    """What a worker will call a request that is a single one; empty where it will be several."""
-    if flight.job.choices != 1 or len(flight.prompts) != 1:
-        return ""
-    given = payload.get("rid")
-    if list in (type(given), type(payload.get("text")), type(payload.get("sampling_params"))):
-        return ""
-    ids = payload.get("input_ids", payload.get("prompt"))
-    if isinstance(ids, list) and ids and not isinstance(ids[0], int):
-        return ""
-    return given if isinstance(given, str) and given else new_request_id()
+def _check_lengths(job: Job, prompts: Sequence[Encoded], limits: Limits, record: Record) -> None:
+    """Refuse prompts that do not fit into the context, and note how long they are, where that is known."""
+    total: int | None = 0
+    for index, (prompt, encoded) in enumerate(zip(job.prompts, prompts, strict=True)):
+        if encoded.tokens is None:
+            total = None
+            continue
+        check_length(encoded.tokens, prompt.max_new_tokens, limits, _field(job, index))
+        total = None if total is None else total + encoded.tokens
+    record.prompt_tokens = total
 
 
 def _no_room(why: str, code: str) -> RequestRefused:

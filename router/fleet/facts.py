@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sglang_ext.router.api.validation import Limits
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -56,3 +58,9 @@ class InstanceFacts:
     tells: bool = False
     """It was started with ``--kv-router``: it will register, and tell what it holds."""
     chat: ChatFacts = ChatFacts()
+
+    @property
+    def limits(self) -> Limits:
+        """What requests are checked against."""
+        model = self.model
+        return Limits(model.vocab_size, model.context_length, self.truncates, model.name)

@@ -487,7 +487,7 @@ class Advisor:
         (prompt,) = flight.prompts
         scope, now = flight.record.caller.scope, self._clock.monotonic()
         self._expire(now)
-        entry = self.book.claim(scope, prompt.namespace, prompt.key, flight.session, now)
+        entry = self.book.claim(scope, prompt.namespace, prompt.key, flight.admitted.session, now)
         if entry is None:
             return None
         self._metrics.hints_used.labels("early" if entry.ready_at is None else "ready").inc()
@@ -509,8 +509,8 @@ class Advisor:
 
     def learn(self, flight: Flight, namespace: tuple[str | None, ...], key: bytes) -> None:
         """A session's conversation ends with ``key`` now."""
-        if flight.session is not None and len(flight.prompts) == 1 and namespace[0] == "tokens":
-            self.sessions.learn(flight.session, namespace, key)
+        if flight.admitted.session is not None and len(flight.prompts) == 1 and namespace[0] == "tokens":
+            self.sessions.learn(flight.admitted.session, namespace, key)
 
     # -- time ---------------------------------------------------------------------------------------
 

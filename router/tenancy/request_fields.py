@@ -138,6 +138,16 @@ _SAMPLED = frozenset(name for name, who in SAMPLING.items() if who is Who.CLIENT
 _SHOWN = frozenset(name for name, who in MEDIA.items() if who is Who.CLIENT)
 HINTS: Final = "kv_hints"
 
+STEERING_HEADERS = frozenset({
+    "x-override-rid", "x-override-bootstrap-host", "x-override-bootstrap-port", "x-override-bootstrap-room",
+    "x-override-conversation-id", "x-override-routed-dp-rank", "x-override-disagg-prefill-dp-rank",
+    "x-override-priority", "x-data-parallel-rank", "x-body-compressed",
+})  # fmt: skip
+"""Headers that SGLang lets go before the fields of the same names, or that change how it reads the body: what
+the router has checked and put in would not be what counts. Nobody's are passed on."""
+TENANT_HEADERS = frozenset({"x-smg-routing-key"})
+"""Names that SGLang schedules by, shared by all who use a server: not passed on for tenants."""
+
 
 def forbidden(payload: Json, *, tenant: bool, trusted: frozenset[str]) -> Iterator[tuple[str, str]]:
     """(field, why) of what a client has set and may not. ``kv_hints`` the router takes itself.

@@ -28,32 +28,23 @@ from sglang_ext.protocol.agent import (
 )
 from sglang_ext.protocol.cluster import ChangeRole, Drain, Registration, decode
 from sglang_ext.router.api.anthropic import check_conversation
-from sglang_ext.router.api.hints import advisory_of, only_a_hint, parse_advisory, prefetch_actions
-from sglang_ext.router.api.sessions import session_of
+from sglang_ext.router.api.hints import only_a_hint
 from sglang_ext.router.api.validation import Endpoint, Limits, parse_json_object
 from sglang_ext.router.cluster.roster import decode_member
-from sglang_ext.router.endpoints.generation import PARSERS
 from sglang_ext.router.http.body import BodyBudget, unpack
 from sglang_ext.router.http.reader import RequestReader
-from sglang_ext.router.http.types import RequestRefused
+from sglang_ext.router.http.types import Request, RequestRefused
 from sglang_ext.router.index.index import Index
 from sglang_ext.router.policies.base import Role
+from sglang_ext.router.tenancy.admit import Rules, admit, admit_hint
 from sglang_ext.router.tenancy.request_fields import FIELDS, SAMPLING, Who
-from sglang_ext.router.tenancy.tenancy import (
-    additions,
-    check_reserved,
-    judged,
-    priority_of,
-    rids_of,
-    splice,
-    with_salt,
-)
 from sglang_ext.router.tenancy.tenants import ANYBODY, Caller
 from sglang_ext.testing.fakes import FakeClock
 from sglang_ext.wire import WireError, unpack_ids
 
 CORPUS = Path(__file__).parent / "corpus"
 LIMITS = Limits(32_000, 4096)
+RULES = Rules(session_header="x-session-id", session_field="session_id")
 TENANT = Caller("a", 3, False, "kv-tenant-a")
 NEVER = {name for name, who in FIELDS.items() if who in (Who.NOBODY, Who.TRUSTED)}
 NEVER_SAMPLED = {name for name, who in SAMPLING.items() if who is Who.NOBODY}
@@ -117,24 +108,22 @@ def body(endpoint: Endpoint, data: bytes) -> None:
 
 
 def _admit(endpoint: Endpoint, data: bytes, payload: dict[str, Any], caller: Caller) -> None:
-    for hint in list(prefetch_actions(payload))[:4]:
+    if only_a_hint(endpoint, payload):
+        admit_hint(payload, caller, LIMITS, endpoint)
+        return
+    request = Request("POST", endpoint.value, endpoint.value, {}, data)
+    admitted = admit(endpoint, payload, request, caller, LIMITS, RULES, "new-rid")
+    for hint in admitted.hints[:4]:
         try:
-            parse_advisory(hint, LIMITS)
+            admit_hint(hint, caller, LIMITS)
         except RequestRefused:
             continue
-    check_reserved(payload, caller)
-    priority_of(payload, caller)
-    if only_a_hint(endpoint, payload):
-        advisory_of(endpoint, payload, LIMITS)
-        return
-    job = with_salt(PARSERS[endpoint](payload, LIMITS), caller)
-    for prompt in job.prompts:
+    for prompt in admitted.job.prompts:
         if prompt.ids is not None and len(prompt.ids):
             assert 0 <= min(prompt.ids) <= max(prompt.ids) < LIMITS.vocab_size
         assert caller.salt is None or prompt.namespace[2] == caller.salt
-    session_of({}, payload, header="x-session-id", field="session_id", cookie="")
-    rids_of(payload)
-    sent = orjson.loads(splice(judged(data, payload, caller), additions(payload, caller)))
+    assert admitted.session is None or admitted.session.startswith(caller.scope)
+    sent = orjson.loads(admitted.sent.body)
     assert {name for name in sent if name not in FIELDS} == set()
     assert {name for name in NEVER if sent.get(name) is not None} == set()
     sampling = sent.get("sampling_params")
@@ -149,8 +138,7 @@ def _admit(endpoint: Endpoint, data: bytes, payload: dict[str, Any], caller: Cal
 
 def advisory(data: bytes) -> None:
     payload = parse_json_object(data)
-    check_reserved(payload, TENANT)
-    parse_advisory(payload, LIMITS)
+    admit_hint(payload, TENANT, LIMITS)
 
 
 def messages_count(data: bytes) -> None:

@@ -89,7 +89,7 @@ def test_the_twin_that_forgets_an_error_is_found() -> None:
 
 
 def test_the_twin_that_lets_a_field_through_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("targets.check_reserved", lambda payload, caller: None)
+    monkeypatch.setattr("sglang_ext.router.tenancy.admit.check_reserved", lambda payload, caller: None)
     with pytest.raises(Finding):
         run(TARGETS["body-generate"], 5000, 0)
 

@@ -54,7 +54,10 @@ def choose(end: str | None, *, announced: bool = True) -> tuple[Decision, Any]:
         chooser.fetching = fetching
     record = SimpleNamespace(priority=0, request_id="r1", prompt_tokens=1000)
     flight: Any = SimpleNamespace(
-        prompts=[Encoded(("tokens", None, None, None), KEY, 1000)], units=1000, session="s", record=record
+        admitted=SimpleNamespace(session="s"),
+        prompts=[Encoded(("tokens", None, None, None), KEY, 1000)],
+        units=1000,
+        record=record,
     )
     found = chooser.choose(flight, frozenset())
     assert found is not None

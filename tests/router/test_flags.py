@@ -13,9 +13,9 @@ import pytest
 
 from sglang_ext.keys import encode_tokens
 from sglang_ext.router import Router, RouterConfig
-from sglang_ext.router.api.sessions import MAX_CHARS, session_of
 from sglang_ext.router.http.types import ConnectFailed, RequestTimeout
 from sglang_ext.router.policies import POLICIES, Instance, Match, Prompt, Reason
+from sglang_ext.router.tenancy.admit import MAX_SESSION_CHARS, Rules, session_of
 from sglang_ext.testing.fakes import FakeClock
 from sglang_ext.testing.servers.workers import Gate
 
@@ -41,15 +41,15 @@ BODY: dict[str, Any] = {"input_ids": list(range(64)), "sampling_params": {"max_n
         ({"cookie": "sid="}, {}, None),
         ({"cookie": "other=1"}, {}, None),
         ({"cookie": 'sid="quoted c"'}, {}, "quoted c"),
-        ({}, {"session_id": "x" * 2 * MAX_CHARS}, "x" * MAX_CHARS),
-        ({"cookie": "sid=" + "y" * 2 * MAX_CHARS}, {}, "y" * MAX_CHARS),
+        ({}, {"session_id": "x" * 2 * MAX_SESSION_CHARS}, "x" * MAX_SESSION_CHARS),
+        ({"cookie": "sid=" + "y" * 2 * MAX_SESSION_CHARS}, {}, "y" * MAX_SESSION_CHARS),
         ({"cookie": "bad[]=1; sid=c"}, {}, None),
     ],
 )
 def test_who_names_the_session(headers: dict[str, str], payload: dict[str, Any], named: str | None) -> None:
-    places = {"header": "X-Session-Id", "field": "session_id", "cookie": "sid"}
-    assert session_of(headers, payload, **places) == named
-    assert session_of(headers, payload) is None, "an empty name is not looked for"
+    rules = Rules(session_header="X-Session-Id", session_field="session_id", session_cookie="sid")
+    assert session_of(headers, payload, rules) == named
+    assert session_of(headers, payload, Rules()) is None, "an empty name is not looked for"
 
 
 @pytest.mark.parametrize("how", ["header", "field", "cookie"])

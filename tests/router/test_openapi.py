@@ -103,7 +103,7 @@ async def test_a_bug_would_be_found(start_worker, start_router, monkeypatch: pyt
     def broken(*args: object, **kwargs: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("sglang_ext.router.endpoints.generation.check_reserved", broken)
+    monkeypatch.setattr("sglang_ext.router.tenancy.admit.check_reserved", broken)
     with pytest.raises(AssertionError, match="internal error"):
         await asyncio.to_thread(send_broken, router.url, never_ours)
 

@@ -9,8 +9,8 @@ import pytest
 
 from sglang_ext.errors import ConfigError
 from sglang_ext.router import RouterConfig
+from sglang_ext.router.tenancy.admit import judged
 from sglang_ext.router.tenancy.request_fields import forbidden, unjudged
-from sglang_ext.router.tenancy.tenancy import judged
 from sglang_ext.router.tenancy.tenants import ANYBODY, Caller
 
 NONE: frozenset[str] = frozenset()

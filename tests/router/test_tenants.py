@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from sglang_ext.errors import ConfigError
 from sglang_ext.router.http.types import RequestRefused
+from sglang_ext.router.tenancy.admit import put_in_front, splice
 from sglang_ext.router.tenancy.key_file import read_key_file
-from sglang_ext.router.tenancy.request_fields import FIELDS, HINTS, Who
-from sglang_ext.router.tenancy.tenancy import STEERING_HEADERS, TENANT_HEADERS, put_in_front, splice
+from sglang_ext.router.tenancy.request_fields import FIELDS, HINTS, STEERING_HEADERS, TENANT_HEADERS, Who
 from sglang_ext.router.tenancy.tenants import KeyRing, parse_keys
 from sglang_ext.testing.fakes import FakeClock
 

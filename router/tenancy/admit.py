@@ -1,0 +1,366 @@
+"""Admitting a request: whether it may be served, for whom, and what of it reaches a worker. Pure functions.
+
+``admit`` asks everything about a generation request that depends on its body, its caller, the model and the
+router's flags, once, and hands the answers on as one value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from http.cookies import CookieError, SimpleCookie
+from typing import Any
+
+import msgspec
+import orjson
+
+from sglang_ext.errors import InternalError
+from sglang_ext.router.api.anthropic import parse_messages
+from sglang_ext.router.api.hints import Advisory, advisory_of, parse_advisory, prefetch_actions
+from sglang_ext.router.api.native import parse_generate
+from sglang_ext.router.api.openai import parse_chat, parse_completion
+from sglang_ext.router.api.responses import parse_responses
+from sglang_ext.router.api.usage import FORMS, Form
+from sglang_ext.router.api.validation import Endpoint, Job, Json, Limits, take_int
+from sglang_ext.router.http.types import Request, RequestRefused
+from sglang_ext.router.tenancy.request_fields import FIELDS, HINTS, Who, forbidden, unjudged
+from sglang_ext.router.tenancy.tenants import Caller
+
+PARSERS = {
+    Endpoint.GENERATE: parse_generate,
+    Endpoint.CHAT: parse_chat,
+    Endpoint.COMPLETIONS: parse_completion,
+    Endpoint.RESPONSES: parse_responses,
+    Endpoint.MESSAGES: parse_messages,
+}
+RESUME = "sglang_ext_resume"
+"""Of ``custom_params``: the ticket with which a request resumes at an instance (``engine/resume.py``). Worth
+nothing without a state that the instance was sent for it; refused here so that the client is told why."""
+SCOPED = tuple(name for name, who in FIELDS.items() if who is Who.SCOPED)
+"""Names that clients choose and servers look up; each tenant has its own."""
+DEFAULT_MODEL = "default"
+MAX_SESSION_CHARS = 512
+"""Of a session's name; a longer one is cut: it is a key, and its length is the client's choice."""
+_TELL_TIERS = {"return_cached_tokens_details": True}
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """What the router was told about requests: fields of ``RouterConfig``."""
+
+    cache_details: bool = True
+    session_header: str = ""
+    session_field: str = ""
+    session_cookie: str = ""
+    """Where a request names its session: the first of these that does. An empty name is not looked for."""
+
+
+class Sent(msgspec.Struct, frozen=True):
+    """What a worker is sent for a request."""
+
+    body: bytes
+    """As it came, unless something had to be put in or left out."""
+    target: str
+    """Path and query at the worker."""
+    form: Form
+    """Of the worker's answer."""
+    message_model: str | None = None
+    """It is a chat request that stands for one of ``/v1/messages``, which named this model: the answer is to
+    be turned back."""
+
+
+class Admitted(msgspec.Struct, frozen=True):
+    """A generation request that may be served, with all that was decided of it before its prompt is known."""
+
+    job: Job
+    """With the tenant's salt in the namespace of every prompt."""
+    sent: Sent
+    priority: int = 0
+    session: str | None = None
+    """Its session, under a name that no other tenant's has."""
+    rid: str = ""
+    """What a worker is to call the request, so that it can be spoken of; empty for a batch."""
+    rids: tuple[str, ...] = ()
+    """What the client calls it at the worker."""
+    tells_cached: bool = False
+    """The worker was asked what it found cached; an answer that says nothing of it found nothing."""
+    hides_usage: bool = False
+    """It was the router that asked; the client's stream must not show it."""
+    hints: tuple[Json, ...] = ()
+    """Bodies of advisory requests that it carries beside itself, not checked yet."""
+
+
+class AdmittedHint(msgspec.Struct, frozen=True):
+    """An advisory request that may be taken."""
+
+    advisory: Advisory
+    """With the tenant's salt in the namespace of its prompt."""
+    priority: int
+
+
+def admit(
+    endpoint: Endpoint,
+    payload: Json,
+    request: Request,
+    caller: Caller,
+    limits: Limits,
+    rules: Rules,
+    new_rid: str,
+) -> Admitted:
+    """Check a generation request, and decide what of it reaches a worker.
+
+    Args:
+        payload: its body, parsed.
+        request: as it came.
+        limits: of the model.
+        new_rid: what a worker is to call it, unless the client says.
+
+    Raises:
+        RequestRefused: 400, naming the field.
+    """
+    check_reserved(payload, caller)
+    priority = priority_of(payload, caller)
+    job = with_salt(PARSERS[endpoint](payload, limits), caller)
+    fields = additions(payload, caller)
+    named = session_of(request.headers, payload, rules)
+    body = judged(request.body, payload, caller)
+    tells_cached = hides_usage = False
+    if endpoint is Endpoint.MESSAGES and caller.salt is not None:
+        tells_cached = rules.cache_details
+        sent = through_chat(job, {**fields, **_TELL_TIERS} if tells_cached else fields)
+    else:
+        if endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS):
+            asked = payload.get("return_cached_tokens_details")
+            if asked is None and rules.cache_details:
+                body = put_in_front(body, _TELL_TIERS)
+                asked = hides_usage = True
+            tells_cached = asked is True
+        elif endpoint is Endpoint.RESPONSES and (model := _served(payload, limits)) is not None:
+            fields["model"] = model
+        if endpoint is not Endpoint.MESSAGES:
+            body = splice(body, fields)
+        sent = Sent(body, request.target, FORMS[endpoint])
+    return Admitted(
+        job,
+        sent,
+        priority,
+        session=None if named is None else caller.scope + named,
+        rid=_one_name(job, {**payload, **fields} if fields else payload, new_rid),
+        rids=rids_of(payload),
+        tells_cached=tells_cached,
+        hides_usage=hides_usage,
+        hints=tuple(prefetch_actions(payload)) if HINTS in payload else (),
+    )
+
+
+def admit_hint(
+    payload: Json, caller: Caller, limits: Limits, endpoint: Endpoint | None = None
+) -> AdmittedHint:
+    """Check an advisory request.
+
+    Args:
+        endpoint: where a generation request came that is only a hint (``hints.only_a_hint``); None for the
+            body of ``/v1/advisory``.
+
+    Raises:
+        RequestRefused: 400, naming the field.
+    """
+    check_reserved(payload, caller)
+    priority = priority_of(payload, caller)
+    if endpoint is None:
+        advisory = parse_advisory(payload, limits)
+    else:
+        advisory = advisory_of(endpoint, payload, limits)
+    if advisory.job is not None and caller.salt is not None:
+        advisory = dataclasses.replace(advisory, job=with_salt(advisory.job, caller))
+    return AdmittedHint(advisory, priority)
+
+
+# -- what is refused --------------------------------------------------------------------------------
+
+
+def check_reserved(payload: Json, caller: Caller) -> None:
+    """Refuse what a tenant must not choose, and what nobody may.
+
+    Raises:
+        RequestRefused: 400, naming the field.
+    """
+    for holder in (payload, *_each(payload.get("sampling_params"))):
+        for custom in _each(holder.get("custom_params")):
+            if RESUME in custom:
+                raise RequestRefused(
+                    f"custom_params.{RESUME} is set by the router and cannot be chosen",
+                    param="custom_params",
+                    code="reserved_field",
+                )
+    for name, why in forbidden(payload, tenant=caller.tenant is not None, trusted=caller.trusted):
+        raise RequestRefused(f"{name} {why}", param=name, code="reserved_field")
+    if caller.tenant is None:
+        return
+    for name in SCOPED:
+        value = payload.get(name)
+        items = value if isinstance(value, list) else [value]
+        if any(item is not None and not isinstance(item, str) for item in items):
+            raise RequestRefused(
+                f"{name} must be a string or an array of strings", param=name, code="invalid_type"
+            )
+
+
+def _each(value: Any) -> list[Json]:
+    """The objects that a field holds: it may be one, or an array with one for each prompt."""
+    return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, dict)]
+
+
+def priority_of(payload: Json, caller: Caller) -> int:
+    """The priority of a request: its own, no higher than its key's.
+
+    Raises:
+        RequestRefused: it is no integer, or higher than the key allows.
+    """
+    asked = take_int(payload, "priority")
+    if caller.priority is None:
+        return asked or 0
+    if asked is None:
+        return caller.priority
+    if asked > caller.priority:
+        raise RequestRefused(
+            f"priority must be at most {caller.priority}, not {asked}", param="priority", code="out_of_range"
+        )
+    return asked
+
+
+# -- whose it is --------------------------------------------------------------------------------------
+
+
+def with_salt(job: Job, caller: Caller) -> Job:
+    """The job with the tenant's salt in the namespace of every prompt."""
+    if caller.salt is None:
+        return job
+    prompts = tuple(
+        msgspec.structs.replace(prompt, namespace=(*prompt.namespace[:2], caller.salt))
+        for prompt in job.prompts
+    )
+    return msgspec.structs.replace(job, prompts=prompts)
+
+
+def session_of(headers: Mapping[str, str], payload: Json, rules: Rules) -> str | None:
+    """The session's name, or None.
+
+    Args:
+        headers: names in lower case.
+        payload: the request's JSON object.
+    """
+    header, field, cookie = rules.session_header, rules.session_field, rules.session_cookie
+    if header and (named := headers.get(header.lower())):
+        return named[:MAX_SESSION_CHARS]
+    if field:
+        value = payload.get(field)
+        # SGLang's own session_params is an object with an id.
+        if isinstance(value, Mapping):
+            value = value.get("id")
+        if isinstance(value, str | int) and not isinstance(value, bool) and value != "":
+            return str(value)[:MAX_SESSION_CHARS]
+    if cookie and (text := headers.get("cookie")):
+        jar: SimpleCookie = SimpleCookie()
+        try:
+            jar.load(text)
+        except CookieError:
+            return None
+        if cookie in jar and jar[cookie].value:
+            return jar[cookie].value[:MAX_SESSION_CHARS]
+    return None
+
+
+def rids_of(payload: Json) -> tuple[str, ...]:
+    """What the client calls the request at the worker."""
+    value = payload.get("rid")
+    items = value if isinstance(value, list) else [value]
+    return tuple(item for item in items if isinstance(item, str) and item)
+
+
+def _one_name(job: Job, payload: Json, new_rid: str) -> str:
+    """What a worker will call a request that is a single one; empty where it will be several."""
+    if job.choices != 1 or len(job.prompts) != 1:
+        return ""
+    given = payload.get("rid")
+    if list in (type(given), type(payload.get("text")), type(payload.get("sampling_params"))):
+        return ""
+    ids = payload.get("input_ids", payload.get("prompt"))
+    if isinstance(ids, list) and ids and not isinstance(ids[0], int):
+        return ""
+    return given if isinstance(given, str) and given else new_rid
+
+
+# -- what reaches a worker ------------------------------------------------------------------------------
+
+
+def additions(payload: Json, caller: Caller) -> Json:
+    """Fields to be put into a tenant's body, in place of those of the same name."""
+    fields: Json = {}
+    if caller.tenant is None:
+        return fields
+    if caller.salt is not None:
+        fields["cache_salt"] = caller.salt
+    for name in SCOPED:
+        value = payload.get(name)
+        if isinstance(value, str):
+            fields[name] = caller.scope + value
+        elif isinstance(value, list):
+            fields[name] = [None if item is None else caller.scope + item for item in value]
+    return fields
+
+
+def judged(body: bytes, payload: Json, caller: Caller) -> bytes:
+    """The body without the fields that must not reach a server. As it came where there are none.
+
+    Args:
+        payload: the body, parsed.
+    """
+    left_out = unjudged(payload, tenant=caller.tenant is not None, trusted=caller.trusted)
+    if not left_out:
+        return body
+    return orjson.dumps({name: value for name, value in payload.items() if name not in left_out})
+
+
+def _served(payload: Json, limits: Limits) -> str | None:
+    """The name under which the model is served, for a request that says ``default``, which SGLang takes
+    under every endpoint but ``/v1/responses``."""
+    base, colon, adapter = (payload.get("model") or "").partition(":")
+    return limits.served_name + colon + adapter if base == DEFAULT_MODEL else None
+
+
+def through_chat(job: Job, fields: Json) -> Sent:
+    """The chat request that SGLang would make of a message of ``/v1/messages``: for what chat's body can say
+    and that of ``/v1/messages`` cannot.
+
+    Args:
+        fields: put into the body.
+    """
+    chat = job.prompts[0].chat
+    if chat is None:
+        raise InternalError(f"{job.endpoint} without a conversation")
+    body = {**chat.payload, **fields}
+    if job.stream:
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    return Sent(orjson.dumps(body), Endpoint.CHAT.value, Form.OPENAI, chat.payload["model"])
+
+
+def splice(body: bytes, fields: Mapping[str, Any]) -> bytes:
+    """Put fields into a JSON object without parsing it; they win over fields of the same name.
+
+    Of equal keys every JSON parser at hand takes the last (orjson in the router, ``json`` and pydantic in
+    SGLang), so what stands at the end is what counts; the router has checked the parsed body besides.
+
+    Args:
+        body: a JSON object that is not empty.
+    """
+    if not fields:
+        return body
+    end = body.rstrip()
+    if not end.endswith(b"}"):
+        raise ValueError("not a JSON object")
+    return end[:-1] + b"," + orjson.dumps(fields)[1:]
+
+
+def put_in_front(body: bytes, fields: Mapping[str, Any]) -> bytes:
+    """Put defaults into a JSON object: fields of the same name in it win."""
+    return orjson.dumps(fields)[:-1] + b"," + body.lstrip()[1:]
