@@ -14,7 +14,7 @@ import orjson
 
 from sglang_ext.disagg.messages import REPLIES, REQUESTS
 from sglang_ext.disagg.transports import tcp, verbs
-from sglang_ext.engine.pd.messages import ANSWERS, ASKS, ORDERS
+from sglang_ext.engine.pd.messages import MESSAGES, ORDERS
 from sglang_ext.errors import PeerError, UserError
 from sglang_ext.patches.adapter.migration import Migration
 from sglang_ext.protocol.agent import (
@@ -234,9 +234,9 @@ def targets() -> Iterator[Target]:
     yield Target("from-agent", from_agent, WIRE, text=False)
     yield Target("ids", lambda data: unpack_ids(data, 1000), WIRE, text=False)
     for name, codec in (
-        ("pd-asks", ASKS), ("pd-answers", ANSWERS), ("pd-orders", ORDERS), ("transfer-requests", REQUESTS),
-        ("transfer-replies", REPLIES), ("tcp-answer", tcp._ANSWER), ("verbs-offer", verbs._OFFER),
-        ("verbs-answer", verbs._ANSWER),
+        ("pd-asks", MESSAGES.requests), ("pd-answers", MESSAGES.replies), ("pd-orders", ORDERS),
+        ("transfer-requests", REQUESTS), ("transfer-replies", REPLIES), ("tcp-answer", tcp._ANSWER),
+        ("verbs-offer", verbs._OFFER), ("verbs-answer", verbs._ANSWER),
     ):  # fmt: skip
         yield Target(name, _wire(codec), WIRE, text=False)
     for kind in (Registration, Drain, ChangeRole):

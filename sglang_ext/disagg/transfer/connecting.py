@@ -20,7 +20,7 @@ from sglang_ext.disagg.memory import RegionTable, SharedMemory
 from sglang_ext.disagg.messages import VERSION, Bye, Connect, Connected, Identity
 from sglang_ext.disagg.tensors import PoolMeta, dtypes, pool_strided
 from sglang_ext.disagg.transfer.config import EndpointConfig
-from sglang_ext.disagg.transfer.control import ControlClient
+from sglang_ext.disagg.transfer.control import ControlClient, Messages
 from sglang_ext.disagg.transfer.link import Link
 from sglang_ext.disagg.transfer.peer import Peer
 from sglang_ext.disagg.transfer.verify import Scratch, header_runs
@@ -31,7 +31,8 @@ class Connector:
     """Makes the connections of one endpoint.
 
     identity: what CONNECT tells about it. control, scratch: its region 0, and the places in it where headers
-    and counters land. pools: its own, whose dtypes a peer's pools of the same names must have.
+    and counters land. pools: its own, whose dtypes a peer's pools of the same names must have. messages: what
+    else than transfers is asked on a connection.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class Connector:
         scratch: Scratch,
         pools: Mapping[str, PoolMeta],
         transports: Mapping[TransportName, Transport],
+        messages: Messages,
     ) -> None:
         self._context = context
+        self._messages = messages
         self._config = config
         self._identity = identity
         self._regions = regions
@@ -62,7 +65,11 @@ class Connector:
         """
         holder: list[Link] = []
         client = ControlClient(
-            self._context, address, self._config.keys, lambda m: holder[0].unasked(m) if holder else None
+            self._context,
+            address,
+            self._config.keys,
+            lambda m: holder[0].unasked(m) if holder else None,
+            self._messages,
         )
         try:
             link = await self._handshake(address, client)

@@ -115,6 +115,17 @@ class _OnlyMembers:
 Handler = Callable[[bytes, Any], Awaitable[Any]]
 
 
+@dataclass(frozen=True)
+class Messages:
+    """What is said on a connection. `Refused` must be one of the replies."""
+
+    requests: Codec[Any]
+    replies: Codec[Any]
+
+
+TRANSFERS: Final = Messages(REQUESTS, REPLIES)
+
+
 class ControlServer:
     """Answers peers. One handler call per request, each in a task of its own: a slow one holds up no
     other.
@@ -126,12 +137,9 @@ class ControlServer:
         bind: str,
         keys: MemberKeys | None,
         handler: Handler,
-        requests: Codec[Any] = REQUESTS,
-        replies: Codec[Any] = REPLIES,
+        messages: Messages = TRANSFERS,
     ) -> None:
         """Bind to `bind`, a host; the port is the system's choice, or `host:port`.
-
-        requests, replies: the protocol; `Refused` must be one of its replies.
 
         Raises:
             ConfigError: `bind` is not loopback and there is no key.
@@ -142,7 +150,7 @@ class ControlServer:
                 f"will not listen on {host} without a key", hint="Configure the cluster's CURVE key pair"
             )
         self._handler = handler
-        self._requests, self._replies = requests, replies
+        self._messages = messages
         self._tasks: set[asyncio.Task[None]] = set()
         self.refused = 0
         self.public_key = b""
@@ -226,7 +234,7 @@ class ControlServer:
     async def _answer(self, identity: bytes, number: bytes, data: bytes) -> None:
         reply: Any
         try:
-            reply = await self._handler(identity, self._requests.decode(data))
+            reply = await self._handler(identity, self._messages.requests.decode(data))
         except WireError as error:
             self.refused += 1
             reply = Refused("protocol", str(error))
@@ -242,7 +250,7 @@ class ControlServer:
 
     async def _send(self, identity: bytes, number: bytes, message: Any) -> None:
         with contextlib.suppress(ZMQError):
-            await self._socket.send_multipart([identity, number, self._replies.encode(message)])
+            await self._socket.send_multipart([identity, number, self._messages.replies.encode(message)])
 
 
 class _Line:
@@ -274,15 +282,14 @@ class ControlClient:
         context: Context,
         address: str,
         keys: MemberKeys | None,
-        on_unasked: Callable[[Reply], None],
-        requests: Codec[Any] = REQUESTS,
-        replies: Codec[Any] = REPLIES,
+        on_unasked: Callable[[Reply], None] = lambda message: None,
+        messages: Messages = TRANSFERS,
     ) -> None:
         self.address = address
         self._context = context
         self._keys = keys
         self._on_unasked = on_unasked
-        self._requests, self._replies = requests, replies
+        self._messages = messages
         self._waiting: dict[int, tuple[bytes, asyncio.Future[Any]]] = {}
         self._numbers = itertools.count(1)
         self._failed: TransferError | None = None
@@ -308,7 +315,7 @@ class ControlClient:
         if self._failed is not None:
             raise self._failed
         number = next(self._numbers)
-        data = self._requests.encode(message)
+        data = self._messages.requests.encode(message)
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[number] = (data, reply)
         try:
@@ -328,7 +335,7 @@ class ControlClient:
     async def tell(self, message: Any) -> None:
         """Send a request whose reply nobody waits for, also to a peer that is asked nothing more (`fail`)."""
         number = next(self._numbers).to_bytes(NUMBER_BYTES, "little")
-        data = self._requests.encode(message)
+        data = self._messages.requests.encode(message)
         for line in self._lines:
             with contextlib.suppress(ZMQError):
                 await line.socket.send_multipart([number, data], zmq.NOBLOCK)
@@ -402,7 +409,7 @@ class ControlClient:
             try:
                 if len(frames) != 2 or len(frames[0]) != NUMBER_BYTES:
                     raise WireError("a reply with the wrong number of frames")
-                message = self._replies.decode(frames[1])
+                message = self._messages.replies.decode(frames[1])
             except WireError as error:
                 self.fail(PeerProtocolError(f"{self.address}: {error}"))
                 return

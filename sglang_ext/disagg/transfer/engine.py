@@ -23,6 +23,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from zmq.asyncio import Context
@@ -41,13 +42,14 @@ from sglang_ext.disagg.messages import (
     Offer,
     Placed,
     Reply,
+    Request,
     Take,
 )
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.disagg.tensors import pool_strided
 from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transfer.connecting import Connector
-from sglang_ext.disagg.transfer.control import ControlServer
+from sglang_ext.disagg.transfer.control import TRANSFERS, ControlClient, ControlServer, Handler, Messages
 from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.disagg.transfer.leases import Ended
 from sglang_ext.disagg.transfer.link import Link
@@ -75,8 +77,11 @@ class Endpoint:
         pools: Sequence[PoolSpec],
         clock: Clock,
         on_ended: Callable[[str, Ended], None],
+        messages: Messages,
     ) -> None:
         self.config = config
+        self._messages = messages
+        self._handlers: dict[type, Handler] = {}
         self.epoch = secrets.token_bytes(16)
         self._clock = clock
         self._on_ended = on_ended
@@ -102,6 +107,7 @@ class Endpoint:
             self._scratch,
             self._metas,
             self.transports,
+            messages,
         )
         self.instances: list[Instance] = []
         self._left: dict[TransportName, PeerStats] = {}
@@ -132,19 +138,21 @@ class Endpoint:
         clock: Clock | None = None,
         on_ended: Callable[[str, Ended], None] = lambda pool, ended: None,
         receiver: Receiver | None = None,
+        messages: Messages = TRANSFERS,
     ) -> Endpoint:
         """Register the pools and begin to serve.
 
         on_ended: told of each lease that ended, with the blocks that are free by it; on the event loop.
         receiver: takes transfers that peers start (`Instance.push`, `transfer`); None refuses them.
+        messages: those of transfers, and others that are asked on the same connections (`serve`).
 
         Raises:
             ConfigError: it would listen beyond loopback without a key.
             RangeError: a tensor is not inside the registered memory.
         """
-        self = cls(config, pools, clock or SystemClock(), on_ended)
+        self = cls(config, pools, clock or SystemClock(), on_ended, messages)
         try:
-            self._server = ControlServer(self._context, config.bind, config.keys, self._owner.handle)
+            self._server = ControlServer(self._context, config.bind, config.keys, self._answer, messages)
         except BaseException:
             await self.close()
             raise
@@ -171,6 +179,18 @@ class Endpoint:
     def owner(self) -> Owner:
         """Sessions, leases and grants of connected readers."""
         return self._owner
+
+    def serve(self, kinds: tuple[type, ...], handler: Handler | None) -> None:
+        """Who answers messages that are not of transfers, by their kinds; None refuses them again."""
+        for kind in kinds:
+            if handler is None:
+                self._handlers.pop(kind, None)
+            else:
+                self._handlers[kind] = handler
+
+    def client(self, address: str) -> ControlClient:
+        """For questions to somebody who need not be connected. Whoever calls closes it."""
+        return ControlClient(self._context, address, self.config.keys, messages=self._messages)
 
     def identity(self) -> Identity:
         """What CONNECT tells about this rank."""
@@ -292,6 +312,14 @@ class Endpoint:
             pools[spec.name] = OwnedPool(spec, meta, counters, self._clock, numbers)
             at += spec.blocks * 8
         return pools
+
+    async def _answer(self, identity: bytes, message: Any) -> Any:
+        if isinstance(message, Request):
+            return await self._owner.handle(identity, message)
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise RefusedError("service", f"nobody here answers {type(message).__name__}")
+        return await handler(identity, message)
 
     async def _take(self, message: Take, receiver: Receiver) -> Placed:
         """The pull form of a transfer, at the receiver: allocate, read, insert; the sender waits for one

@@ -27,7 +27,6 @@ from sglang_ext.disagg.messages import (
     Pong,
     Refused,
     Reply,
-    Request,
     Revoke,
     Revoked,
 )
@@ -115,11 +114,10 @@ class Link:
         self.peer.fail(error)
         self.client.fail(error)
 
-    async def ask(self, message: Request, seconds: float) -> Reply:
+    async def ask(self, message: Any, seconds: float | None) -> Any:
         """As `ControlClient.ask`; a session that the owner has given up is a peer that is gone."""
         try:
-            reply: Reply = await self.client.ask(message, seconds)
-            return reply
+            return await self.client.ask(message, seconds)
         except RefusedError as error:
             if error.reason == "session":
                 self.fail(PeerGoneError("the owner has given this session up; connect again"))
@@ -210,3 +208,5 @@ class Link:
                 if not isinstance(reply, Pong) or reply.epoch != self.who.epoch:
                     self.fail(PeerGoneError(f"{self.who.instance} restarted: another epoch"))
             await asyncio.sleep(pause)
+        # Also where it was a transfer that found out: nobody waits for an answer of who is gone.
+        self.client.fail(self.peer.gone)

@@ -12,15 +12,13 @@ import logging
 import os
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
-
-from zmq.asyncio import Context
+from typing import Any, get_args
 
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.disagg.errors import PeerProtocolError, TransferError
 from sglang_ext.disagg.handover import HEARTBEAT_SECONDS, LEASE_SECONDS, VERDICT_SECONDS
 from sglang_ext.disagg.transfer.config import EndpointConfig
-from sglang_ext.disagg.transfer.control import ControlClient, ControlServer, MemberKeys
+from sglang_ext.disagg.transfer.control import MemberKeys
 from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.disagg.transfer.leases import Ended
@@ -31,8 +29,7 @@ from sglang_ext.engine.pd.decode_receiver import Claims, MetadataRows, TakingRoo
 from sglang_ext.engine.pd.kv_writeback import ReturnGiver, ReturnTaker, refused
 from sglang_ext.engine.pd.leases import POOL, LeaseBook
 from sglang_ext.engine.pd.messages import (
-    ANSWERS,
-    ASKS,
+    MESSAGES,
     Abort,
     Ask,
     Done,
@@ -171,7 +168,7 @@ class Agent:
     @property
     def address(self) -> str:
         """``host:port`` where this rank is asked."""
-        return str(self._server.address)
+        return self.endpoint.address
 
     def meet_at(self, first: str) -> None:
         """Have others find this server's ranks at its first rank, whose address it is: a decode server has no
@@ -226,7 +223,6 @@ class Agent:
     async def _start(self, pool: PoolSpec) -> None:
         config, loop = self.config, asyncio.get_running_loop()
         claims, pushes = Claims(), config.local.mode != "pull"
-        self._context = Context()
         self.endpoint = await Endpoint.start(
             EndpointConfig(
                 config.instance,
@@ -247,6 +243,7 @@ class Agent:
             clock=self._clock,
             on_ended=self._lease_ended,
             receiver=claims if pushes else None,
+            messages=MESSAGES,
         )
         claims.revoke = self.endpoint.owner.revoke
         self.book = LeaseBook(self.endpoint.pools[POOL], self.endpoint)
@@ -261,7 +258,7 @@ class Agent:
         self.giving = GivingRooms(
             self.book, self._clock, loop, self.wake, self._claim, pushes, staged, page_bytes
         )
-        self._peers = PrefillPeers(self.endpoint, self._context, config.keys, config.local)
+        self._peers = PrefillPeers(self.endpoint, config.local)
         self.taking = TakingRooms(
             self._peers,
             self.endpoint.epoch,
@@ -273,7 +270,7 @@ class Agent:
             self.staging,
             page_bytes,
         )
-        self._server = ControlServer(self._context, config.host, config.keys, self._answer, ASKS, ANSWERS)
+        self.endpoint.serve(get_args(Ask), self._answer)
         self._tasks.append(asyncio.create_task(self._ticking(), name="kv-pd-tick"))
         if config.bootstrap:
             self._tasks.append(
@@ -288,10 +285,9 @@ class Agent:
             started.cancel()
         await asyncio.gather(*self._started, return_exceptions=True)
         await self.taking.close()
-        await self._server.close()
+        self.endpoint.serve(get_args(Ask), None)
         await self._peers.close()
         await self.endpoint.close()
-        self._context.destroy(linger=0)
 
     def _lease_ended(self, pool: str, ended: Ended) -> None:
         self._books[pool].ended(ended)
@@ -352,11 +348,10 @@ class Agent:
             self.config.local.page_tokens,
             self.config.local.metadata_bytes,
             self.endpoint.address,
-            self._server.address,
             self.config.local.mode,
             self.config.local.layout,
         )
-        client = ControlClient(self._context, bootstrap, self.config.keys, lambda _: None, ASKS, ANSWERS)
+        client = self.endpoint.client(bootstrap)
         try:
             while True:
                 try:

@@ -16,7 +16,7 @@ from zmq.asyncio import Context
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.disagg.errors import PeerProtocolError, RefusedError
 from sglang_ext.disagg.transfer.control import ControlServer, MemberKeys
-from sglang_ext.engine.pd.messages import ANSWERS, ASKS, Ask, Lookup, Ok, RankInfo, Register, Topology
+from sglang_ext.engine.pd.messages import MESSAGES, Ask, Lookup, Ok, RankInfo, Register, Topology
 from sglang_ext.engine.peers.transfer_thread import LoopThread
 from sglang_ext.hosts import is_loopback
 
@@ -99,7 +99,7 @@ class BootstrapService:
         context = Context()
         try:
             bind = f"{listen_host(host, keys)}:{port}"
-            return ControlServer(context, bind, keys, self._answer, ASKS, ANSWERS), context
+            return ControlServer(context, bind, keys, self._answer, MESSAGES), context
         except BaseException:
             context.destroy(linger=0)
             raise

@@ -14,10 +14,12 @@ from typing import Annotated, Final
 
 import msgspec
 
+from sglang_ext.disagg import messages as transfers
 from sglang_ext.disagg.messages import Offer, Refused, Session
+from sglang_ext.disagg.transfer.control import Messages
 from sglang_ext.wire import Blob, Codec, Epoch, Message, Name
 
-PROTOCOL: Final = 5
+PROTOCOL: Final = 6
 
 MAX_ROOM: Final = (1 << 63) - 1
 
@@ -30,9 +32,7 @@ and then like no others, itself included."""
 
 
 class RankInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One rank of a prefill server. endpoint, handover: addresses of its two control sockets. mode,
-    layout: how KV travels.
-    """
+    """One rank of a prefill server. endpoint: where it is asked. mode, layout: how KV travels."""
 
     instance: Name
     epoch: Epoch
@@ -41,7 +41,6 @@ class RankInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     page_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
     metadata_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
     endpoint: Name
-    handover: Name
     mode: Name = "pull"
     layout: Name = "blocks"
     protocol: int = PROTOCOL
@@ -176,8 +175,8 @@ class Ok(Message, frozen=True, tag="ok"):
 Ask = Register | Lookup | Join | Meet | Push | Done | Abort | Return
 Answer = Ok | Topology | Ready | Returned | Refused
 
-ASKS: Codec[Ask] = Codec(Ask)
-ANSWERS: Codec[Answer] = Codec(Answer)
+MESSAGES: Final = Messages(Codec(transfers.Request | Ask), Codec(transfers.Reply | Answer))
+"""What a rank is asked: of transfers and of hand-overs, on one connection."""
 ORDERS: Codec[TakeBack] = Codec(TakeBack)
 
 

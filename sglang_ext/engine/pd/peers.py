@@ -7,18 +7,12 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from zmq.asyncio import Context
 
 from sglang_ext.disagg.errors import PeerGoneError, PeerProtocolError, RefusedError, TransferError
 from sglang_ext.disagg.handover import CONNECT_SECONDS
-from sglang_ext.disagg.transfer.control import ControlClient, MemberKeys
 from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.engine.pd.messages import (
-    ANSWERS,
-    ASKS,
     PROTOCOL,
     Abort,
     Done,
@@ -57,15 +51,11 @@ class Local:
 class PrefillPeer:
     """One connected prefill server."""
 
-    def __init__(
-        self, ranks: Sequence[RankInfo], instance: Instance, clients: Sequence[ControlClient], local: Local
-    ) -> None:
+    def __init__(self, ranks: Sequence[RankInfo], instance: Instance, local: Local) -> None:
         self.ranks = tuple(ranks)
         self.instance = instance
-        self._clients = tuple(clients)
         self._local = local
         self._needed = {part.rank for part in instance.plan("hbm", "hbm").ranks}
-        self._watch = asyncio.create_task(self._watching(), name="kv-pd-watch")
 
     def __repr__(self) -> str:
         return f"<PrefillPeer {self.instance!r}>"
@@ -87,8 +77,8 @@ class PrefillPeer:
             for at, link in enumerate(self.instance.links)
         ]
         asks = [
-            asyncio.ensure_future(client.ask(join, None))
-            for client, join in zip(self._clients, joins, strict=True)
+            asyncio.ensure_future(link.ask(join, None))
+            for link, join in zip(self.instance.links, joins, strict=True)
         ]
         try:
             answers = await asyncio.gather(*asks)
@@ -109,8 +99,8 @@ class PrefillPeer:
         """
         readers = max(1, self._local.ranks // len(self.ranks))
         at = self._filler()
-        meet = Meet(room, epoch, self.instance.links[at].session, readers, weights)
-        if not isinstance(await self._clients[at].ask(meet, None), Ok):
+        link = self.instance.links[at]
+        if not isinstance(await link.ask(Meet(room, epoch, link.session, readers, weights), None), Ok):
             raise PeerProtocolError("a prefill rank answers a meeting with something else")
 
     async def push(
@@ -122,7 +112,7 @@ class PrefillPeer:
             RefusedError, PeerGoneError: as `join`.
         """
         push = Push(room, epoch, control, pages, skip, pool)
-        answer = await self._clients[self._filler()].ask(push, None)
+        answer = await self.instance.links[self._filler()].ask(push, None)
         if not isinstance(answer, Ready):
             raise PeerProtocolError("a prefill rank answers a push with something else")
         return [answer]
@@ -138,7 +128,7 @@ class PrefillPeer:
         """Say to some ranks that nothing more is needed of a room."""
         for at in ranks:
             with contextlib.suppress(TransferError):
-                await self._clients[at].ask(Done(room, epoch), LOOKUP_SECONDS)
+                await self.instance.links[at].ask(Done(room, epoch), LOOKUP_SECONDS)
 
     async def give_back(self, message: Return, seconds: float) -> Returned:
         """Offer this rank's part of a request's KV; returns when it has been read, or is not wanted.
@@ -146,43 +136,28 @@ class PrefillPeer:
         Raises:
             RefusedError, TransferDeadlineError, PeerGoneError: it may have been read.
         """
-        answer = await self._clients[0].ask(message, seconds)
+        answer = await self.instance.links[0].ask(message, seconds)
         if not isinstance(answer, Returned):
             raise PeerProtocolError("a prefill rank answers a return with something else")
         return answer
 
     async def abort(self, room: int, epoch: bytes, reason: str) -> None:
         """Say to every rank that the request is over here."""
-        for client in self._clients:
+        for link in self.instance.links:
             with contextlib.suppress(TransferError):
-                await client.ask(Abort(room, epoch, reason[:500]), LOOKUP_SECONDS)
+                await link.ask(Abort(room, epoch, reason[:500]), LOOKUP_SECONDS)
 
     async def ended(self) -> None:
-        """Return when it is gone."""
-        await asyncio.shield(self._watch)
-
-    async def close(self) -> None:
-        """Disconnect."""
-        self._watch.cancel()
-        await asyncio.gather(self._watch, return_exceptions=True)
-        await asyncio.gather(*(client.close() for client in self._clients))
-        await self.instance.close()
-
-    async def _watching(self) -> None:
-        # A socket does not tell that the process behind it is gone; the heartbeat of its memory does.
+        """Return when it is gone, or disconnected."""
         while not self.instance.gone:  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(WATCH_SECONDS)
-        for client in self._clients:
-            client.fail(PeerGoneError(f"the prefill server {self.instance.name} is gone"))
 
 
 class PrefillPeers:
     """Prefill servers by bootstrap address, `host:port`."""
 
-    def __init__(self, endpoint: Endpoint, context: Context, keys: MemberKeys | None, local: Local) -> None:
+    def __init__(self, endpoint: Endpoint, local: Local) -> None:
         self._endpoint = endpoint
-        self._context = context
-        self._keys = keys
         self._local = local
         self._peers: dict[str, PrefillPeer] = {}
         self._locks: dict[str, asyncio.Lock] = {}
@@ -231,7 +206,7 @@ class PrefillPeers:
     async def close(self) -> None:
         """Disconnect from all."""
         peers, self._peers = list(self._peers.values()), {}
-        await asyncio.gather(*(peer.close() for peer in peers))
+        await asyncio.gather(*(peer.instance.close() for peer in peers))
         # What is being disconnected already is not broken off.
         await asyncio.gather(*self._watches, return_exceptions=True)
 
@@ -245,26 +220,21 @@ class PrefillPeers:
 
     async def _retire(self, address: str, peer: PrefillPeer) -> None:
         del self._peers[address]
-        await peer.close()
+        await peer.instance.close()
 
     async def _connect(self, address: str) -> PrefillPeer:
         ranks = await self._lookup(address)
         self._fits(ranks)
         instance = await self._endpoint.connect([rank.endpoint for rank in ranks])
-        clients = [self._client(rank.handover) for rank in ranks]
         try:
-            return PrefillPeer(ranks, instance, clients, self._local)
+            return PrefillPeer(ranks, instance, self._local)
         except BaseException:
-            await asyncio.gather(*(client.close() for client in clients))
             await instance.close()
             raise
 
-    def _client(self, address: str) -> ControlClient:
-        return ControlClient(self._context, address, self._keys, _drop, ASKS, ANSWERS)
-
     async def _lookup(self, address: str) -> tuple[RankInfo, ...]:
         """The ranks behind a bootstrap port; waits while they are not all there."""
-        client = self._client(address)
+        client = self._endpoint.client(address)
         try:
             while True:
                 try:
@@ -301,7 +271,3 @@ class PrefillPeers:
             )
         if first.metadata_bytes != self._local.metadata_bytes:
             raise RefusedError("metadata", "the metadata rows differ; run one release, with the same model")
-
-
-def _drop(_message: Any) -> None:
-    """Nobody sends by itself here."""
