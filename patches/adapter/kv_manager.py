@@ -33,7 +33,7 @@ from zmq.constants import POLLIN
 
 from sglang_ext.config import with_instance_id
 from sglang_ext.disagg.errors import RefusedError
-from sglang_ext.disagg.handover import Giving, Taking
+from sglang_ext.disagg.handover import FACTS, Giving, Taking
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine.cache.listeners import Listener
 from sglang_ext.engine.forward_fence import ForwardFence
@@ -47,6 +47,8 @@ from sglang_ext.engine.pd.prefill_sender import Room
 from sglang_ext.engine.pd.pushing import Computing, LayerFeed
 from sglang_ext.engine.pd.reservations import Blocks, Reservations
 from sglang_ext.engine.pd.settings import settings
+from sglang_ext.keys import Tier
+from sglang_ext.mempool.store import Incoming
 from sglang_ext.patches.adapter.hbm import pool_planes
 from sglang_ext.patches.adapter.pd_setup import (
     BACKEND,
@@ -172,6 +174,8 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         host = listen_host(server_args.host, keys)
         port = server_args.disaggregation_bootstrap_port
         cache = scheduler.tree_cache
+        self.store = cache.store if isinstance(cache, GlobalRadixCache) else None
+        """By which a request's slots are filled; None where nothing is kept."""
         returns = config.pd_caching == "3" and isinstance(cache, GlobalRadixCache)
         dram = arena_pool(scheduler, cache) if returns and prefill else None
         self.agent = Agent(
@@ -392,6 +396,7 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
         self.bootstrap_addr = bootstrap_addr
         self.bootstrap_room = bootstrap_room
         self._room: TakingRoom | None = None
+        self._incoming: Incoming | None = None
 
     def init(self, prefill_dp_rank: int) -> None:
         assert self.bootstrap_room is not None
@@ -413,6 +418,9 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
         skip, rest = divmod(decode_prefix_len or 0, self.kv_mgr.kv_args.page_size)
         assert rest == 0, "a cached prefix is whole pages"
         wanted = Wanted(pages_of(kv_indices), skip, aux_index, self.kv_mgr.fence())
+        if self.kv_mgr.store is not None:
+            tokens = wanted.pages.size * self.kv_mgr.kv_args.page_size
+            self._incoming = self.kv_mgr.store.transfer(Tier.HBM, tokens, self.bootstrap_addr)
         self.kv_mgr.agent.taking.read(self._room, wanted)
 
     def poll(self) -> int:
@@ -421,6 +429,8 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
         if self._room.state is Taking.WAITING and not self._room.read:
             # Push: decode allocates before prefill computes.
             return int(KVPoll.WaitingForInput)
+        if FACTS[self._room.state].end and self._incoming is not None:
+            self._incoming.end()
         return int(_TAKING_POLL[self._room.state])
 
     def failure_exception(self) -> None:
@@ -431,6 +441,8 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
     def clear(self) -> None:
         if self._room is not None:
             self.kv_mgr.agent.taking.settle(self._room)
+        if self._incoming is not None:
+            self._incoming.end()
 
     def abort(self) -> None:
         if self._room is None:

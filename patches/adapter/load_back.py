@@ -14,6 +14,7 @@ from sglang_ext.engine.tiers.mover import NOTHING_TO_WAIT_FOR
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.tiers.slots import SlotOps
 from sglang_ext.keys import Tier
+from sglang_ext.mempool.store import Store
 from sglang_ext.radix_global import Holder, Node
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ class LoadBack:
     """Starts loads, and knows what the batch being formed has to wait for.
 
     Args:
+        store: of the rank.
         dram: copies.
         promotions: what streams from disk; None without a disk.
         hbm: the holder that stands for this rank's pool.
@@ -33,6 +35,7 @@ class LoadBack:
 
     def __init__(
         self,
+        store: Store,
         dram: DramTier,
         promotions: Promotions | None,
         hbm: Holder,
@@ -40,6 +43,7 @@ class LoadBack:
         slots: SlotOps,
         policy: DramPolicy,
     ) -> None:
+        self._store = store
         self._dram = dram
         self._promotions = promotions
         self._hbm = hbm
@@ -85,11 +89,10 @@ class LoadBack:
         if slots is None:
             return None, node
         if nodes:
-            self._dram.load(nodes, self._slots.keep(slots[:tokens]))
+            self._store.swap_in(Tier.DRAM, nodes, self._slots.keep(slots[:tokens]))
         if streamed:
-            assert self._promotions is not None
             assert req is not None
-            self._promotions.stream(req.cache_request_handle, self._slots.keep(slots[tokens:]))
+            self._store.swap_in(Tier.DISK, req.cache_request_handle, self._slots.keep(slots[tokens:]))
             self._streaming.append((req, len(req.prefix_indices) + tokens))
         return slots, best
 

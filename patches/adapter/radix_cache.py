@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
     DecLockRefParams,
@@ -63,6 +64,8 @@ if TYPE_CHECKING:
 
 _NAMESPACE = "sglang_ext_namespace"
 """Attribute of a request: the namespace it was matched in, which is where its KV belongs."""
+_RECEIVED = "sglang_ext_received"
+"""Attribute of a request: what a prefill server has computed of it is in the tree."""
 
 
 class _RootView:
@@ -158,7 +161,9 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
             cost = promotions.policy.cost if promotions is not None else PrefillCost()
             self.prefill_clock = PrefillClock(cost)
             policy = DramPolicy(self.block_size, dram.block_bytes, always=parts.load_always, cost=cost)
-            self.load_back = LoadBack(dram, promotions, self.hbm, self.room, self.slot_ops, policy)
+            self.load_back = LoadBack(
+                self.store, dram, promotions, self.hbm, self.room, self.slot_ops, policy
+            )
             self.prefetcher = Prefetcher(self.store, self.hbm, dram, self.room, promotions, self.namespace)
             if parts.takes_hints:
                 self.advice = Advice(self.prefetcher, priority_sign=parts.priority_sign)
@@ -197,7 +202,7 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
         if params.req is not None:
             setattr(params.req, _NAMESPACE, namespace)
             self.last_matched = params.req
-        node, path, blocks = self.tree.match(namespace, _encode(params.key))
+        node, path, blocks = self.store.match(namespace, _encode(params.key))
         hbm = self.hbm
         streamed = 0 if self.load_back is None else self.load_back.streamed(params.req, blocks)
         if hbm in node.placements and not streamed:
@@ -263,11 +268,9 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
         encoded = _encode(key)
         tokens = len(key) // self.block_size * self.block_size
         kept = self.slot_ops.keep(value[:tokens] if value is not None else torch.arange(tokens))
-        result = self.tree.insert(
-            self._namespace_of_key(key), encoded, self.hbm, kept, priority=params.priority or 0
+        result = self.store.insert(
+            Tier.HBM, self._namespace_of_key(key), encoded, kept, priority=params.priority or 0
         )
-        if self.dram is not None:
-            self.dram.write_through(result.node)
         return InsertResult(prefix_len=result.held_blocks * self.block_size, last_device_node=result.node)
 
     def insert_req(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
@@ -303,10 +306,10 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
         """
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(tokens)]
         whole = len(tokens) // self.block_size * self.block_size
-        result = self.tree.insert(
+        result = (self.store.transfer_with_insert if _comes_over(req) else self.store.insert)(
+            Tier.HBM,
             self._namespace_of(req),
             encode_tokens(tokens),
-            self.hbm,
             self.slot_ops.keep(row[:whole]),
             priority=req.priority or 0,
         )
@@ -319,8 +322,6 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
         # Never less than before: of a retracted request that comes back the tree may own output too, which
         # --strip-thinking-cache leaves out here.
         req.kv.cache_protected_len = max(protected, whole)
-        if self.dram is not None:
-            self.dram.write_through(result.node)
         return result.node, held
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
@@ -403,6 +404,17 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
 
     def __repr__(self) -> str:
         return f"GlobalRadixCache(tree={self.tree!r}, dram={self.dram!r}, disk={self.promotions!r})"
+
+
+def _comes_over(req: Req) -> bool:
+    """Whether this is the first insertion of a request whose KV another instance has computed: what decode
+    has received.
+    """
+    received = req.bootstrap_host not in (None, FAKE_BOOTSTRAP_HOST) and req.disagg_kv_sender is None
+    first = received and not getattr(req, _RECEIVED, False)
+    if first:
+        setattr(req, _RECEIVED, True)
+    return first
 
 
 def _is_private(req: Req) -> bool:

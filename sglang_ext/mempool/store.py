@@ -11,9 +11,10 @@ What a reservation continues is locked until it ends, so that it can be inserted
 index meanwhile is kept once. A reservation of `Use.PREFETCH` gives way instead: nothing is locked for it, and
 it is given up when the engine needs the memory.
 
-The store counts MemServe's nine calls (table 1) where they are carried out, see `Call`. Everything here
-happens in the scheduler's thread, and on every rank in the same order: no decision is taken from anything
-that ranks do not have alike.
+MemServe's nine calls (table 1) are methods of it, by key and by tier, and counted as they are carried out,
+see `Call`; `MemPool` is the same for owners, who have addresses. What is neither free nor in the index is in
+the store's ledger, and nowhere else. Everything here happens in the scheduler's thread, and on every rank in
+the same order: no decision is taken from anything that ranks do not have alike.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from sglang_ext.keys import TOKEN_BYTES, Tier
-from sglang_ext.radix_global import Holder, Match, Node, RadixTree
+from sglang_ext.radix_global import Evicted, Holder, Match, Node, RadixTree
 from sglang_ext.radix_global.node import InsertResult
 
 
@@ -45,11 +46,11 @@ class Call(enum.StrEnum):
     SWAP_OUT = "swap_out"
     """Copies towards DRAM and disk were started."""
     SWAP_IN = "swap_in"
-    """Copies towards HBM were started."""
+    """Copies towards HBM were started, or have come from disk to DRAM."""
     TRANSFER = "transfer"
-    """Another instance's KV was brought into memory that a request owns."""
+    """Another instance's KV is brought into memory that a request owns."""
     TRANSFER_WITH_INSERT = "transfer_with_insert"
-    """Another instance's KV was brought here and entered the index."""
+    """Another instance's KV entered the index."""
 
 
 class Use(enum.StrEnum):
@@ -65,6 +66,14 @@ class Use(enum.StrEnum):
     """From DRAM to HBM, for an announced request. Gives way to the engine."""
     OWNER = "owner"
     """Allocated by its owner (`MemPool.alloc_mem`)."""
+
+
+_COMMITTED = {
+    Use.PROMOTION: Call.SWAP_IN,
+    Use.FETCH: Call.TRANSFER_WITH_INSERT,
+    Use.RETURN: Call.TRANSFER_WITH_INSERT,
+}
+"""What the commit of a reservation is. That of a prefetch was counted when its copy began."""
 
 
 class Refusal(enum.Enum):
@@ -84,8 +93,8 @@ class StoreTier(Protocol):
     """The memory of a tier, as the store asks for it. `testing.store_contract` holds implementations to it.
 
     *Taken* blocks are neither free nor in the index. A tier guarantees: `take` hands out no block twice; what
-    it evicts for that is not locked; `give_back` accepts taken blocks only. The caller guarantees: every
-    taken block is given back or entered, once.
+    it evicts for that is not locked, and goes by `Store.delete`. The caller guarantees: every taken block is
+    given back or inserted, once.
     """
 
     @property
@@ -93,12 +102,16 @@ class StoreTier(Protocol):
         """Who stands for this tier in the index."""
 
     @property
+    def exclusive(self) -> bool:
+        """Whether nobody else has blocks of it: what is not free is in the index or in the ledger."""
+
+    @property
     def n_blocks(self) -> int:
         """Blocks that fit."""
 
     @property
-    def taken_blocks(self) -> int:
-        """Blocks that are taken now."""
+    def free_blocks(self) -> int:
+        """Blocks that nobody has."""
 
     def reach(self, match: Match) -> tuple[Node, int] | None:
         """Where KV of the tier may go on: a node that it has (or the root), and the blocks up to there.
@@ -121,16 +134,30 @@ class StoreTier(Protocol):
         """The places of blocks `start` to `end`."""
 
     def give_back(self, places: Any) -> None:
-        """Taken blocks are free again."""
-
-    def entered(self, blocks: int) -> None:
-        """So many taken blocks are in the index now."""
+        """Blocks that were taken, or were in the index, are free again."""
 
     def join(self, parts: Sequence[Any]) -> Any:
         """The places of a path, as one address."""
 
-    def onward(self, node: Node, blocks: int) -> None:
-        """The last `blocks` blocks up to `node` are new here: start copying them to the tiers below."""
+    def onward(self, node: Node, blocks: int, *, always: bool = False) -> bool:
+        """Start copying the last `blocks` blocks up to `node`, which are new here, to the tier below, and
+        what before them is not there either. Whether a copy was started.
+
+        Args:
+            always: also where nothing goes down by itself.
+        """
+
+    def clear(self) -> None:
+        """Give up every block, with those in the index."""
+
+
+class Source(Protocol):
+    """A tier from which KV is loaded into HBM."""
+
+    def load(self, what: Any, places: Any, landed: Callable[[], None] | None = None) -> None:
+        """Start copying to places of HBM, which the next forward pass waits for; with `landed`, behind all
+        copies that somebody waits for, and told when they are there.
+        """
 
 
 @dataclass(frozen=True)
@@ -190,6 +217,26 @@ class Reservation:
         self.store.end(self, 0)
 
 
+@dataclass(eq=False)
+class Incoming:
+    """Another instance's KV on its way into memory that a request owns. Made by `Store.transfer`.
+
+    source: the instance.
+    """
+
+    store: Store
+    tier: Tier
+    tokens: int
+    source: str
+    open: bool = True
+
+    def end(self) -> None:
+        """It is there, or will not come. May be called twice."""
+        if self.open:
+            self.open = False
+            self.store.incoming.remove(self)
+
+
 class Store:
     """See the module's docstring.
 
@@ -201,16 +248,138 @@ class Store:
         self.tree = tree
         self.calls: Counter[Call] = Counter()
         """Calls of table 1, since the start."""
+        self.incoming: list[Incoming] = []
+        """What is on its way into memory of requests."""
         self._step = tree.block_size * TOKEN_BYTES
         self._tiers: dict[Tier, StoreTier] = {}
+        self._sources: dict[Tier, Source] = {}
         self._open: dict[Reservation, None] = {}
-        self._reserved: Counter[tuple[Tier, Use]] = Counter()
-        """Blocks."""
+        self._taken: Counter[tuple[Tier, Use]] = Counter()
+        """Blocks that are neither free nor in the index."""
         self._yielding: Counter[Tier] = Counter()
 
     def add(self, level: Tier, tier: StoreTier) -> None:
         """Let a tier's memory be reserved by its name."""
         self._tiers[level] = tier
+
+    def add_source(self, level: Tier, source: Source) -> None:
+        """Let KV be loaded from there by its name."""
+        self._sources[level] = source
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def alloc_mem(
+        self,
+        level: Tier,
+        blocks: int,
+        use: Use,
+        *,
+        whole: bool = False,
+        lose: bool = True,
+        rank: float = -math.inf,
+    ) -> Any | None:
+        """Take up to so many blocks of a tier (`whole`: so many or none), for somebody who gives them back
+        (`free_mem`) or has them inserted. None for none. See `StoreTier.take`.
+        """
+        tier = self._tiers[level]
+        places = tier.take(blocks, lose=lose, rank=rank)
+        got = tier.count(places)
+        if not got or (whole and got < blocks):
+            if got:
+                tier.give_back(places)
+            return None
+        self._taken[level, use] += got
+        self.calls[Call.ALLOC_MEM] += 1
+        return places
+
+    def free_mem(self, level: Tier, places: Any, use: Use) -> None:
+        """Taken blocks are not needed."""
+        tier = self._tiers[level]
+        count = tier.count(places)
+        if count:
+            tier.give_back(places)
+            self._taken[level, use] -= count
+            self.calls[Call.FREE_MEM] += 1
+
+    # -- the index --------------------------------------------------------------------------------
+
+    def match(self, namespace: Hashable, key: bytes) -> Match:
+        """The longest known prefix of a prompt, as it is now: lock what is to stay."""
+        self.calls[Call.MATCH] += 1
+        return self.tree.match(namespace, key)
+
+    def insert(
+        self, level: Tier, namespace: Hashable, key: bytes, places: Any, *, priority: int = 0
+    ) -> InsertResult:
+        """Put KV that was computed here into the index; what is new goes on to the tier below.
+
+        Args:
+            places: of all whole blocks of `key`, those included that the tier had in the index before. Of
+                these the places stay as they were, and those given here stay the caller's.
+        """
+        return self._index(Call.INSERT, level, namespace, key, places, priority)
+
+    def _index(
+        self, call: Call, level: Tier, namespace: Hashable, key: bytes, places: Any, priority: int
+    ) -> InsertResult:
+        self.calls[call] += 1
+        result = self.tree.insert(namespace, key, self._tiers[level].holder, places, priority=priority)
+        self.swap_out(level, result.node, result.new_blocks)
+        return result
+
+    def delete(self, level: Tier, gone: Sequence[Evicted]) -> int:
+        """Blocks that a tier has given up: its memory is free again, and what is in no memory leaves the
+        index; what is on disk is found there by its name. Returns how many blocks.
+        """
+        if not gone:
+            return 0
+        tier = self._tiers[level]
+        tier.give_back(tier.join([each.address for each in gone]))
+        for each in gone:
+            if all(holder.tier is Tier.DISK for holder in each.node.placements):
+                for holder in list(each.node.placements):
+                    self.tree.remove(each.node, holder)
+        self.calls[Call.DELETE] += 1
+        return sum(each.blocks for each in gone)
+
+    def clear(self) -> None:
+        """Delete everything that is in memory."""
+        for level in sorted(self._tiers, reverse=True):
+            self._tiers[level].clear()
+        self.calls[Call.DELETE] += 1
+
+    # -- between tiers ----------------------------------------------------------------------------
+
+    def swap_out(self, level: Tier, node: Node, blocks: int = 0, *, always: bool = False) -> bool:
+        """Copy what of the path to `node` is not in the tier below there; see `StoreTier.onward`."""
+        started = self._tiers[level].onward(node, blocks, always=always)
+        if started:
+            self.calls[Call.SWAP_OUT] += 1
+        return started
+
+    def swap_in(self, level: Tier, what: Any, places: Any, landed: Callable[[], None] | None = None) -> None:
+        """Copy from a tier to places of HBM; see `Source.load`. what: from DRAM the nodes of a path, from
+        the top; from disk the handle of a request for which its blocks are there.
+        """
+        self._sources[level].load(what, places, landed)
+        self.calls[Call.SWAP_IN] += 1
+
+    # -- between instances ------------------------------------------------------------------------
+
+    def transfer(self, level: Tier, tokens: int, source: str) -> Incoming:
+        """Another instance's KV of so many tokens is brought into memory that a request owns, which is not
+        in the ledger: the engine's.
+        """
+        found = Incoming(self, level, tokens, source)
+        self.incoming.append(found)
+        self.calls[Call.TRANSFER] += 1
+        return found
+
+    def transfer_with_insert(
+        self, level: Tier, namespace: Hashable, key: bytes, places: Any, *, priority: int = 0
+    ) -> InsertResult:
+        """As `insert`, for KV that another instance has computed."""
+        return self._index(Call.TRANSFER_WITH_INSERT, level, namespace, key, places, priority)
 
     # -- reserving ------------------------------------------------------------------------------
 
@@ -255,7 +424,7 @@ class Store:
             if left < (wanted if whole else 1):
                 return Refusal.BUDGET
             wanted = min(wanted, left)
-        found = self.reserve_behind(
+        return self.reserve_behind(
             level,
             namespace,
             key,
@@ -268,7 +437,6 @@ class Store:
             rank=rank,
             source=source,
         )
-        return found
 
     def reserve_behind(
         self,
@@ -289,14 +457,14 @@ class Store:
         tier = self._tiers[level]
         # What the blocks continue must not be evicted to make room for them.
         self.tree.lock(parent, tier.holder)
-        places = tier.take(blocks, lose=lose, rank=rank)
-        got = tier.count(places)
-        if not got or (whole and got < blocks):
-            tier.give_back(places)
+        places = self.alloc_mem(level, blocks, use, whole=whole, lose=lose, rank=rank)
+        if places is None:
             self.tree.unlock(parent, tier.holder)
             return Refusal.NO_ROOM
-        found = Reservation(self, level, use, namespace, key, start, places, got, parent, source)
-        self._enter(found)
+        found = Reservation(
+            self, level, use, namespace, key, start, places, tier.count(places), parent, source
+        )
+        self._open[found] = None
         return found
 
     def reserve_spare(
@@ -305,50 +473,35 @@ class Store:
         """What is free of a tier, for `blocks` blocks of `key` from `start` on, all or nothing. It gives way:
         nothing is locked for it, and the engine takes it back when it needs memory.
         """
-        tier = self._tiers[level]
-        places = tier.take(blocks, lose=False)
-        got = tier.count(places)
-        if not got or got < blocks:
-            tier.give_back(places)
+        places = self.alloc_mem(level, blocks, use, whole=True, lose=False) if blocks else None
+        if places is None:
             return Refusal.NO_ROOM
-        found = Reservation(self, level, use, namespace, key, start, places, got, None)
-        self._enter(found)
+        found = Reservation(self, level, use, namespace, key, start, places, blocks, None)
+        self._open[found] = None
+        self._yielding[level] += blocks
         return found
-
-    def _enter(self, reservation: Reservation) -> None:
-        self._open[reservation] = None
-        self._count(reservation, reservation.blocks)
-        self.calls[Call.ALLOC_MEM] += 1
-
-    def _count(self, reservation: Reservation, blocks: int) -> None:
-        self._reserved[reservation.tier, reservation.use] += blocks
-        if reservation.parent is None:
-            self._yielding[reservation.tier] += blocks
 
     def end(self, reservation: Reservation, blocks: int, *, onward: bool = True) -> Committed | None:
         """See `Reservation.commit` and `abort`."""
         if not reservation.open:
             raise ValueError(f"{reservation!r} has ended already")
-        tier = self._tiers[reservation.tier]
+        level, use, places = reservation.tier, reservation.use, reservation.places
+        tier = self._tiers[level]
         reservation.open = False
         del self._open[reservation]
-        self._count(reservation, -reservation.blocks)
+        if reservation.parent is None:
+            self._yielding[level] -= reservation.blocks
         above = self._above(reservation, tier) if blocks else None
         if above is None:
             blocks = 0
-        if blocks < reservation.blocks:
-            tier.give_back(tier.part(reservation.places, blocks, reservation.blocks))
+        self.free_mem(level, tier.part(places, blocks, reservation.blocks), use)
         done: Committed | None = None
         if above is not None:
             done = self._insert(reservation, tier, above, blocks)
             if onward and done.fresh:
-                tier.onward(done.node, done.fresh)
+                self.swap_out(level, done.node, done.fresh)
         if reservation.parent is not None:
             self.tree.unlock(reservation.parent, tier.holder)
-        if done is None:
-            self.calls[Call.FREE_MEM] += 1
-        elif reservation.use in (Use.FETCH, Use.RETURN):
-            self.calls[Call.TRANSFER_WITH_INSERT] += 1
         return done
 
     def _above(self, reservation: Reservation, tier: StoreTier) -> list[Any] | None:
@@ -369,22 +522,24 @@ class Store:
 
     def _insert(self, reservation: Reservation, tier: StoreTier, above: list[Any], blocks: int) -> Committed:
         """Put what has arrived into the index, where somebody may have put it in the meantime."""
-        start, places = reservation.start, tier.part(reservation.places, 0, blocks)
+        level, use, start = reservation.tier, reservation.use, reservation.start
+        places = tier.part(reservation.places, 0, blocks)
         key = reservation.key[: (start + blocks) * self._step]
         result: InsertResult = self.tree.insert(
             reservation.namespace, key, tier.holder, tier.join([*above, places]), same_request=True
         )
         held = result.held_blocks - start
-        if held:
-            tier.give_back(tier.part(places, 0, held))
-        tier.entered(blocks - held)
+        self.free_mem(level, tier.part(places, 0, held), use)
+        self._taken[level, use] -= blocks - held
+        if use in _COMMITTED:
+            self.calls[_COMMITTED[use]] += 1
         return Committed(result.node, blocks - held, held, result.added)
 
-    # -- what is reserved -------------------------------------------------------------------------
+    # -- the ledger ---------------------------------------------------------------------------------
 
     def reserved(self, level: Tier, use: Use | None = None) -> int:
-        """Blocks of a tier that are reserved, for one use or for all. From any thread."""
-        return sum(self._reserved[level, each] for each in (Use if use is None else (use,)))
+        """Blocks of a tier that are taken, for one use or for all. From any thread."""
+        return sum(self._taken[level, each] for each in (Use if use is None else (use,)))
 
     def yielding(self, level: Tier) -> int:
         """Blocks of it that the engine may take back, at once or when the copies to them have ended."""
@@ -405,16 +560,27 @@ class Store:
 
     def owns(self, level: Tier, blocks: int) -> None:
         """Owners have so many blocks more of a tier, or fewer."""
-        self._reserved[level, Use.OWNER] += blocks
+        self._taken[level, Use.OWNER] += blocks
 
     def check(self) -> None:
         """Verify the bookkeeping. Raises AssertionError naming what is wrong."""
-        for level, tier in self._tiers.items():
-            if tier.taken_blocks != self.reserved(level):
+        open_blocks: Counter[tuple[Tier, Use]] = Counter()
+        for each in self._open:
+            open_blocks[each.tier, each.use] += each.blocks
+        for (level, use), count in self._taken.items():
+            if use is not Use.OWNER and count != open_blocks[level, use]:
                 raise AssertionError(
-                    f"{tier.taken_blocks} blocks of {level.name} are taken, {self.reserved(level)} reserved"
+                    f"{count} blocks of {level.name} are taken for {use}, {open_blocks[level, use]} reserved"
+                )
+        for level, tier in self._tiers.items():
+            known = self.tree.blocks_of(tier.holder) + self.reserved(level)
+            if tier.exclusive and known != tier.n_blocks - tier.free_blocks:
+                raise AssertionError(
+                    f"{tier.n_blocks - tier.free_blocks} blocks of {level.name} are in use, "
+                    f"index and ledger know of {known}"
                 )
 
     def __repr__(self) -> str:
         uses = Counter(f"{each.tier.name} {each.use}" for each in self._open)
+        uses += Counter(f"{each.tier.name} transfer" for each in self.incoming)
         return f"Store({', '.join(f'{use}: {count}' for use, count in sorted(uses.items()))})"

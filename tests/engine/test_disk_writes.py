@@ -13,6 +13,8 @@ from sglang_ext.config import KvConfig
 from sglang_ext.engine.tiers.block_names import BlockNames, unpack_names
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.dram_tier import DramTier
+from sglang_ext.engine.tiers.hbm_room import HbmRoom
+from sglang_ext.engine.tiers.slots import HostSlots
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.keys import Namespace, Tier, block_keys, encode_tokens
 from sglang_ext.mempool.store import Store
@@ -47,7 +49,9 @@ class Setup:
         memory = BlockMemory.of_arena(self.arena)
         self.writes = DiskWrites(self.tree, self.dram, self.disk, self.names, self.writer, memory)
         self.mover = HandMover(None, LAYOUT.n_layers)
-        self.tier = DramTier(Store(self.tree), self.hbm, self.dram, self.arena, self.mover, below=self.writes)
+        self.store = Store(self.tree)
+        self.tier = DramTier(self.store, self.hbm, self.dram, self.arena, self.mover, below=self.writes)
+        HbmRoom(self.store, self.hbm, None, HostSlots(), self.tier)
         self._next_slot = 0
 
     def insert(self, tokens: list[int]) -> Node:
@@ -67,7 +71,7 @@ class Setup:
 
     def evict_hbm(self, blocks: int, only: Callable[[Node], bool] | None = None) -> list[Evicted]:
         gone = self.tree.evict(self.hbm, blocks, only=only)
-        self.tier.left_memory(gone)
+        self.store.delete(Tier.HBM, gone)
         return gone
 
     def close(self) -> None:
@@ -157,10 +161,7 @@ def test_hbm_does_not_give_up_what_is_being_copied_to_dram_though_the_disk_has_i
     node = setup.insert([1] * 8)
     setup.to_dram()
     setup.to_disk()
-    gone = setup.tree.evict(setup.dram, 2)
-    for evicted in gone:
-        setup.arena.free(evicted.address)
-    setup.tier.left_memory(gone)
+    setup.store.delete(Tier.DRAM, setup.tree.evict(setup.dram, 2))
     assert setup.tier.has_copy(node)  # on disk
     setup.tier.write_through(node)
     assert not setup.tier.has_copy(node)

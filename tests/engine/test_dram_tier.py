@@ -81,6 +81,7 @@ class Setup:
     def check(self) -> None:
         self.tree.check()
         self.tier.check()
+        self.tier.store.check()
 
     def picture(self) -> list[Any]:
         return sorted(
@@ -281,8 +282,8 @@ def test_repr_shows_the_counts(setup: Setup) -> None:
 def test_check_sees_a_block_that_nobody_knows(setup: Setup) -> None:
     setup.insert(prompt(1, 3))
     blocks = setup.arena.alloc(2)
-    with pytest.raises(AssertionError, match="the tree knows 3 DRAM blocks, the arena has handed out 5"):
-        setup.tier.check()
+    with pytest.raises(AssertionError, match="5 blocks of DRAM are in use, index and ledger know of 3"):
+        setup.tier.store.check()
     assert blocks is not None
     setup.arena.free(blocks)
 

@@ -16,8 +16,10 @@ from sglang.srt.disaggregation.common.conn import KVTransferError
 
 from sglang_ext.disagg.handover import Giving, Taking
 from sglang_ext.engine.forward_fence import nothing_runs
+from sglang_ext.mempool.store import Call, Store
 from sglang_ext.patches.adapter import kv_manager as kv_transfer
 from sglang_ext.patches.adapter.kv_manager import GlobalKVReceiver, GlobalKVSender, match_on_decode
+from sglang_ext.radix_global import RadixTree
 
 NUMBERS = itertools.count(1)
 ROW = bytes(range(METADATA))
@@ -30,6 +32,7 @@ class Manager:
     agent: Any
     pushes: bool = False
     migration: Any = None
+    store: Store = field(default_factory=lambda: Store(RadixTree(16)))
     page_bytes: int = 10
     fence: Any = lambda: nothing_runs
     kv_args: Any = field(default_factory=lambda: SimpleNamespace(page_size=4))
@@ -94,7 +97,10 @@ def test_a_request_goes_through_the_states_that_sglangs_queues_wait_for(servers:
         assert sender.poll() == KVPoll.Transferring
         until(servers, receiver, KVPoll.WaitingForInput)
         receiver.send_metadata(lacking, 1, decode_prefix_len=prefix)
+    assert [each.tokens for each in receiver.kv_mgr.store.incoming] == [12 - prefix]
     until(servers, receiver, KVPoll.Success)
+    assert not receiver.kv_mgr.store.incoming
+    assert receiver.kv_mgr.store.calls == {Call.TRANSFER: 1}
     until(servers, sender, KVPoll.Success)
     taken, given = servers.decode[0], servers.prefill[0]
     assert np.array_equal(given.kv(here[prefix // 4 :], 4), taken.kv(lacking.tolist(), 4))

@@ -27,6 +27,7 @@ from sglang_ext.engine.peers.fetches import NOT_YET, FetchResult
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.prefetch.advice import Advice
 from sglang_ext.keys import Namespace, encode_tokens
+from sglang_ext.mempool.store import Call
 from sglang_ext.patches.adapter.build_peers import attach_peers, may_fetch
 from sglang_ext.patches.adapter.hbm import pool_geometry
 from sglang_ext.protocol.agent import TO_AGENT, Advise, Fetch, Lend, PeerDead, Source, ToAgent, Withdraw
@@ -189,6 +190,9 @@ def test_a_prompt_computed_there_is_a_hit_in_dram_here(
     metrics = CacheMetrics(0)
     metrics.update(reader.rank.cache)
     assert metrics._fetched.labels(name, "0")._value.get() == reader.peers.transport_bytes[name]
+    calls = {call: metrics._calls.labels(call.value, "0")._value.get() for call in Call}
+    assert calls == {call: reader.rank.store.calls[call] for call in Call}
+    assert (calls[Call.ALLOC_MEM], calls[Call.TRANSFER_WITH_INSERT], calls[Call.SWAP_IN]) == (1, 1, 1)
     owner.passes_until(lambda: not owner.peers.busy, "the lease to end")
     owner.link.endpoint.check()
 

@@ -531,7 +531,7 @@ def test_check_finds_a_slot_count_that_does_not_fit(make_rank: MakeRank) -> None
     fill(rank, TOKENS)
     assert rank.arena is not None
     stolen = rank.arena.alloc(1)
-    with pytest.raises(AssertionError, match="the tree knows 6 DRAM blocks, the arena has handed out 7"):
+    with pytest.raises(AssertionError, match="7 blocks of DRAM are in use, index and ledger know of 6"):
         rank.cache.check()
     assert stolen is not None
     rank.arena.free(stolen)

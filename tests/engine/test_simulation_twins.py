@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -151,10 +151,10 @@ class CountsEarly(DramTier):
 
 
 class LoadsInTheWrongOrder(DramTier):
-    def load(self, nodes: list[Node], slots: Any) -> None:
-        super().load(nodes, slots)
-        if len(slots) > 1:
-            last = nodes[-1].placements[self._hbm]
+    def load(self, what: list[Node], places: Any, landed: Callable[[], None] | None = None) -> None:
+        super().load(what, places, landed)
+        if landed is None and len(places) > 1:
+            last = what[-1].placements[self._hbm]
             last[:] = last[::-1].copy()
 
 

@@ -47,11 +47,12 @@ class NotingTier(DramTier):
         super().__init__(*args, **options)
         self.left_out: list[tuple[object, bytes]] = []
 
-    def write_through(self, node: Node, *, always: bool = False) -> None:
-        super().write_through(node, always=always)
+    def write_through(self, node: Node, *, always: bool = False) -> bool:
+        started = super().write_through(node, always=always)
         while node.parent is not None and self._dram not in node.placements:
             self.left_out.append((node.namespace, key_of(node)))
             node = node.parent
+        return started
 
 
 def key_of(node: Node) -> bytes:

@@ -103,6 +103,7 @@ def counted(server: ServerProcess, name: str, label: str) -> float:
 def test_a_restart_after_a_kill_is_warm(
     server: ServerProcess, prompts: list[list[int]], cold: list[Answer]
 ) -> None:
+    calls = server.pool_calls()
     for prompt, before in zip(prompts[:3], cold[:3], strict=True):
         again = server.generate(prompt, max_new_tokens=8)
         assert again.disk_tokens == 20 * BLOCK
@@ -112,6 +113,9 @@ def test_a_restart_after_a_kill_is_warm(
     answer = server.generate(longer, max_new_tokens=8)
     assert answer.disk_tokens == 20 * BLOCK
     assert_same(server.generate(longer, max_new_tokens=8, cache_salt="cold"), answer)
+    # Looked up, brought from disk into memory that was set aside for it, computed, written on.
+    server.wait_for_pool_calls(calls, "match", "alloc_mem", "swap_in", "insert", "swap_out")
+    assert not server.pool_calls()["transfer_with_insert"]
 
 
 def test_another_tenant_finds_nothing(server: ServerProcess, prompts: list[list[int]]) -> None:

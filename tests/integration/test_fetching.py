@@ -9,6 +9,7 @@ import asyncio
 import os
 import random
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -232,6 +233,9 @@ async def test_what_one_has_computed_another_fetches(pair, port, client, rng) ->
             lambda: counted(reader, "fetched_blocks") >= TOKENS // BLOCK,
             seconds=30,
             what="the count of what came",
+        )
+        await asyncio.to_thread(
+            reader.wait_for_pool_calls, Counter(), "match", "alloc_mem", "transfer_with_insert", "swap_in"
         )
         by = {
             k.split('transport="')[1].split('"')[0] for k in reader.metrics() if "_fetched_bytes_total{" in k

@@ -187,6 +187,7 @@ def test_the_next_turn_finds_what_its_design_keeps(rig: Rig) -> None:
     decode = rig.pd.decode[0]
     prompt = prompt_of(40, 100)
     earlier = [count(server, RETURNED) for server in rig.pd.servers]
+    calls = [server.pool_calls() for server in rig.pd.servers]
     first = rig.pd.generate(prompt, max_new_tokens=60)
     if caching == "3":
         wait_until(lambda: all(returned(rig, earlier)), seconds=10, what="the return")
@@ -195,6 +196,11 @@ def test_the_next_turn_finds_what_its_design_keeps(rig: Rig) -> None:
     history = prompt + first.tokens + prompt_of(41, 40)
     both = rig.pd.start(history, max_new_tokens=ANSWER_TOKENS)
     assert_same(rig.expected(history), both[1].result())
+    prefill_calls, decode_calls = calls
+    if caching in "23":  # received, and put into its index
+        decode.wait_for_pool_calls(decode_calls, "match", "transfer", "transfer_with_insert", "insert")
+    if caching == "3":  # set aside for what returns, and put into its index
+        rig.pd.servers[0].wait_for_pool_calls(prefill_calls, "match", "alloc_mem", "transfer_with_insert")
     found = both[0].result().cached_tokens
     kept = {"basic": range(1), "1": range(96, 101), "2": range(96, 101), "3": range(144, 161)}[caching]
     assert found in kept

@@ -65,11 +65,9 @@ class CacheLifecycle:
             self.feed.clear()
         if self.pool is not None:
             self.pool.reset()
-        if self.dram is not None:
-            self.dram.clear()
+        self.store.clear()
         if self.promotions is not None:
             self.promotions.clear()
-        self.tree.drop_holder(self.hbm)
 
     def drop_in_flight(self) -> None:
         """Give up what is on its way between tiers and instances for requests, announced or waiting: returns,

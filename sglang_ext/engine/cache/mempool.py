@@ -164,7 +164,6 @@ class TierRegion(ArenaRegion):
 
     def indexed(self, blocks: int) -> None:
         self._tier.store.owns(Tier.DRAM, -blocks)
-        self._tier.entered(blocks)
 
 
 def engine_mempool(
@@ -199,7 +198,6 @@ def engine_mempool(
 
     def owned(blocks: int) -> None:
         cache.store.owns(Tier.HBM, blocks)
-        cache.room.entered(-blocks)
 
     allocator = cache.token_to_kv_pool_allocator
     return MemPool(

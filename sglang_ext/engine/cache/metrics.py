@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.tiers.load_report import LoadDecisions
+from sglang_ext.mempool.store import Call
 from sglang_ext.metrics import metric_name
 
 if TYPE_CHECKING:
@@ -76,6 +77,14 @@ class CacheMetrics:
             ["transport", "tp_rank"],
             registry=registry,
         )
+        self._calls = Counter(
+            metric_name("cache", "mempool_calls"),
+            "Calls of the memory pool (MemServe, table 1).",
+            ["call", "tp_rank"],
+            registry=registry,
+        )
+        for call in Call:
+            self._calls.labels(call.value, self._rank)
         self._events = {
             "prefetch": events(
                 "prefetches",
@@ -112,6 +121,9 @@ class CacheMetrics:
         if now < self._next:
             return
         self._next = now + UPDATE_SECONDS
+        for call, count in cache.store.calls.items():
+            self._calls.labels(call.value, self._rank).inc(count - self._seen.get(("calls", call), 0))
+            self._seen["calls", call] = count
         for tier, (used, capacity) in cache.blocks_by_tier().items():
             self._blocks.labels(tier.name.lower(), self._rank).set(used)
             self._capacity.labels(tier.name.lower(), self._rank).set(capacity)

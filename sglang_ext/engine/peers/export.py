@@ -20,6 +20,7 @@ import numpy as np
 from sglang_ext.engine.tiers.disk_writes import MinOverRanks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.mover import BlockIds
+from sglang_ext.keys import Tier
 from sglang_ext.radix_global import Node, RadixTree
 
 MOST_LOANS: Final = 32
@@ -112,7 +113,7 @@ class Exports:
                 break
             blocks += node.blocks
         if last is not None and self.lent_blocks + blocks <= self._tier.n_blocks // SHARE:
-            self._tier.write_through(last, always=True)
+            self._tier.store.swap_out(Tier.HBM, last, always=True)
 
     def _copying(self, asked: _Asked) -> bool:
         incomplete = self._tier.incomplete()

@@ -299,7 +299,7 @@ class Prefetcher:
             return
         room.on_surrender = self._surrendered
         self._piece = _Piece(prefetch, room)
-        self._tier.bring(nodes, room.places, self._piece.arrived)
+        self._store.swap_in(Tier.DRAM, nodes, room.places, self._piece.arrived)
 
     def _first(self, nodes: list[Node], blocks: int) -> list[Node]:
         """The first ``blocks`` blocks of a path, cutting the node in which they end."""

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from sglang_ext.engine.tiers.block_names import BlockNames, pack_names
 from sglang_ext.errors import DeadlineError
-from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
+from sglang_ext.radix_global import Holder, Node, RadixTree
 from sglang_ext.tiered_store.loading.write_behind import WriteBehind, Written
 from sglang_ext.tiered_store.tier import BlockMemory, Outcome
 
@@ -86,15 +86,15 @@ class DiskWrites:
         self._mark = Holder.of(f"{disk.instance} disk writes", disk.epoch, disk.tier)
         self.counters = DiskWriteCounters()
 
-    def submit(self, node: Node, blocks: int) -> None:
+    def submit(self, node: Node, blocks: int) -> bool:
         """Write the last ``blocks`` blocks of the path that ends at ``node``, and what before them is not on
         disk either because the writer was behind.
 
-        Takes over one DRAM lock of ``node``, which protects the whole path.
+        Takes over one DRAM lock of ``node``, which protects the whole path. False where nothing is written.
         """
         if not self._write_new:
             self._tree.unlock(node, self._dram)
-            return
+            return False
         path: list[Node] = []
         count = 0
         current = node
@@ -125,6 +125,7 @@ class DiskWrites:
             outcome = Outcome.BEHIND
         if outcome is not Outcome.DONE:
             write.written = Written(digest, keys, (outcome,) * count)
+        return True
 
     def _was_left_out(self, node: Node) -> bool:
         return self._disk not in node.placements and not node.locks.get(self._mark)
@@ -185,12 +186,6 @@ class DiskWrites:
     def durable(self, node: Node) -> bool:
         """Whether the disk had ``node`` when the tree last heard of it."""
         return self._disk in node.placements
-
-    def forget(self, gone: Iterable[Evicted]) -> None:
-        """Take nodes out of the tree that were evicted and are nowhere in memory any more."""
-        for evicted in gone:
-            if len(evicted.node.placements) == 1 and self._disk in evicted.node.placements:
-                self._tree.remove(evicted.node, self._disk)
 
     @property
     def writing(self) -> bool:

@@ -111,12 +111,12 @@ class DramTier:
         self._copying = Holder.of(f"{dram.instance} DRAM writes", dram.epoch, dram.tier)
         self._writes = _Queue()
         self._loads = _Queue()
-        self._taken = 0
         self.counters = DramCounters()
         self.copies: CopyObserver = Unobserved()
         self.hinted: Retention | None = None
         """What is held back for requests that were announced."""
         store.add(Tier.DRAM, self)
+        store.add_source(Tier.DRAM, self)
 
     @property
     def source(self) -> Holder:
@@ -125,14 +125,15 @@ class DramTier:
 
     # -- HBM to DRAM ----------------------------------------------------------------------------
 
-    def write_through(self, node: Node, *, always: bool = False) -> None:
+    def write_through(self, node: Node, *, always: bool = False) -> bool:
         """Start copying what of the prefix ending at ``node`` is not in DRAM, its beginning first.
 
         Evicts older blocks for it. Where nothing more can go, the rest is skipped and counted. ``always``:
-        also where nothing is written by itself.
+        also where nothing is written by itself. Whether anything was begun.
         """
         if not self._write_new and not always:
-            return
+            return False
+        before = len(self._writes.pending)
         missing: list[Node] = []
         while node.parent is not None and self._dram not in node.placements:
             missing.append(node)
@@ -145,6 +146,7 @@ class DramTier:
         finally:
             self._tree.unlock(node, self._dram)
         self.counters.skipped += sum(left.blocks for left in missing)
+        return len(self._writes.pending) > before
 
     def _write(self, node: Node) -> bool:
         """Submit one node, or as much of its beginning as fits. True when all of it was."""
@@ -183,25 +185,17 @@ class DramTier:
         """What is hinted stays, unless ``spare`` says otherwise."""
         if spare is None:
             spare = self.hinted or ()
-        return self._free(self._tree.evict(self._dram, blocks, only=only, spare=spare))
+        return self._delete(self._tree.evict(self._dram, blocks, only=only, spare=spare))
 
     def _give_up(self, blocks: int, may_go: Callable[[Node], bool], below: float = math.inf) -> int:
         if self.hinted is None:
             return 0
-        return self._free(self.hinted.give_up(self._dram, blocks, may_go, below=below))
+        return self._delete(self.hinted.give_up(self._dram, blocks, may_go, below=below))
 
-    def _free(self, gone: Sequence[Evicted]) -> int:
-        for evicted in gone:
-            self._arena.free(evicted.address)
-        count = sum(evicted.blocks for evicted in gone)
+    def _delete(self, gone: Sequence[Evicted]) -> int:
+        count = self.store.delete(Tier.DRAM, gone)
         self.counters.evicted += count
-        self.left_memory(gone)
         return count
-
-    def left_memory(self, gone: Sequence[Evicted]) -> None:
-        """Told of every eviction from HBM and DRAM: what is in neither any more leaves the tree."""
-        if self.below is not None:
-            self.below.forget(gone)
 
     def has_copy(self, node: Node) -> bool:
         """Whether a complete copy of ``node`` is in DRAM or on disk, so that HBM may give it up for free.
@@ -233,29 +227,18 @@ class DramTier:
         self._make_room(blocks, lose=lose, rank=rank)
         taken = self._arena.alloc(min(blocks, self._arena.free_blocks))
         assert taken is not None
-        self._taken += len(taken)
         return taken
 
     def give_back(self, places: BlockIds) -> None:
-        """Blocks that were taken and are not needed."""
-        self._taken -= len(places)
+        """Blocks that were taken, or were in the tree, and are not needed."""
         if len(places):
             self._arena.free(places)
-
-    def entered(self, blocks: int) -> None:
-        """So many blocks that were taken are in the tree now."""
-        self._taken -= blocks
-
-    @property
-    def taken_blocks(self) -> int:
-        """Blocks that are taken now."""
-        return self._taken
 
     def reach(self, match: Match) -> tuple[Node, int] | None:
         """Where a match ends, once DRAM has what HBM has of it, also where nothing is written by itself."""
         node = match.node
         if not node.is_root and self._dram not in node.placements:
-            self.write_through(node, always=True)
+            self.store.swap_out(Tier.HBM, node, always=True)
             if self._dram not in node.placements:
                 return None
         return node, match.blocks
@@ -272,21 +255,30 @@ class DramTier:
         """The blocks of a path."""
         return np.concatenate(parts)
 
-    def onward(self, node: Node, blocks: int) -> None:
-        """Blocks that came from elsewhere go on to disk, as what was computed here does."""
-        if self.below is not None:
-            self._tree.lock(node, self._dram)
-            self.below.submit(node, blocks)
+    def onward(self, node: Node, blocks: int, *, always: bool = False) -> bool:
+        """Blocks that are new here go on to disk."""
+        if self.below is None:
+            return False
+        self._tree.lock(node, self._dram)
+        return self.below.submit(node, blocks)
 
     # -- DRAM to HBM ----------------------------------------------------------------------------
 
-    def load(self, nodes: list[Node], slots: Any) -> None:
-        """Start copying ``nodes`` (a path, from the top, all in DRAM) to ``slots``, which become their HBM.
+    def load(self, what: list[Node], places: Any, landed: Callable[[], None] | None = None) -> None:
+        """Start copying nodes (a path, from the top, all in DRAM) to slots, which become their HBM.
 
-        Both copies stay locked until the load is complete.
+        Both copies stay locked until the load is complete. With ``landed``, it comes behind everything that
+        somebody waits for; the slots stay the caller's, and no batch waits for them. It is called when they
+        have the bytes; until then the nodes stay locked for DRAM.
         """
-        last = nodes[-1]
+        nodes, slots, last = what, places, what[-1]
         blocks = np.concatenate([node.placements[self._dram] for node in nodes])
+        if landed is not None:
+            self._tree.lock(last, self._dram)
+            self._mover.bring(slots, blocks)
+            self._writes.pending.append((None, len(blocks)))
+            self._writes.landed.append((last, landed))
+            return
         unit = len(slots) // len(blocks)
         start = 0
         for node in nodes:
@@ -298,18 +290,6 @@ class DramTier:
         self._tree.lock(last, self._hbm)
         self._mover.load(slots, blocks)
         self._loads.pending.append((last, len(blocks)))
-
-    def bring(self, nodes: list[Node], slots: Any, landed: Callable[[], None]) -> None:
-        """Start copying ``nodes`` (as for ``load``) to ``slots`` behind everything that somebody waits for.
-
-        The slots stay the caller's, and no batch waits for them. ``landed`` is called when they have the
-        bytes; until then the nodes stay locked for DRAM.
-        """
-        blocks = np.concatenate([node.placements[self._dram] for node in nodes])
-        self._tree.lock(nodes[-1], self._dram)
-        self._mover.bring(slots, blocks)
-        self._writes.pending.append((None, len(blocks)))
-        self._writes.landed.append((nodes[-1], landed))
 
     @property
     def load_bytes_per_second(self) -> float | None:
@@ -386,10 +366,8 @@ class DramTier:
             self._tree.unlock(node, self._copying)
             self.copies.copy_ended(node, blocks, self._dram)
             self.counters.written += blocks
-            if self.below is not None:
-                self.below.submit(node, blocks)
-            else:
-                self._tree.unlock(node, self._dram)
+            self.store.swap_out(Tier.DRAM, node, blocks)
+            self._tree.unlock(node, self._dram)
 
     def _complete_loads(self, upto: int) -> None:
         while self._loads.completed < upto:
@@ -415,9 +393,19 @@ class DramTier:
         return self._arena.block_bytes
 
     @property
+    def exclusive(self) -> bool:
+        """The arena is the tier's alone."""
+        return True
+
+    @property
     def n_blocks(self) -> int:
         """Blocks that fit."""
         return self._arena.n_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks of the arena that nobody has."""
+        return self._arena.free_blocks
 
     @property
     def used_blocks(self) -> int:
@@ -446,12 +434,8 @@ class DramTier:
                 self.below.close()
 
     def check(self) -> None:
-        """Verify that tree and arena agree. Raises AssertionError naming what is wrong."""
+        """Verify the arena. Raises AssertionError naming what is wrong. `Store.check` compares it."""
         self._arena.check()
-        in_tree = self._tree.blocks_of(self._dram)
-        in_arena = self.used_blocks - self._taken
-        if in_tree != in_arena:
-            raise AssertionError(f"the tree knows {in_tree} DRAM blocks, the arena has handed out {in_arena}")
 
     def __repr__(self) -> str:
         return (

@@ -18,7 +18,7 @@ from sglang_ext.engine.tiers.retention import Retention
 from sglang_ext.engine.tiers.slots import SlotOps
 from sglang_ext.keys import Tier
 from sglang_ext.mempool.store import Store
-from sglang_ext.radix_global import Evicted, Holder, Match, Node
+from sglang_ext.radix_global import Holder, Match, Node
 
 
 class HbmRoom:
@@ -43,18 +43,17 @@ class HbmRoom:
         self._dram = dram
         self.hinted: Retention | None = None
         """What is held back for requests that were announced."""
-        self._taken = 0
         store.add(Tier.HBM, self)
 
     @property
     def total(self) -> int:
         """What is neither free nor a request's."""
-        return (self._tree.blocks_of(self._hbm) + self._taken) * self._tree.block_size
+        return (self._tree.blocks_of(self._hbm) + self._store.reserved(Tier.HBM)) * self._tree.block_size
 
     @property
     def protected(self) -> int:
         """What of it may not be given up now."""
-        pinned = self._taken - self._store.yielding(Tier.HBM)
+        pinned = self._store.reserved(Tier.HBM) - self._store.yielding(Tier.HBM)
         return (self._tree.locked_blocks_of(self._hbm) + pinned) * self._tree.block_size
 
     @property
@@ -79,7 +78,7 @@ class HbmRoom:
         if freed < missing:
             freed += self._evict(missing - freed, None)
             freed += self._give_up(missing - freed, lambda node: True)
-            freed += self._free(self._tree.evict(self._hbm, missing - freed))
+            freed += self._store.delete(Tier.HBM, self._tree.evict(self._hbm, missing - freed))
         return freed * self._tree.block_size
 
     def make_room(self, tokens: int, *, unused_since: float, priority: int) -> None:
@@ -100,25 +99,14 @@ class HbmRoom:
 
     def _evict(self, blocks: int, only: Callable[[Node], bool] | None) -> int:
         """Blocks of what nobody has announced."""
-        return self._free(self._tree.evict(self._hbm, blocks, only=only, spare=self.hinted or ()))
+        gone = self._tree.evict(self._hbm, blocks, only=only, spare=self.hinted or ())
+        return self._store.delete(Tier.HBM, gone)
 
     def _give_up(self, blocks: int, may_go: Callable[[Node], bool], below: float = math.inf) -> int:
         """Blocks of what was announced."""
         if self.hinted is None:
             return 0
-        return self._free(self.hinted.give_up(self._hbm, blocks, may_go, below=below))
-
-    def _free(self, gone: list[Evicted]) -> int:
-        """Blocks that left the tree go back to SGLang. How many."""
-        if self._dram is not None:
-            self._dram.left_memory(gone)
-        if gone and self._allocator is not None:
-            self.free_slots([evicted.address for evicted in gone])
-        return sum(evicted.blocks for evicted in gone)
-
-    def free_slots(self, kept: list[Any]) -> None:
-        """Slots in the form in which the tree keeps them go back to SGLang."""
-        self._allocator.free_segment(self._slots.join(kept), start_pos=0)
+        return self._store.delete(Tier.HBM, self.hinted.give_up(self._hbm, blocks, may_go, below=below))
 
     def allocate(self, tokens: int) -> torch.Tensor | None:
         """Slots, evicting for them; None when there are not so many."""
@@ -145,9 +133,14 @@ class HbmRoom:
         return int(self._allocator.size) // self._tree.block_size
 
     @property
-    def taken_blocks(self) -> int:
-        """Blocks that are neither free, nor in the tree, nor a request's."""
-        return self._taken
+    def exclusive(self) -> bool:
+        """Requests have slots too."""
+        return False
+
+    @property
+    def free_blocks(self) -> int:
+        """Whole blocks of free slots."""
+        return self.free // self._tree.block_size
 
     def reach(self, match: Match) -> tuple[Node, int]:
         """The last node of a match that HBM has."""
@@ -161,9 +154,7 @@ class HbmRoom:
             self.evict(blocks * step - self.free)
         fits = min(blocks, self.free // step) * step
         slots = self.take_free(fits) if fits else None
-        kept = self._slots.keep(self._slots.join([]) if slots is None else slots)
-        self._taken += len(kept) // step
-        return kept
+        return self._slots.keep(self._slots.join([]) if slots is None else slots)
 
     def count(self, places: Any) -> int:
         """How many blocks these slots are."""
@@ -174,20 +165,18 @@ class HbmRoom:
         return places[start * self._tree.block_size : end * self._tree.block_size]
 
     def give_back(self, places: Any) -> None:
-        """Taken slots go back to SGLang."""
-        self._taken -= self.count(places)
-        if len(places):
-            self.free_slots([places])
-
-    def entered(self, blocks: int) -> None:
-        """So many taken blocks are in the tree now; fewer than 0: are taken from SGLang's allocator."""
-        self._taken -= blocks
+        """Slots in the form in which the tree keeps them go back to SGLang."""
+        if len(places) and self._allocator is not None:
+            self._allocator.free_segment(self._slots.join([places]), start_pos=0)
 
     def join(self, parts: Sequence[Any]) -> Any:
         """The slots of a path."""
         return self._slots.keep(self._slots.join(parts))
 
-    def onward(self, node: Node, blocks: int) -> None:
+    def onward(self, node: Node, blocks: int, *, always: bool = False) -> bool:
         """What is new in HBM is written through to DRAM."""
-        if self._dram is not None:
-            self._dram.write_through(node)
+        return self._dram is not None and self._dram.write_through(node, always=always)
+
+    def clear(self) -> None:
+        """Forget every block. SGLang empties its pools itself."""
+        self._tree.drop_holder(self._hbm)

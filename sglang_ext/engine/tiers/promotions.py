@@ -21,7 +21,7 @@ import dataclasses
 import logging
 import math
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from sglang_ext.clock import Clock, SystemClock
@@ -103,6 +103,7 @@ class Promotions:
         self._streams: list[Promotion] = []
         """Those that the next forward pass depends on."""
         self._straight = DirectLoads(tier, loader, room)
+        room.store.add_source(Tier.DISK, self)
         self._disk_look = DiskLook(tree, room, writes, tier, min_over_ranks)
         self.counters = PromotionCounters()
         self.decisions = LoadDecisions()
@@ -181,8 +182,10 @@ class Promotions:
             return 0
         return promotion.room.blocks
 
-    def stream(self, handle: Hashable, slots: Any) -> None:
-        """Let the blocks of ``blocks_to_stream`` go on to ``slots`` as they come."""
+    def load(self, what: Hashable, places: Any, landed: Callable[[], None] | None = None) -> None:
+        """Let the blocks of ``blocks_to_stream`` of a handle go on to slots as they come."""
+        assert landed is None, "what streams is waited for"
+        handle, slots = what, places
         if self._straight.stream(handle, slots):
             return
         promotion = self._waiting[handle]

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -309,6 +309,23 @@ class ServerProcess:
             if match:
                 samples[match[1]] = float(match[2])
         return samples
+
+    def pool_calls(self) -> Counter[str]:
+        """How often its memory pool was called, by call (MemServe, table 1), over its ranks."""
+        found: Counter[str] = Counter()
+        for name, value in self.metrics().items():
+            match = re.fullmatch(r'sglang_ext_cache_mempool_calls_total\{call="(\w+)",.*', name)
+            if match:
+                found[match[1]] += int(value)
+        return found
+
+    def wait_for_pool_calls(self, before: Counter[str], *calls: str) -> None:
+        """Until each of these calls has been counted again: schedulers export counters once a second."""
+        wait_until(
+            lambda: all((self.pool_calls() - before)[call] for call in calls),
+            seconds=10,
+            what=f"calls of the memory pool: {calls}, from {before}",
+        )
 
     @property
     def pids(self) -> list[int]:
