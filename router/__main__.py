@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -13,13 +12,8 @@ from sglang_ext.router.config import RouterConfig
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run until interrupted. Returns the exit status: 0, 1 for a failure, 2 for a wrong flag."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sglang_ext.router",
-        description="One address in front of several SGLang servers.",
-    )
-    RouterConfig.add_cli_args(parser)
     try:
-        run(RouterConfig.from_cli_args(parser.parse_args(arguments)))
+        run(RouterConfig.parse(arguments))
     except UserError as error:
         sys.stderr.write(f"router: {error}\n")
         return 2

@@ -1,15 +1,13 @@
 """The reference pages of the documentation, written from the code whenever mkdocs builds it (``mkdocs.yml``).
 
-Flags come from the parsers, metrics from the objects that publish them, and the HTTP API from the router's
-own OpenAPI description. So none of these pages can be behind the code.
+Flags come from the dataclasses whose fields they are, metrics from the objects that publish them, and the
+HTTP API from the router's own OpenAPI description. So none of these pages can be behind the code.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,7 @@ import prometheus_client
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from sglang_ext.cli import COMMANDS
-from sglang_ext.config import ENVIRONMENT_PREFIX
-from sglang_ext.config import flags as cache_flags
+from sglang_ext.cli import COMMANDS, flags_of
 from sglang_ext.router.api.openapi import description
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,32 +27,6 @@ PUBLISHERS = (
     ("PD disaggregation", "sglang_ext.engine.pd.metrics:AgentMetrics", (0,)),
 )
 """Who publishes metrics: title, class, and what its constructor takes."""
-
-
-DEFAULT = re.compile(r" \(default: [^()]*\)$")
-"""What help texts say at their end, and the table in a column of its own."""
-
-
-class _Caught(Exception):
-    """A command's parser, on its way out of the command's ``main``."""
-
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
-        self.parser = parser
-
-
-def parser_of(module: str) -> argparse.ArgumentParser:
-    """The parser that a command's ``main`` would use, without running the command."""
-
-    def caught(self: argparse.ArgumentParser, *_: object, **__: object) -> None:
-        raise _Caught(self)
-
-    main: Callable[[list[str]], int] = import_module(module).main
-    with mock.patch.object(argparse.ArgumentParser, "parse_known_args", caught):
-        try:
-            main([])
-        except _Caught as found:
-            return found.parser
-    raise AssertionError(f"{module}.main parses no arguments")
 
 
 def cell(text: object) -> str:
@@ -70,61 +40,21 @@ def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def default_of(value: object) -> str:
-    """A default as a user would write it; nothing where there is none."""
-    empty = value is None or value is argparse.SUPPRESS or value is False or value in ("", (), [])
-    return "" if empty else f"`{cell(value)}`"
+SERVE = """    sglang-ext serve --model-path MODEL --radix-cache-backend global --kv-dram-size 4GiB
 
-
-def flag_rows(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str, str]]:
-    """Flag, default and meaning of every argument of a parser."""
-    formatter = argparse.HelpFormatter(prog=parser.prog)
-    for action in parser._actions:
-        if isinstance(action, argparse._HelpAction) or action.help == argparse.SUPPRESS:
-            continue
-        metavar = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
-        if action.choices is not None:
-            metavar = "\\|".join(str(choice) for choice in action.choices)
-        flag = next((option for option in action.option_strings if option.startswith("--")), None)
-        if flag is None:
-            name = f"`{action.metavar or action.dest}`"
-        else:
-            name = f"`{flag}`" + ("" if action.nargs == 0 else f" {metavar}")
-        default = default_of(action.default)
-        text = cell(formatter._expand_help(action)) if action.help else ""
-        yield name, default, DEFAULT.sub("", text) if default else text
-
-
-def serve_page() -> str:
-    """The flags of the shared cache, which SGLang's launcher takes."""
-    rows = [
-        (
-            f"`{flag.name}`" + (f" {flag.metavar}" if flag.metavar else ""),
-            f"`{ENVIRONMENT_PREFIX}{flag.field.upper()}`",
-            default_of(flag.default),
-            cell(flag.help),
-        )
-        for flag in cache_flags()
-    ]
-    return (
-        "# `sglang-ext serve`\n\n    sglang-ext serve --model-path MODEL --radix-cache-backend global "
-        "--kv-dram-size 4GiB\n\nThe command takes every flag of `python -m sglang.launch_server`, and the "
-        "flags below. With a GPU, SGLang's own launcher takes them too. They need "
-        "`--radix-cache-backend global`. A flag on the command line wins over its environment variable.\n\n"
-        + table(("flag", "environment", "default", "meaning"), rows)
-    )
+The command takes every flag of `python -m sglang.launch_server`, and the flags below. With a GPU, SGLang's
+own launcher takes them too. They need `--radix-cache-backend global`. A flag on the command line wins over
+its environment variable.
+"""
 
 
 def command_pages() -> Iterator[tuple[str, str]]:
-    """A page of flags for each command with a parser of its own: name and text."""
-    yield "serve", serve_page()
+    """A page for each command that has flags of ours: name and text."""
     for name, command in COMMANDS.items():
-        if command.replaces_process:
-            continue
-        parser = parser_of(command.module)
-        intro = parser.description or command.help
-        page = f"# `sglang-ext {name}`\n\n{' '.join(intro.split())}\n\n"
-        yield name, page + table(("flag", "default", "meaning"), list(flag_rows(parser)))
+        flags = flags_of(command)
+        if flags is not None:
+            intro = flags.description or SERVE
+            yield name, f"# `sglang-ext {name}`\n\n{intro}\n\n{flags.markdown()}"
 
 
 def labels_of(collector: Any) -> str:

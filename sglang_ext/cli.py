@@ -11,6 +11,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang_ext.flags import Flagged
 
 PROG = "sglang-ext"
 PACKAGE = "sglang-ext"
@@ -24,6 +28,8 @@ class Command:
 
     module: str
     help: str
+    flags: str = ":Arguments"
+    """The class of its flags, as ``module:class``, by default in its own module; empty for none."""
     replaces_process: bool = False
     """Run as ``python -m module``. SGLang's child processes import the main module of their parent first, and
     have to find the launcher there."""
@@ -33,11 +39,16 @@ COMMANDS: Mapping[str, Command] = {
     "serve": Command(
         "sglang_ext.launch_server",
         "start one SGLang server with the shared cache; takes every flag of SGLang's launch_server",
+        "sglang_ext.config:KvConfig",
         replaces_process=True,
     ),
-    "router": Command("sglang_ext.router.__main__", "start the router in front of running servers"),
+    "router": Command(
+        "sglang_ext.router.__main__", "start the router in front of running servers", ":RouterConfig"
+    ),
     "cluster": Command(
-        "sglang_ext.cluster.command", "start servers and router on this machine, in one command"
+        "sglang_ext.cluster.command",
+        "start servers and router on this machine, in one command",
+        ":ClusterConfig",
     ),
     "calibrate": Command(
         "sglang_ext.calibration.command", "measure a running server for the router's cost model"
@@ -50,10 +61,17 @@ COMMANDS: Mapping[str, Command] = {
     "python": Command(
         "sglang_ext.run_python",
         "run a program that imports SGLang, such as a frontend program, on a machine without a GPU too",
+        "",
         replaces_process=True,
     ),
     "doctor": Command("sglang_ext.cluster.doctor", "check this machine and installation, and say what to do"),
 }
+
+
+def flags_of(command: Command) -> type[Flagged] | None:
+    """The flags of a command; None where it takes none of ours."""
+    module, _, name = command.flags.partition(":")
+    return getattr(importlib.import_module(module or command.module), name) if name else None
 
 
 def _help() -> str:

@@ -8,18 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.config import (
-    KvConfig,
-    check_block_size,
-    environment_values,
-    flags,
-    parse_count,
-    parse_id,
-    parse_size,
-    parse_switch,
-    with_instance_id,
-)
+from sglang_ext.config import KvConfig, check_block_size, parse_id, with_instance_id
 from sglang_ext.errors import ConfigError
+from sglang_ext.flags import parse_count, parse_size, parse_switch
 
 
 @pytest.mark.parametrize(
@@ -114,7 +105,7 @@ def test_values_survive_the_way_to_another_process() -> None:
 
 
 def test_every_flag_has_one_name_on_the_command_line_and_one_in_the_environment() -> None:
-    by_field = {flag.field: flag for flag in flags()}
+    by_field = {flag.field: flag for flag in KvConfig.flags()}
     assert by_field["dram_size"].name == "--kv-dram-size"
     assert by_field["dram_size"].dest == "kv_dram_size"
     assert by_field["dram_size"].variable == "SGLANG_EXT_KV_DRAM_SIZE"
@@ -130,9 +121,9 @@ def test_the_environment_speaks_where_the_command_line_is_silent() -> None:
 
 def test_a_bad_variable_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="SGLANG_EXT_KV_DRAM_SIZE: '4XB' is not a size"):
-        environment_values({"SGLANG_EXT_KV_DRAM_SIZE": "4XB"})
+        KvConfig.environment_values({"SGLANG_EXT_KV_DRAM_SIZE": "4XB"})
     with pytest.raises(ConfigError, match="unknown variable SGLANG_EXT_KV_DRAM"):
-        environment_values({"SGLANG_EXT_KV_DRAM": "4GB"})
+        KvConfig.environment_values({"SGLANG_EXT_KV_DRAM": "4GB"})
 
 
 @pytest.mark.parametrize(("block", "page"), [(16, 1), (16, 16), (64, 16), (48, 16)])

@@ -19,6 +19,7 @@ SHARED = {
     "cluster_key",
     "config",
     "errors",
+    "flags",
     "geometry",
     "hosts",
     "keys",

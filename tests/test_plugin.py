@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sglang_ext import launch_server
-from sglang_ext.config import flags
+from sglang_ext.config import KvConfig
 from sglang_ext.errors import ConfigError
 from sglang_ext.patches.cpu import runtime
 
@@ -57,7 +57,7 @@ def test_every_hook_takes_and_flags_reach_the_scheduler(found: dict[str, Any]) -
     assert taken["device"] == "cpu"
     assert not taken["stock has ours"]
     ours = taken["help"][taken["help"].index("\nsglang_ext:") :]
-    assert all(flag.name in ours for flag in flags())
+    assert all(flag.name in ours for flag in KvConfig.flags())
     assert taken["stock backend"] is None
 
 

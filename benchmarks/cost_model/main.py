@@ -21,9 +21,8 @@ import numpy as np
 from benchmarks.lib.common import Options, Report, at_most, parse
 from benchmarks.lib.quiet import DEFAULT, go_first, undisturbed
 from sglang_ext.calibration import measure
-from sglang_ext.calibration.command import parser as calibrate_parser
+from sglang_ext.calibration.command import Arguments, with_scaling
 from sglang_ext.calibration.command import run as calibrate
-from sglang_ext.calibration.command import with_scaling
 from sglang_ext.calibration.instance import Instance
 from sglang_ext.calibration.plan import Point, Tokens, anchors, between, points
 from sglang_ext.cluster.guard import descendants
@@ -120,13 +119,8 @@ def _server(model: str, cores: str, tp: int) -> Iterator[tuple[ServerProcess, st
 
 
 def _calibrate(url: str, lengths: int, rounds: int, keep: Path | None) -> Profile:
-    given = calibrate_parser().parse_args(
-        [
-            *("--url", url, "--longest", str(LONGEST), "--lengths", str(lengths)),
-            *("--rounds", str(rounds), "--scale-to-tp", "2"),
-        ]
-    )
-    profile = calibrate(given, lambda what, done, of: None)
+    given = Arguments(longest=LONGEST, lengths=lengths, rounds=rounds, scale_to_tp=(2,))
+    profile = calibrate(given, url, lambda what, done, of: None)
     with tempfile.TemporaryDirectory() as folder:
         save(profile, keep or Path(folder) / "profile.json")
     return profile

@@ -17,7 +17,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_ext.config import Flag, KvConfig, check_block_size, flags
+from sglang_ext.config import KvConfig, check_block_size
 from sglang_ext.errors import ConfigError
 from sglang_ext.patches import readiness
 from sglang_ext.patches.adapter.support import (
@@ -35,55 +35,15 @@ _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 _GROUP = "sglang_ext"
 _DESCRIPTION = (
     f"The cluster-wide KV cache, with --radix-cache-backend {BACKEND}. "
-    f"Each flag can also be set by an environment variable, as {flags()[0].name} by {flags()[0].variable}."
+    "Each flag can also be set by an environment variable, as --kv-dram-size by SGLANG_EXT_KV_DRAM_SIZE."
 )
 
 
-def _argument_type(flag: Flag) -> Any:
-    def parse(text: str) -> Any:
-        try:
-            return flag.parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parse
-
-
-def _help(flag: Flag) -> str:
-    default = "" if flag.is_switch or flag.default is None else f" Default: {flag.default}."
-    return (flag.help + default).replace("%", "%%")
-
-
 def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
-    """After ``add_cli_args``: our group, and on a CPU the defaults that a CPU needs.
-
-    A flag that is not given is None, so that the environment can speak.
-    """
-    group = parser.add_argument_group(_GROUP, _DESCRIPTION)
-    for flag in flags():
-        if flag.is_switch:
-            group.add_argument(flag.name, action="store_true", default=None, help=_help(flag))
-        else:
-            group.add_argument(
-                flag.name,
-                type=_argument_type(flag),
-                metavar=flag.metavar,
-                default=None,
-                help=_help(flag),
-                action="append" if flag.repeats else "store",
-            )
+    """After ``add_cli_args``: our group, and on a CPU the defaults that a CPU needs."""
+    KvConfig.add_cli_args(parser.add_argument_group(_GROUP, _DESCRIPTION))
     if runtime.active(os.environ):
         parser.set_defaults(**runtime.FLAG_DEFAULTS)
-
-
-def given_values(args: argparse.Namespace) -> dict[str, Any]:
-    """What the user gave on the command line, by field of :class:`KvConfig`."""
-    given = {flag: getattr(args, flag.dest, None) for flag in flags()}
-    return {
-        flag.field: ",".join(value) if flag.repeats else value
-        for flag, value in given.items()
-        if value is not None
-    }
 
 
 def read_flags(args: argparse.Namespace, environment: Mapping[str, str]) -> KvConfig | None:
@@ -94,13 +54,13 @@ def read_flags(args: argparse.Namespace, environment: Mapping[str, str]) -> KvCo
     Raises:
         ConfigError: naming the flag.
     """
-    given = given_values(args)
+    given = KvConfig.given(args)
     if BACKEND not in (
         getattr(args, "radix_cache_backend", None),
         getattr(args, "disaggregation_transfer_backend", None),
     ):
         if given:
-            name = next(flag.name for flag in flags() if flag.field in given)
+            name = next(flag.name for flag in KvConfig.flags() if flag.field in given)
             raise ConfigError(
                 f"needs --radix-cache-backend {BACKEND}", field=name, hint="Add it, or drop the --kv-* flags"
             )

@@ -60,7 +60,7 @@ def choose_caches(_cls: type, args: argparse.Namespace) -> None:
     mode = getattr(args, "disaggregation_mode", "null")
     if mode not in ("prefill", "decode"):
         return
-    config = KvConfig.from_user(flags.given_values(args), os.environ)
+    config = KvConfig.from_user(KvConfig.given(args), os.environ)
     caches = config.pd_caching != "basic" if mode == "prefill" else config.pd_caching in ("2", "3")
     if getattr(args, "enable_pd_role_switch", False):
         if config.pd_caching not in ("2", "3"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Callable
 from urllib.parse import parse_qs, urlsplit
@@ -16,34 +15,6 @@ from sglang_ext.router.telemetry.observability import RouterMetrics
 EMBEDDED = "embedded"
 SCHEMES = ("redis", "rediss", "unix")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
-
-def add_cluster_args(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this module."""
-    parser.add_argument(
-        "--cluster",
-        default=EMBEDDED,
-        metavar="URL",
-        help="where membership is kept: 'embedded' in this router, or redis://[:PASSWORD@]HOST:PORT[/DB], "
-        "rediss:// (TLS) or unix:///SOCKET for a Redis 7 that several routers share (default: embedded)",
-    )
-    parser.add_argument(
-        "--cluster-name",
-        default="default",
-        metavar="NAME",
-        help="routers of one name in one Redis are one cluster (default: default)",
-    )
-    parser.add_argument(
-        "--cluster-password-file",
-        metavar="FILE",
-        help="password of that Redis, mode 0600; in a URL, others on this machine can see it",
-    )
-    parser.add_argument(
-        "--cluster-key-file",
-        metavar="FILE",
-        help="key of the cluster, mode 0600, the same at every instance (--kv-cluster-key-file); without it, "
-        "instances can register on this machine only",
-    )
 
 
 def check_cluster(url: str, name: str, password_file: str | None, is_loopback: Callable[[str], bool]) -> None:

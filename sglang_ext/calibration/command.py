@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,57 +24,7 @@ from sglang_ext.cost_model.fit import relative_errors
 from sglang_ext.cost_model.levels import ArchLevel, OperatorLevel
 from sglang_ext.cost_model.operators import Link
 from sglang_ext.errors import ConfigError, PeerError, SglangExtError
-
-DESCRIPTION = """Measures how long a running SGLang server takes for prompts of several lengths and cached
-shares, and for each operator of its forward pass, and writes a cost profile that the router chooses by
-(--policy cost). The server should do nothing else meanwhile: calibrate waits, and says so, when it does."""
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(prog="sglang-ext calibrate", description=DESCRIPTION)
-    what = made.add_mutually_exclusive_group(required=True)
-    what.add_argument("--url", help="the server, http://host:port")
-    what.add_argument("--model-path", metavar="M", help="start a server of this model, and end it afterwards")
-    made.add_argument(
-        "--server-args", default="", metavar="FLAGS", help="with --model-path: SGLang flags, in one argument"
-    )
-    made.add_argument(
-        "--start-timeout-secs", type=float, default=600.0, help="how long its start may take (default: 600)"
-    )
-    made.add_argument("--api-key", metavar="KEY", help="key that the server asks for")
-    made.add_argument(
-        "--profile", type=Path, metavar="FILE", help="write here instead of the user's cache folder"
-    )
-    made.add_argument("--device-name", metavar="NAME", help="what the profile calls the device")
-    made.add_argument(
-        "--longest", type=int, default=4096, help="tokens of the longest prompt (default: 4096)"
-    )
-    made.add_argument("--lengths", type=int, default=7, help="prompt lengths to measure (default: 7)")
-    made.add_argument("--rounds", type=int, default=5, help="times each prompt is measured (default: 5)")
-    made.add_argument(
-        "--no-operators", action="store_true", help="fit times to first token alone (arch level)"
-    )
-    made.add_argument(
-        "--scale-to-tp",
-        type=int,
-        action="append",
-        default=[],
-        metavar="N",
-        help="measure all-reduces between N ranks of this machine, to predict --tp-size N; may be repeated",
-    )
-    made.add_argument(
-        "--scale-profile",
-        type=Path,
-        metavar="FILE",
-        help="measure a few prompts only, and keep in this profile of the same model how times change "
-        "with the server's --tp-size; the profile has to know its all-reduce (--scale-to-tp)",
-    )
-    made.add_argument("--dram", type=_link, metavar="GB/S", help="bandwidth from DRAM to HBM")
-    made.add_argument("--disk", type=_link, metavar="GB/S", help="bandwidth from disk to HBM")
-    made.add_argument("--transfer", type=_link, metavar="GB/S", help="bandwidth between two instances")
-    made.add_argument("--quiet", action="store_true", help="show no progress")
-    return made
+from sglang_ext.flags import COUNT, SECONDS, WORDS, Flagged, Parser, flag
 
 
 def _link(text: str) -> Link:
@@ -85,17 +35,70 @@ def _link(text: str) -> Link:
     except ValueError:
         value, seconds = 0.0, 0.0
     if not (0 < value < 1e6 and 0 <= seconds < 60):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a bandwidth in GB/s, such as 10, or 10:0.002")
+        raise ValueError(f"{text!r} is not a bandwidth in GB/s, such as 10, or 10:0.002")
     return Link(seconds, 1 / (value * 1e9))
 
 
-def run(given: argparse.Namespace, progress: measure.Progress) -> profile.Profile:
+LINK = Parser(_link, "GB/S")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments(Flagged):
+    """What a calibration is told."""
+
+    prog = "sglang-ext calibrate"
+    description = (
+        "Measures how long a running SGLang server takes for prompts of several lengths and cached shares, "
+        "and for each operator of its forward pass, and writes a cost profile that the router chooses by "
+        "(--policy cost). The server should do nothing else meanwhile: calibrate waits, and says so, "
+        "when it does."
+    )
+
+    url: str | None = flag(None, "The server, http://host:port.")
+    model_path: str | None = flag(
+        None, "Instead of --url: start a server of this model, and end it afterwards.", metavar="MODEL"
+    )
+    server_args: tuple[str, ...] = flag((), "With --model-path: SGLang flags, in one argument.", WORDS)
+    start_timeout_secs: float = flag(600.0, "How long its start may take.", SECONDS)
+    api_key: str | None = flag(None, "The key that the server asks for.", metavar="KEY", secret=True)
+    profile: Path | None = flag(None, "Write here instead of the user's cache folder.", metavar="FILE")
+    device_name: str | None = flag(None, "What the profile calls the device.", metavar="NAME")
+    longest: int = flag(4096, "Tokens of the longest prompt.", metavar="TOKENS")
+    lengths: int = flag(7, "Prompt lengths to measure.")
+    rounds: int = flag(5, "Times each prompt is measured.")
+    no_operators: bool = flag(False, "Fit times to first token alone (arch level).")
+    scale_to_tp: tuple[int, ...] = flag(
+        (),
+        "Measure all-reduces between N ranks of this machine, to predict --tp-size N. May be repeated.",
+        COUNT,
+        several="append",
+    )
+    scale_profile: Path | None = flag(
+        None,
+        "Measure a few prompts only, and keep in this profile of the same model how times change with the "
+        "server's --tp-size. The profile has to know its all-reduce (--scale-to-tp).",
+        metavar="FILE",
+    )
+    dram: Link | None = flag(None, "The bandwidth from DRAM to HBM.", LINK)
+    disk: Link | None = flag(None, "The bandwidth from disk to HBM.", LINK)
+    transfer: Link | None = flag(None, "The bandwidth between two instances.", LINK)
+    quiet: bool = flag(False, "Show no progress.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.longest < 256 or self.lengths < 3 or self.rounds < 1:
+            raise ConfigError("--longest must be at least 256, --lengths 3 and --rounds 1")
+        if any(ranks < 2 for ranks in self.scale_to_tp):
+            raise ConfigError("an all-reduce needs at least two ranks", field="--scale-to-tp")
+
+
+def run(given: Arguments, url: str, progress: measure.Progress) -> profile.Profile:
     """Measure and fit.
 
     Raises:
         SglangExtError: the instance cannot be measured.
     """
-    instance = Instance(given.url, given.api_key)
+    instance = Instance(url, given.api_key)
     try:
         facts = instance.facts()
         model = measure.read_model(facts.model_path, facts.dtype)
@@ -128,14 +131,14 @@ def run(given: argparse.Namespace, progress: measure.Progress) -> profile.Profil
     return fitted(facts, model, found, longest, name, links, _media(given), given.transfer)
 
 
-def scale(given: argparse.Namespace, path: Path, progress: measure.Progress) -> profile.Profile:
+def scale(given: Arguments, url: str, path: Path, progress: measure.Progress) -> profile.Profile:
     """The profile at ``path`` with the constants of the parallelism of a running instance.
 
     Raises:
         SglangExtError: the instance cannot be measured, or is of another model.
     """
     known = profile.load(path)
-    instance = Instance(given.url, given.api_key)
+    instance = Instance(url, given.api_key)
     try:
         facts = instance.facts()
         of_profile, of_server = (known.identity.model, known.identity.dtype), (facts.model, facts.dtype)
@@ -187,7 +190,7 @@ def with_scaling(known: profile.Profile, tp: int, samples: Sequence[fitting.Time
 _Level = TypeVar("_Level", OperatorLevel, ArchLevel)
 
 
-def _media(given: argparse.Namespace) -> dict[str, Link]:
+def _media(given: Arguments) -> dict[str, Link]:
     return {name: link for name, link in (("dram", given.dram), ("disk", given.disk)) if link is not None}
 
 
@@ -294,22 +297,23 @@ def report(made: profile.Profile, path: Path) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    given = parser().parse_args(arguments)
+    known = Arguments.parser()
+    args = known.parse_args(arguments)
+    if (args.url is None) == (args.model_path is None):
+        known.error("one of --url and --model-path is needed")
     try:
-        if given.longest < 256 or given.lengths < 3 or given.rounds < 1:
-            raise ConfigError("--longest must be at least 256, --lengths 3 and --rounds 1")
-        if any(ranks < 2 for ranks in given.scale_to_tp):
-            raise ConfigError("an all-reduce needs at least two ranks", field="--scale-to-tp")
+        given = Arguments.from_cli_args(args)
         with ExitStack() as stack:
-            if given.url is None:
-                given.url = stack.enter_context(
+            url = given.url
+            if given.model_path is not None:
+                url = stack.enter_context(
                     started(given.model_path, given.server_args, given.start_timeout_secs)
                 )
             shown = stack.enter_context(_Shown(quiet=given.quiet))
             if given.scale_profile is None:
-                made = run(given, shown.progress)
+                made = run(given, str(url), shown.progress)
             else:
-                made = scale(given, given.scale_profile, shown.progress)
+                made = scale(given, str(url), given.scale_profile, shown.progress)
         path = profile.save(made, given.profile or given.scale_profile)
     except SglangExtError as error:
         sys.stderr.write(f"sglang-ext calibrate: {error}\n")

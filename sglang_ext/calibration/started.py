@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -38,12 +37,12 @@ def command(model_path: str, port: int, flags: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def started(model_path: str, server_args: str, patience_s: float) -> Iterator[str]:
+def started(model_path: str, server_args: Sequence[str], patience_s: float) -> Iterator[str]:
     """The URL of a server of a model.
 
     Args:
         model_path: as for SGLang.
-        server_args: more flags for it, as on a command line.
+        server_args: more flags for it.
         patience_s: how long its start may take.
 
     Raises:
@@ -55,7 +54,7 @@ def started(model_path: str, server_args: str, patience_s: float) -> Iterator[st
         with Ports() as ports:
             # Held until it is listened on, so that nobody else is given it while the server starts.
             port = ports.take(LOOPBACK, 0, "--port")
-            process = stack.enter_context(_guarded(command(model_path, port, shlex.split(server_args)), log))
+            process = stack.enter_context(_guarded(command(model_path, port, server_args), log))
             deadline = time.monotonic() + patience_s
             while not _serves(port):
                 code = process.poll()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
+import dataclasses
 import os
 import secrets
 import shutil
@@ -17,14 +17,14 @@ from types import TracebackType
 
 from rich.console import Console
 
-from sglang_ext.cluster.config import ClusterConfig, add_cli_args, from_cli_args
+from sglang_ext.cluster.config import ClusterConfig
 from sglang_ext.cluster.host import Ports, host_facts
 from sglang_ext.cluster.plan import Door, HostFacts, given_key, make_plan, speaks_tls
 from sglang_ext.cluster.supervisor import Cluster, Observer
 from sglang_ext.cluster.terminal import Display
 from sglang_ext.errors import ConfigError, UserError
 
-PROG = "sglang-ext cluster"
+PROG = ClusterConfig.prog
 LOG_FOLDER_PREFIX = "sglang-ext-cluster-"
 RUNTIME_FOLDER_PREFIX = "sglang-ext-run-"
 
@@ -169,31 +169,23 @@ async def run(config: ClusterConfig, console: Console) -> int:
         return 1
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    found = argparse.ArgumentParser(
-        prog=PROG,
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit status: 0 ended as told, 1 a part failed, 2 a wrong flag."""
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    known = ClusterConfig.parser(
         allow_abbrev=False,
-        description="Run SGLang servers and the router on this machine; Ctrl-C ends all of it. The SGLang "
-        "flags after -- are for every server; --radix-cache-backend global is set unless you choose another "
-        "cache.",
         usage="%(prog)s --model-path MODEL [--colocated N] [--prefill N --decode M] [--port PORT] [options] "
         "[-- SGLANG-FLAGS]",
         epilog="example: sglang-ext cluster --model-path my/model --colocated 2 -- --kv-dram-size 4GiB",
     )
-    add_cli_args(found)
-    return found
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status: 0 ended as told, 1 a part failed, 2 a wrong flag."""
-    cut = arguments.index("--") if "--" in arguments else len(arguments)
-    known = parser()
-    args, unknown = known.parse_known_args(arguments[:cut])
-    if unknown:
-        known.error(f"unrecognized arguments: {' '.join(unknown)}. The flags of SGLang go after --")
     try:
-        return asyncio.run(run(from_cli_args(args, arguments[cut + 1 :]), Console()))
+        args, unknown = known.parse_known_args(arguments[:cut])
+        if unknown:
+            known.error(f"unrecognized arguments: {' '.join(unknown)}. The flags of SGLang go after --")
+        config = dataclasses.replace(
+            ClusterConfig.from_cli_args(args), server_args=tuple(arguments[cut + 1 :])
+        )
+        return asyncio.run(run(config, Console()))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except UserError as error:

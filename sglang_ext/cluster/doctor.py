@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -25,6 +24,7 @@ from rich.console import Console
 
 from sglang_ext.cluster.doctor_findings import GIB, Finding, Level, as_json, problems, show
 from sglang_ext.cluster.plan import HostFacts
+from sglang_ext.flags import Flagged, flag
 from sglang_ext.patches.version import SGLANG_VERSION
 
 PROG = "sglang-ext doctor"
@@ -291,50 +291,43 @@ def _transport_findings(facts: Facts) -> Iterator[Finding]:
             yield Finding(level, "transports", f"not {name}: {reason}", advice)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    found = argparse.ArgumentParser(
-        prog=PROG,
-        allow_abbrev=False,
-        description="Check this machine and installation, or with --kv-disk-path the directory of a disk "
-        "tier, and say what is wrong and what to do. The exit status is 0 when all is well, 1 when there are "
-        "problems.",
-        epilog="example: sglang-ext doctor --kv-disk-path /data/kv --repair",
+@dataclass(frozen=True, kw_only=True)
+class Arguments(Flagged):
+    """What the command is told."""
+
+    prog = PROG
+    description = (
+        "Check this machine and installation, or with --kv-disk-path the directory of a disk tier, and say "
+        "what is wrong and what to do. The exit status is 0 when all is well, 1 when there are problems."
     )
-    found.add_argument(
-        "--kv-disk-path",
-        type=Path,
-        metavar="PATH",
-        help="look at this directory instead: room, speed (writes up to 256 MiB and removes them), and "
-        "whether index and segments fit together",
+
+    kv_disk_path: Path | None = flag(
+        None,
+        "Look at this directory instead: room, speed (writes up to 256 MiB and removes them), and whether "
+        "index and segments fit together.",
     )
-    found.add_argument(
-        "--deep",
-        action="store_true",
-        help="read everything in the directory and verify every checksum; takes as long as reading all of it",
+    deep: bool = flag(
+        False,
+        "Read everything in the directory and verify every checksum; takes as long as reading all of it.",
     )
-    found.add_argument(
-        "--repair",
-        action="store_true",
-        help="as --deep, and rebuild the index from the segments if something is wrong; only while no server "
-        "uses the directory",
+    repair: bool = flag(
+        False,
+        "As --deep, and rebuild the index from the segments if something is wrong; only while no server uses "
+        "the directory.",
     )
-    found.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    return found
+    json: bool = flag(False, "Print one JSON object instead of text.")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit status: 0 when all is well, 1 when there are problems, 2 for a wrong flag."""
-    known = parser()
-    args = known.parse_args(arguments)
-    if args.kv_disk_path is None and (args.repair or args.deep):
-        known.error("--repair and --deep need --kv-disk-path")
-    if args.kv_disk_path is not None:
-        return _disk(args)
-    return _report(args, findings(gather()), {}, "would stop a start", "Servers can start here.")
-
-
-def _disk(args: argparse.Namespace) -> int:
+    known = Arguments.parser(
+        allow_abbrev=False, epilog="example: sglang-ext doctor --kv-disk-path /data/kv --repair"
+    )
+    args = Arguments.from_cli_args(known.parse_args(arguments))
+    if args.kv_disk_path is None:
+        if args.repair or args.deep:
+            known.error("--repair and --deep need --kv-disk-path")
+        return _report(args, findings(gather()), {}, "would stop a start", "Servers can start here.")
     from sglang_ext.cluster import doctor_disk
 
     console = Console(stderr=True)
@@ -349,9 +342,7 @@ def _disk(args: argparse.Namespace) -> int:
     return _report(args, found, figures, "with this directory", "The directory can be used.")
 
 
-def _report(
-    args: argparse.Namespace, found: Sequence[Finding], figures: dict[str, Any], wrong: str, well: str
-) -> int:
+def _report(args: Arguments, found: Sequence[Finding], figures: dict[str, Any], wrong: str, well: str) -> int:
     count = problems(found)
     if args.json:
         sys.stdout.write(

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from sglang_ext.cluster.router_client import RouterClient, add_router_args, quoted, router_of
+from sglang_ext.cluster.router_client import RouterAddress, RouterClient, quoted
 from sglang_ext.errors import SglangExtError
+from sglang_ext.flags import REQUIRED, flag
 from sglang_ext.protocol.cluster import ChangeRole, InstanceView, RoleName, instance_path
 
 PROG = "sglang-ext role"
 TIMEOUT_S = 900.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Arguments(RouterAddress):
+    """What a change of a role is told."""
+
+    prog = PROG
+    description = (
+        "Have an instance prefill instead of decode, or the other way round. It finishes what it has, or "
+        "hands it to others, keeps its cache, and serves in its new role. It must have been started with "
+        "--enable-pd-role-switch and a --disaggregation-bootstrap-port of its own."
+    )
+
+    instance: str = flag(
+        REQUIRED, "Its id or its URL, as sglang-ext cluster-status shows them.", positional=True
+    )
+    role: RoleName = flag(REQUIRED, "What it is to do.", positional=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Change a role. Returns the exit status: 0, or 1 when the instance does not serve in it."""
-    parser = argparse.ArgumentParser(
-        prog=PROG,
-        description="Have an instance prefill instead of decode, or the other way round. It finishes what it "
-        "has, or hands it to others, keeps its cache, and serves in its new role. It must have been started "
-        "with --enable-pd-role-switch and a --disaggregation-bootstrap-port of its own.",
-    )
-    add_router_args(parser)
-    parser.add_argument("instance", help="its id or its URL, as sglang-ext cluster-status shows them")
-    parser.add_argument("role", choices=("prefill", "decode"))
-    args = parser.parse_args(arguments)
     try:
-        return change(router_of(args), args.instance, args.role)
+        given = Arguments.parse(arguments)
+        return change(given.client(), given.instance, given.role)
     except SglangExtError as error:
         sys.stderr.write(f"{PROG}: {error}\n")
         return 1

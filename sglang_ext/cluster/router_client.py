@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
-import os
 import ssl
 import time
 import urllib.error
@@ -18,6 +16,7 @@ import msgspec
 
 from sglang_ext.cluster_key import ClusterKey, read_cluster_key
 from sglang_ext.errors import ConfigError, PeerError, UserError
+from sglang_ext.flags import Flagged, flag
 
 T = TypeVar("T")
 TIMEOUT_S = 10.0
@@ -82,35 +81,38 @@ def _told(error: urllib.error.HTTPError) -> str:
         return f"the answer is {error.code} {error.reason}"
 
 
-def add_router_args(parser: argparse.ArgumentParser) -> None:
-    """Add the flags by which a router is found and spoken to."""
-    parser.add_argument(
-        "--router", default="http://127.0.0.1:30000", metavar="URL", help="the router (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--api-key", metavar="KEY", help=f"an administrator's key (default: the variable {KEY_VARIABLE})"
-    )
-    parser.add_argument(
-        "--cluster-key-file", metavar="FILE", help="key of the cluster, instead of an API key"
-    )
-    parser.add_argument("--ca-file", metavar="FILE", help="who vouches for a router with an https URL")
+@dataclass(frozen=True, kw_only=True)
+class RouterAddress(Flagged):
+    """How a router is found and spoken to."""
 
+    router: str = flag("http://127.0.0.1:30000", "The router.", metavar="URL")
+    api_key: str | None = flag(
+        None,
+        f"An administrator's key. Not given: the variable {KEY_VARIABLE}.",
+        metavar="KEY",
+        variable=KEY_VARIABLE,
+        secret=True,
+    )
+    cluster_key_file: str | None = flag(
+        None, "The key of the cluster, instead of an API key.", metavar="FILE"
+    )
+    ca_file: str | None = flag(None, "Who vouches for a router with an https URL.", metavar="FILE")
 
-def router_of(args: argparse.Namespace) -> RouterClient:
-    """The router that the flags name.
+    def client(self) -> RouterClient:
+        """The router that the flags name.
 
-    Raises:
-        ConfigError: a file of theirs cannot be used.
-    """
-    url = args.router if "://" in args.router else f"http://{args.router}"
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"{url!r} is not of the form http://host:port", field="--router")
-    try:
-        tls = ssl.create_default_context(cafile=args.ca_file) if url.startswith("https:") else None
-    except OSError as error:
-        raise ConfigError(f"cannot use {args.ca_file}: {error}", field="--ca-file") from None
-    key = read_cluster_key(args.cluster_key_file) if args.cluster_key_file else None
-    return RouterClient(url.rstrip("/"), args.api_key or os.environ.get(KEY_VARIABLE), key, tls)
+        Raises:
+            ConfigError: a file of theirs cannot be used.
+        """
+        url = self.router if "://" in self.router else f"http://{self.router}"
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"{url!r} is not of the form http://host:port", field="--router")
+        try:
+            tls = ssl.create_default_context(cafile=self.ca_file) if url.startswith("https:") else None
+        except OSError as error:
+            raise ConfigError(f"cannot use {self.ca_file}: {error}", field="--ca-file") from None
+        key = read_cluster_key(self.cluster_key_file) if self.cluster_key_file else None
+        return RouterClient(url.rstrip("/"), self.api_key, key, tls)
 
 
 def quoted(instance: str) -> str:

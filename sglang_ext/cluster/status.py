@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sglang_ext.cluster.router_client import add_router_args, router_of
+from sglang_ext.cluster.router_client import RouterAddress
 from sglang_ext.errors import SglangExtError
+from sglang_ext.flags import flag
 from sglang_ext.protocol.cluster import Cluster, InstanceView
 
 PROG = "sglang-ext cluster-status"
@@ -31,23 +32,29 @@ NOBODY_SERVES = 3
 """Exit status when no request can be served now."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Arguments(RouterAddress):
+    """What the command is told."""
+
+    prog = PROG
+    description = "Show the instances of a cluster as one of its routers sees them."
+
+    json: bool = flag(False, "Print everything as one JSON object.")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Show it. Returns the exit status: 0, 1 when the router cannot be asked, 3 when nobody can serve."""
-    parser = argparse.ArgumentParser(
-        prog=PROG,
-        description="Show the instances of a cluster as one of its routers sees them.",
-        epilog=f"Exit status: 0, 1 when the router cannot be asked, {NOBODY_SERVES} when no request can be "
-        "served now.",
-    )
-    add_router_args(parser)
-    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
-    args = parser.parse_args(arguments)
     try:
-        seen = router_of(args).call("GET", "/cluster", Cluster)
+        given = Arguments.parse(
+            arguments,
+            epilog=f"Exit status: 0, 1 when the router cannot be asked, {NOBODY_SERVES} when no request can "
+            "be served now.",
+        )
+        seen = given.client().call("GET", "/cluster", Cluster)
     except SglangExtError as error:
         sys.stderr.write(f"{PROG}: {error}\n")
         return 1
-    if args.json:
+    if given.json:
         sys.stdout.write(msgspec.json.encode(seen).decode() + "\n")
     else:
         # In a file or a pipe nothing is cut off.

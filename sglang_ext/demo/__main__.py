@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -23,6 +23,7 @@ from sglang_ext.demo import apart, report
 from sglang_ext.demo.client import Message, say
 from sglang_ext.demo.script import SYSTEM, conversations
 from sglang_ext.errors import PeerError, SglangExtError
+from sglang_ext.flags import COUNT, Flagged, flag, one_of
 from sglang_ext.testing.models import model_path
 
 HBM_TOKENS = (16_384, 2_560)
@@ -38,7 +39,26 @@ which all conversations share and which would keep all of them on one server; le
 has in common with the first."""
 FIRST_ANSWER_S = 60.0
 PLAIN = "plain"
-PARTS = ("all", "together", "apart")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments(Flagged):
+    """What the demo is told."""
+
+    prog = "python -m sglang_ext.demo"
+    description = (
+        "Hold conversations with a cluster of two servers, and show what was reused from where; then with "
+        "prefill and decode apart, and show what each side still has."
+    )
+
+    conversations: int = flag(6, "How many there are.", COUNT.positive())
+    turns: int = flag(4, "Turns of each.", COUNT.positive())
+    log_dir: Path | None = flag(None, "Keep the logs here; by default they are kept only after a failure.")
+    part: str = flag(
+        "all",
+        "together (two servers and their tiers), apart (prefill and decode), or all.",
+        one_of("all", "together", "apart"),
+    )
 
 
 def plans(config: ClusterConfig, host: HostFacts, ports: Ports) -> tuple[Part, ...]:
@@ -187,42 +207,22 @@ async def run_apart(log_dir: Path | None, console: Console) -> int:
     return 0
 
 
-async def run_parts(part: str, count: int, turns: int, log_dir: Path | None, console: Console) -> int:
+async def run_parts(given: Arguments, console: Console) -> int:
     """What ``--part`` asks for; returns the exit status of the first part that fails."""
     status = 0
-    if part != "apart":
-        status = await run(count, turns, log_dir, console)
+    if given.part != "apart":
+        status = await run(given.conversations, given.turns, given.log_dir, console)
         console.print()
-    if part != "together" and not status:
-        status = await run_apart(log_dir, console)
+    if given.part != "together" and not status:
+        status = await run_apart(given.log_dir, console)
     return status
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
-    return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sglang_ext.demo",
-        description="Hold conversations with a cluster of two servers, and show what was reused from where; "
-        "then with prefill and decode apart, and show what each side still has.",
-    )
-    parser.add_argument("--conversations", type=_count, default=6, metavar="N", help="default: 6")
-    parser.add_argument("--turns", type=_count, default=4, metavar="N", help="default: 4")
-    parser.add_argument("--log-dir", type=Path, help="keep the logs here; default: kept only after a failure")
-    parser.add_argument(
-        "--part",
-        choices=PARTS,
-        default="all",
-        help="together: two servers and their tiers; apart: prefill and decode; default: all",
-    )
-    args = parser.parse_args(arguments)
+    given = Arguments.parse(arguments)
     try:
-        return asyncio.run(run_parts(args.part, args.conversations, args.turns, args.log_dir, Console()))
+        return asyncio.run(run_parts(given, Console()))
     except KeyboardInterrupt:
         return 130
     except SglangExtError as error:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.calibration.command import parser
+from sglang_ext.calibration.command import Arguments
 from sglang_ext.calibration.instance import Facts
 from sglang_ext.calibration.measure import longest_prompt, read_model
 from sglang_ext.calibration.plan import Point, Tokens, between, lengths, points, shuffled
@@ -119,12 +119,12 @@ def test_without_a_readable_shape_there_is_none(tmp_path, config) -> None:
 @pytest.mark.parametrize("text", ["0", "-1", "fast", "1:2:3", "1:-1", "", "nan"])
 def test_bandwidths_that_cannot_be_are_refused(text, capsys) -> None:
     with pytest.raises(SystemExit):
-        parser().parse_args(["--url", "x", f"--dram={text}"])
+        Arguments.parse(["--url", "x", f"--dram={text}"])
     assert "not a bandwidth" in capsys.readouterr().err
 
 
 def test_bandwidths_are_links() -> None:
-    given_ = parser().parse_args(["--url", "x", "--dram", "10", "--disk", "2:0.001"])
+    given_ = Arguments.parse(["--url", "x", "--dram", "10", "--disk", "2:0.001"])
     assert given_.dram.seconds(10e9) == pytest.approx(1.0)
     assert given_.disk.seconds(2e9) == pytest.approx(1.001)
 

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 from typing import Any
 
 import pytest
 
-from sglang_ext.cluster.config import (
-    ClusterConfig,
-    add_cli_args,
-    flag_value,
-    from_cli_args,
-    parse_instance_args,
-)
+from sglang_ext.cluster.config import ClusterConfig, flag_value, parse_instance_args
 from sglang_ext.errors import ConfigError
 
 
 def parse(*arguments: str, server_args: tuple[str, ...] = ()) -> ClusterConfig:
-    parser = argparse.ArgumentParser()
-    add_cli_args(parser)
-    return from_cli_args(parser.parse_args(arguments), server_args)
+    return dataclasses.replace(ClusterConfig.parse(arguments), server_args=server_args)
 
 
 def test_flags_become_fields() -> None:

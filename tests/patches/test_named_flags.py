@@ -13,9 +13,8 @@ import pytest
 from sglang.srt.server_args import ServerArgs
 
 from sglang_ext import launch_server
-from sglang_ext.cluster.command import parser as cluster_parser
-from sglang_ext.config import flags
-from sglang_ext.router.config import RouterConfig
+from sglang_ext.cli import COMMANDS, flags_of
+from sglang_ext.demo.__main__ import Arguments as DemoArguments
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("sglang_ext", "router", "patches", "benchmarks", "scripts", "examples")
@@ -52,14 +51,13 @@ OTHERS = {
 
 
 def of_parsers() -> set[str]:
-    """The flags of the parsers that are made from tables: SGLang's with ours, the router's, the cluster's."""
-    sglang, router = argparse.ArgumentParser(), argparse.ArgumentParser()
+    """SGLang's flags, and those of our commands."""
+    sglang, ours = argparse.ArgumentParser(), [DemoArguments.parser()]
     ServerArgs.add_cli_args(sglang)
-    RouterConfig.add_cli_args(router)
-    found = {flag.name for flag in flags()}
-    for parser in (sglang, router, cluster_parser()):
-        found |= {name for action in parser._actions for name in action.option_strings}
-    return found
+    ours += [flags.parser() for flags in map(flags_of, COMMANDS.values()) if flags is not None]
+    return {
+        name for parser in (sglang, *ours) for action in parser._actions for name in action.option_strings
+    }
 
 
 def of_calls(root: Path) -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import signal
@@ -24,9 +23,7 @@ def test_a_wrong_flag_ends_it_with_2_and_the_flags_name(capsys) -> None:
 
 
 def from_flags(*flags: str) -> RouterConfig:
-    parser = argparse.ArgumentParser()
-    RouterConfig.add_cli_args(parser)
-    return RouterConfig.from_cli_args(parser.parse_args(flags))
+    return RouterConfig.parse(flags)
 
 
 def test_keys_need_not_be_on_the_command_line(tmp_path, monkeypatch) -> None:

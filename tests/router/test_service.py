@@ -231,11 +231,9 @@ def test_loopback_needs_no_key_and_the_rest_does() -> None:
 
 
 def test_flags_fill_the_configuration() -> None:
-    import argparse
     import dataclasses
 
-    parser = argparse.ArgumentParser()
-    RouterConfig.add_cli_args(parser)
+    parser = RouterConfig.parser()
     urls = ["--worker-urls", "h:1", "h:2"]
     assert RouterConfig.from_cli_args(parser.parse_args(urls)) == RouterConfig(worker_urls=("h:1", "h:2"))
     fields = {field.name for field in dataclasses.fields(RouterConfig)}
