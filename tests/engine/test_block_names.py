@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
-import re
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -168,14 +168,37 @@ class TestScalesAndQuantisation:
         whole = {model_digest([element_sums(torch.nn.Sequential(kind))]) for kind in kinds}
         assert len(whole) == len(kinds)
 
-    def test_sglang_keeps_them_where_they_are_looked_for(self) -> None:
-        from sglang.srt.layers import radix_attention
+    def test_a_file_of_scales_gives_blocks_other_names(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """SGLang reads ``--quantization-param-path`` into its own attention layers. No server here can run with
+        it: SGLang does so for an FP8 cache only, and that wants Intel AMX on a CPU."""
+        from sglang.srt.layers.radix_attention import RadixAttention
         from sglang.srt.models import llama
 
-        source = inspect.getsource(radix_attention.RadixAttention.__init__)
-        assert re.search(r"self\.k_scale\b", source)
-        assert re.search(r"self\.v_scale_float\b", source)
-        assert ".attn.k_scale = " in inspect.getsource(llama.LlamaModel.load_kv_cache_scales)
+        monkeypatch.setattr(llama, "get_parallel", lambda: SimpleNamespace(tp_size=1, tp_rank=0))
+
+        def named(scales: list[float] | None) -> tuple[bytes, str]:
+            """The name of a prompt's only block, and the digest that prefill and decode compare."""
+            layers = [RadixAttention(2, 4, 1.0, 2, layer_id=layer) for layer in range(2)]
+            if scales:
+                kv_cache = {"dtype": "float8_e4m3fn", "scaling_factor": {0: dict(enumerate(scales))}}
+                file = tmp_path / "scales.json"
+                file.write_text(json.dumps({"model_type": "llama", "kv_cache": kv_cache}))
+                model = SimpleNamespace(
+                    layers=[SimpleNamespace(self_attn=SimpleNamespace(attn=layer)) for layer in layers],
+                    config=LlamaConfig(num_hidden_layers=2),
+                )
+                llama.LlamaModel.load_kv_cache_scales(model, str(file))
+            whole = torch.nn.Sequential(*layers)
+            identity = dataclasses.replace(IDENTITY, weights_version=weights_digest(whole))
+            (name,) = block_keys(names(identity).digest(PLAIN), encode_tokens([1, 2, 3, 4]), 4)
+            return name, model_digest([element_sums(whole)])
+
+        found = [named(scales) for scales in (None, [2.0, 2.0], [2.0, 2.5], [2.5, 2.0])]
+        assert len({name for name, _ in found}) == len({digest for _, digest in found}) == len(found)
+        # The twin: the same scales give the same names.
+        assert named([2.0, 2.5]) == found[2]
 
     def test_a_buffer_that_follows_from_the_configuration_does_not_count(self) -> None:
         """Tables of rotary embeddings grow while a server runs."""

@@ -7,8 +7,10 @@ answers are the truth.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import aiohttp
 import pytest
 from pd_fleet import (
     ANSWER_TOKENS,
@@ -27,8 +29,12 @@ from pd_fleet import (
     prompt_of,
     why_it_failed,
 )
+from token_requests import GREEDY, generate
+from tuned_model import tuned
 
+from sglang_ext.router import Router, RouterConfig
 from sglang_ext.testing.compare import assert_same
+from sglang_ext.testing.models import model_path
 from sglang_ext.testing.servers.pd_servers import pd_servers
 from sglang_ext.testing.servers.server import ServerProcess, wait_until
 
@@ -235,3 +241,30 @@ def test_weights_updated_on_one_side_end_requests_until_the_other_has_them_too(
     rig: Rig, tmp_path: Path
 ) -> None:
     one_side_is_updated_first(rig.pd, rig.truth, tmp_path)
+
+
+async def test_a_decode_server_that_starts_with_another_fine_tune_is_refused(
+    rig: Rig, client: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    """By both servers, by name, and a client of a router hears why; the other pair serves on."""
+    first, prompt = rig.pd.decode[0], prompt_of(71, 150)
+    # By a name of its own the router would not take it.
+    named = ("--served-model-name", str(model_path("tiny")))
+    flags = (*first.spec.flags, *named, "--model-path", str(tuned(model_path("tiny"), tmp_path / "tuned")))
+    with ServerProcess(replace(first.spec, flags=flags)) as other:
+        rig.pd.decode.append(other)
+        try:
+            for answer in rig.pd.start(prompt, max_new_tokens=ANSWER_TOKENS, decode=1):
+                assert_failed(answer, "the weights differ")
+        finally:
+            rig.pd.decode.pop()
+        prefill = rig.pd.prefill[0].server
+        async with Router(RouterConfig(worker_urls=(prefill.url, other.url), port=0)) as router:
+            body = {"input_ids": prompt, "sampling_params": GREEDY}
+            async with client.post(f"{router.url}/generate", json=body) as refused:
+                assert (refused.status, refused.headers["x-kv-instance"]) == (500, other.url)
+                assert "the weights differ" in await refused.text()
+        async with Router(RouterConfig(worker_urls=(prefill.url, first.url), port=0)) as router:
+            answered, _ = await generate(client, router.url, prompt)
+    assert_same(rig.expected(prompt), answered)
+    nothing_is_left(rig.pd.servers)
