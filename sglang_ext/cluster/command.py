@@ -19,7 +19,7 @@ from rich.console import Console
 
 from sglang_ext.cluster.config import ClusterConfig
 from sglang_ext.cluster.host import Ports, host_facts
-from sglang_ext.cluster.plan import Door, HostFacts, given_key, make_plan, speaks_tls
+from sglang_ext.cluster.plan import Door, HostFacts, Keys, make_plan, speaks_tls
 from sglang_ext.cluster.supervisor import Cluster, Observer
 from sglang_ext.cluster.terminal import Display
 from sglang_ext.errors import ConfigError, UserError
@@ -63,16 +63,18 @@ class LogFolder:
 
 
 @contextlib.contextmanager
-def made_key() -> Iterator[Path]:
-    """A key for one cluster, in a file that nobody else can read, until the block ends."""
+def made_keys() -> Iterator[Keys]:
+    """Keys for one cluster, in files that nobody else can read, until the block ends."""
     _remove_left_folders(Path(tempfile.gettempdir()))
     prefix = f"{RUNTIME_FOLDER_PREFIX}{os.getpid()}-"
     # tempfile makes a folder of mode 0700, whatever the umask.
     with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
-        path = Path(folder) / "cluster.key"
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
-            file.write(secrets.token_urlsafe(48))
-        yield path
+        keys = Keys(Path(folder) / "cluster.key", Path(folder) / "servers.key")
+        for path in (keys.cluster, keys.servers):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "w", encoding="ascii") as file:
+                file.write(secrets.token_urlsafe(48))
+        yield keys
 
 
 def _remove_left_folders(where: Path) -> None:
@@ -112,11 +114,10 @@ async def running_cluster(
     Raises:
         ConfigError: it cannot run here; names the flag.
     """
-    with Ports() as ports, contextlib.ExitStack() as keep:
+    with Ports() as ports, made_keys() as keys:
         router_port, door = open_door(config, ports)
         server_ports = ports.free_after(router_port, config.ports)
-        key_file = None if given_key(config) else keep.enter_context(made_key())
-        parts = make_plan(config, host or host_facts(), router_port, server_ports, key_file, door)
+        parts = make_plan(config, host or host_facts(), router_port, server_ports, keys, door)
         cluster = Cluster(
             parts,
             log_dir,

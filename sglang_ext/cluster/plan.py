@@ -90,6 +90,15 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Keys:
+    """Files with keys that were made for one run of the cluster, each for where the user has named none."""
+
+    cluster: Path
+    servers: Path
+    """What servers ask for whatever reaches them over HTTP; the router has it."""
+
+
+@dataclass(frozen=True)
 class Door:
     """Where clients come in, held open by the supervisor."""
 
@@ -104,7 +113,7 @@ def make_plan(
     host: HostFacts,
     router_port: int,
     server_ports: Sequence[int],
-    key_file: Path | None = None,
+    keys: Keys | None = None,
     door: Door | None = None,
 ) -> tuple[Part, ...]:
     """The servers, then the router.
@@ -115,7 +124,7 @@ def make_plan(
         router_port: where the router will listen.
         server_ports: one per server, then one more per server that prefills, then one per server for torch's
             rendezvous.
-        key_file: a key that was made for the cluster, used unless the user has named one (``given_key``).
+        keys: made for the cluster, used unless the user has named others.
         door: what the router inherits; without it, it binds ``router_port`` itself.
 
     Raises:
@@ -134,19 +143,18 @@ def make_plan(
     bootstrap_ports = server_ports[config.servers :][: config.prefill]
     rendezvous_ports = server_ports[config.servers + config.prefill :]
     router_args = config.router_args
-    key = given_key(config) or (None if key_file is None else str(key_file))
+    key = given_key(config) or (None if keys is None else str(keys.cluster))
     if key is not None and flag_value(router_args, ROUTER_KEY_FLAG) is None:
         router_args = (ROUTER_KEY_FLAG, key, *router_args)
     router_args, hidden = without_secrets(router_args)
-    worker_key = _one_value(config, SERVER_API_KEY_FLAG)
-    if (
-        worker_key is not None
-        and flag_value(router_args, WORKER_API_KEY_FLAG) is None
-        and not hidden.get(ROUTER_SECRETS["--worker-api-key"])
-    ):
-        router_args = (WORKER_API_KEY_FLAG, worker_key, *router_args)
+    says_another = bool(hidden.get(ROUTER_SECRETS["--worker-api-key"]))
+    server_key = _given_server_key(config)
+    if server_key is None and keys is not None and not says_another:
+        server_key = str(keys.servers)
+    if server_key is not None and flag_value(router_args, WORKER_API_KEY_FLAG) is None and not says_another:
+        router_args = (WORKER_API_KEY_FLAG, server_key, *router_args)
     servers = tuple(
-        _server(config, host, index, port, bootstrap_ports, rendezvous_ports[index], tells, key)
+        _server(config, host, index, port, bootstrap_ports, rendezvous_ports[index], tells, key, server_key)
         for index, port in enumerate(server_ports[: config.servers])
     )
     urls = tuple(server.url for server in servers)
@@ -203,18 +211,20 @@ def without_secrets(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str
     return tuple(kept), hidden
 
 
-def _one_value(config: ClusterConfig, flag: str) -> str | None:
-    """The value that every server has for a flag.
+def _given_server_key(config: ClusterConfig) -> str | None:
+    """The file with the servers' API key that the user named, for all servers or for the router.
 
     Raises:
-        ConfigError: they differ.
+        ConfigError: they name several.
     """
-    found = {flag_value(config.flags_of(index), flag) for index in range(config.servers)}
+    found = {flag_value(config.flags_of(index), SERVER_API_KEY_FLAG) for index in range(config.servers)}
     if len(found) > 1:
         raise ConfigError(
-            "the servers of one router have one key", field=flag, hint="Give it after --, for all of them"
+            "the servers of one router have one key",
+            field=SERVER_API_KEY_FLAG,
+            hint="Give it after --, for all of them",
         )
-    return found.pop()
+    return found.pop() or flag_value(config.router_args, WORKER_API_KEY_FLAG)
 
 
 def given_key(config: ClusterConfig) -> str | None:
@@ -244,8 +254,10 @@ def _server(
     rendezvous_port: int,
     tells: str | None,
     key: str | None,
+    server_key: str | None,
 ) -> Part:
-    """One server. tells: the router to which it tells what it holds. key: the file with the cluster's key."""
+    """One server. tells: the router to which it tells what it holds. key, server_key: the files with the
+    cluster's key and with the servers'."""
     flags = config.flags_of(index)
     role, number = config.role_of(index)
     ours = ["--model-path", config.model_path, "--host", LOOPBACK, "--port", str(port)]
@@ -276,6 +288,8 @@ def _server(
     # Who hands KV over asks for it too, also where it keeps none.
     if (is_global or hands_over) and key is not None and flag_value(flags, SERVER_KEY_FLAG) is None:
         ours += [SERVER_KEY_FLAG, key]
+    if server_key is not None and flag_value(flags, SERVER_API_KEY_FLAG) is None:
+        ours += [SERVER_API_KEY_FLAG, server_key]
     on_cpu = _on_cpu(config, host, index)
     if not on_cpu:
         ours += _devices(config, host, index)

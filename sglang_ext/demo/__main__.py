@@ -13,10 +13,10 @@ from pathlib import Path
 import aiohttp
 from rich.console import Console
 
-from sglang_ext.cluster.command import LogFolder
+from sglang_ext.cluster.command import LogFolder, made_keys, running_cluster
 from sglang_ext.cluster.config import ClusterConfig
 from sglang_ext.cluster.host import Ports, host_facts
-from sglang_ext.cluster.plan import HostFacts, Part, make_plan
+from sglang_ext.cluster.plan import HostFacts, Keys, Part, make_plan
 from sglang_ext.cluster.supervisor import Cluster
 from sglang_ext.cluster.terminal import Display
 from sglang_ext.demo import apart, report
@@ -61,14 +61,11 @@ class Arguments(Flagged):
     )
 
 
-def plans(config: ClusterConfig, host: HostFacts, ports: Ports) -> tuple[Part, ...]:
+def plans(config: ClusterConfig, host: HostFacts, ports: Ports, keys: Keys) -> tuple[Part, ...]:
     """Two servers with the shared cache and their router; one server without a cache, with its own.
 
     All servers get the same number of cores, so that they compute equally fast.
     """
-    shared = make_plan(
-        config, host, ports.take(config.host, 0, "--port"), ports.free_after(20_000, config.ports)
-    )
     share = HostFacts(cores=max(1, host.cores // config.colocated), accelerators=0)
     alone = dataclasses.replace(
         config,
@@ -77,9 +74,12 @@ def plans(config: ClusterConfig, host: HostFacts, ports: Ports) -> tuple[Part, .
         # Without a limit its pool would take most of the memory of this machine.
         server_args=(*ENGINE, "--disable-radix-cache", "--max-total-tokens", str(HBM_TOKENS[0])),
     )
-    plain = make_plan(
-        alone, share, ports.take(config.host, 0, "--port"), ports.free_after(20_000, alone.ports)
-    )
+
+    def planned(config: ClusterConfig, host: HostFacts) -> tuple[Part, ...]:
+        router = ports.take(config.host, 0, "--port")
+        return make_plan(config, host, router, ports.free_after(20_000, config.ports), keys)
+
+    shared, plain = planned(config, host), planned(alone, share)
     return (
         *shared,
         *(
@@ -155,8 +155,13 @@ async def run(count: int, turns: int, log_dir: Path | None, console: Console) ->
             *("--health-failure-threshold", "10"),
         ),
     )
-    with LogFolder(log_dir) as logs, Ports() as ports, Display(console, logs.path, announce=False) as display:
-        parts = plans(config, dataclasses.replace(host_facts(), accelerators=0), ports)
+    with (
+        LogFolder(log_dir) as logs,
+        Ports() as ports,
+        made_keys() as keys,
+        Display(console, logs.path, announce=False) as display,
+    ):
+        parts = plans(config, dataclasses.replace(host_facts(), accelerators=0), ports, keys)
         async with Cluster(parts, logs.path, observer=display) as cluster:
             await cluster.ready()
             console.print(
@@ -185,18 +190,17 @@ async def run_apart(log_dir: Path | None, console: Console) -> int:
         colocated=0,
         prefill=1,
         decode=len(apart.DESIGNS),
+        port=0,
         server_args=(*ENGINE, "--max-total-tokens", "8192", "--enable-metrics"),
         instance_args=apart.instance_args(),
         router_args=("--health-failure-threshold", "10"),
     )
     host = dataclasses.replace(host_facts(), accelerators=0)
     folder = None if log_dir is None else log_dir / "apart"
-    with LogFolder(folder) as logs, Ports() as ports, Display(console, logs.path, announce=False) as display:
-        router, servers = ports.take(config.host, 0, "--port"), ports.free_after(20_000, config.ports)
-        parts = make_plan(config, host, router, servers)
-        async with Cluster(parts, logs.path, observer=display) as cluster:
+    with LogFolder(folder) as logs, Display(console, logs.path, announce=False) as display:
+        async with running_cluster(config, logs.path, display, host) as cluster:
             await cluster.ready()
-            turns = await cluster.doing(apart.converse(parts))
+            turns = await cluster.doing(apart.converse([each.part for each in cluster.parts.values()]))
         console.print()
         for text in apart.lines(turns):
             console.print(text, soft_wrap=True, highlight=False)

@@ -19,7 +19,9 @@ from typing import Any
 
 import aiohttp
 
-from sglang_ext.cluster.plan import LOOPBACK, Part
+from sglang_ext.cluster.config import flag_value
+from sglang_ext.cluster.plan import LOOPBACK, SERVER_API_KEY_FLAG, Part
+from sglang_ext.cluster_key import read_secret
 from sglang_ext.errors import PeerError
 
 DESIGNS = {"1": "decode-1", "3": "decode-0"}
@@ -64,7 +66,9 @@ class Conversation:
         self._design = design
         self._prefill, self._decode = by_name["prefill-0"], by_name[DESIGNS[design]]
         command = self._prefill.command
-        self._port = int(command[command.index("--disaggregation-bootstrap-port") + 1])
+        self._port = int(flag_value(command, "--disaggregation-bootstrap-port") or 0)
+        key = read_secret(flag_value(command, SERVER_API_KEY_FLAG) or "", field=SERVER_API_KEY_FLAG)
+        self._headers = {"authorization": f"Bearer {key.decode()}"}
         self._rng = random.Random(SEED)
         self._history: list[int] = []
         self._turns = 0
@@ -129,7 +133,9 @@ class Conversation:
     async def _request(self, method: str, part: Part, path: str, **options: Any) -> Any:
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         try:
-            async with self._session.request(method, part.url + path, timeout=timeout, **options) as response:
+            async with self._session.request(
+                method, part.url + path, headers=self._headers, timeout=timeout, **options
+            ) as response:
                 if response.status != 200:
                     raise PeerError(f"{part.name}: {response.status}: {(await response.text())[:300]}")
                 is_json = response.content_type == "application/json"

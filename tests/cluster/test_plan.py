@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.cluster.command import RUNTIME_FOLDER_PREFIX, made_key
+from sglang_ext.cluster.command import RUNTIME_FOLDER_PREFIX, made_keys
 from sglang_ext.cluster.config import ClusterConfig, flag_value
-from sglang_ext.cluster.plan import HostFacts, Part, given_key, make_plan
+from sglang_ext.cluster.plan import HostFacts, Keys, Part, given_key, make_plan
 from sglang_ext.cluster.process import environment_of
 from sglang_ext.cluster_key import read_cluster_key
 from sglang_ext.errors import ConfigError
 
 CPU = HostFacts(cores=8, accelerators=0)
+MADE = Keys(Path("/run/made/cluster.key"), Path("/run/made/servers.key"))
 
 
 def plan(facts: HostFacts = CPU, **values: Any) -> tuple[Part, ...]:
@@ -113,10 +114,10 @@ def test_the_users_key_is_the_clusters() -> None:
 
 def test_the_key_goes_to_every_member() -> None:
     config = ClusterConfig(model_path="m", colocated=2)
-    first, second, router = make_plan(config, CPU, 30_000, range(30_001, 30_005), Path("/run/made"))
-    assert flag_value(first.command, "--kv-cluster-key-file") == "/run/made"
-    assert flag_value(second.command, "--kv-cluster-key-file") == "/run/made"
-    assert flag_value(router.command, "--cluster-key-file") == "/run/made"
+    first, second, router = make_plan(config, CPU, 30_000, range(30_001, 30_005), MADE)
+    assert flag_value(first.command, "--kv-cluster-key-file") == str(MADE.cluster)
+    assert flag_value(second.command, "--kv-cluster-key-file") == str(MADE.cluster)
+    assert flag_value(router.command, "--cluster-key-file") == str(MADE.cluster)
     for given in (
         {"router_args": ("--cluster-key-file", "mine")},
         {"server_args": ("--kv-cluster-key-file", "mine")},
@@ -130,26 +131,53 @@ def test_who_hands_kv_over_and_keeps_none_has_the_key_too() -> None:
     config = ClusterConfig(
         model_path="m", colocated=0, prefill=1, decode=1, server_args=("--kv-pd-caching", "basic")
     )
-    *servers, _ = make_plan(config, CPU, 30_000, range(30_001, 30_001 + config.ports), Path("/run/made"))
-    assert [flag_value(server.command, "--kv-cluster-key-file") for server in servers] == ["/run/made"] * 2
+    *servers, _ = make_plan(config, CPU, 30_000, range(30_001, 30_001 + config.ports), MADE)
+    assert [flag_value(server.command, "--kv-cluster-key-file") for server in servers] == [
+        str(MADE.cluster)
+    ] * 2
 
 
 def test_another_cache_is_given_no_key() -> None:
     config = ClusterConfig(model_path="m", server_args=("--disable-radix-cache",))
-    server, _ = make_plan(config, CPU, 30_000, range(30_001, 30_001 + config.ports), Path("/run/made"))
+    server, _ = make_plan(config, CPU, 30_000, range(30_001, 30_001 + config.ports), MADE)
     assert flag_value(server.command, "--kv-cluster-key-file") is None
+
+
+def test_servers_ask_for_a_key_that_the_router_has() -> None:
+    """Made for the cluster, or the one that the user names for either side."""
+
+    def keys(**values: Any) -> list[str | None]:
+        config = ClusterConfig(**{"model_path": "m", "colocated": 0, "prefill": 1, "decode": 1, **values})
+        *servers, router = make_plan(config, CPU, 30_000, range(30_001, 30_001 + config.ports), MADE)
+        named = [flag_value(server.command, "--api-key-file") for server in servers]
+        return [*named, flag_value(router.command, "--worker-api-key-file")]
+
+    assert keys() == keys(server_args=("--disable-radix-cache",)) == [str(MADE.servers)] * 3
+    assert keys(server_args=("--api-key-file", "mine")) == ["mine"] * 3
+    assert keys(router_args=("--worker-api-key-file", "mine")) == ["mine"] * 3
+    with pytest.raises(ConfigError, match="have one key"):
+        keys(instance_args={1: ("--api-key-file", "mine")})
+    # Whoever says what the router is to present knows what the servers ask for.
+    assert keys(router_args=("--worker-api-key", "k")) == [None] * 3
+    assert keys(router_args=("--worker-api-key", "k"), server_args=("--api-key-file", "mine")) == [
+        "mine",
+        "mine",
+        None,
+    ]
 
 
 def test_the_key_is_nobody_elses_and_goes() -> None:
     before = os.umask(0)
     try:
-        with made_key() as path:
-            assert path.stat().st_mode & 0o777 == 0o600
-            assert path.parent.stat().st_mode & 0o777 == 0o700
-            assert read_cluster_key(path)
+        with made_keys() as keys:
+            for path in (keys.cluster, keys.servers):
+                assert path.stat().st_mode & 0o777 == 0o600
+                assert path.parent.stat().st_mode & 0o777 == 0o700
+            assert read_cluster_key(keys.cluster)
+            assert keys.cluster.read_text() != keys.servers.read_text()
     finally:
         os.umask(before)
-    assert not path.parent.exists()
+    assert not keys.cluster.parent.exists()
 
 
 def test_the_key_of_a_cluster_that_was_killed_goes_at_the_next_start(
@@ -161,7 +189,7 @@ def test_the_key_of_a_cluster_that_was_killed_goes_at_the_next_start(
     folders = [tmp_path / f"{RUNTIME_FOLDER_PREFIX}{pid}-x" for pid in (ended.pid, os.getpid())]
     for folder in folders:
         folder.mkdir()
-    with made_key():
+    with made_keys():
         assert [folder.exists() for folder in folders] == [False, True]
 
 

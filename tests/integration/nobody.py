@@ -1,7 +1,7 @@
-"""What another user of this machine can open of a running cluster: nobody.py PID,... PATH...
+"""What another user of this machine can open of a running cluster: nobody.py PID,... PATH|URL...
 
-Prints a line for each file that could be read or written, each socket that could be connected to, and each
-process that could be looked into.
+Prints a line for each file that could be read or written, each socket that could be connected to, each
+process that could be looked into, and each server that answers.
 """
 
 import contextlib
@@ -9,6 +9,8 @@ import os
 import socket
 import stat
 import sys
+import urllib.error
+import urllib.request
 
 
 def openable(path):
@@ -34,6 +36,15 @@ for pid in sys.argv[1].split(","):
         os.close(os.open(f"/proc/{pid}/mem", os.O_RDONLY))
         print(f"process {pid}: memory")
 for root in sys.argv[2:]:
+    if root.startswith("http"):
+        try:
+            with urllib.request.urlopen(f"{root}/v1/models", timeout=60) as answer:
+                print(f"{root}: {answer.status}")
+        except urllib.error.HTTPError as error:
+            with error:
+                if error.code != 401:
+                    print(f"{root}: {error.code}")
+        continue
     paths = [os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names]
     for path in [root, *paths]:
         with contextlib.suppress(OSError):

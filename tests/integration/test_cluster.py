@@ -103,7 +103,7 @@ def cluster(folder: Path, request: pytest.FixtureRequest) -> Iterator[RunningClu
         yield found
 
 
-def open_to_others(processes: Iterable[psutil.Process], *paths: Path) -> list[str]:
+def open_to_others(processes: Iterable[psutil.Process], *paths: Path | str) -> list[str]:
     """What user nobody can open of these, a line for each."""
     pids = ",".join(str(process.pid) for process in processes)
     nobody = pwd.getpwnam("nobody").pw_uid
@@ -121,20 +121,26 @@ def shared_memory_of(processes: Iterable[psutil.Process]) -> set[Path]:
     return {path for path in maps if path.is_relative_to("/dev/shm") and path.exists()}
 
 
-def keeps_to_itself(cluster: RunningCluster, below: list[psutil.Process]) -> None:
-    """Nothing of it is open to other users of the machine, and its keys are in no list of processes."""
-    (key,) = cluster.temporary.glob("sglang-ext-run-*/cluster.key")
-    secret = key.read_text()
-    assert not [process for process in below if secret in " ".join(process.cmdline())]
+def keeps_to_itself(cluster: RunningCluster, below: list[psutil.Process], where: dict[str, str]) -> None:
+    """Nothing of it is open to other users of the machine but the router, and its keys are in no list of
+    processes."""
+    secrets = [key.read_text() for key in cluster.temporary.glob("sglang-ext-run-*/*.key")]
+    assert len(secrets) == 2
+    shown = [" ".join(process.cmdline()) for process in below]
+    assert not [words for words in shown if any(secret in words for secret in secrets)]
     folders = (cluster.temporary, cluster.log_dir, cluster.disk)
     for folder in folders:
         assert sum(path.is_file() for path in folder.rglob("*")) > 0, folder
+    written = [path.read_text() for path in cluster.log_dir.iterdir()]
+    assert not [log for log in written if any(secret in log for secret in secrets)]
     if os.geteuid() != 0:
         return  # only root can be somebody else
-    assert open_to_others(below, *folders, *shared_memory_of(below)) == []
-    # The twin: it sees a file that is not protected, and a process of its own.
+    servers = [url for name, url in where.items() if name != "router"]
+    assert open_to_others(below, *folders, *shared_memory_of(below), *servers) == []
+    # The twin: it sees a file that is not protected, a router without keys, and a process of its own.
     (cluster.temporary / "open").write_text("")
-    assert open_to_others((), cluster.temporary) == [f"{cluster.temporary / 'open'}: read"]
+    seen = open_to_others((), cluster.temporary, where["router"])
+    assert seen == [f"{cluster.temporary / 'open'}: read", f"{where['router']}: 200"]
 
 
 def registers(url: str) -> int:
@@ -204,7 +210,7 @@ def test_serves_is_gone_after_a_kill_and_finds_its_disks_again(folder: Path) -> 
         wait_until(lambda: blocks_on_disk(url) >= whole, seconds=END_S, what="everything on disk")
 
         below = cluster.below()
-        keeps_to_itself(cluster, below)
+        keeps_to_itself(cluster, below, where)
         assert registers(url) == 401
         kinds = [process.name() for process in below]
         assert sum("sched" in kind for kind in kinds) == 2, kinds
