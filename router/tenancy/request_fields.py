@@ -15,6 +15,7 @@ carries them between its processes.
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -137,6 +138,10 @@ _GUARDED = frozenset(name for name, who in FIELDS.items() if who not in (Who.CLI
 _SAMPLED = frozenset(name for name, who in SAMPLING.items() if who is Who.CLIENT)
 _SHOWN = frozenset(name for name, who in MEDIA.items() if who is Who.CLIENT)
 HINTS: Final = "kv_hints"
+ADAPTER_ID: Final = re.compile(r"[0-9a-f]{12}5[0-9a-f]{3}[89ab][0-9a-f]{15}\Z")
+"""SGLang's id of an adapter of ``--lora-paths``: a UUID of version 5, of its name and path. SGLang appends it
+to the ``extra_key``, so that one that ends in it is the namespace of the adapter's KV. Ids of adapters that
+were loaded later are random."""
 
 STEERING_HEADERS = frozenset({
     "x-override-rid", "x-override-bootstrap-host", "x-override-bootstrap-port", "x-override-bootstrap-room",
@@ -164,6 +169,15 @@ def forbidden(payload: Json, *, tenant: bool, trusted: frozenset[str]) -> Iterat
         if who is Who.TRUSTED and name in vouched:
             continue
         yield name, _why(who, name)
+    keys = payload.get("extra_key")
+    if any(
+        isinstance(key, str) and ADAPTER_ID.search(key)
+        for key in (keys if isinstance(keys, list) else [keys])
+    ):
+        yield (
+            "extra_key",
+            "ends as the id of a LoRA adapter does, whose KV it would stand for; append a letter",
+        )
     sampling = payload.get("sampling_params")
     for index, one in enumerate(sampling if isinstance(sampling, list) else (sampling,)):
         if isinstance(one, dict) and not one.keys() <= _SAMPLED:

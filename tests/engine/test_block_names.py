@@ -171,8 +171,8 @@ class TestScalesAndQuantisation:
     def test_a_file_of_scales_gives_blocks_other_names(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """SGLang reads ``--quantization-param-path`` into its own attention layers. No server here can run with
-        it: SGLang does so for an FP8 cache only, and that wants Intel AMX on a CPU."""
+        """SGLang reads ``--quantization-param-path`` into its own attention layers. No server here can run
+        with it: SGLang does so for an FP8 cache only, and that wants Intel AMX on a CPU."""
         from sglang.srt.layers.radix_attention import RadixAttention
         from sglang.srt.models import llama
 

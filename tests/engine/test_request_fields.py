@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import warnings
+from array import array
 from collections.abc import Iterator
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -119,3 +121,23 @@ def test_what_sglang_writes_itself_nobody_may(endpoint: Endpoint) -> None:
             for tenant in (False, True):
                 found = list(forbidden({name: 1}, tenant=tenant, trusted=frozenset({name})))
                 assert [field for field, _ in found] == [name]
+
+
+def test_nobody_stands_for_an_adapter() -> None:
+    """SGLang appends an adapter's id to the ``extra_key``, so a key that ends in one names the same KV."""
+    from sglang.srt.lora.lora_registry import LoRARef
+    from sglang.srt.managers.schedule_batch import Req
+
+    id = LoRARef.deterministic_id("a", "/adapters/a")
+    for fields in ({"extra_key": id}, {"extra_key": "mine" + id}, {"extra_key": ["mine", id]}):
+        ((field, why),) = forbidden(fields, tenant=False, trusted=frozenset())
+        assert (field, "LoRA adapter" in why) == ("extra_key", True)
+    # The twin: what is refused is what SGLang would confuse.
+    plain = SamplingParams(max_new_tokens=1)
+    adapted, base = (
+        Req("1", "", array("q", [1]), plain, lora_id=id, extra_key="mine"),
+        Req("2", "", array("q", [1]), plain, extra_key="mine" + id),
+    )
+    assert adapted.extra_key == base.extra_key
+    for key in (None, "mine", uuid4().hex, id + "x", ["mine", None], id[:-1]):
+        assert not list(forbidden({"extra_key": key}, tenant=False, trusted=frozenset()))
