@@ -134,7 +134,8 @@ def make_plan(
         raise InternalError(
             f"{len(server_ports)} ports for {config.servers} servers, which need {config.ports}"
         )
-    router_url = f"http://{_connectable(config.host)}:{router_port}"
+    scheme = "https" if speaks_tls(config) else "http"
+    router_url = f"{scheme}://{_connectable(config.host)}:{router_port}"
     tells: str | None = router_url
     if door is not None and door.member_ports:
         tells = ",".join(f"http://{LOOPBACK}:{port}" for port in door.member_ports)

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import signal
+import ssl
 import sys
 import urllib.request
 from collections import Counter
@@ -25,6 +26,7 @@ from sglang_ext.cluster.host import Ports
 from sglang_ext.cluster.lifecycle import State
 from sglang_ext.cluster.plan import LOOPBACK, HostFacts, Part, make_plan
 from sglang_ext.cluster.supervisor import Cluster
+from sglang_ext.testing.servers.workers import running_worker
 
 MakePart = Callable[..., Part]
 Pids = Callable[[str], list[int]]
@@ -181,17 +183,22 @@ def usable(port: int) -> int:
     return sum(each["state"] == "ready" for each in found)
 
 
+def alone(router: Part, *workers: str) -> Part:
+    """The router without the cluster's servers, for others or for instances that register by themselves."""
+    cut = router.command.index("--worker-urls")
+    urls = ("--worker-urls", *workers) if workers else ()
+    return dataclasses.replace(
+        router, command=(*router.command[:cut], *urls, *router.command[cut + 2 :]), needs=()
+    )
+
+
 @pytest.mark.timeout(120)
 async def test_three_routers_are_killed_and_no_client_is_refused(tmp_path: Path) -> None:
     config = ClusterConfig(model_path="m", port=0, restart=KILLS)
     with Ports() as ports:
         port, door = open_door(config, ports)
         *_, router = make_plan(config, HostFacts(2, 0), port, ports.free_after(port, config.ports), door=door)
-        # The server is an instance of the test, which registers by itself.
-        cut = router.command.index("--worker-urls")
-        router = dataclasses.replace(
-            router, command=router.command[:cut] + router.command[cut + 2 :], needs=()
-        )
+        router = alone(router)
         first, second = door.member_ports
         async with (
             Instance(f"http://{LOOPBACK}:{first},http://{LOOPBACK}:{second}"),
@@ -214,4 +221,23 @@ async def test_three_routers_are_killed_and_no_client_is_refused(tmp_path: Path)
                     await async_wait_for(lambda answered=answered: seen["200"] > answered, "an answer")
             assert set(seen) <= {"200", "cut"}, seen
             assert seen["cut"] <= KILLS * SESSIONS, "those that were with the router when it died"
+    assert cluster.failure is None
+
+
+async def test_a_router_over_tls_is_seen_to_be_ready(tmp_path: Path, certificate: tuple[str, str]) -> None:
+    tls = ("--tls-cert-file", certificate[0], "--tls-key-file", certificate[1])
+    config = ClusterConfig(model_path="m", port=0, router_args=tls)
+    with Ports() as ports:
+        port, door = open_door(config, ports)
+        *_, router = make_plan(config, HostFacts(2, 0), port, ports.free_after(port, config.ports), door=door)
+        async with (
+            running_worker() as worker,
+            Cluster([alone(router, worker.url)], tmp_path) as cluster,
+        ):
+            async with asyncio.timeout(60):
+                await cluster.ready()
+            assert router.url == f"https://{LOOPBACK}:{port}"
+            tls_context = ssl.create_default_context(cafile=certificate[0])
+            async with httpx.AsyncClient(trust_env=False, verify=tls_context) as client:
+                assert await outcome(router.url + "/v1/models", client) == "200"
     assert cluster.failure is None

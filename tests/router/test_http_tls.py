@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
 import ssl
-import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -18,22 +16,6 @@ from sglang_ext.router.http.tls import server_context, worker_context
 from sglang_ext.router.http.types import ConnectFailed
 from sglang_ext.router.http.upstream import HttpUpstream
 from sglang_ext.testing.servers.workers import Gate
-
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """(certificate, key) of 127.0.0.1, vouching for itself."""
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-         "-keyout", key, "-out", cert, "-days", "3650", "-subj", "/CN=router",
-         "-addext", "subjectAltName=IP:127.0.0.1"],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return str(cert), str(key)
 
 
 @pytest.fixture
