@@ -271,6 +271,8 @@ class Cluster:
         if standby is None:
             status.process = self._process(status, status.slot)
             ending = asyncio.ensure_future(status.process.run())
+            # At the same time: it is to be there as soon as the part serves.
+            self._have_one_stand_by(status)
         else:
             status.process, status.slot, ending = standby.process, standby.slot, standby.ending
             status.process.take_over()

@@ -25,6 +25,7 @@ from sglang_ext.cluster.config import ClusterConfig
 from sglang_ext.cluster.host import Ports
 from sglang_ext.cluster.lifecycle import State
 from sglang_ext.cluster.plan import LOOPBACK, HostFacts, Part, make_plan
+from sglang_ext.cluster.process import PartProcess
 from sglang_ext.cluster.supervisor import Cluster
 from sglang_ext.testing.servers.workers import running_worker
 
@@ -111,6 +112,37 @@ async def test_without_a_held_socket_clients_are_refused(
         await async_wait_for(lambda: seen["refused"] > 0, "a refused connection")
 
 
+def process_of(part: PartProcess | None) -> psutil.Process:
+    """What a guard runs."""
+    assert part is not None
+    (found,) = psutil.Process(part.pid).children()
+    return found
+
+
+async def test_one_stands_by_before_the_part_serves(
+    small_part: MakePart, tmp_path: Path, pids_of: Pids
+) -> None:
+    """Else whoever is killed at once would be missed for as long as another one takes to start."""
+    serves = asyncio.Event()
+
+    async def probe(_url: str) -> bool:
+        return serves.is_set()
+
+    with held_open(small_part("router"), (), ()) as part:
+        async with Cluster([part], tmp_path, restarts=1, probe=probe) as cluster:
+            status = cluster.parts["router"]
+            await async_wait_for(lambda: len(pids_of("router")) == 2, "one that stands by")
+            assert status.state is State.STARTING
+            serves.set()
+            await cluster.ready()
+            assert status.standby is not None
+            next_one = process_of(status.standby.process)
+            process_of(status.process).kill()
+            await async_wait_for(lambda: status.restarts == 1, "the restart")
+            assert process_of(status.process) == next_one
+            assert len(pids_of("router")) == 2, "nobody else was started to serve"
+
+
 async def test_the_one_that_stands_by_takes_over(small_part: MakePart, tmp_path: Path, pids_of: Pids) -> None:
     standby = tmp_path / "router.pids.standby"
     with held_open(small_part("router"), (), ()) as part:
@@ -124,16 +156,16 @@ async def test_the_one_that_stands_by_takes_over(small_part: MakePart, tmp_path:
                         "one that stands by",
                     )
                     cluster.check()
-                    serving, next_one = pids_of("router")[-2:]
-                    os.kill(serving, signal.SIGKILL)
+                    assert status.standby is not None
+                    serving, next_one = process_of(status.process), process_of(status.standby.process)
+                    serving.kill()
                     await async_wait_for(lambda kill=kill: status.restarts == kill + 1, "the restart")
                     await cluster.ready()
-                    assert alive(next_one)
+                    assert process_of(status.process) == next_one
                     assert len(standby.read_text().split()) <= kill + 2, "nobody else was started to serve"
             assert not seen["refused"], seen
             assert seen["200"] > 0
             assert status.standby is None, "no restart is left for it"
-            await async_wait_for(lambda: pids_of("router")[:-1] and not alive(serving), "the end")
     assert cluster.failure is None
     assert not any(alive(pid) for pid in pids_of("router"))
 
@@ -146,7 +178,8 @@ async def test_one_that_stands_by_is_replaced_and_ends_with_the_part(
             await cluster.ready()
             status = cluster.parts["router"]
             await async_wait_for(lambda: len(pids_of("router")) == 2, "one that stands by")
-            os.kill(pids_of("router")[1], signal.SIGKILL)
+            assert status.standby is not None
+            process_of(status.standby.process).kill()
             await async_wait_for(lambda: len(pids_of("router")) == 3, "another one")
             assert status.state is State.READY
             assert status.restarts == 0, "the part itself lives"
@@ -214,8 +247,7 @@ async def test_three_routers_are_killed_and_no_client_is_refused(tmp_path: Path)
                         "a router that stands by and knows the instance",
                     )
                     answered = seen["200"]
-                    (victim,) = psutil.Process(status.pid).children()
-                    victim.kill()
+                    process_of(status.process).kill()
                     await async_wait_for(lambda kill=kill: status.restarts == kill + 1, "the restart")
                     await cluster.ready()
                     await async_wait_for(lambda answered=answered: seen["200"] > answered, "an answer")
