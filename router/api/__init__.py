@@ -1,1 +1,13 @@
-"""The HTTP APIs: what a body must look like, which prompt it means, what its answer reports."""
+"""The HTTP APIs: one module per API holds all that the router knows of it.
+
+To add one, write its module (see ``dialect.Dialect``) and name it here.
+"""
+
+from sglang_ext.router.api.chat import CHAT
+from sglang_ext.router.api.completions import COMPLETIONS
+from sglang_ext.router.api.dialect import register
+from sglang_ext.router.api.generate import GENERATE
+from sglang_ext.router.api.messages import MESSAGES
+from sglang_ext.router.api.responses import RESPONSES
+
+register(GENERATE, CHAT, COMPLETIONS, RESPONSES, MESSAGES)

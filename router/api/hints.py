@@ -14,14 +14,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sglang_ext.router.api.anthropic import parse_messages
-from sglang_ext.router.api.native import parse_generate
-from sglang_ext.router.api.openai import parse_chat, parse_completion
-from sglang_ext.router.api.responses import parse_responses
-from sglang_ext.router.api.validation import Endpoint, Job, Json, Limits, take_string, wrong
+from sglang_ext.router.api.dialect import DIALECTS, Dialect
+from sglang_ext.router.api.validation import Job, Json, Limits, take_string, wrong
 from sglang_ext.router.http.types import RequestRefused
 
-PROMPT_FIELDS = ("messages", "text", "prompt", "input_ids")
 PREFETCH = "prefetch"
 _TTL = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h)?")
 _UNITS = {None: 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -42,46 +38,32 @@ class Advisory:
 
 
 def parse_advisory(payload: Json, limits: Limits, prefix: str = "") -> Advisory:
-    """Check the body of an advisory request.
+    """Check the body of an advisory request. A prompt is taken as by the API that takes it in this field.
 
     Raises:
         RequestRefused: names the field.
     """
-    given = [name for name in PROMPT_FIELDS if payload.get(name) is not None]
+    fields = {name: dialect for dialect in DIALECTS.values() for name in dialect.hint_fields}
+    given = [name for name in fields if payload.get(name) is not None]
     if len(given) > 1:
         raise RequestRefused(
-            f"give one of {', '.join(PROMPT_FIELDS)}; there are {' and '.join(given)}",
+            f"give one of {', '.join(fields)}; there are {' and '.join(given)}",
             param=prefix + given[1],
             code="invalid_prompt",
         )
     session = take_string(payload, "session", prefix)
     if not given and not session:
         raise RequestRefused(
-            f"say which request is expected: name a session, or give one of {', '.join(PROMPT_FIELDS)}",
+            f"say which request is expected: name a session, or give one of {', '.join(fields)}",
             param=prefix + "session",
             code="missing_field",
         )
     return Advisory(
-        _job(payload, given[0], limits) if given else None,
+        fields[given[0]].expected(payload, limits) if given else None,
         session or None,
         take_seconds(payload, "earliest_s", prefix) or 0.0,
         take_seconds(payload, "ttl_s", prefix),
     )
-
-
-def _job(payload: Json, name: str, limits: Limits) -> Job:
-    """As the endpoint would take it to which such prompts are sent."""
-    if name == "messages":
-        return parse_chat(payload, limits)
-    if name == "prompt":
-        return _one(parse_completion({**payload, "max_tokens": 1}, limits), name)
-    return _one(parse_generate({"sampling_params": {}, **payload}, limits), name)
-
-
-def _one(job: Job, name: str) -> Job:
-    if len(job.prompts) != 1:
-        raise RequestRefused(f"{name} must be one prompt", param=name, code="invalid_prompt")
-    return job
 
 
 def take_seconds(payload: Json, name: str, prefix: str = "") -> float | None:
@@ -98,37 +80,15 @@ def take_seconds(payload: Json, name: str, prefix: str = "") -> float | None:
     return float(value)
 
 
-# -- requests that are hints ------------------------------------------------------------------------
-
-
-def only_a_hint(endpoint: Endpoint, payload: Json) -> bool:
-    """Whether a generation request asks for nothing but the cache to be warmed."""
-    if endpoint is Endpoint.MESSAGES:
-        return type(payload.get("max_tokens")) is int and payload["max_tokens"] == 0
-    options = payload.get("prompt_cache_options")
-    return isinstance(options, dict) and options.get("prewarm") is True
-
-
-def advisory_of(endpoint: Endpoint, payload: Json, limits: Limits) -> Advisory:
-    """The hint that a request is (`only_a_hint`).
+def advisory_of(dialect: Dialect, payload: Json, limits: Limits) -> Advisory:
+    """The hint that a request is (``Dialect.only_warms``).
 
     Raises:
         RequestRefused: the request is not well-formed.
     """
-    bare = {name: value for name, value in payload.items() if name != "prompt_cache_options"}
-    match endpoint:
-        case Endpoint.MESSAGES:
-            job = parse_messages({**bare, "max_tokens": 1}, limits)
-        case Endpoint.CHAT:
-            job = parse_chat(bare, limits)
-        case Endpoint.COMPLETIONS:
-            job = _one(parse_completion(bare, limits), "prompt")
-        case Endpoint.RESPONSES:
-            job = parse_responses(bare, limits)
-        case Endpoint.GENERATE:
-            job = _one(parse_generate(bare, limits), "text")
     options = payload.get("prompt_cache_options")
-    return Advisory(job, None, ttl_s=_ttl(options.get("ttl")) if isinstance(options, dict) else None)
+    ttl_s = _ttl(options.get("ttl")) if isinstance(options, dict) else None
+    return Advisory(dialect.expected(payload, limits), None, ttl_s=ttl_s)
 
 
 def _ttl(value: object) -> float | None:

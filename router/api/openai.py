@@ -1,150 +1,152 @@
-"""The OpenAI endpoints: what a body must look like before it is sent to a worker.
-
-Any model name is accepted, as SGLang does; ``base:adapter`` names a LoRA adapter.
-"""
+"""What OpenAI's chat completions and completions have in common: their answers are lists of choices."""
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
-from sglang_ext.router.api.validation import (
-    Chat,
-    Endpoint,
-    Job,
-    Json,
-    Limits,
-    PromptInput,
-    check_ids,
-    check_sampling,
-    namespaces,
-    take_bool,
-    take_choices,
-    take_int,
-    take_objects,
-    take_string,
-    wrong,
-)
-from sglang_ext.router.http.types import RequestRefused
+import orjson
 
-ROLES = ("system", "user", "assistant", "tool", "function", "developer", "latest_reminder")
-COMPLETION_MAX_TOKENS = 16
-"""``max_tokens`` of ``/v1/completions`` when it is absent."""
+from sglang_ext.router.api.dialect import Dialect
+from sglang_ext.router.api.sse import parsed
+from sglang_ext.router.api.stream_splice import StreamSplice, another_answer
+from sglang_ext.router.api.usage import StreamReader, Usage, count
+from sglang_ext.router.api.validation import Json, Limits, adapter_of, check_fields, wrong
+
+_TEXTS = ("content", "reasoning_content", "text")
 
 
-def parse_chat(payload: Json, limits: Limits) -> Job:
-    """Check the body of ``/v1/chat/completions``.
+class Splice(StreamSplice):
+    """Of events that have what is new of each choice.
 
-    Raises:
-        RequestRefused: it must not reach a worker, or the worker would refuse it.
+    Texts are compared by characters: what stands where the streams meet may be half a word, and where a
+    character is cut in two, the instances hold it back until it is whole.
     """
-    adapter = _adapter(payload)
-    stream, choices = _common(payload, limits)
-    take_bool(payload, "logprobs")
-    take_int(payload, "top_logprobs", least=0, most=limits.vocab_size)
-    for index, message in enumerate(take_objects(payload, "messages", "an array of messages")):
-        _check_message(message, f"messages[{index}]")
-    # SGLang takes 0 as absent.
-    max_new = take_int(payload, "max_completion_tokens", least=0) or take_int(payload, "max_tokens", least=0)
-    (space,) = namespaces(payload, 1, adapter)
-    if payload.get("input_ids") is not None:
-        ids = check_ids(payload["input_ids"], "input_ids", limits.vocab_size)
-        if not ids:
-            raise RequestRefused("input_ids is empty", param="input_ids", code="empty_prompt")
-        prompt = PromptInput(ids=ids, namespace=space, max_new_tokens=max_new or None)
-    else:
-        prompt = PromptInput(chat=Chat(payload), namespace=space, max_new_tokens=max_new or None)
-    return Job(Endpoint.CHAT, stream, (prompt,), choices)
+
+    def __init__(self, reader: StreamReader) -> None:
+        super().__init__(reader)
+        self._left: dict[tuple[int, str], str] = {}
+        self._created: Any = None
+        self._begun = False
+        for data in reader.events:
+            if isinstance(event := parsed(data), dict):
+                self._begun = True
+                self._created = event.get("created", self._created)
+                for choice, part in _parts(event):
+                    for name in _TEXTS:
+                        if isinstance(text := part.get(name), str):
+                            key = choice.get("index", 0), name
+                            self._left[key] = self._left.get(key, "") + text
+
+    def kept(self, event: Json, data: bytes) -> bytes | None:
+        says = not event.get("choices")
+        for choice, part in _parts(event):
+            for name in _TEXTS:
+                if isinstance(text := part.get(name), str):
+                    part[name] = self._cut((choice.get("index", 0), name), text)
+                    says = says or bool(part[name])
+            says = says or choice.get("finish_reason") is not None or bool(part.get("tool_calls"))
+        if self._begun and not says:
+            return None
+        if self._created is not None and "created" in event:
+            event["created"] = self._created
+        return orjson.dumps(event)
+
+    @property
+    def complete(self) -> bool:
+        return not any(self._left.values())
+
+    def _cut(self, key: tuple[int, str], text: str) -> str:
+        left = self._left.get(key, "")
+        size = min(len(left), len(text))
+        if text[:size] != left[:size]:
+            raise another_answer()
+        self._left[key] = left[size:]
+        return text[size:]
 
 
-def parse_completion(payload: Json, limits: Limits) -> Job:
-    """Check the body of ``/v1/completions``.
-
-    Raises:
-        RequestRefused: it must not reach a worker, or the worker would refuse it.
-    """
-    adapter = _adapter(payload)
-    stream, choices = _common(payload, limits)
-    take_int(payload, "logprobs", least=0, most=limits.vocab_size)
-    max_new = take_int(payload, "max_tokens", least=1)
-    if max_new is None:
-        max_new = COMPLETION_MAX_TOKENS
-    prompts = _prompts(payload.get("prompt"), limits)
-    spaces = namespaces(payload, len(prompts), adapter)
-    return Job(
-        Endpoint.COMPLETIONS,
-        stream,
-        tuple(
-            PromptInput(ids=p.ids, text=p.text, namespace=space, max_new_tokens=max_new)
-            for p, space in zip(prompts, spaces, strict=True)
-        ),
-        choices,
-        echoes=take_bool(payload, "echo"),
-    )
+def _parts(event: Json) -> Iterator[tuple[Json, Json]]:
+    """(choice, what holds its text) of an event."""
+    for choice in event.get("choices") or ():
+        yield choice, choice["delta"] if isinstance(choice.get("delta"), dict) else choice
 
 
-def _adapter(payload: Json) -> str | None:
-    """The adapter in ``base-model:adapter``."""
-    model = take_string(payload, "model")
-    if model is None and "model" in payload:
-        raise wrong("model", "a string", None)
-    return model.partition(":")[2].strip() or None if model else None
+class OpenAiDialect(Dialect):
+    """An API whose answers are lists of choices."""
+
+    asks_tiers = "return_cached_tokens_details"
+    tells_tiers = (b'"sglext":{', b'"choices":[]')
+    splice = Splice
+    answer_object: ClassVar[str]
+    """What answers call themselves."""
+    id_prefix: ClassVar[str]
+    kinds: ClassVar[Mapping[str, str]]
+    """Of the fields of a body that are checked: see ``validation.kinds``."""
+
+    def checked(self, payload: Json, limits: Limits) -> str | None:
+        """Check a body's plain fields; returns the LoRA adapter that is asked for. Any model's name will do,
+        as for SGLang."""
+        if "model" in payload and payload["model"] is None:
+            raise wrong("model", "a string", None)
+        check_fields(payload, self.kinds, limits)
+        return adapter_of(payload.get("model"))
+
+    def read(self, usage: Usage, answer: Any, choices: int) -> None:
+        if not isinstance(answer, dict):
+            return
+        if isinstance(told := answer.get("usage"), dict):
+            usage.prompt_tokens = count(told.get("prompt_tokens"))
+            usage.completion_tokens = count(told.get("completion_tokens"))
+            # SGLang leaves the details out without --enable-cache-report, and when nothing was cached.
+            if isinstance(details := told.get("prompt_tokens_details"), dict):
+                usage.cached_tokens = count(details.get("cached_tokens"))
+        for choice in choices_of(answer):
+            if isinstance(meta := choice.get("meta_info"), dict):
+                usage.cached_tokens = count(meta.get("cached_tokens"))
+        if isinstance(extension := answer.get("sglext"), dict):
+            usage.add_tiers(extension.get("cached_tokens_details"))
+            if usage.tiers and usage.cached_tokens is None:
+                usage.cached_tokens = sum(usage.tiers.values())
+
+    def texts(self, answers: Sequence[Any]) -> Mapping[int, str]:
+        # Choices with tool calls or reasoning are left out: their text is not what the model generated.
+        texts: dict[int, str] = {}
+        mixed: set[int] = set()
+        for answer in answers:
+            for choice in choices_of(answer):
+                index = choice.get("index", 0)
+                part = choice.get("message") or choice.get("delta") or choice
+                if type(index) is not int or not isinstance(part, dict):
+                    continue
+                if part.get("tool_calls") or part.get("reasoning_content"):
+                    mixed.add(index)
+                text = part.get("content") if part is not choice else part.get("text")
+                if isinstance(text, str) and text:
+                    texts[index] = texts.get(index, "") + text
+        return {index: text for index, text in texts.items() if index not in mixed}
+
+    def empty_answer(self, name: str, model: Any, prompt: int, cached: int) -> Json:
+        return {
+            "id": f"{self.id_prefix}-{name}",
+            "object": self.answer_object,
+            "created": int(time.time()),
+            "model": model,
+            "choices": [{"index": 0, **self.empty_choice(), "finish_reason": "length", "logprobs": None}],
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": 0,
+                "total_tokens": prompt,
+                "prompt_tokens_details": {"cached_tokens": cached},
+            },
+        }
+
+    def empty_choice(self) -> Json:
+        """What a choice without text has."""
+        raise NotImplementedError
 
 
-def _common(payload: Json, limits: Limits) -> tuple[bool, int]:
-    """(whether to stream, answers per prompt)."""
-    check_sampling(payload, limits)
-    return take_bool(payload, "stream"), take_choices(payload)
-
-
-def _check_message(message: Json, field: str) -> None:
-    role = message.get("role")
-    if type(role) is not str:
-        raise wrong(f"{field}.role", "a string", role)
-    # SGLang is lenient about the case of every role but "user".
-    if role != "user" and (role.lower() not in ROLES or role.lower() == "user"):
-        raise RequestRefused(
-            f"{field}.role is {role[:40]!r}; it must be one of {', '.join(ROLES)}",
-            param=f"{field}.role",
-            code="invalid_value",
-        )
-    content = message.get("content")
-    if content is None and role == "user":
-        raise wrong(f"{field}.content", "a string or an array of parts", None)
-    if content is None or type(content) is str:
-        return
-    if type(content) is not list:
-        raise wrong(f"{field}.content", "a string or an array of parts", content)
-    for index, part in enumerate(content):
-        where = f"{field}.content[{index}]"
-        if type(part) is not dict:
-            raise wrong(where, "an object", part)
-        if type(part.get("type")) is not str:
-            raise wrong(f"{where}.type", "a string", part.get("type"))
-        if part["type"] == "text" and type(part.get("text")) is not str:
-            raise wrong(f"{where}.text", "a string", part.get("text"))
-
-
-def _prompts(value: Any, limits: Limits) -> list[PromptInput]:
-    if type(value) is str:
-        if not value:
-            raise RequestRefused("prompt is empty", param="prompt", code="empty_prompt")
-        return [PromptInput(text=value)]
-    if type(value) is not list:
-        raise wrong("prompt", "a string, or an array of strings, of token ids, or of arrays of them", value)
-    if not value:
-        raise RequestRefused("prompt is empty", param="prompt", code="empty_prompt")
-    if type(value[0]) is int:
-        return [PromptInput(ids=check_ids(value, "prompt", limits.vocab_size))]
-    prompts = []
-    for index, item in enumerate(value):
-        where = f"prompt[{index}]"
-        if type(item) is not type(value[0]) or type(item) not in (str, list):
-            kinds: dict[type, str] = {str: "a string", list: "an array of token ids"}
-            raise wrong(where, kinds.get(type(value[0]), "a string or an array of token ids"), item)
-        if not item:
-            raise RequestRefused(f"{where} is empty", param=where, code="empty_prompt")
-        if type(item) is str:
-            prompts.append(PromptInput(text=item))
-        else:
-            prompts.append(PromptInput(ids=check_ids(item, where, limits.vocab_size)))
-    return prompts
+def choices_of(answer: Any) -> list[Json]:
+    """The choices of an answer, or of an event of a stream. It may be any JSON."""
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    return [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []

@@ -1,29 +1,34 @@
-"""OpenAI's ``/v1/responses``: what a body must look like, and the conversation that SGLang makes of it.
+"""OpenAI's ``/v1/responses``, and the conversation that SGLang makes of a body.
 
-As with ``anthropic``, the conversation is made as SGLang 0.5.21 makes it
+As with ``messages``, the conversation is made as SGLang 0.5.21 makes it
 (``entrypoints/openai/serving_responses.py``), so that prompts are routed as well as chat's. A response that
 goes on from an earlier one (``previous_response_id``) belongs to the instance that keeps that one.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
 
+from sglang_ext.router.api import json_schema as schemas
+from sglang_ext.router.api.dialect import Dialect, fields
+from sglang_ext.router.api.sse import event, parsed
+from sglang_ext.router.api.usage import Usage, count
 from sglang_ext.router.api.validation import (
+    SAMPLING,
     Chat,
-    Endpoint,
     Job,
     Json,
     Limits,
     PromptInput,
-    check_sampling,
+    adapter_of,
+    check_fields,
+    kinds,
     namespaces,
-    take_bool,
-    take_int,
     take_objects,
-    take_string,
     wrong,
 )
 from sglang_ext.router.http.types import RequestRefused
@@ -35,39 +40,119 @@ _CALLS = ("function_call", "custom_tool_call")
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
 
-def parse_responses(payload: Json, limits: Limits) -> Job:
-    """Check the body of ``/v1/responses``.
+_BODY = SAMPLING | kinds(
+    string="model instructions previous_response_id extra_key cache_salt session_id",
+    positive="max_output_tokens",
+    top="top_logprobs",
+    boolean="stream store parallel_tool_calls background",
+    object="reasoning text metadata chat_template_kwargs",
+)
 
-    Raises:
-        RequestRefused: it must not reach a worker, or the worker would refuse it.
-    """
-    check_sampling(payload, limits)
-    stream = take_bool(payload, "stream")
-    for name in ("store", "parallel_tool_calls"):
-        take_bool(payload, name)
-    background = take_bool(payload, "background")
-    take_int(payload, "max_output_tokens", least=1)
-    take_int(payload, "top_logprobs", least=0, most=limits.vocab_size)
-    model = take_string(payload, "model")
-    take_string(payload, "instructions")
-    previous = take_string(payload, "previous_response_id")
-    for name in ("reasoning", "text", "metadata", "chat_template_kwargs"):
-        if payload.get(name) is not None and type(payload[name]) is not dict:
-            raise wrong(name, "an object", payload[name])
-    for name in ("extra_key", "cache_salt", "session_id"):
-        take_string(payload, name)
-    _check_input(payload)
-    _check_tools(payload)
-    adapter = model.partition(":")[2].strip() or None if model else None
-    (space,) = namespaces(payload, 1, adapter)
-    prompt = PromptInput(
-        chat=Chat(to_chat(payload)),
-        opaque=previous is not None or not _renders_here(payload),
-        namespace=space,
+
+class Responses(Dialect):
+    """``/v1/responses``: a conversation whose answer is kept, so that the next one can name it."""
+
+    path = "/v1/responses"
+    summary = "OpenAI responses"
+    prompt_field = "input"
+    own_fields = fields(
+        """input instructions max_output_tokens previous_response_id include store service_tier truncation
+        max_tool_calls"""
     )
-    return Job(
-        Endpoint.RESPONSES, stream, (prompt,), background=background and not stream, pinned_to=previous
-    )
+    parts_in = ("input",)
+    takes_default_model = False
+    keeps_answers = True
+
+    def parse(self, payload: Json, limits: Limits) -> Job:
+        check_fields(payload, _BODY, limits)
+        _check_input(payload)
+        _check_tools(payload)
+        previous = payload.get("previous_response_id")
+        stream = bool(payload.get("stream"))
+        (space,) = namespaces(payload, 1, adapter_of(payload.get("model")))
+        prompt = PromptInput(
+            chat=Chat(to_chat(payload)),
+            opaque=previous is not None or not _renders_here(payload),
+            namespace=space,
+        )
+        background = bool(payload.get("background")) and not stream
+        return Job(stream, (prompt,), background=background, pinned_to=previous)
+
+    def read(self, usage: Usage, answer: Any, choices: int) -> None:
+        if isinstance(answer, dict) and isinstance(answer.get("response"), dict):
+            answer = answer["response"]  # of an event
+        if not isinstance(answer, dict):
+            return
+        if isinstance(name := answer.get("id"), str) and answer.get("object") == "response":
+            usage.response_id = name
+        if isinstance(told := answer.get("usage"), dict):
+            usage.prompt_tokens = count(told.get("input_tokens"))
+            usage.completion_tokens = count(told.get("output_tokens"))
+            if isinstance(details := told.get("input_tokens_details"), dict):
+                # Without --enable-cache-report this is always 0, which says nothing.
+                usage.cached_tokens = count(details.get("cached_tokens")) or None
+
+    def texts(self, answers: Sequence[Any]) -> Mapping[int, str]:
+        for answer in reversed(answers):  # of a stream, the last event has the whole
+            response = answer.get("response", answer) if isinstance(answer, dict) else None
+            output = response.get("output") if isinstance(response, dict) else None
+            if not isinstance(output, list) or not output:
+                continue
+            text = ""
+            for item in output:
+                if not isinstance(item, dict) or item.get("type") != "message":
+                    return {}
+                parts = item.get("content")
+                for part in parts if isinstance(parts, list) else ():
+                    text += part.get("text", "") if isinstance(part, dict) else ""
+            return {0: text} if text else {}
+        return {}
+
+    def still_runs(self, answer: Any) -> bool:
+        return isinstance(answer, dict) and answer.get("status") in ("queued", "in_progress")
+
+    def empty_answer(self, name: str, model: Any, prompt: int, cached: int) -> Json:
+        return {
+            "id": f"resp_{name}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "completed",
+            "model": model,
+            "output": [],
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": [],
+            "usage": {
+                "input_tokens": prompt,
+                "input_tokens_details": {"cached_tokens": cached},
+                "output_tokens": 0,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": prompt,
+            },
+        }
+
+    def empty_events(self, answer: Json) -> Iterator[bytes]:
+        steps = ("response.created", {**answer, "status": "in_progress"}), ("response.completed", answer)
+        for number, (name, response) in enumerate(steps):
+            yield event({"type": name, "sequence_number": number, "response": response}, name)
+
+    @property
+    def schema(self) -> Json:
+        item = schemas.record({"type": schemas.TEXT, "role": schemas.TEXT, "content": schemas.CONTENT})
+        return schemas.record(
+            {
+                **schemas.fields(_BODY),
+                "input": {"type": ["string", "array"], "items": item, "minItems": 1},
+                "tools": schemas.several(schemas.OBJECT, null=True),
+            },
+            "input",
+        )
+
+
+RESPONSES = Responses()
+
+
+# -- what a body must look like -----------------------------------------------------------------------
 
 
 def _check_input(payload: Json) -> None:
@@ -204,11 +289,7 @@ def _message(item: Json) -> Json | None:
 def _call(item: Json) -> Json:
     arguments = item.get("arguments")
     if isinstance(arguments, str):
-        try:
-            valid = isinstance(orjson.loads(arguments), dict)
-        except orjson.JSONDecodeError:
-            valid = False
-        arguments = arguments if valid else "{}"
+        arguments = arguments if isinstance(parsed(arguments), dict) else "{}"
     else:
         arguments = orjson.dumps(arguments).decode() if isinstance(arguments, dict) else "{}"
     function = {"name": item.get("name"), "arguments": arguments}

@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import orjson
+
+DONE = b"[DONE]"
 MAX_EVENT_BYTES = 1 << 24
 """Longer events are skipped: they are looked at only to count tokens."""
+
+
+def event(value: Any, name: str = "") -> bytes:
+    """An event as it is sent; of None, the end mark of a stream."""
+    named = b"event: " + name.encode() + b"\n" if name else b""
+    return named + b"data: " + (DONE if value is None else orjson.dumps(value)) + b"\n\n"
+
+
+def parsed(data: bytes | str) -> Any:
+    """The JSON of an event or an answer; None of what is none."""
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return None
 
 
 class EventSplitter:

@@ -6,10 +6,9 @@ may be. What SGLang itself answers with a 400 is left to SGLang, unless the rout
 
 from __future__ import annotations
 
-import enum
 from array import array
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -31,16 +30,6 @@ MAX_DEPTH = 250
 """Levels of a body: a little less than orjson writes, so that fields can be put around it."""
 
 Json: TypeAlias = dict[str, Any]
-
-
-class Endpoint(enum.StrEnum):
-    """The generation endpoints."""
-
-    GENERATE = "/generate"
-    CHAT = "/v1/chat/completions"
-    COMPLETIONS = "/v1/completions"
-    RESPONSES = "/v1/responses"
-    MESSAGES = "/v1/messages"
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -76,10 +65,11 @@ class PromptInput(msgspec.Struct, frozen=True):
 class Job(msgspec.Struct, frozen=True):
     """A generation request whose fields have been checked."""
 
-    endpoint: Endpoint
     stream: bool
     prompts: tuple[PromptInput, ...]
     choices: int = 1
+    batch: bool = False
+    """The prompts came as an array, even if of one; a worker then takes an array of names for them."""
     echoes: bool = False
     """The answers repeat their prompts."""
     background: bool = False
@@ -146,14 +136,12 @@ def wrong(field: str, expected: str, value: Any) -> RequestRefused:
     )
 
 
-def take_bool(source: Json, name: str, default: bool = False, prefix: str = "") -> bool:
-    """A boolean field; absent means ``default``, and so does null, as in SGLang's own clients."""
+def take_bool(source: Json, name: str, prefix: str = "") -> bool:
+    """A boolean field; absent means false, and so does null, as in SGLang's own clients."""
     value = source.get(name)
-    if value is None:
-        return default
-    if type(value) is not bool:
+    if value is not None and type(value) is not bool:
         raise wrong(prefix + name, "a boolean", value)
-    return value
+    return value is True
 
 
 def take_int(
@@ -207,10 +195,9 @@ def take_objects(source: Json, name: str, what: str) -> list[Json]:
     return value
 
 
-def take_choices(source: Json, prefix: str = "") -> int:
-    """``n``: answers per prompt."""
-    n = take_int(source, "n", least=1, most=MAX_CHOICES, prefix=prefix)
-    return 1 if n is None else n
+def adapter_of(model: str | None) -> str | None:
+    """The LoRA adapter in ``base-model:adapter``."""
+    return model.partition(":")[2].strip() or None if model else None
 
 
 def check_strings(source: Json, name: str, prefix: str = "") -> None:
@@ -225,42 +212,60 @@ def check_strings(source: Json, name: str, prefix: str = "") -> None:
             raise wrong(f"{prefix}{name}[{index}]", "a string", item)
 
 
-def _take_int(source: Json, name: str, prefix: str) -> None:
-    take_int(source, name, prefix=prefix)
+def check_object(source: Json, name: str, prefix: str = "") -> None:
+    """Check that a field is an object, null or absent."""
+    value = source.get(name)
+    if value is not None and type(value) is not dict:
+        raise wrong(prefix + name, "an object", value)
 
 
-def _take_bool(source: Json, name: str, prefix: str) -> None:
-    take_bool(source, name, prefix=prefix)
+_CHECKS: Mapping[str, Callable[[Json, str, str], object]] = {
+    "number": take_number, "boolean": take_bool, "string": take_string, "strings": check_strings,
+    "object": check_object,
+}  # fmt: skip
+RANGES: Final[Mapping[str, tuple[int | None, int | None]]] = {
+    "integer": (None, None), "count": (0, None), "positive": (1, None), "choices": (1, MAX_CHOICES),
+    "top": (0, None),
+}  # fmt: skip
+"""Kind of integer -> least and most. ``top`` is a number of likeliest tokens: at most the vocabulary's."""
 
 
-_SAMPLING: Mapping[str, Callable[[Json, str, str], object]] = {
-    **dict.fromkeys(
-        ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
-        take_number,
-    ),
-    **dict.fromkeys(("top_k", "min_new_tokens", "min_tokens", "seed", "sampling_seed"), _take_int),
-    **dict.fromkeys(
-        ("ignore_eos", "skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens"), _take_bool
-    ),
-    **dict.fromkeys(("regex", "ebnf", "structural_tag"), take_string),
-    **dict.fromkeys(("stop", "stop_regex"), check_strings),
-}
-"""Sampling parameter -> what checks its type."""
+def kinds(**names: str) -> dict[str, str]:
+    """Field -> kind, for ``check_fields`` and schemas: the names of each kind's fields, parted by blanks."""
+    return {name: kind for kind, fields in names.items() for name in fields.split()}
 
 
-def check_sampling(source: Json, limits: Limits, prefix: str = "") -> None:
-    """Check the types of sampling parameters, and what would bring a stock scheduler down.
+SAMPLING: Final = kinds(
+    number="temperature top_p min_p frequency_penalty presence_penalty repetition_penalty",
+    integer="top_k min_new_tokens min_tokens seed sampling_seed",
+    choices="n",
+    boolean="ignore_eos skip_special_tokens no_stop_trim spaces_between_special_tokens",
+    string="regex ebnf structural_tag",
+    strings="stop stop_regex",
+    stops="stop_token_ids",
+)
+"""Sampling parameters, wherever they stand."""
 
-    SGLang checks most ranges itself. It does not check ``stop_token_ids``, which index the logits as soon
-    as ``min_new_tokens`` (``min_tokens``) is set, and are harmless otherwise.
+
+def check_fields(source: Json, fields: Mapping[str, str], limits: Limits, prefix: str = "") -> None:
+    """Check the kinds of fields (null counts as absent), and what would bring a stock scheduler down.
+
+    SGLang checks most ranges itself. It does not check ``stop_token_ids`` (kind ``stops``), which index the
+    logits as soon as ``min_new_tokens`` (``min_tokens``) is set, and are harmless otherwise.
     """
     for name in source:
-        check = _SAMPLING.get(name)
-        if check is not None:
+        kind = fields.get(name)
+        if kind is None:
+            continue
+        if (check := _CHECKS.get(kind)) is not None:
             check(source, name, prefix)
-    if (stops := source.get("stop_token_ids")) is not None:
-        least_length = source.get("min_new_tokens") or source.get("min_tokens")
-        check_ids(stops, prefix + "stop_token_ids", limits.vocab_size if least_length else None)
+        elif kind == "stops":
+            if source[name] is not None:
+                least_length = source.get("min_new_tokens") or source.get("min_tokens")
+                check_ids(source[name], prefix + name, limits.vocab_size if least_length else None)
+        else:
+            least, most = RANGES[kind] if kind != "top" else (0, limits.vocab_size)
+            take_int(source, name, least=least, most=most, prefix=prefix)
 
 
 def check_ids(value: Any, field: str, vocab_size: int | None) -> array[int]:

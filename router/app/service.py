@@ -9,7 +9,7 @@ import re
 import orjson
 
 from sglang_ext.clock import Clock
-from sglang_ext.router.api.anthropic import error_body, speaks_anthropic
+from sglang_ext.router.api.dialect import error_body
 from sglang_ext.router.endpoints.generation import new_request_id
 from sglang_ext.router.endpoints.routes import Access, Handler, Route, RouteTable
 from sglang_ext.router.http.types import (
@@ -126,9 +126,8 @@ class Service:
         headers = {"content-type": JSON_TYPE, **refused.headers, "x-request-id": record.request_id}
         if record.instance is not None:
             headers["x-kv-instance"] = record.instance
-        body = error_body(refused) if speaks_anthropic(record.path) else refused.payload()
         try:
-            await responder.send(refused.status, headers, orjson.dumps(body))
+            await responder.send(refused.status, headers, orjson.dumps(error_body(record.path, refused)))
         except ClientGone:
             record.status = CLIENT_GONE
 

@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from sglang_ext.router.api.anthropic_answers import AnthropicAnswer
 from sglang_ext.router.api.sse import EventFilter
 from sglang_ext.router.http.types import Request, RequestRefused, Responder
 from sglang_ext.router.telemetry.record import CLIENT_GONE, Record
-from sglang_ext.router.tenancy.admit import Admitted, Sent, through_chat
+from sglang_ext.router.tenancy.admit import Admitted, Sent, through
 from sglang_ext.router.tokens.tokenizing import Encoded
 
 MAX_HOMES = 50_000
@@ -27,29 +26,24 @@ class Flight(msgspec.Struct, eq=False):
     responder: Responder
     record: Record
     sent: Sent
-    """What a worker is sent; as admitted, unless the instances it goes to need another form."""
+    """What a worker is sent; as admitted, unless the instances it goes to need another dialect."""
     units: int
     """Length of all prompts, in the unit of matches."""
     filter: EventFilter | None = None
     """Takes out of a stream what only the router has asked for."""
-    translation: AnthropicAnswer | None = None
-    """Turns the worker's answer into the form that the client expects."""
     failed: str | None = None
     """The instance at which the last attempt failed, where it is not the chosen one."""
     aborted: bool = False
     task: asyncio.Task[object] | None = None
 
     def __post_init__(self) -> None:
-        if self.sent.message_model is not None:
-            self.translation = AnthropicAnswer(self.sent.message_model)
         if self.admitted.hides_usage and self.admitted.job.stream:
-            self.filter = EventFilter(b'"sglext":{', b'"choices":[]')
+            self.filter = EventFilter(*self.sent.dialect.tells_tiers)
 
-    def through_chat(self) -> None:
-        """Send a message of ``/v1/messages`` as a chat request; see ``admit.through_chat``."""
-        if self.translation is None:
-            self.sent = through_chat(self.admitted.job, {})
-            self.translation = AnthropicAnswer(self.sent.message_model or "")
+    def take_fields(self) -> None:
+        """Have it sent in a dialect in which servers take the router's fields; see ``admit.through``."""
+        if self.sent.dialect.via is not None:
+            self.sent = through(self.sent.dialect, self.admitted.job, {})
 
 
 class Flights:

@@ -2,8 +2,8 @@
 
 For each, the instance stops it between two tokens (`Park`), another one of its kind is sent the request with
 what was generated, takes the KV, and goes on (`engine.migration`). Once it says that it does (`Running`), the
-answer is read from there; what the client has of it is left out (`seam`). Until then nothing is lost: the
-first instance goes on with it when the other one does not. What cannot be moved ends where it is.
+answer is read from there; what the client has of it is left out (`stream_splice`). Until then nothing is
+lost: the first instance goes on with it when the other one does not. What cannot be moved ends where it is.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ import orjson
 
 from sglang_ext.clock import Clock
 from sglang_ext.protocol.agent import Expecting, Park, Parked, Running, Unpark, Watch
-from sglang_ext.router.api import stream_splice as seam
 from sglang_ext.router.api.usage import StreamReader
-from sglang_ext.router.api.validation import Endpoint
 from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.dispatch.move_calls import MoveCalls, MoveChannels
 from sglang_ext.router.fleet.fleet import Fleet
@@ -50,7 +48,6 @@ LOOK_S: Final = 0.1
 PAUSE_S: Final = 1.0
 """After a try that failed: each one stops the request for a while."""
 WHOLE_EVENT_S: Final = 1.0
-MOVABLE: Final = frozenset({Endpoint.GENERATE, Endpoint.CHAT, Endpoint.COMPLETIONS})
 
 
 class GoesOnElsewhere(ConnectionLost):
@@ -133,13 +130,8 @@ class Mover:
 
     def names(self, flight: Flight, instance: str) -> str:
         """What a request is to be called at an instance so that it can be moved; empty where it cannot be."""
-        if (
-            flight.admitted.rid
-            and (flight.admitted.job.endpoint in MOVABLE or flight.translation is not None)
-            and self.calls.known(instance)
-        ):
-            return flight.admitted.rid
-        return ""
+        movable = flight.sent.dialect.splice is not None and self.calls.known(instance)
+        return flight.admitted.rid if movable else ""
 
     @contextmanager
     def carrying(self, flight: Flight, instance: str, load: Load) -> Iterator[Leg]:
@@ -226,9 +218,7 @@ class Mover:
         """Returns what became of it: ``moved``, ``failed``, ``again``, ``no_target``, or why it cannot be."""
         source, id = leg.instance, uuid.uuid4().hex
         target = self._target(source)
-        if leg.reader is not None and (why := seam.obstacle(leg.reader)):
-            return why
-        if why := _obstacle(leg.flight):
+        if why := _obstacle(leg):
             return why
         if target is None:
             return "no_target"
@@ -370,11 +360,12 @@ def response_status(text: str) -> str:
     return text or "with an error"
 
 
-def _obstacle(flight: Flight) -> str:
-    """What of a request's form cannot be gone on with in mid-stream."""
-    if flight.admitted.job.stream and flight.sent.form is not None and b'"tools"' in flight.sent.body:
-        return "tool calls in a stream"
-    return ""
+def _obstacle(leg: Leg) -> str:
+    """Why a stream cannot be gone on with in the middle; empty where it can."""
+    splice, sent = leg.flight.sent.dialect.splice, leg.flight.sent
+    if splice is not None and leg.reader is not None and (why := splice.obstacle(leg.reader)):
+        return why
+    return "tool calls in a stream" if leg.flight.admitted.job.stream and b'"tools"' in sent.body else ""
 
 
 def _body(leg: Leg, parked: Parked, ticket: str) -> bytes:
@@ -384,8 +375,8 @@ def _body(leg: Leg, parked: Parked, ticket: str) -> bytes:
     payload = orjson.loads(flight.sent.body)
     payload["rid"] = leg.rid
     holder = payload
-    if flight.sent.target.partition("?")[0] == Endpoint.GENERATE.value:
-        holder = payload["sampling_params"] = dict(payload.get("sampling_params") or {})
+    if name := flight.sent.dialect.custom_params_in:
+        holder = payload[name] = dict(payload.get(name) or {})
     custom = dict(holder.get("custom_params") or {})
     custom[RESUME] = ticket
     holder["custom_params"] = custom

@@ -7,12 +7,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 
-import orjson
-
 from sglang_ext.clock import Clock
-from sglang_ext.router.api.stream_splice import NoContinuation, StreamSplice
-from sglang_ext.router.api.usage import Form, StreamReader, Usage, answer_id, read_answer
-from sglang_ext.router.api.validation import Endpoint
+from sglang_ext.router.api.dialect import Dialect
+from sglang_ext.router.api.stream_splice import NoContinuation
+from sglang_ext.router.api.usage import StreamReader, Usage, answer_id, read_answer
 from sglang_ext.router.config import RouterConfig
 from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.dispatch.flight import Flight, Homes
@@ -95,7 +93,7 @@ class Relay:
         self._tracing = tracing
         self._asks_for_key = config.api_key is not None or config.api_keys_file is not None
         self._learning: set[asyncio.Task[None]] = set()
-        self.on_background: Callable[[str, Load, Meter | None], None] = lambda *_: None
+        self.on_background: Callable[[Dialect, str, Load, Meter | None], None] = lambda *_: None
         """Told of each response that its instance goes on to generate, while the request still counts."""
         self.on_learnt: Callable[[Flight, tuple[str | None, ...], bytes], None] = lambda *_: None
         """Told of each prompt with what was generated from it, as far as that is known."""
@@ -115,8 +113,7 @@ class Relay:
             return
         facts = self._fleet.rows[decision.instance].facts
         meeting = meeting_point(decision.instance, facts)
-        if flight.admitted.job.endpoint is Endpoint.MESSAGES:
-            flight.through_chat()
+        flight.take_fields()
         body = splice(flight.sent.body, meeting)
         async with beside(
             lambda: self._prefill(flight, decision, body),
@@ -207,16 +204,16 @@ class Relay:
         usage = Usage()
         if response.status == 200:
             if len(body) <= MAX_READ_BYTES:
-                usage = read_answer(body, form=flight.sent.form, choices=flight.admitted.job.choices)
+                usage = read_answer(body, flight.sent.dialect, flight.admitted.job.choices)
                 _infer_cached(flight, usage)
             self._learn(flight, decision, usage)
             if flight.admitted.job.background and usage.response_id is not None:
-                self.on_background(usage.response_id, load, record.caller.meter)
+                self.on_background(flight.admitted.dialect, usage.response_id, load, record.caller.meter)
         _note(record, usage)
         headers = self._response_headers(response, record, usage)
         size = len(body)
-        if flight.translation is not None:
-            body = flight.translation.whole(response.status, body)
+        if flight.sent.translation is not None:
+            body = flight.sent.translation.whole(response.status, body)
         record.answer_id = answer_id(body)
         await flight.responder.send(response.status, headers, body)
         if response.status == 200:
@@ -231,9 +228,9 @@ class Relay:
         first_byte: Callable[[], None],
     ) -> None:
         """Pass on an answer as it comes; until its first byte, another instance can be tried."""
-        record, responder, translation = flight.record, flight.responder, flight.translation
+        record, responder = flight.record, flight.responder
         load = leg.load
-        reader = StreamReader(form=flight.sent.form, choices=flight.admitted.job.choices)
+        reader = StreamReader(flight.sent.dialect, flight.admitted.job.choices)
         async with aclosing(response.chunks()) as chunks:
             with load.until_lost():
                 first = await anext(chunks, b"")
@@ -261,11 +258,10 @@ class Relay:
                 record.error = str(error)
                 self._metrics.broken_streams.inc()
                 message = f"the worker went away in mid-answer: {error}"
-                if translation is not None:
-                    await responder.write(translation.broken(message))
-                else:
-                    rest = _broken_off(message, flight.sent.form, in_event=reader.in_event)
-                    await responder.write(_held_back(flight) + rest)
+                # What was translated are whole events.
+                end = b"\n\n" if reader.in_event and flight.sent.translation is None else b""
+                rest = flight.admitted.dialect.broken_off(message)
+                await responder.write(_held_back(flight) + end + rest)
             else:
                 if held := _held_back(flight):
                     await responder.write(held)
@@ -283,8 +279,10 @@ class Relay:
         Raises:
             ConnectionLost, NoContinuation: one of them went away, or makes another answer.
         """
+        splice = flight.sent.dialect.splice
+        assert splice is not None  # else it is not moved
         while True:
-            seam = StreamSplice(reader)
+            seam = splice(reader)
             response = await leg.take_over(self._fleet)
             leg.response = response
             try:
@@ -302,8 +300,8 @@ class Relay:
                 response.close()
 
     async def _pass_on(self, flight: Flight, chunk: bytes) -> None:
-        if flight.translation is not None:
-            chunk = flight.translation.feed(chunk)
+        if flight.sent.translation is not None:
+            chunk = flight.sent.translation.feed(chunk)
         elif flight.filter is not None:
             chunk = flight.filter.feed(chunk)
         if chunk:
@@ -334,7 +332,7 @@ class Relay:
             size: bytes of the answer.
         """
         prompts: Sequence[Encoded] = flight.prompts
-        tells_ids = flight.sent.form is Form.NATIVE
+        tells_ids = flight.sent.dialect.whole_events
         if tells_ids or flight.admitted.job.echoes or all(prompt.tokens is None for prompt in prompts):
             return
         if flight.admitted.session is None and not any(
@@ -429,16 +427,3 @@ def _note(record: Record, usage: Usage) -> None:
     record.cached_tokens = usage.cached_tokens
     record.tiers = usage.tiers
     record.completion_tokens = usage.completion_tokens
-
-
-def _broken_off(message: str, form: Form, *, in_event: bool) -> bytes:
-    """The event that ends a stream whose worker went away; the end mark is left out on purpose."""
-    payload: Mapping[str, object]
-    if form is Form.ANTHROPIC:
-        payload = {"type": "error", "error": {"type": "api_error", "message": message}}
-    else:
-        payload = {
-            "error": {"message": message, "type": "server_error", "param": None, "code": "worker_lost"}
-        }
-    name = b"event: error\n" if form is Form.ANTHROPIC else b""
-    return (b"\n\n" if in_event else b"") + name + b"data: " + orjson.dumps(payload) + b"\n\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import parse_qs
@@ -15,7 +14,9 @@ import orjson
 from sglang_ext.clock import Clock
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol.agent import MAX_PROMPT_BYTES, MAX_TAG
-from sglang_ext.router.api.validation import Endpoint, Json, Limits, check_length, parse_json_object
+from sglang_ext.router.api.dialect import Dialect
+from sglang_ext.router.api.sse import event
+from sglang_ext.router.api.validation import Json, Limits, check_length, parse_json_object
 from sglang_ext.router.dispatch.advisory_book import ENDED, Entry, Hint, State, Verdict
 from sglang_ext.router.endpoints.generation import no_worker
 from sglang_ext.router.endpoints.routes import Route
@@ -132,20 +133,20 @@ class AdvisoryApi:
         await responder.start(200, headers)
         while True:
             settled = _settled(entry)
-            await responder.write(b"data: " + orjson.dumps(self._advisor.told(entry)) + b"\n\n")
+            await responder.write(event(self._advisor.told(entry)))
             if settled:
                 break
             await self._advisor.changed(entry)
-        await responder.write(b"data: [DONE]\n\n")
+        await responder.write(event(None))
         await responder.finish()
 
     # -- hints in other requests ----------------------------------------------------------------------
 
     async def serve_prewarm(
-        self, endpoint: Endpoint, payload: Json, responder: Responder, record: Record
+        self, dialect: Dialect, payload: Json, responder: Responder, record: Record
     ) -> None:
-        """Answer a request that only warms the cache (`hints.only_a_hint`): with no text, in its own form."""
-        told = await self._offer(admit_hint(payload, record.caller, self._limits(), endpoint), record)
+        """Answer a request that only warms the cache: with no text, in its own dialect."""
+        told = await self._offer(admit_hint(payload, record.caller, self._limits(), dialect), record)
         tokens = told["tokens"]
         record.prompt_tokens = sum(tokens.values())
         record.cached_tokens = tokens["hbm"] + tokens["dram"] + tokens["disk"]
@@ -155,9 +156,16 @@ class AdvisoryApi:
             "x-kv-instance": told["instance"] or "",
             "x-kv-cached-tokens": str(record.cached_tokens),
         }
-        body = empty_answer(endpoint, payload, record)
+        body = dialect.empty_answer(
+            record.request_id, payload.get("model"), record.prompt_tokens, record.cached_tokens
+        )
         if payload.get("stream") is True:
-            await _send_stream(endpoint, responder, record, headers, body)
+            record.status, record.stream = 200, True
+            head = {"content-type": EVENT_STREAM_TYPE, "x-request-id": record.request_id, **headers}
+            await responder.start(200, head)
+            for told_on in dialect.empty_events(body):
+                await responder.write(told_on)
+            await responder.finish()
         else:
             await _send(responder, record, 200, body, headers)
 
@@ -228,135 +236,9 @@ def _wait_of(request: Request) -> float:
     return wait
 
 
-def empty_answer(endpoint: Endpoint, payload: Json, record: Record) -> Json:
-    """An answer without text, as the endpoint's clients expect it."""
-    model = payload.get("model")
-    prompt, cached = record.prompt_tokens or 0, record.cached_tokens or 0
-    created = int(time.time())
-    usage = {
-        "prompt_tokens": prompt,
-        "completion_tokens": 0,
-        "total_tokens": prompt,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-    match endpoint:
-        case Endpoint.CHAT:
-            choice: Json = {
-                "index": 0,
-                "message": {"role": "assistant", "content": ""},
-                "finish_reason": "length",
-                "logprobs": None,
-            }
-            return {
-                "id": f"chatcmpl-{record.request_id}",
-                "object": "chat.completion",
-                "created": created,
-                "model": model,
-                "choices": [choice],
-                "usage": usage,
-            }
-        case Endpoint.COMPLETIONS:
-            choice = {"index": 0, "text": "", "finish_reason": "length", "logprobs": None}
-            return {
-                "id": f"cmpl-{record.request_id}",
-                "object": "text_completion",
-                "created": created,
-                "model": model,
-                "choices": [choice],
-                "usage": usage,
-            }
-        case Endpoint.RESPONSES:
-            return {
-                "id": f"resp_{record.request_id}",
-                "object": "response",
-                "created_at": created,
-                "status": "completed",
-                "model": model,
-                "output": [],
-                "parallel_tool_calls": True,
-                "tool_choice": "auto",
-                "tools": [],
-                "usage": {
-                    "input_tokens": prompt,
-                    "input_tokens_details": {"cached_tokens": cached},
-                    "output_tokens": 0,
-                    "output_tokens_details": {"reasoning_tokens": 0},
-                    "total_tokens": prompt,
-                },
-            }
-        case Endpoint.MESSAGES:
-            return {
-                "id": f"msg_{record.request_id}",
-                "type": "message",
-                "role": "assistant",
-                "model": model,
-                "content": [],
-                "stop_reason": "max_tokens",
-                "stop_sequence": None,
-                "usage": {
-                    "input_tokens": prompt - cached,
-                    "cache_read_input_tokens": cached,
-                    "cache_creation_input_tokens": 0,
-                    "output_tokens": 0,
-                },
-            }
-        case Endpoint.GENERATE:
-            info = {"id": record.request_id, "prompt_tokens": prompt, "cached_tokens": cached}
-            return {
-                "text": "",
-                "output_ids": [],
-                "meta_info": {
-                    **info,
-                    "completion_tokens": 0,
-                    "finish_reason": {"type": "length", "length": 0},
-                },
-            }
-
-
-def _events(endpoint: Endpoint, body: Json) -> Iterator[tuple[str | None, Json | None]]:
-    """An empty answer as (name, data) of the events of a stream; None is the end mark."""
-    match endpoint:
-        case Endpoint.CHAT:
-            chunk = {**body, "object": "chat.completion.chunk"}
-            (choice,) = body["choices"]
-            delta = {"index": 0, "delta": choice["message"], "finish_reason": choice["finish_reason"]}
-            yield None, {**chunk, "choices": [delta]}
-            yield None, None
-        case Endpoint.RESPONSES:
-            created = {**body, "status": "in_progress"}
-            yield "response.created", {"type": "response.created", "sequence_number": 0, "response": created}
-            yield (
-                "response.completed",
-                {"type": "response.completed", "sequence_number": 1, "response": body},
-            )
-        case Endpoint.MESSAGES:
-            started = {**body, "stop_reason": None}
-            yield "message_start", {"type": "message_start", "message": started}
-            delta = {"stop_reason": body["stop_reason"], "stop_sequence": None}
-            yield "message_delta", {"type": "message_delta", "delta": delta, "usage": body["usage"]}
-            yield "message_stop", {"type": "message_stop"}
-        case _:
-            yield None, body
-            yield None, None
-
-
 async def _send(
     responder: Responder, record: Record, status: int, body: Json, headers: dict[str, str] | None = None
 ) -> None:
     record.status = status
     head = {"content-type": JSON_TYPE, "x-request-id": record.request_id, **(headers or {})}
     await responder.send(status, head, orjson.dumps(body))
-
-
-async def _send_stream(
-    endpoint: Endpoint, responder: Responder, record: Record, headers: dict[str, str], body: Json
-) -> None:
-    record.status, record.stream = 200, True
-    head = {"content-type": EVENT_STREAM_TYPE, "x-request-id": record.request_id, **headers}
-    await responder.start(200, head)
-    for name, data in _events(endpoint, body):
-        named = f"event: {name}\n".encode() if name else b""
-        await responder.write(
-            named + b"data: " + (b"[DONE]" if data is None else orjson.dumps(data)) + b"\n\n"
-        )
-    await responder.finish()

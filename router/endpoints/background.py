@@ -1,7 +1,7 @@
-"""Responses that go on when their request is answered (``background: true``): they count until they end.
+"""Answers that go on when their request is answered (``background: true``): they count until they end.
 
 SGLang answers such a request at once and generates afterwards. What a request holds while it is answered
-(a place, a share of its instance, one of its key's ``concurrent``) the response goes on to hold. The instance
+(a place, a share of its instance, one of its key's ``concurrent``) the answer goes on to hold. The instance
 is asked after it until it has ended, and its generated tokens are charged to its key.
 """
 
@@ -14,6 +14,7 @@ from functools import partial
 
 from sglang_ext.clock import Clock
 from sglang_ext.errors import DeadlineError, PeerError
+from sglang_ext.router.api.dialect import Dialect
 from sglang_ext.router.api.usage import Usage
 from sglang_ext.router.dispatch.queueing import Admission
 from sglang_ext.router.fleet.fleet import USABLE, Fleet, Load
@@ -26,7 +27,6 @@ logger = logging.getLogger("router.background")
 FIRST_LOOK_S = 0.1
 MOST_BETWEEN_LOOKS_S = 2.0
 CALL_TIMEOUT_S = 10.0
-_RUNNING = ("queued", "in_progress")
 
 
 class Background:
@@ -49,10 +49,11 @@ class Background:
         self._limit_s = limit_s
         self._watching: set[asyncio.Task[None]] = set()
 
-    def keep(self, response_id: str, load: Load, meter: Meter | None) -> None:
-        """Hold on to what the request of a response holds, which may let go of it now.
+    def keep(self, dialect: Dialect, response_id: str, load: Load, meter: Meter | None) -> None:
+        """Hold on to what the request of an answer holds, which may let go of it now.
 
         Args:
+            dialect: of the request.
             load: of the request, at the instance that generates.
             meter: of its key.
         """
@@ -63,13 +64,13 @@ class Background:
         if meter is not None:
             held.enter_context(meter.carrying())
         task = asyncio.create_task(
-            self._watch(response_id, instance, meter), name=f"watch {response_id} in the background"
+            self._watch(dialect, response_id, instance, meter), name=f"watch {response_id} in the background"
         )
         self._watching.add(task)
         task.add_done_callback(partial(self._watched, held))
 
-    async def _watch(self, response_id: str, instance: str, meter: Meter | None) -> None:
-        path, pause = f"/v1/responses/{response_id}", FIRST_LOOK_S
+    async def _watch(self, dialect: Dialect, response_id: str, instance: str, meter: Meter | None) -> None:
+        path, pause = f"{dialect.path}/{response_id}", FIRST_LOOK_S
         end = self._clock.monotonic() + self._limit_s
         while self._clock.monotonic() < end:
             await self._clock.sleep(pause)
@@ -86,10 +87,10 @@ class Background:
             except (PeerError, DeadlineError) as error:
                 logger.warning("%s", error)
                 continue
-            response = answer.json() if answer.status == 200 else None
-            if not isinstance(response, dict) or response.get("status") not in _RUNNING:
+            kept = answer.json() if answer.status == 200 else None
+            if not dialect.still_runs(kept):
                 usage = Usage()
-                usage.add_responses(response)
+                dialect.read(usage, kept, 1)
                 if meter is not None:
                     meter.charge(usage.completion_tokens or 0)
                 return

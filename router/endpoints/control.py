@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from sglang_ext.errors import DeadlineError, PeerError
-from sglang_ext.router.api.anthropic import check_conversation
+from sglang_ext.router.api.dialect import DIALECTS
 from sglang_ext.router.api.validation import (
     Json,
     Limits,
@@ -68,8 +68,11 @@ class Control:
             yield Route(path, _POST, self._asking(self._check_tokenize))
         for path in ("/detokenize", "/v1/detokenize"):
             yield Route(path, _POST, self._asking(self._check_detokenize))
-        yield Route("/v1/messages/count_tokens", _POST, self._asking(check_conversation))
-        yield Route("/v1/responses/", _GET_OR_POST, self._kept_response)
+        for dialect in DIALECTS.values():
+            for question in dialect.questions:
+                yield Route(question.path, _POST, self._asking(question.check))
+            if dialect.keeps_answers:
+                yield Route(dialect.path + "/", _GET_OR_POST, self._keeping(dialect.path + "/"))
 
     # -- all instances ----------------------------------------------------------------------------
 
@@ -193,18 +196,22 @@ class Control:
         for index, ids in enumerate(tokens if nested else [tokens]):
             check_ids(ids, f"tokens[{index}]" if nested else "tokens", limits.vocab_size)
 
-    async def _kept_response(self, request: Request, responder: Responder, record: Record) -> None:
-        """``GET /v1/responses/{id}`` and ``POST …/cancel``, at the instance that keeps the response."""
-        name, _, action = request.path.removeprefix("/v1/responses/").partition("/")
-        if (request.method, action) not in (("GET", ""), ("POST", "cancel")):
-            raise RequestRefused(f"there is no {request.path[:200]} here", status=404, code="not_found")
-        home = self._homes.find(record.caller.scope, name)
-        record.instance = home
-        try:
-            answer = await self._api.call(home, request.method, request.target, timeout_s=INFO_TIMEOUT_S)
-        except PeerError as error:
-            raise no_worker(self._fleet) from error
-        await _pass_on(home, answer, responder, record)
+    def _keeping(self, prefix: str) -> Handler:
+        """``GET PREFIX{id}`` and ``POST …/cancel``, at the instance that keeps the answer."""
+
+        async def handler(request: Request, responder: Responder, record: Record) -> None:
+            name, _, action = request.path.removeprefix(prefix).partition("/")
+            if (request.method, action) not in (("GET", ""), ("POST", "cancel")):
+                raise RequestRefused(f"there is no {request.path[:200]} here", status=404, code="not_found")
+            home = self._homes.find(record.caller.scope, name)
+            record.instance = home
+            try:
+                answer = await self._api.call(home, request.method, request.target, timeout_s=INFO_TIMEOUT_S)
+            except PeerError as error:
+                raise no_worker(self._fleet) from error
+            await _pass_on(home, answer, responder, record)
+
+        return handler
 
 
 async def _pass_on(name: str, answer: Answer, responder: Responder, record: Record) -> None:

@@ -22,16 +22,8 @@ from typing import Protocol
 
 from sglang_ext.clock import Clock
 from sglang_ext.errors import PeerError
-from sglang_ext.router.api.hints import only_a_hint
-from sglang_ext.router.api.validation import (
-    LARGE_JSON_BYTES,
-    Endpoint,
-    Job,
-    Json,
-    Limits,
-    check_length,
-    parse_json_object,
-)
+from sglang_ext.router.api.dialect import DIALECTS, Dialect, worker_lost
+from sglang_ext.router.api.validation import LARGE_JSON_BYTES, Json, Limits, check_length, parse_json_object
 from sglang_ext.router.config import RouterConfig
 from sglang_ext.router.dispatch.choosing import Chooser
 from sglang_ext.router.dispatch.explain import Choice, Stories, Story
@@ -46,17 +38,10 @@ from sglang_ext.router.http.types import ConnectFailed, ConnectionLost, Request,
 from sglang_ext.router.policies import Decision
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.record import Record
-from sglang_ext.router.tenancy.admit import Rules, admit
+from sglang_ext.router.tenancy.admit import Admitted, Rules, admit
 from sglang_ext.router.tokens.tokenizing import Encoded, TokenizerService
 
 RETRY_AFTER_S = 1
-_PROMPT_FIELD = {
-    Endpoint.CHAT: "messages",
-    Endpoint.COMPLETIONS: "prompt",
-    Endpoint.GENERATE: "text",
-    Endpoint.RESPONSES: "input",
-    Endpoint.MESSAGES: "messages",
-}
 _ids = random.Random()
 """Of request ids: they need to be different, not secret, and asking the system for each is slow."""
 
@@ -65,7 +50,7 @@ class Hinting(Protocol):
     """What takes the hints in generation requests (``advisory_api``)."""
 
     async def serve_prewarm(
-        self, endpoint: Endpoint, payload: Json, responder: Responder, record: Record
+        self, dialect: Dialect, payload: Json, responder: Responder, record: Record
     ) -> None:
         """Answer a request that is only a hint."""
 
@@ -127,7 +112,7 @@ class Generation:
         self.hinting: Hinting | None = None
         """Takes the hints in requests."""
 
-    async def serve(self, endpoint: Endpoint, request: Request, responder: Responder, record: Record) -> None:
+    async def serve(self, dialect: Dialect, request: Request, responder: Responder, record: Record) -> None:
         """Answer one request.
 
         Raises:
@@ -138,11 +123,11 @@ class Generation:
         meter = record.caller.meter
         try:
             if meter is None:
-                await self._serve(endpoint, request, responder, record, start)
+                await self._serve(dialect, request, responder, record, start)
                 return
             with meter.request():
                 try:
-                    await self._serve(endpoint, request, responder, record, start)
+                    await self._serve(dialect, request, responder, record, start)
                 finally:
                     if record.first_byte is not None:
                         meter.charge((record.prompt_tokens or 0) + (record.completion_tokens or 0))
@@ -154,24 +139,24 @@ class Generation:
             self._budget.end()
 
     async def _serve(
-        self, endpoint: Endpoint, request: Request, responder: Responder, record: Record, start: float
+        self, dialect: Dialect, request: Request, responder: Responder, record: Record, start: float
     ) -> None:
         payload = await self._parsed(request.body)
         model = self._fleet.model
         if model is None:
             raise no_worker(self._fleet)
-        if self.hinting is not None and only_a_hint(endpoint, payload):
-            await self.hinting.serve_prewarm(endpoint, payload, responder, record)
+        if self.hinting is not None and dialect.only_warms(payload):
+            await self.hinting.serve_prewarm(dialect, payload, responder, record)
             return
         limits = model.limits
-        admitted = admit(endpoint, payload, request, record.caller, limits, self._rules, new_request_id())
+        admitted = admit(dialect, payload, request, record.caller, limits, self._rules, new_request_id())
         del payload  # several times as large as the body, and the answer may take long
         record.priority, record.stream = admitted.priority, admitted.job.stream
         parsed = self._stage(record, "parse", start)
         prompts = await self._tokenizers.encode(
             admitted.job, completion_template=model.chat.completion_template is not None
         )
-        _check_lengths(admitted.job, prompts, limits, record)
+        _check_lengths(admitted, prompts, limits, record)
         units = sum(encoded.units for encoded in prompts)
         flight = Flight(admitted, prompts, request, responder, record, admitted.sent, units)
         self._stage(record, "tokenize", parsed)
@@ -236,12 +221,7 @@ class Generation:
                 if lost > 1:
                     break
         if isinstance(failure, ConnectionLost):
-            raise RequestRefused(
-                f"the worker went away while it worked on the request: {failure}",
-                status=502,
-                kind="server_error",
-                code="worker_lost",
-            ) from failure
+            raise worker_lost(f"the worker went away while it worked on the request: {failure}") from failure
         raise no_worker(self._fleet) from failure
 
     def _may_retry(self, failure: PeerError) -> bool:
@@ -271,37 +251,26 @@ class Generation:
 def generation_routes(generation: Generation) -> Iterator[Route]:
     """The generation endpoints."""
 
-    def handler(endpoint: Endpoint) -> Handler:
+    def handler(dialect: Dialect) -> Handler:
         async def handle(request: Request, responder: Responder, record: Record) -> None:
-            await generation.serve(endpoint, request, responder, record)
+            await generation.serve(dialect, request, responder, record)
 
         return handle
 
-    for endpoint in Endpoint:
-        methods = frozenset({"POST", "PUT"} if endpoint is Endpoint.GENERATE else {"POST"})
-        yield Route(endpoint.value, methods, handler(endpoint))
+    for dialect in DIALECTS.values():
+        yield Route(dialect.path, dialect.methods, handler(dialect))
 
 
-def _field(job: Job, index: int) -> str:
-    """The field in which a prompt came."""
-    ids_field = {Endpoint.COMPLETIONS: "prompt", Endpoint.GENERATE: "input_ids"}.get(job.endpoint)
-    if ids_field is not None and job.prompts[index].ids is not None:
-        name = ids_field
-    else:
-        name = _PROMPT_FIELD[job.endpoint]
-    return f"{name}[{index}]" if len(job.prompts) > 1 else name
-
-
-def _check_lengths(job: Job, prompts: Sequence[Encoded], limits: Limits, record: Record) -> None:
+def _check_lengths(admitted: Admitted, prompts: Sequence[Encoded], limits: Limits, record: Record) -> None:
     """Refuse prompts that do not fit into the context, and note how long they are, where that is known."""
-    total: int | None = 0
+    job, total, known = admitted.job, 0, True
     for index, (prompt, encoded) in enumerate(zip(job.prompts, prompts, strict=True)):
         if encoded.tokens is None:
-            total = None
+            known = False
             continue
-        check_length(encoded.tokens, prompt.max_new_tokens, limits, _field(job, index))
-        total = None if total is None else total + encoded.tokens
-    record.prompt_tokens = total
+        total += encoded.tokens
+        check_length(encoded.tokens, prompt.max_new_tokens, limits, admitted.dialect.field_of(job, index))
+    record.prompt_tokens = total if known else None
 
 
 def _no_room(why: str, code: str) -> RequestRefused:

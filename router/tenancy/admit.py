@@ -14,25 +14,13 @@ from typing import Any
 import msgspec
 import orjson
 
-from sglang_ext.errors import InternalError
-from sglang_ext.router.api.anthropic import parse_messages
+from sglang_ext.router.api.dialect import Dialect, Translation
 from sglang_ext.router.api.hints import Advisory, advisory_of, parse_advisory, prefetch_actions
-from sglang_ext.router.api.native import parse_generate
-from sglang_ext.router.api.openai import parse_chat, parse_completion
-from sglang_ext.router.api.responses import parse_responses
-from sglang_ext.router.api.usage import FORMS, Form
-from sglang_ext.router.api.validation import Endpoint, Job, Json, Limits, take_int
+from sglang_ext.router.api.validation import Job, Json, Limits, take_int
 from sglang_ext.router.http.types import Request, RequestRefused
 from sglang_ext.router.tenancy.request_fields import FIELDS, HINTS, Who, forbidden, unjudged
 from sglang_ext.router.tenancy.tenants import Caller
 
-PARSERS = {
-    Endpoint.GENERATE: parse_generate,
-    Endpoint.CHAT: parse_chat,
-    Endpoint.COMPLETIONS: parse_completion,
-    Endpoint.RESPONSES: parse_responses,
-    Endpoint.MESSAGES: parse_messages,
-}
 RESUME = "sglang_ext_resume"
 """Of ``custom_params``: the ticket with which a request resumes at an instance (``engine/resume.py``). Worth
 nothing without a state that the instance was sent for it; refused here so that the client is told why."""
@@ -41,7 +29,6 @@ SCOPED = tuple(name for name, who in FIELDS.items() if who is Who.SCOPED)
 DEFAULT_MODEL = "default"
 MAX_SESSION_CHARS = 512
 """Of a session's name; a longer one is cut: it is a key, and its length is the client's choice."""
-_TELL_TIERS = {"return_cached_tokens_details": True}
 
 
 class Rules(msgspec.Struct, frozen=True):
@@ -61,16 +48,17 @@ class Sent(msgspec.Struct, frozen=True):
     """As it came, unless something had to be put in or left out."""
     target: str
     """Path and query at the worker."""
-    form: Form
-    """Of the worker's answer."""
-    message_model: str | None = None
-    """It is a chat request that stands for one of ``/v1/messages``, which named this model: the answer is to
-    be turned back."""
+    dialect: Dialect
+    """Of the body, and of the worker's answer."""
+    translation: Translation | None = None
+    """Turns the worker's answer into the client's dialect, where that is another one."""
 
 
 class Admitted(msgspec.Struct, frozen=True):
     """A generation request that may be served, with all that was decided of it before its prompt is known."""
 
+    dialect: Dialect
+    """In which the client asks, and is answered."""
     job: Job
     """With the tenant's salt in the namespace of every prompt."""
     sent: Sent
@@ -98,7 +86,7 @@ class AdmittedHint(msgspec.Struct, frozen=True):
 
 
 def admit(
-    endpoint: Endpoint,
+    dialect: Dialect,
     payload: Json,
     request: Request,
     caller: Caller,
@@ -117,29 +105,30 @@ def admit(
     Raises:
         RequestRefused: 400, naming the field.
     """
-    check_reserved(payload, caller)
+    check_reserved(payload, caller, dialect)
     priority = priority_of(payload, caller)
-    job = with_salt(PARSERS[endpoint](payload, limits), caller)
+    job = with_salt(dialect.parse(payload, limits), caller)
     fields = additions(payload, caller)
     named = session_of(request.headers, payload, rules)
-    body = judged(request.body, payload, caller)
+    body = judged(request.body, payload, caller, dialect)
     tells_cached = hides_usage = False
-    if endpoint is Endpoint.MESSAGES and caller.salt is not None:
-        tells_cached = rules.cache_details
-        sent = through_chat(job, {**fields, **_TELL_TIERS} if tells_cached else fields)
+    if dialect.via is not None and caller.salt is not None:
+        tells_cached = rules.cache_details and bool(dialect.via.asks_tiers)
+        sent = through(dialect, job, {**fields, dialect.via.asks_tiers: True} if tells_cached else fields)
     else:
-        if endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS):
-            asked = payload.get("return_cached_tokens_details")
+        if dialect.asks_tiers:
+            asked = payload.get(dialect.asks_tiers)
             if asked is None and rules.cache_details:
-                body = put_in_front(body, _TELL_TIERS)
+                body = put_in_front(body, {dialect.asks_tiers: True})
                 asked = hides_usage = True
             tells_cached = asked is True
-        elif endpoint is Endpoint.RESPONSES and (model := _served(payload, limits)) is not None:
+        if not dialect.takes_default_model and (model := _served(payload, limits)) is not None:
             fields["model"] = model
-        if endpoint is not Endpoint.MESSAGES:
+        if dialect.via is None:
             body = splice(body, fields)
-        sent = Sent(body, request.target, FORMS[endpoint])
+        sent = Sent(body, request.target, dialect)
     return Admitted(
+        dialect,
         job,
         sent,
         priority,
@@ -152,24 +141,22 @@ def admit(
     )
 
 
-def admit_hint(
-    payload: Json, caller: Caller, limits: Limits, endpoint: Endpoint | None = None
-) -> AdmittedHint:
+def admit_hint(payload: Json, caller: Caller, limits: Limits, dialect: Dialect | None = None) -> AdmittedHint:
     """Check an advisory request.
 
     Args:
-        endpoint: where a generation request came that is only a hint (``hints.only_a_hint``); None for the
-            body of ``/v1/advisory``.
+        dialect: of a generation request that is only a hint (``Dialect.only_warms``); None for the body of
+            ``/v1/advisory``.
 
     Raises:
         RequestRefused: 400, naming the field.
     """
-    check_reserved(payload, caller)
+    check_reserved(payload, caller, dialect)
     priority = priority_of(payload, caller)
-    if endpoint is None:
+    if dialect is None:
         advisory = parse_advisory(payload, limits)
     else:
-        advisory = advisory_of(endpoint, payload, limits)
+        advisory = advisory_of(dialect, payload, limits)
     if advisory.job is not None and caller.salt is not None:
         advisory = dataclasses.replace(advisory, job=with_salt(advisory.job, caller))
     return AdmittedHint(advisory, priority)
@@ -178,8 +165,11 @@ def admit_hint(
 # -- what is refused --------------------------------------------------------------------------------
 
 
-def check_reserved(payload: Json, caller: Caller) -> None:
+def check_reserved(payload: Json, caller: Caller, dialect: Dialect | None) -> None:
     """Refuse what a tenant must not choose, and what nobody may.
+
+    Args:
+        dialect: None for the body of an advisory request.
 
     Raises:
         RequestRefused: 400, naming the field.
@@ -192,7 +182,7 @@ def check_reserved(payload: Json, caller: Caller) -> None:
                     param="custom_params",
                     code="reserved_field",
                 )
-    for name, why in forbidden(payload, tenant=caller.tenant is not None, trusted=caller.trusted):
+    for name, why in forbidden(payload, dialect, tenant=caller.tenant is not None, trusted=caller.trusted):
         raise RequestRefused(f"{name} {why}", param=name, code="reserved_field")
     if caller.tenant is None:
         return
@@ -279,13 +269,8 @@ def rids_of(payload: Json) -> tuple[str, ...]:
 
 def _one_name(job: Job, payload: Json, new_rid: str) -> str:
     """What a worker will call a request that is a single one; empty where it will be several."""
-    if job.choices != 1 or len(job.prompts) != 1:
-        return ""
     given = payload.get("rid")
-    if list in (type(given), type(payload.get("text")), type(payload.get("sampling_params"))):
-        return ""
-    ids = payload.get("input_ids", payload.get("prompt"))
-    if isinstance(ids, list) and ids and not isinstance(ids[0], int):
+    if job.choices != 1 or job.batch or isinstance(given, list):
         return ""
     return given if isinstance(given, str) and given else new_rid
 
@@ -309,39 +294,33 @@ def additions(payload: Json, caller: Caller) -> Json:
     return fields
 
 
-def judged(body: bytes, payload: Json, caller: Caller) -> bytes:
+def judged(body: bytes, payload: Json, caller: Caller, dialect: Dialect) -> bytes:
     """The body without the fields that must not reach a server. As it came where there are none.
 
     Args:
         payload: the body, parsed.
     """
-    left_out = unjudged(payload, tenant=caller.tenant is not None, trusted=caller.trusted)
+    left_out = unjudged(payload, dialect, tenant=caller.tenant is not None, trusted=caller.trusted)
     if not left_out:
         return body
     return orjson.dumps({name: value for name, value in payload.items() if name not in left_out})
 
 
 def _served(payload: Json, limits: Limits) -> str | None:
-    """The name under which the model is served, for a request that says ``default``, which SGLang takes
-    under every endpoint but ``/v1/responses``."""
+    """The name under which the model is served, for a request that says ``default``."""
     base, colon, adapter = (payload.get("model") or "").partition(":")
     return limits.served_name + colon + adapter if base == DEFAULT_MODEL else None
 
 
-def through_chat(job: Job, fields: Json) -> Sent:
-    """The chat request that SGLang would make of a message of ``/v1/messages``: for what chat's body can say
-    and that of ``/v1/messages`` cannot.
+def through(dialect: Dialect, job: Job, fields: Json) -> Sent:
+    """A request in the dialect in which servers take the router's fields (``Dialect.via``).
 
     Args:
         fields: put into the body.
     """
-    chat = job.prompts[0].chat
-    if chat is None:
-        raise InternalError(f"{job.endpoint} without a conversation")
-    body = {**chat.payload, **fields}
-    if job.stream:
-        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
-    return Sent(orjson.dumps(body), Endpoint.CHAT.value, Form.OPENAI, chat.payload["model"])
+    assert dialect.via is not None
+    body, translation = dialect.translate(job, fields)
+    return Sent(body, dialect.via.path, dialect.via, translation)
 
 
 def splice(body: bytes, fields: Mapping[str, Any]) -> bytes:

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-Json = dict[str, Any]
+from sglang_ext.router.api.dialect import DIALECTS, Dialect
+from sglang_ext.router.api.validation import Json
 
 
 class Who(enum.Enum):
@@ -44,47 +45,21 @@ def _all(who: Who, names: str) -> dict[str, Who]:
 
 FIELDS: Final[Mapping[str, Who]] = {
     # -- the prompt ----------------------------------------------------------------------------------
-    **_all(
-        Who.CLIENT, "text input_ids input_embeds prompt messages input instructions system suffix echo model"
-    ),
+    **_all(Who.CLIENT, "text input_ids messages model reasoning"),
     # Media are fetched by the server, and hashed by what it has got.
-    **_all(
-        Who.CLIENT,
-        "image_data video_data audio_data modalities use_audio_in_video video_config images_config",
-    ),
-    **_all(Who.CLIENT, "max_dynamic_patch min_dynamic_patch image_max_dynamic_patch video_max_dynamic_patch"),
-    **_all(
-        Who.CLIENT, "tools tool_choice parallel_tool_calls chat_template_kwargs continue_final_message task"
-    ),
-    **_all(Who.CLIENT, "reasoning reasoning_effort thinking output_config betas truncation max_tool_calls"),
+    **_all(Who.CLIENT, "use_audio_in_video video_config images_config max_dynamic_patch min_dynamic_patch"),
+    **_all(Who.CLIENT, "tools tool_choice parallel_tool_calls chat_template_kwargs"),
     # -- sampling ------------------------------------------------------------------------------------
-    **_all(Who.CLIENT, "sampling_params temperature top_p top_k min_p n best_of seed stop stop_token_ids"),
-    **_all(
-        Who.CLIENT, "stop_regex stop_sequences no_stop_trim frequency_penalty presence_penalty logit_bias"
-    ),
-    **_all(Who.CLIENT, "repetition_penalty max_tokens max_completion_tokens max_output_tokens min_tokens"),
-    **_all(Who.CLIENT, "ignore_eos skip_special_tokens regex ebnf json_schema response_format custom_params"),
-    **_all(Who.CLIENT, "require_reasoning max_thinking_tokens"),
+    **_all(Who.CLIENT, "temperature top_p top_k min_p n seed stop stop_token_ids stop_regex no_stop_trim"),
+    **_all(Who.CLIENT, "frequency_penalty presence_penalty repetition_penalty logit_bias max_tokens"),
+    **_all(Who.CLIENT, "min_tokens ignore_eos skip_special_tokens regex ebnf response_format custom_params"),
     # -- the answer ----------------------------------------------------------------------------------
-    **_all(
-        Who.CLIENT, "stream stream_options stream_reasoning separate_reasoning include store metadata user"
-    ),
-    **_all(Who.CLIENT, "logprobs top_logprobs return_logprob logprob_start_len top_logprobs_num"),
-    **_all(Who.CLIENT, "token_ids_logprob return_text_in_logprobs return_flat_raw_top_logprobs service_tier"),
-    **_all(
-        Who.CLIENT,
-        "return_flat_raw_top_logprobs_b64 return_hidden_states return_routed_experts return_entropy",
-    ),
-    **_all(
-        Who.CLIENT, "routed_experts_start_len return_indexer_topk return_prompt_token_ids return_token_ids"
-    ),
-    **_all(
-        Who.CLIENT,
-        "return_sampling_mask sampling_logprobs_mode return_cached_tokens_details return_meta_info",
-    ),
-    **_all(Who.CLIENT, "return_spec_tokens_details return_input_ids_in_sglext return_output_ids_in_sglext"),
-    # "background" is metered where it is taken (/v1/responses), and refused where it is not (native.py).
-    **_all(Who.CLIENT, "background previous_response_id no_logs"),
+    **_all(Who.CLIENT, "stream stream_options metadata user logprobs top_logprobs sampling_logprobs_mode"),
+    **_all(Who.CLIENT, "return_hidden_states return_routed_experts routed_experts_start_len"),
+    **_all(Who.CLIENT, "return_prompt_token_ids return_token_ids return_sampling_mask"),
+    **_all(Who.CLIENT, "return_cached_tokens_details return_spec_tokens_details"),
+    # "background" is metered by the API that has it, and refused by the other one whose server takes it.
+    **_all(Who.CLIENT, "background"),
     # -- whose it is ---------------------------------------------------------------------------------
     # A part of the namespace beside the salt: whatever a tenant chooses stays within its own.
     **_all(Who.CLIENT, "extra_key lora_path"),
@@ -107,7 +82,8 @@ FIELDS: Final[Mapping[str, Who]] = {
     **_all(Who.NOBODY, "need_wait_for_mm_inputs num_items_assigned encoder_urls positional_embed_overrides"),
     **_all(Who.NOBODY, "multi_item_delimiter_indices token_indices_to_pool"),
 }
-"""Top-level fields of the bodies of all generation endpoints. A name means the same at each of them."""
+"""Top-level fields of bodies. A name means the same in every HTTP API. What only one API has, and clients may
+set there, stands with it (``Dialect.own_fields``)."""
 
 SAMPLING: Final[Mapping[str, Who]] = {
     **_all(
@@ -154,10 +130,13 @@ TENANT_HEADERS = frozenset({"x-smg-routing-key"})
 """Names that SGLang schedules by, shared by all who use a server: not passed on for tenants."""
 
 
-def forbidden(payload: Json, *, tenant: bool, trusted: frozenset[str]) -> Iterator[tuple[str, str]]:
+def forbidden(
+    payload: Json, dialect: Dialect | None, *, tenant: bool, trusted: frozenset[str]
+) -> Iterator[tuple[str, str]]:
     """(field, why) of what a client has set and may not. ``kv_hints`` the router takes itself.
 
     Args:
+        dialect: the HTTP API; None for the body of an advisory request.
         tenant: whether the client is one of several that are kept apart.
         trusted: fields for which the operator vouches.
     """
@@ -184,22 +163,29 @@ def forbidden(payload: Json, *, tenant: bool, trusted: frozenset[str]) -> Iterat
             where = f"sampling_params[{index}]" if isinstance(sampling, list) else "sampling_params"
             for name in sorted(one.keys() - _SAMPLED - vouched):
                 yield f"{where}.{name[:80]}", _why(SAMPLING.get(name), name)
-    for where, media in _media(payload):
+    for where, media in _media(payload, DIALECTS.values() if dialect is None else (dialect,)):
         for name in sorted(media.keys() - _SHOWN - vouched):
             if media[name] is not None:
                 yield f"{where}.{name[:80]}", _why(MEDIA.get(name), name)
 
 
-def unjudged(payload: Json, *, tenant: bool, trusted: frozenset[str]) -> list[str]:
+def unjudged(payload: Json, dialect: Dialect, *, tenant: bool, trusted: frozenset[str]) -> list[str]:
     """Top-level fields that must not reach a server, and are left out: nobody has judged them, or the router
     takes them itself."""
     vouched: frozenset[str] = frozenset() if tenant else trusted
-    return [name for name in payload if (name not in FIELDS or name == HINTS) and name not in vouched]
+    return [
+        name
+        for name in payload
+        if (name not in FIELDS or name == HINTS) and name not in dialect.own_fields and name not in vouched
+    ]
 
 
 def may_be_trusted(name: str) -> bool:
     """Whether ``--trusted-fields`` can let a field through."""
-    return all(table.get(name, Who.TRUSTED) is Who.TRUSTED for table in (FIELDS, SAMPLING, MEDIA))
+    taken = any(name in dialect.own_fields for dialect in DIALECTS.values())
+    return not taken and all(
+        table.get(name, Who.TRUSTED) is Who.TRUSTED for table in (FIELDS, SAMPLING, MEDIA)
+    )
 
 
 def _why(who: Who | None, name: str) -> str:
@@ -215,18 +201,19 @@ def _why(who: Who | None, name: str) -> str:
     )
 
 
-def _media(payload: Json) -> Iterator[tuple[str, Json]]:
+def _media(payload: Json, dialects: Iterable[Dialect]) -> Iterator[tuple[str, Json]]:
     """(where, object) of every image, video and sound."""
-    for name in ("image_data", "video_data", "audio_data"):
-        if payload.get(name) is not None:
-            for media in _objects(payload[name]):
-                yield name, media
-    for name in ("messages", "input", "system"):
-        if isinstance(payload.get(name), list):
-            for part in _parts(payload[name]):
-                for key in MEDIA_KEYS:
-                    for media in _objects(part.get(key)):
-                        yield f"{name}: {key}", media
+    for dialect in dialects:
+        for name in dialect.media_in:
+            if payload.get(name) is not None:
+                for media in _objects(payload[name]):
+                    yield name, media
+        for name in dialect.parts_in:
+            if isinstance(payload.get(name), list):
+                for part in _parts(payload[name]):
+                    for key in MEDIA_KEYS:
+                        for media in _objects(part.get(key)):
+                            yield f"{name}: {key}", media
 
 
 def _objects(value: Any) -> Iterator[Json]:

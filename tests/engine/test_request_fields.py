@@ -12,8 +12,13 @@ from uuid import uuid4
 
 import pytest
 
-from sglang_ext.router.api.anthropic import to_chat
-from sglang_ext.router.api.validation import Endpoint
+from sglang_ext.router.api.chat import CHAT
+from sglang_ext.router.api.completions import COMPLETIONS
+from sglang_ext.router.api.dialect import DIALECTS, Dialect
+from sglang_ext.router.api.generate import GENERATE
+from sglang_ext.router.api.messages import MESSAGES
+from sglang_ext.router.api.messages_as_chat import to_chat
+from sglang_ext.router.api.responses import RESPONSES
 from sglang_ext.router.tenancy.request_fields import (
     FIELDS,
     MEDIA,
@@ -32,12 +37,12 @@ with warnings.catch_warnings():
     from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.utils import common
 
-BODIES: dict[Endpoint, Any] = {
-    Endpoint.GENERATE: io_struct.GenerateReqInput,
-    Endpoint.CHAT: openai.ChatCompletionRequest,
-    Endpoint.COMPLETIONS: openai.CompletionRequest,
-    Endpoint.RESPONSES: openai.ResponsesRequest,
-    Endpoint.MESSAGES: anthropic.AnthropicMessagesRequest,
+BODIES: dict[Dialect, Any] = {
+    GENERATE: io_struct.GenerateReqInput,
+    CHAT: openai.ChatCompletionRequest,
+    COMPLETIONS: openai.CompletionRequest,
+    RESPONSES: openai.ResponsesRequest,
+    MESSAGES: anthropic.AnthropicMessagesRequest,
 }
 """What SGLang makes of a body. Embeddings, scores, and whatever else it serves, have no endpoint here."""
 
@@ -60,13 +65,20 @@ def media() -> Iterator[Any]:
 
 
 def test_every_endpoint_is_judged() -> None:
-    assert set(BODIES) == set(Endpoint)
+    assert list(BODIES) == list(DIALECTS.values())
 
 
-@pytest.mark.parametrize("endpoint", BODIES)
-def test_every_field_of_a_body_is_judged(endpoint: Endpoint) -> None:
-    """A new one reaches no server until someone has said in `tenancy/request_fields.py` who may set it."""
-    assert fields_of(BODIES[endpoint]) - set(FIELDS) == set()
+@pytest.mark.parametrize("dialect", BODIES, ids=DIALECTS)
+def test_every_field_of_a_body_is_judged(dialect: Dialect) -> None:
+    """A new one reaches no server until someone has said who may set it: in `tenancy/request_fields.py`, or,
+    where only this API has it, with the API."""
+    assert fields_of(BODIES[dialect]) - set(FIELDS) - dialect.own_fields == set()
+
+
+def test_what_an_api_calls_its_own_no_other_has() -> None:
+    for dialect, body in BODIES.items():
+        others = set().union(*(fields_of(kind) for kind in BODIES.values() if kind is not body))
+        assert dialect.own_fields <= fields_of(body) - others - set(FIELDS)
 
 
 def test_every_sampling_parameter_is_judged() -> None:
@@ -91,8 +103,9 @@ def test_every_part_that_holds_media_is_looked_into() -> None:
 
 
 def test_nothing_is_judged_that_does_not_exist() -> None:
-    # "reasoning" is read from a chat's body before it is taken apart.
-    assert set(FIELDS) == set().union(*map(fields_of, BODIES.values())) | {"reasoning"}
+    # "reasoning" is no own field of responses: it is read from a chat's body too, before that is taken apart.
+    own = set().union(*(dialect.own_fields for dialect in BODIES))
+    assert set(FIELDS) | own == set().union(*map(fields_of, BODIES.values()))
 
 
 def test_a_message_s_fields_become_those_of_a_chat() -> None:
@@ -111,15 +124,15 @@ def test_the_twin_with_a_new_field_is_seen() -> None:
     newer = dataclasses.make_dataclass("newer", ["text", "names_content_by_hash"])
     assert fields_of(newer) - set(FIELDS) == {"names_content_by_hash"}
     payload = {"text": "x", "names_content_by_hash": "y"}
-    assert unjudged(payload, tenant=False, trusted=frozenset()) == ["names_content_by_hash"]
+    assert unjudged(payload, GENERATE, tenant=False, trusted=frozenset()) == ["names_content_by_hash"]
 
 
-@pytest.mark.parametrize("endpoint", BODIES)
-def test_what_sglang_writes_itself_nobody_may(endpoint: Endpoint) -> None:
-    for name in fields_of(BODIES[endpoint]):
-        if FIELDS[name] is Who.NOBODY:
+@pytest.mark.parametrize("dialect", BODIES, ids=DIALECTS)
+def test_what_sglang_writes_itself_nobody_may(dialect: Dialect) -> None:
+    for name in fields_of(BODIES[dialect]):
+        if FIELDS.get(name) is Who.NOBODY:
             for tenant in (False, True):
-                found = list(forbidden({name: 1}, tenant=tenant, trusted=frozenset({name})))
+                found = list(forbidden({name: 1}, dialect, tenant=tenant, trusted=frozenset({name})))
                 assert [field for field, _ in found] == [name]
 
 
@@ -130,7 +143,7 @@ def test_nobody_stands_for_an_adapter() -> None:
 
     id = LoRARef.deterministic_id("a", "/adapters/a")
     for fields in ({"extra_key": id}, {"extra_key": "mine" + id}, {"extra_key": ["mine", id]}):
-        ((field, why),) = forbidden(fields, tenant=False, trusted=frozenset())
+        ((field, why),) = forbidden(fields, GENERATE, tenant=False, trusted=frozenset())
         assert (field, "LoRA adapter" in why) == ("extra_key", True)
     # The twin: what is refused is what SGLang would confuse.
     plain = SamplingParams(max_new_tokens=1)
@@ -140,4 +153,4 @@ def test_nobody_stands_for_an_adapter() -> None:
     )
     assert adapted.extra_key == base.extra_key
     for key in (None, "mine", uuid4().hex, id + "x", ["mine", None], id[:-1]):
-        assert not list(forbidden({"extra_key": key}, tenant=False, trusted=frozenset()))
+        assert not list(forbidden({"extra_key": key}, GENERATE, tenant=False, trusted=frozenset()))

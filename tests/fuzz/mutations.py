@@ -14,10 +14,12 @@ from typing import Any
 
 import orjson
 
+from sglang_ext.router.api.dialect import DIALECTS
 from sglang_ext.router.tenancy.request_fields import FIELDS, MEDIA, SAMPLING
 
 NAMES = (
     *FIELDS,
+    *sorted(name for dialect in DIALECTS.values() for name in dialect.own_fields),
     *SAMPLING,
     *MEDIA,
     "sglang_ext_resume",

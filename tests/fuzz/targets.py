@@ -27,9 +27,9 @@ from sglang_ext.protocol.agent import (
     Welcome,
 )
 from sglang_ext.protocol.cluster import ChangeRole, Drain, Registration, decode
-from sglang_ext.router.api.anthropic import check_conversation
-from sglang_ext.router.api.hints import only_a_hint
-from sglang_ext.router.api.validation import Endpoint, Limits, parse_json_object
+from sglang_ext.router.api.dialect import DIALECTS, Dialect
+from sglang_ext.router.api.messages import check_conversation
+from sglang_ext.router.api.validation import Limits, parse_json_object
 from sglang_ext.router.cluster.roster import decode_member
 from sglang_ext.router.http.body import BodyBudget, unpack
 from sglang_ext.router.http.reader import RequestReader
@@ -93,13 +93,13 @@ def packed(data: bytes) -> None:
     assert budget.used == 0
 
 
-def body(endpoint: Endpoint, data: bytes) -> None:
+def body(dialect: Dialect, data: bytes) -> None:
     """A generation request, as far as the router takes it before anything is sent."""
     payload = parse_json_object(data)
     for caller in (ANYBODY, TENANT):
         refused = None
         try:
-            _admit(endpoint, data, payload, caller)
+            _admit(dialect, data, payload, caller)
         except RequestRefused as error:
             refused = error
         if refused is not None:
@@ -107,12 +107,12 @@ def body(endpoint: Endpoint, data: bytes) -> None:
             assert 400 <= refused.status < 500
 
 
-def _admit(endpoint: Endpoint, data: bytes, payload: dict[str, Any], caller: Caller) -> None:
-    if only_a_hint(endpoint, payload):
-        admit_hint(payload, caller, LIMITS, endpoint)
+def _admit(dialect: Dialect, data: bytes, payload: dict[str, Any], caller: Caller) -> None:
+    if dialect.only_warms(payload):
+        admit_hint(payload, caller, LIMITS, dialect)
         return
-    request = Request("POST", endpoint.value, endpoint.value, {}, data)
-    admitted = admit(endpoint, payload, request, caller, LIMITS, RULES, "new-rid")
+    request = Request("POST", dialect.path, dialect.path, {}, data)
+    admitted = admit(dialect, payload, request, caller, LIMITS, RULES, "new-rid")
     for hint in admitted.hints[:4]:
         try:
             admit_hint(hint, caller, LIMITS)
@@ -124,7 +124,7 @@ def _admit(endpoint: Endpoint, data: bytes, payload: dict[str, Any], caller: Cal
         assert caller.salt is None or prompt.namespace[2] == caller.salt
     assert admitted.session is None or admitted.session.startswith(caller.scope)
     sent = orjson.loads(admitted.sent.body)
-    assert {name for name in sent if name not in FIELDS} == set()
+    assert {name for name in sent if name not in FIELDS} <= admitted.sent.dialect.own_fields
     assert {name for name in NEVER if sent.get(name) is not None} == set()
     sampling = sent.get("sampling_params")
     for one in sampling if isinstance(sampling, list) else [sampling]:
@@ -225,8 +225,8 @@ def targets() -> Iterator[Target]:
     """All of them."""
     yield Target("heads", heads, (), text=False)
     yield Target("packed", packed, (), text=False)
-    for endpoint in Endpoint:
-        yield Target(f"body{endpoint.value.replace('/', '-')}", partial(body, endpoint), (RequestRefused,))
+    for path, dialect in DIALECTS.items():
+        yield Target(f"body{path.replace('/', '-')}", partial(body, dialect), (RequestRefused,))
     yield Target("advisory", advisory, (RequestRefused,))
     yield Target("messages-count", messages_count, (RequestRefused,))
     yield Target("custom-params", lambda data: _rank.gets(data), (orjson.JSONDecodeError,))

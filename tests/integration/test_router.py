@@ -17,7 +17,7 @@ from router_rig import SPECS
 
 from sglang_ext.keys import decode_tokens
 from sglang_ext.router import Router, RouterConfig
-from sglang_ext.router.api.validation import Chat, Endpoint, Job, PromptInput
+from sglang_ext.router.api.validation import Chat, Job, PromptInput
 from sglang_ext.router.tokens.tokenizer_check import EVERYTHING
 from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 
@@ -178,7 +178,7 @@ async def test_the_routers_tokens_are_the_servers(
 ) -> None:
     """As generation sees them: the server returns the ids of the prompt that it computed."""
     for body in conversations(300 if long_run else 40, seed=1):
-        job = Job(Endpoint.CHAT, False, (PromptInput(chat=Chat(body)),))
+        job = Job(False, (PromptInput(chat=Chat(body)),))
         (encoded,) = await router.tokenizers.encode(job)
         assert encoded.tokens is not None, body
         request = {**body, "temperature": 0, "max_tokens": 1, "return_prompt_token_ids": True}
@@ -188,7 +188,7 @@ async def test_the_routers_tokens_are_the_servers(
         assert [int(token) for token in decode_tokens(encoded.key)] == theirs, body
         assert encoded.tokens == value["usage"]["prompt_tokens"]
     for text in ("One day", " a\n", "\u4f60\u597d <|im_start|> x", "a" * 500):
-        (encoded,) = await router.tokenizers.encode(Job(Endpoint.GENERATE, False, (PromptInput(text=text),)))
+        (encoded,) = await router.tokenizers.encode(Job(False, (PromptInput(text=text),)))
         answer_ = servers[0].post("/generate", {"text": text, "sampling_params": {"max_new_tokens": 1}})
         assert encoded.tokens == answer_["meta_info"]["prompt_tokens"]
 

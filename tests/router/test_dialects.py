@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.router.api import anthropic, responses
-from sglang_ext.router.api.anthropic_answers import AnthropicAnswer
-from sglang_ext.router.api.usage import Form, StreamReader, read_answer
+from sglang_ext.router.api.chat import CHAT
+from sglang_ext.router.api.dialect import DIALECTS
+from sglang_ext.router.api.messages import MESSAGES
+from sglang_ext.router.api.messages_as_chat import MessageAnswer, to_chat
+from sglang_ext.router.api.responses import RESPONSES
+from sglang_ext.router.api.responses import to_chat as response_to_chat
+from sglang_ext.router.api.usage import StreamReader, read_answer
 from sglang_ext.router.api.validation import Limits
 from sglang_ext.router.http.types import RequestRefused
 
 LIMITS = Limits(1000, 4096)
 HI = {"role": "user", "content": "hi"}
-MESSAGES: dict[str, Any] = {"model": "m", "max_tokens": 5, "messages": [HI]}
+BODY: dict[str, Any] = {"model": "m", "max_tokens": 5, "messages": [HI]}
 WEATHER = {"name": "weather", "description": "tells", "input_schema": {"properties": {}}}
 
 
@@ -52,14 +56,14 @@ WEATHER = {"name": "weather", "description": "tells", "input_schema": {"properti
 )
 def test_messages_that_are_refused(change: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestRefused) as caught:
-        anthropic.parse_messages({**MESSAGES, **change}, LIMITS)
+        MESSAGES.parse({**BODY, **change}, LIMITS)
     assert caught.value.param == param
 
 
 def test_messages_become_the_conversation_that_sglang_makes_of_them() -> None:
     call = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Oslo"}}
     body = {
-        **MESSAGES,
+        **BODY,
         "system": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}],
         "messages": [
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -82,7 +86,7 @@ def test_messages_become_the_conversation_that_sglang_makes_of_them() -> None:
         "tool_choice": {"type": "tool", "name": "weather"},
         "stop_sequences": ["x"],
     }
-    chat = anthropic.to_chat(body)
+    chat = to_chat(body)
     assert chat["messages"] == [
         {"role": "system", "content": "one\ntwo"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -113,12 +117,12 @@ def test_messages_become_the_conversation_that_sglang_makes_of_them() -> None:
 def test_thinking_goes_along() -> None:
     thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
     body = {
-        **MESSAGES,
+        **BODY,
         "messages": [HI, {"role": "assistant", "content": [thought, {"type": "text", "text": "yes"}]}, HI],
         "thinking": {"type": "enabled", "budget_tokens": 2000},
         "output_config": {"effort": "xhigh"},
     }
-    chat = anthropic.to_chat(body)
+    chat = to_chat(body)
     assert chat["messages"][1] == {"role": "assistant", "reasoning_content": "hm", "content": "yes"}
     assert chat["chat_template_kwargs"] == {"thinking": True, "enable_thinking": True}
     assert chat["reasoning_effort"] == "max"
@@ -135,7 +139,7 @@ def test_thinking_goes_along() -> None:
     ],
 )
 def test_what_only_the_server_can_render_is_matched_by_text(change: dict[str, Any], opaque: bool) -> None:
-    (prompt,) = anthropic.parse_messages({**MESSAGES, **change}, LIMITS).prompts
+    (prompt,) = MESSAGES.parse({**BODY, **change}, LIMITS).prompts
     assert prompt.opaque is opaque
 
 
@@ -159,7 +163,7 @@ def test_what_only_the_server_can_render_is_matched_by_text(change: dict[str, An
 )
 def test_responses_that_are_refused(body: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestRefused) as caught:
-        responses.parse_responses(body, LIMITS)
+        RESPONSES.parse(body, LIMITS)
     assert caught.value.param == param
 
 
@@ -178,7 +182,7 @@ def test_responses_become_the_conversation_that_sglang_makes_of_them() -> None:
         "tools": [{"type": "function", "name": "f", "parameters": {}}, {"type": "web_search"}],
         "reasoning": {"effort": "low"},
     }
-    chat = responses.to_chat(body)
+    chat = response_to_chat(body)
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     assert chat["messages"] == [
         {"role": "system", "content": "be terse\n\nDeveloper instructions:\nno jokes"},
@@ -210,14 +214,14 @@ def test_a_chat_answer_becomes_a_message() -> None:
             "prompt_tokens_details": {"cached_tokens": 4},
         },
     }
-    told = json.loads(AnthropicAnswer("m").whole(200, json.dumps(chat).encode()))
+    told = json.loads(MessageAnswer("m").whole(200, json.dumps(chat).encode()))
     assert [block["type"] for block in told["content"]] == ["thinking", "text", "tool_use"]
     assert told["content"][2]["input"] == {"x": 1}
     assert told["stop_reason"] == "tool_use"
     assert told["usage"] == {"input_tokens": 5, "cache_read_input_tokens": 4, "output_tokens": 3}
-    error = json.loads(AnthropicAnswer("m").whole(400, b'{"error": {"message": "wrong"}}'))
+    error = json.loads(MessageAnswer("m").whole(400, b'{"error": {"message": "wrong"}}'))
     assert error == {"type": "error", "error": {"type": "invalid_request_error", "message": "wrong"}}
-    assert b"secret" not in AnthropicAnswer("m").whole(500, b'{"error": {"message": "secret"}}')
+    assert b"secret" not in MessageAnswer("m").whole(500, b'{"error": {"message": "secret"}}')
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
@@ -235,7 +239,7 @@ def test_a_chat_stream_becomes_a_message_stream(size: int) -> None:
     events.append({"choices": [{"delta": {}, "finish_reason": "tool_calls"}]})
     events.append({"choices": [], "usage": usage})
     raw = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b"data: [DONE]\n\n"
-    answer = AnthropicAnswer("m")
+    answer = MessageAnswer("m")
     out = b"".join(answer.feed(raw[i : i + size]) for i in range(0, len(raw), size))
     told = [json.loads(event.split(b"\ndata: ")[1]) for event in out.split(b"\n\n") if event]
     assert [event["type"] for event in told] == [
@@ -265,7 +269,7 @@ def test_usage_of_every_form() -> None:
         "content": [{"type": "text", "text": "hi"}],
         "usage": {"input_tokens": 5, "cache_read_input_tokens": 4, "output_tokens": 3},
     }
-    usage = read_answer(json.dumps(message).encode(), form=Form.ANTHROPIC, choices=1)
+    usage = read_answer(json.dumps(message).encode(), MESSAGES, 1)
     assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (9, 4, 3)
     assert usage.output_texts == {0: "hi"}
     response = {
@@ -274,19 +278,19 @@ def test_usage_of_every_form() -> None:
         "output": [{"type": "message", "content": [{"type": "output_text", "text": "hi"}]}],
         "usage": {"input_tokens": 9, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 4}},
     }
-    usage = read_answer(json.dumps(response).encode(), form=Form.RESPONSES, choices=1)
+    usage = read_answer(json.dumps(response).encode(), RESPONSES, 1)
     assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (9, 4, 3)
     assert (usage.output_texts, usage.response_id) == ({0: "hi"}, "resp_1")
     chat = {
         "usage": {"prompt_tokens": 9, "completion_tokens": 3},
         "sglext": {"cached_tokens_details": {"device": 3, "host": 2, "storage": 1}},
     }
-    usage = read_answer(json.dumps(chat).encode(), form=Form.OPENAI, choices=1)
+    usage = read_answer(json.dumps(chat).encode(), CHAT, 1)
     assert (usage.cached_tokens, usage.tiers) == (6, {"hbm": 3, "dram": 2, "disk": 1})
-    for form in Form:
+    for dialect in DIALECTS.values():
         for body in (b"[]", b"3", b"{", b'{"usage": 3, "output": [1], "content": [2], "meta_info": 4}'):
-            assert read_answer(body, form=form, choices=1).cached_tokens is None
-            reader = StreamReader(form=form, choices=1)
+            assert read_answer(body, dialect, 1).cached_tokens is None
+            reader = StreamReader(dialect, 1)
             reader.feed(b"data: " + body + b"\n\n")
             assert reader.output_texts() == {}
 
@@ -356,7 +360,7 @@ async def test_errors_of_messages_have_anthropics_form(start_worker, start_route
             value = await answer.json()
             assert (value["type"], value["error"]["type"]) == ("error", kind)
     async with client.post(
-        router.url + "/v1/messages/count_tokens", json=MESSAGES, headers={"x-api-key": "secret-key"}
+        router.url + "/v1/messages/count_tokens", json=BODY, headers={"x-api-key": "secret-key"}
     ) as answer:
         assert (await answer.json())["input_tokens"] > 0
 
@@ -466,7 +470,7 @@ async def test_the_model_default_is_the_one_that_is_served(
 ) -> None:
     worker = await start_worker()
     router = await start_router(worker)
-    body = {**MESSAGES, "input": "hello", "model": "default"}
+    body = {**BODY, "input": "hello", "model": "default"}
     async with client.post(router.url + path, json=body) as answer:
         assert answer.status == 200
     # SGLang looks at the name under /v1/responses only.
@@ -487,7 +491,7 @@ async def test_a_request_is_explained_by_the_id_in_its_answer(
 ) -> None:
     router = await start_router(await start_worker())
     body = {
-        **MESSAGES,
+        **BODY,
         "input": "hello",
         "prompt": 'say "id": "x"',
         "stream": stream,

@@ -6,20 +6,24 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.router.api.hints import advisory_of, only_a_hint, parse_advisory, prefetch_actions
-from sglang_ext.router.api.validation import Endpoint, Limits
+from sglang_ext.router.api.chat import CHAT
+from sglang_ext.router.api.dialect import Dialect
+from sglang_ext.router.api.hints import advisory_of, parse_advisory, prefetch_actions
+from sglang_ext.router.api.messages import MESSAGES
+from sglang_ext.router.api.responses import RESPONSES
+from sglang_ext.router.api.validation import Limits
 from sglang_ext.router.hints.session_memory import ENTRY_BYTES, SessionMemory
 from sglang_ext.router.http.types import RequestRefused
 
 LIMITS = Limits(vocab_size=1000, context_length=4096)
-MESSAGES = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello!"}]
+TURNS = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello!"}]
 
 
 @pytest.mark.parametrize(
     ("body", "field"),
     [
-        ({"messages": MESSAGES}, "chat"),
-        ({"messages": MESSAGES, "session": "s"}, "chat"),
+        ({"messages": TURNS}, "chat"),
+        ({"messages": TURNS, "session": "s"}, "chat"),
         ({"text": "Once upon a time"}, "text"),
         ({"prompt": "Once upon a time", "model": "m"}, "text"),
         ({"input_ids": [1, 2, 3]}, "ids"),
@@ -65,23 +69,23 @@ def test_what_is_wrong_is_named(body: dict[str, Any], param: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "body", "is_hint"),
+    ("dialect", "body", "is_hint"),
     [
-        (Endpoint.CHAT, {"prompt_cache_options": {"prewarm": True}}, True),
-        (Endpoint.RESPONSES, {"prompt_cache_options": {"prewarm": True, "ttl": "30m"}}, True),
-        (Endpoint.CHAT, {"prompt_cache_options": {"prewarm": False}}, False),
-        (Endpoint.CHAT, {"prompt_cache_options": {"prewarm": "yes"}}, False),
-        (Endpoint.CHAT, {"prompt_cache_options": {"ttl": "30m"}}, False),
-        (Endpoint.CHAT, {"prompt_cache_options": [True]}, False),
-        (Endpoint.CHAT, {"max_tokens": 0}, False),
-        (Endpoint.MESSAGES, {"max_tokens": 0}, True),
-        (Endpoint.MESSAGES, {"max_tokens": 1}, False),
-        (Endpoint.MESSAGES, {"max_tokens": False}, False),
-        (Endpoint.MESSAGES, {}, False),
+        (CHAT, {"prompt_cache_options": {"prewarm": True}}, True),
+        (RESPONSES, {"prompt_cache_options": {"prewarm": True, "ttl": "30m"}}, True),
+        (CHAT, {"prompt_cache_options": {"prewarm": False}}, False),
+        (CHAT, {"prompt_cache_options": {"prewarm": "yes"}}, False),
+        (CHAT, {"prompt_cache_options": {"ttl": "30m"}}, False),
+        (CHAT, {"prompt_cache_options": [True]}, False),
+        (CHAT, {"max_tokens": 0}, False),
+        (MESSAGES, {"max_tokens": 0}, True),
+        (MESSAGES, {"max_tokens": 1}, False),
+        (MESSAGES, {"max_tokens": False}, False),
+        (MESSAGES, {}, False),
     ],
 )
-def test_which_requests_only_warm_the_cache(endpoint: Endpoint, body: dict[str, Any], is_hint: bool) -> None:
-    assert only_a_hint(endpoint, body) is is_hint
+def test_which_requests_only_warm_the_cache(dialect: Dialect, body: dict[str, Any], is_hint: bool) -> None:
+    assert dialect.only_warms(body) is is_hint
 
 
 @pytest.mark.parametrize(
@@ -89,23 +93,23 @@ def test_which_requests_only_warm_the_cache(endpoint: Endpoint, body: dict[str, 
     [(None, None), (90, 90.0), (1.5, 1.5), ("45s", 45.0), ("30m", 1800.0), ("24h", 86400.0), ("7", 7.0)],
 )
 def test_the_time_to_live_of_a_prewarm(ttl: Any, seconds: float | None) -> None:
-    body = {"messages": MESSAGES, "prompt_cache_options": {"prewarm": True, "ttl": ttl}}
-    advisory = advisory_of(Endpoint.CHAT, body, LIMITS)
+    body = {"messages": TURNS, "prompt_cache_options": {"prewarm": True, "ttl": ttl}}
+    advisory = advisory_of(CHAT, body, LIMITS)
     assert advisory.ttl_s == seconds
     assert advisory.job is not None
 
 
 @pytest.mark.parametrize("ttl", ["soon", -1, True, float("inf"), [], "1d"])
 def test_a_wrong_time_to_live_is_refused(ttl: Any) -> None:
-    body = {"messages": MESSAGES, "prompt_cache_options": {"prewarm": True, "ttl": ttl}}
+    body = {"messages": TURNS, "prompt_cache_options": {"prewarm": True, "ttl": ttl}}
     with pytest.raises(RequestRefused) as refused:
-        advisory_of(Endpoint.CHAT, body, LIMITS)
+        advisory_of(CHAT, body, LIMITS)
     assert refused.value.param == "prompt_cache_options.ttl"
 
 
 def test_anthropics_way() -> None:
-    body = {"model": "m", "max_tokens": 0, "messages": MESSAGES[:1], "system": "Be brief."}
-    advisory = advisory_of(Endpoint.MESSAGES, body, LIMITS)
+    body = {"model": "m", "max_tokens": 0, "messages": TURNS[:1], "system": "Be brief."}
+    advisory = advisory_of(MESSAGES, body, LIMITS)
     assert advisory.job is not None
     assert advisory.job.prompts[0].chat is not None
 

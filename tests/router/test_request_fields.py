@@ -9,6 +9,8 @@ import pytest
 
 from sglang_ext.errors import ConfigError
 from sglang_ext.router import RouterConfig
+from sglang_ext.router.api.dialect import DIALECTS, Dialect
+from sglang_ext.router.api.generate import GENERATE
 from sglang_ext.router.tenancy.admit import judged
 from sglang_ext.router.tenancy.request_fields import forbidden, unjudged
 from sglang_ext.router.tenancy.tenants import ANYBODY, Caller
@@ -16,6 +18,13 @@ from sglang_ext.router.tenancy.tenants import ANYBODY, Caller
 NONE: frozenset[str] = frozenset()
 HASH = "sha256:" + "0" * 64
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,", "content_hash": HASH}}
+
+
+def asked_of(payload: dict[str, Any]) -> Dialect:
+    """The HTTP API that takes such a body."""
+    takes = (d for d in DIALECTS.values() if {d.prompt_field, *d.media_in, *d.own_fields} & payload.keys())
+    return next(takes, GENERATE)
+
 
 POISON: list[tuple[dict[str, Any], str]] = [
     ({"mm_hashes": ["00"]}, "mm_hashes"),
@@ -44,7 +53,7 @@ POISON: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("payload", "field"), POISON)
 @pytest.mark.parametrize("tenant", [False, True])
 def test_nobody_names_content_that_others_share(payload: dict[str, Any], field: str, tenant: bool) -> None:
-    assert [name for name, _ in forbidden(payload, tenant=tenant, trusted=NONE)] == [field]
+    assert [name for name, _ in forbidden(payload, asked_of(payload), tenant=tenant, trusted=NONE)] == [field]
 
 
 @pytest.mark.parametrize(
@@ -60,14 +69,16 @@ def test_nobody_names_content_that_others_share(payload: dict[str, Any], field: 
 )
 def test_what_is_the_request_s_own_affair_passes(payload: dict[str, Any]) -> None:
     for tenant in (False, True):
-        assert list(forbidden(payload, tenant=tenant, trusted=NONE)) == []
-        assert unjudged(payload, tenant=tenant, trusted=NONE) == []
+        assert list(forbidden(payload, asked_of(payload), tenant=tenant, trusted=NONE)) == []
+        assert unjudged(payload, asked_of(payload), tenant=tenant, trusted=NONE) == []
 
 
 @pytest.mark.parametrize("name", ["cache_salt", "session_params", "bootstrap_room", "custom_logit_processor"])
 def test_what_concerns_tenants_concerns_nobody_without_them(name: str) -> None:
-    assert [found for found, _ in forbidden({name: "x"}, tenant=True, trusted=frozenset({name}))] == [name]
-    assert list(forbidden({name: "x"}, tenant=False, trusted=NONE)) == []
+    assert [
+        found for found, _ in forbidden({name: "x"}, GENERATE, tenant=True, trusted=frozenset({name}))
+    ] == [name]
+    assert list(forbidden({name: "x"}, GENERATE, tenant=False, trusted=NONE)) == []
 
 
 def test_the_operator_can_vouch_for_clients_but_not_for_tenants() -> None:
@@ -77,11 +88,11 @@ def test_the_operator_can_vouch_for_clients_but_not_for_tenants() -> None:
         "messages": [{"content": [IMAGE]}],
         "names_of_a_newer_server": 1,
     }
-    assert list(forbidden(payload, tenant=False, trusted=trusted)) == []
-    assert unjudged(payload, tenant=False, trusted=trusted) == []
-    found = {name for name, _ in forbidden(payload, tenant=True, trusted=trusted)}
+    assert list(forbidden(payload, asked_of(payload), tenant=False, trusted=trusted)) == []
+    assert unjudged(payload, asked_of(payload), tenant=False, trusted=trusted) == []
+    found = {name for name, _ in forbidden(payload, asked_of(payload), tenant=True, trusted=trusted)}
     assert found == {"mm_hashes", "messages: image_url.content_hash"}
-    assert unjudged(payload, tenant=True, trusted=trusted) == ["names_of_a_newer_server"]
+    assert unjudged(payload, asked_of(payload), tenant=True, trusted=trusted) == ["names_of_a_newer_server"]
 
 
 @pytest.mark.parametrize("name", ["lora_id", "cache_salt", "is_normalized", "text"])
@@ -94,14 +105,14 @@ def test_only_what_needs_trust_can_be_trusted(name: str) -> None:
 def test_what_nobody_has_judged_is_left_out_of_the_body() -> None:
     payload = {"text": "x", "store_it": 1, "kv_hints": {"version": 1}, "user": "u"}
     body = json.dumps(payload).encode()
-    assert json.loads(judged(body, payload, ANYBODY)) == {"text": "x", "user": "u"}
-    assert json.loads(judged(body, payload, Caller(trusted=frozenset({"kv_hints"})))) == {
+    assert json.loads(judged(body, payload, ANYBODY, GENERATE)) == {"text": "x", "user": "u"}
+    assert json.loads(judged(body, payload, Caller(trusted=frozenset({"kv_hints"})), GENERATE)) == {
         "text": "x",
         "kv_hints": {"version": 1},
         "user": "u",
     }
     plain = b'{ "text":"x" }'
-    assert judged(plain, {"text": "x"}, ANYBODY) is plain
+    assert judged(plain, {"text": "x"}, ANYBODY, GENERATE) is plain
 
 
 BODIES: dict[str, dict[str, Any]] = {

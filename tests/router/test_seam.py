@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.router.api.stream_splice import NoContinuation, StreamSplice, obstacle
-from sglang_ext.router.api.usage import Form, StreamReader
+from sglang_ext.router.api.chat import CHAT
+from sglang_ext.router.api.dialect import Dialect
+from sglang_ext.router.api.generate import GENERATE
+from sglang_ext.router.api.stream_splice import NoContinuation, StreamSplice
+from sglang_ext.router.api.usage import StreamReader
 
 Json = dict[str, Any]
 
@@ -37,10 +40,20 @@ def native(text: str, ids: list[int], finish: Json | None = None) -> Json:
     return {"text": text, "output_ids": ids, "meta_info": meta}
 
 
-def read(form: Form, *events: Json | str) -> StreamReader:
-    reader = StreamReader(form=form, choices=1)
+def read(dialect: Dialect, *events: Json | str) -> StreamReader:
+    reader = StreamReader(dialect, 1)
     reader.feed(sse(*events))
     return reader
+
+
+def splice(dialect: Dialect, *events: Json | str) -> StreamSplice:
+    assert dialect.splice is not None
+    return dialect.splice(read(dialect, *events))
+
+
+def obstacle(dialect: Dialect, *events: Json | str) -> str:
+    assert dialect.splice is not None
+    return dialect.splice.obstacle(read(dialect, *events))
 
 
 def contents(data: bytes) -> list[str]:
@@ -66,7 +79,7 @@ def test_every_character_comes_once(
 
     delivered = text[:seam_at]
     begun = [chat("", role="assistant"), *(chat(part) for part in parts(delivered, mine))]
-    seam = StreamSplice(read(Form.OPENAI, *begun))
+    seam = splice(CHAT, *begun)
     whole = [chat("", role="assistant", created=9), *(chat(part, created=9) for part in parts(text, theirs))]
     data = sse(*whole, chat(None, finish="stop", created=9), "[DONE]")
     got, start = b"", 0
@@ -81,20 +94,20 @@ def test_every_character_comes_once(
 
 
 def test_the_other_answer_is_refused() -> None:
-    seam = StreamSplice(read(Form.OPENAI, chat("", role="assistant"), chat("The map")))
+    seam = splice(CHAT, chat("", role="assistant"), chat("The map"))
     with pytest.raises(NoContinuation):
         seam.feed(sse(chat("The lamp")))
 
 
 def test_an_answer_that_ends_too_early_is_refused() -> None:
-    seam = StreamSplice(read(Form.OPENAI, chat("The map")))
+    seam = splice(CHAT, chat("The map"))
     assert seam.feed(sse(chat("The"), chat("", finish="stop"))) != b""
     with pytest.raises(NoContinuation):
         seam.check_end()
 
 
 def test_events_with_the_whole_answer_go_on_where_they_were() -> None:
-    seam = StreamSplice(read(Form.NATIVE, native("a", [1]), native("ab", [1, 2])))
+    seam = splice(GENERATE, native("a", [1]), native("ab", [1, 2]))
     assert seam.feed(sse(native("ab", [1, 2]))) == b""
     more = native("abc", [1, 2, 3])
     assert seam.feed(sse(more, "[DONE]")) == sse(more, "[DONE]")
@@ -106,14 +119,14 @@ def test_events_with_the_whole_answer_go_on_where_they_were() -> None:
 )
 def test_a_token_that_is_lost_repeated_or_another_is_seen(other: Json) -> None:
     before = native("abc", [1, 2, 3]) if len(other["output_ids"]) > 3 else native("ab", [1, 2])
-    seam = StreamSplice(read(Form.NATIVE, native("a", [1]), before))
+    seam = splice(GENERATE, native("a", [1]), before)
     with pytest.raises(NoContinuation):
         seam.feed(sse(other))
 
 
 def test_increments_and_first_events_are_not_spliced() -> None:
-    assert obstacle(read(Form.NATIVE, native("a", [1]))) == "again"
+    assert obstacle(GENERATE, native("a", [1])) == "again"
     both = {**native("b", [2]), "meta_info": {"completion_tokens": 2, "finish_reason": None}}
-    assert "incremental" in obstacle(read(Form.NATIVE, native("a", [1]), both))
-    assert obstacle(read(Form.NATIVE, native("a", [1]), native("ab", [1, 2]))) == ""
-    assert obstacle(read(Form.OPENAI, chat("a"))) == ""
+    assert "incremental" in obstacle(GENERATE, native("a", [1]), both)
+    assert obstacle(GENERATE, native("a", [1]), native("ab", [1, 2])) == ""
+    assert obstacle(CHAT, chat("a")) == ""

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.router.api.native import parse_generate
-from sglang_ext.router.api.openai import parse_chat, parse_completion
+from sglang_ext.router.api.chat import CHAT
+from sglang_ext.router.api.completions import COMPLETIONS
+from sglang_ext.router.api.generate import GENERATE
 from sglang_ext.router.api.validation import (
     MAX_CONTAINERS,
     MAX_VALUES,
@@ -21,7 +22,7 @@ from sglang_ext.router.http.types import RequestRefused
 LIMITS = Limits(vocab_size=100, context_length=50)
 USER = {"role": "user", "content": "x"}
 
-PARSERS = {"generate": parse_generate, "chat": parse_chat, "completion": parse_completion}
+PARSERS = {"generate": GENERATE.parse, "chat": CHAT.parse, "completion": COMPLETIONS.parse}
 
 WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     # endpoint, body, param, words of the message
@@ -178,9 +179,9 @@ def test_accepted(endpoint, body, prompts) -> None:
 
 
 def test_what_keeps_prompts_apart() -> None:
-    batch = parse_generate({"text": ["a", "b"], "extra_key": ["x", None], "cache_salt": "s"}, LIMITS)
+    batch = GENERATE.parse({"text": ["a", "b"], "extra_key": ["x", None], "cache_salt": "s"}, LIMITS)
     assert [prompt.namespace for prompt in batch.prompts] == [(None, "x", "s"), (None, None, "s")]
-    chat = parse_chat({"messages": [USER], "model": "base:one", "lora_path": "two", "cache_salt": ""}, LIMITS)
+    chat = CHAT.parse({"messages": [USER], "model": "base:one", "lora_path": "two", "cache_salt": ""}, LIMITS)
     assert chat.prompts[0].namespace == ("one", None, None)
 
 

@@ -1,0 +1,221 @@
+"""What an HTTP API is to the router: everything in which one differs from another, in one place.
+
+A module of this folder describes one API by a `Dialect`, and ``__init__`` lists them. Nothing else knows any
+of them: routes, admission, relaying, hints and ``/openapi.json`` ask the dialect of a request's path.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from sglang_ext.router.api.sse import event, parsed
+from sglang_ext.router.api.validation import Job, Json, Limits
+from sglang_ext.router.http.types import RequestRefused
+
+if TYPE_CHECKING:
+    from sglang_ext.router.api.stream_splice import StreamSplice
+    from sglang_ext.router.api.usage import Usage
+
+SAYS_USAGE = re.compile(rb'"(usage|sglext)"\s*:\s*\{')
+
+
+class Translation(Protocol):
+    """Turns one answer of a worker into the dialect of the client."""
+
+    def whole(self, status: int, body: bytes) -> bytes:
+        """An answer in one piece."""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """What a piece of a stream amounts to: whole events."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """An endpoint beside an API's own, which any worker answers. check: of its body."""
+
+    path: str
+    summary: str
+    check: Callable[[Json], None]
+    schema: Json
+
+
+class Dialect(ABC):
+    """An HTTP API. One object serves all requests, so it keeps nothing of any."""
+
+    path: ClassVar[str]
+    methods: ClassVar[frozenset[str]] = frozenset({"POST"})
+    summary: ClassVar[str]
+    """For ``/openapi.json``."""
+
+    # -- requests -----------------------------------------------------------------------------------
+
+    prompt_field: ClassVar[str]
+    """Where prompts stand, for the texts of errors; ``ids_field`` where they are token ids."""
+    ids_field: ClassVar[str] = ""
+    own_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields of a body that clients may set, beside those of ``request_fields.FIELDS``. Others of a name
+    that nobody has judged reach no server."""
+    media_in: ClassVar[tuple[str, ...]] = ()
+    """Fields that hold images, videos and sounds."""
+    parts_in: ClassVar[tuple[str, ...]] = ()
+    """Fields that hold messages, whose parts may hold such."""
+    takes_default_model: ClassVar[bool] = True
+    """The server takes ``default`` for the model's name."""
+    custom_params_in: ClassVar[str] = ""
+    """The object in which ``custom_params`` stand; empty for the body itself."""
+    asks_tiers: ClassVar[str] = ""
+    """The field that makes the server tell in which tiers it found KV, where it does not by itself."""
+    tells_tiers: ClassVar[tuple[bytes, ...]] = ()
+    """In all of the events, and in no other, with which a stream tells them then."""
+    via: ClassVar[Dialect | None] = None
+    """The dialect in which requests go to servers that do not take the router's own fields in this one."""
+
+    @abstractmethod
+    def parse(self, payload: Json, limits: Limits) -> Job:
+        """Check a body.
+
+        Raises:
+            RequestRefused: it must not reach a worker, or the worker would refuse it.
+        """
+
+    def translate(self, job: Job, fields: Json) -> tuple[bytes, Translation]:
+        """(the body in the dialect ``via``, what turns the answer back). Only asked where there is one.
+
+        Args:
+            fields: put into the body.
+        """
+        raise NotImplementedError
+
+    def field_of(self, job: Job, index: int) -> str:
+        """The field in which a prompt came."""
+        has_ids = self.ids_field and job.prompts[index].ids is not None
+        name = self.ids_field if has_ids else self.prompt_field
+        return f"{name}[{index}]" if len(job.prompts) > 1 else name
+
+    # -- requests that only warm the cache ------------------------------------------------------------
+
+    hint_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields of ``/v1/advisory`` that hold a prompt as this API takes it."""
+
+    def only_warms(self, payload: Json) -> bool:
+        """Whether a request asks for nothing but the cache to be warmed."""
+        options = payload.get("prompt_cache_options")
+        return isinstance(options, dict) and options.get("prewarm") is True
+
+    def expected(self, payload: Json, limits: Limits) -> Job:
+        """The request of one prompt that a hint announces.
+
+        Raises:
+            RequestRefused: names the field.
+        """
+        job = self.parse(payload, limits)
+        if len(job.prompts) != 1:
+            name = self.field_of(job, 0).partition("[")[0]
+            raise RequestRefused(f"{name} must be one prompt", param=name, code="invalid_prompt")
+        return job
+
+    @abstractmethod
+    def empty_answer(self, name: str, model: Any, prompt: int, cached: int) -> Json:
+        """An answer without text, as clients expect it.
+
+        Args:
+            name: what makes its id.
+            prompt, cached: tokens of the prompt, and how many of them were cached.
+        """
+
+    def empty_events(self, answer: Json) -> Iterator[bytes]:
+        """The same as a stream."""
+        yield event(answer)
+        yield event(None)
+
+    # -- answers --------------------------------------------------------------------------------------
+
+    whole_events: ClassVar[bool] = False
+    """Each event of a stream has the whole answer so far, with the ids of what was generated."""
+    says_usage: ClassVar[re.Pattern[bytes]] = SAYS_USAGE
+    """In every event of a stream that ``read`` has to see."""
+    splice: ClassVar[type[StreamSplice] | None] = None
+    """How a stream goes on at another instance; without it, requests end where they began."""
+    keeps_answers: ClassVar[bool] = False
+    """Instances keep answers, at ``path/ID``."""
+
+    @abstractmethod
+    def read(self, usage: Usage, answer: Any, choices: int) -> None:
+        """Take in what an answer, or an event of a stream, says of tokens. It may be any JSON.
+
+        Args:
+            choices: answers per prompt.
+        """
+
+    def texts(self, answers: Sequence[Any]) -> Mapping[int, str]:
+        """What answers say was generated, by prompt; of a stream, all its events together. Nothing of what is
+        not all text. They may be any JSON."""
+        return {}
+
+    def streamed_texts(self, events: Sequence[bytes]) -> Mapping[int, str]:
+        """As ``texts``, of the events of a stream as they came."""
+        answers = [parsed(data) for data in events]
+        return {} if None in answers else self.texts(answers)
+
+    def still_runs(self, answer: Any) -> bool:
+        """Whether an answer that is kept is not complete yet."""
+        return False
+
+    # -- errors -----------------------------------------------------------------------------------------
+
+    def error(self, refused: RequestRefused) -> Json:
+        """The body of an error of ours."""
+        return refused.payload()
+
+    def broken_off(self, message: str) -> bytes:
+        """The event that ends a stream whose worker went away; an end mark is left out on purpose."""
+        return event(self.error(worker_lost(message)))
+
+    # -- what is told of it -------------------------------------------------------------------------------
+
+    @property
+    def questions(self) -> tuple[Question, ...]:
+        """Endpoints beside it."""
+        return ()
+
+    @property
+    @abstractmethod
+    def schema(self) -> Json:
+        """The JSON schema of a body."""
+
+    def __repr__(self) -> str:
+        return f"<{self.path}>"
+
+
+def fields(names: str) -> frozenset[str]:
+    """Names of fields, parted by blanks."""
+    return frozenset(names.split())
+
+
+def worker_lost(message: str) -> RequestRefused:
+    """The error of a worker that went away while it worked on a request."""
+    return RequestRefused(message, status=502, kind="server_error", code="worker_lost")
+
+
+DIALECTS: dict[str, Dialect] = {}
+"""By path. Each is served, checked, described and fuzzed."""
+
+
+def register(*dialects: Dialect) -> None:
+    """Have HTTP APIs served by routers that start from now on."""
+    for dialect in dialects:
+        if dialect.path in DIALECTS:
+            raise ValueError(f"there is already an HTTP API at {dialect.path}")
+        DIALECTS[dialect.path] = dialect
+
+
+def error_body(path: str, refused: RequestRefused) -> Json:
+    """An error of ours, in the form of the API to which a path belongs."""
+    for dialect in DIALECTS.values():
+        if path == dialect.path or path.startswith(dialect.path + "/"):
+            return dialect.error(refused)
+    return refused.payload()
