@@ -276,8 +276,3 @@ class _Run:
             if count:
                 matches[one.name] = Match(count * BLOCK_TOKENS, own)
         return tuple(fleet), matches
-
-
-def request_count(sessions: Sequence[SimSession]) -> int:
-    """How many requests sessions have."""
-    return sum(len(session.requests) for session in sessions)

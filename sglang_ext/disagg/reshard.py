@@ -44,11 +44,6 @@ class RankPlan:
     blocks_local: int
 
     @property
-    def unit_bytes(self) -> int:
-        """Bytes that one unit moves from or to this rank."""
-        return int(self.template[:, 4].sum())
-
-    @property
     def layers(self) -> tuple[int, ...]:
         """Layers of the model that this rank serves."""
         return tuple(np.unique(self.template[:, 9]).tolist())

@@ -31,11 +31,6 @@ RUN_COLUMNS: Final = 5
 TEMPLATE_COLUMNS: Final = 10
 
 
-def no_runs() -> Runs:
-    """An empty batch."""
-    return np.empty((0, RUN_COLUMNS), np.int64)
-
-
 def total_bytes(runs: Runs) -> int:
     """Bytes that a batch moves."""
     return int(runs[:, BYTES].sum())

@@ -136,11 +136,3 @@ def find_runs(slots, blocks, block_tokens, runs):  # type: ignore[no-untyped-def
                 runs[n, 2] = 1
                 n += 1
     return n
-
-
-@_compile("void(uintp, uintp, int64[:,::1])")
-def move_ranges(target, source, ranges):  # type: ignore[no-untyped-def]
-    """Copy byte ranges: per range (offset in target, offset in source, bytes)."""
-    for r in range(ranges.shape[0]):
-        _copy(target + numba.uintp(ranges[r, 0]), source + numba.uintp(ranges[r, 1]), ranges[r, 2])
-    _fence()

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from sglang_ext.tiered_store.dram.memory import Bytes
 
 Int64s = npt.NDArray[np.int64]
-Vectors = npt.NDArray[np.uint64]
 
 
 @functools.cache
@@ -182,44 +181,6 @@ class PoolCopier:
             to_arena,
         )
         return plan.tokens * sum(layout.row_bytes[first:last])
-
-
-def copy_ranges(target: Bytes, source: Bytes, ranges: Int64s) -> None:
-    """Copy byte ranges from one array into another, without the GIL.
-
-    Args:
-        target, source: contiguous uint8 arrays.
-        ranges: int64, shape (n, 3): offset in target, offset in source, bytes.
-
-    Raises:
-        ValueError: a range lies outside of its array, or an array is not contiguous or not writable.
-    """
-    ranges = np.ascontiguousarray(ranges, dtype=np.int64)
-    if not (target.flags.c_contiguous and source.flags.c_contiguous and target.flags.writeable):
-        raise ValueError("copy_ranges needs contiguous arrays and a writable target")
-    if not ranges.size:
-        return
-    if ranges.min() < 0:
-        raise ValueError("a range has a negative offset or length")
-    for column, array, name in ((0, target, "target"), (1, source, "source")):
-        if (ranges[:, 2] > array.nbytes).any() or (ranges[:, column] > array.nbytes - ranges[:, 2]).any():
-            raise ValueError(f"a range ends outside of the {name}")
-    _kernels().move_ranges(target.ctypes.data, source.ctypes.data, ranges)
-
-
-def copy_vectors(targets: Vectors, sources: Vectors) -> None:
-    """Copy between equally many (address, length) pairs, pair by pair, without the GIL.
-
-    Args:
-        targets, sources: uint64, shape (n, 2), as `BlockMemory.vectors` makes and checks them.
-
-    Raises:
-        ValueError: the lengths of a pair differ.
-    """
-    if not np.array_equal(targets[:, 1], sources[:, 1]):
-        raise ValueError("sources and targets do not have the same lengths")
-    ranges = np.stack((targets[:, 0], sources[:, 0], sources[:, 1]), axis=1).astype(np.int64)
-    _kernels().move_ranges(0, 0, ranges)
 
 
 def _check_range(name: str, values: Int64s, size: int) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.geometry import Geometry, Plane, PlaneKind, Shard
-from sglang_ext.tiered_store.copy import PoolCopier, copy_ranges, warmup
+from sglang_ext.tiered_store.copy import PoolCopier, warmup
 from sglang_ext.tiered_store.dram.arena import DramArena
 
 SLOTS = 96
@@ -188,37 +188,26 @@ def test_a_pool_of_another_layout_is_refused() -> None:
         PoolCopier(other.geometry, arena)
 
 
-@pytest.mark.parametrize(
-    "bad", [(0, 0, 101), (1, 0, 100), (0, 1, 100), (-1, 0, 1), (0, 0, -1), (2**62, 0, 2**62)]
-)
-def test_copy_ranges_checks_its_ranges(bad: tuple[int, int, int]) -> None:
-    source, target = np.arange(100, dtype=np.uint8), np.zeros(100, dtype=np.uint8)
-    copy_ranges(target, source, np.array([(10, 20, 5), (0, 99, 1)]))
-    assert target[10:15].tolist() == [20, 21, 22, 23, 24]
-    assert target[0] == 99
-    with pytest.raises(ValueError, match=r"range"):
-        copy_ranges(target, source, np.array([(0, 0, 1), bad]))
-    assert target[0] == 99
-
-
 def test_copies_run_without_the_gil() -> None:
     """Two threads that copy at once overlap: one is inside its copy while the other runs Python."""
     warmup()
-    source = np.ones(64 << 20, dtype=np.uint8)
-    target = np.zeros_like(source)
-    ranges = np.array([(0, 0, source.size)] * 4)
-    done = threading.Event()
-    ticks = 0
+    pool = Pool(4, 256 << 10, 256 << 10, 16, 0, seed=7)
+    layout = pool.geometry.layout
+    with DramArena(layout, 6 * (layout.block_bytes + 8) + 8) as arena:
+        copier = PoolCopier(pool.geometry, arena)
+        plan = copier.plan(np.arange(SLOTS), np.arange(6))
+        done = threading.Event()
+        ticks = 0
 
-    def copy() -> None:
-        copy_ranges(target, source, ranges)
-        done.set()
+        def copy() -> None:
+            copier.gather(plan, 0, 4)
+            done.set()
 
-    thread = threading.Thread(target=copy)
-    thread.start()
-    while not done.is_set():
-        ticks += 1
-    thread.join(timeout=30)
+        thread = threading.Thread(target=copy)
+        thread.start()
+        while not done.is_set():
+            ticks += 1
+        thread.join(timeout=30)
     assert ticks > 1000  # with the GIL held, the interpreter would not have run once in between
 
 
@@ -229,9 +218,16 @@ from sglang_ext.tiered_store import copy
 assert "numba" not in sys.modules
 copy.warmup()
 import numpy as np
-a, b = np.arange(9, dtype=np.uint8), np.zeros(9, dtype=np.uint8)
-copy.copy_ranges(b, a, np.array([(0, 1, 8)]))
-assert b.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 0]
+from sglang_ext.geometry import Geometry, Plane, PlaneKind, Shard
+from sglang_ext.tiered_store.dram.arena import DramArena
+rows = np.arange(8, dtype=np.uint8).reshape(4, 2)
+plane = Plane(0, PlaneKind.LATENT, rows.ctypes.data, ("T", "D"), (4, 2), (2, 1), "uint8")
+geometry = Geometry((plane,), Shard(0, 1, 0, 1, 1, 1), 4)
+arena = DramArena(geometry.layout, 64)
+copier = copy.PoolCopier(geometry, arena)
+copier.gather(copier.plan([3, 2, 1, 0], [0]), 0)
+assert arena.blocks[0].tolist() == [6, 7, 4, 5, 2, 3, 0, 1]
+arena.close()
 print("ok")
 """
 

@@ -16,32 +16,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import BlockLayout
-from sglang_ext.tiered_store.dram.memory import ArenaMemory, Bytes, Progress, SharedRegion, map_region
+from sglang_ext.tiered_store.dram.memory import ArenaMemory, Bytes, Progress
 
 BlockIds = npt.NDArray[np.int64]
 Generations = npt.NDArray[np.uint64]
 
 _GENERATION_BYTES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class ArenaDescriptor:
-    """An arena as another process of the host sees it: plain data, to be sent over the control plane.
-
-    generations: byte offset of the generations in the region, uint64 each.
-    """
-
-    region: SharedRegion
-    n_blocks: int
-    block_bytes: int
-    generations: int
 
 
 class DramArena:
@@ -50,7 +36,7 @@ class DramArena:
     Args:
         layout: row bytes per plane and tokens per block.
         nbytes: size of the whole mapping, generations included; it never grows or shrinks.
-        shared: in shared memory, which other processes of the host can map (`descriptor`).
+        shared: in shared memory, which other processes of the host can map (`memory.fd`).
         pin: register the memory with CUDA if there is a device.
         touch: give every page its memory now; off only where a test wants an arena larger than memory.
         name: for logs and /proc/PID/maps.
@@ -134,12 +120,6 @@ class DramArena:
         start, stop = self.layout.layer_offsets[index : index + 2]
         return self._blocks[:, start:stop]
 
-    @property
-    def descriptor(self) -> ArenaDescriptor:
-        """What another process of the host needs for `ArenaView`. Raises ValueError for private memory."""
-        start = _generations_at(self.n_blocks, self.block_bytes)
-        return ArenaDescriptor(self.memory.region, self.n_blocks, self.block_bytes, start)
-
     # --- blocks ---
 
     @property
@@ -186,10 +166,6 @@ class DramArena:
             self._used[array] = False
             self._stack[self._free : self._free + array.size] = array
             self._free += array.size
-
-    def is_used(self, block: int) -> bool:
-        """Whether a block is handed out."""
-        return bool(self._used[block])
 
     def _check_ids(self, ids: BlockIds) -> None:
         if ids.ndim != 1:
@@ -244,20 +220,6 @@ class DramArena:
             f"<DramArena {self.used_blocks}/{self.n_blocks} blocks of {self.block_bytes} bytes"
             f"{' pinned' if self.pinned else ''}{' closed' if self._closed else ''}>"
         )
-
-
-class ArenaView:
-    """Another process's arena, mapped read-only into this one.
-
-    Bytes may change under the reader: read the generation of a block, copy the block, read the generation
-    again, and keep the copy only if both are what the owner announced.
-    """
-
-    def __init__(self, descriptor: ArenaDescriptor) -> None:
-        d = descriptor
-        self.descriptor = d
-        data = map_region(d.region)
-        self.blocks, self.generations = _views(data, d.n_blocks, d.block_bytes)
 
 
 def _generations_at(n_blocks: int, block_bytes: int) -> int:

@@ -18,7 +18,6 @@ import mmap
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,21 +47,6 @@ class ArenaMemoryError(MediumError):
 
 class PinError(MediumError):
     """CUDA is there but refused to pin the memory; the hint says what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedRegion:
-    """What another process of this host needs to map an arena: it may be sent to it as plain data.
-
-    device, inode: of the memfd, so that a reader notices when the process id has been given to another
-        process in the meantime.
-    """
-
-    pid: int
-    fd: int
-    nbytes: int
-    device: int
-    inode: int
 
 
 class ArenaMemory:
@@ -121,16 +105,6 @@ class ArenaMemory:
     def fd(self) -> int:
         """The sealed memfd that holds the memory from its first byte on; -1 where it is private or closed."""
         return self._fd
-
-    @property
-    def region(self) -> SharedRegion:
-        """How another process maps this memory. Raises ValueError when it is private."""
-        if self._fd < 0:
-            raise ValueError(
-                f"arena {self.name} is private memory; create it with shared=True to map it elsewhere"
-            )
-        stat = os.fstat(self._fd)
-        return SharedRegion(os.getpid(), self._fd, self.nbytes, stat.st_dev, stat.st_ino)
 
     def touch(self, *, threads: int = 0, progress: Progress | None = None) -> None:
         """Give every page its memory now: no copy pays for a page fault, and lack of memory shows here.
@@ -227,27 +201,6 @@ class ArenaMemory:
     def __repr__(self) -> str:
         kind = "private" if self._fd < 0 else "shared"
         return f"<ArenaMemory {self.name} {self.nbytes >> 20} MiB {kind}{' pinned' if self.pinned else ''}>"
-
-
-def map_region(region: SharedRegion) -> Bytes:
-    """Map another process's shared arena, read-only, shape (nbytes,). It stays mapped while the array lives.
-
-    Raises:
-        ProcessLookupError: that process is gone, or its id belongs to another process now.
-        PermissionError: the kernel does not let this user look into that process.
-    """
-    try:
-        fd = os.open(f"/proc/{region.pid}/fd/{region.fd}", os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise ProcessLookupError(f"process {region.pid}, the owner of the arena, is gone") from None
-    try:
-        stat = os.fstat(fd)
-        if (stat.st_dev, stat.st_ino) != (region.device, region.inode):
-            raise ProcessLookupError(f"process {region.pid} no longer has the arena; it has been restarted")
-        mapping = mmap.mmap(fd, region.nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
-    finally:
-        os.close(fd)
-    return np.frombuffer(mapping, dtype=np.uint8)
 
 
 def _cuda_runtime() -> Any:
