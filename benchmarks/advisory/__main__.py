@@ -1,8 +1,208 @@
-"""``python -m benchmarks.advisory``."""
+"""What hints are worth: Symphony's evaluation (section 4) on real servers of this machine, in one run.
 
+Systems: recompute (no cache, balanced), stock SGLang behind sglang-router cache_aware (where that is
+installed), sticky swapping (InferCept's way: a session stays where its DRAM is), ours without and with hints.
+All serve the model `small` on servers of equal size, whose HBM holds fewer sessions than there are users.
+
+- `systems`: normalized latency, TTFT, requests served and load by the number of users (figures 12 and 13).
+- `hits`: TTFT of hinted requests against HBM hits of the same lengths, one request at a time: under load,
+  waiting for others would be most of either.
+- `missing`, `priority`: figures 17 and 18. What is varied takes turns every few seconds within one
+  measurement, so that what disturbs the machine disturbs all of it.
+- `prefill`: figure 16, prompts of 512 new tokens and answers of one. `agents`: section 4.4, from logged runs.
+- `balance`: figure 14, load by instance over more instances, while sessions come and go. Of two instances
+  the median is the mean: the most that one can be above it is twofold, and a fifth is what sticky sessions
+  are.
+
+A run takes the better part of an hour. It can be made in several calls: `--parts` and `--systems` say what
+of it, and `--add-to` goes on with the report of the call before.
+
+How many users a system serves "at equal latency" is read off a line through few points: the latency is that
+of recompute at 4 users. Where it lies beyond what was measured of a system, the ratio is the least that it
+can be, and a note says so. `benchmarks/advisory/talks.py` says how the load differs from people's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from benchmarks.advisory.main import main
+from benchmarks.advisory.fleet import (
+    HINTED,
+    MODEL,
+    RECOMPUTE,
+    STICKY,
+    STOCK,
+    UNHINTED,
+    Fleet,
+    System,
+    Tiers,
+    progress,
+)
+from benchmarks.advisory.hits import measure_hits
+from benchmarks.advisory.parts import Parts
+from benchmarks.advisory.plan import FULL, PARTS, QUICK, QUICK_PARTS, TINY, WORDS, add_flags
+from benchmarks.advisory.plots import draw
+from benchmarks.advisory.summary import add_to, summarise
+from benchmarks.advisory.talks import Encode, Shape
+from benchmarks.lib.common import Options, Report, at_least, at_most, parse
+from benchmarks.lib.data import data_folder
+from benchmarks.router.fleet import forked_servers
+from benchmarks.router.processes import peer_missing
+from sglang_ext.testing.models import model_path
+
+NAME = "advisory"
+AIMS = {
+    "share_within_1_1_of_hbm_hit": at_least(0.95),
+    "users_vs_recompute": at_least(5.0),
+    "max_over_median_load": at_most(1.2),
+    "max_over_median_load_sticky": at_least(1.5),
+    "missed10_cost": at_most(0.06),
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """What is measured on servers of one kind."""
+
+    kind: str
+    instances: int
+    tiers: Tiers
+    systems: tuple[System, ...]
+    parts: frozenset[str]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    options = parse(argv, NAME, __doc__, add_flags)
+    report = Report(NAME, AIMS)
+    if options.extra.add_to is not None:
+        try:
+            add_to(report, options.extra.add_to)
+        except (OSError, ValueError) as error:
+            sys.stderr.write(f"{error}\n")
+            return 2
+    # Routers are no guarded processes: an end by SIGTERM has to pass through here, as Ctrl-C does.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        Benchmark(options, report).run()
+    except KeyboardInterrupt:
+        report.note("interrupted: only what was measured until then")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    summarise(report)
+    if options.extra.plots is not None:
+        draw(report.rows, options.extra.plots)
+    return report.finish(options)
+
+
+class Benchmark:
+    """One run: servers of a kind after the other, and what each kind is measured for."""
+
+    def __init__(self, options: Options, report: Report) -> None:
+        extra = options.extra
+        self.plan = options.pick(FULL, quick=QUICK, tiny=TINY)
+        self.parts: Sequence[str] = extra.parts or (QUICK_PARTS if options.quick else PARTS)
+        self.report = report
+        shape, folder = Shape(pace=extra.pace), data_folder(extra.data)
+        self._run = Parts(self.plan, report, shape, folder, _encoder())
+        self._instances: int = extra.instances
+        self._peer: Path | None = extra.sglang_router_python
+        words = extra.systems or list(WORDS)
+        self._asked = {WORDS[word] for word in words}
+
+    def run(self) -> None:
+        """Measure all parts."""
+        with forked_servers():
+            self._run_groups()
+
+    def _run_groups(self) -> None:
+        for group in self._groups():
+            progress(f"starting {group.instances} servers: {group.kind}")
+            with Fleet(group.kind, group.instances, group.tiers) as fleet:
+                order = "before" if fleet.first else "among"
+                self.report.note(f"servers ({group.kind}): run {order} other work of this machine")
+                self._measure(fleet, group)
+
+    def _groups(self) -> Iterator[Group]:
+        """The servers that are needed, and what for."""
+        crowd = self.plan.crowd
+        parts = frozenset(self.parts) - {"balance"}
+        found = [
+            Group("ours", self._instances, self.plan.tiers, (STICKY, UNHINTED, HINTED), parts),
+            Group("no cache", self._instances, self.plan.tiers, (RECOMPUTE,), parts),
+            Group("stock", self._instances, self.plan.tiers, (STOCK,), parts),
+        ]
+        if "balance" in self.parts:
+            found.append(
+                Group("ours", crowd.instances, crowd.tiers, (STICKY, HINTED), frozenset({"balance"}))
+            )
+        for group in found:
+            systems = tuple(
+                system
+                for system in group.systems
+                if system in self._asked and any(self._takes_part(system, part) for part in group.parts)
+            )
+            if systems == (STOCK,) and (missing := peer_missing(self._peer)) is not None:
+                self.report.note(f"{STOCK.name}: {missing}")
+            elif systems:
+                yield replace(group, systems=systems)
+
+    def _takes_part(self, system: System, part: str) -> bool:
+        if part in ("hits", "missing"):
+            return system is HINTED
+        if part == "priority":
+            return system in (HINTED, RECOMPUTE)
+        if part == "systems":
+            return bool(self._counts(system))
+        return True
+
+    def _counts(self, system: System) -> tuple[int, ...]:
+        return self.plan.counts.get(system.name, (self.plan.main,))
+
+    # -- one kind of servers ------------------------------------------------------------------------
+
+    def _measure(self, fleet: Fleet, group: Group) -> None:
+        # Ours with and without hints differ in what the clients send, not in the router.
+        for _, systems in itertools.groupby(group.systems, key=lambda system: system.policy):
+            sharing = list(systems)
+            with fleet.routed(sharing[0], self._peer) as url:
+                for system in sharing:
+                    self._measure_system(fleet, system, url, group.parts)
+
+    def _measure_system(self, fleet: Fleet, system: System, url: str, parts: frozenset[str]) -> None:
+        parts = frozenset(part for part in parts if self._takes_part(system, part))
+        run = self._run
+        if "hits" in parts:
+            measure_hits(self.report, fleet, url, self.plan.hits, self.plan.tiers)
+        counts = self._counts(system) if "systems" in parts else ()
+        varied = parts & {"missing", "priority", "prefill"}
+        most = max([*counts, *([self.plan.main] if varied else [])], default=0)
+        if most:
+            run.warm(fleet, system, url, most)
+        for count in counts:
+            run.systems(fleet, system, url, count)
+        for part, measure in (
+            ("missing", run.missing),
+            ("priority", run.priority),
+            ("prefill", run.prefill),
+            ("balance", run.balance),
+            ("agents", run.agents),
+        ):
+            if part in parts:
+                measure(fleet, system, url)
+
+
+def _encoder() -> Encode:
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(model_path(MODEL) / "tokenizer.json"))
+    return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
+
 
 if __name__ == "__main__":
     sys.exit(main())

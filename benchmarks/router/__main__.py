@@ -1,8 +1,73 @@
-"""``python -m benchmarks.router``."""
+"""What the router costs a request, and how much of the caches it brings to use, beside sglang-router.
 
+With fast stand-in workers: requests per second and added latency, one core for the router. With real servers:
+tokens reused and time to first token by policy, in ordinary operation, with pools too small for the load,
+and right after an instance has restarted; and the tail of the time to first token when some sessions share
+their beginning (MemServe, figure 15).
+
+Two things are compared with sglang-router: the routing alone, in front of the very same servers, without
+tiers (ordinary, scarce pools); and the whole, our router in front of servers with DRAM and disk tiers, beside
+sglang-router in front of servers that have none, as stock SGLang's (scarce, restart).
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-from benchmarks.router.main import main
+from benchmarks.lib.common import Report, at_least, at_most, parse
+from benchmarks.router.serving import SERVING_CASES, measure_serving
+from benchmarks.router.speed import measure_speed
+
+PARTS = ("speed", "serving")
+AIMS = {
+    "added_p50_vs_sglang_router": at_most(1.0),
+    "added_p99_vs_sglang_router": at_most(1.0),
+    "rps_vs_sglang_router": at_least(1.0),
+    "rps_fresh_vs_sglang_router": at_least(1.0),
+    "reuse_vs_cache_aware": at_least(1.2),
+    "reuse_vs_cache_aware_scarce": at_least(1.2),
+    "reuse_vs_cache_aware_restart": at_least(1.2),
+    "p99_ttft_vs_session_share2": at_most(0.41),
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--sglang-router-python",
+        type=Path,
+        metavar="PYTHON",
+        help="interpreter of an environment of its own with sglang-router==0.3.2, to measure it too",
+    )
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        choices=SERVING_CASES,
+        default=SERVING_CASES,
+        help="of the part with real servers",
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    # Ends what was started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    options = parse(argv, "router", __doc__, add_flags)
+    report = Report("router", AIMS)
+    try:
+        if "speed" in options.extra.parts:
+            measure_speed(options, report, options.extra.sglang_router_python)
+        if "serving" in options.extra.parts:
+            measure_serving(options, report, options.extra.sglang_router_python)
+    finally:
+        # What was measured before it was ended is told, too.
+        report.finish(options)
+    return 0
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,8 +1,59 @@
-"""``python -m benchmarks.tiers``."""
+"""How fast blocks move between the engine's pool, DRAM and disk, and what of it a request notices.
 
+Copies are measured against libc's memcpy of the same scattered blocks, loads from disk against fio reading
+the same file system with the same bytes in flight, and beside other ways to keep blocks: as values in LMDB,
+as a file per page, and LMCache's local disk backend. With real servers: the time to first token by the tier
+that holds the prompt, the share of the load that it does not show, and what writing costs decoding.
+"""
+
+from __future__ import annotations
+
+import argparse
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-from benchmarks.tiers.main import main
+from benchmarks.lib.common import Report, at_least, at_most, parse
+from benchmarks.tiers.copy import measure_copies
+from benchmarks.tiers.disk import measure_disk
+from benchmarks.tiers.serving import measure_servers
+
+PARTS = ("copy", "disk", "servers")
+AIMS = {
+    "dram_to_hbm_vs_copy": at_least(0.85),
+    "hbm_to_dram_vs_copy": at_least(0.85),
+    "disk_to_hbm_vs_fio": at_least(0.8),
+    "disk_read_vs_lmdb_cold": at_least(1.0),
+    "disk_read_vs_file_per_page_cold": at_least(1.0),
+    "disk_read_vs_lmcache": at_least(1.0),
+    "load_hidden_dram": at_least(0.9),
+    "ttft_disk_vs_recompute_8k": at_most(0.5),
+    "write_through_decode_cost": at_most(0.03),
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--disk-path", type=Path, help="folder on the disk to measure; the temporary folder else"
+    )
+    parser.add_argument(
+        "--lmcache-python", type=Path, help="interpreter of an environment with LMCache, to measure it too"
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    options = parse(argv, "tiers", __doc__, add_flags)
+    report = Report("tiers", AIMS)
+    if "copy" in options.extra.parts:
+        measure_copies(options, report)
+    if "disk" in options.extra.parts:
+        measure_disk(options, report, options.extra.disk_path, options.extra.lmcache_python)
+    if "servers" in options.extra.parts:
+        measure_servers(options, report, options.extra.disk_path)
+    return report.finish(options)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from benchmarks.advisory.__main__ import Benchmark, main
 from benchmarks.advisory.figures import Told
 from benchmarks.advisory.fleet import SYSTEMS, Tiers, server_flags
-from benchmarks.advisory.main import Benchmark, main
 from benchmarks.advisory.play import Player, Scene
 from benchmarks.advisory.talks import Ask, Call, Talk
 from benchmarks.lib.common import Report, parse
@@ -232,7 +232,7 @@ def test_a_run_in_pieces_measures_what_is_asked_for(tmp_path: Path) -> None:
 
 
 def _no_data(folder: Path):
-    from benchmarks.advisory.main import add_flags
+    from benchmarks.advisory.__main__ import add_flags
 
     def flags(parser) -> None:
         add_flags(parser)

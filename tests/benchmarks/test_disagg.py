@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.disagg.__main__ import chosen
 from benchmarks.disagg.loads import Size, middles, sessions, tokens
-from benchmarks.disagg.main import chosen
 from benchmarks.disagg.report import Leg, Turn, compare, complete_summary, growth, late, line, report_on
 from benchmarks.disagg.servers import DESIGNS, ROUTED, STOCK_DESIGN, STOCK_ROUTED, TRUTH, Design
 from benchmarks.lib.common import Report

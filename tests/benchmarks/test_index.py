@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 
-from benchmarks.index import main as index
+from benchmarks.index import __main__ as index
 from benchmarks.index.workload import SYSTEM_TOKENS, TURN_TOKENS, Workload
 from benchmarks.lib.common import SEED, Report
 from sglang_ext.patches.cpu import runtime

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.index_events import main as index_events
+from benchmarks.index_events import __main__ as index_events
 from benchmarks.lib.common import Report
 
 

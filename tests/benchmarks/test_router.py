@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lib.common import Report
+from benchmarks.router.__main__ import main
 from benchmarks.router.load import Job, message
-from benchmarks.router.main import main
 from benchmarks.router.processes import PEER, generator, peer_missing, stand_ins
 from benchmarks.router.sessions import Words, conversations, play_arriving, play_rounds
 from benchmarks.router.speed import CASES, DIRECT, FRESH_CASES, MANY, ONE, OURS, Leg, summarise

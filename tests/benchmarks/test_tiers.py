@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tiers.main import main
+from benchmarks.tiers.__main__ import main
 
 RATIOS = {
     "dram_to_hbm_vs_copy",
