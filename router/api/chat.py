@@ -22,6 +22,7 @@ from sglang_ext.router.api.validation import (
     kinds,
     namespaces,
     take_objects,
+    take_parts,
     wrong,
 )
 from sglang_ext.router.http.types import RequestRefused
@@ -144,16 +145,9 @@ def _check_message(message: Json, field: str) -> None:
             code="invalid_value",
         )
     content = message.get("content")
-    if content is None and role == "user":
-        raise wrong(f"{field}.content", "a string or an array of parts", None)
-    if content is None or type(content) is str:
+    if content is None and role != "user":
         return
-    if type(content) is not list:
-        raise wrong(f"{field}.content", "a string or an array of parts", content)
-    for index, part in enumerate(content):
-        where = f"{field}.content[{index}]"
-        if type(part) is not dict:
-            raise wrong(where, "an object", part)
+    for where, part in take_parts(content, f"{field}.content"):
         if type(part.get("type")) is not str:
             raise wrong(f"{where}.type", "a string", part.get("type"))
         if part["type"] == "text" and type(part.get("text")) is not str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sglang_ext.router.api import json_schema as schemas
 from sglang_ext.router.api.dialect import fields
 from sglang_ext.router.api.openai import OpenAiDialect
@@ -13,13 +11,12 @@ from sglang_ext.router.api.validation import (
     Json,
     Limits,
     PromptInput,
-    check_ids,
     kinds,
     namespaces,
-    wrong,
+    take_prompts,
 )
-from sglang_ext.router.http.types import RequestRefused
 
+_PROMPT = "a string, or an array of strings, of token ids, or of arrays of them"
 DEFAULT_MAX_TOKENS = 16
 """``max_tokens`` when it is absent."""
 
@@ -41,7 +38,7 @@ class Completions(OpenAiDialect):
     def parse(self, payload: Json, limits: Limits) -> Job:
         adapter = self.checked(payload, limits)
         max_new = payload.get("max_tokens") or DEFAULT_MAX_TOKENS
-        prompts, is_batch = _prompts(payload.get("prompt"), limits)
+        prompts, is_batch = take_prompts(payload.get("prompt"), "prompt", _PROMPT, limits)
         spaces = namespaces(payload, len(prompts), adapter)
         return Job(
             bool(payload.get("stream")),
@@ -71,30 +68,3 @@ class Completions(OpenAiDialect):
 
 
 COMPLETIONS = Completions()
-
-
-def _prompts(value: Any, limits: Limits) -> tuple[list[PromptInput], bool]:
-    """The prompts, and whether they are a batch."""
-    if type(value) is str:
-        if not value:
-            raise RequestRefused("prompt is empty", param="prompt", code="empty_prompt")
-        return [PromptInput(text=value)], False
-    if type(value) is not list:
-        raise wrong("prompt", "a string, or an array of strings, of token ids, or of arrays of them", value)
-    if not value:
-        raise RequestRefused("prompt is empty", param="prompt", code="empty_prompt")
-    if type(value[0]) is int:
-        return [PromptInput(ids=check_ids(value, "prompt", limits.vocab_size))], False
-    prompts = []
-    for index, item in enumerate(value):
-        where = f"prompt[{index}]"
-        if type(item) is not type(value[0]) or type(item) not in (str, list):
-            kinds: dict[type, str] = {str: "a string", list: "an array of token ids"}
-            raise wrong(where, kinds.get(type(value[0]), "a string or an array of token ids"), item)
-        if not item:
-            raise RequestRefused(f"{where} is empty", param=where, code="empty_prompt")
-        if type(item) is str:
-            prompts.append(PromptInput(text=item))
-        else:
-            prompts.append(PromptInput(ids=check_ids(item, where, limits.vocab_size)))
-    return prompts, True

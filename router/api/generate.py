@@ -19,11 +19,11 @@ from sglang_ext.router.api.validation import (
     Limits,
     PromptInput,
     check_fields,
-    check_ids,
     json_type,
     kinds,
     namespaces,
     take_bool,
+    take_prompts,
     wrong,
 )
 from sglang_ext.router.http.types import RequestRefused
@@ -219,39 +219,12 @@ def _prompts(payload: Json, limits: Limits) -> tuple[list[PromptInput], bool]:
     if name == "input_embeds":  # a worker refuses them unless it was started without a radix cache
         return [PromptInput(text="", opaque=True)], False
     if name == "text":
-        return _texts(value, allow_empty=_has_media(payload))
-    if type(value) is list and value and type(value[0]) is list:
-        return [
-            PromptInput(ids=_ids(ids, f"input_ids[{index}]", limits)) for index, ids in enumerate(value)
-        ], True
+        what = "a string or an array of strings"
+        return take_prompts(value, name, what, limits, ids=False, allow_empty=_has_media(payload))
     session = payload.get("session_params")
     if value == [] and isinstance(session, dict) and session.get("id"):
         return [PromptInput(text="", opaque=True)], False  # the session's history is the prompt
-    return [PromptInput(ids=_ids(value, "input_ids", limits))], False
-
-
-def _ids(value: Any, field: str, limits: Limits) -> Any:
-    ids = check_ids(value, field, limits.vocab_size)
-    if not ids:
-        raise RequestRefused(f"{field} is empty", param=field, code="empty_prompt")
-    return ids
-
-
-def _texts(value: Any, *, allow_empty: bool) -> tuple[list[PromptInput], bool]:
-    if type(value) is str:
-        if not value and not allow_empty:
-            raise RequestRefused("text is empty", param="text", code="empty_prompt")
-        return [PromptInput(text=value)], False
-    if type(value) is not list:
-        raise wrong("text", "a string or an array of strings", value)
-    if not value:
-        raise RequestRefused("text is an empty array", param="text", code="empty_prompt")
-    for index, item in enumerate(value):
-        if type(item) is not str:
-            raise wrong(f"text[{index}]", "a string", item)
-        if not item and not allow_empty:
-            raise RequestRefused(f"text[{index}] is empty", param=f"text[{index}]", code="empty_prompt")
-    return [PromptInput(text=item) for item in value], True
+    return take_prompts(value, name, "an array of token ids", limits, texts=False)
 
 
 def _sampling(value: Any, count: int, is_batch: bool, limits: Limits) -> tuple[list[int | None], int]:

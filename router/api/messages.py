@@ -36,6 +36,7 @@ from sglang_ext.router.api.validation import (
     check_fields,
     kinds,
     take_objects,
+    take_parts,
     take_string,
     wrong,
 )
@@ -216,14 +217,7 @@ def check_conversation(payload: Json) -> None:
 
 
 def _check_content(content: Any, field: str) -> None:
-    if type(content) is str:
-        return
-    if type(content) is not list:
-        raise wrong(field, "a string or an array of blocks", content)
-    for index, block in enumerate(content):
-        where = f"{field}[{index}]"
-        if type(block) is not dict:
-            raise wrong(where, "an object", block)
+    for where, block in take_parts(content, field, "blocks"):
         kind = block.get("type")
         if type(kind) is not str or kind not in BLOCKS:
             raise RequestRefused(
@@ -250,13 +244,8 @@ _REQUIRED = {"text": ("text",), "tool_use": ("id", "name"), "thinking": ("thinki
 
 
 def _check_tools(payload: Json) -> None:
-    tools = payload.get("tools")
-    if tools is not None and type(tools) is not list:
-        raise wrong("tools", "an array of tools", tools)
-    for index, tool in enumerate(tools or ()):
+    for index, tool in enumerate(take_objects(payload, "tools", "an array of tools", needed=False)):
         where = f"tools[{index}]"
-        if type(tool) is not dict:
-            raise wrong(where, "an object", tool)
         if type(tool.get("name")) is not str:
             raise wrong(f"{where}.name", "a string", tool.get("name"))
         if not is_server_tool(tool) and type(tool.get("input_schema")) is not dict:

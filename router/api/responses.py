@@ -29,6 +29,7 @@ from sglang_ext.router.api.validation import (
     kinds,
     namespaces,
     take_objects,
+    take_parts,
     wrong,
 )
 from sglang_ext.router.http.types import RequestRefused
@@ -38,6 +39,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _MESSAGE = (None, "message")
 _CALLS = ("function_call", "custom_tool_call")
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
+_TEXTS = ("input_text", "output_text", "text")
 
 
 _BODY = SAMPLING | kinds(
@@ -167,33 +169,14 @@ def _check_input(payload: Json) -> None:
             raise RequestRefused(
                 f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role", code="invalid_value"
             )
-        if kind in _MESSAGE:
-            _check_content(item.get("content"), f"{where}.content")
-
-
-def _check_content(content: Any, field: str) -> None:
-    if content is None or type(content) is str:
-        return
-    if type(content) is not list:
-        raise wrong(field, "a string or an array of parts", content)
-    for index, part in enumerate(content):
-        where = f"{field}[{index}]"
-        if type(part) is not dict:
-            raise wrong(where, "an object", part)
-        if part.get("type") in _TEXTS and type(part.get("text")) is not str:
-            raise wrong(f"{where}.text", "a string", part.get("text"))
-
-
-_TEXTS = ("input_text", "output_text", "text")
+        if kind in _MESSAGE and item.get("content") is not None:
+            for part_field, part in take_parts(item["content"], f"{where}.content"):
+                if part.get("type") in _TEXTS and type(part.get("text")) is not str:
+                    raise wrong(f"{part_field}.text", "a string", part.get("text"))
 
 
 def _check_tools(payload: Json) -> None:
-    tools = payload.get("tools")
-    if tools is not None and type(tools) is not list:
-        raise wrong("tools", "an array of tools", tools)
-    for index, tool in enumerate(tools or ()):
-        if type(tool) is not dict:
-            raise wrong(f"tools[{index}]", "an object", tool)
+    for index, tool in enumerate(take_objects(payload, "tools", "an array of tools", needed=False)):
         if tool.get("type") == "function" and type(tool.get("name")) is not str:
             raise wrong(f"tools[{index}].name", "a string", tool.get("name"))
 

@@ -7,7 +7,7 @@ may be. What SGLang itself answers with a 400 is left to SGLang, unless the rout
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -178,21 +178,84 @@ def take_string(source: Json, name: str, prefix: str = "") -> str | None:
     return value
 
 
-def take_objects(source: Json, name: str, what: str) -> list[Json]:
-    """A field that is an array of objects, of one at least.
+def take_objects(source: Json, name: str, what: str, *, needed: bool = True) -> list[Json]:
+    """A field that is an array of objects.
 
     Args:
         what: what it is an array of, for the text of an error.
+        needed: of one at least.
     """
     value = source.get(name)
+    if value is None and not needed:
+        return []
     if type(value) is not list:
         raise wrong(name, what, value)
-    if not value:
-        raise RequestRefused(f"{name} is empty", param=name, code="empty_prompt")
+    if not value and needed:
+        raise _empty(name)
     for index, item in enumerate(value):
         if type(item) is not dict:
             raise wrong(f"{name}[{index}]", "an object", item)
     return value
+
+
+def take_parts(content: Any, field: str, what: str = "parts") -> Iterator[tuple[str, Json]]:
+    """(field, part) of the parts of a message's content; none of one that is a text."""
+    if type(content) is str:
+        return
+    if type(content) is not list:
+        raise wrong(field, f"a string or an array of {what}", content)
+    for index, part in enumerate(content):
+        where = f"{field}[{index}]"
+        if type(part) is not dict:
+            raise wrong(where, "an object", part)
+        yield where, part
+
+
+def take_prompts(
+    value: Any,
+    field: str,
+    what: str,
+    limits: Limits,
+    *,
+    texts: bool = True,
+    ids: bool = True,
+    allow_empty: bool = False,
+) -> tuple[list[PromptInput], bool]:
+    """One prompt or an array of them, and whether it is an array: a batch.
+
+    Args:
+        what: what the field may be, for the text of an error.
+        texts, ids: whether prompts may be texts, and arrays of token ids.
+        allow_empty: texts may be empty.
+    """
+    if type(value) is str and texts:
+        if not value and not allow_empty:
+            raise _empty(field)
+        return [PromptInput(text=value)], False
+    if type(value) is not list:
+        raise wrong(field, what, value)
+    if not value:
+        raise _empty(field)
+    first = type(value[0])
+    if ids and first is not list and not (texts and first is str):
+        return [PromptInput(ids=check_ids(value, field, limits.vocab_size))], False
+    kind = first if texts and ids else list if ids else str
+    prompts = []
+    for index, item in enumerate(value):
+        where = f"{field}[{index}]"
+        if type(item) is not kind:
+            raise wrong(where, "a string" if kind is str else "an array of token ids", item)
+        if not item and not (allow_empty and kind is str):
+            raise _empty(where)
+        if isinstance(item, str):
+            prompts.append(PromptInput(text=item))
+        else:
+            prompts.append(PromptInput(ids=check_ids(item, where, limits.vocab_size)))
+    return prompts, True
+
+
+def _empty(field: str) -> RequestRefused:
+    return RequestRefused(f"{field} is empty", param=field, code="empty_prompt")
 
 
 def adapter_of(model: str | None) -> str | None:
