@@ -1,4 +1,4 @@
-"""Tiers, namespaces and block keys: how a piece of KV is named everywhere.
+"""Namespaces and block keys: how a piece of KV is named everywhere.
 
 A *block* is a fixed run of tokens with all its planes. Its *key* is a hash chained over
 (namespace, parent key, the block's tokens), so that equal keys mean equal prefixes under
@@ -8,7 +8,6 @@ equal weights, dtype and layout; KV never crosses a namespace.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import hashlib
 import json
 import sys
@@ -34,17 +33,6 @@ FEW_TOKENS = 64
 """So many are looked at one by one; to numpy they would be too few."""
 
 TokenIds: TypeAlias = "Sequence[int] | array[int] | npt.NDArray[np.integer]"
-
-
-class Tier(enum.IntEnum):
-    """Where a copy of a block lies, nearest to the model first."""
-
-    HBM = 0
-    """The engine's own KV pool (on a CPU host, the same pool in RAM)."""
-    DRAM = 1
-    """The arena in host memory."""
-    DISK = 2
-    """Segments on a local disk."""
 
 
 @dataclasses.dataclass(frozen=True)

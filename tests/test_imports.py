@@ -24,6 +24,7 @@ SHARED = {
     "hosts",
     "keys",
     "metrics",
+    "tiers",
     "wire",
 }
 """Modules of sglang_ext that every part may import."""

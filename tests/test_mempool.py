@@ -13,13 +13,14 @@ import pytest
 
 from sglang_ext.errors import ConfigError, InternalError, UserError
 from sglang_ext.geometry import BlockLayout
-from sglang_ext.keys import Namespace, Tier, encode_tokens
+from sglang_ext.keys import Namespace, encode_tokens
 from sglang_ext.mempool import Address, AddressError, ArenaRegion, MemPool, MemType, Outcome, OutOfBlocksError
 from sglang_ext.mempool.inserting import plan
 from sglang_ext.mempool.regions import Rows
 from sglang_ext.testing.blocks import LAYOUT
 from sglang_ext.tiered_store.disk.state import DiskConfig
 from sglang_ext.tiered_store.disk.tier import DiskTier
+from sglang_ext.tiers import Tier, all_tiers
 
 SPACE = Namespace("m", "w", "float16", LAYOUT.facts())
 ROOT = Path(__file__).parents[1]
@@ -69,7 +70,7 @@ def cached(pool: MemPool, letter: int, blocks: int, type: MemType = MemType.HBM)
 def tiers(pool: MemPool, letter: int, blocks: int) -> str:
     """Where each block of a prompt is: H, D(RAM), K (disk)."""
     with pool.match(prompt(letter, blocks), id="look") as hold:
-        return "".join("HDK"[tier] for tier in hold.tiers)
+        return "".join("HDK"[tier.level] for tier in hold.tiers)
 
 
 # -- addresses ----------------------------------------------------------------------------------
@@ -197,7 +198,7 @@ def test_without_room_below_the_oldest_goes_for_good_and_is_counted(make: Make) 
 def test_a_tier_that_is_not_there(make: Make) -> None:
     pool = make(2, 0)
     for type in (MemType.DRAM, MemType.MIXED, MemType.DISK):
-        with pytest.raises(ConfigError, match="has no D"):
+        with pytest.raises(ConfigError, match=r"has no (DRAM|disk)"):
             pool.alloc_mem(1, type, id="r")
     with pytest.raises(UserError, match="size is -1"):
         pool.alloc_mem(-1, id="r")
@@ -288,7 +289,7 @@ def test_where_given_blocks_go(
     given: str, held: tuple[int, int], expected: tuple[int, int, tuple[int, ...]]
 ) -> None:
     owned = {
-        i: Address("one", 1, Tier("HDK".index(letter)), (i,))
+        i: Address("one", 1, all_tiers()["HDK".index(letter)], (i,))
         for i, letter in enumerate(given)
         if letter != "."
     }

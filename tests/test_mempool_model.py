@@ -20,13 +20,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from sglang_ext.keys import Namespace, Tier, encode_tokens
+from sglang_ext.keys import Namespace, encode_tokens
 from sglang_ext.mempool import Address, Hold, MemPool, MemType, Outcome, OutOfBlocksError
 from sglang_ext.mempool.regions import Rows
 from sglang_ext.testing.blocks import LAYOUT
 from sglang_ext.testing.files import FaultyFiles
 from sglang_ext.tiered_store.disk.state import DiskConfig
 from sglang_ext.tiered_store.disk.tier import DiskTier
+from sglang_ext.tiers import Tier, tier_named
 
 SPACES = tuple(Namespace("m", "w", "float16", LAYOUT.facts(), salt=salt) for salt in ("", "tenant"))
 STEP = LAYOUT.block_tokens
@@ -95,7 +96,7 @@ class PoolMachine(RuleBasedStateMachine):
             try:
                 found = self.pool.alloc_mem(size, type, id=id)
             except OutOfBlocksError:
-                tiers = [Tier.DRAM] if type is MemType.MIXED else [Tier[type.name]]
+                tiers = [Tier.DRAM] if type is MemType.MIXED else [tier_named(type.value)]
                 assert sum(self.pool.tiers.available(tier) for tier in tiers) < size
                 return
         assert len(found) == size

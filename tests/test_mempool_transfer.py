@@ -18,10 +18,11 @@ from sglang_ext.disagg.transfer.pool_transfer import TransferFlag
 from sglang_ext.disagg.transfer.pool_transfer import transfer as transfer_blocks
 from sglang_ext.errors import ConfigError, UserError
 from sglang_ext.geometry import mha_geometry
-from sglang_ext.keys import Namespace, Tier
+from sglang_ext.keys import Namespace
 from sglang_ext.mempool import AddressError, ArenaRegion, MemPool, MemType, Received, serve
 from sglang_ext.mempool.envelope import Envelope, seal, unseal
 from sglang_ext.mempool.regions import Rows
+from sglang_ext.tiers import Tier
 
 GEOMETRY = mha_geometry(
     k_addresses=(0, 0), v_addresses=(0, 0), slots=4, heads=2, head_dim=8, dtype="float16", block_tokens=4

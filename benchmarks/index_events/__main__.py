@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.lib.common import SEED, Report, parse, percentile
 from sglang_ext.clock import SystemClock
 from sglang_ext.engine.events.events import Changed, PlacementFeed
-from sglang_ext.keys import Tier, encode_tokens
+from sglang_ext.keys import encode_tokens
 from sglang_ext.protocol.agent import FROM_AGENT, Events, Hello, PlacementEvent, SnapshotBegin, SnapshotEnd
 from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.radix_global.sync.replica import Outcome
@@ -32,6 +32,7 @@ from sglang_ext.radix_global.sync.stream import EventStream
 from sglang_ext.router.index.index import Index
 from sglang_ext.router.index.prompt_trees import PromptTrees
 from sglang_ext.router.policies.base import Role
+from sglang_ext.tiers import Tier
 
 BLOCK = 16
 SYSTEM_TOKENS = 512
@@ -76,7 +77,7 @@ class Instance:
     def __init__(self, name: str, *, tells: bool) -> None:
         self.tree = RadixTree(BLOCK)
         self.hbm, dram = Holder.of(name, 1, Tier.HBM), Holder.of(name, 1, Tier.DRAM)
-        self.feed = PlacementFeed(self.tree, self.hbm, dram) if tells else None
+        self.feed = PlacementFeed(self.tree, (self.hbm, dram)) if tells else None
 
     def step(self, key: bytes) -> None:
         """What a pass does to the tree."""

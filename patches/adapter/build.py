@@ -23,7 +23,6 @@ from sglang_ext.engine.tiers.mover import LayerGate, Mover, ThreadMover
 from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import Geometry
-from sglang_ext.keys import Tier
 from sglang_ext.mempool.store import Store
 from sglang_ext.patches.adapter.build_agent import attach_agent, attach_hints, naming_of
 from sglang_ext.patches.adapter.build_disk import (
@@ -42,6 +41,7 @@ from sglang_ext.patches.adapter.support import require_computing, require_suppor
 from sglang_ext.radix_global import Holder, RadixTree, policy_by_name
 from sglang_ext.tiered_store.copy import PoolCopier, warmup
 from sglang_ext.tiered_store.dram.arena import DramArena
+from sglang_ext.tiers import Tier
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
@@ -156,7 +156,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             ),
             epoch=epoch,
             names=names,
-            disk=names_on(disk),
+            named=names_on(disk),
             namespace=dataclasses.replace(identity, shard="")
             if identity is not None
             else identity_of(ctx, geometry, "", weights=False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -11,7 +12,7 @@ import msgspec
 from sglang_ext.cluster_key import ClusterKey, read_cluster_key
 from sglang_ext.config import KvConfig
 from sglang_ext.engine.cache.listeners import Listener
-from sglang_ext.engine.events.agent import Agent, AgentFacts, DiskNames
+from sglang_ext.engine.events.agent import Agent, AgentFacts, ListsNames
 from sglang_ext.engine.events.agent_socket import AgentSocket
 from sglang_ext.engine.events.events import PlacementFeed
 from sglang_ext.engine.events.registration import Registrar
@@ -19,12 +20,13 @@ from sglang_ext.engine.prefetch.advice import HintDesk
 from sglang_ext.engine.tiers.block_names import BlockNames
 from sglang_ext.errors import InternalError
 from sglang_ext.hosts import is_loopback
-from sglang_ext.keys import Namespace, Tier
+from sglang_ext.keys import Namespace
 from sglang_ext.patches.adapter.migration import MoveDesk
 from sglang_ext.patches.adapter.pd_setup import reachable
 from sglang_ext.protocol.agent import Fill, Load, Naming, ToAgent
 from sglang_ext.protocol.cluster import Registration, RoleName
 from sglang_ext.radix_global import Holder
+from sglang_ext.tiers import Tier, all_tiers
 
 if TYPE_CHECKING:
     from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
@@ -54,8 +56,8 @@ class SchedulerGauges:
             queued_tokens=sum(len(getattr(req, "req", req).origin_input_ids) for req in waiting),
         )
 
-    def fill(self) -> Mapping[Tier, Fill]:
-        return {tier: Fill(*used) for tier, used in self._cache.blocks_by_tier().items()}
+    def fills(self) -> tuple[Fill, ...]:
+        return tuple(Fill(tier.level, *used) for tier, used in self._cache.blocks_by_tier().items())
 
 
 def _pd_queues(scheduler: Any) -> list[Any]:
@@ -76,7 +78,7 @@ def attach_agent(
     *,
     epoch: int,
     names: BlockNames | None,
-    disk: DiskNames | None,
+    named: Mapping[Tier, ListsNames],
     namespace: Namespace,
     endpoints: tuple[str, ...] = (),
 ) -> Agent:
@@ -92,14 +94,14 @@ def attach_agent(
     host = reachable(server_args.host)
     bind = "127.0.0.1" if key is None else server_args.host or "0.0.0.0"
     channel = AgentSocket(bind, config.agent_port, key)
-    hbm, dram = (Holder.of(facts.instance, epoch, tier) for tier in (Tier.HBM, Tier.DRAM))
-    feed = PlacementFeed(cache.tree, hbm, dram, names.weights if names is not None else str)
+    holders = [Holder.of(facts.instance, epoch, tier) for tier in all_tiers() if tier.in_memory]
+    feed = PlacementFeed(cache.tree, holders, names.weights if names is not None else str)
     cache.feed = feed
     if cache.dram is not None:
         cache.dram.copies = feed.log
-    if disk is not None:
-        disk.watch(feed.disk_changed)
-    agent = Agent(facts, feed, SchedulerGauges(cache), channel, disk=disk)
+    for tier, index in named.items():
+        index.watch(functools.partial(feed.names_changed, tier))
+    agent = Agent(facts, feed, SchedulerGauges(cache), channel, named=named)
     if key is None and not is_loopback(host):
         logger.warning(
             "The agent listens on loopback only, where routers on other machines cannot reach it, because "
@@ -133,8 +135,8 @@ def attach_agent(
             registrar.update(msgspec.structs.replace(registration, role=ROLES[role]))
 
         def before_end(self) -> None:
-            if disk is not None:
-                disk.watch(lambda stored, removed: None)
+            for index in named.values():
+                index.watch(lambda stored, removed: None)
             registrar.close()
             agent.close()
             cache.feed = cache.tree.observer = None

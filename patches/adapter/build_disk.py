@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.config import KvConfig
+from sglang_ext.engine.events.agent import ListsNames
 from sglang_ext.engine.model_identity import config_digest, kv_dtype, weights_digest
 from sglang_ext.engine.tiers.block_names import BlockNames
 from sglang_ext.engine.tiers.disk_writes import DiskWrites, MinOverRanks
@@ -16,7 +17,7 @@ from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import BlockLayout, Geometry
-from sglang_ext.keys import Namespace, Tier
+from sglang_ext.keys import Namespace
 from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.tiered_store.disk.state import DiskConfig, IoMode
 from sglang_ext.tiered_store.disk.tier import DiskTier
@@ -26,6 +27,7 @@ from sglang_ext.tiered_store.loading.loader import Loader
 from sglang_ext.tiered_store.loading.write_behind import LagPolicy, WriteBehind
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier
 from sglang_ext.tiered_store.wrapped import WrappedTier
+from sglang_ext.tiers import Tier
 
 _MOST_BACKLOG_BYTES = 1 << 30
 _LOAD_BYTES = 64 << 20
@@ -84,11 +86,11 @@ def open_disk(config: KvConfig, facts: RankFacts, layout: BlockLayout) -> BlockT
         raise
 
 
-def names_on(disk: BlockTier | None) -> DiskTier | None:
-    """The tier that can list what is on disk, below whatever is in front of it."""
+def names_on(disk: BlockTier | None) -> dict[Tier, ListsNames]:
+    """The tiers that can list what they have, below whatever is in front of them."""
     while isinstance(disk, WrappedTier):
         disk = disk.inner
-    return disk if isinstance(disk, DiskTier) else None
+    return {disk.tier: disk} if isinstance(disk, DiskTier) else {}
 
 
 def disk_below(

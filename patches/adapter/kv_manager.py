@@ -47,7 +47,6 @@ from sglang_ext.engine.pd.prefill_sender import Room
 from sglang_ext.engine.pd.pushing import Computing, LayerFeed
 from sglang_ext.engine.pd.reservations import Blocks, Reservations
 from sglang_ext.engine.pd.settings import settings
-from sglang_ext.keys import Tier
 from sglang_ext.mempool.store import Incoming
 from sglang_ext.patches.adapter.hbm import pool_planes
 from sglang_ext.patches.adapter.pd_setup import (
@@ -66,6 +65,7 @@ from sglang_ext.patches.adapter.pd_setup import (
     weights_of,
 )
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
+from sglang_ext.tiers import Tier
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from sglang_ext.engine.tiers.load_report import LoadDecisions, begin_report
 from sglang_ext.engine.tiers.mover import NOTHING_TO_WAIT_FOR
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.tiers.slots import SlotOps
-from sglang_ext.keys import Tier
 from sglang_ext.mempool.store import Store
 from sglang_ext.radix_global import Holder, Node
+from sglang_ext.tiers import Tier
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

@@ -46,7 +46,7 @@ from sglang_ext.engine.tiers.prefill_clock import PrefillClock
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.tiers.slots import slot_ops
 from sglang_ext.engine.weights import Weights
-from sglang_ext.keys import Tier, encode_tokens
+from sglang_ext.keys import encode_tokens
 from sglang_ext.mempool import MemPool
 from sglang_ext.mempool.store import Store
 from sglang_ext.patches.adapter.load_back import LoadBack
@@ -54,6 +54,7 @@ from sglang_ext.patches.adapter.migration import Migration
 from sglang_ext.patches.adapter.storage_prefetch import StoragePrefetch
 from sglang_ext.radix_global import EvictionPolicy, Holder, Node, RadixTree
 from sglang_ext.radix_global.eviction import lru
+from sglang_ext.tiers import Tier
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

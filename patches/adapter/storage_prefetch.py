@@ -20,7 +20,8 @@ from sglang_ext.engine.tiers.load_report import begin_report
 from sglang_ext.engine.tiers.prefill_clock import PrefillClock
 from sglang_ext.engine.tiers.promotion import Wanted
 from sglang_ext.engine.tiers.promotions import Promotions
-from sglang_ext.keys import Tier, encode_tokens
+from sglang_ext.keys import encode_tokens
+from sglang_ext.tiers import Tier
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sglang_ext.router.api.sse import DONE, EventSplitter, parsed
+from sglang_ext.tiers import Tier, tiers_below
 
 if TYPE_CHECKING:
     from sglang_ext.router.api.dialect import Dialect
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 MAX_TEXT_BYTES = 1 << 20
 """Events of a stream that are kept to learn what was generated."""
 _ID = re.compile(rb'"id"\s*:\s*"([\x21\x23-\x5b\x5d-\x7e]{1,200})"')
-_TIERS = {"device": "hbm", "host": "dram", "storage": "disk"}
+_MEMORY = {"device": Tier.HBM, "host": Tier.DRAM}
+"""What SGLang calls tiers in ``cached_tokens_details``; all below are its ``storage``."""
 
 
 class Usage(msgspec.Struct):
@@ -30,7 +32,7 @@ class Usage(msgspec.Struct):
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     tiers: dict[str, int] = {}
-    """Tier (hbm, dram, disk) -> cached tokens that were found there, where the worker tells."""
+    """Name of a tier -> cached tokens that were found there, where the worker tells."""
     response_id: str | None = None
     """The name under which the worker keeps the answer, where it does."""
     output_keys: dict[int, bytes] = {}
@@ -42,9 +44,16 @@ class Usage(msgspec.Struct):
         """Take in SGLang's ``cached_tokens_details``."""
         if not isinstance(details, dict):
             return
-        for theirs, tier in _TIERS.items():
-            if tokens := count(details.get(theirs)):
-                self.tiers[tier] = self.tiers.get(tier, 0) + tokens
+        found = {tier: count(details.get(theirs)) or 0 for theirs, tier in _MEMORY.items()}
+        left = count(details.get("storage")) or 0
+        nearest, *others = tiers_below(Tier.DRAM)
+        for tier in others:
+            found[tier] = min(left, count(details.get(tier.usage_key)) or 0)
+            left -= found[tier]
+        found[nearest] = left
+        for tier, tokens in sorted(found.items()):
+            if tokens:
+                self.tiers[tier.name] = self.tiers.get(tier.name, 0) + tokens
 
 
 def count(value: Any) -> int | None:

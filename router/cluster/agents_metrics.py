@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sglang_ext.router.cluster.agents import Agents
+from sglang_ext.router.cluster.members_view import fills_of
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.telemetry.observability import RouterMetrics
 
@@ -31,9 +32,9 @@ def show_agents(agents: Agents, fleet: Fleet, metrics: RouterMetrics) -> None:
         for name, beat in agents.beats().items():
             requests.labels(name, "running").set(beat.load.running)
             requests.labels(name, "queued").set(beat.load.queued)
-            for tier, fill in (("hbm", beat.hbm), ("dram", beat.dram), ("disk", beat.disk)):
-                tiers.labels(name, tier, "used").set(fill.used)
-                tiers.labels(name, tier, "size").set(fill.size)
+            for tier, fill in fills_of(beat).items():
+                tiers.labels(name, tier.name, "used").set(fill.used)
+                tiers.labels(name, tier.name, "size").set(fill.size)
         for name in fleet.rows:
             metrics.index_trusted.labels(name).set(agents.index.trusted(name))
         for name, counters in agents.counters().items():
@@ -43,7 +44,8 @@ def show_agents(agents: Agents, fleet: Fleet, metrics: RouterMetrics) -> None:
             replica = agents.index.replica(name)
             if replica is not None:
                 blocks.labels(name, "memory").set(replica.blocks)
-                blocks.labels(name, "disk").set(len(replica.on_disk))
+                for tier, names in replica.named.items():
+                    blocks.labels(name, tier.name).set(len(names))
                 partial.labels(name).set(replica.partial)
 
     metrics.on_refresh.append(refresh)

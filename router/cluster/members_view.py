@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sglang_ext.protocol.agent import Beat
+from sglang_ext.protocol.agent import Beat, Fill
 from sglang_ext.protocol.cluster import Cluster, Draining, Elsewhere, InstanceView, TierFill
 from sglang_ext.router.cluster.members import Members
 from sglang_ext.router.cluster.roster import Intent, Member
 from sglang_ext.router.fleet.fleet import InstanceRecord
 from sglang_ext.router.fleet.lifecycle import State
 from sglang_ext.router.policies import Instance
+from sglang_ext.tiers import Tier, all_tiers
 
 
 def instances(members: Members) -> tuple[InstanceView, ...]:
@@ -72,10 +73,14 @@ def instance_view(members: Members, member: Member, usable: Mapping[str, Instanc
 
 def tiers(beat: Beat | None) -> dict[str, TierFill]:
     """How full the tiers of an instance are, of those that it has."""
-    if beat is None:
-        return {}
-    fills = {"hbm": beat.hbm, "dram": beat.dram, "disk": beat.disk}
-    return {name: TierFill(used=fill.used, size=fill.size) for name, fill in fills.items() if fill.size}
+    fills = {} if beat is None else fills_of(beat)
+    return {tier.name: TierFill(used=fill.used, size=fill.size) for tier, fill in fills.items() if fill.size}
+
+
+def fills_of(beat: Beat) -> dict[Tier, Fill]:
+    """What a heartbeat says of the tiers that are known here, nearest first."""
+    told = {fill.level: fill for fill in beat.fills}
+    return {tier: told[tier.level] for tier in all_tiers() if tier.level in told}
 
 
 def _draining(members: Members, member: Member, row: InstanceRecord | None) -> Draining | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Protocol
 
 from sglang_ext.router.config import RouterConfig
@@ -143,11 +144,10 @@ class Chooser:
         for encoded in others:
             for name, match in self._trees.match(encoded.namespace, encoded.key).items():
                 before = matches.get(name, NOTHING)
+                below = Counter(before.below)
+                below.update(match.below)
                 matches[name] = Match(
-                    before.tokens + match.tokens,
-                    before.own or match.own,
-                    before.dram + match.dram,
-                    before.disk + match.disk,
+                    before.tokens + match.tokens, before.own or match.own, dict(sorted(below.items()))
                 )
         return matches
 

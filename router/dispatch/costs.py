@@ -19,10 +19,10 @@ import math
 from collections.abc import Callable
 
 from sglang_ext.cost_model import CostModel
-from sglang_ext.keys import Tier
 from sglang_ext.router.dispatch.queue_estimate import Entry, QueueEstimate
 from sglang_ext.router.dispatch.transfer_times import TransferTimes
 from sglang_ext.router.policies.base import Instance, Role
+from sglang_ext.tiers import Tier
 
 REMEMBERED = 0.9
 """Weight of all former answers when a new one comes: about ten are remembered."""

@@ -257,7 +257,7 @@ def told(
                 "reason": choice.reason,
                 "believed_tokens": choice.matched,
                 "holders": {
-                    name: {"hbm": match.hbm, "dram": match.dram, "disk": match.disk}
+                    name: {tier.name: count for tier, count in match.by_tier().items()}
                     for name, match in choice.holders.items()
                 },
                 "scores": dict(choice.scores),

@@ -20,7 +20,7 @@ from sglang_ext.protocol.agent import Expecting, Fetched, FromAgent, Lend, Sourc
 from sglang_ext.protocol.cluster import Registration
 from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.dispatch.flight import Flight
-from sglang_ext.router.policies import Decision, Instance, Match, beginners
+from sglang_ext.router.policies import Decision, Instance, beginners
 from sglang_ext.router.policies import Fleet as Instances
 from sglang_ext.router.policies.base import Fetch, Matches, load_of
 from sglang_ext.router.policies.prompt_tree import NOTHING
@@ -199,8 +199,8 @@ class Fetching:
         holders = self._holders(chosen, fleet, matches)
         if not holders:
             return None
-        most = max(in_memory(matches[known.name]) for known in holders)
-        equals = [known for known in holders if in_memory(matches[known.name]) == most]
+        most = max(matches[known.name].in_memory for known in holders)
+        equals = [known for known in holders if matches[known.name].in_memory == most]
         source = min(equals, key=lambda known: self._costs.transfer_s(known, chosen, most))
         _, _, extra_key, salt = namespace
         found = self._lend(source.name, instance, key, extra_key, salt)
@@ -266,7 +266,7 @@ class Fetching:
             known
             for known in fleet
             if known.name in matches
-            and in_memory(matches[known.name]) > held
+            and matches[known.name].in_memory > held
             and known.trusted
             and self.possible(known.name, chosen.name)
         ]
@@ -281,13 +281,13 @@ class Fetching:
         held = matches.get(chosen.name, NOTHING).tokens
         best, most = holders[0], -math.inf
         for known in holders:
-            there = min(in_memory(matches[known.name]), tokens)
+            there = min(matches[known.name].in_memory, tokens)
             # Of what is computed, only what comes after ``there`` differs between them.
             left_s = self._exec_s(chosen, tokens, there)
             gain = -left_s - self._costs.transfer_s(known, chosen, max(0, there - held))
             if gain > most:
                 best, most = known, gain
-        note = self._note(best, chosen, matches, tokens, in_memory(matches[best.name]))
+        note = self._note(best, chosen, matches, tokens, matches[best.name].in_memory)
         return note if note.lacking else None
 
     def _movable(self, namespace: tuple[str | None, ...], key: bytes) -> bool:
@@ -308,8 +308,3 @@ class Fetching:
 
 def _named(fleet: Instances, name: str) -> Instance | None:
     return next((known for known in fleet if known.name == name), None)
-
-
-def in_memory(match: Match) -> int:
-    """Leading tokens that can be lent: those on disk cannot."""
-    return match.tokens - match.disk

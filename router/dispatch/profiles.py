@@ -8,12 +8,12 @@ from pathlib import Path
 from sglang_ext.cost_model import CostModel, load
 from sglang_ext.cost_model.model import (
     DEFAULT_KV_BYTES,
-    DEFAULT_TIERS,
     DEFAULT_TRANSFER,
     DefaultExecution,
+    default_link,
 )
 from sglang_ext.cost_model.profile import find
-from sglang_ext.keys import Tier
+from sglang_ext.tiers import Tier, tiers_below
 
 logger = logging.getLogger("router.profiles")
 
@@ -61,7 +61,7 @@ def cost_model_for(model: str, folder: Path | None = None) -> CostModel:
 
 def defaults() -> str:
     """What is calculated with where nobody has measured."""
-    speeds = {"from DRAM": DEFAULT_TIERS[Tier.DRAM], "from disk": DEFAULT_TIERS[Tier.DISK]}
+    speeds = {f"from {tier.title}": default_link(tier) for tier in tiers_below(Tier.HBM)}
     speeds["between instances"] = DEFAULT_TRANSFER
     links = ", ".join(f"{1e-9 / link.per_byte_s:g} GB/s {what}" for what, link in speeds.items())
     fixed, each = DefaultExecution.FIXED_S * 1000, DefaultExecution.PER_TOKEN_S * 1000

@@ -26,6 +26,7 @@ from sglang_ext.router.http.types import EVENT_STREAM_TYPE, JSON_TYPE, Request, 
 from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tenancy.admit import AdmittedHint, admit_hint
 from sglang_ext.router.tenancy.tenants import Caller
+from sglang_ext.tiers import all_tiers
 
 logger = logging.getLogger("router.advisory")
 
@@ -149,7 +150,7 @@ class AdvisoryApi:
         told = await self._offer(admit_hint(payload, record.caller, self._limits(), dialect), record)
         tokens = told["tokens"]
         record.prompt_tokens = sum(tokens.values())
-        record.cached_tokens = tokens["hbm"] + tokens["dram"] + tokens["disk"]
+        record.cached_tokens = sum(tokens.get(tier.name, 0) for tier in all_tiers())
         headers = {
             "x-kv-advisory": told["verdict"],
             "x-kv-advisory-id": told["id"],

@@ -52,6 +52,7 @@ from sglang_ext.router.policies.prompt_tree import NOTHING, is_ahead
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.tenancy.tenants import Caller
 from sglang_ext.router.tokens.tokenizing import TokenizerService
+from sglang_ext.tiers import Tier, all_tiers, tiers_below
 
 logger = logging.getLogger("router.advising")
 
@@ -86,25 +87,22 @@ class Placement(Protocol):
 class Whereabouts:
     """Where the KV of a conversation is, seen from one instance: tokens."""
 
-    hbm: int = 0
-    dram: int = 0
-    disk: int = 0
+    here: Mapping[Tier, int] = dataclasses.field(default_factory=dict)
+    """In each tier of the instance, of those that have any."""
     elsewhere: int = 0
     """More than the instance has, on another one."""
     nowhere: int = 0
 
     def brought_up(self, tokens: int) -> Whereabouts:
-        """The same after so many tokens have been brought to HBM: the first of them are those in DRAM."""
-        from_dram = min(tokens, self.dram)
-        from_disk = min(tokens - from_dram, self.disk)
-        from_peer = min(tokens - from_dram - from_disk, self.elsewhere)
-        return dataclasses.replace(
-            self,
-            hbm=self.hbm + from_dram + from_disk + from_peer,
-            dram=self.dram - from_dram,
-            disk=self.disk - from_disk,
-            elsewhere=self.elsewhere - from_peer,
-        )
+        """The same after so many tokens have been brought to HBM: those in the nearest tier come first."""
+        here, left = dict(self.here), tokens
+        for tier in tiers_below(Tier.HBM):
+            moved = min(left, here.get(tier, 0))
+            here[tier] = here.get(tier, 0) - moved
+            left -= moved
+        from_peer = min(left, self.elsewhere)
+        here[Tier.HBM] = here.get(Tier.HBM, 0) + tokens - left + from_peer
+        return dataclasses.replace(self, here=here, elsewhere=self.elsewhere - from_peer)
 
     def computed(self, tokens: int) -> Whereabouts:
         """The same after so many tokens have been computed: of those that the instance could not have."""
@@ -112,10 +110,15 @@ class Whereabouts:
         from_peer = min(tokens - from_nowhere, self.elsewhere)
         return dataclasses.replace(
             self,
-            hbm=self.hbm + from_nowhere + from_peer,
+            here={**self.here, Tier.HBM: self.here.get(Tier.HBM, 0) + from_nowhere + from_peer},
             elsewhere=self.elsewhere - from_peer,
             nowhere=self.nowhere - from_nowhere,
         )
+
+    def told(self) -> dict[str, int]:
+        """As JSON."""
+        counts = {tier.name: self.here.get(tier, 0) for tier in all_tiers()}
+        return {**counts, "elsewhere": self.elsewhere, "nowhere": self.nowhere}
 
 
 @dataclass(eq=False, slots=True)
@@ -248,7 +251,7 @@ class Advisor:
             "instance": entry.instance,
             "decode": None if place is None else place.decode,
             "session": entry.hint.session is not None,
-            "tokens": dataclasses.asdict(end.where),
+            "tokens": end.where.told(),
             "moved_tokens": end.moved,
             "decode_moved_tokens": None if decode is None else decode.moved,
             "computed_tokens": end.computed,
@@ -360,8 +363,9 @@ class Advisor:
             source = self.fetching.source_for(names, hint.key, name, fleet, matches, entry.id)
         missing = where.nowhere + where.elsewhere >= self._trees.block_size
         computes = first and missing and self._links.computes(name)
-        to_do = source is not None or computes or bool(where.dram or where.disk)
-        if to_do or where.hbm:
+        below = any(count for tier, count in where.here.items() if tier is not Tier.HBM)
+        to_do = source is not None or computes or below
+        if to_do or where.here.get(Tier.HBM):
             # What is in HBM already is to be held back.
             end.busy = self._tell(entry, name, source) and to_do
 
@@ -550,7 +554,11 @@ def whereabouts(matches: Mapping[str, Match], chosen: str, tokens: int) -> Where
     here = matches.get(chosen, NOTHING)
     most = max((match.tokens for match in matches.values()), default=0)
     held = min(here.tokens, tokens)
-    hbm = min(here.hbm, held)
-    dram = min(here.dram, held - hbm)
+    counts: dict[Tier, int] = {}
+    left = held
+    for tier, count in here.by_tier().items():
+        if among := min(count, left):
+            counts[tier] = among
+            left -= among
     elsewhere = max(0, min(most, tokens) - held)
-    return Whereabouts(hbm, dram, held - hbm - dram, elsewhere, tokens - held - elsewhere)
+    return Whereabouts(counts, elsewhere, tokens - held - elsewhere)

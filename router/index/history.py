@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from sglang_ext.keys import TOKEN_BYTES
-from sglang_ext.protocol.agent import IN_DRAM, IN_HBM
 from sglang_ext.radix_global import Node
 from sglang_ext.radix_global.sync.runs import path_key
+from sglang_ext.tiers import Tier, all_tiers, nearest_in, tier_at
 
 ENTRY_BYTES: Final = 1400
 """Memory of an entry with the node it keeps, whose tokens come on top."""
@@ -50,6 +50,7 @@ class _Entry:
 class _Names:
     instance: str
     at: float
+    level: int
     names: frozenset[bytes]
 
 
@@ -71,9 +72,9 @@ class History:
         """The last ``blocks`` blocks up to ``node`` left the tiers ``left``, and stay in ``kept``."""
         self._add(_Entry(instance, at, node, blocks, left, kept))
 
-    def left_disk(self, instance: str, at: float, names: Iterable[bytes]) -> None:
-        """Blocks left the disk."""
-        self._add(_Names(instance, at, frozenset(names)))
+    def left_names(self, instance: str, at: float, level: int, names: Iterable[bytes]) -> None:
+        """Blocks left a tier below memory."""
+        self._add(_Names(instance, at, level, frozenset(names)))
 
     def _add(self, entry: _Entry | _Names) -> None:
         self._ring.append(entry)
@@ -87,24 +88,25 @@ class History:
         Args:
             namespace: of the tree.
             key: the encoded prompt.
-            names: of its blocks, in order, for what left disks.
+            names: of its blocks, in order, for what left tiers below memory.
         """
         found: list[Departure] = []
         order = {name: place for place, name in enumerate(names)}
         for entry in self._ring:
             if isinstance(entry, _Names):
                 places = [order[name] for name in entry.names if name in order]
-                if places:
-                    found.append(self._departure(entry.instance, "disk", entry.at, min(places), 0))
+                tier = tier_at(entry.level)
+                if places and tier is not None:
+                    found.append(self._departure(entry.instance, tier, entry.at, min(places), 0))
                 continue
             if entry.node.namespace != namespace:
                 continue
             start = self._common_start(entry, key)
             if start is None:
                 continue
-            for tier, name in ((IN_HBM, "hbm"), (IN_DRAM, "dram")):
-                if entry.left & tier:
-                    found.append(self._departure(entry.instance, name, entry.at, start, entry.kept))
+            for tier in all_tiers():
+                if entry.left & tier.bit:
+                    found.append(self._departure(entry.instance, tier, entry.at, start, entry.kept))
         return found
 
     def _common_start(self, entry: _Entry, key: bytes) -> int | None:
@@ -113,9 +115,10 @@ class History:
         end = len(prefix) - entry.blocks * self._step
         return end // self._step if key.startswith(prefix[: end + self._step]) else None
 
-    def _departure(self, instance: str, tier: str, at: float, start: int, kept: int) -> Departure:
-        still = "hbm" if kept & IN_HBM else "dram" if kept & IN_DRAM else ""
-        return Departure(instance, tier, at, (start + 1) * self._step // TOKEN_BYTES, still)
+    def _departure(self, instance: str, tier: Tier, at: float, start: int, kept: int) -> Departure:
+        still = nearest_in(kept)
+        tokens = (start + 1) * self._step // TOKEN_BYTES
+        return Departure(instance, tier.name, at, tokens, "" if still is None else still.name)
 
     def __len__(self) -> int:
         return len(self._ring)

@@ -13,7 +13,8 @@ Guesses, made when a request is routed, are the same for both and live 2 s. What
 router does not (prompts matched by text; adapters, whose ids the router is not told) is believed, not known.
 
 Memory is bounded over all of it. What is too much goes: the coldest ends of prefixes of the instance that has
-most, then names of blocks on its disk. Its index is *partial* then: it tells less than there is, never more.
+most, then names of its blocks below memory. Its index is *partial* then: it tells less than there is, never
+more.
 """
 
 from __future__ import annotations
@@ -28,9 +29,8 @@ from typing import Any, Final
 from sglang_ext.clock import Clock
 from sglang_ext.keys import Namespace, block_keys, tenant_salt
 from sglang_ext.protocol.agent import (
-    IN_HBM,
-    DiskRemoved,
     Events,
+    NamesRemoved,
     Naming,
     SnapshotBegin,
     SnapshotEnd,
@@ -46,6 +46,7 @@ from sglang_ext.router.index.memory import TreeSize
 from sglang_ext.router.index.prompt_trees import MANY_CHILDREN, SLICE_BLOCKS, PromptTrees
 from sglang_ext.router.policies import Match
 from sglang_ext.router.policies.base import Role
+from sglang_ext.tiers import Tier, nearest_in
 
 IndexMessage = Events | SnapshotBegin | SnapshotPart | SnapshotEnd
 HISTORY_SHARE: Final = 16
@@ -174,8 +175,8 @@ class Index(PromptTrees):
             return Outcome.IGNORED
         if isinstance(message, Events):
             for event in message.events:
-                if isinstance(event, DiskRemoved):
-                    self._past.left_disk(name, self._clock.wall(), names_in(event.names))
+                if isinstance(event, NamesRemoved):
+                    self._past.left_names(name, self._clock.wall(), event.level, names_in(event.names))
         outcome = known.replica.apply(message)
         if known.replica.trusted:
             self._awaited.pop(name, None)
@@ -246,47 +247,60 @@ class Index(PromptTrees):
         names: dict[Naming, list[bytes]],
         found: dict[str, Match],
     ) -> None:
-        """One role's instances: a walk over the tree, which is not changed, then their disks."""
+        """One role's instances: a walk over the tree, which is not changed, then their tiers below memory."""
         step = place.tree.block_bytes
         now = self._clock.monotonic()
         ends: dict[Holder, tuple[int, Node]] = {}
-        in_hbm: dict[Holder, int] = {}
+        reached: dict[Holder, dict[int, int]] = {}
+        """By holder and set of tiers: where the prefix that is in those ends, in blocks. A tier that has a
+        block has all before it, so sets only lose members along the way."""
         for blocks, node in walk(place.tree.roots.get(tenant), key, step):
             node.last_access = now
             for holder, piece in node.placements.items():
                 ends[holder] = (blocks, node)
-                if piece.run.tiers & IN_HBM:
-                    in_hbm[holder] = blocks
+                if (sets := reached.get(holder)) is None:
+                    reached[holder] = {piece.run.tiers: blocks}
+                else:
+                    sets[piece.run.tiers] = blocks
         whole = len(key) // step
         size = place.tree.block_size
         for holder, known in place.live.items():
             if not self._tells_truth(known):
                 continue
-            blocks, end = ends.get(holder, (0, None))
-            hbm = in_hbm.get(holder, 0)
-            disk = self._on_disk(known.replica, tenant, key, blocks, names)
+            blocks, below = _in_memory(reached.get(holder, {}))
+            held = blocks + self._by_name(known.replica, tenant, key, blocks, names, below)
+            depth, end = ends.get(holder, (0, None))
             # What a disk has after the last block that matches, nobody can say; nor what is still to be told.
-            own = blocks + disk == whole or (
-                known.replica.trusted and not disk and end is not None and _ends_at(end, holder, blocks)
+            own = held == whole or (
+                known.replica.trusted and held == depth and end is not None and _ends_at(end, holder, depth)
             )
-            if blocks + disk:
-                found[known.replica.instance] = Match(
-                    (blocks + disk) * size, own, (blocks - hbm) * size, disk * size
-                )
+            if held:
+                counts = {tier: count * size for tier, count in sorted(below.items())}
+                found[known.replica.instance] = Match(held * size, own, counts)
 
-    def _on_disk(
-        self, replica: Replica, tenant: Tenant, key: bytes, start: int, names: dict[Naming, list[bytes]]
+    def _by_name(
+        self,
+        replica: Replica,
+        tenant: Tenant,
+        key: bytes,
+        start: int,
+        names: dict[Naming, list[bytes]],
+        below: dict[Tier, int],
     ) -> int:
-        """How many blocks, after the first ``start``, the instance has on disk."""
+        """How many blocks, after the first ``start``, the instance has below memory; ``below`` is told of
+        the nearest tier of each."""
         naming = replica.naming
-        if not replica.on_disk or naming is None or (naming.adapters and tenant[0]):
+        if not replica.named or naming is None or (naming.adapters and tenant[0]):
             return 0
         if naming not in names:
             names[naming] = names_of(naming, tenant, key, self.block_size)
         count = 0
+        places = sorted(replica.named.items())
         for name in itertools.islice(names[naming], start, None):
-            if name not in replica.on_disk:
+            tier = next((tier for tier, known in places if name in known), None)
+            if tier is None:
                 break
+            below[tier] = below.get(tier, 0) + 1
             count += 1
         return count
 
@@ -343,12 +357,12 @@ class Index(PromptTrees):
             if any(place.dead for place in self._trees.values()):
                 self.tidy()
                 continue
-            most = max(self._known.values(), key=lambda k: (k.replica.blocks, len(k.replica.on_disk)))
+            most = max(self._known.values(), key=lambda k: (k.replica.blocks, k.replica.names))
             gone = most.replica.give_up(GIVE_UP_BLOCKS)
             count = sum(evicted.blocks for evicted in gone)
             if not count:
-                largest = max(self._known.values(), key=lambda k: len(k.replica.on_disk)).replica
-                count = largest.give_up_disk(GIVE_UP_BLOCKS)
+                largest = max(self._known.values(), key=lambda k: k.replica.names).replica
+                count = largest.give_up_names(GIVE_UP_BLOCKS)
             if not count:
                 break
             self.given_up_blocks += count
@@ -391,6 +405,25 @@ def names_of(naming: Naming, tenant: Tenant, key: bytes, block_size: int) -> lis
         naming.model, naming.weights, naming.dtype, naming.geometry, naming.shard, tenant_salt(*tenant)
     )
     return block_keys(namespace.digest(), key, block_size)
+
+
+def _in_memory(reached: dict[int, int]) -> tuple[int, dict[Tier, int]]:
+    """Blocks of a prefix that are in memory, and how many of them have which nearest tier below HBM.
+
+    Args:
+        reached: sets of tiers, in the order of the way, and where the prefix in them ends. A set of which
+            nothing is known here, from a newer peer, ends what is held.
+    """
+    blocks = 0
+    below: dict[Tier, int] = {}
+    for bits, end in reached.items():
+        tier = nearest_in(bits)
+        if tier is None:
+            break
+        if tier is not Tier.HBM and end > blocks:
+            below[tier] = below.get(tier, 0) + end - blocks
+        blocks = max(blocks, end)
+    return blocks, below
 
 
 def _ends_at(node: Node, holder: Holder, blocks: int) -> bool:

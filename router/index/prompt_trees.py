@@ -24,9 +24,10 @@ from dataclasses import dataclass
 
 from sglang_ext.clock import Clock
 from sglang_ext.errors import InternalError
-from sglang_ext.keys import TOKEN_BYTES, Tier
+from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.radix_global import Holder, Node, RadixTree
 from sglang_ext.router.policies import Match
+from sglang_ext.tiers import Tier
 
 GUESS_TTL_S = 2.0
 GUESS_SPAN_S = 0.5

@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-from sglang_ext.keys import Tier
+from sglang_ext.tiers import Tier, all_tiers
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -69,15 +69,23 @@ class Match(msgspec.Struct, frozen=True):
     own: bool = False
     """It ends where something held ends: the request goes on from an earlier one, or repeats it. Otherwise
     it parts from others in mid-way, as new conversations do that begin with one system prompt."""
-    dram: int = 0
-    """How many of ``tokens`` are in DRAM and not in HBM."""
-    disk: int = 0
-    """How many of ``tokens`` are on disk and in no memory."""
+    below: Mapping[Tier, int] = {}
+    """How many of ``tokens`` are in each tier below HBM and in no nearer one, nearest first; tiers with none
+    may be left out."""
 
     @property
     def hbm(self) -> int:
         """How many of ``tokens`` are in HBM."""
-        return self.tokens - self.dram - self.disk
+        return self.tokens - sum(self.below.values())
+
+    @property
+    def in_memory(self) -> int:
+        """How many of ``tokens`` are in memory: those that another instance can be sent."""
+        return self.tokens - sum(count for tier, count in self.below.items() if not tier.in_memory)
+
+    def by_tier(self) -> dict[Tier, int]:
+        """How many of ``tokens`` are in each tier that there is, nearest first."""
+        return {tier: self.below.get(tier, 0) if tier.level else self.hbm for tier in all_tiers()}
 
 
 Matches: TypeAlias = Mapping[str, Match]

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_ext.keys import Tier
 from sglang_ext.router.policies.assembly import choose_decode, trusted_matches
 from sglang_ext.router.policies.base import (
     Costs,
@@ -107,7 +106,7 @@ def price(
     seconds = _prefill_s(prompt, instance, counted, costs, weight)
     fetch = None
     for source in () if crowded else holders:
-        there = min(matches[source.name].tokens - matches[source.name].disk, prompt.tokens)
+        there = min(matches[source.name].in_memory, prompt.tokens)
         if source is instance or there <= held.tokens:
             continue
         moving = costs.transfer_s(source, instance, there - held.tokens) + _load_s(instance, held, costs)
@@ -129,17 +128,17 @@ def _prefill_s(prompt: Prompt, instance: Instance, held: Match, costs: Costs, we
     """To the first token with what the instance itself holds, once it begins; computing counts ``weight``
     times. It loads a tier only where that is faster than computing, as its own load policy does."""
     ways = [held]
-    if held.disk:
-        ways.append(Match(held.hbm + held.dram, dram=held.dram))
-    if held.dram or held.disk:
-        ways.append(Match(held.hbm))
+    known, below = held.tokens, dict(held.below)
+    while below:
+        known -= below.popitem()[1]  # the farthest
+        ways.append(Match(known, below=dict(below)))
     return min(
         _load_s(instance, way, costs) + weight * _exec_s(prompt, instance, way.tokens, costs) for way in ways
     )
 
 
 def _load_s(instance: Instance, held: Match, costs: Costs) -> float:
-    return costs.load_s(instance, Tier.DRAM, held.dram) + costs.load_s(instance, Tier.DISK, held.disk)
+    return sum(costs.load_s(instance, tier, tokens) for tier, tokens in held.below.items())
 
 
 def _exec_s(prompt: Prompt, instance: Instance, known: int, costs: Costs) -> float:

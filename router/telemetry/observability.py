@@ -18,8 +18,6 @@ from sglang_ext.router.telemetry.local_metrics import (
 from sglang_ext.router.telemetry.record import CLIENT_GONE, Record
 from sglang_ext.router.tokens.segments import TokenCache
 
-TIERS = ("hbm", "dram", "disk")
-
 
 class RouterMetrics:
     """Everything ``/metrics`` tells, in a registry of its own."""

@@ -25,6 +25,7 @@ from sglang_ext.cost_model.levels import ArchLevel, OperatorLevel
 from sglang_ext.cost_model.operators import Link
 from sglang_ext.errors import ConfigError, PeerError, SglangExtError
 from sglang_ext.flags import COUNT, SECONDS, WORDS, Flagged, Parser, flag
+from sglang_ext.tiers import Tier, tiers_below
 
 
 def _link(text: str) -> Link:
@@ -191,7 +192,8 @@ _Level = TypeVar("_Level", OperatorLevel, ArchLevel)
 
 
 def _media(given: Arguments) -> dict[str, Link]:
-    return {name: link for name, link in (("dram", given.dram), ("disk", given.disk)) if link is not None}
+    links = {tier.name: getattr(given, tier.name, None) for tier in tiers_below(Tier.HBM)}
+    return {name: link for name, link in links.items() if link is not None}
 
 
 def fitted(

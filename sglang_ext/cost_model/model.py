@@ -7,7 +7,7 @@ from typing import Protocol
 
 from sglang_ext.cost_model.operators import Link
 from sglang_ext.cost_model.profile import Decode, Profile
-from sglang_ext.keys import Tier
+from sglang_ext.tiers import Tier, tier_named
 
 
 class Execution(Protocol):
@@ -37,12 +37,13 @@ REMEMBERED = 4096
 """Results of exec that are kept; one takes some 10 µs at the operator level."""
 DEFAULT_KV_BYTES = 128 * 1024
 """Of a token: 32 layers, 8 KV heads of 128, 2 bytes."""
-DEFAULT_TIERS = {
-    Tier.DRAM: Link(fixed_s=1e-3, per_byte_s=1 / 10e9),
-    Tier.DISK: Link(fixed_s=2e-3, per_byte_s=1 / 2e9),
-}
 DEFAULT_TRANSFER = Link(fixed_s=2e-3, per_byte_s=1 / 5e9)
 DEFAULT_DECODE = Decode(fixed_s=0.01, per_request_s=2e-4)
+
+
+def default_link(tier: Tier) -> Link:
+    """Loading from a tier, where nobody has measured."""
+    return Link(tier.load_latency_s, 1 / tier.load_bytes_per_s)
 
 
 class CostModel:
@@ -56,9 +57,7 @@ class CostModel:
         self.profile = profile
         self.execution: Execution = DefaultExecution() if profile is None else profile.level
         self.kv_bytes_per_token = DEFAULT_KV_BYTES if profile is None else profile.kv_bytes_per_token
-        self._tiers = dict(DEFAULT_TIERS)
-        if profile is not None:
-            self._tiers |= {Tier[name.upper()]: link for name, link in profile.tiers.items()}
+        self._tiers = {} if profile is None else {tier_named(n): link for n, link in profile.tiers.items()}
         self._transfer = (profile and profile.transfer) or DEFAULT_TRANSFER
         self._decode = (profile and profile.decode) or DEFAULT_DECODE
         # A router asks of every instance, most of which hold the same of a prompt: nothing.
@@ -78,7 +77,7 @@ class CostModel:
 
     def load_s(self, tier: Tier, nbytes: float) -> float:
         """load(tier, bytes): from a tier of the instance's own to HBM."""
-        return 0.0 if tier is Tier.HBM else self._tiers[tier].seconds(nbytes)
+        return (self._tiers.get(tier) or default_link(tier)).seconds(nbytes)
 
     def load_tokens_s(self, tier: Tier, tokens: int) -> float:
         """The same in tokens."""

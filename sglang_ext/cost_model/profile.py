@@ -21,11 +21,11 @@ import msgspec
 from sglang_ext.cost_model.levels import FEATURES, ArchLevel, OperatorLevel
 from sglang_ext.cost_model.operators import Link, Part
 from sglang_ext.errors import ConfigError
+from sglang_ext.tiers import Tier, tiers_below
 
 SCHEMA = 1
 DIRECTORY_VARIABLE = "SGLANG_EXT_PROFILE_DIR"
 FIELD = "--cost-profile"
-TIERS = frozenset({"dram", "disk"})
 MAX_BYTES = 1 << 20
 """Of a profile file; a real one has a few KiB."""
 
@@ -89,7 +89,7 @@ class Profile(Part, frozen=True):
     """Missing where the operators could not be measured (an instance on another machine)."""
     decode: Decode | None = None
     tiers: Mapping[str, Link] = {}
-    """"dram", "disk": to HBM."""
+    """By name of the tier: to HBM."""
     transfer: Link | None = None
     """From another instance."""
     measured_at: str = ""
@@ -221,8 +221,9 @@ def check(profile: Profile, where: str) -> None:
         for ranks, scaling in level.scalings.items() if level is not None else ():
             if scaling.factor <= 0:
                 refuse(f"{name}.scalings.{ranks}.factor", f"is {scaling.factor}, and must be positive")
-    if unknown := set(profile.tiers) - TIERS:
-        refuse("tiers", f"names {', '.join(sorted(unknown))}; there are {', '.join(sorted(TIERS))}")
+    known = [tier.name for tier in tiers_below(Tier.HBM)]
+    if unknown := set(profile.tiers).difference(known):
+        refuse("tiers", f"names {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     if profile.operators is not None:
         _check_operators(profile.operators, refuse)
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 from sglang_ext.errors import UserError
-from sglang_ext.keys import Tier
+from sglang_ext.tiers import Tier, tier_at, tier_named
 from sglang_ext.wire import Name
 
 Word = Annotated[int, msgspec.Meta(ge=0)]
@@ -59,7 +59,7 @@ class Address(msgspec.Struct, frozen=True, order=True, array_like=True, forbid_u
         return _encoder.encode(self)
 
     def __str__(self) -> str:
-        """As text, for logs and JSON: `instance/epoch/TIER/place/grant`, numbers in hexadecimal."""
+        """As text, for logs and JSON: `instance/epoch/tier/place/grant`, numbers in hexadecimal."""
         place = ".".join(f"{word:x}" for word in self.place)
         return f"{self.instance}/{self.epoch:x}/{self.tier.name}/{place}/{self.grant:x}"
 
@@ -77,14 +77,26 @@ class Address(msgspec.Struct, frozen=True, order=True, array_like=True, forbid_u
                 return _decoder.decode(data)
             instance, epoch, tier, place, grant = data.rsplit("/", 4)
             words = tuple(_hex(word) for word in place.split("."))
-            fields = (instance, _hex(epoch), int(Tier[tier]), words, _hex(grant))
-            return msgspec.convert(fields, Address)
+            fields = (instance, _hex(epoch), tier_named(tier).level, words, _hex(grant))
+            return msgspec.convert(fields, Address, dec_hook=_from_level)
         except (msgspec.MsgspecError, ValueError, KeyError) as error:
             raise AddressError(f"not an address: {str(error)[:200]}") from None
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Address)
+def _to_level(tier: Any) -> int:
+    assert isinstance(tier, Tier)
+    return tier.level
+
+
+def _from_level(wanted: type, level: Any) -> Tier:
+    tier = tier_at(level) if type(level) is int else None
+    if wanted is not Tier or tier is None:
+        raise ValueError(f"there is no tier {level!r}")
+    return tier
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_level)
+_decoder = msgspec.msgpack.Decoder(Address, dec_hook=_from_level)
 
 
 def _hex(text: str) -> int:

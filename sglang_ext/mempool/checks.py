@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from sglang_ext.keys import Tier
 from sglang_ext.mempool.grants import Hold
 from sglang_ext.mempool.regions import ArenaRegion
 from sglang_ext.mempool.tiers import path_to
+from sglang_ext.tiers import Tier
 
 if TYPE_CHECKING:
     from sglang_ext.mempool.pool import MemPool
@@ -46,10 +46,10 @@ def _check_places(pool: MemPool, tier: Tier) -> None:
             blocks += 1
     twice = [word for word, count in owners.items() if count > 1]
     if twice:
-        raise AssertionError(f"{tier.name} {twice[0]} is owned twice")
+        raise AssertionError(f"{tier.title} {twice[0]} is owned twice")
     used = region.n_blocks - region.free_blocks
     if pool.exclusive and blocks != used:
-        raise AssertionError(f"{tier.name} has {used} blocks in use, the pool knows of {blocks}")
+        raise AssertionError(f"{tier.title} has {used} blocks in use, the pool knows of {blocks}")
 
 
 def _check_hold(pool: MemPool, hold: Hold) -> None:

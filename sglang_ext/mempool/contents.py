@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sglang_ext.keys import Tier
 from sglang_ext.mempool.address import Address, disk_names
 from sglang_ext.mempool.regions import ArenaRegion, Rows
 from sglang_ext.mempool.tiers import Tiers
 from sglang_ext.tiered_store.tier import Outcome
+from sglang_ext.tiers import Tier
 
 
 def write(tiers: Tiers, addresses: Sequence[Address], rows: Rows) -> list[Outcome]:

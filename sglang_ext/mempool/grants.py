@@ -12,10 +12,10 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from sglang_ext.keys import Tier
 from sglang_ext.mempool.address import Address, AddressError, Place
 from sglang_ext.radix_global import Holder, Node, RadixTree
 from sglang_ext.tiered_store.tier import Get
+from sglang_ext.tiers import Tier
 
 
 @dataclass(eq=False)

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_ext.errors import UserError
-from sglang_ext.keys import Tier
 from sglang_ext.mempool.address import Address, AddressError, Place, disk_names
 from sglang_ext.mempool.grants import Hold
 from sglang_ext.mempool.regions import ArenaRegion, move
 from sglang_ext.mempool.tiers import Tiers
 from sglang_ext.tiered_store.tier import Outcome
+from sglang_ext.tiers import Tier
 
 if TYPE_CHECKING:
     from sglang_ext.mempool.pool import MemPool

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
-from sglang_ext.keys import Tier
 from sglang_ext.mempool.address import disk_place
 from sglang_ext.mempool.grants import Hold
+from sglang_ext.tiers import Tier
 
 if TYPE_CHECKING:
     from sglang_ext.mempool.pool import MemPool

@@ -6,11 +6,11 @@ import hashlib
 from collections.abc import Sequence
 
 from sglang_ext.errors import ConfigError, UserError
-from sglang_ext.keys import Tier
 from sglang_ext.mempool.address import Address, MemType, Place, disk_names, disk_place
 from sglang_ext.mempool.grants import Ledger
 from sglang_ext.mempool.regions import OutOfBlocksError
 from sglang_ext.mempool.tiers import Tiers
+from sglang_ext.tiers import Tier, tier_named
 
 
 class Memory:
@@ -34,7 +34,7 @@ class Memory:
             self._require(Tier.DISK)
             return self._ledger.allocate(id, [(Tier.DISK, self._disk_place()) for _ in range(size)])
         if type is not MemType.MIXED:
-            tier = Tier[type.name]
+            tier = tier_named(type.value)
             return self._ledger.allocate(id, [(tier, place) for place in self.take(tier, size)])
         self._require(Tier.DRAM)
         hbm = self._tiers.regions[Tier.HBM]
@@ -52,7 +52,7 @@ class Memory:
         if not self._tiers.make_room(tier, blocks, lose=True):
             cached = self._tiers.tree.blocks_of(self._tiers.holders[tier])
             raise OutOfBlocksError(
-                f"{blocks} blocks of {tier.name} asked for{beside}, {region.free_blocks} of "
+                f"{blocks} blocks of {tier.title} asked for{beside}, {region.free_blocks} of "
                 f"{region.n_blocks} are free and {self._tiers.available(tier) - region.free_blocks} of "
                 f"{cached} cached ones may go",
                 hint="Free or release what is not needed, ask for fewer, or make the tier larger",
@@ -65,7 +65,7 @@ class Memory:
         """Raises ConfigError when the pool has no such tier."""
         if tier not in self._tiers.regions and (tier is not Tier.DISK or self._tiers.disk is None):
             raise ConfigError(
-                f"this pool has no {tier.name}", field="type", hint="Give it one, or ask for HBM"
+                f"this pool has no {tier.title}", field="type", hint="Give it one, or ask for HBM"
             )
 
     def _disk_place(self) -> Place:

@@ -23,12 +23,12 @@ from sglang_ext.disagg.transfer.pool_transfer import transfer as transfer_blocks
 from sglang_ext.disagg.transfer.pools import MemoryRange, OwnedPool, PoolSpec
 from sglang_ext.errors import ConfigError, UserError
 from sglang_ext.geometry import Geometry
-from sglang_ext.keys import Tier
 from sglang_ext.mempool.address import Address, AddressError, MemType
 from sglang_ext.mempool.envelope import request_of, seal
 from sglang_ext.mempool.grants import Hold
 from sglang_ext.mempool.receiving import PoolReceiver, Received
 from sglang_ext.mempool.regions import ArenaRegion, Ids
+from sglang_ext.tiers import Tier, tier_named
 
 if TYPE_CHECKING:
     from sglang_ext.disagg.transfer.instance import Instance
@@ -67,12 +67,12 @@ async def serve(
     specs: list[PoolSpec] = []
     for tier, region in pool.tiers.regions.items():
         if not isinstance(region, ArenaRegion) or geometry.layout != region.layout:
-            raise ConfigError(f"{tier.name} is not an arena of this geometry", field="geometry")
+            raise ConfigError(f"{tier.title} is not an arena of this geometry", field="geometry")
         arena = region.arena
         size = arena.n_blocks * arena.block_bytes
         specs.append(
             PoolSpec(
-                tier.name.lower(),
+                tier.name,
                 arena.n_blocks,
                 geometry.block_tokens,
                 arena_tensors(geometry, arena.address, arena.n_blocks),
@@ -90,7 +90,7 @@ async def serve(
 def attach(pool: MemPool, endpoint: Endpoint) -> None:
     """Have the regions tell the endpoint's pools when bytes are about to change."""
     for tier, region in pool.tiers.regions.items():
-        owned = endpoint.pools.get(tier.name.lower())
+        owned = endpoint.pools.get(tier.name)
         if owned is not None:
             region.opening = _opener(owned)
 
@@ -221,7 +221,7 @@ async def _send_run(
 ) -> tuple[Tier, Ids, bool]:
     """Transfer blocks of one tier; where they went."""
     tier = addresses[0].tier
-    name = tier.name.lower()
+    name = tier.name
     ids = pool.tiers.regions[tier].to_ids([address.place for address in addresses])
     owned = endpoint.pools[name]
     owned.seal(ids[~owned.is_sealed(ids)])
@@ -229,7 +229,7 @@ async def _send_run(
         region = pool.tiers.regions[tier]
         tries, to = [destination[0].tier], region.to_ids([address.place for address in destination])
     else:
-        tries = [Tier.HBM, Tier.DRAM] if type is MemType.MIXED else [Tier[type.name]]
+        tries = [Tier.HBM, Tier.DRAM] if type is MemType.MIXED else [tier_named(type.value)]
         to = None
     for target in tries:
         try:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.errors import ConfigError, InternalError, UserError
 from sglang_ext.geometry import BlockLayout
-from sglang_ext.keys import Namespace, Tier, TokenIds, encode_tokens
+from sglang_ext.keys import Namespace, TokenIds, encode_tokens
 from sglang_ext.mempool import checks, contents, inserting, matching, peers, removing, swapping
 from sglang_ext.mempool.address import Address, AddressError, MemType, disk_names
 from sglang_ext.mempool.grants import Allocation, Hold, Ledger
@@ -38,6 +38,7 @@ from sglang_ext.mempool.swapping import Swapped
 from sglang_ext.mempool.tiers import Digest, Tiers
 from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.tiered_store.tier import BlockTier, Outcome
+from sglang_ext.tiers import Tier, all_tiers
 
 if TYPE_CHECKING:
     from sglang_ext.disagg.transfer.engine import Endpoint
@@ -93,7 +94,7 @@ class MemPool:
         self.layout: BlockLayout = hbm.layout
         self.namespace = namespace
         self.tiers = Tiers(
-            tree, {tier: Holder.of(instance, epoch, tier) for tier in Tier}, regions, disk, digest
+            tree, {tier: Holder.of(instance, epoch, tier) for tier in all_tiers()}, regions, disk, digest
         )
         self.ledger = Ledger(instance, epoch)
         self.endpoint: Endpoint | None = None
@@ -387,5 +388,6 @@ class MemPool:
         checks.check(self)
 
     def __repr__(self) -> str:
-        free = ", ".join(f"{t.name} {r.free_blocks}/{r.n_blocks} free" for t, r in self.tiers.regions.items())
+        regions = self.tiers.regions.items()
+        free = ", ".join(f"{t.title} {r.free_blocks}/{r.n_blocks} free" for t, r in regions)
         return f"MemPool({self.instance}/{self.epoch:x}, {free}, {self.ledger!r}, {self.tiers.counters})"

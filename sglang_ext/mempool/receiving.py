@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.disagg.errors import RefusedError
 from sglang_ext.errors import UserError
-from sglang_ext.keys import Tier
 from sglang_ext.mempool.address import Address, MemType
 from sglang_ext.mempool.envelope import owner_of, unseal
 from sglang_ext.mempool.regions import Ids, OutOfBlocksError, Region
+from sglang_ext.tiers import tier_named
 
 if TYPE_CHECKING:
     from sglang_ext.mempool.pool import MemPool
@@ -70,7 +70,7 @@ class PoolReceiver:
         firsts = blocks[:: region.ids_per_block].tolist()
         found: list[Address] = []
         for first, place in zip(firsts, region.from_ids(blocks), strict=True):
-            address = self._pool.ledger.find(Tier[pool.upper()], place)
+            address = self._pool.ledger.find(tier_named(pool), place)
             if address is None or not self._pool.is_granted(address):
                 raise RefusedError("blocks", f"block {first} of {pool} is not allocated here")
             found.append(address)
@@ -78,7 +78,7 @@ class PoolReceiver:
         self._claimed.update(zip(((pool, first) for first in firsts), found, strict=True))
 
     def _region(self, pool: str) -> Region:
-        region = self._pool.tiers.regions.get(Tier[pool.upper()]) if pool in ("hbm", "dram") else None
+        region = next((held for tier, held in self._pool.tiers.regions.items() if tier.name == pool), None)
         if region is None:
             raise RefusedError("room", f"there is no {pool} here")
         return region

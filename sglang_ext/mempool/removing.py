@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterator
 
-from sglang_ext.keys import Tier
 from sglang_ext.mempool.tiers import Tiers, unpack_keys
 from sglang_ext.radix_global import Node
+from sglang_ext.tiers import Tier
 
 
 def delete(

@@ -26,9 +26,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from sglang_ext.keys import TOKEN_BYTES, Tier
+from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.radix_global import Evicted, Holder, Match, Node, RadixTree
 from sglang_ext.radix_global.node import InsertResult
+from sglang_ext.tiers import Tier
 
 
 class Call(enum.StrEnum):
@@ -570,17 +571,17 @@ class Store:
         for (level, use), count in self._taken.items():
             if use is not Use.OWNER and count != open_blocks[level, use]:
                 raise AssertionError(
-                    f"{count} blocks of {level.name} are taken for {use}, {open_blocks[level, use]} reserved"
+                    f"{count} blocks of {level.title} are taken for {use}, {open_blocks[level, use]} reserved"
                 )
         for level, tier in self._tiers.items():
             known = self.tree.blocks_of(tier.holder) + self.reserved(level)
             if tier.exclusive and known != tier.n_blocks - tier.free_blocks:
                 raise AssertionError(
-                    f"{tier.n_blocks - tier.free_blocks} blocks of {level.name} are in use, "
+                    f"{tier.n_blocks - tier.free_blocks} blocks of {level.title} are in use, "
                     f"index and ledger know of {known}"
                 )
 
     def __repr__(self) -> str:
-        uses = Counter(f"{each.tier.name} {each.use}" for each in self._open)
-        uses += Counter(f"{each.tier.name} transfer" for each in self.incoming)
+        uses = Counter(f"{each.tier.title} {each.use}" for each in self._open)
+        uses += Counter(f"{each.tier.title} transfer" for each in self.incoming)
         return f"Store({', '.join(f'{use}: {count}' for use, count in sorted(uses.items()))})"

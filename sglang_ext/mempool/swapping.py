@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_ext.keys import Tier
 from sglang_ext.mempool.address import Address, AddressError
 from sglang_ext.mempool.grants import Hold
 from sglang_ext.tiered_store.tier import Outcome
+from sglang_ext.tiers import Tier
 
 if TYPE_CHECKING:
     from sglang_ext.mempool.pool import MemPool

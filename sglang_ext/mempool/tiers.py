@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.keys import BLOCK_KEY_BYTES, TOKEN_BYTES, Tier, block_keys
+from sglang_ext.keys import BLOCK_KEY_BYTES, TOKEN_BYTES, block_keys
 from sglang_ext.mempool.address import Place
 from sglang_ext.mempool.regions import ArenaRegion, Region, Rows, chunks, move
 from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Ids, Outcome, Put
+from sglang_ext.tiers import Tier
 
 Digest = Callable[[Hashable], bytes]
 Keys = npt.NDArray[np.void]

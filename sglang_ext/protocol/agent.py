@@ -27,8 +27,8 @@ goes on there, or a snapshot follows:
 Events name *runs*: a run is a number for consecutive blocks that are held in the same tiers, drawn by the
 instance and never used again in its epoch. What a run stands for is told once, by its parent run and its
 tokens, so an event costs a few bytes however long the prefix is. `radix_global.events` makes them and applies
-them. Blocks on disk are told by their names (``keys.block_keys``), because the disk outlives the process and
-knows nothing else.
+them. Blocks below memory are told by their names (``keys.block_keys``), because a disk outlives the process
+and knows nothing else.
 
 During a snapshot, events concern runs that may not have been told yet: those are left out, as the part that
 tells them comes later and is as of then. After `SnapshotEnd`, an unknown run means that something was lost.
@@ -40,9 +40,10 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
+from sglang_ext.tiers import MAX_LEVEL
 from sglang_ext.wire import Blob, Codec, Count, Epoch, Message, Name
 
-AGENT_PROTOCOL: Final = 2
+AGENT_PROTOCOL: Final = 3
 """Changes when one side would misunderstand the other."""
 
 MAX_EVENTS: Final = 20_000
@@ -54,8 +55,10 @@ time."""
 
 Tag = Annotated[str, msgspec.Meta(max_length=4096)]
 """A tenant's ``extra_key`` or ``cache_salt``; KV of longer ones is not told."""
-Tiers = Annotated[int, msgspec.Meta(ge=0, le=3)]
-"""Where a run is: `IN_HBM` | `IN_DRAM`."""
+Level = Annotated[int, msgspec.Meta(ge=0, le=MAX_LEVEL)]
+"""Of a tier (``tiers``). What is told of a level that the reader does not know is left out."""
+Tiers = Annotated[int, msgspec.Meta(ge=0, lt=1 << (MAX_LEVEL + 1))]
+"""Where a run is: the bits (`Tier.bit`) of tiers in memory."""
 
 MAX_MESSAGE_BYTES: Final = 1 << 20
 """Of what a router says to an agent."""
@@ -68,9 +71,6 @@ Ticket = Annotated[str, msgspec.Meta(min_length=32, max_length=64)]
 """Unguessable: whoever has it may resume a request."""
 Host = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:%\[\]-]{1,255}$")]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
-
-IN_HBM: Final = 1
-IN_DRAM: Final = 2
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True):
@@ -122,24 +122,26 @@ class Cleared(Event, frozen=True, tag=5):
     weights: Name
 
 
-class DiskStored(Event, frozen=True, tag=6):
-    """Blocks are on disk and durable. names: ``keys.BLOCK_KEY_BYTES`` each."""
+class NamesStored(Event, frozen=True, tag=6):
+    """A tier below memory has blocks, durably. names: ``keys.BLOCK_KEY_BYTES`` each."""
 
+    level: Level
     names: Blob
 
 
-class DiskRemoved(Event, frozen=True, tag=7):
-    """Blocks are no longer on disk."""
+class NamesRemoved(Event, frozen=True, tag=7):
+    """A tier below memory no longer has blocks."""
 
+    level: Level
     names: Blob
 
 
-PlacementEvent: TypeAlias = Stored | Moved | Removed | Split | Cleared | DiskStored | DiskRemoved
+PlacementEvent: TypeAlias = Stored | Moved | Removed | Split | Cleared | NamesStored | NamesRemoved
 PlacementEvents = Annotated[tuple[PlacementEvent, ...], msgspec.Meta(max_length=MAX_EVENTS)]
 
 
 class Naming(msgspec.Struct, frozen=True, array_like=True):
-    """What names of blocks on disk are made from, beside tenant and tokens (``keys.Namespace``).
+    """What names of blocks below memory are made from, beside tenant and tokens (``keys.Namespace``).
 
     adapters: LoRA is on; names of tenants with an ``extra_key`` then depend on more than this.
     """
@@ -164,8 +166,9 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Fill(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks that a tier holds, and how many fit."""
+    """Blocks that the tier of a level holds, and how many fit."""
 
+    level: Level
     used: Count = 0
     size: Count = 0
 
@@ -273,7 +276,7 @@ class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     output: generated so far, encoded (``keys.encode_tokens``), one token at least; of the last one there is
     no KV yet.
     prompt: digest of the prompt's tokens, to compare (``engine.resume.prompt_digest``).
-    cached: tokens that were found cached: in all, in HBM, in DRAM and on disk.
+    cached: tokens that were found cached: in all, in HBM, in DRAM and below.
     received: whether its KV comes through a room. home: bootstrap host and port of who prefilled it, to which
     its KV returns.
     """
@@ -306,7 +309,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     block_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
     resumed: bool
     naming: Naming | None = None
-    """``None``: nothing is told of a disk."""
+    """``None``: nothing is told of tiers below memory."""
     protocol: Count = AGENT_PROTOCOL
 
 
@@ -357,9 +360,7 @@ class Beat(Message, frozen=True, tag="beat"):
     epoch: Epoch
     next: Count
     load: Load = Load()
-    hbm: Fill = Fill()
-    dram: Fill = Fill()
-    disk: Fill = Fill()
+    fills: Annotated[tuple[Fill, ...], msgspec.Meta(max_length=MAX_LEVEL + 1)] = ()
 
 
 class Advised(Message, frozen=True, tag="advised"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from sglang_ext.keys import Tier
+from sglang_ext.tiers import Tier
 
 
 class Holder:
@@ -29,7 +29,7 @@ class Holder:
         holder = cls._interned.get(facts)
         if holder is None:
             holder = cls.__new__(cls)
-            holder.instance, holder.epoch, holder.tier = instance, epoch, Tier(tier)
+            holder.instance, holder.epoch, holder.tier = instance, epoch, tier
             cls._interned[facts] = holder
         return holder
 
@@ -40,4 +40,4 @@ class Holder:
         return (Holder.of, (self.instance, self.epoch, self.tier))
 
     def __repr__(self) -> str:
-        return f"{self.instance}/{self.epoch:x}/{self.tier.name}"
+        return f"{self.instance}/{self.epoch:x}/{self.tier.title}"

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.geometry import BlockLayout
-from sglang_ext.keys import Tier
 from sglang_ext.tiered_store.tier import (
     BlockMemory,
     BlockTier,
@@ -33,6 +32,7 @@ from sglang_ext.tiered_store.tier import (
     check_put_layer,
 )
 from sglang_ext.tiered_store.wrapped import WrappedTier
+from sglang_ext.tiers import Tier
 
 Layers = dict[int, npt.NDArray[np.uint8]]
 

@@ -43,8 +43,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.geometry import BlockLayout
-from sglang_ext.keys import BLOCK_KEY_BYTES, Tier
+from sglang_ext.keys import BLOCK_KEY_BYTES
 from sglang_ext.tiered_store.dram.arena import DramArena
+from sglang_ext.tiers import Tier
 
 Ids = npt.NDArray[np.int64]
 

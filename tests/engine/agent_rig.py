@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from sglang_ext.cluster_key import ClusterKey
 from sglang_ext.engine.events.agent import Agent, AgentFacts
 from sglang_ext.engine.events.agent_socket import AgentSocket
 from sglang_ext.engine.events.events import PlacementFeed
-from sglang_ext.keys import Tier, encode_tokens
+from sglang_ext.keys import encode_tokens
 from sglang_ext.protocol.agent import Fill, Load, Naming
 from sglang_ext.protocol.cluster import Registration
 from sglang_ext.radix_global import Holder, RadixTree
+from sglang_ext.tiers import Tier
 
 BLOCK = 4
 NAME = "http://127.0.0.1:1"
@@ -26,8 +27,8 @@ class Gauges:
     def load(self) -> Load:
         return Load(2, 1, 30)
 
-    def fill(self) -> Mapping[Tier, Fill]:
-        return {Tier.HBM: Fill(3, 9)}
+    def fills(self) -> tuple[Fill, ...]:
+        return (Fill(Tier.HBM.level, 3, 9),)
 
 
 class Disk:
@@ -55,7 +56,7 @@ class Instance:
         self.tree = RadixTree(BLOCK)
         epoch = next(self.epochs)
         self.hbm, self.dram = Holder.of("a", epoch, Tier.HBM), Holder.of("a", epoch, Tier.DRAM)
-        self.feed = PlacementFeed(self.tree, self.hbm, self.dram, lambda n: f"w{n}")
+        self.feed = PlacementFeed(self.tree, (self.hbm, self.dram), lambda n: f"w{n}")
         facts = AgentFacts("a", epoch.to_bytes(16, "big"), BLOCK, NAMING if disk else None)
         self.said: list[object] = []
         self.agent = Agent(
@@ -63,7 +64,7 @@ class Instance:
             self.feed,
             Gauges(),
             AgentSocket("127.0.0.1", port, key),
-            disk=disk,
+            named={Tier.DISK: disk} if disk else {},
             others=lambda reader, message: self.said.append(message),
         )
         self.registration = Registration(

@@ -26,7 +26,7 @@ from sglang_ext.engine.tiers.mover import LayerGate, Mover, ThreadMover
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.weights import Weights
 from sglang_ext.geometry import BlockLayout, Geometry
-from sglang_ext.keys import Namespace, Tier, encode_tokens
+from sglang_ext.keys import Namespace, encode_tokens
 from sglang_ext.mempool import MemType, OutOfBlocksError
 from sglang_ext.mempool.store import Store
 from sglang_ext.patches.adapter.build_disk import RankFacts, disk_below, promotions_from
@@ -36,6 +36,7 @@ from sglang_ext.testing.tiers import FaultyTier, MemoryTier, WrappedTier
 from sglang_ext.tiered_store.copy import PoolCopier
 from sglang_ext.tiered_store.dram.arena import DramArena
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get, Ids, LayerRead
+from sglang_ext.tiers import Tier
 
 _CONFIG = KvConfig(dram_size=1, disk_path="/simulated", block_size=4, load_min_tokens=0, load_policy="always")
 _WEIGHING = dataclasses.replace(_CONFIG, load_policy="auto")
@@ -381,7 +382,7 @@ class Rank:
             while stack:
                 node = stack.pop()
                 places = {
-                    holder.tier.name: at.tobytes().hex() if holder.tier is Tier.DISK else list(map(int, at))
+                    holder.tier.title: at.tobytes().hex() if holder.tier is Tier.DISK else list(map(int, at))
                     for holder, at in node.placements.items()
                 }
                 locks = {repr(holder): count for holder, count in node.locks.items()}

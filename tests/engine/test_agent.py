@@ -25,6 +25,7 @@ from sglang_ext.router.cluster.agents import Agents
 from sglang_ext.router.index.index import Index
 from sglang_ext.router.policies import Match
 from sglang_ext.testing.fakes import FakeClock, Stopwatch
+from sglang_ext.tiers import Tier
 
 
 class Listener:
@@ -77,7 +78,7 @@ async def test_a_router_knows_what_an_instance_holds(key: ClusterKey | None) -> 
         await until(lambda: side.match([1] * 8 + [2] * 4 + [3]) == Match(12, own=True), instance)
         assert side.match([1] * 12) == Match(8, own=False)
         instance.tree.evict(instance.hbm, 2)
-        await until(lambda: side.match([1] * 12) == Match(8, own=True, dram=4), instance)
+        await until(lambda: side.match([1] * 12) == Match(8, own=True, below={Tier.DRAM: 4}), instance)
         instance.feed.clear()
         instance.tree.drop_holder(instance.hbm)
         instance.tree.drop_holder(instance.dram)
@@ -110,14 +111,14 @@ async def test_a_disk_with_more_names_than_a_snapshot_tells_is_told_in_part(
     cap: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the router knows that there is more, so that it does not take silence for absence."""
-    monkeypatch.setattr(agent, "DISK_NAMES", cap * agent.DISK_CHUNK)
-    there = 4 * agent.DISK_CHUNK
+    monkeypatch.setattr(agent, "SNAPSHOT_NAMES", cap * agent.NAMES_CHUNK)
+    there = 4 * agent.NAMES_CHUNK
     instance = Instance(disk=Disk([number.to_bytes(16, "big") for number in range(there)]))
     async with connected(instance) as side:
         await until(lambda: side.index.trusted(NAME), instance)
         replica = side.index.replica(NAME)
         assert replica is not None
-        assert len(replica.on_disk) == min(cap * agent.DISK_CHUNK, there)
+        assert replica.names == min(cap * agent.NAMES_CHUNK, there)
         assert replica.partial is (cap < 4)
 
 
@@ -145,10 +146,10 @@ async def test_a_disk_is_told_by_name_and_found_after_what_is_in_memory() -> Non
     async with connected(instance) as side:
         await until(lambda: side.index.trusted(NAME), instance)
         mine = ("tokens", None, None, "s")
-        assert side.match(tokens, mine) == Match(12, own=False, disk=8)
+        assert side.match(tokens, mine) == Match(12, own=False, below={Tier.DISK: 8})
         assert side.match(tokens) is None
-        instance.feed.disk_changed([], names[2:3])
-        await until(lambda: side.match(tokens, mine) == Match(8, own=False, disk=4), instance)
+        instance.feed.names_changed(Tier.DISK, [], names[2:3])
+        await until(lambda: side.match(tokens, mine) == Match(8, own=False, below={Tier.DISK: 4}), instance)
         (gone,) = side.index.history(mine, encode_tokens(tokens))
         assert (gone.instance, gone.tier, gone.tokens) == (NAME, "disk", 12)
         instance.feed.clear(1)
@@ -177,13 +178,13 @@ async def test_what_a_snapshot_has_told_is_used_while_the_rest_is_awaited() -> N
     instance = Instance(disk=disk)
     async with connected(instance) as side:
         assert side.index.awaited(NAME), "from the registration on"
-        await until(lambda: side.match(tokens) == Match(4, own=False, disk=4), instance)
+        await until(lambda: side.match(tokens) == Match(4, own=False, below={Tier.DISK: 4}), instance)
         assert side.index.awaited(NAME)
         assert not side.index.trusted(NAME)
         disk.gate.set()
         await until(lambda: side.index.trusted(NAME), instance)
         assert not side.index.awaited(NAME)
-        assert side.match(tokens) == Match(16, own=True, disk=16)
+        assert side.match(tokens) == Match(16, own=True, below={Tier.DISK: 16})
 
 
 async def test_who_has_another_key_is_told_nothing() -> None:

@@ -23,8 +23,9 @@ from sglang_ext.engine.model_identity import (
 )
 from sglang_ext.engine.tiers.block_names import BlockNames, pack_names, unpack_names
 from sglang_ext.engine.weights import Weights
-from sglang_ext.keys import Namespace, Tier, block_keys, encode_tokens
+from sglang_ext.keys import Namespace, block_keys, encode_tokens
 from sglang_ext.radix_global import Holder, RadixTree
+from sglang_ext.tiers import Tier
 
 IDENTITY = Namespace("model", "weights", "float32", "layout", "tp0of1")
 DISK = Holder.of("names", 1, Tier.DISK)

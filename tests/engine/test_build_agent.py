@@ -14,10 +14,11 @@ from engine_simulation import SCENARIOS, Rank, Traffic
 from sglang_ext.config import KvConfig
 from sglang_ext.engine.events.agent import AgentFacts
 from sglang_ext.errors import ConfigError
-from sglang_ext.keys import Namespace, Tier, encode_tokens, tenant_salt
+from sglang_ext.keys import Namespace, encode_tokens, tenant_salt
 from sglang_ext.patches.adapter.build_agent import SchedulerGauges, attach_agent, naming_of
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.testing.servers.server import free_port
+from sglang_ext.tiers import Tier
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
 
@@ -42,7 +43,7 @@ def facts(rank: Rank) -> AgentFacts:
 
 def attach(rank: Rank, config: KvConfig, args: SimpleNamespace) -> Any:
     return attach_agent(
-        rank.cache, args, config, facts(rank), epoch=1, names=None, disk=None, namespace=IDENTITY
+        rank.cache, args, config, facts(rank), epoch=1, names=None, named={}, namespace=IDENTITY
     )
 
 
@@ -104,7 +105,7 @@ def test_what_the_server_says_of_itself() -> None:
         )
         load = gauges.load()
         assert (load.running, load.queued, load.queued_tokens) == (1, 3, 21)
-        assert gauges.fill()[Tier.HBM].size == rank.scenario.hbm_tokens // rank.scenario.block
+        assert gauges.fills()[Tier.HBM.level].size == rank.scenario.hbm_tokens // rank.scenario.block
     finally:
         rank.close()
 

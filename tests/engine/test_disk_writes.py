@@ -16,7 +16,7 @@ from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_room import HbmRoom
 from sglang_ext.engine.tiers.slots import HostSlots
 from sglang_ext.geometry import BlockLayout
-from sglang_ext.keys import Namespace, Tier, block_keys, encode_tokens
+from sglang_ext.keys import Namespace, block_keys, encode_tokens
 from sglang_ext.mempool.store import Store
 from sglang_ext.patches.adapter.build_disk import RankFacts, open_disk
 from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
@@ -26,6 +26,7 @@ from sglang_ext.tiered_store.disk.tier import DiskTier
 from sglang_ext.tiered_store.dram.arena import DramArena
 from sglang_ext.tiered_store.loading.write_behind import LagPolicy, WriteBehind
 from sglang_ext.tiered_store.tier import BlockMemory
+from sglang_ext.tiers import Tier, all_tiers
 
 BLOCK = 4
 ALIGNED = BlockLayout(16, ((128, 128), (256,)))
@@ -39,7 +40,7 @@ class Setup:
 
     def __init__(self, disk_blocks: int = 100, backlog: int = 100) -> None:
         self.tree = RadixTree(BLOCK)
-        self.hbm, self.dram, self.disk = (Holder.of("writes", 0, tier) for tier in Tier)
+        self.hbm, self.dram, self.disk = (Holder.of("writes", 0, tier) for tier in all_tiers())
         self.arena = DramArena(LAYOUT, 8 * (LAYOUT.block_bytes + 8) + 8, shared=False, pin=False)
         self.below = MemoryTier(LAYOUT, disk_blocks)
         self.names = BlockNames(Namespace("m", "w", "d", "g"), BLOCK, self.disk, "start")

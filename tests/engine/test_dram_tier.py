@@ -11,10 +11,11 @@ from engine_movers import HandMover
 
 from sglang_ext.engine.tiers.dram_tier import DramTier, MinOverRanks
 from sglang_ext.geometry import BlockLayout
-from sglang_ext.keys import Tier, encode_tokens
+from sglang_ext.keys import encode_tokens
 from sglang_ext.mempool.store import Store
 from sglang_ext.radix_global import Holder, Node, RadixTree
 from sglang_ext.tiered_store.dram.arena import DramArena
+from sglang_ext.tiers import Tier
 
 BLOCK = 4
 LAYOUT = BlockLayout.uniform(n_layers=2, planes_per_layer=2, row_bytes=8, block_tokens=BLOCK)

@@ -11,12 +11,12 @@ import pytest
 from engine_simulation import SCENARIOS, Rank, Scenario, run
 
 from sglang_ext.engine.events.events import Began, Changed, Ended, LeftOut, Part, PlacementFeed
-from sglang_ext.keys import Tier
-from sglang_ext.protocol.agent import FROM_AGENT, IN_DRAM, IN_HBM, Hello, PlacementEvent, Welcome
+from sglang_ext.protocol.agent import FROM_AGENT, Hello, PlacementEvent, Welcome
 from sglang_ext.radix_global import Holder, Node, RadixTree
 from sglang_ext.radix_global.sync.replica import Outcome, Replica
 from sglang_ext.radix_global.sync.runs import path_key
 from sglang_ext.radix_global.sync.stream import EventStream, Sends
+from sglang_ext.tiers import Tier
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
 
@@ -77,7 +77,7 @@ class FollowedRank(Rank):
 
     def __init__(self, scenario: Scenario, **options: Any) -> None:
         super().__init__(scenario, **options)
-        feed = self.feed_class(self.tree, self.hbm, self.dram_holder, limit=self.limit)
+        feed = self.feed_class(self.tree, (self.hbm, self.dram_holder), limit=self.limit)
         self.cache.feed = feed
         if self.tier is not None:
             self.tier.copies = feed.log
@@ -105,7 +105,7 @@ class FollowedRank(Rank):
             if node.namespace[0] != self.cache.weights.generation:  # type: ignore[index]
                 continue
             tiers = 0
-            for holder, tier in ((self.hbm, IN_HBM), (self.dram_holder, IN_DRAM)):
+            for holder, tier in ((self.hbm, Tier.HBM.bit), (self.dram_holder, Tier.DRAM.bit)):
                 if holder in node.placements and (node, holder) not in pending:
                     tiers |= tier
             prefix = path_key(node)
@@ -194,15 +194,15 @@ def test_an_event_lost_unnoticed_is_found() -> None:
 
 def test_the_disk_is_told_from_any_thread_by_name() -> None:
     tree = RadixTree(4)
-    feed = PlacementFeed(tree, Holder.of("i", 1, Tier.HBM), Holder.of("i", 1, Tier.DRAM))
+    feed = PlacementFeed(tree, [Holder.of("i", 1, tier) for tier in (Tier.HBM, Tier.DRAM)])
     try:
         follower = Follower(feed, 4)
         feed.publish()
         follower.follow()
         names = [bytes([i]) * 16 for i in range(3)]
-        feed.disk_changed(names, [])
-        feed.disk_changed([], names[:1])
+        feed.names_changed(Tier.DISK, names, [])
+        feed.names_changed(Tier.DISK, [], names[:1])
         follower.follow()
-        assert follower.replica.on_disk == set(names[1:])
+        assert follower.replica.named[Tier.DISK] == set(names[1:])
     finally:
         feed.close()

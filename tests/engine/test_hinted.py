@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import pytest
 
 from sglang_ext.engine.tiers.retention import MOST_HINTS, Retention
-from sglang_ext.keys import Tier, encode_tokens
+from sglang_ext.keys import encode_tokens
 from sglang_ext.radix_global import Holder, Node, RadixTree
+from sglang_ext.tiers import Tier
 
 HBM = Holder.of("a", 1, Tier.HBM)
 DRAM = Holder.of("a", 1, Tier.DRAM)

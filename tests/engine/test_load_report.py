@@ -18,7 +18,7 @@ from sglang_ext.engine.tiers.load_report import (
     begin_report,
     details_of,
 )
-from sglang_ext.keys import Tier
+from sglang_ext.tiers import Tier
 
 BLOCK, BYTES = 16, 1 << 16
 

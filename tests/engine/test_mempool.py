@@ -9,11 +9,11 @@ import pytest
 from engine_pools import PoolKind, WrongKvError, chain_of
 from engine_simulation import Rank, Scenario, finish
 
-from sglang_ext.keys import Tier
 from sglang_ext.mempool import Hold, MemPool, MemType, Outcome, OutOfBlocksError
 from sglang_ext.mempool.store import Use
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.tiered_store.tier import BlockTier
+from sglang_ext.tiers import Tier
 
 NAMESPACE = (0, None, None)
 PROMPT = list(range(100, 133))

@@ -26,9 +26,9 @@ from sglang_ext.engine.pd.kv_writeback import ReturnGiver, ReturnTaker
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.peers import Local
 from sglang_ext.engine.pd.reservations import DRAM_POOL, Blocks, Reservations
-from sglang_ext.keys import Tier
 from sglang_ext.patches.adapter.kv_manager import match_on_decode
 from sglang_ext.testing.servers.server import wait_until
+from sglang_ext.tiers import Tier
 
 NAMESPACE = (0, None, None)
 PROMPT = list(range(100, 133))

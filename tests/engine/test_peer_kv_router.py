@@ -30,6 +30,7 @@ from sglang_ext.router.policies import Decision, Instance, Match, Reason
 from sglang_ext.router.policies.base import Fetch
 from sglang_ext.router.tokens.tokenizing import Encoded
 from sglang_ext.testing.servers.server import free_port
+from sglang_ext.tiers import Tier
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
 
@@ -174,7 +175,9 @@ async def test_from_registration_to_a_hit(router_port: int, key_file: Path, node
         assert note.heard.is_set()
         await until(lambda: reader.in_dram() == 20 * BLOCK, nodes, "the KV")
         # The router is told of it too.
-        await until(lambda: held().get(reader.url, Match(0)).dram == 20 * BLOCK, nodes, "the event")
+        await until(
+            lambda: held().get(reader.url, Match(0)).below.get(Tier.DRAM) == 20 * BLOCK, nodes, "the event"
+        )
         req = reader.rank.serve(TOKENS, salt="salt")
         assert req.cached_tokens == 20 * BLOCK
         router.check()

@@ -26,8 +26,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.runtime_context import get_serving
 
 from sglang_ext.engine.tiers.mover import NOTHING_TO_WAIT_FOR
-from sglang_ext.keys import Tier
 from sglang_ext.patches.adapter.radix_cache import CacheParts, GlobalRadixCache
+from sglang_ext.tiers import Tier
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
 

@@ -32,6 +32,7 @@ from sglang_ext.tiered_store.disk.tier import DiskTier
 from sglang_ext.tiered_store.loading.layer_cache import LayerCache
 from sglang_ext.tiered_store.tier import BlockTier
 from sglang_ext.tiered_store.wrapped import WrappedTier
+from sglang_ext.tiers import Tier
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
 
@@ -187,7 +188,7 @@ def test_the_lowest_layers_of_what_is_on_disk_are_kept_in_memory(tmp_path: Path)
     with closing(open_disk(config, FACTS, BLOCK_LAYOUT)) as disk:
         assert isinstance(disk, LayerCache)
         assert isinstance(disk.inner, DiskTier)
-        assert names_on(disk) is disk.inner
+        assert names_on(disk) == {Tier.DISK: disk.inner}
         put_all(disk, NAMESPACE, prefix_keys(0, 5))
         assert get_all(disk, NAMESPACE, prefix_keys(0, 5)) == 5
         assert disk.stats().extra["layer_cache_hits"] == 5 * layers
@@ -271,7 +272,7 @@ def test_an_idle_scheduler_stays_awake_while_something_is_brought_or_told() -> N
             setattr(cache, part, SimpleNamespace(busy=False))
             assert not cache.keeps_awake
             setattr(cache, part, None)
-        feed = cache.feed = PlacementFeed(rank.tree, rank.hbm, rank.dram_holder, str)
+        feed = cache.feed = PlacementFeed(rank.tree, (rank.hbm, rank.dram_holder), str)
         feed.snapshot(1)
         assert cache.keeps_awake
         until(lambda: feed.publish(idle=True) or feed.take() or not cache.keeps_awake, "the snapshot")

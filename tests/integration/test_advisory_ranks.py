@@ -20,6 +20,7 @@ from sglang_ext.router.policies import Match
 from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port, wait_until
+from sglang_ext.tiers import Tier
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
@@ -100,7 +101,9 @@ async def pushed_out(
     rng = random.Random(tier)
     for _ in range(40):
         match = held(router, server, prompt)
-        if match.tokens >= TOKENS and (match.disk >= TOKENS if tier == "disk" else not match.hbm):
+        if match.tokens >= TOKENS and (
+            match.below.get(Tier.DISK, 0) >= TOKENS if tier == "disk" else not match.hbm
+        ):
             return
         await generate(client, server.url, random_prompt(rng, PUSHING))
     raise AssertionError(f"still {held(router, server, prompt)}")

@@ -27,6 +27,7 @@ from sglang_ext.router.policies import Match
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.models import model_path
 from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port
+from sglang_ext.tiers import Tier
 
 pytestmark = pytest.mark.integration
 
@@ -153,11 +154,11 @@ async def assert_right(router: Router, server: ServerProcess) -> None:
 
     truth = await told_anew(router, server)
     for _ in range(20):
-        if (truth.next, truth.on_disk) == (replica.next, replica.on_disk):
+        if (truth.next, truth.named) == (replica.next, replica.named):
             break
         truth = await told_anew(router, server)
     assert replica.contents() == truth.contents()
-    assert replica.on_disk == truth.on_disk
+    assert replica.named == truth.named
     assert replica.naming == truth.naming
     truth.check()
 
@@ -184,8 +185,8 @@ async def test_what_was_computed_is_known_and_what_was_evicted_is_not(
     tiers = [held(router, server, tokens) for tokens in prompts]
     assert tiers[-1].hbm == 20 * BLOCK
     assert tiers[0].hbm < 20 * BLOCK, "nothing was evicted from HBM"
-    assert sum(match.dram for match in tiers) > 0
-    await until(lambda: len(replica.on_disk) >= 14 * 20, 10, "blocks on disk")
+    assert sum(match.below.get(Tier.DRAM, 0) for match in tiers) > 0
+    await until(lambda: replica.names >= 14 * 20, 10, "blocks on disk")
     assert all(held(router, server, tokens).tokens >= 20 * BLOCK for tokens in prompts)
     assert sum(held(router, server, tokens).disk for tokens in prompts) > 0
     await assert_right(router, server)
@@ -225,9 +226,9 @@ async def test_a_killed_server_is_not_trusted_and_a_warm_one_tells_its_disk(
 ) -> None:
     replica = await known(router, server)
     tokens = prompt()
-    before = len(replica.on_disk)
+    before = replica.names
     await generate(client, router.url, tokens)
-    await until(lambda: len(replica.on_disk) >= before + 20, 10, "blocks on disk")
+    await until(lambda: replica.names >= before + 20, 10, "blocks on disk")
     router.trees.forget(server.url)
     for pid in server.processes("sglang::scheduler"):
         os.kill(pid, signal.SIGKILL)
@@ -275,8 +276,8 @@ async def test_a_flush_empties_the_index(
     tokens = prompt()
     await generate(client, router.url, tokens)
     await until(lambda: replica.blocks, WITHIN_S, "an insertion")
-    await until(lambda: replica.on_disk, 10, "blocks on disk")
+    await until(lambda: replica.names, 10, "blocks on disk")
     await post(client, f"{server.url}/flush_cache")
-    took = await until(lambda: not replica.blocks and not replica.on_disk, WITHIN_S, "a flush")
+    took = await until(lambda: not replica.blocks and not replica.names, WITHIN_S, "a flush")
     print(f"a flush was known after {took * 1000:.1f} ms")
     await assert_right(router, server)

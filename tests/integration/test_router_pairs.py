@@ -25,6 +25,7 @@ from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.models import model_path
 from sglang_ext.testing.servers.pd_servers import PdServers, pd_servers
 from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port
+from sglang_ext.tiers import Tier
 
 pytestmark = pytest.mark.integration
 
@@ -214,7 +215,9 @@ async def said_and_pushed_out(
         await generate(client, router.url, random_prompt(rng, 1500))
     for server in pd.servers:
         await until(
-            lambda s=server: holds(router, s, said) == Match(known, own=True, dram=known), 20, "HBM to be rid"
+            lambda s=server: holds(router, s, said) == Match(known, own=True, below={Tier.DRAM: known}),
+            20,
+            "HBM to be rid",
         )
     return said, last
 

@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 
 from sglang_ext.engine.tiers.load_report import Decision, Reason, begin_report
-from sglang_ext.keys import Tier
 from sglang_ext.patches.hooks import load_details
 from sglang_ext.patches.hooks import scheduler as scheduler_calls
+from sglang_ext.tiers import Tier
 
 
 @pytest.fixture

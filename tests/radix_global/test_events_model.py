@@ -15,16 +15,14 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from sglang_ext.keys import Tier, encode_tokens
+from sglang_ext.keys import encode_tokens
 from sglang_ext.protocol.agent import (
     FROM_AGENT,
-    IN_DRAM,
-    IN_HBM,
-    DiskRemoved,
-    DiskStored,
     Events,
     Hello,
     Moved,
+    NamesRemoved,
+    NamesStored,
     PlacementEvent,
     Welcome,
 )
@@ -33,6 +31,7 @@ from sglang_ext.radix_global.sync.events import PlacementLog, Tenant, Walk
 from sglang_ext.radix_global.sync.replica import Outcome, Replica, State
 from sglang_ext.radix_global.sync.runs import path_key
 from sglang_ext.radix_global.sync.stream import EventStream
+from sglang_ext.tiers import Tier
 
 BLOCK = 2
 Contents = dict[tuple[Hashable, bytes], int]
@@ -54,7 +53,7 @@ class Instance:
         self.hbm = Holder.of("a", epoch, Tier.HBM)
         self.dram = Holder.of("a", epoch, Tier.DRAM)
         self.weights = 0
-        self.log = PlacementLog(self.tree, {self.hbm: IN_HBM, self.dram: IN_DRAM}, self.tenant_of)
+        self.log = PlacementLog(self.tree, {self.hbm: Tier.HBM.bit, self.dram: Tier.DRAM.bit}, self.tenant_of)
         self.stream = EventStream("a", epoch.to_bytes(16, "big"), BLOCK, remember_bytes=600)
         self.walks: dict[int, Walk] = {}
         self.copies: list[tuple[Node, int, Holder]] = []
@@ -86,7 +85,9 @@ class Instance:
             return
         for node in self.tree.nodes():
             if self.tenant_of(node.namespace) is not None:
-                held = sum({self.hbm: IN_HBM, self.dram: IN_DRAM}[holder] for holder in node.placements)
+                held = sum(
+                    {self.hbm: Tier.HBM.bit, self.dram: Tier.DRAM.bit}[holder] for holder in node.placements
+                )
                 event = self.log.stored(node)
                 assert event is not None, f"{node!r} is not told"
                 assert event.tiers == held
@@ -189,7 +190,9 @@ class EventsMachine(RuleBasedStateMachine):
             self.instance.on_disk |= each
         else:
             self.instance.on_disk -= each
-        self.instance.disk_events.append(DiskStored(names) if there else DiskRemoved(names))
+        self.instance.disk_events.append(
+            NamesStored(Tier.DISK.level, names) if there else NamesRemoved(Tier.DISK.level, names)
+        )
         self.done()
 
     @rule()
@@ -231,7 +234,7 @@ class EventsMachine(RuleBasedStateMachine):
                 del i.walks[number]
                 disk = b"".join(sorted(i.on_disk))
                 if disk:
-                    self.send(i.stream.part(number, [DiskStored(disk)]))
+                    self.send(i.stream.part(number, [NamesStored(Tier.DISK.level, disk)]))
                 self.send(i.stream.end(number))
         self.done()
 
@@ -338,7 +341,7 @@ class EventsMachine(RuleBasedStateMachine):
             assert mine.items() <= contents.items(), "the reader knows more than there is"
         else:
             assert mine == contents
-        assert self.reader.on_disk == disk
+        assert self.reader.named.get(Tier.DISK, set()) == disk
 
 
 def run(

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.keys import Tier, encode_tokens
+from sglang_ext.keys import encode_tokens
 from sglang_ext.radix_global import POLICIES, Holder, Node, RadixTree, policy_by_name
 from sglang_ext.radix_global.eviction import EvictionQueue, lru
+from sglang_ext.tiers import Tier
 
 HBM = Holder.of("a", 1, Tier.HBM)
 DRAM = Holder.of("a", 1, Tier.DRAM)

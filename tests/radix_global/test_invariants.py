@@ -7,8 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from sglang_ext.keys import Tier, encode_tokens
+from sglang_ext.keys import encode_tokens
 from sglang_ext.radix_global import Holder, Node, RadixTree, TreeInvariantError
+from sglang_ext.tiers import Tier
 
 HBM = Holder.of("a", 1, Tier.HBM)
 DRAM = Holder.of("a", 1, Tier.DRAM)

@@ -19,8 +19,9 @@ from hypothesis.stateful import (
 )
 from tree_oracle import Lock, Oracle, Units, full_key, units_of
 
-from sglang_ext.keys import Tier, encode_tokens
+from sglang_ext.keys import encode_tokens
 from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree, policy_by_name
+from sglang_ext.tiers import Tier
 
 HOLDERS = [
     Holder.of("a", 1, Tier.HBM),

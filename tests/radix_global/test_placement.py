@@ -7,8 +7,8 @@ import gc
 
 import pytest
 
-from sglang_ext.keys import Tier
 from sglang_ext.radix_global import Holder
+from sglang_ext.tiers import Tier
 
 
 def test_the_same_facts_are_the_same_object() -> None:
@@ -20,12 +20,9 @@ def test_the_same_facts_are_the_same_object() -> None:
     assert repr(holder) == "a/2a/DRAM"
 
 
-def test_a_number_is_as_good_as_a_tier() -> None:
-    holder = Holder.of("numbered", 1, 2)  # type: ignore[arg-type]
-    assert holder.tier is Tier.DISK
-    assert holder is Holder.of("numbered", 1, Tier.DISK)
-    with pytest.raises(ValueError, match="9"):
-        Holder.of("numbered", 1, 9)  # type: ignore[arg-type]
+def test_a_tier_is_itself_however_it_is_copied() -> None:
+    assert copy.deepcopy(Tier.DISK) is Tier.DISK
+    assert sorted([Tier.DISK, Tier.HBM, Tier.DRAM]) == [Tier.HBM, Tier.DRAM, Tier.DISK]
 
 
 def test_a_holder_nobody_refers_to_is_forgotten() -> None:

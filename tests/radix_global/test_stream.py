@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_ext.keys import Tier, encode_tokens
+from sglang_ext.keys import encode_tokens
 from sglang_ext.protocol.agent import (
     AGENT_PROTOCOL,
     BATCH_BYTES,
     BATCH_EVENTS,
     FROM_AGENT,
-    IN_HBM,
     Cleared,
     Events,
     FromAgent,
@@ -28,6 +27,7 @@ from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.radix_global.sync.events import PlacementLog
 from sglang_ext.radix_global.sync.replica import Outcome, Replica, State
 from sglang_ext.radix_global.sync.stream import EventStream, Sends
+from sglang_ext.tiers import Tier
 
 EPOCH = b"e" * 16
 BLOCK = 2
@@ -96,7 +96,7 @@ def test_messages_are_cut_by_events_and_by_bytes(stream: EventStream) -> None:
     stream.hello(b"r", Hello("r"))
     many = decoded(stream.publish([Removed(run) for run in range(2 * BATCH_EVENTS + 1)]))
     assert [len(m.events) for m in many if isinstance(m, Events)] == [BATCH_EVENTS, BATCH_EVENTS, 1]
-    large = [Stored(run, 0, bytes(BATCH_BYTES // 2), IN_HBM) for run in range(5)]
+    large = [Stored(run, 0, bytes(BATCH_BYTES // 2), Tier.HBM.bit) for run in range(5)]
     sizes = [len(m.events) for m in decoded(stream.publish(large)) if isinstance(m, Events)]
     assert sizes == [2, 2, 1]
 
@@ -134,8 +134,8 @@ def test_the_table_of_states() -> None:
     assert replica.state is State.BLANK
     assert reader.events(0, Removed(1)) is Outcome.BROKEN
     reader.live()
-    assert reader.events(0, Stored(1, 0, blocks(1, 2), IN_HBM)) is Outcome.APPLIED
-    assert reader.events(0, Stored(1, 0, blocks(1, 2), IN_HBM)) is Outcome.IGNORED
+    assert reader.events(0, Stored(1, 0, blocks(1, 2), Tier.HBM.bit)) is Outcome.APPLIED
+    assert reader.events(0, Stored(1, 0, blocks(1, 2), Tier.HBM.bit)) is Outcome.IGNORED
     assert reader.events(2, Removed(1)) is Outcome.BROKEN
     assert replica.state is State.STALE
     assert replica.blocks == 2, "what is known stays until a snapshot comes"
@@ -143,7 +143,7 @@ def test_the_table_of_states() -> None:
     assert replica.apply(SnapshotBegin(EPOCH, 2, 5)) is Outcome.APPLIED
     assert replica.blocks == 0
     assert replica.state is State.FILLING
-    part = SnapshotPart(EPOCH, 2, 1, 5, (Stored(7, 0, blocks(3), IN_HBM),))
+    part = SnapshotPart(EPOCH, 2, 1, 5, (Stored(7, 0, blocks(3), Tier.HBM.bit),))
     assert replica.apply(part) is Outcome.BROKEN, "part 0 is missing"
     assert replica.state is State.STALE
     assert replica.apply(Events(b"f" * 16, 0, (Removed(1),))) is Outcome.BROKEN
@@ -159,16 +159,16 @@ def test_the_table_of_states() -> None:
         Moved(1, 0),
         Split(9, 10, 1),
         Split(1, 10, 2),
-        Stored(9, 8, blocks(1), IN_HBM),
-        Stored(9, 1, b"123", IN_HBM),
-        Stored(9, 1, b"", IN_HBM),
-        Stored(9, 0, blocks(1, 2, 3), IN_HBM),
+        Stored(9, 8, blocks(1), Tier.HBM.bit),
+        Stored(9, 1, b"123", Tier.HBM.bit),
+        Stored(9, 1, b"", Tier.HBM.bit),
+        Stored(9, 0, blocks(1, 2, 3), Tier.HBM.bit),
     ],
     ids=str,
 )
 def test_what_does_not_follow_is_not_believed(event: object) -> None:
     reader = Reader().live()
-    assert reader.events(0, Stored(1, 0, blocks(1, 2), IN_HBM)) is Outcome.APPLIED
+    assert reader.events(0, Stored(1, 0, blocks(1, 2), Tier.HBM.bit)) is Outcome.APPLIED
     before = reader.replica.contents()
     assert reader.events(1, event) is Outcome.BROKEN
     assert not reader.replica.trusted
@@ -177,12 +177,12 @@ def test_what_does_not_follow_is_not_believed(event: object) -> None:
 
 def test_what_was_given_up_passes_by_and_nothing_continues_it() -> None:
     reader = Reader().live()
-    reader.events(0, Stored(1, 0, blocks(1, 2, 3), IN_HBM), Stored(2, 1, blocks(4), IN_HBM))
+    reader.events(0, Stored(1, 0, blocks(1, 2, 3), Tier.HBM.bit), Stored(2, 1, blocks(4), Tier.HBM.bit))
     assert sum(gone.blocks for gone in reader.replica.give_up(2)) == 2
     assert reader.replica.partial
-    assert reader.events(2, Moved(2, 3), Stored(3, 1, blocks(5), IN_HBM), Removed(2)) is Outcome.APPLIED
+    assert reader.events(2, Moved(2, 3), Stored(3, 1, blocks(5), Tier.HBM.bit), Removed(2)) is Outcome.APPLIED
     assert len(reader.replica.contents()) == 2
-    assert reader.events(5, Split(1, 4, 1), Stored(5, 4, blocks(6), IN_HBM)) is Outcome.APPLIED
+    assert reader.events(5, Split(1, 4, 1), Stored(5, 4, blocks(6), Tier.HBM.bit)) is Outcome.APPLIED
     assert {key[-4 * BLOCK :] for _, key in reader.replica.contents()} == {blocks(1), blocks(2), blocks(6)}
     assert reader.events(7, Cleared("w")) is Outcome.APPLIED
     assert reader.replica.contents() == {}
@@ -191,7 +191,7 @@ def test_what_was_given_up_passes_by_and_nothing_continues_it() -> None:
 def test_a_walk_is_cut_into_parts_with_parents_first() -> None:
     tree = RadixTree(BLOCK)
     holder = Holder.of("i", 1, Tier.HBM)
-    log = PlacementLog(tree, {holder: IN_HBM}, lambda namespace: (None, None))
+    log = PlacementLog(tree, {holder: Tier.HBM.bit}, lambda namespace: (None, None))
     for word in range(20):
         tree.insert(None, blocks(1, 2, 10 + word, 50 + word), holder)
     log.take()

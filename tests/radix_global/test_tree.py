@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang_ext.keys import Tier, encode_tokens
+from sglang_ext.keys import encode_tokens
 from sglang_ext.radix_global import Holder, RadixTree, policy_by_name
 from sglang_ext.radix_global.edges import common_blocks
 from sglang_ext.radix_global.eviction import EvictionQueue
+from sglang_ext.tiers import Tier
 
 BLOCK = 4
 HBM = Holder.of("a", 1, Tier.HBM)

@@ -11,19 +11,19 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from sglang_ext.engine.events.agent import Agent, AgentFacts
 from sglang_ext.engine.events.agent_socket import AgentSocket
 from sglang_ext.engine.events.events import PlacementFeed
 from sglang_ext.engine.events.registration import Registrar
-from sglang_ext.keys import Tier, encode_tokens
+from sglang_ext.keys import encode_tokens
 from sglang_ext.protocol.agent import Fill, Load, PeerDead
 from sglang_ext.protocol.cluster import Registration
 from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.testing.servers.worker_dialects import Json
 from sglang_ext.testing.servers.workers import StandInWorker, running_worker
+from sglang_ext.tiers import Tier
 
 BLOCK = 16
 
@@ -34,8 +34,8 @@ class Gauges:
     def load(self) -> Load:
         return Load()
 
-    def fill(self) -> Mapping[Tier, Fill]:
-        return {}
+    def fills(self) -> tuple[Fill, ...]:
+        return ()
 
 
 class Telling(StandInWorker):
@@ -71,7 +71,7 @@ async def main(name: str, router: str, tokenizer_path: str) -> None:
     number = int.from_bytes(epoch[:6], "big")
     holders = [Holder.of(name, number, tier) for tier in (Tier.HBM, Tier.DRAM)]
     tree = RadixTree(BLOCK)
-    feed = PlacementFeed(tree, *holders)
+    feed = PlacementFeed(tree, holders)
     socket = AgentSocket("127.0.0.1", 0, None)
     agent = Agent(AgentFacts(name, epoch, BLOCK), feed, Gauges(), socket, others=heard)
     async with running_worker(Telling(tree, holders[0], feed, tokenizer_path)) as worker:

@@ -16,6 +16,7 @@ from sglang_ext.router import Router
 from sglang_ext.router.endpoints.advisory_api import MOST_ACTIONS
 from sglang_ext.router.hints.advising import Whereabouts, whereabouts
 from sglang_ext.router.policies import Match
+from sglang_ext.tiers import Tier
 
 CHAT = [{"role": "user", "content": "Tell me of the sea. " * 20}]
 NEXT = [*CHAT, {"role": "assistant", "content": "It is deep. " * 20}, {"role": "user", "content": "And?"}]
@@ -61,7 +62,9 @@ def in_dram(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def match(namespace: Any, key: bytes) -> dict[str, Match]:
         found = real(namespace, key)
-        return {name: Match(each.tokens, each.own, dram=each.tokens) for name, each in found.items()}
+        return {
+            name: Match(each.tokens, each.own, below={Tier.DRAM: each.tokens}) for name, each in found.items()
+        }
 
     monkeypatch.setattr(router.trees, "match", match)
 
@@ -500,17 +503,20 @@ def test_whereabouts_add_up_whatever_the_index_says() -> None:
         for name in ("one", "two"):
             total = int(rng.integers(0, 250))
             dram = int(rng.integers(0, total + 1))
-            matches[name] = Match(total, dram=dram, disk=int(rng.integers(0, total - dram + 1)))
+            disk = int(rng.integers(0, total - dram + 1))
+            matches[name] = Match(total, below={Tier.DRAM: dram, Tier.DISK: disk})
         where = whereabouts(matches, "one", tokens)
-        parts = (where.hbm, where.dram, where.disk, where.elsewhere, where.nowhere)
+        parts = where.told().values()
         assert min(parts) >= 0
         assert sum(parts) == tokens
         moved = where.brought_up(int(rng.integers(0, 300)))
-        assert sum((moved.hbm, moved.dram, moved.disk, moved.elsewhere)) == tokens - where.nowhere
-        assert moved.hbm >= where.hbm
+        told = moved.told()
+        assert min(told.values()) >= 0
+        assert sum(told.values()) - told["nowhere"] == tokens - where.nowhere
+        assert told["hbm"] >= where.told()["hbm"]
 
 
 def test_whereabouts_of_what_another_has() -> None:
-    matches = {"one": Match(32, dram=16), "two": Match(96)}
-    assert whereabouts(matches, "one", 100) == Whereabouts(16, 16, 0, 64, 4)
+    matches = {"one": Match(32, below={Tier.DRAM: 16}), "two": Match(96)}
+    assert whereabouts(matches, "one", 100) == Whereabouts({Tier.HBM: 16, Tier.DRAM: 16}, 64, 4)
     assert whereabouts({}, "one", 10) == Whereabouts(nowhere=10)

@@ -13,6 +13,7 @@ from browser import Page, browser_page, find_browser
 
 from sglang_ext.protocol.agent import Advise, Advised, Beat, Fill, Withdraw
 from sglang_ext.router.policies import Match
+from sglang_ext.tiers import Tier
 
 EPOCH = bytes(16)
 BROWSER = find_browser()
@@ -93,7 +94,7 @@ async def test_what_is_known_of_instances_and_of_the_conversation_is_shown(
 ) -> None:
     worker = await start_worker()
     router = await start_router(worker)
-    told = Beat(EPOCH, 0, hbm=Fill(32, 128), dram=Fill(300, 400))
+    told = Beat(EPOCH, 0, fills=(Fill(Tier.HBM.level, 32, 128), Fill(Tier.DRAM.level, 300, 400)))
     monkeypatch.setattr(router.agents, "beat", {worker.url: told}.get)
     await page.open(router.url + "/ui")
     await page.until("document.querySelectorAll('.instance').length === 1")
@@ -107,7 +108,7 @@ async def test_what_is_known_of_instances_and_of_the_conversation_is_shown(
         [32, 128, "32 of 128 blocks"],
         [300, 400, "300 of 400 blocks"],
     ]
-    told = Beat(EPOCH, 0, hbm=Fill(64, 128))
+    told = Beat(EPOCH, 0, fills=(Fill(Tier.HBM.level, 64, 128),))
     monkeypatch.setattr(router.agents, "beat", {worker.url: told}.get)
     await page.until("document.querySelector('.instance').textContent.includes('HBM50 %')")
     await page.until("document.getElementById('model').textContent !== ''")
@@ -129,7 +130,7 @@ async def test_each_state_of_a_hint_is_shown_from_the_key_on(
         router.trees,
         "match",
         lambda namespace, key: {
-            name: Match(each.tokens, each.own, dram=each.tokens)
+            name: Match(each.tokens, each.own, below={Tier.DRAM: each.tokens})
             for name, each in real(namespace, key).items()
         },
     )

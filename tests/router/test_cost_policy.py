@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.errors import ConfigError
-from sglang_ext.keys import Tier
 from sglang_ext.router.policies import (
     POLICIES,
     Decision,
@@ -31,6 +30,7 @@ from sglang_ext.router.policies import (
     policy_named,
 )
 from sglang_ext.router.policies.simple import rendezvous
+from sglang_ext.tiers import Tier
 
 OPTIONS = PolicyOptions(work_weight=0.0)
 """The paper's equations; ``test_work_counts`` has the default."""
@@ -102,7 +102,7 @@ def choose(fleet, matches, costs, prompt=None, policy="cost", options=OPTIONS) -
         ),
         pytest.param(
             (A, B),
-            {"a": Match(600, own=True), "b": Match(900, own=True, disk=600)},
+            {"a": Match(600, own=True), "b": Match(900, own=True, below={Tier.DISK: 600})},
             Seconds(),
             "a",
             Reason.REBALANCED,
@@ -110,7 +110,7 @@ def choose(fleet, matches, costs, prompt=None, policy="cost", options=OPTIONS) -
         ),
         pytest.param(
             (A, B),
-            {"a": Match(600, own=True), "b": Match(900, own=True, dram=600)},
+            {"a": Match(600, own=True), "b": Match(900, own=True, below={Tier.DRAM: 600})},
             Seconds(),
             "b",
             Reason.PREFIX,
@@ -118,7 +118,7 @@ def choose(fleet, matches, costs, prompt=None, policy="cost", options=OPTIONS) -
         ),
         pytest.param(
             (A, B),
-            {"a": Match(200, own=True), "b": Match(900, own=True, disk=900)},
+            {"a": Match(200, own=True), "b": Match(900, own=True, below={Tier.DISK: 900})},
             Seconds(disk=2.0),
             "a",
             Reason.REBALANCED,
@@ -201,7 +201,7 @@ def test_fetch_or_recompute(matches, costs, chosen, fetch) -> None:
 
 
 def test_the_scores_are_equation_1() -> None:
-    matches = {"a": FULL, "b": Match(500, own=True, dram=200)}
+    matches = {"a": FULL, "b": Match(500, own=True, below={Tier.DRAM: 200})}
     decision = choose((A, B, C), matches, Seconds({"a": 30, "c": 7}))
     assert decision.scores == {"a": -(30 + 100), "b": -(500 + 0.1 * 200), "c": -(7 + 1000)}
 
@@ -454,7 +454,7 @@ fleets = st.lists(instances, min_size=1, max_size=6, unique_by=lambda i: i.name)
 some_matches = st.dictionaries(
     st.sampled_from("abcdefg"),
     st.builds(
-        lambda hbm, dram, disk, own: Match(hbm + dram + disk, own, dram, disk),
+        lambda hbm, dram, disk, own: Match(hbm + dram + disk, own, {Tier.DRAM: dram, Tier.DISK: disk}),
         st.integers(0, 2000),
         st.integers(0, 2000),
         st.integers(0, 2000),

@@ -27,6 +27,7 @@ from sglang_ext.router.policies import Decision, Instance, Match, Reason
 from sglang_ext.router.policies.base import Fetch
 from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, UNHEARD
 from sglang_ext.router.tokens.tokenizing import Encoded
+from sglang_ext.tiers import Tier
 
 TOKENS = ("tokens", None, None, "salt")
 KEY = bytes(4 * 1000)
@@ -130,7 +131,7 @@ def wanted(
     ("matches", "expected"),
     [
         pytest.param({"b": Match(960)}, Fetch("b", 960), id="another one holds it"),
-        pytest.param({"b": Match(960, disk=900)}, Fetch("b", 60), id="only what is in memory"),
+        pytest.param({"b": Match(960, below={Tier.DISK: 900})}, Fetch("b", 60), id="only what is in memory"),
         pytest.param({"b": Match(960), "a": Match(960)}, None, id="the chosen one holds as much"),
         pytest.param({"b": Match(960), "a": Match(500)}, Fetch("b", 960), id="the chosen one holds less"),
         pytest.param({}, None, id="nobody holds it"),

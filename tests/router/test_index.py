@@ -8,17 +8,18 @@ from collections.abc import Hashable
 
 import pytest
 
-from sglang_ext.keys import Tier, block_keys, encode_tokens
+from sglang_ext.keys import block_keys, encode_tokens
 from sglang_ext.protocol.agent import (
     FROM_AGENT,
-    IN_DRAM,
-    IN_HBM,
-    DiskRemoved,
-    DiskStored,
     Events,
     Hello,
+    Moved,
+    NamesRemoved,
+    NamesStored,
     Naming,
     PlacementEvent,
+    Removed,
+    Stored,
     Welcome,
 )
 from sglang_ext.radix_global import Holder, RadixTree
@@ -31,6 +32,7 @@ from sglang_ext.router.index.prompt_trees import GUESS_SPAN_S, GUESS_TTL_S
 from sglang_ext.router.policies import Match
 from sglang_ext.router.policies.base import Role
 from sglang_ext.testing.fakes import FakeClock
+from sglang_ext.tiers import Tier
 
 BLOCK = 4
 NS = ("tokens", None, None, None)
@@ -52,7 +54,7 @@ class Told:
         self.name = name
         self.tree = RadixTree(index.block_size)
         self.hbm, self.dram = Holder.of(name, 1, Tier.HBM), Holder.of(name, 1, Tier.DRAM)
-        self.log = PlacementLog(self.tree, {self.hbm: IN_HBM, self.dram: IN_DRAM}, self._tenant)
+        self.log = PlacementLog(self.tree, {self.hbm: Tier.HBM.bit, self.dram: Tier.DRAM.bit}, self._tenant)
         self.stream = EventStream(name, random.Random(name).randbytes(16), index.block_size, naming)
         index.attach(name, role)
         index.heard(name, alive=True)
@@ -104,8 +106,8 @@ def test_each_instance_is_matched_with_its_tiers_whatever_its_role(index: Index)
             told.evict(2)
     assert index.match(NS, key(1, 2, 3, 4)) == {
         "p": Match(12, own=True),
-        "d": Match(8, own=True, dram=4),
-        "c": Match(8, own=True, dram=4),
+        "d": Match(8, own=True, below={Tier.DRAM: 4}),
+        "c": Match(8, own=True, below={Tier.DRAM: 4}),
     }
     assert index.tokens_of("p") == 12
     index.check()
@@ -128,7 +130,7 @@ def test_who_is_not_trusted_does_not_attract(index: Index) -> None:
     assert index.match(NS, key(1, 2)) == {}
     index.heard("a", alive=True)
     assert index.match(NS, key(1, 2)) == {"a": Match(8, own=True)}
-    gap = Events(told.stream.epoch, told.stream.next + 5, (DiskStored(b""),))
+    gap = Events(told.stream.epoch, told.stream.next + 5, (NamesStored(Tier.DISK.level, b""),))
     assert index.apply("a", gap) is Outcome.BROKEN
     assert not index.trusted("a")
 
@@ -200,12 +202,12 @@ def test_a_disk_continues_what_is_in_memory(index: Index) -> None:
     names = names_of(NAMING, (None, None), prompt, BLOCK)
     assert names != block_keys(b"", prompt, BLOCK)
     told.insert(key(1))
-    told.tell(DiskStored(b"".join(names[:3])))
-    assert index.match(NS, prompt) == {"a": Match(12, own=False, disk=8)}
-    told.tell(DiskRemoved(names[2]))
-    assert index.match(NS, prompt) == {"a": Match(8, own=False, disk=4)}
+    told.tell(NamesStored(Tier.DISK.level, b"".join(names[:3])))
+    assert index.match(NS, prompt) == {"a": Match(12, own=False, below={Tier.DISK: 8})}
+    told.tell(NamesRemoved(Tier.DISK.level, names[2]))
+    assert index.match(NS, prompt) == {"a": Match(8, own=False, below={Tier.DISK: 4})}
     told.evict(1)
-    assert index.match(NS, prompt) == {"a": Match(8, own=False, disk=8)}
+    assert index.match(NS, prompt) == {"a": Match(8, own=False, below={Tier.DISK: 8})}
     assert index.match(("tokens", None, None, "s"), prompt) == {}
 
 
@@ -325,11 +327,30 @@ def _tells(instance: Told, prompt: bytes) -> list[bytes]:
     return [data for _, data in instance.stream.publish(instance.log.take())]
 
 
+def test_what_a_newer_peer_has_in_tiers_unknown_here_is_left_out(index: Index) -> None:
+    """The index then knows less than there is; what continues it, and comes after it, is still understood."""
+    unknown = 1 << 5
+    told = Told(index, "a")
+    told.insert(key(1))
+    hbm = told.log.truth()[0].run
+    told.tell(Stored(50, hbm, key(2), unknown), Stored(51, 50, key(3), unknown))
+    told.tell(NamesStored(9, bytes(16)))
+    assert index.trusted("a")
+    assert index.match(NS, key(1, 2, 3)) == {"a": Match(BLOCK, own=False)}
+    told.tell(Moved(50, unknown | Tier.DRAM.bit))
+    assert index.match(NS, key(1, 2, 3)) == {"a": Match(2 * BLOCK, own=False, below={Tier.DRAM: BLOCK})}
+    told.tell(NamesRemoved(9, bytes(16)), Removed(51))
+    assert index.trusted("a")
+    assert index.match(NS, key(1, 2, 3)) == {"a": Match(2 * BLOCK, own=True, below={Tier.DRAM: BLOCK})}
+
+
 def test_the_estimate_of_names_on_disk_is_near_the_truth(clock: FakeClock) -> None:
     index = Index(clock, block_size=16)
     told = Told(index, "a")
     rng = random.Random(1)
-    messages = [told.stream.publish([DiskStored(rng.randbytes(16 * 1000))])[0][1] for _ in range(40)]
+    messages = [
+        told.stream.publish([NamesStored(Tier.DISK.level, rng.randbytes(16 * 1000))])[0][1] for _ in range(40)
+    ]
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
@@ -369,5 +390,5 @@ def test_matches_are_what_each_tree_would_say(clock: FakeClock) -> None:
             held = each.tree.holders((None, None), prompt)
             hbm, dram = held.get(each.hbm, 0), held.get(each.dram, 0)
             match = found.get(each.name, Match(0))
-            assert (match.hbm, match.dram) == (hbm, max(0, dram - hbm))
+            assert (match.hbm, match.below.get(Tier.DRAM, 0)) == (hbm, max(0, dram - hbm))
     index.check()

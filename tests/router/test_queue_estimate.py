@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.cost_model import CostModel
-from sglang_ext.keys import Tier
 from sglang_ext.router.dispatch.costs import BOUND_DEFAULT, RouterCosts
 from sglang_ext.router.dispatch.queue_estimate import QueueEstimate
 from sglang_ext.router.policies import Instance, Role
+from sglang_ext.tiers import Tier
 
 
 def test_prompts_wait_for_each_other() -> None:

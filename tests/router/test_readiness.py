@@ -9,13 +9,14 @@ import pytest
 from test_index import BLOCK, NAMING
 
 from sglang_ext.keys import encode_tokens
-from sglang_ext.protocol.agent import FROM_AGENT, DiskStored, Hello, PlacementEvent, Welcome
+from sglang_ext.protocol.agent import FROM_AGENT, Hello, NamesStored, PlacementEvent, Welcome
 from sglang_ext.radix_global.sync.stream import EventStream, Sends
 from sglang_ext.router import Router
 from sglang_ext.router.cluster.readiness import Readiness, State
 from sglang_ext.router.index.index import names_of
 from sglang_ext.router.policies.base import Role
 from sglang_ext.testing.servers.workers import StandInWorker
+from sglang_ext.tiers import Tier
 
 TENANT = (None, None)
 TOKENS = 40 * BLOCK
@@ -69,9 +70,9 @@ class Telling:
     def end(self) -> None:
         self._send(self._stream.end(self._number))
 
-    def on_disk(self, prompt: list[int]) -> DiskStored:
+    def on_disk(self, prompt: list[int]) -> NamesStored:
         names = names_of(NAMING, TENANT, encode_tokens(prompt), self._index.block_size)
-        return DiskStored(b"".join(names))
+        return NamesStored(Tier.DISK.level, b"".join(names))
 
     def _send(self, sends: Sends) -> None:
         for _, data in sends:

@@ -1,12 +1,7 @@
 // What is drawn. No state of its own; all text goes in as text, never as HTML.
 
-const TIERS = [
-  ["hbm", "HBM"],
-  ["dram", "DRAM"],
-  ["disk", "disk"],
-  ["elsewhere", "another instance"],
-  ["nowhere", "to be computed"],
-];
+// Tiers come nearest first, under their names.
+const LABELS = { hbm: "HBM", dram: "DRAM", elsewhere: "another instance", nowhere: "to be computed" };
 
 export function element(tag, className, text) {
   const node = document.createElement(tag);
@@ -26,15 +21,15 @@ export function message(role, text) {
 export function where(stack, legend, tokens) {
   stack.replaceChildren();
   legend.replaceChildren();
-  for (const [name, label] of TIERS) {
-    const count = tokens?.[name] ?? 0;
+  for (const [name, count] of Object.entries(tokens ?? {})) {
     if (!count) continue;
-    const part = element("span", name);
+    const label = LABELS[name] ?? name;
+    const part = element("span", `held ${name}`);
     part.style.flexGrow = count;
     part.title = `${label}: ${count} tokens`;
     stack.append(part);
     const item = element("li", "", `${label} ${count}`);
-    item.prepend(element("i", name));
+    item.prepend(element("i", `held ${name}`));
     legend.append(item);
   }
 }
@@ -66,15 +61,14 @@ export function instances(list, rows, chosen) {
       const head = element("h3", "", row.instance);
       head.append(element("span", "quiet", `${row.state}, ${row.in_flight} running`));
       card.append(head);
-      for (const [name, label] of TIERS.slice(0, 3)) {
-        const fill = row.tiers?.[name];
-        if (!fill?.size) continue;
+      for (const [name, fill] of Object.entries(row.tiers ?? {})) {
+        if (!fill.size) continue;
         const line = element("div", "tier");
         const meter = element("meter");
         meter.max = fill.size;
         meter.value = fill.used;
         meter.title = `${fill.used} of ${fill.size} blocks`;
-        line.append(element("span", "", label), meter, element("span", "", `${Math.round((100 * fill.used) / fill.size)} %`));
+        line.append(element("span", "", LABELS[name] ?? name), meter, element("span", "", `${Math.round((100 * fill.used) / fill.size)} %`));
         card.append(line);
       }
       return card;

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
-from sglang_ext.keys import Tier
 from sglang_ext.radix_global import Holder, RadixTree
+from sglang_ext.tiers import Tier
 
 if TYPE_CHECKING:
     from sglang_ext.engine.cache.listeners import Listeners

@@ -17,12 +17,12 @@ import torch
 from sglang_ext.engine.tiers.slots import slot_ops
 from sglang_ext.errors import UserError
 from sglang_ext.geometry import BlockLayout
-from sglang_ext.keys import Tier
 from sglang_ext.mempool import ArenaRegion, MemPool, Region
 from sglang_ext.mempool.address import Place
 from sglang_ext.mempool.regions import Ids, Opening, Rows
 from sglang_ext.radix_global import Holder
 from sglang_ext.tiered_store.tier import BlockTier
+from sglang_ext.tiers import Tier
 
 if TYPE_CHECKING:
     from sglang_ext.engine.cache.view import RankCache

@@ -125,8 +125,8 @@ class CacheMetrics:
             self._calls.labels(call.value, self._rank).inc(count - self._seen.get(("calls", call), 0))
             self._seen["calls", call] = count
         for tier, (used, capacity) in cache.blocks_by_tier().items():
-            self._blocks.labels(tier.name.lower(), self._rank).set(used)
-            self._capacity.labels(tier.name.lower(), self._rank).set(capacity)
+            self._blocks.labels(tier.name, self._rank).set(used)
+            self._capacity.labels(tier.name, self._rank).set(capacity)
         if cache.dram is not None:
             self._count("dram", dataclasses.asdict(cache.dram.counters))
             if cache.dram.below is not None:

@@ -12,9 +12,9 @@ from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_room import HbmRoom
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.tiers.slots import SlotOps
-from sglang_ext.keys import Tier
 from sglang_ext.mempool.store import Store
 from sglang_ext.radix_global import Holder, RadixTree
+from sglang_ext.tiers import Tier
 
 
 class Deciding(Protocol):

@@ -3,8 +3,8 @@
 It takes what the scheduler's thread leaves in a queue (`engine/events/events.py`), numbers and encodes it,
 and sends it to every router that said `Hello`. Nothing here is ever waited for by the scheduler.
 
-A snapshot begins with the tree, which the scheduler tells, and ends with the disk, whose index this thread
-lists by itself.
+A snapshot begins with the tree, which the scheduler tells, and ends with the tiers below memory, whose
+indexes this thread lists by itself.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from typing import Final, Protocol
 
 from sglang_ext.engine.events.agent_socket import AgentSocket
 from sglang_ext.engine.events.events import Began, Changed, Ended, Entry, LeftOut, Part, PlacementFeed, packed
-from sglang_ext.keys import Tier
 from sglang_ext.protocol.agent import (
     FROM_AGENT,
     Beat,
     Cleared,
-    DiskStored,
     Fill,
     FromAgent,
     Hello,
     Load,
+    NamesStored,
     Naming,
     Ping,
     ToAgent,
@@ -36,6 +35,7 @@ from sglang_ext.protocol.agent import (
 from sglang_ext.protocol.cluster import HEARTBEAT_S, VERDICT_S
 from sglang_ext.radix_global.sync.runs import with_weights
 from sglang_ext.radix_global.sync.stream import EventStream, Reader, Sends
+from sglang_ext.tiers import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -44,15 +44,15 @@ BATCH_S: Final = 0.01
 OUTBOX_RETRY_S: Final = 0.01
 READER_GONE_S: Final = 3 * VERDICT_S
 """A router that was not heard for so long is sent nothing any more."""
-DISK_NAMES: Final = 400_000
-"""Names of blocks on disk that a snapshot tells; a disk with more is told in part."""
-DISK_CHUNK: Final = 1000
-"""Names read from the disk's index at once: about a millisecond."""
+SNAPSHOT_NAMES: Final = 400_000
+"""Names of blocks of a tier that a snapshot tells; a tier with more is told in part."""
+NAMES_CHUNK: Final = 1000
+"""Names read from a tier's index at once: about a millisecond."""
 RESTART_S: Final = 1.0
 
 
-class DiskNames(Protocol):
-    """What the agent asks of the disk tier."""
+class ListsNames(Protocol):
+    """What the agent asks of a tier below memory."""
 
     def names_after(self, place: bytes, limit: int) -> tuple[list[bytes], bytes | None]:
         """Up to ``limit`` names, and the place to go on from; ``None`` at the end."""
@@ -66,12 +66,12 @@ class Gauges(Protocol):
 
     def load(self) -> Load: ...
 
-    def fill(self) -> Mapping[Tier, Fill]: ...
+    def fills(self) -> tuple[Fill, ...]: ...
 
 
 @dataclass(frozen=True)
 class AgentFacts:
-    """Who the instance is. naming: ``None`` without a disk."""
+    """Who the instance is. naming: ``None`` without tiers below memory."""
 
     instance: str
     epoch: bytes
@@ -81,11 +81,14 @@ class AgentFacts:
 
 @dataclass
 class _Listing:
-    """A snapshot whose walk over the tree is done, and that goes on with the disk."""
+    """A snapshot whose walk over the tree is done, and that goes on with the tiers below memory."""
 
     number: int
-    place: bytes | None = b""
+    left: deque[tuple[Tier, ListsNames]]
+    """Tiers that are not told to the end; the first is being told."""
+    place: bytes = b""
     told: int = 0
+    partial: bool = False
 
 
 class Agent:
@@ -96,7 +99,7 @@ class Agent:
         feed: what the scheduler tells.
         gauges: for heartbeats.
         socket: taken over.
-        disk: lists names; ``None`` without a disk.
+        named: the tiers below memory that list what they have.
         others: takes, in the agent's thread, what routers say that does not concern the index.
         now: seconds, monotonic.
     """
@@ -108,7 +111,7 @@ class Agent:
         gauges: Gauges,
         socket: AgentSocket,
         *,
-        disk: DiskNames | None = None,
+        named: Mapping[Tier, ListsNames] | None = None,
         others: Callable[[Reader, ToAgent], None] = lambda reader, message: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -117,7 +120,7 @@ class Agent:
         self.stream = EventStream(facts.instance, facts.epoch, facts.block_size, facts.naming)
         self._feed = feed
         self._gauges = gauges
-        self._disk = disk
+        self._named = named or {}
         self.others = others
         self._now = now
         self._names: dict[Reader, str] = {}
@@ -188,7 +191,7 @@ class Agent:
                 self._stopping.wait(told + BATCH_S - self._now())
                 told = self._now()
                 self._tell(self._feed.take(), told)
-            self._list_disk()
+            self._list_names()
             self._flush()
 
     def _next_work(self, now: float) -> float:
@@ -256,7 +259,7 @@ class Agent:
                 self._send(self.stream.part(entry.number, entry.events))
                 self._feed.hold_up(entry.number, full=self._is_full(entry.number))
             elif isinstance(entry, Ended) and self.stream.wants(entry.number):
-                self._listings.append(_Listing(entry.number))
+                self._listings.append(_Listing(entry.number, deque(self._named.items())))
         self._publish(changed, now)
 
     def _publish(self, changed: list[Changed], now: float) -> None:
@@ -269,21 +272,31 @@ class Agent:
                 self.stream.naming = with_weights(naming, event.weights)
         self._send(self.stream.publish(events, max(0.0, now - changed[0].at) * 1000))
 
-    def _list_disk(self) -> None:
-        """Go on with snapshots that have come to the disk, a little."""
+    def _list_names(self) -> None:
+        """Go on with snapshots that have come to the tiers below memory, a little."""
         for listing in list(self._listings):
             if self._is_full(listing.number):
                 continue
-            if self._disk is not None and listing.place is not None:
-                names, listing.place = self._disk.names_after(listing.place, DISK_CHUNK)
-                listing.told += len(names)
-                self._send(self.stream.part(listing.number, [DiskStored(data) for data in packed(names)]))
-                if listing.place is not None and listing.told < DISK_NAMES:
-                    continue
-            more = self._disk is not None and listing.place is not None
-            self._send(self.stream.end(listing.number, partial=more))
+            if listing.left:
+                self._list_some(listing)
+            if listing.left:
+                continue
+            self._send(self.stream.end(listing.number, partial=listing.partial))
             if listing in self._listings:
                 self._listings.remove(listing)
+
+    def _list_some(self, listing: _Listing) -> None:
+        tier, index = listing.left[0]
+        names, place = index.names_after(listing.place, NAMES_CHUNK)
+        listing.told += len(names)
+        events = [NamesStored(tier.level, data) for data in packed(names)]
+        self._send(self.stream.part(listing.number, events))
+        if place is not None and listing.told < SNAPSHOT_NAMES:
+            listing.place = place
+            return
+        listing.partial = listing.partial or place is not None
+        listing.left.popleft()
+        listing.place, listing.told = b"", 0
 
     def _beat(self, now: float) -> None:
         for reader in self.stream.readers:
@@ -295,10 +308,8 @@ class Agent:
         self._send([(reader, beat) for reader in self.stream.readers])
 
     def _beat_message(self) -> bytes:
-        fill = self._gauges.fill()
-        hbm, dram, disk = (fill.get(tier, Fill()) for tier in (Tier.HBM, Tier.DRAM, Tier.DISK))
         return FROM_AGENT.encode(
-            Beat(self.facts.epoch, self.stream.next, self._gauges.load(), hbm, dram, disk)
+            Beat(self.facts.epoch, self.stream.next, self._gauges.load(), self._gauges.fills())
         )
 
     def __repr__(self) -> str:

@@ -5,7 +5,7 @@ else (numbering, encoding, sending) is the agent's, in its own thread. When the 
 are counted and dropped, never waited for: readers then see that numbers are missing and ask for a snapshot.
 
 A snapshot walks the tree in the scheduler's thread, which alone may read it: so many runs per pass, and more
-while the server is idle. The disk is told by its own threads, from its index.
+while the server is idle. What is below memory is told by threads of those tiers, from their indexes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from sglang_ext.protocol.agent import IN_DRAM, IN_HBM, DiskRemoved, DiskStored, PlacementEvent
+from sglang_ext.protocol.agent import NamesRemoved, NamesStored, PlacementEvent
 from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.radix_global.sync.events import PlacementLog, Tenant, Walk
+from sglang_ext.tiers import Tier
 
 QUEUE_ENTRIES: Final = 20_000
 """Entries that wait for the agent; what comes on top is dropped."""
@@ -34,7 +35,7 @@ NAMES_PER_EVENT: Final = 2048
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Events of one pass, or of one change of the disk, and when they were made."""
+    """Events of one pass, or of one change below memory, and when they were made."""
 
     events: Sequence[PlacementEvent]
     at: float
@@ -77,7 +78,7 @@ class PlacementFeed:
 
     Args:
         tree: of this rank, empty.
-        hbm, dram: the holders to tell of.
+        holders: to tell of: of the tiers in memory.
         weights_name: the version of a generation of weights, as names of blocks have it.
         now: seconds, monotonic.
         limit: entries that may wait for the agent.
@@ -86,14 +87,13 @@ class PlacementFeed:
     def __init__(
         self,
         tree: RadixTree,
-        hbm: Holder,
-        dram: Holder,
+        holders: Sequence[Holder],
         weights_name: Callable[[int], str] = str,
         *,
         now: Callable[[], float] = time.monotonic,
         limit: int = QUEUE_ENTRIES,
     ) -> None:
-        self.log = PlacementLog(tree, {hbm: IN_HBM, dram: IN_DRAM}, self._tenant_of)
+        self.log = PlacementLog(tree, {holder: holder.tier.bit for holder in holders}, self._tenant_of)
         self._weights = 0
         self._weights_name = weights_name
         self._now = now
@@ -170,10 +170,10 @@ class PlacementFeed:
 
     # -- any thread -----------------------------------------------------------------------------
 
-    def disk_changed(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """Blocks that the disk has now, and such that it no longer has, by name; after the fact."""
-        events: list[PlacementEvent] = [DiskStored(names) for names in packed(stored)]
-        events += [DiskRemoved(names) for names in packed(removed)]
+    def names_changed(self, tier: Tier, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """Blocks that a tier has now, and such that it no longer has, by name; after the fact."""
+        events: list[PlacementEvent] = [NamesStored(tier.level, names) for names in packed(stored)]
+        events += [NamesRemoved(tier.level, names) for names in packed(removed)]
         if events:
             self._changed(events)
 

@@ -39,9 +39,10 @@ from sglang_ext.engine.pd.messages import ORDERS, Return, Returned, TakeBack, al
 from sglang_ext.engine.pd.peers import PrefillPeer
 from sglang_ext.engine.pd.reservations import BUDGET, Blocks, Reservations
 from sglang_ext.errors import SglangExtError
-from sglang_ext.keys import Tier, encode_tokens
+from sglang_ext.keys import encode_tokens
 from sglang_ext.mempool.store import Refusal, Reservation
 from sglang_ext.radix_global import Node
+from sglang_ext.tiers import Tier
 
 if TYPE_CHECKING:
     from sglang_ext.engine.pd.agent import Agent

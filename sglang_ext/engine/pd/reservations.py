@@ -9,9 +9,9 @@ import numpy as np
 
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.engine.pd.leases import POOL
-from sglang_ext.keys import Tier
 from sglang_ext.mempool.store import Refusal, Reservation, Use
 from sglang_ext.radix_global import Node
+from sglang_ext.tiers import Tier
 
 if TYPE_CHECKING:
     from sglang_ext.engine.cache.view import RankCache
@@ -93,6 +93,5 @@ class Reservations:
         """Tokens that are set aside, by tier."""
         store = self.blocks.cache.store
         return {
-            tier.name.lower(): store.reserved(tier, Use.RETURN) * self.blocks.step
-            for tier in (Tier.HBM, Tier.DRAM)
+            tier.name: store.reserved(tier, Use.RETURN) * self.blocks.step for tier in (Tier.HBM, Tier.DRAM)
         }

@@ -20,8 +20,8 @@ import numpy as np
 from sglang_ext.engine.tiers.disk_writes import MinOverRanks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.mover import BlockIds
-from sglang_ext.keys import Tier
 from sglang_ext.radix_global import Node, RadixTree
+from sglang_ext.tiers import Tier
 
 MOST_LOANS: Final = 32
 SHARE: Final = 4

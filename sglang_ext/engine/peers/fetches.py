@@ -22,9 +22,10 @@ from sglang_ext.engine.peers.fetch_link import Job
 from sglang_ext.engine.tiers.disk_writes import MinOverRanks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.mover import BlockIds
-from sglang_ext.keys import TOKEN_BYTES, Tier
+from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.mempool.store import Refusal, Reservation, Use
 from sglang_ext.radix_global import RadixTree
+from sglang_ext.tiers import Tier
 
 logger = logging.getLogger(__name__)
 

@@ -26,10 +26,11 @@ from sglang_ext.engine.tiers.hbm_room import HbmRoom
 from sglang_ext.engine.tiers.promotion import Wanted
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.tiers.retention import Retention, path_of
-from sglang_ext.keys import TOKEN_BYTES, Tier, TokenIds, encode_tokens
+from sglang_ext.keys import TOKEN_BYTES, TokenIds, encode_tokens
 from sglang_ext.mempool.store import Refusal, Reservation, Store, Use
 from sglang_ext.radix_global import Holder, Node
 from sglang_ext.tiered_store.loading.layers import AHEAD
+from sglang_ext.tiers import Tier
 
 MOST_WAITING = 256
 READ_AHEAD = 4

@@ -23,10 +23,10 @@ import numpy as np
 from sglang_ext.engine.tiers.disk_writes import DiskWrites, MinOverRanks
 from sglang_ext.engine.tiers.mover import BlockIds, LayerSink, Mover, Source
 from sglang_ext.engine.tiers.retention import Retention
-from sglang_ext.keys import Tier
 from sglang_ext.mempool.store import Store
 from sglang_ext.radix_global import Evicted, Holder, Match, Node
 from sglang_ext.radix_global.observer import CopyObserver, Unobserved
+from sglang_ext.tiers import Tier
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ import torch
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.retention import Retention
 from sglang_ext.engine.tiers.slots import SlotOps
-from sglang_ext.keys import Tier
 from sglang_ext.mempool.store import Store
 from sglang_ext.radix_global import Holder, Match, Node
+from sglang_ext.tiers import Tier
 
 
 class HbmRoom:

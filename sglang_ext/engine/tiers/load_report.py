@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_ext.keys import Tier
+from sglang_ext.tiers import Tier
 
 _ATTRIBUTE = "sglang_ext_loads"
 """Of a request: its reports by tier."""

@@ -9,12 +9,13 @@ from sglang_ext.engine.tiers.block_names import Names
 from sglang_ext.engine.tiers.disk_writes import DiskWrites, MinOverRanks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.load_report import LoadReport
-from sglang_ext.keys import TOKEN_BYTES, Tier
+from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.mempool.store import Reservation
 from sglang_ext.radix_global import Node, RadixTree
 from sglang_ext.tiered_store.loading.layers import AHEAD
 from sglang_ext.tiered_store.loading.loader import Load
 from sglang_ext.tiered_store.tier import BlockTier
+from sglang_ext.tiers import Tier
 
 
 @dataclass

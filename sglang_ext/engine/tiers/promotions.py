@@ -39,11 +39,12 @@ from sglang_ext.engine.tiers.promotion import (
     Wanted,
 )
 from sglang_ext.errors import InternalError
-from sglang_ext.keys import TOKEN_BYTES, Tier
+from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.mempool.store import Refusal, Use
 from sglang_ext.radix_global import Holder, Node, RadixTree
 from sglang_ext.tiered_store.loading.loader import Loader
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier
+from sglang_ext.tiers import Tier
 
 logger = logging.getLogger(__name__)
 

@@ -26,13 +26,12 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Final
 
-from sglang_ext.keys import Tier
 from sglang_ext.protocol.agent import (
     Cleared,
-    DiskRemoved,
-    DiskStored,
     Events,
     Moved,
+    NamesRemoved,
+    NamesStored,
     Naming,
     PlacementEvent,
     Removed,
@@ -54,6 +53,7 @@ from sglang_ext.radix_global.sync.runs import (
     with_weights,
 )
 from sglang_ext.radix_global.tree import RadixTree
+from sglang_ext.tiers import Tier, tier_at
 
 PAST_EPOCHS: Final = 8
 
@@ -111,8 +111,8 @@ class Replica:
         self.partial = False
         """There is more than this copy has."""
         self.naming: Naming | None = None
-        self.on_disk: set[bytes] = set()
-        """Names of blocks on disk."""
+        self.named: dict[Tier, set[bytes]] = {}
+        """Names of the blocks in each tier below memory, of those that have any."""
         self.events = 0
         """Events applied since the start."""
         self._tree = tree
@@ -140,9 +140,14 @@ class Replica:
         return self._tree.blocks_of(self._holder)
 
     @property
+    def names(self) -> int:
+        """Blocks below memory that are known here."""
+        return sum(map(len, self.named.values()))
+
+    @property
     def size_bytes(self) -> int:
         """Estimated memory beside the tree's."""
-        return RUN_BYTES * len(self._runs) + NAME_BYTES * len(self.on_disk)
+        return RUN_BYTES * len(self._runs) + NAME_BYTES * self.names
 
     # -- messages -------------------------------------------------------------------------------
 
@@ -240,7 +245,7 @@ class Replica:
 
     def _empty(self) -> None:
         self._empty_memory()
-        self.on_disk = set()
+        self.named = {}
         self.partial = False
 
     def _empty_memory(self) -> None:
@@ -268,10 +273,8 @@ class Replica:
             self._removed(self._run(event.run))
         elif isinstance(event, Split):
             self._split(self._run(event.run), event.upper, event.blocks)
-        elif isinstance(event, DiskStored):
-            self.on_disk.update(names_in(event.names))
-        elif isinstance(event, DiskRemoved):
-            self.on_disk.difference_update(names_in(event.names))
+        elif isinstance(event, NamesStored | NamesRemoved):
+            self._named(event)
         else:
             self._cleared(event)
 
@@ -350,6 +353,18 @@ class Replica:
         for evicted in self._tree.remove(node, self._holder):
             self._runs.pop(evicted.address.run.number, None)
 
+    def _named(self, event: NamesStored | NamesRemoved) -> None:
+        tier = tier_at(event.level)
+        if tier is None:
+            return
+        names = self.named.setdefault(tier, set())
+        if isinstance(event, NamesStored):
+            names.update(names_in(event.names))
+        else:
+            names.difference_update(names_in(event.names))
+        if not names:
+            del self.named[tier]
+
     def _cleared(self, event: Cleared) -> None:
         self._empty_memory()
         if self.naming is not None:
@@ -372,12 +387,18 @@ class Replica:
         self.partial = self.partial or bool(gone)
         return gone
 
-    def give_up_disk(self, blocks: int) -> int:
-        """Forget names of blocks on disk, any of them. Returns how many."""
-        count = min(blocks, len(self.on_disk))
+    def give_up_names(self, blocks: int) -> int:
+        """Forget names of blocks, any of those of the farthest tier. Returns how many."""
+        if not self.named:
+            return 0
+        tier = max(self.named)
+        names = self.named[tier]
+        count = min(blocks, len(names))
         for _ in range(count):
-            self.on_disk.pop()
-        self.partial = self.partial or count > 0
+            names.pop()
+        if not names:
+            del self.named[tier]
+        self.partial = True
         return count
 
     # -- seeing ---------------------------------------------------------------------------------
@@ -403,7 +424,7 @@ class Replica:
     def __repr__(self) -> str:
         return (
             f"Replica({self.instance}, {self.state}, next={self.next}, blocks={self.blocks}, "
-            f"disk={len(self.on_disk)}{', partial' if self.partial else ''})"
+            f"names={self.names}{', partial' if self.partial else ''})"
         )
 
     def check(self) -> None:

@@ -18,10 +18,10 @@ from sglang_ext.protocol.agent import (
     BATCH_BYTES,
     BATCH_EVENTS,
     FROM_AGENT,
-    DiskRemoved,
-    DiskStored,
     Events,
     Hello,
+    NamesRemoved,
+    NamesStored,
     Naming,
     PlacementEvent,
     SnapshotBegin,
@@ -199,6 +199,6 @@ def _batches(events: Sequence[PlacementEvent]) -> Iterator[Sequence[PlacementEve
 def _bytes_of(event: PlacementEvent) -> int:
     if isinstance(event, Stored):
         return 64 + len(event.tokens)
-    if isinstance(event, DiskStored | DiskRemoved):
+    if isinstance(event, NamesStored | NamesRemoved):
         return 16 + len(event.names)
     return 16

@@ -20,10 +20,11 @@ from typing import Any
 
 from aiohttp import web
 
-from sglang_ext.keys import Tier, encode_tokens
+from sglang_ext.keys import encode_tokens
 from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.testing.servers import worker_dialects as dialects
 from sglang_ext.testing.servers.worker_dialects import Json, error, headers_of, plain
+from sglang_ext.tiers import Tier
 
 _serial = itertools.count(1)
 

@@ -31,7 +31,6 @@ from pathlib import Path
 from sglang_ext.clock import Clock
 from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import BlockLayout
-from sglang_ext.keys import Tier
 from sglang_ext.tiered_store.disk.files import Files
 from sglang_ext.tiered_store.disk.index import (
     Change,
@@ -58,6 +57,7 @@ from sglang_ext.tiered_store.tier import (
     Put,
     TierStats,
 )
+from sglang_ext.tiers import Tier
 
 logger = logging.getLogger(__name__)
 

@@ -135,7 +135,7 @@ class WriteBehind:
                 ready = self._state.wait_for(lambda: self._fits(nbytes) or self._over, timeout)
                 if not ready:
                     raise DeadlineError(
-                        f"the writer to {self.tier.tier.name} has been behind for {timeout} s with "
+                        f"the writer to {self.tier.tier.title} has been behind for {timeout} s with "
                         f"{self._waiting} bytes waiting",
                         field="--kv-disk-lag",
                         hint="Let writes be skipped, or use a faster disk",
@@ -186,7 +186,7 @@ class WriteBehind:
                         return
                 self.step()
         except BaseException as error:
-            logger.exception("the writer to %s has failed; nothing more is written", self.tier.tier.name)
+            logger.exception("the writer to %s has failed; nothing more is written", self.tier.tier.title)
             with self._state:
                 self._failure = error
                 left = list(self._queue)
@@ -277,7 +277,7 @@ class WriteBehind:
     def __repr__(self) -> str:
         state = "failed" if self._failure else "closing" if self._closing else "open"
         return (
-            f"<WriteBehind to {self.tier.tier.name} {state}, {len(self._queue)} waiting, "
+            f"<WriteBehind to {self.tier.tier.title} {state}, {len(self._queue)} waiting, "
             f"{self.pending_bytes} of {self.backlog_bytes} bytes>"
         )
 

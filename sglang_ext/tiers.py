@@ -1,0 +1,148 @@
+"""The tiers: where a copy of a block can lie, nearest to the model first.
+
+Everything that differs from tier to tier by a fact (order, names, costs until somebody has measured) stands
+here, once; whoever goes through the tiers asks `all_tiers()`. A tier added is a module with a
+`tiered_store.tier.BlockTier` and one `register`:
+
+    ARCHIVE = register(Tier("archive", 3, "archive", load_latency_s=0.1, load_bytes_per_s=1e8, opens=...))
+
+On the wire a tier is its level. A level that a reader does not know comes from a newer peer: what lies there
+is left out, so that the reader knows less than there is and never more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, Final, TypeAlias
+
+MAX_LEVEL: Final = 31
+"""Sets of tiers are sets of bits in a message."""
+
+Opener: TypeAlias = "Callable[[Any, Any, Any], Any]"
+"""(configuration, facts of the rank, layout of a block) -> the `BlockTier`, or ``None`` where the
+configuration asks for none. Typed where it is called: nothing shared may import the engine's parts."""
+
+
+class Tier:
+    """One tier. Compared and hashed as the object that it is; ordered by level.
+
+    Args:
+        name: in labels, profiles, answers and messages for programs: lower case.
+        level: 0 for the model's own memory, larger is farther.
+        title: for people.
+        in_memory: its blocks are in the tree of an instance, and end with it. Otherwise they are found by
+            name (``keys.block_keys``), and outlive the process.
+        load_latency_s, load_bytes_per_s: of bringing KV from here to HBM, where nobody has measured.
+        opens: makes the tier of one rank, where it is a `BlockTier` below DRAM.
+    """
+
+    HBM: ClassVar[Tier]
+    """The engine's own KV pool (on a CPU host, the same pool in RAM)."""
+    DRAM: ClassVar[Tier]
+    """The arena in host memory."""
+    DISK: ClassVar[Tier]
+    """Segments on a local disk."""
+
+    def __init__(
+        self,
+        name: str,
+        level: int,
+        title: str,
+        *,
+        in_memory: bool = False,
+        load_latency_s: float = 0.0,
+        load_bytes_per_s: float = math.inf,
+        opens: Opener | None = None,
+    ) -> None:
+        self.name = name
+        self.level = level
+        self.title = title
+        self.in_memory = in_memory
+        self.load_latency_s = load_latency_s
+        self.load_bytes_per_s = load_bytes_per_s
+        self.opens = opens
+
+    @property
+    def bit(self) -> int:
+        """Stands for it in a set of tiers."""
+        return 1 << self.level
+
+    @property
+    def usage_key(self) -> str:
+        """In an answer's ``cached_tokens_details``: tokens that came from here, of those in ``storage``."""
+        return f"storage_{self.name}_tokens"
+
+    def __lt__(self, other: Tier) -> bool:
+        return self.level < other.level
+
+    def __gt__(self, other: Tier) -> bool:
+        return self.level > other.level
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (tier_at, (self.level,))
+
+    def __repr__(self) -> str:
+        return self.title
+
+
+_tiers: tuple[Tier, ...] = ()
+
+
+def register(tier: Tier) -> Tier:
+    """Make a tier known to every part.
+
+    Raises:
+        ValueError: its level or name is another one's, or its level has no bit.
+    """
+    global _tiers
+    for known in _tiers:
+        if known.level == tier.level or known.name == tier.name:
+            raise ValueError(f"{tier.name} at level {tier.level}: {known.name} is at level {known.level}")
+    if not 0 <= tier.level <= MAX_LEVEL:
+        raise ValueError(f"{tier.name}: level {tier.level} is outside of [0, {MAX_LEVEL}]")
+    _tiers = tuple(sorted((*_tiers, tier)))
+    return tier
+
+
+def withdraw(tier: Tier) -> None:
+    """Forget a tier that was registered for a while, as tests do."""
+    global _tiers
+    _tiers = tuple(known for known in _tiers if known is not tier)
+
+
+def all_tiers() -> tuple[Tier, ...]:
+    """All of them, nearest first."""
+    return _tiers
+
+
+def tiers_below(tier: Tier) -> tuple[Tier, ...]:
+    """Those that are farther, nearest first."""
+    return tuple(known for known in _tiers if known.level > tier.level)
+
+
+def tier_at(level: int) -> Tier | None:
+    """The tier of a level; ``None`` for a newer peer's."""
+    return next((known for known in _tiers if known.level == level), None)
+
+
+def tier_named(name: str) -> Tier:
+    """The tier of a name.
+
+    Raises:
+        KeyError: there is none.
+    """
+    for known in _tiers:
+        if known.name == name:
+            return known
+    raise KeyError(f"no tier is called {name!r}; there are {', '.join(known.name for known in _tiers)}")
+
+
+def nearest_in(bits: int) -> Tier | None:
+    """The nearest tier of a set; ``None`` where this process knows none of it."""
+    return next((known for known in _tiers if bits & known.bit), None)
+
+
+Tier.HBM = register(Tier("hbm", 0, "HBM", in_memory=True))
+Tier.DRAM = register(Tier("dram", 1, "DRAM", in_memory=True, load_latency_s=1e-3, load_bytes_per_s=10e9))
+Tier.DISK = register(Tier("disk", 2, "disk", load_latency_s=2e-3, load_bytes_per_s=2e9))
