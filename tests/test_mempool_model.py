@@ -97,7 +97,7 @@ class PoolMachine(RuleBasedStateMachine):
                 found = self.pool.alloc_mem(size, type, id=id)
             except OutOfBlocksError:
                 tiers = [Tier.DRAM] if type is MemType.MIXED else [tier_named(type.value)]
-                assert sum(self.pool.tiers.available(tier) for tier in tiers) < size
+                assert sum(self.pool.store.available(tier) for tier in tiers) < size
                 return
         assert len(found) == size
         assert not set(found) & self.kept.keys()
@@ -178,9 +178,9 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(blocks=st.integers(0, 8))
     def swap_out(self, blocks: int) -> None:
         with self.losses():
-            before = self.pool.tiers.regions[Tier.HBM].free_blocks
+            before = self.pool.store.tiers[Tier.HBM].free_blocks
             moved = self.pool.swap_out(blocks)
-            assert self.pool.tiers.regions[Tier.HBM].free_blocks == before + moved
+            assert self.pool.store.tiers[Tier.HBM].free_blocks == before + moved
             assert moved <= blocks
 
     @precondition(lambda self: self.holds)

@@ -136,7 +136,7 @@ async def test_what_continues_nothing_is_not_inserted_and_not_kept(pair: Pair) -
     with pair.one.match(tokens, id="r") as hold:
         sent = await pair.one.transfer_with_insert(pair.peer, tokens, hold.addresses[1:], id="r")
     assert not sent.inserted
-    assert pair.two.tiers.regions[Tier.HBM].free_blocks == 8
+    assert pair.two.store.tiers[Tier.HBM].free_blocks == 8
 
 
 async def test_the_type_decides_where_and_mixed_falls_back(pair: Pair) -> None:

@@ -13,10 +13,9 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_ext.cluster_key import read_cluster_key
 from sglang_ext.config import KvConfig
-from sglang_ext.disagg.memory import MemoryKind
-from sglang_ext.disagg.tensors import arena_tensors
 from sglang_ext.disagg.transfer.control import MemberKeys
-from sglang_ext.disagg.transfer.pools import MemoryRange, PoolSpec
+from sglang_ext.disagg.transfer.pools import PoolSpec
+from sglang_ext.engine.cache.mempool import SlotRegion
 from sglang_ext.engine.model_identity import config_digest, element_sums, kv_dtype, model_digest
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.pushing import LayerFeed
@@ -239,23 +238,11 @@ def arena_pool(scheduler: Any, cache: GlobalRadixCache) -> PoolSpec | None:
     if not isinstance(arena, DramArena):
         return None
     geometry = _geometry(scheduler, cache.page_size, cache.block_size)
-    return PoolSpec(
-        DRAM_POOL,
-        arena.n_blocks,
-        cache.block_size,
-        arena_tensors(geometry, arena.address, arena.n_blocks),
-        geometry.shard,
-        (MemoryRange(arena.address, arena.n_blocks * arena.block_bytes, fd=arena.memory.fd, keep=arena),),
-    )
+    return PoolSpec.of_arena(DRAM_POOL, geometry, arena)
 
 
 def pool_of(scheduler: Any, page_tokens: int) -> PoolSpec:
     """The engine's pool in pages, as peers may read it."""
     geometry = _geometry(scheduler, page_tokens)
     planes = pool_planes(scheduler.token_to_kv_pool_allocator.get_kvcache())
-    kind = MemoryKind.HOST if planes[0][0].device.type == "cpu" else MemoryKind.CUDA
-    memory = [
-        MemoryRange(plane.data_ptr(), plane.nbytes, kind, keep=plane) for layer in planes for plane in layer
-    ]
-    # Every request may be leased: its slots are held by the engine anyway.
-    return PoolSpec.of_geometry(POOL, geometry, memory, lease_budget=geometry.slots)
+    return SlotRegion(planes, geometry.layout, page_tokens=page_tokens).spec(POOL, geometry)

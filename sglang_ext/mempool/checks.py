@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.mempool.grants import Hold
 from sglang_ext.mempool.regions import ArenaRegion
+from sglang_ext.mempool.store import Use
 from sglang_ext.mempool.tiers import path_to
 from sglang_ext.tiers import Tier
 
@@ -18,10 +19,11 @@ def check(pool: MemPool) -> None:
     """See `MemPool.check`."""
     tiers = pool.tiers
     tiers.tree.check()
+    tiers.store.check()
     pool.ledger.check()
     memory = {tiers.holders[tier] for tier in tiers.regions}
     for node in tiers.tree.nodes():
-        if pool.exclusive and not memory & node.placements.keys():
+        if not memory & node.placements.keys():
             raise AssertionError(f"{node!r} is in no memory of this pool")
     for tier, region in tiers.regions.items():
         _check_places(pool, tier)
@@ -39,17 +41,17 @@ def _check_places(pool: MemPool, tier: Tier) -> None:
         if holder in node.placements:
             for place in region.unpack(node.placements[holder], node.blocks):
                 owners.update(place)
-    blocks = pool.tiers.tree.blocks_of(holder)
-    for address in pool.ledger.allocated():
-        if address.tier is tier:
-            owners.update(address.place)
-            blocks += 1
+    allocated = [address for address in pool.ledger.allocated() if address.tier is tier]
+    for address in allocated:
+        owners.update(address.place)
     twice = [word for word, count in owners.items() if count > 1]
     if twice:
         raise AssertionError(f"{tier.title} {twice[0]} is owned twice")
-    used = region.n_blocks - region.free_blocks
-    if pool.exclusive and blocks != used:
-        raise AssertionError(f"{tier.title} has {used} blocks in use, the pool knows of {blocks}")
+    known = pool.store.reserved(tier, Use.OWNER)
+    if len(allocated) != known:
+        raise AssertionError(
+            f"owners have {len(allocated)} blocks of {tier.title}, the store knows of {known}"
+        )
 
 
 def _check_hold(pool: MemPool, hold: Hold) -> None:

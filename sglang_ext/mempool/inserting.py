@@ -88,9 +88,15 @@ def plan(given: Mapping[int, Address], blocks: int, held_hbm: int, held_dram: in
 
 
 def insert(
-    pool: MemPool, namespace: Hashable, key: bytes, addresses: Sequence[Address], priority: int
+    pool: MemPool,
+    namespace: Hashable,
+    key: bytes,
+    addresses: Sequence[Address],
+    priority: int,
+    *,
+    received: bool = False,
 ) -> Inserted:
-    """See `MemPool.insert`."""
+    """See `MemPool.insert`. received: from another instance."""
     tiers = pool.tiers
     key = key[: len(key) // tiers.step * tiers.step]
     found = tiers.tree.match(namespace, key)
@@ -106,7 +112,7 @@ def insert(
             len(held[Tier.HBM]),
             len(held.get(Tier.DRAM, ())),
         )
-        used = _carry_out(pool, namespace, key, decided, held, priority)
+        used = _carry_out(pool, namespace, key, decided, held, priority=priority, received=received)
         pool.ledger.take_back([given[i] for i in used])
         on_disk = [given[i] for i in range(decided.known_after, decided.blocks)]
         outcome = _to_disk(tiers, namespace, key, on_disk) if on_disk else Outcome.DONE
@@ -159,7 +165,9 @@ def _carry_out(
     key: bytes,
     decided: Plan,
     held: dict[Tier, list[Place]],
+    *,
     priority: int,
+    received: bool,
 ) -> set[int]:
     """Copy, then publish. Returns the positions of given blocks that the index has taken over."""
     tiers = pool.tiers
@@ -172,10 +180,10 @@ def _carry_out(
         move(tiers.regions[Tier.HBM], sources, tiers.regions[Tier.DRAM], list(places.values()))
         places |= {i: given[i].place for i in range(decided.held_dram, decided.dram) if i not in places}
         dram = held[Tier.DRAM] + [places[i] for i in range(decided.held_dram, decided.dram)]
-        tiers.publish(Tier.DRAM, namespace, key, dram, priority=priority)
+        tiers.publish(Tier.DRAM, namespace, key, dram, priority=priority, received=received)
     if decided.hbm > decided.held_hbm:
         again = decided.dram > decided.held_dram
-        tiers.publish(Tier.HBM, namespace, key, hbm, priority=priority, same_request=again)
+        tiers.publish(Tier.HBM, namespace, key, hbm, priority=priority, same_request=again, received=received)
     taken_hbm = range(decided.held_hbm, decided.hbm)
     taken_dram = set(range(decided.held_dram, decided.dram)) - set(decided.copies)
     return {*taken_hbm, *taken_dram}

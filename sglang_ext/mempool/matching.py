@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def match(pool: MemPool, namespace: Hashable, key: bytes, owner: str, end: Callable[[Hold], None]) -> Hold:
     """See `MemPool.match`. Locks in each tier what the hold has of it; pins what is only on disk."""
     tiers = pool.tiers
-    path = tiers.tree.match(namespace, key).path
+    path = tiers.store.match(namespace, key).path
     hold = pool.ledger.hold(owner, namespace, end)
     places = [(Tier.HBM, place) for place in tiers.held(path, Tier.HBM)]
     for tier in tiers.regions:

@@ -9,6 +9,7 @@ from sglang_ext.errors import ConfigError, UserError
 from sglang_ext.mempool.address import Address, MemType, Place, disk_names, disk_place
 from sglang_ext.mempool.grants import Ledger
 from sglang_ext.mempool.regions import OutOfBlocksError
+from sglang_ext.mempool.store import Use
 from sglang_ext.mempool.tiers import Tiers
 from sglang_ext.tiers import Tier, tier_named
 
@@ -37,9 +38,8 @@ class Memory:
             tier = tier_named(type.value)
             return self._ledger.allocate(id, [(tier, place) for place in self.take(tier, size)])
         self._require(Tier.DRAM)
-        hbm = self._tiers.regions[Tier.HBM]
-        if hbm.free_blocks < size:
-            self._tiers.give_up(Tier.HBM, size - hbm.free_blocks, self._tiers.has_copy(Tier.HBM))
+        hbm = self._tiers.store.tiers[Tier.HBM]
+        hbm.make_room(size)
         first = min(size, hbm.free_blocks)
         rest = self.take(Tier.DRAM, size - first, beside=f" beside {first} in HBM")
         places = [(Tier.HBM, place) for place in self.take(Tier.HBM, first)]
@@ -48,17 +48,16 @@ class Memory:
     def take(self, tier: Tier, blocks: int, beside: str = "") -> list[Place]:
         """Blocks of a tier, without a grant. Raises as `alloc_mem`."""
         self._require(tier)
-        region = self._tiers.regions[tier]
-        if not self._tiers.make_room(tier, blocks, lose=True):
-            cached = self._tiers.tree.blocks_of(self._tiers.holders[tier])
+        places = self._tiers.take(tier, blocks)
+        if places is None:
+            memory, store = self._tiers.store.tiers[tier], self._tiers.store
+            cached = store.tree.blocks_of(memory.holder)
             raise OutOfBlocksError(
-                f"{blocks} blocks of {tier.title} asked for{beside}, {region.free_blocks} of "
-                f"{region.n_blocks} are free and {self._tiers.available(tier) - region.free_blocks} of "
+                f"{blocks} blocks of {tier.title} asked for{beside}, {memory.free_blocks} of "
+                f"{memory.n_blocks} are free and {store.available(tier) - memory.free_blocks} of "
                 f"{cached} cached ones may go",
                 hint="Free or release what is not needed, ask for fewer, or make the tier larger",
             )
-        places = region.alloc(blocks)
-        assert places is not None
         return places
 
     def _require(self, tier: Tier) -> None:
@@ -76,7 +75,9 @@ class Memory:
         """Free checked addresses at once."""
         self._ledger.take_back(addresses)
         for tier, region in self._tiers.regions.items():
-            region.free([address.place for address in addresses if address.tier is tier])
+            places = [address.place for address in addresses if address.tier is tier]
+            if places:
+                self._tiers.store.free_mem(tier, region.pack(places), Use.OWNER)
         on_disk = [address for address in addresses if address.tier is Tier.DISK]
         for address in on_disk:
             digest, key = disk_names(address.place)

@@ -15,19 +15,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_ext.disagg.errors import RefusedError
-from sglang_ext.disagg.tensors import arena_tensors
 from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.disagg.transfer.pool_transfer import TransferFlag
 from sglang_ext.disagg.transfer.pool_transfer import transfer as transfer_blocks
-from sglang_ext.disagg.transfer.pools import MemoryRange, OwnedPool, PoolSpec
+from sglang_ext.disagg.transfer.pools import OwnedPool
 from sglang_ext.errors import ConfigError, UserError
 from sglang_ext.geometry import Geometry
 from sglang_ext.mempool.address import Address, AddressError, MemType
 from sglang_ext.mempool.envelope import request_of, seal
 from sglang_ext.mempool.grants import Hold
 from sglang_ext.mempool.receiving import PoolReceiver, Received
-from sglang_ext.mempool.regions import ArenaRegion, Ids
+from sglang_ext.mempool.regions import Ids
 from sglang_ext.tiers import Tier, tier_named
 
 if TYPE_CHECKING:
@@ -54,33 +53,17 @@ async def serve(
     *,
     on_received: Callable[[Received], None] = lambda received: None,
 ) -> Endpoint:
-    """Start an endpoint for a pool over arenas, and attach it. The caller closes it, before the arenas,
-    and then calls `MemPool.detach`.
+    """Start an endpoint for a pool, and attach it. The caller closes it, before the memory, and then calls
+    `MemPool.detach`.
 
     Args:
-        geometry: what the bytes of a block mean; its addresses are not used.
+        geometry: what the bytes of a block mean; its addresses are used for an engine's slots.
         on_received: told of blocks that arrived and are not inserted.
 
     Raises:
-        ConfigError: a region is no arena, or the geometry is not its layout. What `Endpoint.start` raises.
+        ConfigError: the geometry is not the layout of a region. What `Endpoint.start` raises.
     """
-    specs: list[PoolSpec] = []
-    for tier, region in pool.tiers.regions.items():
-        if not isinstance(region, ArenaRegion) or geometry.layout != region.layout:
-            raise ConfigError(f"{tier.title} is not an arena of this geometry", field="geometry")
-        arena = region.arena
-        size = arena.n_blocks * arena.block_bytes
-        specs.append(
-            PoolSpec(
-                tier.name,
-                arena.n_blocks,
-                geometry.block_tokens,
-                arena_tensors(geometry, arena.address, arena.n_blocks),
-                geometry.shard,
-                (MemoryRange(arena.address, size, fd=arena.memory.fd, keep=arena),),
-                lease_budget=arena.n_blocks,
-            )
-        )
+    specs = [region.spec(tier.name, geometry) for tier, region in pool.tiers.regions.items()]
     receiver = PoolReceiver(pool, on_received)
     endpoint = await Endpoint.start(config, specs, receiver=receiver)
     pool.attach(endpoint)
@@ -91,7 +74,7 @@ def attach(pool: MemPool, endpoint: Endpoint) -> None:
     """Have the regions tell the endpoint's pools when bytes are about to change."""
     for tier, region in pool.tiers.regions.items():
         owned = endpoint.pools.get(tier.name)
-        if owned is not None:
+        if owned is not None and not region.borrowed:
             region.opening = _opener(owned)
 
 
@@ -223,8 +206,9 @@ async def _send_run(
     tier = addresses[0].tier
     name = tier.name
     ids = pool.tiers.regions[tier].to_ids([address.place for address in addresses])
-    owned = endpoint.pools[name]
-    owned.seal(ids[~owned.is_sealed(ids)])
+    if not pool.tiers.regions[tier].borrowed:  # where a lease does that
+        owned = endpoint.pools[name]
+        owned.seal(ids[~owned.is_sealed(ids)])
     if destination is not None:
         region = pool.tiers.regions[tier]
         tries, to = [destination[0].tier], region.to_ids([address.place for address in destination])
@@ -239,7 +223,7 @@ async def _send_run(
                 request_of(id),
                 name,
                 ids,
-                target.name.lower(),
+                target.name,
                 seconds=seconds,
                 destination=to,
                 flags=flags,

@@ -22,7 +22,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sglang_ext.errors import ConfigError, InternalError, UserError
@@ -34,6 +34,7 @@ from sglang_ext.mempool.grants import Allocation, Hold, Ledger
 from sglang_ext.mempool.inserting import Inserted
 from sglang_ext.mempool.memory import Memory
 from sglang_ext.mempool.regions import ArenaRegion, Region, Rows
+from sglang_ext.mempool.store import Store
 from sglang_ext.mempool.swapping import Swapped
 from sglang_ext.mempool.tiers import Digest, Tiers
 from sglang_ext.radix_global import Holder, RadixTree
@@ -59,46 +60,40 @@ class MemPool:
 
     Args:
         instance: our id; part of every address.
-        hbm: the memory of the upper tier: an arena, or whatever has the methods of `Region`.
-        dram: the tier below; None for none.
-        disk: the tier below that; None for none.
+        store: of the rank, whose blocks these are.
+        regions: their bytes: HBM, and DRAM if there is any. An arena that is no tier of the store becomes
+            one.
+        disk: the tier below; None for none.
         namespace: where calls go that name none.
-        epoch: drawn at random unless it is given.
-        tree: an index to share with others in this thread; `holders` then says who its HBM and DRAM are.
+        epoch: of the instance.
         digest: the disk's name of a namespace.
         settle: called before bytes are read or blocks evicted: returns when nobody copies any.
-        exclusive: nobody else takes blocks from `hbm` and `dram`, so that `check` can count them.
     """
 
     def __init__(
         self,
         instance: str,
-        hbm: Region,
-        dram: Region | None = None,
+        store: Store,
+        regions: Mapping[Tier, Region],
         disk: BlockTier | None = None,
         *,
         namespace: Hashable,
-        epoch: int | None = None,
-        tree: RadixTree | None = None,
+        epoch: int,
         digest: Digest = namespace_digest,
         settle: Callable[[], None] = lambda: None,
-        exclusive: bool = True,
     ) -> None:
-        regions = {Tier.HBM: hbm} | ({} if dram is None else {Tier.DRAM: dram})
-        for name, layout in (("dram", dram and dram.layout), ("disk", disk and disk.layout)):
-            if isinstance(layout, BlockLayout) and layout != hbm.layout:
-                text = f"{name} has layout {layout.facts()}, HBM {hbm.layout.facts()}"
+        self.layout: BlockLayout = regions[Tier.HBM].layout
+        layouts = {tier.name: region.layout for tier, region in regions.items()}
+        for name, layout in (*layouts.items(), ("disk", disk and disk.layout)):
+            if isinstance(layout, BlockLayout) and layout != self.layout:
+                text = f"{name} has layout {layout.facts()}, HBM {self.layout.facts()}"
                 raise ConfigError(text, field=name)
-        epoch = secrets.randbits(63) if epoch is None else epoch
-        tree = tree or RadixTree(hbm.layout.block_tokens)
-        self.layout: BlockLayout = hbm.layout
         self.namespace = namespace
-        self.tiers = Tiers(
-            tree, {tier: Holder.of(instance, epoch, tier) for tier in all_tiers()}, regions, disk, digest
-        )
+        self.store = store
+        holders = {tier: Holder.of(instance, epoch, tier) for tier in all_tiers()}
+        self.tiers = Tiers(store, holders, regions, disk, digest, settle)
         self.ledger = Ledger(instance, epoch)
         self.endpoint: Endpoint | None = None
-        self.exclusive = exclusive
         self._settle = settle
         self._thread = threading.get_ident()
         self.memory = Memory(self.tiers, self.ledger)
@@ -116,9 +111,18 @@ class MemPool:
         namespace: Namespace,
     ) -> MemPool:
         """A pool without an engine, over private memory of this process."""
-        hbm = ArenaRegion.of_blocks(layout, hbm_blocks, name="pool-hbm")
-        dram = ArenaRegion.of_blocks(layout, dram_blocks, name="pool-dram") if dram_blocks else None
-        return MemPool(instance, hbm, dram, disk, namespace=namespace)
+        sizes = {Tier.HBM: hbm_blocks} | ({Tier.DRAM: dram_blocks} if dram_blocks else {})
+        return MemPool(
+            instance,
+            Store(RadixTree(layout.block_tokens)),
+            {
+                tier: ArenaRegion.of_blocks(layout, blocks, name=f"pool-{tier.name}")
+                for tier, blocks in sizes.items()
+            },
+            disk,
+            namespace=namespace,
+            epoch=secrets.randbits(63),
+        )
 
     @property
     def instance(self) -> str:
@@ -198,6 +202,7 @@ class MemPool:
         *,
         namespace: Hashable = None,
         priority: int = 0,
+        received: bool = False,
     ) -> Inserted:
         """Make blocks the index's, under the whole blocks of `tokens`: active KV becomes historical (4.1).
 
@@ -205,6 +210,7 @@ class MemPool:
             addresses: the last blocks of `tokens`, in order; those before must be cached in HBM or DRAM. What
                 is cached already is freed; addresses of a hold on this prompt may stand in for it.
             priority: of the request, for the eviction policy `priority`.
+            received: another instance has computed them, which counts as `transfer_with_insert`.
 
         Since a tier has whole prefixes only, blocks of an upper tier are copied down where blocks of a lower
         one continue them.
@@ -215,7 +221,8 @@ class MemPool:
             OutOfBlocksError: no room for the copies. Nothing has changed then.
         """
         self._enter(settle=True)
-        return inserting.insert(self, self.named(namespace), encode_tokens(tokens), addresses, priority)
+        space, key = self.named(namespace), encode_tokens(tokens)
+        return inserting.insert(self, space, key, addresses, priority, received=received)
 
     def match(self, tokens: TokenIds | bytes, *, id: str, namespace: Hashable = None) -> Hold:
         """The longest cached prefix of whole blocks, kept for `id` until `Hold.release` (or `free_mem(id=)`).
@@ -388,6 +395,6 @@ class MemPool:
         checks.check(self)
 
     def __repr__(self) -> str:
-        regions = self.tiers.regions.items()
-        free = ", ".join(f"{t.title} {r.free_blocks}/{r.n_blocks} free" for t, r in regions)
+        tiers = sorted(self.store.tiers.items())
+        free = ", ".join(f"{level.title} {tier.free_blocks}/{tier.n_blocks} free" for level, tier in tiers)
         return f"MemPool({self.instance}/{self.epoch:x}, {free}, {self.ledger!r}, {self.tiers.counters})"

@@ -91,12 +91,16 @@ class PoolReceiver:
         assert endpoint is not None
         namespace, private = unseal(self._pool, private)
         addresses = self._arrived(pool, blocks)
-        endpoint.pools[pool].seal(blocks)
+        region = self._region(pool)
+        if not region.borrowed:
+            endpoint.pools[pool].seal(blocks)
         if not tokens:
+            tokens_here = len(addresses) * region.layout.block_tokens
+            self._pool.store.transfer(tier_named(pool), tokens_here, request).end()
             self._on_received(Received(owner_of(request), tuple(addresses), flags, private))
             return False
         try:
-            self._pool.insert(tokens, addresses, namespace=namespace)
+            self._pool.insert(tokens, addresses, namespace=namespace, received=True)
         except (UserError, OutOfBlocksError):
             # What they continue is not here any more, or there is no room: they are of no use.
             self._pool.free_mem(addresses)

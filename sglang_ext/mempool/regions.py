@@ -8,8 +8,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.errors import MediumError
-from sglang_ext.geometry import BlockLayout
+from sglang_ext.disagg.transfer.pools import PoolSpec
+from sglang_ext.errors import ConfigError, MediumError
+from sglang_ext.geometry import BlockLayout, Geometry
 from sglang_ext.mempool.address import Place
 from sglang_ext.tiered_store.dram.arena import DramArena
 
@@ -27,12 +28,11 @@ class OutOfBlocksError(MediumError):
 
 
 class Region(Protocol):
-    """The memory of one tier.
+    """The bytes of one tier, and how its blocks are named: in the index, in addresses, at an endpoint.
 
-    The pool guarantees: places come from `alloc`, or from an address of the index; what is copied is not
-    freed meanwhile; one thread. A region guarantees: `alloc` gives all or nothing, and no place twice; copies
-    are complete when they return; `opening` is called before the bytes of blocks may change, so that peers
-    that read them one-sidedly can tell.
+    The pool guarantees: what is copied is not freed meanwhile; one thread. A region guarantees: copies are
+    complete when they return; `opening` is called before the bytes of blocks may change, so that peers that
+    read them one-sidedly can tell.
     """
 
     opening: Opening | None
@@ -41,20 +41,8 @@ class Region(Protocol):
     def layout(self) -> BlockLayout: ...
 
     @property
-    def n_blocks(self) -> int:
-        """Blocks that fit."""
-
-    @property
-    def free_blocks(self) -> int: ...
-
-    def alloc(self, n: int) -> list[Place] | None:
-        """Take `n` blocks; None when fewer are free."""
-
-    def free(self, places: Sequence[Place]) -> None:
-        """Take blocks back. Raises ValueError, and takes none, when one is free or out of range."""
-
-    def indexed(self, blocks: int) -> None:
-        """So many allocated blocks are in the index now; fewer than 0: are about to be freed from it."""
+    def borrowed(self) -> bool:
+        """Whether an engine writes to it without telling; see `PoolSpec.borrowed`."""
 
     def pack(self, places: Sequence[Place]) -> Any:
         """Places as the index keeps them: a sequence with equally many entries for each block."""
@@ -72,6 +60,16 @@ class Region(Protocol):
     def from_ids(self, ids: Ids) -> list[Place]:
         """Blocks of an `Endpoint`'s pool as places."""
 
+    def spec(self, name: str, geometry: Geometry) -> PoolSpec:
+        """As a pool of an endpoint.
+
+        Raises:
+            ConfigError: the geometry is not of these bytes.
+        """
+
+    def open(self, places: Sequence[Place]) -> None:
+        """Somebody, here or a peer, is about to write to these blocks."""
+
     def copy_out(self, places: Sequence[Place], rows: Rows) -> None:
         """Copy blocks into host memory."""
 
@@ -82,8 +80,11 @@ class Region(Protocol):
 class ArenaRegion:
     """A block-first arena as a region. A place is (block,), and the index keeps int64 of shape (blocks,)."""
 
-    def __init__(self, arena: DramArena) -> None:
+    ids_per_block = 1
+
+    def __init__(self, arena: DramArena, *, borrowed: bool = False) -> None:
         self.arena = arena
+        self.borrowed = borrowed
         self.opening: Opening | None = None
 
     @property
@@ -96,37 +97,11 @@ class ArenaRegion:
         size = blocks * (layout.block_bytes + 8) + 16
         return ArenaRegion(DramArena(layout, size, shared=False, pin=False, touch=False, name=name))
 
-    @property
-    def n_blocks(self) -> int:
-        return self.arena.n_blocks
-
-    @property
-    def free_blocks(self) -> int:
-        return self.arena.free_blocks
-
-    def alloc(self, n: int) -> list[Place] | None:
-        ids = self.arena.alloc(n)
-        if ids is None:
-            return None
-        if self.opening is not None:
-            self.opening(ids)
-        return self.from_ids(ids)
-
-    def free(self, places: Sequence[Place]) -> None:
-        self.arena.free(self.pack(places))
-
-    def indexed(self, blocks: int) -> None:
-        pass
-
     def pack(self, places: Sequence[Place]) -> Ids:
         return np.array([place[0] for place in places], dtype=np.int64)
 
     def unpack(self, address: Any, blocks: int) -> list[Place]:
         return self.from_ids(address)
-
-    @property
-    def ids_per_block(self) -> int:
-        return 1
 
     def to_ids(self, places: Sequence[Place]) -> Ids:
         return self.pack(places)
@@ -134,14 +109,22 @@ class ArenaRegion:
     def from_ids(self, ids: Ids) -> list[Place]:
         return [(block,) for block in ids.tolist()]
 
+    def spec(self, name: str, geometry: Geometry) -> PoolSpec:
+        arena = self.arena
+        if geometry.layout != self.layout:
+            raise ConfigError(f"{name} is not an arena of this geometry", field="geometry")
+        return PoolSpec.of_arena(name, geometry, arena, arena.n_blocks, self.borrowed)
+
+    def open(self, places: Sequence[Place]) -> None:
+        if self.opening is not None:
+            self.opening(self.pack(places))
+
     def copy_out(self, places: Sequence[Place], rows: Rows) -> None:
         np.take(self.arena.blocks, self.pack(places), axis=0, out=rows)
 
     def copy_in(self, places: Sequence[Place], rows: Rows) -> None:
-        ids = self.pack(places)
-        if self.opening is not None:
-            self.opening(ids)
-        self.arena.blocks[ids] = rows
+        self.open(places)
+        self.arena.blocks[self.pack(places)] = rows
 
     def __repr__(self) -> str:
         return f"<ArenaRegion {self.arena!r}>"

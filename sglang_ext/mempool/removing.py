@@ -30,15 +30,12 @@ def delete(
 
 def _forget(tiers: Tiers, node: Node, spared: Container[bytes]) -> int:
     """Take an end of a prefix out of every tier; the blocks that were freed in HBM and DRAM."""
-    freed = 0
-    for tier, holder in tiers.holders.items():
-        for gone in tiers.tree.remove(node, holder):
-            if tier is not Tier.DISK:
-                tiers.free(tier, gone)
-                freed += gone.blocks
-            elif tiers.disk is not None:
-                _drop(tiers, node.namespace, unpack_keys(gone.address), spared)
-    return freed
+    for gone in tiers.tree.remove(node, tiers.holders[Tier.DISK]):
+        if tiers.disk is not None:
+            _drop(tiers, node.namespace, unpack_keys(gone.address), spared)
+    return sum(
+        tiers.store.delete(tier, tiers.tree.remove(node, tiers.holders[tier])) for tier in tiers.regions
+    )
 
 
 def _drop(tiers: Tiers, namespace: Hashable, keys: list[bytes], spared: Container[bytes]) -> None:

@@ -65,16 +65,21 @@ class Use(enum.StrEnum):
     """From the decode server to which the prompt was handed over."""
     PREFETCH = "prefetch"
     """From DRAM to HBM, for an announced request. Gives way to the engine."""
+    SWAP_IN = "swap in"
+    """From DRAM or disk to HBM, for an owner (`MemPool.swap_in`)."""
+    SWAP_OUT = "swap out"
+    """From HBM to DRAM, where the engine does not write through."""
     OWNER = "owner"
     """Allocated by its owner (`MemPool.alloc_mem`)."""
 
 
 _COMMITTED = {
     Use.PROMOTION: Call.SWAP_IN,
+    Use.SWAP_IN: Call.SWAP_IN,
     Use.FETCH: Call.TRANSFER_WITH_INSERT,
     Use.RETURN: Call.TRANSFER_WITH_INSERT,
 }
-"""What the commit of a reservation is. That of a prefetch was counted when its copy began."""
+"""What the commit of a reservation is. The others were counted when their copy began."""
 
 
 class Refusal(enum.Enum):
@@ -126,6 +131,11 @@ class StoreTier(Protocol):
         Args:
             lose: last copies may be evicted too.
             rank: otherwise, what was announced with a lower priority may be.
+        """
+
+    def make_room(self, blocks: int, *, unused_since: float = math.inf, priority: int = 0) -> None:
+        """Have up to so many blocks free, by giving up what has a copy elsewhere and was not used since then,
+        or was announced with a lower priority.
         """
 
     def count(self, places: Any) -> int:
@@ -252,7 +262,8 @@ class Store:
         self.incoming: list[Incoming] = []
         """What is on its way into memory of requests."""
         self._step = tree.block_size * TOKEN_BYTES
-        self._tiers: dict[Tier, StoreTier] = {}
+        self.tiers: dict[Tier, StoreTier] = {}
+        """Whose memory can be reserved, by name."""
         self._sources: dict[Tier, Source] = {}
         self._open: dict[Reservation, None] = {}
         self._taken: Counter[tuple[Tier, Use]] = Counter()
@@ -261,7 +272,7 @@ class Store:
 
     def add(self, level: Tier, tier: StoreTier) -> None:
         """Let a tier's memory be reserved by its name."""
-        self._tiers[level] = tier
+        self.tiers[level] = tier
 
     def add_source(self, level: Tier, source: Source) -> None:
         """Let KV be loaded from there by its name."""
@@ -282,7 +293,7 @@ class Store:
         """Take up to so many blocks of a tier (`whole`: so many or none), for somebody who gives them back
         (`free_mem`) or has them inserted. None for none. See `StoreTier.take`.
         """
-        tier = self._tiers[level]
+        tier = self.tiers[level]
         places = tier.take(blocks, lose=lose, rank=rank)
         got = tier.count(places)
         if not got or (whole and got < blocks):
@@ -295,12 +306,18 @@ class Store:
 
     def free_mem(self, level: Tier, places: Any, use: Use) -> None:
         """Taken blocks are not needed."""
-        tier = self._tiers[level]
+        tier = self.tiers[level]
         count = tier.count(places)
         if count:
             tier.give_back(places)
             self._taken[level, use] -= count
             self.calls[Call.FREE_MEM] += 1
+
+    def available(self, level: Tier) -> int:
+        """Blocks of a tier that are free, or in the index and not locked."""
+        tier = self.tiers[level]
+        cached = self.tree.blocks_of(tier.holder) - self.tree.locked_blocks_of(tier.holder)
+        return tier.free_blocks + cached
 
     # -- the index --------------------------------------------------------------------------------
 
@@ -310,21 +327,25 @@ class Store:
         return self.tree.match(namespace, key)
 
     def insert(
-        self, level: Tier, namespace: Hashable, key: bytes, places: Any, *, priority: int = 0
+        self, level: Tier, namespace: Hashable, key: bytes, places: Any, *, use: Use | None = None, **how: Any
     ) -> InsertResult:
         """Put KV that was computed here into the index; what is new goes on to the tier below.
 
         Args:
             places: of all whole blocks of `key`, those included that the tier had in the index before. Of
                 these the places stay as they were, and those given here stay the caller's.
+            use: for which they were taken; None where a request of the engine has them.
+            how: see `RadixTree.insert`.
         """
-        return self._index(Call.INSERT, level, namespace, key, places, priority)
+        self.calls[Call.INSERT] += 1
+        return self._index(level, namespace, key, places, use, **how)
 
     def _index(
-        self, call: Call, level: Tier, namespace: Hashable, key: bytes, places: Any, priority: int
+        self, level: Tier, namespace: Hashable, key: bytes, places: Any, use: Use | None, **how: Any
     ) -> InsertResult:
-        self.calls[call] += 1
-        result = self.tree.insert(namespace, key, self._tiers[level].holder, places, priority=priority)
+        result = self.tree.insert(namespace, key, self.tiers[level].holder, places, **how)
+        if use is not None:
+            self._taken[level, use] -= result.new_blocks
         self.swap_out(level, result.node, result.new_blocks)
         return result
 
@@ -334,10 +355,10 @@ class Store:
         """
         if not gone:
             return 0
-        tier = self._tiers[level]
+        tier = self.tiers[level]
         tier.give_back(tier.join([each.address for each in gone]))
         for each in gone:
-            if all(holder.tier is Tier.DISK for holder in each.node.placements):
+            if not any(holder.tier.in_memory for holder in each.node.placements):
                 for holder in list(each.node.placements):
                     self.tree.remove(each.node, holder)
         self.calls[Call.DELETE] += 1
@@ -345,15 +366,15 @@ class Store:
 
     def clear(self) -> None:
         """Delete everything that is in memory."""
-        for level in sorted(self._tiers, reverse=True):
-            self._tiers[level].clear()
+        for level in sorted(self.tiers, reverse=True):
+            self.tiers[level].clear()
         self.calls[Call.DELETE] += 1
 
     # -- between tiers ----------------------------------------------------------------------------
 
     def swap_out(self, level: Tier, node: Node, blocks: int = 0, *, always: bool = False) -> bool:
         """Copy what of the path to `node` is not in the tier below there; see `StoreTier.onward`."""
-        started = self._tiers[level].onward(node, blocks, always=always)
+        started = self.tiers[level].onward(node, blocks, always=always)
         if started:
             self.calls[Call.SWAP_OUT] += 1
         return started
@@ -377,10 +398,11 @@ class Store:
         return found
 
     def transfer_with_insert(
-        self, level: Tier, namespace: Hashable, key: bytes, places: Any, *, priority: int = 0
+        self, level: Tier, namespace: Hashable, key: bytes, places: Any, *, use: Use | None = None, **how: Any
     ) -> InsertResult:
         """As `insert`, for KV that another instance has computed."""
-        return self._index(Call.TRANSFER_WITH_INSERT, level, namespace, key, places, priority)
+        self.calls[Call.TRANSFER_WITH_INSERT] += 1
+        return self._index(level, namespace, key, places, use, **how)
 
     # -- reserving ------------------------------------------------------------------------------
 
@@ -408,7 +430,7 @@ class Store:
             lose, rank: see `StoreTier.take`.
             source: the instance whose KV it is.
         """
-        tier = self._tiers[level]
+        tier = self.tiers[level]
         total = len(key) // self._step
         match = self.tree.match(namespace, key)
         if match.blocks >= total and level is not Tier.HBM:
@@ -455,7 +477,7 @@ class Store:
         source: str = "",
     ) -> Reservation | Refusal:
         """As `reserve`, for so many blocks behind a node of the tier, `start` blocks into the prompt."""
-        tier = self._tiers[level]
+        tier = self.tiers[level]
         # What the blocks continue must not be evicted to make room for them.
         self.tree.lock(parent, tier.holder)
         places = self.alloc_mem(level, blocks, use, whole=whole, lose=lose, rank=rank)
@@ -487,7 +509,7 @@ class Store:
         if not reservation.open:
             raise ValueError(f"{reservation!r} has ended already")
         level, use, places = reservation.tier, reservation.use, reservation.places
-        tier = self._tiers[level]
+        tier = self.tiers[level]
         reservation.open = False
         del self._open[reservation]
         if reservation.parent is None:
@@ -559,10 +581,6 @@ class Store:
         """Those that have not ended."""
         return list(self._open)
 
-    def owns(self, level: Tier, blocks: int) -> None:
-        """Owners have so many blocks more of a tier, or fewer."""
-        self._taken[level, Use.OWNER] += blocks
-
     def check(self) -> None:
         """Verify the bookkeeping. Raises AssertionError naming what is wrong."""
         open_blocks: Counter[tuple[Tier, Use]] = Counter()
@@ -573,7 +591,7 @@ class Store:
                 raise AssertionError(
                     f"{count} blocks of {level.title} are taken for {use}, {open_blocks[level, use]} reserved"
                 )
-        for level, tier in self._tiers.items():
+        for level, tier in self.tiers.items():
             known = self.tree.blocks_of(tier.holder) + self.reserved(level)
             if tier.exclusive and known != tier.n_blocks - tier.free_blocks:
                 raise AssertionError(

@@ -1,4 +1,4 @@
-"""Blocks of the index on their way between HBM, DRAM and disk.
+"""Blocks of the index on their way between HBM, DRAM and disk, for calls that wait for the copies.
 
 A block goes down by copy, publication, and only then the end of the upper copy; so it is never nowhere. Each
 tier has whole prefixes only: what goes down takes along what lies before it. In the tree, HBM and DRAM are
@@ -9,10 +9,10 @@ is found by its keys, also after a restart.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,8 @@ import numpy.typing as npt
 from sglang_ext.keys import BLOCK_KEY_BYTES, TOKEN_BYTES, block_keys
 from sglang_ext.mempool.address import Place
 from sglang_ext.mempool.regions import ArenaRegion, Region, Rows, chunks, move
-from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
+from sglang_ext.mempool.store import Refusal, Store, Use
+from sglang_ext.radix_global import Holder, Match, Node
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Ids, Outcome, Put
 from sglang_ext.tiers import Tier
 
@@ -51,28 +52,37 @@ class Tiers:
     """See the module.
 
     Args:
-        tree: the index; HBM and DRAM placements are in the form of their region's `pack`.
+        store: of the rank. HBM and DRAM placements are in the form of their region's `pack`.
         holders: by tier.
-        regions: HBM, and DRAM if there is any.
+        regions: HBM, and DRAM if there is any. Those that the store does not know yet must be arenas, and
+            become its tiers.
         disk: the tier below; None for none.
         digest: namespace of the tree to namespace of the disk.
+        settle: returns when nobody copies blocks any more.
     """
 
     def __init__(
         self,
-        tree: RadixTree,
+        store: Store,
         holders: Mapping[Tier, Holder],
         regions: Mapping[Tier, Region],
         disk: BlockTier | None,
         digest: Digest,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
-        self.tree = tree
+        self.store = store
+        self.tree = store.tree
         self.holders = holders
         self.regions = regions
         self.disk = disk
         self.digest = digest
-        self.step = tree.block_size * TOKEN_BYTES
+        self.step = self.tree.block_size * TOKEN_BYTES
         self.counters = TierCounters()
+        self._settle = settle
+        for level, region in regions.items():
+            if level not in store.tiers:
+                assert isinstance(region, ArenaRegion)
+                store.add(level, ArenaTier(self, level, region))
 
     # -- looking --------------------------------------------------------------------------------
 
@@ -110,67 +120,55 @@ class Tiers:
             return block_keys(self.digest(namespace), key[start:], self.tree.block_size, note[-1].tobytes())
         return block_keys(self.digest(namespace), key, self.tree.block_size)[start // self.step :]
 
-    # -- making room ----------------------------------------------------------------------------
+    # -- owners' memory -------------------------------------------------------------------------
 
-    def available(self, tier: Tier) -> int:
-        """Blocks of a tier that are free or may go."""
-        holder = self.holders[tier]
-        cached = self.tree.blocks_of(holder) - self.tree.locked_blocks_of(holder)
-        return self.regions[tier].free_blocks + cached
-
-    def make_room(self, tier: Tier, blocks: int, *, lose: bool) -> bool:
-        """Have so many free blocks: by what has a copy elsewhere, by copying down, and, if it must be and
-        `lose` allows it, by dropping last copies. Evicts nothing when too much is locked.
+    def take(self, tier: Tier, blocks: int) -> list[Place] | None:
+        """So many blocks for an owner, evicting for them. None, and nothing evicted, when that is not
+        enough.
         """
-        region = self.regions[tier]
-        if self.available(tier) < blocks:
-            return False
-        steps: list[Callable[[int], int]] = [
-            lambda n: self.give_up(tier, n, self.has_copy(tier)),
-            lambda n: self.move_down(tier, n),
-        ]
-        if lose:
-            steps.append(lambda n: self.give_up(tier, n, None))
-        for step in steps:
-            if region.free_blocks < blocks:
-                step(blocks - region.free_blocks)
-        return region.free_blocks >= blocks
+        if self.store.available(tier) < blocks:
+            return None
+        taken = self.store.alloc_mem(tier, blocks, Use.OWNER, whole=True) if blocks else None
+        if taken is None:
+            return None if blocks else []
+        places = self.regions[tier].unpack(taken, blocks)
+        self.regions[tier].open(places)
+        return places
+
+    def publish(
+        self,
+        tier: Tier,
+        namespace: Hashable,
+        key: bytes,
+        places: Sequence[Place],
+        *,
+        priority: int = 0,
+        same_request: bool = False,
+        received: bool = False,
+    ) -> None:
+        """Enter that a tier has the leading blocks of `key` at `places`, those that it had included; what is
+        new of them was an owner's. received: from another instance.
+        """
+        (self.store.transfer_with_insert if received else self.store.insert)(
+            tier,
+            namespace,
+            key[: len(places) * self.step],
+            self.regions[tier].pack(places),
+            priority=priority,
+            same_request=same_request,
+            use=Use.OWNER,
+        )
+
+    # -- down -----------------------------------------------------------------------------------
 
     def give_up(self, tier: Tier, blocks: int, only: Callable[[Node], bool] | None) -> int:
         """Evict from a tier, least recently used first. Returns the blocks that became free."""
         copied = self.has_copy(tier)
-        freed = 0
-        for gone in self.tree.evict(self.holders[tier], blocks, only=only):
-            freed += gone.blocks
-            if only is None and not copied(gone.node):
-                self.counters.lost += gone.blocks
-            self.free(tier, gone)
-            self.unnote(gone.node)
+        gone = self.tree.evict(self.holders[tier], blocks, only=only)
+        self.counters.lost += sum(each.blocks for each in gone if only is None and not copied(each.node))
+        freed = self.store.delete(tier, gone)
         self.counters.evicted += freed
         return freed
-
-    def free(self, tier: Tier, gone: Evicted) -> None:
-        """Give back the memory of what the index has given up."""
-        region = self.regions[tier]
-        region.indexed(-gone.blocks)
-        region.free(region.unpack(gone.address, gone.blocks))
-
-    def publish(
-        self, tier: Tier, namespace: Hashable, key: bytes, places: Sequence[Place], **how: Any
-    ) -> None:
-        """Enter that a tier has the leading blocks of `key` at `places`, those that it had included."""
-        region = self.regions[tier]
-        end = key[: len(places) * self.step]
-        result = self.tree.insert(namespace, end, self.holders[tier], region.pack(places), **how)
-        region.indexed(result.new_blocks)
-
-    def unnote(self, node: Node) -> None:
-        """Drop the disk's note from a node that neither HBM nor DRAM has: the disk knows it by itself."""
-        disk = self.holders[Tier.DISK]
-        if set(node.placements) == {disk}:
-            self.tree.remove(node, disk)
-
-    # -- down -----------------------------------------------------------------------------------
 
     def move_down(self, tier: Tier, blocks: int) -> int:
         """Move the least recently used blocks of a tier to the tiers below. Returns how many became free."""
@@ -179,6 +177,7 @@ class Tiers:
             below = [self._copy_down(tier, node) for node in self._next_to_go(tier, blocks - freed)]
             if not any(below):
                 break
+            self._settle()
             now = self.give_up(tier, blocks - freed, self.has_copy(tier))
             if not now:
                 break
@@ -198,12 +197,12 @@ class Tiers:
         return found
 
     def _copy_down(self, tier: Tier, node: Node) -> bool:
-        """Have a copy of a node, and of all before it, below `tier`."""
+        """Have a copy of a node, and of all before it, below `tier`, or begin one."""
         if self.has_copy(tier)(node):
             return True
         self.tree.lock(node, self.holders[tier])
         try:
-            return (tier is Tier.HBM and self.cover_dram(node)) or self.cover_disk(node)
+            return self.store.swap_out(tier, node, node.blocks, always=True)
         finally:
             self.tree.unlock(node, self.holders[tier])
 
@@ -211,29 +210,25 @@ class Tiers:
         """Copy a path that HBM has to DRAM, as far as it is not there. All of it or nothing."""
         if Tier.DRAM not in self.regions:
             return False
-        holder, region = self.holders[Tier.DRAM], self.regions[Tier.DRAM]
         path = path_to(node)
         before = self.last(path, Tier.DRAM)
-        self.tree.lock(before, holder)
-        try:
-            # Looked at before: making room may cut nodes of the path, the nodes themselves stay its ends.
-            missing = sum(each.blocks for each in path if holder not in each.placements)
-            if not self.make_room(Tier.DRAM, missing, lose=False):
-                return False
-            for each in path_to(node):
-                if holder in each.placements:
-                    continue
-                places = region.alloc(each.blocks)
-                assert places is not None
-                hbm = self.regions[Tier.HBM]
-                source = hbm.unpack(each.placements[self.holders[Tier.HBM]], each.blocks)
-                move(hbm, source, region, places)
-                self.tree.place(each, holder, region.pack(places))
-                region.indexed(each.blocks)
-                self.counters.copied_down += each.blocks
+        start = sum(each.blocks for each in path_to(before))
+        key = b"".join(each.key for each in path)
+        missing = len(key) // self.step - start
+        if not missing:
             return True
-        finally:
-            self.tree.unlock(before, holder)
+        room = self.store.reserve_behind(
+            Tier.DRAM, node.namespace, key, Use.SWAP_OUT, before, start, missing, whole=True, lose=False
+        )
+        if isinstance(room, Refusal):
+            return False
+        # Looked at after: making room may have cut nodes of the path.
+        source = self.held(path_to(node), Tier.HBM)[start:]
+        dram = self.regions[Tier.DRAM]
+        move(self.regions[Tier.HBM], source, dram, dram.unpack(room.places, room.blocks))
+        room.commit(onward=False)
+        self.counters.copied_down += missing
+        return True
 
     def cover_disk(self, node: Node) -> bool:
         """Write a path to disk, as far as it is not there."""
@@ -306,30 +301,27 @@ class Tiers:
         The caller holds what it wants of them. Returns how many leading blocks HBM has then, and why the next
         is missing.
         """
-        found = self.tree.match(namespace, key)
-        region = self.regions[Tier.HBM]
+        path = self.tree.match(namespace, key).path
         total = len(key) // self.step
-        before = self.held(found.path, Tier.HBM)
-        locks = [(self.last(found.path, tier), self.holders[tier]) for tier in self.regions]
-        for node, holder in locks:
-            self.tree.lock(node, holder)
+        before = len(self.held(path, Tier.HBM))
+        locked = (self.last(path, Tier.DRAM), self.holders[Tier.DRAM])
+        self.tree.lock(*locked)
         try:
-            wanted = total - len(before)
-            self.make_room(Tier.HBM, min(wanted, self.available(Tier.HBM)), lose=False)
-            fits = min(wanted, region.free_blocks)
-            places = region.alloc(fits) or []
-            got, outcome = self._copy_up(namespace, key, len(before), places)
-            region.free(places[got:])
-            if got:
-                self.publish(Tier.HBM, namespace, key, before + places[:got], same_request=True)
+            self.store.tiers[Tier.HBM].make_room(total - before)
+            room = self.store.reserve(Tier.HBM, namespace, key, Use.SWAP_IN, lose=False)
+            if isinstance(room, Refusal):
+                got, outcome = 0, Outcome.DONE if room is Refusal.KNOWN else Outcome.FULL
+            else:
+                places = self.regions[Tier.HBM].unpack(room.places, room.blocks)
+                got, outcome = self._copy_up(namespace, key, before, places)
+                if outcome is Outcome.DONE and before + got < total:
+                    outcome = Outcome.FULL
+                room.commit(got, onward=False)
         finally:
-            for node, holder in locks:
-                self.tree.unlock(node, holder)
-        if outcome is Outcome.DONE and fits < wanted:
-            outcome = Outcome.FULL
+            self.tree.unlock(*locked)
         self.counters.brought_in += got
-        self.counters.misses[outcome] += wanted - got
-        return len(before) + got, outcome
+        self.counters.misses[outcome] += total - before - got
+        return before + got, outcome
 
     def _copy_up(
         self, namespace: Hashable, key: bytes, start: int, places: list[Place]
@@ -374,6 +366,73 @@ class Tiers:
             return get.blocks, outcome
         finally:
             self.disk.complete_get(get)
+
+
+class ArenaTier:
+    """An arena as a tier of the store: the memory of a pool without an engine.
+
+    Making room costs a copy where it can: first goes what is in another tier, then blocks are copied down,
+    and last copies only where they may be lost. Nothing goes down by itself.
+    """
+
+    exclusive = True
+
+    def __init__(self, tiers: Tiers, level: Tier, region: ArenaRegion) -> None:
+        self._tiers = tiers
+        self._level = level
+        self._arena = region.arena
+        self.holder = tiers.holders[level]
+
+    @property
+    def n_blocks(self) -> int:
+        return self._arena.n_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        return self._arena.free_blocks
+
+    def reach(self, match: Match) -> tuple[Node, int]:
+        """The last node of a match that the tier has."""
+        path = [node for node in match.path if self.holder in node.placements]
+        return (path[-1] if path else self._tiers.tree.root), sum(node.blocks for node in path)
+
+    def make_room(self, blocks: int, *, unused_since: float = math.inf, priority: int = 0) -> None:
+        """Give up what has a copy elsewhere. There are no hints."""
+        if blocks > self.free_blocks:
+            self._tiers.give_up(self._level, blocks - self.free_blocks, self._tiers.has_copy(self._level))
+
+    def take(self, blocks: int, *, lose: bool = True, rank: float = -math.inf) -> Ids:
+        self.make_room(blocks)
+        if blocks > self.free_blocks:
+            self._tiers.move_down(self._level, blocks - self.free_blocks)
+        if blocks > self.free_blocks and lose:
+            self._tiers.give_up(self._level, blocks - self.free_blocks, None)
+        taken = self._arena.alloc(min(blocks, self.free_blocks))
+        assert taken is not None
+        return taken
+
+    def count(self, places: Ids) -> int:
+        return len(places)
+
+    def part(self, places: Ids, start: int, end: int) -> Ids:
+        return places[start:end]
+
+    def give_back(self, places: Ids) -> None:
+        self._arena.free(places)
+
+    def join(self, parts: Sequence[Ids]) -> Ids:
+        return np.concatenate(parts)
+
+    def onward(self, node: Node, blocks: int, *, always: bool = False) -> bool:
+        """Copy to DRAM, or to disk where that is full; complete on return."""
+        down = always and self._level is Tier.HBM and self._tiers.cover_dram(node)
+        return down or (always and self._tiers.cover_disk(node))
+
+    def clear(self) -> None:
+        for node in self._tiers.tree.nodes():
+            if self.holder in node.placements:
+                self._arena.free(node.placements[self.holder])
+        self._tiers.tree.drop_holder(self.holder)
 
 
 def path_to(node: Node) -> list[Node]:

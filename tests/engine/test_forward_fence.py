@@ -16,7 +16,14 @@ from sglang_ext.engine.cache.mempool import SlotRegion
 from sglang_ext.engine.forward_fence import ForwardFence, nothing_runs
 from sglang_ext.engine.pd.decode_receiver import TakingRoom, Wanted
 from sglang_ext.engine.pd.prefill_sender import Room
+from sglang_ext.engine.tiers.hbm_room import HbmRoom
+from sglang_ext.engine.tiers.slots import HostSlots
+from sglang_ext.geometry import mha_geometry
+from sglang_ext.mempool import MemPool
+from sglang_ext.mempool.store import Store
 from sglang_ext.patches.adapter.kv_manager import GlobalKVReceiver
+from sglang_ext.radix_global import Holder, RadixTree
+from sglang_ext.tiers import Tier
 
 ROWS = bytes(range(METADATA))
 NUMBERS = itertools.count(1)
@@ -167,6 +174,7 @@ def test_sglangs_slots_come_with_a_fence_that_is_set_when_they_come() -> None:
             migration=None,
             kv_args=SimpleNamespace(page_size=servers.page),
             fence=lambda: gate.passed,
+            store=None,
         )
         receiver = GlobalKVReceiver(manager, servers.address, number)
         receiver.init(0)
@@ -188,13 +196,22 @@ def test_the_memory_pool_hands_out_slots_after_the_passes_that_store_to_them() -
         calls.append("alloc")
         return torch.arange(tokens)
 
-    region = SlotRegion(
-        SimpleNamespace(size=64, available_size=lambda: 64, alloc=alloc),
-        [[torch.zeros(64, 2)]],
-        SimpleNamespace(block_tokens=4),  # type: ignore[arg-type]
-        wait=lambda: calls.append("wait"),
+    geometry = mha_geometry(
+        k_addresses=(0,), v_addresses=(0,), slots=64, heads=1, head_dim=1, dtype="float16", block_tokens=4
     )
-    assert region.alloc(2) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    store, hbm = Store(RadixTree(4)), Holder.of("one", 1, Tier.HBM)
+    HbmRoom(
+        store,
+        hbm,
+        SimpleNamespace(size=64, available_size=lambda: 64, alloc=alloc),
+        HostSlots(),
+        None,
+    )
+    planes = [[torch.zeros(64, 1, dtype=torch.float16)] * 2]
+    region = SlotRegion(planes, geometry.layout, wait=lambda: calls.append("wait"))
+    pool = MemPool("one", store, {Tier.HBM: region}, namespace=(), epoch=1)
+    found = pool.alloc_mem(2, id="r")
+    assert [address.place for address in found] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert calls == ["alloc", "wait"]
 
 

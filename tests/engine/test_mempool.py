@@ -9,8 +9,10 @@ import pytest
 from engine_pools import PoolKind, WrongKvError, chain_of
 from engine_simulation import Rank, Scenario, finish
 
-from sglang_ext.mempool import Hold, MemPool, MemType, Outcome, OutOfBlocksError
-from sglang_ext.mempool.store import Use
+from sglang_ext.disagg.transfer.config import EndpointConfig
+from sglang_ext.disagg.transfer.pool_transfer import TransferFlag
+from sglang_ext.mempool import Hold, MemPool, MemType, Outcome, OutOfBlocksError, serve
+from sglang_ext.mempool.store import Call, Use
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.tiered_store.tier import BlockTier
 from sglang_ext.tiers import Tier
@@ -100,7 +102,7 @@ def owned_tokens(cache: GlobalRadixCache) -> int:
 
 def test_allocating_evicts_what_sglang_cached_and_gives_all_back(served: Served) -> None:
     pool, cache = served.pool, served.rank.cache
-    everything = pool.tiers.regions[Tier.HBM].n_blocks
+    everything = pool.store.tiers[Tier.HBM].n_blocks
     found = pool.alloc_mem(everything, id="r")
     tokens = everything * served.rank.scenario.block
     assert (owned_tokens(cache), cache.total_size(), cache.evictable_size()) == (tokens, tokens, 0)
@@ -139,7 +141,7 @@ def test_what_the_cache_wrote_to_disk_is_found_there_by_the_pool(sglang_config: 
     rank.writes.settle()
     assert served.disk[0].stats().blocks == served.blocks
     pool.swap_out(served.blocks)
-    pool.alloc_mem(pool.tiers.regions[Tier.DRAM].n_blocks, MemType.DRAM, id="all")
+    pool.alloc_mem(pool.store.tiers[Tier.DRAM].n_blocks, MemType.DRAM, id="all")
     assert pool.tiers.counters.lost == pool.tiers.counters.written == 0
     pool.free_mem(id="all")
     with pool.match(PROMPT, id="r") as hold:
@@ -159,12 +161,52 @@ def test_blocks_of_an_endpoint_are_pages(served: Served) -> None:
         page = served.rank.cache.page_size
         assert len(ids) == served.blocks * served.rank.scenario.block // page
         assert region.from_ids(ids) == places
-        opened: list[int] = []
-        region.opening = lambda blocks: opened.extend(blocks.tolist())
-        served.pool.write(served.pool.alloc_mem(1, id="r"), served.pool.read(hold.addresses[:1])[0])
-        assert len(opened) == 2 * served.rank.scenario.block // page
-        assert not set(opened) & set(ids.tolist())
-        region.opening = None
+
+
+@pytest.mark.parametrize("flag", [TransferFlag.PULL, TransferFlag.PUSH])
+@pytest.mark.parametrize("damaged", [False, True], ids=["sound", "damaged"])
+async def test_slots_of_one_engine_are_sent_into_slots_of_another(
+    served: Served, flag: TransferFlag, damaged: bool
+) -> None:
+    """And are hit by a request there. Before and after, both engines may reuse them without telling."""
+    other = Served(served.rank.scenario.kind)
+    other.rank.scheduler.flush()
+    one, two = served.pool, other.pool
+    endpoints = [
+        await serve(pool, EndpointConfig(name, "m/w"), each.rank.pools.geometry())
+        for pool, name, each in ((one, "one", served), (two, "two", other))
+    ]
+    peer = await endpoints[0].connect([endpoints[1].address])
+    with one.match(PROMPT, id="r") as hold:
+        if damaged:
+            other.rank.look_inside = served.rank.look_inside = False
+            rows = one.read(hold.addresses[-1:])[0]
+            rows[0, 3] ^= 1
+            one.tiers.regions[Tier.HBM].copy_in([hold.addresses[-1].place], rows)
+        sent = await one.transfer_with_insert(peer, PROMPT, hold.addresses, id="r", flags=flag)
+        ids = one.tiers.regions[Tier.HBM].to_ids([address.place for address in hold.addresses])
+    assert sent.inserted
+    assert not endpoints[0].pools["hbm"].is_sealed(ids).any()
+    assert two.store.calls[Call.TRANSFER_WITH_INSERT] == 1
+    other.rank.check()
+    with two.match(PROMPT, id="r") as hold:
+        if damaged:
+            with pytest.raises(WrongKvError, match=f"block {served.blocks - 1}"):
+                other.compare(hold)
+        else:
+            other.compare(hold)
+    if damaged:
+        two.delete(PROMPT)
+        one.delete(PROMPT)
+    else:
+        req = other.rank.serve([*PROMPT, 1])
+        assert req.cached_tokens == other.blocks * other.rank.scenario.block
+    del peer
+    while endpoints:
+        await endpoints.pop().close()
+    for pool in (one, two):
+        pool.detach()
+    other.close()
 
 
 def test_a_flush_takes_everything_back_from_owners(served: Served) -> None:
@@ -187,7 +229,7 @@ def test_new_weights_are_a_new_namespace_for_the_pool_too(served: Served) -> Non
 def test_a_request_runs_beside_what_owners_have(served: Served) -> None:
     """SGLang's own count of slots holds, and it does not ask for more than it can get."""
     pool, rank = served.pool, served.rank
-    free = pool.tiers.regions[Tier.HBM].n_blocks
+    free = pool.store.tiers[Tier.HBM].n_blocks
     pool.alloc_mem(free // 2, id="r")
     req = rank.serve(list(range(700, 700 + rank.pools.tokens // 2 - 8)), new_tokens=2)
     assert req.finished()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ from sglang_ext.disagg.generations import COUNTER_BYTES, GenerationTable
 from sglang_ext.disagg.memory import MemoryKind
 from sglang_ext.disagg.messages import Offer
 from sglang_ext.disagg.runs import Ids
-from sglang_ext.disagg.tensors import PoolMeta, TensorMeta, pool_strided, shard_tuple
+from sglang_ext.disagg.tensors import PoolMeta, TensorMeta, arena_tensors, pool_strided, shard_tuple
 from sglang_ext.disagg.transfer.leases import Ended, LeaseTable
 from sglang_ext.geometry import Geometry, Shard
 from sglang_ext.wire import pack_ids
@@ -39,6 +40,29 @@ class MemoryRange:
     fd_offset: int = 0
     keep: object = field(default=None, compare=False, repr=False)
     """Whatever owns the memory; held as long as the endpoint."""
+
+
+class SharedPages(Protocol):
+    """Memory that others may map."""
+
+    @property
+    def fd(self) -> int: ...
+
+
+class BlockArena(Protocol):
+    """What of `tiered_store.dram.arena.DramArena` a pool is made of."""
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def n_blocks(self) -> int: ...
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def memory(self) -> SharedPages: ...
 
 
 @dataclass(frozen=True)
@@ -82,6 +106,25 @@ class PoolSpec:
             tensors_of(geometry),
             geometry.shard,
             tuple(memory),
+            lease_budget,
+            borrowed,
+        )
+
+    @staticmethod
+    def of_arena(
+        name: str, geometry: Geometry, arena: BlockArena, lease_budget: int = 0, borrowed: bool = True
+    ) -> PoolSpec:
+        """A block-first arena. geometry: what the bytes of a block mean; its addresses are not used."""
+        memory = MemoryRange(
+            arena.address, arena.n_blocks * arena.block_bytes, fd=arena.memory.fd, keep=arena
+        )
+        return PoolSpec(
+            name,
+            arena.n_blocks,
+            geometry.block_tokens,
+            arena_tensors(geometry, arena.address, arena.n_blocks),
+            geometry.shard,
+            (memory,),
             lease_budget,
             borrowed,
         )

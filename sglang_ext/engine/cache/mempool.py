@@ -7,6 +7,7 @@ rank's pool has to be asked the same in the same order: their trees change in st
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from sglang_ext.disagg.memory import MemoryKind
+from sglang_ext.disagg.transfer.pools import MemoryRange, PoolSpec
 from sglang_ext.engine.tiers.slots import slot_ops
-from sglang_ext.errors import UserError
-from sglang_ext.geometry import BlockLayout
+from sglang_ext.errors import ConfigError, UserError
+from sglang_ext.geometry import BlockLayout, Geometry
 from sglang_ext.mempool import ArenaRegion, MemPool, Region
 from sglang_ext.mempool.address import Place
 from sglang_ext.mempool.regions import Ids, Opening, Rows
@@ -26,72 +29,39 @@ from sglang_ext.tiers import Tier
 
 if TYPE_CHECKING:
     from sglang_ext.engine.cache.view import RankCache
-    from sglang_ext.engine.tiers.dram_tier import DramTier
     from sglang_ext.tiered_store.dram.arena import DramArena
 
 
 class SlotRegion:
-    """SGLang's KV pool as a region. A place is a block's token slots.
+    """SGLang's KV pool as a region, borrowed: a place is a block's token slots.
 
     Args:
-        allocator: SGLang's, of slots.
         planes: as `hbm.pool_planes` returns them.
         layout: of a block.
         page_tokens: the engine's page size, which is the block of an endpoint's pool.
         wait: returns when no forward pass writes to the pool any more; needed where it runs on a device, and
             called before places are handed out or copied from or to.
-        owned: told how many blocks more, or fewer, are neither free nor in the index.
     """
+
+    borrowed = True
 
     def __init__(
         self,
-        allocator: Any,
         planes: Sequence[Sequence[torch.Tensor]],
         layout: BlockLayout,
         *,
         page_tokens: int = 1,
         wait: Callable[[], None] = lambda: None,
-        owned: Callable[[int], None] = lambda blocks: None,
     ) -> None:
         self.layout = layout
         self.opening: Opening | None = None
-        self._allocator = allocator
+        self._tensors = [plane for layer in planes for plane in layer]
         # As bytes: indexing is not there for every dtype (float8).
-        self._planes = [plane.view(torch.uint8) for layer in planes for plane in layer]
+        self._planes = [plane.view(torch.uint8) for plane in self._tensors]
         self._page = page_tokens
         self._wait = wait
-        self._owned = owned
         self._device = self._planes[0].device
         self._slots = slot_ops(self._device)
-
-    @property
-    def n_blocks(self) -> int:
-        return int(self._allocator.size) // self.layout.block_tokens
-
-    @property
-    def free_blocks(self) -> int:
-        return int(self._allocator.available_size()) // self.layout.block_tokens
-
-    def alloc(self, n: int) -> list[Place] | None:
-        if n == 0:
-            return []
-        slots = self._allocator.alloc(n * self.layout.block_tokens) if n <= self.free_blocks else None
-        if slots is None:
-            return None
-        # A peer may write there as soon as it is told of them; a pass over their former owner may still run.
-        self._wait()
-        places = self.unpack(slots, n)
-        self._owned(n)
-        self._open(places)
-        return places
-
-    def free(self, places: Sequence[Place]) -> None:
-        if places:
-            self._owned(-len(places))
-            self._allocator.free_segment(self._tensor(places), start_pos=0)
-
-    def indexed(self, blocks: int) -> None:
-        self._owned(-blocks)
 
     def pack(self, places: Sequence[Place]) -> Any:
         return self._slots.keep(self._tensor(places))
@@ -112,6 +82,19 @@ class SlotRegion:
         slots = ids[:, None] * self._page + np.arange(self._page)
         return self.unpack(slots.ravel(), 0)
 
+    def spec(self, name: str, geometry: Geometry) -> PoolSpec:
+        """In pages. Every block may be leased: owners hold what is sent."""
+        pages = dataclasses.replace(geometry, block_tokens=self._page)
+        if geometry.layout != self.layout or geometry.page_tokens != self._page:
+            raise ConfigError(f"{name} is not of this geometry", field="geometry")
+        kind = MemoryKind.HOST if self._device.type == "cpu" else MemoryKind.CUDA
+        memory = [MemoryRange(each.data_ptr(), each.nbytes, kind, keep=each) for each in self._tensors]
+        return PoolSpec.of_geometry(name, pages, memory, lease_budget=geometry.slots)
+
+    def open(self, places: Sequence[Place]) -> None:
+        # A peer may write there as soon as it is told of them; a pass over their former owner may still run.
+        self._wait()
+
     def copy_out(self, places: Sequence[Place], rows: Rows) -> None:
         self._wait()
         slots = self._tensor(places)
@@ -120,7 +103,6 @@ class SlotRegion:
 
     def copy_in(self, places: Sequence[Place], rows: Rows) -> None:
         self._wait()
-        self._open(places)
         slots = self._tensor(places)
         for plane, (start, stop) in zip(self._planes, self._offsets(), strict=True):
             part = torch.from_numpy(np.ascontiguousarray(rows[:, start:stop]))
@@ -134,36 +116,8 @@ class SlotRegion:
         slots = np.array(places, dtype=np.int64).ravel()
         return torch.from_numpy(slots).to(self._device)
 
-    def _open(self, places: Sequence[Place]) -> None:
-        if self.opening is not None:
-            self.opening(self.to_ids(places))
-
     def __repr__(self) -> str:
-        return f"<SlotRegion {self.free_blocks}/{self.n_blocks} blocks free>"
-
-
-class TierRegion(ArenaRegion):
-    """The arena of a DRAM tier as a region; the tier knows of every block that the pool has taken."""
-
-    def __init__(self, arena: DramArena, tier: DramTier) -> None:
-        super().__init__(arena)
-        self._tier = tier
-
-    def alloc(self, n: int) -> list[Place] | None:
-        if n > self.free_blocks:
-            return None
-        ids = self._tier.take(n)
-        self._tier.store.owns(Tier.DRAM, len(ids))
-        if self.opening is not None:
-            self.opening(ids)
-        return self.from_ids(ids)
-
-    def free(self, places: Sequence[Place]) -> None:
-        self._tier.store.owns(Tier.DRAM, -len(places))
-        self._tier.give_back(self.pack(places))
-
-    def indexed(self, blocks: int) -> None:
-        self._tier.store.owns(Tier.DRAM, -blocks)
+        return f"<SlotRegion of {len(self._planes)} planes>"
 
 
 def engine_mempool(
@@ -189,26 +143,22 @@ def engine_mempool(
         disk, digest: the disk tier below it, and the disk's name of a namespace (`BlockNames.digest`).
         wait: see `SlotRegion`.
     """
-    dram: Region | None = None
+    regions: dict[Tier, Region] = {
+        Tier.HBM: SlotRegion(planes, layout, page_tokens=cache.page_size, wait=wait)
+    }
     if cache.dram is not None and arena is not None:
-        dram = TierRegion(arena, cache.dram)
+        regions[Tier.DRAM] = ArenaRegion(arena, borrowed=True)
 
     def unnamed(space: Hashable) -> bytes:
         raise UserError(f"no disk was given with a name for {space!r}", field="digest")
 
-    def owned(blocks: int) -> None:
-        cache.store.owns(Tier.HBM, blocks)
-
-    allocator = cache.token_to_kv_pool_allocator
     return MemPool(
         hbm.instance,
-        SlotRegion(allocator, planes, layout, page_tokens=cache.page_size, wait=wait, owned=owned),
-        dram,
+        cache.store,
+        regions,
         disk,
         namespace=namespace,
         epoch=hbm.epoch,
-        tree=cache.tree,
         digest=digest or unnamed,
         settle=cache.settle,
-        exclusive=False,
     )

@@ -25,12 +25,11 @@ from sglang_ext.disagg.errors import (
 )
 from sglang_ext.disagg.messages import Offer
 from sglang_ext.disagg.runs import Ids
-from sglang_ext.disagg.tensors import arena_tensors
 from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.disagg.transfer.leases import Ended
-from sglang_ext.disagg.transfer.pools import MemoryRange, PoolSpec
+from sglang_ext.disagg.transfer.pools import PoolSpec
 from sglang_ext.engine.peers.transfer_thread import LoopThread
 from sglang_ext.errors import InternalError, SglangExtError
 from sglang_ext.geometry import Geometry
@@ -98,15 +97,7 @@ class FetchLink:
         self._locks: dict[str, asyncio.Lock] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = LoopThread("kv-fetch")
-        spec = PoolSpec(
-            POOL,
-            arena.n_blocks,
-            geometry.block_tokens,
-            arena_tensors(geometry, arena.address, arena.n_blocks),
-            geometry.shard,
-            (MemoryRange(arena.address, arena.n_blocks * arena.block_bytes, fd=arena.memory.fd, keep=arena),),
-            borrowed=True,
-        )
+        spec = PoolSpec.of_arena(POOL, geometry, arena)
         try:
             started = self._thread.run(Endpoint.start(config, [spec], on_ended=self._lease_ended))
         except BaseException:

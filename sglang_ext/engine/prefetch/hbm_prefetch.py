@@ -285,12 +285,9 @@ class Prefetcher:
         if not below:
             self._end(prefetch, PrefetchEnd.DONE)
             return
-        block = self._tree.block_size
         wanted = min(self._piece_blocks, sum(node.blocks for node in below))
-        shortage = wanted * block - self._room.free
-        if shortage > 0:
-            self._room.make_room(shortage, unused_since=prefetch.since, priority=prefetch.priority)
-        nodes = self._first(below, min(wanted, self._room.free // block))
+        self._room.make_room(wanted, unused_since=prefetch.since, priority=prefetch.priority)
+        nodes = self._first(below, min(wanted, self._room.free_blocks))
         blocks = sum(node.blocks for node in nodes)
         room = self._store.reserve_spare(
             Tier.HBM, prefetch.namespace, prefetch.key, Use.PREFETCH, reached, blocks

@@ -81,19 +81,18 @@ class HbmRoom:
             freed += self._store.delete(Tier.HBM, self._tree.evict(self._hbm, missing - freed))
         return freed * self._tree.block_size
 
-    def make_room(self, tokens: int, *, unused_since: float, priority: int) -> None:
-        """Give back up to so many slots for what is expected: blocks that have a copy.
-
-        Those that were not used since then, and what is held back for hints of lower priority.
+    def make_room(self, blocks: int, *, unused_since: float = math.inf, priority: int = 0) -> None:
+        """Have slots for up to so many blocks free for what is expected, by giving back blocks that have a
+        copy: those that were not used since then, and what is held back for hints of lower priority.
         """
         dram = self._dram
-        if dram is None:
+        missing = blocks - self.free_blocks
+        if dram is None or missing <= 0:
             return
 
         def may_go(node: Node) -> bool:
             return node.last_access < unused_since and dram.has_copy(node)
 
-        missing = -(-tokens // self._tree.block_size)
         missing -= self._evict(missing, may_go)
         self._give_up(missing, dram.has_copy, below=priority)
 
