@@ -17,6 +17,7 @@ SHARED = {
     "advise",
     "clock",
     "cluster_key",
+    "compiled",
     "config",
     "errors",
     "flags",

@@ -20,13 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.lib.common import SEED
+from sglang_ext.compiled import STREAM_BYTES
 from sglang_ext.disagg.memory import SharedMemory
+from sglang_ext.disagg.runs import copy_runs
 from sglang_ext.disagg.tensors import TensorMeta
 from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.disagg.transfer.pools import MemoryRange, PoolSpec
 from sglang_ext.disagg.transports import _stream
-from sglang_ext.disagg.transports._copy import STREAM_BYTES, copy_runs
 from sglang_ext.geometry import Shard
 from sglang_ext.wire import pack_ids, unpack_ids
 

@@ -30,7 +30,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.disagg._jit import COMPILED, kernel
+from sglang_ext.compiled import fence, kernel
 from sglang_ext.disagg.errors import RangeError
 from sglang_ext.disagg.runs import RUN_COLUMNS, Ids, Runs
 
@@ -91,11 +91,11 @@ class GenerationTable:
             RangeError: an id is out of range, named twice, or already open.
         """
         self._move(blocks, 1)
-        _fence()
+        fence()
 
     def seal(self, blocks: Ids) -> npt.NDArray[np.int64]:
         """Announce that the bytes of `blocks` are written; returns their generations, to be published."""
-        _fence()
+        fence()
         blocks = self._move(blocks, 0)
         generations: npt.NDArray[np.int64] = self._counters[blocks]
         return generations
@@ -207,30 +207,3 @@ def changed(
 def counters_at_a_time(scratch_bytes: int, gap: int) -> int:
     """How many counters `counter_runs` can always read with so much scratch; at least one."""
     return max(1, (scratch_bytes - HEADER_BYTES) // (gap + COUNTER_BYTES))
-
-
-if COMPILED:
-    from numba import types
-    from numba.extending import intrinsic
-
-    @intrinsic
-    def _full_fence(typing_context):  # type: ignore[no-untyped-def]
-        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-            builder.fence("seq_cst")
-            return context.get_dummy_value()
-
-        return types.void(), generate
-
-    @kernel
-    def _fence():  # type: ignore[no-untyped-def]
-        """No store before it moves behind it and no store after it moves before it, on any processor."""
-        _full_fence()
-
-else:  # pragma: no cover - numba comes with SGLang
-
-    def _fence() -> None:
-        """Without compiled kernels: taking a lock is a full fence on x86 and an acquire elsewhere."""
-        import threading
-
-        with threading.Lock():
-            pass

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.disagg._jit import kernel
+from sglang_ext.compiled import kernel, libc, prefetch, stream
 from sglang_ext.disagg.errors import RangeError
 
 Runs = npt.NDArray[np.int64]
@@ -25,6 +25,8 @@ Ids = npt.NDArray[np.int64]
 
 REMOTE, REMOTE_AT, LOCAL, LOCAL_AT, BYTES = 0, 1, 2, 3, 4
 RUN_COLUMNS: Final = 5
+
+_memcpy = libc("memcpy", "intp", "intp", "intp")
 
 # Columns of a template row beyond those of a run: byte strides per block and per unit inside a block, each
 # side, and the layer (index in the plan's sorted layers) for by-layer transfers.
@@ -261,6 +263,42 @@ def survey(
     """The first row that leaves its region on either side, -1 when all lie inside; and the bytes of all."""
     bad, total = _survey(runs, remote_sizes, local_sizes)
     return int(bad), int(total)
+
+
+@kernel
+def copy_runs(runs, to_bases, to, from_bases, source, shortest, flag):  # type: ignore[no-untyped-def]
+    """Copy run by run; `to` and `source` are the columns of the two sides. -1 when cancelled.
+
+    shortest: run that is stored past the cache; 0 for none. A full fence has to follow.
+    """
+    step = 4194304
+    for i in range(runs.shape[0]):
+        into = to_bases[runs[i, to]] + runs[i, to + 1]
+        out = from_bases[runs[i, source]] + runs[i, source + 1]
+        left = runs[i, 4]
+        past = shortest > 0 and left >= shortest
+        if past and i + 2 < runs.shape[0]:
+            # The hardware's prefetcher stops at a page's end, and a scattered block begins in another page:
+            # ask for the beginnings of the block after the next, whose translations cost as much as a
+            # copied page.
+            ahead = from_bases[runs[i + 2, source]] + runs[i + 2, source + 1]
+            prefetch(ahead)
+            prefetch(ahead + 64)
+            prefetch(ahead + 128)
+            prefetch(ahead + 192)
+            prefetch(to_bases[runs[i + 2, to]] + runs[i + 2, to + 1])
+        while left > 0:
+            if flag[0]:
+                return -1
+            n = min(left, step)
+            if past:
+                stream(into, out, n)
+            else:
+                _memcpy(into, out, n)
+            into += n
+            out += n
+            left -= n
+    return 0
 
 
 def warm() -> None:

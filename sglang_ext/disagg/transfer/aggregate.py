@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from sglang_ext.compiled import STREAM_BYTES
 from sglang_ext.disagg.memory import RegionTable
 from sglang_ext.disagg.reshard import RankPlan, plan
-from sglang_ext.disagg.runs import Ids
+from sglang_ext.disagg.runs import Ids, copy_runs
 from sglang_ext.disagg.tensors import PoolMeta
-from sglang_ext.disagg.transports._copy import STREAM_BYTES, copy_runs
 
 
 class Packer:

@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.disagg._jit import kernel, libc
+from sglang_ext.compiled import kernel, libc
 
 MAGIC: Final = 0x4B5658444154413A
 READ: Final = 1

@@ -23,7 +23,7 @@ import struct
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.disagg._jit import COMPILED, kernel, libc
+from sglang_ext.compiled import COMPILED, STREAM_BYTES, fence, kernel, libc
 from sglang_ext.disagg.errors import (
     CancelledTransferError,
     PeerGoneError,
@@ -31,9 +31,8 @@ from sglang_ext.disagg.errors import (
     TransferError,
     TransportUnavailableError,
 )
-from sglang_ext.disagg.generations import _fence
 from sglang_ext.disagg.memory import MAX_REGIONS, MemoryKind, PeerMapping, RegionTable
-from sglang_ext.disagg.runs import Runs
+from sglang_ext.disagg.runs import Runs, copy_runs
 from sglang_ext.disagg.transports import (
     MAX_GRANTS,
     CancelToken,
@@ -44,7 +43,6 @@ from sglang_ext.disagg.transports import (
     TransportName,
     host_identity,
 )
-from sglang_ext.disagg.transports._copy import STREAM_BYTES, copy_runs
 from sglang_ext.disagg.transports._guard import GuardPages
 
 IOVECS = 1024
@@ -151,7 +149,7 @@ class _Kernel:
             raise CancelledTransferError("cma: the call was cancelled")
         if code:
             raise _cma_error(-code - 1000, writes=bool(guard))
-        _fence()
+        fence()
 
     def close(self) -> None:
         self._iov.clear()
@@ -188,7 +186,7 @@ class ShmChannel(Channel):
     def read(self, lane: int, runs: Runs, token: CancelToken) -> None:
         if copy_runs(runs, self._local.bases, 2, self._bases, 0, STREAM_BYTES, token.flag):
             raise CancelledTransferError("shm: the copy was cancelled")
-        _fence()
+        fence()
 
     def write(self, lane: int, runs: Runs, token: CancelToken, grant: tuple[int, int]) -> None:
         self._kernel.write(lane, runs, token, grant)
@@ -251,7 +249,7 @@ def _warm() -> None:
     none, zero = np.zeros((0, 5), np.int64), np.zeros(1, np.int64)
     copy_runs(none, zero, 2, zero, 0, STREAM_BYTES, zero)
     _vector(0, none, zero, zero, np.zeros((2, 1, 2), np.int64), zero, 0)
-    _fence()
+    fence()
 
 
 class ShmTransport(Transport):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from sglang_ext.disagg._jit import COMPILED
+from sglang_ext.compiled import COMPILED
 from sglang_ext.disagg.memory import RegionTable
 from sglang_ext.disagg.transports import Transport, TransportName
 from sglang_ext.disagg.transports.local import CmaTransport, ShmTransport

@@ -26,7 +26,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.disagg._jit import COMPILED
+from sglang_ext.compiled import COMPILED, fence
 from sglang_ext.disagg.errors import (
     CancelledTransferError,
     PeerGoneError,
@@ -34,7 +34,6 @@ from sglang_ext.disagg.errors import (
     TransferError,
     TransportUnavailableError,
 )
-from sglang_ext.disagg.generations import _fence
 from sglang_ext.disagg.memory import MemoryKind, RegionTable
 from sglang_ext.disagg.runs import Runs
 from sglang_ext.disagg.transports import (
@@ -149,16 +148,16 @@ class TcpChannel(Channel):
 
     def read(self, lane: int, runs: Runs, token: CancelToken) -> None:
         self._run(lane, runs, token, None)
-        _fence()
+        fence()
 
     def read_then(self, lane: int, runs: Runs, then: Runs, token: CancelToken) -> None:
         # Asked for at once, in requests of their own: the owner's thread has sent the first before it begins
         # with the second.
         self._run(lane, np.concatenate((runs, then)), token, None, runs.shape[0])
-        _fence()
+        fence()
 
     def write(self, lane: int, runs: Runs, token: CancelToken, grant: tuple[int, int]) -> None:
-        _fence()
+        fence()
         self._run(lane, runs, token, grant)
 
     def _run(
