@@ -23,7 +23,8 @@ RETIRED = {
     "Tally": "LocalCounter",
     "Theirs": "ServerTokenizer",
     "WholeCache": "CacheLifecycle",
-    "agree": "min_over_ranks",
+    "agree": "Ranks.each_pass",
+    "min_over_ranks": "Ranks.each_pass",
     "nonsense": "invalid_reason",
     "obey": "handle_command",
 }
@@ -47,7 +48,7 @@ MODULES = {
 
 
 def retired(source: str) -> Iterator[str]:
-    """Retired names among the identifiers of a module: prose may agree, code takes the minimum over ranks."""
+    """Retired names among the identifiers of a module: prose may agree, code has `Ranks`."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.NAME and token.string in RETIRED:
             yield f"{token.start[0]}: {token.string} is {RETIRED[token.string]} now"

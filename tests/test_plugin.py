@@ -75,7 +75,7 @@ def test_a_hook_that_sglang_could_not_apply_stops_the_start_of_our_backend_only(
 def test_a_hook_on_a_function_that_has_changed_is_not_applied(found: dict[str, Any]) -> None:
     outdated = found["outdated_hook"]
     assert "'scheduler_calls' does not fit sglang" in outdated["global"]
-    assert "Scheduler._process_hicache_events: source differs" in outdated["global"]
+    assert "Scheduler.ingest_requests: source differs" in outdated["global"]
     assert outdated["stock"] == ""
     assert not outdated["hooked"]
 

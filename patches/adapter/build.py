@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from sglang_ext.engine.cache.metrics import CacheMetrics
 from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.events.agent import AgentFacts
 from sglang_ext.engine.model_identity import weights_digest
+from sglang_ext.engine.ranks import Least, Ranks
 from sglang_ext.engine.tiers.cuda_mover import CudaMover
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.mover import LayerGate, Mover, ThreadMover
@@ -61,7 +62,9 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     check_block_size(config, ctx.params.page_size)
     params = ctx.params
     instance = str(with_instance_id(config, ctx.server_args, socket.gethostname()).instance_id)
-    epoch = _same_on_all_ranks(secrets.randbits(63), params.tp_cache_group)
+    ranks = Ranks(least_over(params.tp_cache_group), check=config.check)
+    # One rank's number for all: an instance has one epoch.
+    (epoch,) = ranks.at_once([secrets.randbits(63)])
     tree = RadixTree(config.block_size, policy=policy_by_name(config.eviction_policy))
     store = Store(tree)
     hbm = Holder.of(instance, epoch, Tier.HBM)
@@ -69,7 +72,6 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     planes = pool_planes(kvcache)
     geometry = _geometry_of(ctx, config, kvcache, planes)
     dram = promotions = arena = below = disk = None
-    min_over_ranks = _consensus(params.tp_cache_group)
     shard = f"tp{ctx.tp_rank}of{ctx.tp_size}"
     fetches = may_fetch(config, ctx.server_args, adapters=_uses_adapters())
     identity, weights = None, Weights()
@@ -84,16 +86,12 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         if config.disk_path is not None and identity is not None:
             facts = RankFacts(instance, epoch, shard, adapters=_uses_adapters())
             disk = open_disk(config, facts, geometry.layout)
-            below = disk_below(disk, config, facts, identity, tree, holder, arena, min_over_ranks, weights)
-        dram = DramTier(
-            store, hbm, holder, arena, mover, min_over_ranks, below=below, write=config.writes_dram
-        )
+            below = disk_below(disk, config, facts, identity, tree, holder, arena, ranks, weights)
+        dram = DramTier(store, hbm, holder, arena, mover, ranks, below=below, write=config.writes_dram)
         if disk is not None and below is not None:
             # The parts of a PD server have loops of their own, in which a batch cannot be run again.
             stream = ctx.server_args.disaggregation_mode == "null"
-            promotions = promotions_from(
-                disk, below, config, tree, dram, holder, arena, min_over_ranks, stream=stream
-            )
+            promotions = promotions_from(disk, below, config, tree, dram, holder, arena, ranks, stream=stream)
         gate = LayerGate(mover)
         kvcache.register_layer_transfer_counter(gate)
         ctx.tp_worker.register_hicache_layer_transfer_counter(gate)
@@ -108,7 +106,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             load_min_tokens=config.load_min_tokens,
             load_always=config.load_policy == "always",
             weights=weights,
-            min_over_ranks=min_over_ranks,
+            ranks=ranks,
             commands=RankCommandQueue() if ctx.tp_rank == 0 and params.pp_rank == 0 else None,
             priority_sign=-1 if _small_priorities_first() else 1,
             check=config.check,
@@ -143,7 +141,6 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             instance=instance,
             epoch=epoch,
             group=params.tp_cache_group,
-            min_over_ranks=min_over_ranks,
         )
     if config.router is not None and ctx.tp_rank == 0 and params.pp_rank == 0:
         names = below.names if below is not None else None
@@ -229,19 +226,15 @@ def _wait_for(device: torch.device) -> Callable[[], None]:
     return lambda: torch.cuda.synchronize(device)
 
 
-def _consensus(group: Any) -> Callable[[int], int]:
-    """How the ranks of ``group`` agree on how much is complete: the smallest number of any."""
+def least_over(group: Any) -> Least | None:
+    """How the ranks of ``group`` compare their numbers; None where there is one."""
     if group is None or torch.distributed.get_world_size(group) == 1:
-        return int
+        return None
 
-    def min_over_ranks(number: int) -> int:
-        least = torch.tensor([number], dtype=torch.int64)
-        torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group)
-        return int(least)
+    def least(numbers: Sequence[int]) -> Sequence[int]:
+        vector = torch.tensor(numbers, dtype=torch.int64)
+        torch.distributed.all_reduce(vector, op=torch.distributed.ReduceOp.MIN, group=group)
+        found: list[int] = vector.tolist()
+        return found
 
-    return min_over_ranks
-
-
-def _same_on_all_ranks(number: int, group: Any) -> int:
-    """One rank's number for all: an instance has one epoch, however many ranks."""
-    return _consensus(group)(number)
+    return least

@@ -9,8 +9,9 @@ from typing import Any
 from sglang_ext.config import KvConfig
 from sglang_ext.engine.events.agent import ListsNames
 from sglang_ext.engine.model_identity import config_digest, kv_dtype, weights_digest
+from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.block_names import BlockNames
-from sglang_ext.engine.tiers.disk_writes import DiskWrites, MinOverRanks
+from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.load_policy import DiskPolicy
 from sglang_ext.engine.tiers.promotions import Promotions
@@ -101,7 +102,7 @@ def disk_below(
     tree: RadixTree,
     dram: Holder,
     arena: DramArena,
-    min_over_ranks: MinOverRanks,
+    ranks: Ranks,
     weights: Weights,
 ) -> DiskWrites:
     """What takes blocks on from DRAM to ``disk``."""
@@ -121,7 +122,7 @@ def disk_below(
         names,
         writer,
         BlockMemory.of_arena(arena),
-        min_over_ranks,
+        ranks,
         write=config.writes_disk,
     )
 
@@ -134,7 +135,7 @@ def promotions_from(
     room: DramTier,
     dram: Holder,
     arena: DramArena,
-    min_over_ranks: MinOverRanks,
+    ranks: Ranks,
     *,
     stream: bool,
 ) -> Promotions:
@@ -156,6 +157,6 @@ def promotions_from(
         Loader(_LOAD_BYTES),
         BlockMemory.of_arena(arena),
         policy,
-        min_over_ranks,
+        ranks,
         stream=stream,
     )

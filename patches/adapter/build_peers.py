@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -48,7 +47,6 @@ def attach_peers(
     instance: str,
     epoch: int,
     group: Any,
-    min_over_ranks: Callable[[int], int],
 ) -> tuple[str, ...]:
     """Let a rank fetch and lend; returns the addresses of all ranks, none where one cannot listen. Called in
     every rank at once.
@@ -80,11 +78,11 @@ def attach_peers(
         cache.tree,
         tier,
         link,
+        cache.ranks,
         namespace=cache.namespace,
         fresh=lambda: cache.weights.as_started,
         rank=rank,
-        ranks=len(addresses),
-        min_over_ranks=min_over_ranks,
+        endpoints=len(addresses),
     )
     if cache.advice is not None:
         cache.advice.peers = cache.peers

@@ -47,6 +47,7 @@ from sglang_ext.engine.pd.prefill_sender import Room
 from sglang_ext.engine.pd.pushing import Computing, LayerFeed
 from sglang_ext.engine.pd.reservations import Blocks, Reservations
 from sglang_ext.engine.pd.settings import settings
+from sglang_ext.engine.ranks import Part
 from sglang_ext.mempool.store import Incoming
 from sglang_ext.patches.adapter.hbm import pool_planes
 from sglang_ext.patches.adapter.pd_setup import (
@@ -219,9 +220,12 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         """By which requests leave for other decode servers, and come from them."""
         if self.migration is not None:
             self.migration.manager = None if prefill else self
+        self._parts: list[Part] = []
+        """Of the cache's ranks, while the server has this role."""
         self.disk: DiskAhead | None = None
         if not prefill and isinstance(cache, GlobalRadixCache) and cache.promotions is not None:
             self.disk = DiskAhead(cache, cache.promotions)
+            self._parts.append(self.disk)
         self._returns: Listener | None = None
         if returns:
             blocks = Blocks(cache)
@@ -233,15 +237,18 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
                     places,
                     self.agent,
                     lambda: bool(scheduler.waiting_queue),
-                    cache.min_over_ranks,
                     tell_all,
                     self.fence,
                 )
                 self.agent.returns, self._returns = taker, _ReturnsTaken(taker)
+                self._parts.append(taker)
             else:
-                giver = ReturnGiver(blocks, self.agent, cache.min_over_ranks)
+                giver = ReturnGiver(blocks, self.agent)
                 self.agent.giver, self._returns = giver, _ReturnsGiven(giver)
+                self._parts.append(giver)
             cache.listeners.add(self._returns)
+        for part in self._parts:
+            cache.ranks.add(part)
         poller = getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)
         if poller is not None:
             poller.register(self.agent.wake_fd, POLLIN)
@@ -273,12 +280,6 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
             if isinstance(sender, GlobalKVSender) and sender._room is not None:
                 self.agent.giving.computing(sender._room)
 
-    def each_pass(self) -> None:
-        """Once per pass of the scheduler's loop."""
-        for part in (self.agent.returns, self.agent.giver):
-            if part is not None:
-                part.each_pass()
-
     @property
     def supports_role_switch(self) -> bool:
         """Whether the server can change between prefill and decode: the pool's layers are not watched."""
@@ -294,6 +295,8 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
             if self._returns is not None:
                 self._returns.before_clear()
                 cache.listeners.remove(self._returns)
+            for part in self._parts:
+                cache.ranks.remove(part)
             cache.migration.manager = None
         _process.manager = None
         self.agent.close()
@@ -496,12 +499,6 @@ def weights_changed(scheduler: Any) -> None:
     """The weights stay as they are now. On all ranks at once."""
     if _process.manager is not None and scheduler is _process.scheduler:
         _process.manager.agent.weights_changed(weights_of(scheduler))
-
-
-def each_pass(scheduler: Any) -> None:
-    """A pass of the scheduler's loop begins."""
-    if _process.manager is not None and scheduler is _process.scheduler:
-        _process.manager.each_pass()
 
 
 def look_on_disk(queue: Any) -> None:

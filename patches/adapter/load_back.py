@@ -99,15 +99,11 @@ class LoadBack:
     def _worth(self, req: Req | None, tokens: int, before: int) -> bool:
         """Weigh loading against computing. Noted with the request."""
         blocks = tokens // self._block_size
-        dram = self._dram
-        decision = self._policy.weigh(
-            blocks, before, dram.load_bytes_per_second, waiting_blocks=dram.loading_blocks
-        )
-        worth = bool(dram.min_over_ranks(decision.blocks))
+        decision = self._policy.weigh(blocks, before, waiting_blocks=self._dram.loading_blocks)
         report = begin_report(req, Tier.DRAM)
         report.decided(blocks, decision, self._block_size, self._policy.block_bytes)
         self.decisions.note(report)
-        return worth
+        return bool(decision.blocks)
 
     def ready(self) -> int:
         """The batch is formed: what it has to wait for, for ``LayerGate.set_consumer``."""

@@ -36,7 +36,7 @@ import logging
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -142,6 +142,9 @@ class Migration:
         """Puts a command before every rank; rank 0 only."""
         self.counts: dict[str, int] = {}
         """Requests that were to be moved, by what came of it here."""
+        self._copying: list[_Parked] = []
+        """Those of which the ranks agree on in this pass."""
+        cache.ranks.add(self)
 
     def __repr__(self) -> str:
         return f"Migration(parked={len(self._parked)}, arriving={len(self._arriving)}, {self.counts})"
@@ -181,11 +184,19 @@ class Migration:
                 return False
         return True
 
-    def each_pass(self) -> None:
+    def propose(self) -> Sequence[int]:
+        """Of each parked request that nobody was told of, whether DRAM has copies of its blocks here."""
+        now = self._clock()
+        self._copying = [parked for parked in self._parked.values() if not parked.told]
+        return [int(self._copied(parked, now)) for parked in self._copying]
+
+    def act(self, agreed: Sequence[int]) -> None:
         """Once per pass."""
         with self._guarded():
-            if self._parked:
-                self._look_after_parked()
+            for parked, copied in zip(self._copying, agreed, strict=False):
+                if copied:
+                    self._lend(parked)
+            self._remind_of_parked()
         with self._guarded():
             if self._arriving:
                 self._look_at_arriving()
@@ -307,25 +318,21 @@ class Migration:
             manager.buffers.write(index, before)
         return row
 
-    def _look_after_parked(self) -> None:
+    def _remind_of_parked(self) -> None:
         now = self._clock()
         for parked in list(self._parked.values()):
-            if not parked.told and self._copied(parked, now):
-                self._lend(parked)
             if self.remind is not None and not parked.reminded and now - parked.since > PARKED_SECONDS:
                 parked.reminded = True
                 logger.warning("a request that was to be moved goes on here: no word of it was heard")
                 self.remind(Unpark(parked.id, stay=True))
 
     def _copied(self, parked: _Parked, now: float) -> bool:
-        """Whether DRAM has copies of a request's blocks, on every rank."""
+        """Whether DRAM has copies of a request's blocks, as far as they are waited for."""
         cache = self._cache
         if cache.dram is None or cache.peers is None:
             return True
-        cache.dram.drain()
         path = cache.tree.match(cache._namespace_of(parked.req), parked.tokens).path
-        done = cache.dram.incomplete().isdisjoint(path) or now - parked.since > COPY_SECONDS
-        return bool(cache.min_over_ranks(int(done)))
+        return cache.dram.incomplete().isdisjoint(path) or now - parked.since > COPY_SECONDS
 
     def _lend(self, parked: _Parked) -> None:
         cache, req = self._cache, parked.req

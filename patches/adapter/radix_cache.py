@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +38,10 @@ from sglang_ext.engine.cache.metrics import CacheMetrics
 from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.prefetch.advice import Advice
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
+from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_room import HbmRoom
-from sglang_ext.engine.tiers.load_policy import DramPolicy, PrefillCost
+from sglang_ext.engine.tiers.load_policy import AgreedSpeeds, DramPolicy, PrefillCost
 from sglang_ext.engine.tiers.mover import NOTHING_TO_WAIT_FOR
 from sglang_ext.engine.tiers.prefill_clock import PrefillClock
 from sglang_ext.engine.tiers.promotions import Promotions
@@ -99,8 +100,8 @@ class CacheParts:
     """Longer ones are not weighed against computing."""
     weights: Weights = field(default_factory=Weights)
     """Which of them are in use."""
-    min_over_ranks: Callable[[int], int] = int
-    """The ranks' consensus: the smallest of their numbers."""
+    ranks: Ranks = field(default_factory=Ranks)
+    """Of the instance; the parts of the tiers are with it already."""
     commands: RankCommandQueue | None = None
     """For the schedulers of all ranks, in rank 0 of an instance."""
     priority_sign: int = 1
@@ -133,7 +134,7 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
         self.promotions = promotions = parts.promotions
         self.metrics = parts.metrics
         self.weights = parts.weights
-        self.min_over_ranks = parts.min_over_ranks
+        self.ranks = parts.ranks
         self.inbox = parts.commands
         self.priority_sign = parts.priority_sign
         self.listeners = Listeners()
@@ -161,7 +162,8 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
         if dram is not None:
             cost = promotions.policy.cost if promotions is not None else PrefillCost()
             self.prefill_clock = PrefillClock(cost)
-            policy = DramPolicy(self.block_size, dram.block_bytes, always=parts.load_always, cost=cost)
+            speeds = AgreedSpeeds(cost, lambda: dram.load_bytes_per_second, parts.ranks)
+            policy = DramPolicy(self.block_size, dram.block_bytes, always=parts.load_always, speeds=speeds)
             self.load_back = LoadBack(
                 self.store, dram, promotions, self.hbm, self.room, self.slot_ops, policy
             )
@@ -378,13 +380,11 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
         return self.load_back.ready() if self.load_back is not None else NOTHING_TO_WAIT_FOR
 
     def check_hicache_events(self) -> None:
-        """Called once per scheduler iteration: take note of copies that have completed."""
-        if self.dram is not None:
-            self.dram.drain()
+        """Called once per scheduler iteration, after requests came and before a batch is formed: take note of
+        what has completed on every rank."""
+        self.ranks.each_pass()
         if self.peers is not None:
-            self.peers.drain()
-        if self.promotions is not None:
-            self.promotions.drain()
+            self.peers.report()
         if self.prefetcher is not None:
             self.prefetcher.drain()
         if self.advice is not None:

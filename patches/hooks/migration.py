@@ -1,14 +1,13 @@
 """Let requests be stopped between two tokens, and gone on with where others have stopped them.
 
-What: six hooks, all for ``patches/adapter/migration.py``.
+What: five hooks, all for ``patches/adapter/migration.py``.
 
 - before ``handle_generate_request``: what a request is to be gone on with from is taken out of its
   ``custom_params``, before SGLang's batch and logit processors see it;
 - before ``_add_request_to_queue``: such a request is given its output ids;
 - after decode's ``_commit_transfer_to_req``: it is made what it was, its KV being there;
 - before ``abort_request``: one that was stopped is found, though no queue of SGLang has it;
-- around ``is_fully_idle``: memory of stopped requests is no leak, and a scheduler that has some is not idle;
-- after ``ingest_requests``, in each pass: copies, answers and time-outs are looked at.
+- around ``is_fully_idle``: memory of stopped requests is no leak, and a scheduler that has some is not idle.
 
 Why no extension point serves: SGLang resumes requests that it has retracted itself, and no others.
 
@@ -66,12 +65,6 @@ def around_idle(stock: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     return stock(scheduler, *args, **kwargs)
 
 
-def after_ingest(_result: Any, scheduler: Any) -> None:
-    """After ``ingest_requests``."""
-    if (migration := _migration(scheduler)) is not None:
-        migration.each_pass()
-
-
 PATCH = hook_patch(
     "migration",
     "a running request can be stopped between two tokens, and gone on with at another server",
@@ -108,5 +101,4 @@ PATCH = hook_patch(
         "around",
         around_idle,
     ),
-    Hook(Target(f"{_SCHEDULER}.ingest_requests", "(self)", "3f8ec429f127"), "after", after_ingest),
 )

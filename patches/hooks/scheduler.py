@@ -1,12 +1,12 @@
 """Let the scheduler call our cache where it calls HiCache.
 
 What: SGLang's scheduler tells a cache about its loop, about a prefill batch that is about to run, and about
-idleness only when HiCache, LMCache, FlexKV or an external linker is on. Nine hooks tell ours:
+idleness only when HiCache, LMCache, FlexKV or an external linker is on. Eight hooks tell ours:
 
 - once, at start: with a disk tier, the scheduler follows its protocol for storage below the host
   (``patches/adapter/storage_prefetch.py``) as it does with a HiCache storage backend;
-- each pass of the scheduling loop, before the next batch is chosen: ``check_hicache_events()``;
-- each pass of a PD decode server's queue: the same;
+- each pass of any of the scheduling loops, after requests came and before the next batch is chosen:
+  ``check_hicache_events()``;
 - a prefill batch was formed (prefixes matched, ``init_load_back`` called, slots allocated and written to the
   request table, forward not started): ``ready_to_load_host_cache()``, whose result goes to
   ``batch.hicache_consumer_index`` and from there to the layer counter's ``set_consumer`` just before forward;
@@ -47,7 +47,7 @@ class CalledCache(Protocol):
     """What the hooks call. All calls come from the scheduler's thread and must not block it for long."""
 
     def check_hicache_events(self) -> None:
-        """Take note of copies that have finished. Once per pass of the scheduling loop."""
+        """Take note of copies that have finished on every rank. Once per pass of the scheduling loop."""
 
     def ready_to_load_host_cache(self) -> int:
         """Start the loads that ``init_load_back`` queued for the batch; its number, or -1 for none."""
@@ -105,16 +105,11 @@ def called_cache(scheduler: Any) -> CalledCache | None:
     return _called if _called is not None and getattr(scheduler, "tree_cache", None) is _called else None
 
 
-def after_events(_result: None, scheduler: Any) -> None:
-    """After ``_process_hicache_events`` and ``process_decode_queue``."""
+def after_ingest(_result: Any, scheduler: Any) -> None:
+    """After ``ingest_requests``, with which each pass of every loop begins, on all ranks alike."""
     cache = called_cache(scheduler)
     if cache is not None:
         cache.check_hicache_events()
-
-
-def before_decode_queue(scheduler: Any) -> None:
-    """Before ``process_decode_queue``, where SGLang calls HiCache too."""
-    after_events(None, scheduler)
 
 
 def after_prefill_batch(result: tuple[Any, Any], scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -179,10 +174,7 @@ def around_sleep(sleep: Callable[[Any], None], scheduler: Any) -> None:
 PATCH = hook_patch(
     "scheduler_calls",
     "the scheduler tells our cache about its loop, prefill batches and idleness, as it tells HiCache",
-    Hook(Target(f"{_SCHEDULER}._process_hicache_events", "(self)", "0d245d43ba85"), "after", after_events),
-    Hook(
-        Target(f"{_SCHEDULER}.process_decode_queue", "(self)", "25e6359b0754"), "before", before_decode_queue
-    ),
+    Hook(Target(f"{_SCHEDULER}.ingest_requests", "(self)", "3f8ec429f127"), "after", after_ingest),
     Hook(
         Target(
             f"{_SCHEDULER}._get_new_batch_prefill_raw",

@@ -4,12 +4,11 @@ What: ``global`` becomes a member of ``TransferBackend`` and a choice of
 ``--disaggregation-transfer-backend``; ``get_kv_class`` answers for it with the classes of
 ``patches/adapter/kv_manager.py``. Before the command line is made into a server's settings,
 ``--kv-pd-caching`` chooses which of SGLang's caching flags are set. Before ``init_disaggregation`` our
-classes are told the scheduler, whose pool they serve; after ``ingest_requests``, in each pass, they change
-its cache for returns; around ``run_batch`` they send layers while the next are computed (push by layer).
-Around decode's ``_match_prefix_and_lock``, which would count on HiCache for what is in DRAM, that is loaded;
-after ``_update_handshake_waiters``, which says who may be given slots, the disk is looked at.
-After ``on_idle`` a scheduler that only waits for transfers sleeps until one of them moves, where stock SGLang
-spins.
+classes are told the scheduler, whose pool they serve; around ``run_batch`` they send layers while the next
+are computed (push by layer). Around decode's ``_match_prefix_and_lock``, which would count on HiCache for
+what is in DRAM, that is loaded; after ``_update_handshake_waiters``, which says who may be given slots, the
+disk is looked at. After ``on_idle`` a scheduler that only waits for transfers sleeps until one of them
+moves, where stock SGLang spins.
 
 Why no extension point serves: ``add_disagg_transfer_backend_choices`` extends the command line only; the
 enumeration and the function are closed, and the classes are constructed with pointers instead of the pool.
@@ -111,14 +110,6 @@ def after_idle(_result: None, scheduler: Any) -> None:
         kv_transfer.idle(scheduler)
 
 
-def after_ingest(_result: Any, scheduler: Any) -> None:
-    """After ``ingest_requests``, with which each pass of a loop begins."""
-    if scheduler.server_args.disaggregation_transfer_backend == BACKEND:
-        from sglang_ext.patches.adapter import kv_manager as kv_transfer
-
-        kv_transfer.each_pass(scheduler)
-
-
 def match_and_lock(stock: Any, queue: Any, req: Any) -> Any:
     """Around decode's ``_match_prefix_and_lock``."""
     if queue.transfer_backend.value != BACKEND:
@@ -190,7 +181,6 @@ _HOOKS = hook_patch(
         "before",
         before_init_disaggregation,
     ),
-    Hook(Target(f"{_SCHEDULER}.ingest_requests", "(self)", "3f8ec429f127"), "after", after_ingest),
     Hook(
         Target(
             "sglang.srt.disaggregation.decode.DecodePreallocQueue._match_prefix_and_lock",

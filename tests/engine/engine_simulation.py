@@ -20,6 +20,7 @@ from sglang.srt.runtime_context import get_serving
 from sglang_ext.config import KvConfig
 from sglang_ext.engine.cache.mempool import engine_mempool
 from sglang_ext.engine.commands import RankCommandQueue
+from sglang_ext.engine.ranks import Least, Ranks
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.mover import LayerGate, Mover, ThreadMover
@@ -110,7 +111,7 @@ class Rank:
         scenario: sizes and flags.
         pace: decides how fast copies go; ``None`` for a mover that copies only when it has to.
         cache_class, tier_class: under test.
-        min_over_ranks, commands, priority_sign, takes_hints, check: see `CacheParts`.
+        least, commands, priority_sign, takes_hints, check: see `Ranks` and `CacheParts`.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Rank:
         cache_class: type[GlobalRadixCache] = GlobalRadixCache,
         tier_class: type[DramTier] = DramTier,
         gate_class: type[LayerGate] = LayerGate,
-        min_over_ranks: Callable[[int], int] = int,
+        least: Least | None = None,
         commands: RankCommandQueue | None = None,
         priority_sign: int = 1,
         takes_hints: bool = False,
@@ -145,6 +146,7 @@ class Rank:
         self.tier: DramTier | None = None
         self.writes: DiskWrites | None = None
         self.promotions: Promotions | None = None
+        self.ranks = ranks = Ranks(least, check=check)
         self.weights = Weights("weights", self._read_weights)
         gate = disk = None
         config = dataclasses.replace(
@@ -177,7 +179,7 @@ class Rank:
                     self.tree,
                     self.dram_holder,
                     self.arena,
-                    min_over_ranks,
+                    ranks,
                     self.weights,
                 )
             self.tier = tier_class(
@@ -186,7 +188,7 @@ class Rank:
                 self.dram_holder,
                 self.arena,
                 self.mover,
-                min_over_ranks,
+                ranks,
                 below=below,
                 write=config.writes_dram,
             )
@@ -200,7 +202,7 @@ class Rank:
                     self.tier,
                     self.dram_holder,
                     self.arena,
-                    min_over_ranks,
+                    ranks,
                     stream=scenario.stream,
                 )
             gate = gate_class(self.mover)
@@ -213,7 +215,7 @@ class Rank:
             load_min_tokens=scenario.load_min_tokens,
             load_always=not scenario.weigh,
             weights=self.weights,
-            min_over_ranks=min_over_ranks,
+            ranks=ranks,
             commands=commands,
             priority_sign=priority_sign,
             takes_hints=takes_hints,

@@ -10,6 +10,7 @@ import pytest
 from engine_movers import HandMover
 
 from sglang_ext.config import KvConfig
+from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.block_names import BlockNames, unpack_names
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.dram_tier import DramTier
@@ -48,10 +49,13 @@ class Setup:
             self.below, backlog_bytes=backlog * LAYOUT.block_bytes, lag=LagPolicy.SKIP, threaded=False
         )
         memory = BlockMemory.of_arena(self.arena)
-        self.writes = DiskWrites(self.tree, self.dram, self.disk, self.names, self.writer, memory)
+        self.ranks = Ranks()
+        self.writes = DiskWrites(self.tree, self.dram, self.disk, self.names, self.writer, memory, self.ranks)
         self.mover = HandMover(None, LAYOUT.n_layers)
         self.store = Store(self.tree)
-        self.tier = DramTier(self.store, self.hbm, self.dram, self.arena, self.mover, below=self.writes)
+        self.tier = DramTier(
+            self.store, self.hbm, self.dram, self.arena, self.mover, self.ranks, below=self.writes
+        )
         HbmRoom(self.store, self.hbm, None, HostSlots(), self.tier)
         self._next_slot = 0
 
@@ -68,7 +72,7 @@ class Setup:
     def to_disk(self) -> None:
         while self.writer.step():
             pass
-        self.tier.drain()
+        self.ranks.each_pass()
 
     def evict_hbm(self, blocks: int, only: Callable[[Node], bool] | None = None) -> list[Evicted]:
         gone = self.tree.evict(self.hbm, blocks, only=only)

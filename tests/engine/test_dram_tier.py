@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from engine_movers import HandMover
 
-from sglang_ext.engine.tiers.dram_tier import DramTier, MinOverRanks
+from sglang_ext.engine.ranks import Least, Ranks
+from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.keys import encode_tokens
 from sglang_ext.mempool.store import Store
@@ -43,13 +44,14 @@ class Recorder(HandMover):
 class Setup:
     """A tree, a tier of ``blocks`` blocks and HBM without an end."""
 
-    def __init__(self, blocks: int, min_over_ranks: MinOverRanks = int) -> None:
+    def __init__(self, blocks: int, least: Least | None = None) -> None:
         self.tree = RadixTree(BLOCK)
         self.hbm = Holder.of("tier", 0, Tier.HBM)
         self.dram = Holder.of("tier", 0, Tier.DRAM)
         self.arena = DramArena(LAYOUT, blocks * (LAYOUT.block_bytes + 8) + 8, shared=False, pin=False)
         self.mover = Recorder()
-        self.tier = DramTier(Store(self.tree), self.hbm, self.dram, self.arena, self.mover, min_over_ranks)
+        self.ranks = Ranks(least)
+        self.tier = DramTier(Store(self.tree), self.hbm, self.dram, self.arena, self.mover, self.ranks)
         self._next_slot = 0
 
     def insert(self, tokens: list[int]) -> Node:
@@ -115,7 +117,7 @@ def test_a_prompt_is_written_once_from_its_slots(setup: Setup) -> None:
     setup.insert(prompt(1, 2))
     assert len(setup.mover.written) == 1
     setup.mover.settle()
-    setup.tier.drain()
+    setup.ranks.each_pass()
     assert not setup.tier.writing
     assert setup.tier.counters.written == 3
     assert setup.tier.used_blocks == 3
@@ -153,7 +155,7 @@ def test_nothing_is_written_when_everything_is_locked(setup: Setup) -> None:
     assert setup.in_dram(prompt(2, 3)) == 0
     assert setup.tier.counters.skipped == 3
     setup.mover.settle()
-    setup.tier.drain()
+    setup.ranks.each_pass()
     setup.insert(prompt(2, 3))
     assert setup.in_dram(prompt(2, 3)) == 3
     assert setup.tier.counters.evicted == 3
@@ -184,11 +186,11 @@ def test_what_is_continued_is_not_evicted_for_its_own_continuation(setup: Setup)
 def test_has_copy_only_when_the_copy_is_complete(setup: Setup) -> None:
     node = setup.insert(prompt(1, 2))
     assert not setup.tier.has_copy(node)
-    setup.tier.drain()
+    setup.ranks.each_pass()
     assert not setup.tier.has_copy(node)
     setup.mover.copy_writes(1)
     assert not setup.tier.has_copy(node), "nobody has taken note of it"
-    setup.tier.drain()
+    setup.ranks.each_pass()
     assert setup.tier.has_copy(node)
     skipped = setup.insert(prompt(2, 20))
     assert not setup.tier.has_copy(skipped)
@@ -198,7 +200,7 @@ def test_writes_complete_in_order_and_one_by_one(setup: Setup) -> None:
     nodes = [setup.insert(prompt(letter, 1)) for letter in (1, 2, 3)]
     for done in range(1, 4):
         setup.mover.copy_writes(1)
-        setup.tier.drain()
+        setup.ranks.each_pass()
         assert [setup.tier.has_copy(node) for node in nodes] == [i < done for i in range(3)]
         assert setup.tier.counters.written == done
 
@@ -208,7 +210,7 @@ def test_a_node_split_while_it_is_written_is_released_as_a_whole(setup: Setup) -
     setup.path(prompt(1, 2))  # another prompt parts here
     setup.path(prompt(1, 1))
     setup.mover.settle()
-    setup.tier.drain()
+    setup.ranks.each_pass()
     assert setup.tier.counters.written == 4
     assert not any(node.locks for node in setup.tree.nodes())
     assert setup.evict_hbm(10) == 4
@@ -231,7 +233,7 @@ def test_a_load_places_slots_in_order_and_locks_both_copies(setup: Setup) -> Non
     setup.check()
     setup.mover.copy_loads(1)
     assert setup.tier.loading
-    setup.tier.drain()
+    setup.ranks.each_pass()
     assert not setup.tier.loading
     assert setup.tier.counters.loaded == 3
     assert setup.evict_hbm(10) == 4
@@ -295,23 +297,23 @@ class Lagging:
     def __init__(self) -> None:
         self.other = 0
 
-    def __call__(self, number: int) -> int:
-        return min(number, self.other)
+    def __call__(self, numbers: Sequence[int]) -> Sequence[int]:
+        return [*numbers[:2], *(min(number, self.other) for number in numbers[2:])]
 
 
 def test_a_copy_counts_when_it_is_complete_on_every_rank() -> None:
-    min_over_ranks = Lagging()
-    setup = Setup(8, min_over_ranks)
+    lagging = Lagging()
+    setup = Setup(8, lagging)
     nodes = [setup.insert(prompt(letter, 1)) for letter in (1, 2)]
     setup.mover.settle()
-    setup.tier.drain()
+    setup.ranks.each_pass()
     assert setup.tier.counters.written == 0
-    min_over_ranks.other = 1
-    setup.tier.drain()
+    lagging.other = 1
+    setup.ranks.each_pass()
     assert [setup.tier.has_copy(node) for node in nodes] == [True, False]
-    min_over_ranks.other = 5  # the other rank is ahead; this one is not
+    lagging.other = 5  # the other rank is ahead; this one is not
     setup.insert(prompt(3, 1))
-    setup.tier.drain()
+    setup.ranks.each_pass()
     assert setup.tier.counters.written == 2
     setup.check()
     setup.arena.close()
@@ -321,11 +323,10 @@ def test_ranks_whose_copies_lag_differently_keep_equal_trees() -> None:
     """The same calls on both; what they agree on decides, not how far each is."""
     ranks: list[Setup] = []
 
-    def least(number: int) -> int:
+    def least(numbers: Sequence[int]) -> Sequence[int]:
         # Both movers hold the same queues; one is ahead. Neither moves between the two ranks' calls.
-        return min(number, *(getattr(rank.mover, which) for rank in ranks))
+        return [*numbers[:2], min(rank.mover.writes_done() for rank in ranks), *numbers[3:]]
 
-    which = "_writes_done"
     ranks = [Setup(6, least), Setup(6, least)]
     script = [
         prompt(1, 3),
@@ -338,7 +339,7 @@ def test_ranks_whose_copies_lag_differently_keep_equal_trees() -> None:
     for i, tokens in enumerate(script * 4):
         ranks[i % 2].mover.copy_writes(i % 3)  # one of the two is ahead of the other
         for rank in ranks:
-            rank.tier.drain()
+            rank.ranks.each_pass()
             rank.insert(tokens)
             rank.evict_hbm(i % 4)
             rank.check()
@@ -359,7 +360,7 @@ def test_ranks_that_do_not_agree_drift_apart() -> None:
         rank.insert(prompt(1, 3))
     ranks[0].mover.settle()
     for rank in ranks:
-        rank.tier.drain()
+        rank.ranks.each_pass()
         rank.evict_hbm(2)
     assert ranks[0].picture() != ranks[1].picture()
     for rank in ranks:

@@ -99,7 +99,7 @@ JUDGED = {
         hook=f"{_SCHEDULER}._get_new_batch_prefill_raw",
     ),
     ("managers/scheduler.py", "Scheduler._process_hicache_events"): Judged(
-        1, "asks what has finished", hook=f"{_SCHEDULER}._process_hicache_events"
+        1, "asks what has finished", hook=f"{_SCHEDULER}.ingest_requests"
     ),
     ("managers/scheduler.py", "Scheduler.attach_hicache_storage_wrapped"): Judged(
         1, "refuses the call, with ours as well"

@@ -8,7 +8,8 @@ import pytest
 from engine_simulation import Rank, Scenario
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_ext.engine.tiers.load_policy import DramPolicy, PrefillCost
+from sglang_ext.engine.ranks import Ranks
+from sglang_ext.engine.tiers.load_policy import AgreedSpeeds, DramPolicy, PrefillCost
 from sglang_ext.engine.tiers.load_report import (
     Decision,
     LoadDecisions,
@@ -72,12 +73,15 @@ def test_decisions_are_counted_by_what_and_why() -> None:
     assert decisions.last is report
 
 
-def dram_policy(*, always: bool = False, learnt: bool = True) -> DramPolicy:
+def dram_policy(rate: float | None, *, always: bool = False, learnt: bool = True) -> DramPolicy:
     cost = PrefillCost()
     if learnt:
         for _ in range(5):
             cost.observe(1000, 0.0, 0.1)
-    return DramPolicy(BLOCK, BYTES, always=always, cost=cost)
+    ranks = Ranks()
+    speeds = AgreedSpeeds(cost, lambda: rate, ranks)
+    ranks.each_pass()
+    return DramPolicy(BLOCK, BYTES, always=always, speeds=speeds)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +97,7 @@ def dram_policy(*, always: bool = False, learnt: bool = True) -> DramPolicy:
 def test_dram_is_weighed_by_its_measured_speed(
     rate: float | None, options: dict[str, bool], blocks: int, reason: Reason
 ) -> None:
-    decision = dram_policy(**options).weigh(10, 0, rate)
+    decision = dram_policy(rate, **options).weigh(10, 0)
     assert (decision.blocks, decision.reason) == (blocks, reason)
     if rate is not None:
         assert decision.read_seconds == pytest.approx(10 * BYTES / rate + DramPolicy.OVERHEAD_SECONDS)
@@ -102,18 +106,18 @@ def test_dram_is_weighed_by_its_measured_speed(
 
 
 def test_loads_under_way_count() -> None:
-    policy = dram_policy()
-    assert policy.weigh(10, 0, 1e8).blocks == 10
-    assert policy.weigh(10, 0, 1e8, waiting_blocks=50).reason is Reason.SLOWER
+    policy = dram_policy(1e8)
+    assert policy.weigh(10, 0).blocks == 10
+    assert policy.weigh(10, 0, waiting_blocks=50).reason is Reason.SLOWER
 
 
 def test_dram_that_was_too_slow_is_tried_again_after_a_while() -> None:
-    policy = dram_policy()
+    policy = dram_policy(2e7)
     tries = 1
-    while not policy.weigh(10, 0, 2e7).blocks:
+    while not policy.weigh(10, 0).blocks:
         tries += 1
     assert 5 < tries < 20
-    assert not policy.weigh(10, 0, 2e7).blocks
+    assert not policy.weigh(10, 0).blocks
 
 
 def test_the_backend_is_named_where_the_disk_was_asked() -> None:

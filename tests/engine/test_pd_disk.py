@@ -55,6 +55,7 @@ class Decode:
         self.rank.tier.give_back(self.rank.tier.take(20))  # everything leaves DRAM
         self.clock = FakeClock()
         self.ahead = DiskAhead(self.cache, self.rank.promotions, self.clock)
+        self.cache.ranks.add(self.ahead)
         self.waiting = SimpleNamespace(req=req, waiting_for_input=False)
 
     def may_have_slots(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -26,6 +26,7 @@ from sglang_ext.engine.pd.kv_writeback import ReturnGiver, ReturnTaker
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.peers import Local
 from sglang_ext.engine.pd.reservations import DRAM_POOL, Blocks, Reservations
+from sglang_ext.engine.ranks import Least, Part, Ranks
 from sglang_ext.patches.adapter.kv_manager import match_on_decode
 from sglang_ext.testing.servers.server import wait_until
 from sglang_ext.tiers import Tier
@@ -64,6 +65,12 @@ def request_from(host: str, port: str) -> Any:
     )
 
 
+def each_pass(*parts: Part) -> None:
+    """Of schedulers of one rank each."""
+    for part in parts:
+        part.act(part.propose())
+
+
 @dataclass
 class Pair:
     """A prefill and a decode rank, and returns between them."""
@@ -82,8 +89,7 @@ class Pair:
         """Let both schedulers pass until returns have ended so, as decode sees it."""
 
         def there() -> bool:
-            self.taker.each_pass()
-            self.giver.each_pass()
+            each_pass(self.taker, self.giver)
             return self.giver.outcomes[outcome] >= times
 
         try:
@@ -171,7 +177,7 @@ def test_what_prefill_computes_meanwhile_is_not_there_twice(pair: Pair) -> None:
     pair.giver.ended(pair.request(), ANSWERED)
     # Set aside, and read, and then not needed any more.
     wait_until(
-        lambda: pair.taker.each_pass() or pair.taker.set_aside["hbm"],
+        lambda: each_pass(pair.taker) or pair.taker.set_aside["hbm"],
         seconds=20,
         what="slots to be set aside",
     )
@@ -275,7 +281,7 @@ def test_an_emptied_cache_ends_returns(
         pair.taker._places.dram_budget = 1
     pair.decode.serve(ANSWERED)
     pair.giver.ended(pair.request(), ANSWERED)
-    wait_until(lambda: pair.taker.each_pass() or held.is_set(), seconds=20, what="the read")
+    wait_until(lambda: each_pass(pair.taker) or held.is_set(), seconds=20, what="the read")
     rank, part = (pair.prefill, pair.taker) if side == "prefill" else (pair.decode, pair.giver)
     rank.cache.settle()
     part.clear()
@@ -315,8 +321,7 @@ def test_a_return_waits_for_the_pass_that_stores_to_its_slots(pair: Pair, fenced
     pair.giver.ended(pair.request(), ANSWERED)
 
     def placed() -> bool:
-        pair.taker.each_pass()
-        pair.giver.each_pass()
+        each_pass(pair.taker, pair.giver)
         return bool(pair.taker._placed)
 
     wait_until(placed, seconds=20, what="a place")
@@ -405,7 +410,7 @@ class Instances:
                 stack.callback(agents[-1].close)
         self._commands: list[bytes] = []
         self._barrier = {name: threading.Barrier(2, timeout=20) for name in self.ranks}
-        self._said: dict[str, list[int]] = {name: [0, 0] for name in self.ranks}
+        self._said: dict[str, list[Sequence[int]]] = {name: [[], []] for name in self.ranks}
         blocks = {name: [Blocks(rank.cache) for rank in ranks] for name, ranks in self.ranks.items()}
 
         def tell_all(payload: bytes) -> bool:
@@ -417,17 +422,19 @@ class Instances:
                 Reservations(blocks["p"][i]),
                 agent,
                 lambda: False,
-                self._min_over_ranks("p", i),
                 None if i else tell_all,
             )
             for i, agent in enumerate(self.agents["p"])
         ]
         for agent, taker in zip(self.agents["p"], self.takers, strict=True):
             agent.returns = taker
-        self.givers = [
-            ReturnGiver(blocks["d"][i], agent, self._min_over_ranks("d", i))
-            for i, agent in enumerate(self.agents["d"])
-        ]
+        self.givers = [ReturnGiver(blocks["d"][i], agent) for i, agent in enumerate(self.agents["d"])]
+
+        self._passes = []
+        for name, parts in (("p", self.takers), ("d", self.givers)):
+            for number, part in enumerate(parts):
+                self._passes.append(Ranks(self._least(name, number)))
+                self._passes[-1].add(part)
 
     def connect(self, *numbers: int) -> None:
         """Let ranks of decode find prefill."""
@@ -435,15 +442,15 @@ class Instances:
             agent = self.agents["d"][number]
             agent._thread.run(agent._peers.get(self._bootstrap.address))
 
-    def _min_over_ranks(self, name: str, number: int) -> Any:
-        def min_over_ranks(value: int) -> int:
-            self._said[name][number] = value
+    def _least(self, name: str, number: int) -> Least:
+        def least(numbers: Sequence[int]) -> Sequence[int]:
+            self._said[name][number] = numbers
             self._barrier[name].wait()
-            least = min(self._said[name])
+            found = [min(each) for each in zip(*self._said[name], strict=True)]
             self._barrier[name].wait()
-            return least
+            return found
 
-        return min_over_ranks
+        return least
 
     def ended(self) -> None:
         """A request ends on decode, on both ranks between the same two passes."""
@@ -457,7 +464,7 @@ class Instances:
         for taker in self.takers:
             for command in commands:
                 assert taker.handle_command(command)
-        threads = [threading.Thread(target=part.each_pass) for part in (*self.takers, *self.givers)]
+        threads = [threading.Thread(target=ranks.each_pass) for ranks in self._passes]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +23,10 @@ from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine.cache.metrics import CacheMetrics
 from sglang_ext.engine.peers.fetch_link import FetchLink, peer_name
-from sglang_ext.engine.peers.fetches import NOT_YET, FetchResult
+from sglang_ext.engine.peers.fetches import FetchResult
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.prefetch.advice import Advice
+from sglang_ext.engine.ranks import NOT_YET, Least
 from sglang_ext.keys import Namespace, encode_tokens
 from sglang_ext.mempool.store import Call
 from sglang_ext.patches.adapter.build_peers import attach_peers, may_fetch
@@ -61,8 +62,10 @@ class Server:
     advice: Advice
 
     def told(self, message: ToAgent) -> None:
-        """A router's message, on the way that it takes."""
+        """A router's message, on the way that it takes; a loan is made in the same pass."""
         self.advice.handle_command(TO_AGENT.encode(message))
+        if isinstance(message, Lend):
+            self.rank.ranks.each_pass()
 
     def passes_until(self, condition: Callable[[], bool], what: str) -> None:
         """Passes of the scheduler's loop until something holds."""
@@ -110,9 +113,9 @@ def make_server() -> Iterator[MakeServer]:
         transports: tuple[TransportName, ...] = (),
         clock: FakeClock | None = None,
         tp: tuple[int, int] = (0, 1),
-        min_over_ranks: Callable[[int], int] = int,
+        least: Least | None = None,
     ) -> Server:
-        rank = Rank(scenario)
+        rank = Rank(scenario, least=least)
         assert rank.arena is not None
         assert rank.tier is not None
         number, ranks = tp
@@ -133,11 +136,11 @@ def make_server() -> Iterator[MakeServer]:
             rank.tree,
             rank.tier,
             link,
+            rank.ranks,
             namespace=rank.cache.namespace,
             fresh=lambda: rank.weights.as_started,
             rank=number,
-            ranks=ranks,
-            min_over_ranks=min_over_ranks,
+            endpoints=ranks,
             clock=clock,
         )
         rank.cache.peers = peers
@@ -238,7 +241,7 @@ def test_what_is_in_hbm_is_lent_when_dram_has_it(make_server: MakeServer, durabi
         with patch.object(owner.rank.tier, "incomplete", lambda: set(path)):
             lend_and_fetch(owner, reader, tokens)
             for _ in range(3):
-                owner.peers.drain()
+                owner.rank.ranks.each_pass()
             assert owner.peers.busy
             assert lent(owner) == 0
     else:
@@ -340,10 +343,10 @@ def reading(fetch: Any) -> int:
 def test_nothing_lands_before_all_ranks_have_it(make_server: MakeServer, others: int, blocks: int) -> None:
     said = [NOT_YET]
 
-    def min_over_ranks(number: int) -> int:
-        return min(number, said[0])
+    def least(numbers: Sequence[int]) -> Sequence[int]:
+        return [*numbers[:2], *(min(number, said[0]) for number in numbers[2:])]
 
-    owner, reader = make_server(), make_server(min_over_ranks=min_over_ranks)
+    owner, reader = make_server(), make_server(least=least)
     tokens = prompt(1, 20)
     owner.serve(tokens)
     key = encode_tokens(tokens)
@@ -352,19 +355,19 @@ def test_nothing_lands_before_all_ranks_have_it(make_server: MakeServer, others:
     (fetch,) = reader.peers.fetches._active
     until(lambda: fetch.job.offered is not None, "the offer")
     for _ in range(3):
-        reader.peers.drain()
+        reader.rank.ranks.each_pass()
     assert not reading(fetch), "another rank does not know yet what it is offered"
     said[0] = others
-    reader.peers.drain()
+    reader.rank.ranks.each_pass()
     if others:
         assert reading(fetch) == blocks
         said[0] = NOT_YET
         until(lambda: fetch.job.read is not None, "the read")
         for _ in range(3):
-            reader.peers.drain()
+            reader.rank.ranks.each_pass()
         assert reader.in_dram(tokens) == 0
         said[0] = others
-        reader.peers.drain()
+        reader.rank.ranks.each_pass()
     assert reader.in_dram(tokens) == blocks * BLOCK
     assert not reader.peers.fetches.busy
     reader.rank.check()
@@ -514,7 +517,7 @@ def test_what_became_of_a_fetch_is_told(make_server: MakeServer) -> None:
     fetched(reader)
     reader.told(Advise("hint", encode_tokens(tokens), source=Source((owner.link.address,), "loan")))
     reader.told(Fetch("r2", encode_tokens(tokens), Source(("a:1", "b:2"), "loan")))
-    reader.peers.drain()
+    reader.peers.report()
     assert [(each.id, each.ahead, each.how, each.tokens) for each in told] == [
         ("r1", False, "done", 20 * BLOCK),
         ("hint", True, "needless", 0),
@@ -568,7 +571,7 @@ def test_new_weights_drop_a_fetch_that_is_on_its_way(make_server: MakeServer) ->
     req = reader.rank.scheduler.submit(tokens, new_tokens=2)
     (fetch,) = reader.peers.fetches._active
     until(lambda: fetch.job.offered is not None, "the offer")
-    reader.peers.drain()
+    reader.rank.ranks.each_pass()
     assert fetch.room is not None
     reader.rank.scheduler.change_weights()
     assert not reader.peers.busy
@@ -632,7 +635,7 @@ def test_a_flush_in_the_middle_of_a_fetch_leaves_nothing(make_server: MakeServer
     lend_and_fetch(owner, reader, tokens)
     (fetch,) = reader.peers.fetches._active
     until(lambda: fetch.job.offered is not None, "the offer")
-    reader.peers.drain()
+    reader.rank.ranks.each_pass()
     assert fetch.room is not None
     assert reader.rank.scheduler.flush()
     reader.rank.check()
@@ -693,7 +696,6 @@ def test_what_a_server_puts_together_fetches(
             instance="one",
             epoch=1,
             group=None,
-            min_over_ranks=int,
         )
         assert cache.peers is not None
         server.peers = cache.peers
@@ -727,7 +729,6 @@ def test_a_server_that_cannot_listen_does_without(make_server: MakeServer, tmp_p
         instance="one",
         epoch=1,
         group=None,
-        min_over_ranks=int,
     )
     assert addresses == ()
     assert server.rank.cache.peers is server.peers

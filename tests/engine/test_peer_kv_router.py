@@ -84,7 +84,6 @@ class Node:
             instance=name,
             epoch=port,
             group=None,
-            min_over_ranks=int,
         )
         agent = attach_agent(
             self.cache,

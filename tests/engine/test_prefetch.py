@@ -103,7 +103,7 @@ def passes(rank: Rank) -> list[PrefetchResult]:
 
 def _reading(rank: Rank) -> bool:
     assert rank.promotions is not None
-    rank.promotions.drain()
+    rank.ranks.each_pass()
     return rank.promotions.reading
 
 

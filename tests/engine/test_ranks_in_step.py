@@ -1,10 +1,13 @@
-"""Two ranks of one instance: each its own scheduler thread, pools and mover, and one tree."""
+"""Two ranks of one instance: each its own scheduler thread, pools and mover, and one tree.
+
+They compare numbers at most once in a pass, and once more when something has streamed into its forward pass.
+"""
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +15,11 @@ from engine_movers import DEADLINE_S
 from engine_pools import PoolKind
 from engine_scheduler import Settings
 from engine_simulation import Rank, Scenario, Traffic, finish
+
+from sglang_ext.engine.ranks import Part, Ranks
+from sglang_ext.errors import InternalError
+from sglang_ext.testing.tiers import WrappedTier
+from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get, Ids, LayerRead
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
 
@@ -44,6 +52,45 @@ class Together:
         self._barrier.abort()
 
 
+class TooManyComparisons(AssertionError):
+    """The ranks compared numbers more often in a pass than once."""
+
+
+class SlowLayers(WrappedTier):
+    """Brings the lowest layer at once and every other one much later."""
+
+    def get_layer(self, get: Get, layer: int, memory: BlockMemory, ids: Ids) -> LayerRead:
+        if layer:
+            threading.Event().wait(0.05)
+        return super().get_layer(get, layer, memory, ids)
+
+
+class Eager:
+    """A part that cannot wait for the vector."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def propose(self) -> Sequence[int]:
+        return [1]
+
+    def act(self, agreed: Sequence[int]) -> None:
+        self._ranks.at_once([1])
+
+
+class Silent:
+    """A part that has something to say on one rank only."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def propose(self) -> Sequence[int]:
+        return [1] * self._rank
+
+    def act(self, agreed: Sequence[int]) -> None:
+        pass
+
+
 class RankThread(threading.Thread):
     """One rank's scheduler process."""
 
@@ -57,6 +104,9 @@ class RankThread(threading.Thread):
         self._seed = seed
         self._steps = steps
         self.error: BaseException | None = None
+        self.compared = 0
+        """Passes in which the ranks compared numbers."""
+        self.streamed = 0
         self.loaded = 0
         self.evicted = 0
         self.start()
@@ -75,7 +125,7 @@ class RankThread(threading.Thread):
         traffic = Traffic(rank.scenario, self._seed)
         for step in range(self._steps):
             traffic.act(rank.scheduler)
-            rank.scheduler.step()
+            self._step(rank)
             rank.check()
             seen = (rank.picture(), rank.pools.free_slots().tolist())
             pictures = self._together.everyone(self._number, seen)
@@ -85,22 +135,54 @@ class RankThread(threading.Thread):
         self.evicted = rank.tier.counters.evicted if rank.tier is not None else 0
         finish(rank)
 
+    def _step(self, rank: Rank) -> None:
+        streams = 0
+
+        def noted() -> bool:
+            nonlocal streams
+            before = rank.ranks.vectors
+            held = streams_hold()
+            streams = rank.ranks.vectors - before
+            return held
+
+        streams_hold, before = rank.cache.streams_hold, rank.ranks.vectors
+        rank.cache.streams_hold = noted  # type: ignore[method-assign]
+        rank.scheduler.step()
+        del rank.cache.streams_hold
+        compared = rank.ranks.vectors - before
+        if streams > 1 or compared - streams > 1:
+            raise TooManyComparisons(f"{compared} times, {streams} of them for what streamed")
+        self.compared += compared
+        self.streamed += streams
+
 
 def serve(
-    scenario: Scenario, seed: int, steps: int, *, min_over_ranks: bool = True, threaded: bool = False
+    scenario: Scenario,
+    seed: int,
+    steps: int,
+    *,
+    agree: bool = True,
+    threaded: bool = False,
+    also: Callable[[Rank, int], Part] | None = None,
+    check: bool = False,
+    disk: Callable[[BlockTier], BlockTier] = lambda disk: disk,
 ) -> list[RankThread]:
     """Serve the same traffic on all ranks; rank 0 copies when it has to, rank 1 at random or in a thread."""
     together = Together()
 
     def make(number: int) -> Rank:
-        def least(value: int) -> int:
-            return min(together.everyone(number, value))
+        def least(numbers: Sequence[int]) -> Sequence[int]:
+            said = together.everyone(number, list(numbers))
+            return [min(each) for each in zip(*said, strict=True)]
 
         own = scenario
         if threaded and number == 1:
             own = Scenario(**{**scenario.__dict__, "threaded": True})
         pace = random.Random(1000 + number) if number == 1 else None
-        return Rank(own, pace=pace, min_over_ranks=least if min_over_ranks else int)
+        rank = Rank(own, pace=pace, least=least if agree else None, check=check, disk_class=disk)
+        if also is not None:
+            rank.ranks.add(also(rank, number))
+        return rank
 
     ranks = [RankThread(number, together, make, seed, steps) for number in range(RANKS)]
     for rank in ranks:
@@ -108,7 +190,7 @@ def serve(
         assert not rank.is_alive()
     errors = [rank.error for rank in ranks if rank.error is not None]
     for error in errors:
-        if not isinstance(error, DriftedApart):
+        if not isinstance(error, DriftedApart):  # which the others see when one gives up
             raise error
     if errors:
         raise errors[0]
@@ -143,6 +225,34 @@ def test_ranks_keep_equal_trees(scenario: Scenario, threaded: bool) -> None:
     ranks = serve(scenario, seed=3, steps=120, threaded=threaded)
     assert ranks[0].loaded == ranks[1].loaded > 0
     assert ranks[0].evicted == ranks[1].evicted > 0
+    assert ranks[0].compared == ranks[1].compared > 50
+
+
+def test_ranks_keep_equal_trees_while_blocks_stream_from_disk() -> None:
+    """The one question that cannot wait for the next pass: whether what streamed in was good."""
+    scenario = Scenario(
+        "streams",
+        hbm_tokens=256,
+        dram_blocks=30,
+        disk_blocks=4000,
+        memory=60,
+        threaded=True,
+        stream=True,
+    )
+    ranks = serve(scenario, seed=3, steps=150, disk=SlowLayers)
+    assert ranks[0].streamed == ranks[1].streamed > 0
+
+
+def test_a_second_comparison_in_a_pass_is_found() -> None:
+    """The twin of the count in `_step`."""
+    with pytest.raises(TooManyComparisons, match="2 times, 0 of them"):
+        serve(SCENARIOS[0], seed=3, steps=5, also=lambda rank, number: Eager(rank.ranks))
+
+
+def test_ranks_out_of_step_say_so() -> None:
+    """One rank has something to decide that the other does not know of."""
+    with pytest.raises(InternalError, match="out of step: in pass"):
+        serve(SCENARIOS[0], seed=3, steps=120, also=lambda rank, number: Silent(number), check=True)
 
 
 @pytest.mark.long
@@ -157,7 +267,7 @@ def test_ranks_that_do_not_agree_drift_apart() -> None:
     """The twin: each rank believes its own mover."""
     for seed in range(3):
         try:
-            serve(SCENARIOS[0], seed, steps=150, min_over_ranks=False)
+            serve(SCENARIOS[0], seed, steps=150, agree=False)
         except DriftedApart:
             return
     pytest.fail("three runs did not notice")

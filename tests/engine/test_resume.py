@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.engine.commands import MOST_WAITING, RankCommandQueue
+from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.resume import (
     AGAIN,
     FIELD,
@@ -232,7 +233,8 @@ class Rank:
             batch_result_processor=processor,
             running_batch=SimpleNamespace(reqs=[]),
         )
-        self.migration = Migration(SimpleNamespace(scheduler=scheduler))  # type: ignore[arg-type]
+        self.ranks = Ranks()
+        self.migration = Migration(SimpleNamespace(scheduler=scheduler, ranks=self.ranks))  # type: ignore[arg-type]
         self.told: list[Any] = []
         self.migration.attach(EPOCH, self.told.append, lambda message: True)
 
@@ -260,10 +262,10 @@ def test_a_request_with_a_ticket_begins_where_it_was_stopped() -> None:
     assert req.aborted == []
     assert list(req.output_ids) == rank.counted == [8, 9]
     assert req.sampling_params.custom_params == {"mine": 1}, "SGLang sees what is its own"
-    rank.migration.each_pass()
+    rank.ranks.each_pass()
     assert rank.told == []
     req.output_ids.append(10)
-    rank.migration.each_pass()
+    rank.ranks.each_pass()
     assert [(type(message).__name__, message.id) for message in rank.told] == [("Running", "move 0")]
 
 
@@ -329,7 +331,7 @@ def test_a_fault_in_a_hook_costs_one_request(caplog: pytest.LogCaptureFixture) -
     rank.migration.tell = None
     rank.migration._cache.scheduler.running_batch = None
     rank.migration._arriving["r"].req.finished = None
-    rank.migration.each_pass()
+    rank.ranks.each_pass()
     assert rank.migration.counts["error"] == 2
     rank.migration.received(SimpleNamespace())
     assert rank.migration.counts["error"] == 3

@@ -17,6 +17,7 @@ from test_disk_writes import BLOCK, LAYOUT, Setup
 
 from sglang_ext.config import KvConfig
 from sglang_ext.engine.events.events import PlacementFeed
+from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.promotion import Wanted
 from sglang_ext.engine.weights import Weights
@@ -48,6 +49,7 @@ class Lagging(Setup):
     def __init__(self, lag: str) -> None:
         super().__init__()
         self.gated = GatedTier(MemoryTier(LAYOUT, 100))
+        self.ranks = Ranks()
         self.writes = disk_below(
             self.gated,
             KvConfig(dram_size=1, disk_path="/below", block_size=BLOCK, disk_lag=lag),
@@ -56,11 +58,13 @@ class Lagging(Setup):
             self.tree,
             self.dram,
             self.arena,
-            int,
+            self.ranks,
             Weights("w"),
         )
         self.mover = HandMover(None, LAYOUT.n_layers)
-        self.tier = DramTier(Store(self.tree), self.hbm, self.dram, self.arena, self.mover, below=self.writes)
+        self.tier = DramTier(
+            Store(self.tree), self.hbm, self.dram, self.arena, self.mover, self.ranks, below=self.writes
+        )
         self.gated.close_gate("put_layer")
         self.insert([1] * 16)
         self.to_dram()

@@ -247,6 +247,7 @@ def test_a_flush_survives_a_fault_that_is_not_the_disks(caplog: pytest.LogCaptur
         assert rank.promotions is not None
         assert rank.tier is not None
         req = rank.scheduler.submit([*PROMPT, 1, 2, 3], new_tokens=3)
+        rank.ranks.each_pass()
         (promotion,) = rank.promotions._under_way.values()
         until(lambda: promotion.load.over, "the end of the load")
         used = rank.tier.used_blocks
@@ -263,6 +264,7 @@ def test_a_request_that_goes_away_leaves_nothing_pinned() -> None:
     with on_disk_only() as rank, no_room_in_dram(rank):
         assert rank.promotions is not None
         req = rank.scheduler.submit([*PROMPT, 1, 2, 3], new_tokens=3)
+        rank.ranks.each_pass()
         assert rank.promotions.blocks_to_stream(req.cache_request_handle, 0) == BLOCKS
         rank.scheduler.abort(req)
         assert rank.promotions.blocks_to_stream(req.cache_request_handle, 0) == 0

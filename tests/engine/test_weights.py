@@ -111,6 +111,7 @@ def test_a_promotion_under_way_is_dropped() -> None:
         assert rank.promotions is not None
         shut(rank, gate, 0)
         req = rank.scheduler.submit(QUESTION, new_tokens=3)
+        rank.ranks.each_pass()
         until(lambda: gate.reached, "the read to begin")
         before = rank.promotions.counters.promoted
         rank.scheduler.change_weights()
@@ -130,7 +131,7 @@ def admitted_by_its_first_layer(rank: Rank, gate: Gated) -> Any:
     handle = req.cache_request_handle
 
     def may_start() -> bool:
-        rank.promotions.drain()  # type: ignore[union-attr]
+        rank.ranks.each_pass()
         return gate.reached and rank.promotions.blocks_to_stream(handle, 0) == BLOCKS  # type: ignore[union-attr]
 
     until(may_start, "the lowest layer")
@@ -166,6 +167,7 @@ def found_straight(cache_class: type[GlobalRadixCache] = GlobalRadixCache) -> It
         assert rank.promotions is not None
         rank.pool.alloc_mem(rank.tier.n_blocks, MemType.DRAM, id="somebody")
         req = rank.scheduler.submit(QUESTION, new_tokens=3)
+        rank.ranks.each_pass()
         assert rank.promotions.blocks_to_stream(req.cache_request_handle, 0) == BLOCKS
         yield rank, req
         rank.pool.free_mem(id="somebody")

@@ -186,12 +186,11 @@ def test_without_a_batch_and_with_nothing_running_the_next_pass_tries_again(cach
 
 def test_loop_queue_and_idleness_are_told(cache: Cache) -> None:
     scheduler = SimpleNamespace(tree_cache=cache)
-    scheduler_calls.after_events(None, scheduler)
-    scheduler_calls.before_decode_queue(scheduler)
+    scheduler_calls.after_ingest([], scheduler)
     slept: list[Any] = []
     scheduler_calls.around_sleep(slept.append, scheduler)
     assert slept == [scheduler]
-    assert cache.calls == ["events", "events", "idle"]
+    assert cache.calls == ["events", "idle"]
 
 
 class Updater:
@@ -363,7 +362,7 @@ def test_another_cache_is_not_called(cache: Cache) -> None:
     """A server with SGLang's own cache runs as without the plugin."""
     for scheduler in (SimpleNamespace(tree_cache=Cache()), SimpleNamespace(), None):
         batch, idle = Batch(), Batch(empty=True)
-        scheduler_calls.after_events(None, scheduler)
+        scheduler_calls.after_ingest([], scheduler)
         slept: list[Any] = []
         scheduler_calls.around_sleep(slept.append, scheduler)
         assert slept == [scheduler]
@@ -409,8 +408,7 @@ def test_the_check_joins_the_schedulers_own(monkeypatch: pytest.MonkeyPatch) -> 
 def test_patches_of_hooks_list_their_targets() -> None:
     patch: Patch = scheduler_calls.PATCH
     assert [target.path.rpartition(".")[2] for target in patch.targets] == [
-        "_process_hicache_events",
-        "process_decode_queue",
+        "ingest_requests",
         "_get_new_batch_prefill_raw",
         "init_running_status",
         "process_batch_result",

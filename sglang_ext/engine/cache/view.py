@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.prefetch.advice import Advice
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
+from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_room import HbmRoom
 from sglang_ext.engine.tiers.promotions import Promotions
@@ -28,6 +29,7 @@ class RankCache(Protocol):
 
     store: Store
     tree: RadixTree
+    ranks: Ranks
     hbm: Holder
     """Stands for this rank's pool in the tree."""
     slot_ops: SlotOps
@@ -57,6 +59,3 @@ class RankCache(Protocol):
 
     def settle(self, seconds: float = ...) -> None:
         """Wait until the copies that are under way have arrived."""
-
-    def min_over_ranks(self, number: int) -> int:
-        """The smallest of the ranks' numbers. Every rank calls it in the same pass."""

@@ -47,6 +47,7 @@ class DiskAhead:
         self._promotions = promotions
         self._clock = clock or SystemClock()
         self._looked: dict[Hashable, _Looked] = {}
+        self._held_back: list[tuple[Hashable, _Looked]] = []
         self.late = 0
         """Requests that went on without what the disk had, because it took too long."""
 
@@ -69,7 +70,9 @@ class DiskAhead:
                 looked = self._looked[handle] = _Looked()
                 self._begin(waiting.req)
             if waiting.waiting_for_input and not looked.given_up and not self._promotions.ready(handle):
-                waiting.waiting_for_input = not self._waits(handle, looked)
+                waiting.waiting_for_input = False
+                if looked.since is None:
+                    looked.since = self._clock.monotonic()
 
     def release(self, handle: Hashable) -> None:
         """The request has been given slots, or is gone."""
@@ -81,12 +84,20 @@ class DiskAhead:
         wanted = Wanted(namespace, encode_tokens(req.origin_input_ids), AHEAD, request=req.rid)
         self._promotions.begin(req.cache_request_handle, wanted)
 
-    def _waits(self, handle: Hashable, looked: _Looked) -> bool:
-        now = self._clock.monotonic()
-        looked.since = now if looked.since is None else looked.since
-        if not self._cache.min_over_ranks(int(now - looked.since > PATIENCE_SECONDS)):
-            return True
-        self.release(handle)
-        looked.given_up = True
-        self.late += 1
-        return False
+    def propose(self) -> Sequence[int]:
+        """Of each request that is held back, whether it has waited long enough."""
+        now, said = self._clock.monotonic(), []
+        self._held_back = []
+        for handle, looked in self._looked.items():
+            if looked.since is not None and not looked.given_up:
+                self._held_back.append((handle, looked))
+                said.append(int(now - looked.since > PATIENCE_SECONDS))
+        return said
+
+    def act(self, agreed: Sequence[int]) -> None:
+        """Let those go on that have waited long enough on every rank."""
+        for (handle, looked), late in zip(self._held_back, agreed, strict=False):
+            if late and not self._promotions.ready(handle):
+                self.release(handle)
+                looked.given_up = True
+                self.late += 1

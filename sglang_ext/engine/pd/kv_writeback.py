@@ -22,7 +22,7 @@ import asyncio
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import ORDERS, Return, Returned, TakeBack, alike
 from sglang_ext.engine.pd.peers import PrefillPeer
 from sglang_ext.engine.pd.reservations import BUDGET, Blocks, Reservations
+from sglang_ext.engine.ranks import NOT_YET
 from sglang_ext.errors import SglangExtError
 from sglang_ext.keys import encode_tokens
 from sglang_ext.mempool.store import Refusal, Reservation
@@ -61,9 +62,6 @@ _REFUSED = {
 ORDER = b"take back:"
 """Begins the command to prefill's schedulers."""
 
-MinOverRanks = Callable[[int], int]
-"""The ranks' consensus: the smallest of their numbers."""
-
 
 @dataclass(eq=False)
 class _Going:
@@ -84,10 +82,9 @@ class _Going:
 class ReturnGiver:
     """Decode's side of one rank."""
 
-    def __init__(self, blocks: Blocks, agent: Agent, min_over_ranks: MinOverRanks = int) -> None:
+    def __init__(self, blocks: Blocks, agent: Agent) -> None:
         self._blocks = blocks
         self._agent = agent
-        self._min_over_ranks = min_over_ranks
         self._going: list[_Going] = []
         """In the order in which they ended, as on all ranks."""
         self._begun = 0
@@ -103,10 +100,14 @@ class ReturnGiver:
         if reason:
             self.outcomes[reason] += 1
 
-    def each_pass(self) -> None:
-        """Unlock what has been read. In the scheduler's thread."""
-        for going in list(self._going):
-            if self._min_over_ranks(int(going.over)):
+    def propose(self) -> Sequence[int]:
+        """Of each return, whether nothing more is heard of it here. In the scheduler's thread, as `act`."""
+        return [int(going.over) for going in self._going]
+
+    def act(self, agreed: Sequence[int]) -> None:
+        """Unlock what has been read on every rank."""
+        for going, over in zip(list(self._going), agreed, strict=False):
+            if over:
                 self._going.remove(going)
                 self._release(going)
                 self.outcomes[going.outcome] += 1
@@ -219,7 +220,6 @@ class ReturnTaker:
 
     Args:
         busy: whether requests wait for memory.
-        min_over_ranks: see `MinOverRanks`.
         tell_all: says a command to the schedulers of all ranks, this one included; false where that cannot
             be. None where there is one rank.
         fence: says when the passes under way have ended; they may store into slots that are a place now.
@@ -230,14 +230,12 @@ class ReturnTaker:
         places: Reservations,
         agent: Agent,
         busy: Callable[[], bool],
-        min_over_ranks: MinOverRanks = int,
         tell_all: Callable[[bytes], bool] | None = None,
         fence: Callable[[], Passed] = lambda: nothing_runs,
     ) -> None:
         self._places = places
         self._agent = agent
         self._busy = busy
-        self._min_over_ranks = min_over_ranks
         self._tell_all = tell_all
         self._fence = fence
         self._gathering: dict[str, _Gathering] = {}
@@ -297,14 +295,16 @@ class ReturnTaker:
         self._new.append(_Coming(parts, self._gathering.pop(parts[0].name, None)))
         return True
 
-    def each_pass(self) -> None:
-        """Set places aside for what is offered, insert what has been read."""
-        for coming in list(self._placed):
-            # The worst of any rank: 0 is being read, 1 could not be read, 2 is there.
-            worst = self._min_over_ranks((2 if coming.good else 1) if coming.stopped.is_set() else 0)
-            if worst:
+    def propose(self) -> Sequence[int]:
+        """Of each return: `NOT_YET` while it is read, 0 if it could not be read here, 1 if it is there."""
+        return [int(coming.good) if coming.stopped.is_set() else NOT_YET for coming in self._placed]
+
+    def act(self, agreed: Sequence[int]) -> None:
+        """Insert what has been read on every rank, set places aside for what is offered."""
+        for coming, good in zip(list(self._placed), agreed, strict=False):
+            if good != NOT_YET:
                 self._placed.remove(coming)
-                self._finish(coming, good=worst == 2)
+                self._finish(coming, good=bool(good))
         while self._new:
             self._plan(self._new.popleft())
 

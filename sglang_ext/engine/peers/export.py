@@ -11,13 +11,13 @@ All methods run in the scheduler's thread, on every rank between the same two pa
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy as np
 
-from sglang_ext.engine.tiers.disk_writes import MinOverRanks
+from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.mover import BlockIds
 from sglang_ext.radix_global import Node, RadixTree
@@ -76,32 +76,25 @@ class Exports:
         tree: the rank's tree.
         tier: DRAM.
         link: publishes.
-        min_over_ranks: the ranks' consensus: the smallest of their numbers.
+        ranks: agree on which loans have ended.
     """
 
-    def __init__(
-        self, tree: RadixTree, tier: DramTier, link: Lends, min_over_ranks: MinOverRanks = int
-    ) -> None:
+    def __init__(self, tree: RadixTree, tier: DramTier, link: Lends, ranks: Ranks) -> None:
         self._tree = tree
         self._tier = tier
         self._link = link
-        self.min_over_ranks = min_over_ranks
         self._loans: list[_Loan] = []
         self._asked: list[_Asked] = []
         self.counters = ExportCounters()
+        ranks.add(self)
 
     def lend(self, loan: str, namespace: Hashable, key: bytes, seconds: float) -> None:
         """Lend what is in memory of a prompt's beginning, if only nothing: whoever asks shall know."""
         if len(self._loans) + len(self._asked) >= MOST_LOANS:
             return
-        # Copies may have completed while an idle scheduler slept; commands come before it looks.
-        self._tier.drain()
         asked = _Asked(loan, namespace, key, seconds)
         self._copy(asked)
-        if self._copying(asked):
-            self._asked.append(asked)
-        else:
-            self._publish(asked)
+        self._asked.append(asked)
 
     def _copy(self, asked: _Asked) -> None:
         """Begin to copy to DRAM what is in HBM only."""
@@ -145,16 +138,19 @@ class Exports:
             nodes.append(node)
         return nodes
 
-    def drain(self) -> None:
-        """Make loans whose copies have completed, and let go of those that have ended on every rank. Once
-        per pass; does not wait."""
+    def propose(self) -> Sequence[int]:
+        """Of each loan, whether it has ended here."""
+        return [int(loan.lease is None or self._link.over(loan.lease)) for loan in self._loans]
+
+    def act(self, agreed: Sequence[int]) -> None:
+        """Let go of loans that have ended on every rank, and make those whose copies have completed."""
+        for loan, over in zip(list(self._loans), agreed, strict=False):
+            if over:
+                self._end(loan)
         for asked in list(self._asked):
             if not self._copying(asked):
                 self._asked.remove(asked)
                 self._publish(asked)
-        for loan in list(self._loans):
-            if self.min_over_ranks(int(loan.lease is None or self._link.over(loan.lease))):
-                self._end(loan)
 
     def clear(self) -> None:
         """The cache is about to be emptied: end every loan. Readers find that what they read is stale."""

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.peers.fetch_link import Job
-from sglang_ext.engine.tiers.disk_writes import MinOverRanks
+from sglang_ext.engine.ranks import NOT_YET, Ranks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.mover import BlockIds
 from sglang_ext.keys import TOKEN_BYTES
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 MOST_FETCHES: Final = 16
 SHARE: Final = 4
 """Of DRAM, at most one part in so many is on its way from peers at a time."""
-NOT_YET: Final = -1
 MOST_RESULTS: Final = 1000
 """Results that wait for somebody who takes them."""
 _REFUSED: Final = {Refusal.BUDGET: "busy", Refusal.NO_PARENT: "no_room", Refusal.NO_ROOM: "no_room"}
@@ -126,7 +125,7 @@ class Fetches:
         tree: the rank's tree.
         tier: DRAM.
         link: reads.
-        min_over_ranks: the ranks' consensus: the smallest of their numbers.
+        ranks: agree on what was offered, was read, and is waited for no longer.
         clock: seconds, monotonic.
     """
 
@@ -135,19 +134,19 @@ class Fetches:
         tree: RadixTree,
         tier: DramTier,
         link: Reads,
-        min_over_ranks: MinOverRanks = int,
+        ranks: Ranks,
         *,
         clock: Clock | None = None,
     ) -> None:
         self._tree = tree
         self._tier = tier
         self._link = link
-        self._min_over_ranks = min_over_ranks
         self._clock = clock or SystemClock()
         self._step = tree.block_size * TOKEN_BYTES
         self._active: list[_Fetch] = []
         self._results: deque[FetchResult] = deque(maxlen=MOST_RESULTS)
         self.counters = FetchCounters()
+        ranks.add(self)
 
     # -- asking -------------------------------------------------------------------------------------
 
@@ -191,23 +190,29 @@ class Fetches:
 
     # -- going on -----------------------------------------------------------------------------------
 
-    def drain(self) -> None:
-        """Take the next step of each fetch that can. Once per pass; does not wait."""
-        for fetch in list(self._active):
-            if fetch.wait_until is not None and self._min_over_ranks(
-                int(self._clock.monotonic() > fetch.wait_until)
-            ):
+    def propose(self) -> Sequence[int]:
+        """Of each fetch, whether its request has waited long enough, and the blocks of its next step."""
+        now, said = self._clock.monotonic(), []
+        for fetch in self._active:
+            came = fetch.job.offered if fetch.room is None else fetch.job.read
+            said += [
+                int(fetch.wait_until is not None and now > fetch.wait_until),
+                NOT_YET if came is None else came,
+            ]
+        return said
+
+    def act(self, agreed: Sequence[int]) -> None:
+        """Take the next step of each fetch that can on every rank."""
+        for fetch, late, blocks in zip(list(self._active), agreed[::2], agreed[1::2], strict=False):
+            if late:
                 fetch.wait_until = None
                 self.counters.not_waited += 1
-            job = fetch.job
+            if blocks == NOT_YET:
+                continue
             if fetch.room is None:
-                offered = self._min_over_ranks(NOT_YET if job.offered is None else job.offered)
-                if offered != NOT_YET:
-                    self._take(fetch, offered)
+                self._take(fetch, blocks)
             else:
-                read = self._min_over_ranks(NOT_YET if job.read is None else job.read)
-                if read != NOT_YET:
-                    self._land(fetch, fetch.room, read)
+                self._land(fetch, fetch.room, blocks)
 
     def _take(self, fetch: _Fetch, offered: int) -> None:
         """The peer has said what it lends: reserve DRAM for what is lacking, and read."""

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.peers.export import Exports, Lends
 from sglang_ext.engine.peers.fetches import Fetches, FetchResult, Reads, Wish
-from sglang_ext.engine.tiers.disk_writes import MinOverRanks
+from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol.agent import Advise, Fetch, Lend, PeerDead, Source
@@ -39,10 +39,10 @@ class PeerKv:
     Args:
         tree, tier: the rank's.
         link: lends and reads.
-        rank: of so many ``ranks``: which of a peer's endpoints is read from.
+        ranks: of this instance.
+        rank: which of a peer's ``endpoints`` is read from; a peer has as many as this instance has ranks.
         namespace: where the KV of a tenant's prompts belongs now, from its ``extra_key`` and ``cache_salt``.
         fresh: whether the weights are those that the link's namespace names.
-        min_over_ranks: the ranks' consensus: the smallest of their numbers.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class PeerKv:
         tree: RadixTree,
         tier: DramTier,
         link: Link,
+        ranks: Ranks,
         *,
         namespace: Callable[[str | None, str | None], Hashable],
         fresh: Callable[[], bool] = lambda: True,
         rank: int = 0,
-        ranks: int = 1,
-        min_over_ranks: MinOverRanks = int,
+        endpoints: int = 1,
         clock: Clock | None = None,
     ) -> None:
         self._clock = clock or SystemClock()
@@ -64,11 +64,11 @@ class PeerKv:
         self._namespace = namespace
         self._fresh = fresh
         self._rank = rank
-        self._ranks = ranks
+        self._endpoints = endpoints
         self.tell: Callable[[FetchResult], None] | None = None
         """Takes what became of fetches; for rank 0."""
-        self.lending = Exports(tree, tier, link, min_over_ranks)
-        self.fetches = Fetches(tree, tier, link, min_over_ranks, clock=self._clock)
+        self.lending = Exports(tree, tier, link, ranks)
+        self.fetches = Fetches(tree, tier, link, ranks, clock=self._clock)
 
     def lend(self, message: Lend) -> None:
         """A peer is about to ask."""
@@ -104,7 +104,7 @@ class PeerKv:
         until: float | None,
         then: Callable[[], None] = lambda: None,
     ) -> Wish | None:
-        if len(source.endpoints) != self._ranks or not self._fresh():
+        if len(source.endpoints) != self._endpoints or not self._fresh():
             # With another number of ranks, each would need parts of several: not done.
             self.fetches.refuse(message.id, ahead=isinstance(message, Advise))
             return None
@@ -131,10 +131,8 @@ class PeerKv:
         """Whether a request with this prompt is to wait."""
         return self.fetches.waits(namespace, key)
 
-    def drain(self) -> None:
-        """Once per pass; does not wait."""
-        self.lending.drain()
-        self.fetches.drain()
+    def report(self) -> None:
+        """Tell what became of fetches. Once per pass."""
         for result in self.fetches.take_results():
             if self.tell is not None:
                 self.tell(result)

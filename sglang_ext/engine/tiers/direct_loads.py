@@ -90,6 +90,11 @@ class DirectLoads:
         self._streams.append(straight)
         return True
 
+    @property
+    def streams(self) -> bool:
+        """Whether the forward pass under way depends on any."""
+        return bool(self._streams)
+
     def streamed(self) -> Iterator[tuple[DirectLoad, int]]:
         """After a forward pass: what streamed into it, and how many leading blocks came whole."""
         streams, self._streams = self._streams, []

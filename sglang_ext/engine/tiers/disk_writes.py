@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
+from sglang_ext.engine.ranks import NOT_YET, Ranks
 from sglang_ext.engine.tiers.block_names import BlockNames, pack_names
 from sglang_ext.errors import DeadlineError
 from sglang_ext.radix_global import Holder, Node, RadixTree
 from sglang_ext.tiered_store.loading.write_behind import WriteBehind, Written
 from sglang_ext.tiered_store.tier import BlockMemory, Outcome
 
-MinOverRanks = Callable[[int], int]
-"""The smallest of the ranks' numbers. Ranks of one instance must change their trees in step."""
+_MOST_COMPLETED: Final = 64
+"""Writes that are taken note of in one pass."""
 
 
 @dataclass
@@ -44,6 +46,14 @@ class _Write:
     blocks: int
     written: Written | None = None
 
+    @property
+    def durable(self) -> int:
+        """How many leading blocks the disk has; `NOT_YET` while it is being written."""
+        if self.written is None:
+            return NOT_YET
+        done = itertools.takewhile(lambda outcome: outcome is Outcome.DONE, self.written.outcomes)
+        return sum(1 for _ in done)
+
 
 class DiskWrites:
     """See the module's docstring.
@@ -54,7 +64,7 @@ class DiskWrites:
         names: of blocks.
         writer: in front of the disk tier.
         memory: the DRAM arena.
-        min_over_ranks: the ranks' consensus: the smallest of their numbers.
+        ranks: agree on what is durable.
         write: whether anything is written at all.
         patience: seconds that a submission waits for a writer that is behind, if it waits at all.
     """
@@ -67,7 +77,7 @@ class DiskWrites:
         names: BlockNames,
         writer: WriteBehind,
         memory: BlockMemory,
-        min_over_ranks: MinOverRanks = int,
+        ranks: Ranks,
         *,
         write: bool = True,
         patience: float = 5.0,
@@ -79,7 +89,8 @@ class DiskWrites:
         self._write_new = write
         self._writer = writer
         self._memory = memory
-        self._min_over_ranks = min_over_ranks
+        self._ranks = ranks
+        ranks.add(self)
         self._patience = patience
         self._pending: deque[_Write] = deque()
         # Holds nothing: its locks mark what is being written, on the right nodes however they are split.
@@ -130,20 +141,18 @@ class DiskWrites:
     def _was_left_out(self, node: Node) -> bool:
         return self._disk not in node.placements and not node.locks.get(self._mark)
 
-    def drain(self) -> None:
-        """Take note of what has been written on every rank. Does not wait."""
-        if not self._pending:
-            return
-        done = sum(1 for _ in itertools.takewhile(lambda write: write.written is not None, self._pending))
-        for _ in range(self._min_over_ranks(done)):
-            self._complete(self._pending.popleft())
+    def propose(self) -> Sequence[int]:
+        """Of each of the oldest writes, how many leading blocks are durable here."""
+        return [write.durable for write in itertools.islice(self._pending, _MOST_COMPLETED)]
 
-    def _complete(self, write: _Write) -> None:
+    def act(self, agreed: Sequence[int]) -> None:
+        """Take note of what has been written on every rank."""
+        for durable in itertools.takewhile(lambda durable: durable != NOT_YET, agreed):
+            self._complete(self._pending.popleft(), durable)
+
+    def _complete(self, write: _Write, durable: int) -> None:
         assert write.written is not None
         outcomes = write.written.outcomes
-        durable = self._min_over_ranks(
-            sum(1 for _ in itertools.takewhile(lambda outcome: outcome is Outcome.DONE, outcomes))
-        )
         self.counters.written += durable
         if durable < write.blocks:
             behind = outcomes[min(durable, len(outcomes) - 1)] is Outcome.BEHIND
@@ -199,7 +208,7 @@ class DiskWrites:
     def settle(self) -> None:
         """Wait until everything submitted has been written or refused."""
         self._writer.flush()
-        self.drain()
+        self.act(self._ranks.at_once([write.durable for write in self._pending]))
 
     def clear(self) -> None:
         """Forget what is on disk. Settled before, and the tree is emptied after."""

@@ -20,7 +20,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sglang_ext.engine.tiers.disk_writes import DiskWrites, MinOverRanks
+from sglang_ext.engine.ranks import Ranks
+from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.mover import BlockIds, LayerSink, Mover, Source
 from sglang_ext.engine.tiers.retention import Retention
 from sglang_ext.mempool.store import Store
@@ -81,7 +82,7 @@ class DramTier:
         hbm, dram: the holders that stand for this rank's two tiers.
         arena: hands out blocks.
         mover: copies; completes operations of each direction in the order of submission.
-        min_over_ranks: the ranks' consensus on how many operations are complete.
+        ranks: agree on how many operations are complete.
         below: takes complete blocks on to disk; ``None`` without a disk.
         write: whether anything new is written at all; what is there is found and loaded in any case.
     """
@@ -93,7 +94,7 @@ class DramTier:
         dram: Holder,
         arena: Arena,
         mover: Mover,
-        min_over_ranks: MinOverRanks = int,
+        ranks: Ranks,
         *,
         below: DiskWrites | None = None,
         write: bool = True,
@@ -104,7 +105,6 @@ class DramTier:
         self._dram = dram
         self._arena = arena
         self._mover = mover
-        self.min_over_ranks = min_over_ranks
         self.below = below
         self._write_new = write
         # Holds nothing: its locks mark what is being copied, on the right nodes however they are split.
@@ -117,6 +117,7 @@ class DramTier:
         """What is held back for requests that were announced."""
         store.add(Tier.DRAM, self)
         store.add_source(Tier.DRAM, self)
+        ranks.add(self)
 
     @property
     def source(self) -> Holder:
@@ -341,14 +342,17 @@ class DramTier:
 
     # -- completion -----------------------------------------------------------------------------
 
-    def drain(self) -> None:
-        """Take note of operations that have completed on every rank. Does not wait."""
-        if self._writes.pending:
-            self._complete_writes(self.min_over_ranks(self._mover.writes_done()))
-        if self._loads.pending:
-            self._complete_loads(self.min_over_ranks(self._mover.loads_done()))
-        if self.below is not None:
-            self.below.drain()
+    def propose(self) -> Sequence[int]:
+        """How many writes and loads are complete here."""
+        if not (self._writes.pending or self._loads.pending):
+            return ()
+        return self._mover.writes_done(), self._mover.loads_done()
+
+    def act(self, agreed: Sequence[int]) -> None:
+        """Take note of operations that have completed on every rank."""
+        if agreed:
+            self._complete_writes(agreed[0])
+            self._complete_loads(agreed[1])
 
     def settle(self) -> None:
         """Wait for every operation under way."""

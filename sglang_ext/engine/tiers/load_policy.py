@@ -10,7 +10,10 @@ over bandwidth, behind what is queued already (MemServe, section 5.3, weighs the
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
 
+from sglang_ext.engine.ranks import NOT_YET, Ranks
 from sglang_ext.engine.tiers.load_report import Decision, Reason
 
 _FORGET = 0.98
@@ -67,8 +70,60 @@ class PrefillCost:
 
     def seconds(self, tokens: int, context: int) -> float | None:
         """To compute ``tokens`` after ``context``; None when unknown."""
-        known = self.coefficients()
-        return None if known is None else known[0] * tokens + known[1] * tokens * (context + tokens / 2)
+        return _seconds(self.coefficients(), tokens, context)
+
+
+def _seconds(coefficients: tuple[float, float] | None, tokens: int, context: int) -> float | None:
+    if coefficients is None:
+        return None
+    a, b = coefficients
+    return a * tokens + b * tokens * (context + tokens / 2)
+
+
+class Speeds(Protocol):
+    """How fast computing is, and loading."""
+
+    bytes_per_second: float | None
+    """Of loads of late; None when unknown."""
+
+    def seconds(self, tokens: int, context: int) -> float | None:
+        """To compute ``tokens`` after ``context``; None when unknown."""
+
+
+class AgreedSpeeds:
+    """What the ranks have measured, the least at each place, so that all of them decide alike at any time.
+
+    As of the last pass in which they compared anything (`Ranks.add`, rides).
+
+    Args:
+        cost: learnt from this rank's batches.
+        load: bytes per second of this rank's loads; None when unknown.
+        ranks: of the instance.
+    """
+
+    _UNITS: Final = 1e15
+    """Numbers that are compared are whole: a and b are in 1e-15 seconds."""
+
+    def __init__(self, cost: PrefillCost, load: Callable[[], float | None], ranks: Ranks) -> None:
+        self._cost = cost
+        self._load = load
+        self._coefficients: tuple[float, float] | None = None
+        self.bytes_per_second: float | None = None
+        ranks.add(self, rides=True)
+
+    def propose(self) -> Sequence[int]:
+        known = self._cost.coefficients() or (NOT_YET, NOT_YET)
+        return [int(self._load() or 0), *(round(each * self._UNITS) for each in known)]
+
+    def act(self, agreed: Sequence[int]) -> None:
+        if agreed:
+            rate, a, b = agreed
+            self.bytes_per_second = rate or None
+            self._coefficients = None if min(a, b) < 0 else (a / self._UNITS, b / self._UNITS)
+
+    def seconds(self, tokens: int, context: int) -> float | None:
+        """To compute ``tokens`` after ``context``; None when unknown."""
+        return _seconds(self._coefficients, tokens, context)
 
 
 class Bandwidth:
@@ -102,33 +157,30 @@ class DramPolicy:
     Args:
         block_tokens, block_bytes: of a block.
         always: load whatever was found.
-        cost: of prefill on this server.
+        speeds: of this server.
     """
 
     OVERHEAD_SECONDS = 0.0005
     """Of preparing a load, whatever its length: measured on a host of two cores (``docs/tiers.md``)."""
 
-    def __init__(self, block_tokens: int, block_bytes: int, *, always: bool, cost: PrefillCost) -> None:
+    def __init__(self, block_tokens: int, block_bytes: int, *, always: bool, speeds: Speeds) -> None:
         self.block_tokens = block_tokens
         self.block_bytes = block_bytes
         self._always = always
         self._hope = 1.0
-        self.cost = cost
+        self._speeds = speeds
 
-    def weigh(
-        self, blocks: int, start: int, bytes_per_second: float | None, *, waiting_blocks: int = 0
-    ) -> Decision:
+    def weigh(self, blocks: int, start: int, *, waiting_blocks: int = 0) -> Decision:
         """What becomes of ``blocks`` blocks of DRAM that follow ``start`` blocks: all are loaded, or none.
 
         Args:
-            bytes_per_second: how fast loads have been of late; None when unknown.
             waiting_blocks: that are being loaded already.
         """
         load = None
-        if bytes_per_second:
+        if self._speeds.bytes_per_second:
             nbytes = (waiting_blocks + blocks) * self.block_bytes
-            load = self.OVERHEAD_SECONDS + nbytes / (bytes_per_second * self._hope)
-        compute = self.cost.seconds(blocks * self.block_tokens, start * self.block_tokens)
+            load = self.OVERHEAD_SECONDS + nbytes / (self._speeds.bytes_per_second * self._hope)
+        compute = self._speeds.seconds(blocks * self.block_tokens, start * self.block_tokens)
         if self._always:
             return Decision(blocks, load, compute, Reason.ALWAYS)
         if load is None or compute is None:

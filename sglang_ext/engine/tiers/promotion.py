@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from sglang_ext.engine.tiers.block_names import Names
-from sglang_ext.engine.tiers.disk_writes import DiskWrites, MinOverRanks
-from sglang_ext.engine.tiers.dram_tier import DramTier
-from sglang_ext.engine.tiers.load_report import LoadReport
+from sglang_ext.engine.tiers.block_names import BlockNames, Names
+from sglang_ext.engine.tiers.load_policy import DiskPolicy
+from sglang_ext.engine.tiers.load_report import Decision, LoadReport
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.mempool.store import Reservation
 from sglang_ext.radix_global import Node, RadixTree
 from sglang_ext.tiered_store.loading.layers import AHEAD
 from sglang_ext.tiered_store.loading.loader import Load
-from sglang_ext.tiered_store.tier import BlockTier
+from sglang_ext.tiered_store.tier import BlockTier, Get
 from sglang_ext.tiers import Tier
 
 
@@ -85,49 +84,71 @@ class Promoted:
     """At which they end; holds one DRAM lock for the request."""
 
 
+@dataclass(eq=False)
+class Look:
+    """What this rank's disk has of a prompt, and what of that it would read.
+
+    blocks: of the prompt that are in memory, before what was found. names: of what may follow them. get: what
+    was found, pinned there; None for nothing. chosen: how many blocks are worth reading.
+    """
+
+    handle: Hashable
+    wanted: Wanted
+    blocks: int
+    names: list[bytes]
+    get: Get | None = None
+    chosen: int = 0
+    decision: Decision | None = None
+
+    @property
+    def found(self) -> int:
+        """Blocks that the disk has."""
+        return 0 if self.get is None else self.get.blocks
+
+
 class DiskLook:
-    """Finds where DRAM ends on the way of a prompt and the disk goes on.
+    """Finds where memory ends on the way of a prompt and the disk goes on.
 
     Args:
         tree: the rank's tree.
-        room: DRAM, which what is found must continue.
-        writes: knows the blocks' names.
+        names: of blocks.
         tier: the disk.
-        min_over_ranks: the ranks' consensus: the smallest of their numbers.
+        policy: what is worth reading.
     """
 
-    def __init__(
-        self,
-        tree: RadixTree,
-        room: DramTier,
-        writes: DiskWrites,
-        tier: BlockTier,
-        min_over_ranks: MinOverRanks,
-    ) -> None:
+    def __init__(self, tree: RadixTree, names: BlockNames, tier: BlockTier, policy: DiskPolicy) -> None:
         self._tree = tree
-        self._room = room
-        self._names = writes.names
+        self._names = names
         self._tier = tier
-        self._min_over_ranks = min_over_ranks
+        self._policy = policy
 
-    def look(self, wanted: Wanted) -> tuple[Node, int, list[bytes]] | None:
-        """The node at which DRAM ends, the blocks before that, and names of what may follow.
+    def look(self, handle: Hashable, wanted: Wanted, waiting_bytes: int) -> Look | None:
+        """What the disk has of a prompt; None when memory has all its whole blocks.
 
-        None when the disk has not even the first of those.
+        waiting_bytes: what is being read already.
         """
         match = self._tree.match(wanted.namespace, wanted.key)
-        step = self._tree.block_size * TOKEN_BYTES
-        key = wanted.key[match.blocks * step :]
-        if len(key) < step:
+        block = self._tree.block_size
+        key = wanted.key[match.blocks * block * TOKEN_BYTES :]
+        if len(key) < block * TOKEN_BYTES:
             return None
         digest = self._names.digest(wanted.namespace)
         before = self._names.last(match.node)
         # Most prompts are not on disk at all: one name is enough to know.
-        first = self._names.following(wanted.namespace, before, key[:step])
-        if not self._min_over_ranks(self._tier.match(digest, first)):
-            return None
-        # What comes from disk can only continue what DRAM has, so DRAM gets what HBM has beyond that.
-        reached = self._room.reach(match)
-        if reached is None:
-            return None
-        return *reached, self._names.following(wanted.namespace, before, key)
+        first = self._names.following(wanted.namespace, before, key[: block * TOKEN_BYTES])
+        look = Look(handle, wanted, match.blocks, first)
+        if not self._tier.match(digest, first):
+            return look
+        look.names = self._names.following(wanted.namespace, before, key)
+        look.get = self._tier.prepare_get(digest, look.names)
+        if wanted.ahead:
+            look.chosen = look.found
+        elif look.found:
+            look.chosen = self._policy.blocks_to_read(
+                look.found,
+                look.blocks,
+                new_tokens=len(wanted.key) // TOKEN_BYTES + 1 - (look.blocks + look.found) * block,
+                waiting_bytes=waiting_bytes,
+            )
+            look.decision = self._policy.last
+        return look

@@ -21,18 +21,20 @@ import dataclasses
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Final
 
 from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.engine.ranks import NOT_YET, Ranks
 from sglang_ext.engine.tiers.block_names import pack_names
 from sglang_ext.engine.tiers.direct_loads import DirectLoad, DirectLoads
-from sglang_ext.engine.tiers.disk_writes import DiskWrites, MinOverRanks
+from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.load_policy import DiskPolicy
 from sglang_ext.engine.tiers.load_report import LoadDecisions, Reason
 from sglang_ext.engine.tiers.promotion import (
     DiskLook,
+    Look,
     Promoted,
     Promotion,
     PromotionCounters,
@@ -43,12 +45,14 @@ from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.mempool.store import Refusal, Use
 from sglang_ext.radix_global import Holder, Node, RadixTree
 from sglang_ext.tiered_store.loading.loader import Loader
-from sglang_ext.tiered_store.tier import BlockMemory, BlockTier
+from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get
 from sglang_ext.tiers import Tier
 
 logger = logging.getLogger(__name__)
 
-_REMEMBERED = 256
+_MAY_START: Final = 0
+_OVER: Final = 1
+_REMEMBERED: Final = 256
 """Requests whose stream has failed; they wait for all layers the next time."""
 
 
@@ -64,7 +68,7 @@ class Promotions:
         loader: reads from it.
         memory: the DRAM arena.
         policy: what is worth reading.
-        min_over_ranks: the ranks' consensus: the smallest of their numbers.
+        ranks: agree on what was found, and what has arrived.
         stream: whether requests may be admitted before all layers are in.
         clock: seconds, monotonic.
     """
@@ -79,7 +83,7 @@ class Promotions:
         loader: Loader,
         memory: BlockMemory,
         policy: DiskPolicy,
-        min_over_ranks: MinOverRanks = int,
+        ranks: Ranks,
         *,
         stream: bool = False,
         clock: Clock | None = None,
@@ -93,10 +97,14 @@ class Promotions:
         self._memory = memory
         self._names = writes.names
         self.policy = policy
-        self._min_over_ranks = min_over_ranks
+        self._ranks = ranks
         self._stream = stream and room.streams
         self._no_streams: deque[Hashable] = deque(maxlen=_REMEMBERED)
         self._clock = clock or SystemClock()
+        self._wanted: dict[Hashable, Wanted] = {}
+        """For whom to look on the disk in the next pass."""
+        self._proposed: tuple[list[Look], list[Promotion]] = ([], [])
+        """What the ranks agree on in this pass."""
         self._under_way: dict[bytes, Promotion] = {}
         """By the name of the first block."""
         self._waiting: dict[Hashable, Promotion] = {}
@@ -105,27 +113,19 @@ class Promotions:
         """Those that the next forward pass depends on."""
         self._straight = DirectLoads(tier, loader, room)
         room.store.add_source(Tier.DISK, self)
-        self._disk_look = DiskLook(tree, room, writes, tier, min_over_ranks)
+        self._disk_look = DiskLook(tree, writes.names, tier, policy)
+        ranks.add(self)
         self.counters = PromotionCounters()
         self.decisions = LoadDecisions()
 
     # -- for a request --------------------------------------------------------------------------
 
     def begin(self, handle: Hashable, wanted: Wanted) -> None:
-        """Look on the disk for what of a prompt is not in memory, and start to bring in what is worth it."""
+        """Look on the disk for what of a prompt is not in memory, and start to bring in what is worth it: in
+        the next pass, before any batch is formed.
+        """
         self._drop_straight(handle)
-        found = self._disk_look.look(wanted)
-        if found is None:
-            return
-        parent, start, names = found
-        shared = self._under_way.get(names[0])
-        if shared is not None:
-            self._join(shared, handle, wanted)
-            return
-        promotion = self._start(handle, wanted, parent, start, names)
-        if promotion is not None:
-            promotion.handles[handle] = wanted
-            self._waiting[handle] = self._under_way[names[0]] = promotion
+        self._wanted[handle] = wanted
 
     def _join(self, promotion: Promotion, handle: Hashable, wanted: Wanted) -> None:
         promotion.handles[handle] = wanted
@@ -141,7 +141,7 @@ class Promotions:
     def ready(self, handle: Hashable) -> bool:
         """Whether the request has nothing to wait for."""
         promotion = self._waiting.get(handle)
-        return promotion is None or promotion.streams_to == handle
+        return handle not in self._wanted and (promotion is None or promotion.streams_to == handle)
 
     def brought(self, handle: Hashable) -> Promoted | None:
         """What a promotion has brought for the request, locked until ``release``."""
@@ -158,6 +158,7 @@ class Promotions:
 
     def release(self, handle: Hashable) -> None:
         """The request has been admitted or is gone."""
+        self._wanted.pop(handle, None)
         waiting = self._waiting.pop(handle, None)
         if waiting is not None:
             del waiting.handles[handle]
@@ -196,40 +197,112 @@ class Promotions:
 
     def streams_hold(self) -> bool:
         """After a forward pass: whether all that streamed into it was what it should have been."""
-        held = True
-        last = self._tier.layout.n_layers - 1
-        for promotion in self._streams:
-            try:
-                blocks = promotion.load.wait(last).blocks
-            except InternalError:
-                blocks = 0  # _finish reports it
-            whole = bool(self._min_over_ranks(int(blocks == promotion.room.blocks)))
+        if not (self._streams or self._straight.streams):
+            return True
+        streams, straights = self._streams, list(self._straight.streamed())
+        self._streams = []
+        whole = self._ranks.at_once(
+            [int(self._streamed(promotion) == promotion.room.blocks) for promotion in streams]
+            + [int(blocks == straight.blocks) for straight, blocks in straights]
+        )
+        for promotion, held in zip(streams, whole, strict=False):
             promotion.streaming = False
-            if whole:
-                self.counters.streamed += blocks
+            if held:
+                self.counters.streamed += promotion.room.blocks
                 # The tree knows the blocks before the request inserts them, and need not copy them again.
-                self._finish(promotion)
+                self._finish(promotion, promotion.room.blocks)
             else:
-                held = False
                 self._no_streams.append(promotion.wanted.request)
-        self._streams.clear()
-        for straight, blocks in self._straight.streamed():
-            if self._min_over_ranks(int(blocks == straight.blocks)):
-                self.counters.straight += blocks
+        for (straight, _), held in zip(straights, whole[len(streams) :], strict=True):
+            if held:
+                self.counters.straight += straight.blocks
             else:
-                held = False
                 self.counters.read_failed += straight.blocks
                 self._no_streams.append(straight.request)
-        return held
+        return all(whole)
+
+    def _streamed(self, promotion: Promotion) -> int:
+        try:
+            return promotion.load.wait(self._tier.layout.n_layers - 1).blocks
+        except InternalError:
+            return 0  # _blocks_read reports it
 
     # -- looking and starting -------------------------------------------------------------------
 
-    def _start(
-        self, handle: Hashable, wanted: Wanted, parent: Node, start: int, names: list[bytes]
-    ) -> Promotion | None:
-        get = self._tier.prepare_get(self._names.digest(wanted.namespace), names)
-        found = self._min_over_ranks(get.blocks)
-        chosen = found if wanted.ahead else self._choose(wanted, found, start)
+    def propose(self) -> Sequence[int]:
+        """Of each look on the disk, what was found and what of it is worth reading; of each promotion,
+        whether it is late and how far it is: `NOT_YET`, `_MAY_START`, or `_OVER` and the blocks read.
+        """
+        looks: list[Look] = []
+        under_way = [each for each in self._under_way.values() if not each.streaming]
+        waiting_bytes, said = self._loader.waiting_bytes, []
+        for handle, wanted in list(self._wanted.items()):
+            look = self._disk_look.look(handle, wanted, waiting_bytes)
+            if look is None:
+                del self._wanted[handle]
+                continue
+            looks.append(look)
+            waiting_bytes += look.chosen * self._tier.layout.block_bytes
+            said += [look.found, look.chosen]
+        now = self._clock.monotonic()
+        for promotion in under_way:
+            said += [int(not promotion.late and now > promotion.deadline), self._progress(promotion)]
+        self._proposed = (looks, under_way)
+        return said
+
+    def act(self, agreed: Sequence[int]) -> None:
+        """Start and finish promotions that all ranks can."""
+        looks, under_way = self._proposed
+        self._proposed = ([], [])
+        pairs = list(zip(agreed[::2], agreed[1::2], strict=True))
+        for look, (found, chosen) in zip(looks, pairs, strict=False):
+            if self._wanted.get(look.handle) is not look.wanted:
+                self._unpin(look)
+            else:
+                self._found(look, found, chosen)
+        for promotion, (late, progress) in zip(under_way, pairs[len(looks) :], strict=True):
+            if late:
+                promotion.late = True
+                promotion.streams_to = None
+                self._loader.cancel(promotion.load)
+            if progress >= _OVER:
+                self._finish(promotion, progress - _OVER)
+            elif progress == _MAY_START and not late and promotion.streams_to is None:
+                promotion.streams_to = next(iter(promotion.handles))
+
+    def _unpin(self, look: Look) -> None:
+        if look.get is not None:
+            self._tier.complete_get(look.get)
+
+    def _found(self, look: Look, found: int, chosen: int) -> None:
+        """The disk of every rank has ``found`` blocks, of which ``chosen`` are worth reading."""
+        handle, wanted = look.handle, look.wanted
+        match = self._tree.match(wanted.namespace, wanted.key)
+        if match.blocks != look.blocks:
+            # What is to be continued has changed since it was looked up: look again in the next pass.
+            self._unpin(look)
+            return
+        del self._wanted[handle]
+        # What comes from disk can only continue what DRAM has, so DRAM gets what HBM has beyond that.
+        reached = self._room.reach(match) if found else None
+        shared = self._under_way.get(look.names[0])
+        if look.get is None or reached is None or shared is not None:
+            self._unpin(look)
+            if reached is not None and shared is not None:
+                self._join(shared, handle, wanted)
+            return
+        promotion = self._start(look, look.get, reached[0], found, chosen)
+        if promotion is not None:
+            promotion.handles[handle] = wanted
+            self._waiting[handle] = self._under_way[look.names[0]] = promotion
+
+    def _start(self, look: Look, get: Get, parent: Node, found: int, chosen: int) -> Promotion | None:
+        handle, wanted, start = look.handle, look.wanted, look.blocks
+        self.counters.recomputed += found - chosen
+        if look.decision is not None:
+            decision = dataclasses.replace(look.decision, blocks=chosen)
+            wanted.report.decided(found, decision, self._tree.block_size, self._tier.layout.block_bytes)
+            self.decisions.note(wanted.report)
         room = self._room.store.reserve_behind(
             Tier.DRAM,
             wanted.namespace,
@@ -259,70 +332,35 @@ class Promotions:
         return Promotion(
             wanted,
             room,
-            pack_names(names[:fits]),
+            pack_names(look.names[:fits]),
             self._loader.load(self._tier, get, self._memory, room.places, priority=wanted.priority),
             deadline=self._clock.monotonic() + patience,
             ahead=wanted.ahead,
         )
-
-    def _choose(self, wanted: Wanted, found: int, start: int) -> int:
-        """How many of the blocks found are worth reading for a request that waits."""
-        block = self._tree.block_size
-        chosen = self._min_over_ranks(
-            self.policy.blocks_to_read(
-                found,
-                start,
-                new_tokens=len(wanted.key) // TOKEN_BYTES + 1 - (start + found) * block,
-                waiting_bytes=self._loader.waiting_bytes,
-            )
-        )
-        self.counters.recomputed += found - chosen
-        decision = self.policy.last
-        if found and decision is not None:
-            decision = dataclasses.replace(decision, blocks=chosen)
-            wanted.report.decided(found, decision, block, self._tier.layout.block_bytes)
-            self.decisions.note(wanted.report)
-        return chosen
 
     def _may_stream(self, wanted: Wanted) -> bool:
         return self._stream and not wanted.ahead and wanted.request not in self._no_streams
 
     # -- arriving -------------------------------------------------------------------------------
 
-    def drain(self) -> None:
-        """Take note of what has arrived on every rank. Does not wait."""
-        if not self._under_way:
-            return
-        now = self._clock.monotonic()
-        for promotion in list(self._under_way.values()):
-            if promotion.streaming:
-                continue
-            if not promotion.late and self._min_over_ranks(int(now > promotion.deadline)):
-                promotion.late = True
-                promotion.streams_to = None
-                self._loader.cancel(promotion.load)
-            if self._min_over_ranks(int(promotion.load.over)):
-                self._finish(promotion)
-            elif (
-                self._stream
-                and promotion.streams_to is None
-                and self._min_over_ranks(self._may_start(promotion))
-            ):
-                promotion.streams_to = next(iter(promotion.handles))
+    def _progress(self, promotion: Promotion) -> int:
+        if promotion.load.over:
+            return _OVER + self._blocks_read(promotion)
+        return _MAY_START if self._may_start(promotion) else NOT_YET
 
-    def _may_start(self, promotion: Promotion) -> int:
+    def _may_start(self, promotion: Promotion) -> bool:
         wanted = next(iter(promotion.handles.values()), None)
         if wanted is not promotion.wanted or promotion.late or not promotion.load.arrived(0):
-            return 0
+            return False
         if not self._may_stream(wanted):
-            return 0
+            return False
         context = (promotion.room.start + promotion.room.blocks) * self._tree.block_size
         new_tokens = len(wanted.key) // TOKEN_BYTES - context
-        return int(self.policy.may_start(self._loader.bytes_left(promotion.load), new_tokens, context))
+        return self.policy.may_start(self._loader.bytes_left(promotion.load), new_tokens, context)
 
-    def _finish(self, promotion: Promotion) -> None:
+    def _finish(self, promotion: Promotion, blocks: int) -> None:
+        """It has ended, and every rank has read so many blocks."""
         del self._under_way[promotion.names[0].tobytes()]
-        blocks = self._min_over_ranks(self._blocks_read(promotion))
         lost = promotion.room.blocks - blocks
         if promotion.late:
             self.counters.late += lost
@@ -376,11 +414,12 @@ class Promotions:
 
     @property
     def reading(self) -> bool:
-        return bool(self._under_way)
+        return bool(self._wanted or self._under_way)
 
     def settle(self) -> None:
         """Give up every promotion under way and every lock held for a request."""
         self._streams.clear()
+        self._wanted.clear()
         for promotion in list(self._under_way.values()):
             promotion.late = True
             self._loader.cancel(promotion.load)
