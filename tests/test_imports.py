@@ -26,6 +26,7 @@ SHARED = {
     "keys",
     "metrics",
     "tiers",
+    "signals",
     "wire",
 }
 """Modules of sglang_ext that every part may import."""
@@ -57,7 +58,7 @@ PATCHES = rooms(
 )
 ROUTER = rooms(
     "router",
-    *("http", "api", "tenancy", "policies", "index", "fleet", "tokens", "telemetry", "cluster", "dispatch"),
+    *("http", "api", "tenancy", "telemetry", "policies", "index", "fleet", "tokens", "cluster", "dispatch"),
     *("hints", "endpoints", "app", ""),
     below=("protocol", "radix_global", "radix_global.sync", "cost_model"),
 )
@@ -100,8 +101,6 @@ LAZY_TORCH_PARTS = {"calibration", "tiered_store.dram", "cluster", "testing", "t
 """Parts that may import torch, and those that may do so inside a function only."""
 
 STILL_TO_CUT = {
-    ("router.dispatch", "router"),
-    ("router.endpoints", "router"),
     ("router.app", "router"),
 }
 """Breaches from before there were rooms. Nothing is added here."""

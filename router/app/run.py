@@ -1,9 +1,9 @@
-"""Putting the parts together, and running them."""
+"""Running a router: start, serve, drain, stop."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
+import gc
 import logging
 import os
 import signal
@@ -15,46 +15,13 @@ from typing import Any
 import uvloop
 
 from sglang_ext.clock import Clock, SystemClock
-from sglang_ext.cluster_key import read_cluster_key
-from sglang_ext.cost_model import CostModel
-from sglang_ext.errors import ConfigError, DeadlineError, InternalError, PeerError
-from sglang_ext.hosts import is_loopback
-from sglang_ext.protocol.agent import FromAgent
-from sglang_ext.router.app import garbage
-from sglang_ext.router.app.service import Service
-from sglang_ext.router.app.serving import Serving
-from sglang_ext.router.cluster.agents import Agents
-from sglang_ext.router.cluster.agents_metrics import show_agents
-from sglang_ext.router.cluster.members import Members, new_router_name
-from sglang_ext.router.cluster.role_change import RoleChanges
-from sglang_ext.router.cluster.setup import open_membership, show_membership
+from sglang_ext.errors import ConfigError, InternalError, PeerError
+from sglang_ext.router.app.wiring import Parts
 from sglang_ext.router.config import RouterConfig
-from sglang_ext.router.dispatch.advisory_book import HintBook
-from sglang_ext.router.dispatch.costs import RouterCosts
-from sglang_ext.router.dispatch.fetching import Fetching
-from sglang_ext.router.dispatch.moving import Mover
-from sglang_ext.router.dispatch.profiles import AUTO, cost_model_for, load_named
-from sglang_ext.router.endpoints.advisory_api import AdvisoryApi
-from sglang_ext.router.endpoints.cluster_api import ClusterApi
-from sglang_ext.router.endpoints.pages import page_routes
-from sglang_ext.router.endpoints.routes import RouteTable
-from sglang_ext.router.fleet.facts import InstanceFacts
-from sglang_ext.router.fleet.fleet import USABLE, Fleet
-from sglang_ext.router.fleet.health import HealthWatch
-from sglang_ext.router.fleet.worker import LEARN_TIMEOUT_S, WorkerApi
-from sglang_ext.router.hints.advising import Advisor
-from sglang_ext.router.hints.session_memory import SessionMemory
-from sglang_ext.router.http.server import HttpServer, raise_file_limit
-from sglang_ext.router.http.tls import server_context, worker_context
-from sglang_ext.router.http.upstream import HttpUpstream
-from sglang_ext.router.http.web_sites import sites_of
-from sglang_ext.router.index.index import Index
+from sglang_ext.router.fleet.fleet import USABLE
+from sglang_ext.router.http.server import raise_file_limit
 from sglang_ext.router.telemetry.logs import configure_logging
-from sglang_ext.router.telemetry.observability import RouterMetrics
-from sglang_ext.router.telemetry.tracing import open_tracing
 from sglang_ext.router.tenancy.key_file import read_key_file
-from sglang_ext.router.tenancy.tenants import KeyRing
-from sglang_ext.router.tokens.tokenizing import TokenizerService
 
 logger = logging.getLogger("router.run")
 
@@ -62,10 +29,14 @@ TOKENIZER_WAIT_S = 30.0
 """How long the start waits for the tokenizer; later, prompts are matched by text until it is there."""
 TIDY_INTERVAL_S = 0.25
 """Pause between looking for expired entries of the prompt tree, when there are none to take out."""
+GC_THRESHOLDS = (20_000, 20, 50)
+"""Objects until the youngest are looked at, and passes until the older and the oldest are. Requests leave
+hardly any cycles behind."""
 
 
-class Router:
-    """A router: ``async with Router(config) as router`` serves at ``router.url`` until the block ends.
+class Router(Parts):
+    """Its parts, running: ``async with Router(config) as router`` serves at ``router.url`` until the block
+    ends.
 
     Args:
         config: see ``RouterConfig``.
@@ -80,155 +51,17 @@ class Router:
         clock: Clock | None = None,
         on_loaded: Callable[[], None] = lambda: None,
     ) -> None:
-        self._on_loaded = on_loaded
         self.config = config
         self.clock = clock or SystemClock()
-        self.metrics = RouterMetrics()
-        self.trees = Index(
-            self.clock,
-            block_size=config.block_size,
-            ttl_s=config.tree_ttl_secs,
-            max_bytes=config.tree_max_bytes,
-            mode=config.index,
-            wait_s=config.index_wait_secs,
-        )
-        self.costs = RouterCosts(load_named(config.cost_profile) or CostModel(), self.clock.monotonic)
-        self.fleet = Fleet(
-            failure_threshold=config.health_failure_threshold,
-            on_restart=self._forget,
-            on_model=self._adopt,
-            cached_tokens=self.trees.tokens_of,
-            trusted=self.trees.trusted,
-            awaited=self.trees.awaited,
-            pairs=True,
-            now=self.clock.monotonic,
-        )
-        self.tokenizers = TokenizerService(
-            threads=config.tokenizer_threads,
-            cache_bytes=config.tokenizer_cache_bytes,
-            path=config.tokenizer_path,
-            trust_remote_code=config.trust_remote_code,
-            on_fallback=lambda why: self.metrics.untokenized.labels(why).inc(),
-        )
-        self._upstream = HttpUpstream(
-            config.connect_timeout_secs, tls=lambda: worker_context(config.tls_worker_ca_file)
-        )
-        self._api = WorkerApi(self._upstream, config.worker_api_key)
-        self.keys = KeyRing(self.clock, api_key=config.api_key, trusted=config.trusted())
-        self.tracing = open_tracing(config.otel_endpoint)
-        key = read_cluster_key(config.cluster_key_file) if config.cluster_key_file else None
-        name = new_router_name()
-        self.agents = Agents(self.trees, self.clock, router=name, key=key)
-        self.mover = Mover(
-            self.fleet, self.agents, self.clock, lambda how: self.metrics.moves.labels(how).inc()
-        )
-        self.serving = Serving(
-            config,
-            self.fleet,
-            self.trees,
-            self.costs,
-            self.tokenizers,
-            self._upstream,
-            self._api,
-            self.metrics,
-            self.clock,
-            self.mover,
-            self.tracing,
-        )
-        homes = self.serving.homes
-        self.watch = HealthWatch(
-            self.fleet,
-            self._api,
-            self.clock,
-            interval_s=config.health_check_interval_secs,
-            timeout_s=config.health_check_timeout_secs,
-            on_crash=self._crash,
-        )
-        store = open_membership(
-            config.cluster,
-            config.cluster_name,
-            config.cluster_password_file,
-            name,
-            self.clock,
-            key,
-            self._crash,
-        )
-        show_membership(store, self.metrics)
-        self.members = Members(
-            self.fleet,
-            self.watch,
-            store,
-            self.clock,
-            router=name,
-            links=self.agents,
-            on_session=homes.learn,
-        )
-        self.members.on_drain = self.mover.empty
-        self.agents.listener = self.members
-        show_agents(self.agents, self.fleet, self.metrics)
-        homes.share = self.members.remember_session
-        self.advisor = Advisor(
-            self.fleet,
-            self.trees,
-            self.tokenizers,
-            self.costs,
-            self.serving.chooser,
-            self.agents,
-            SessionMemory(config.session_memory_bytes),
-            self.metrics,
-            self.clock,
-            HintBook(config.hint_limits()),
-        )
-        self._advisory = AdvisoryApi(self.advisor, self.fleet, self.clock)
-        self.serving.chooser.expectations = self.advisor
-        self.serving.relay.on_learnt = self.advisor.learn
-        self.serving.generation.hinting = self._advisory
-        self.agents.others = self._on_message
-        self.fetching = Fetching(
-            self.agents,
-            self.costs,
-            lambda why: self.metrics.fetches.labels(why).inc(),
-            self._fetch_ended,
-        )
-        self.costs.can_fetch = self.fetching.possible
-        self.serving.chooser.fetching = self.advisor.fetching = self.fetching
-        cluster = ClusterApi(
-            self.members,
-            RoleChanges(self.members, self._api),
-            key,
-            self.keys,
-            self.clock,
-            sites_of(config.allowed_hosts, config.allowed_origins, config.host, keyed=False),
-            local=is_loopback(config.host),
-        )
-        self.routes = RouteTable(
-            [
-                *self.serving.routes(),
-                *cluster.routes(),
-                *self._advisory.routes(),
-                *page_routes(),
-            ]
-        )
-        keyed = config.api_key is not None or config.api_keys_file is not None
-        sites = sites_of(config.allowed_hosts, config.allowed_origins, config.host, keyed=keyed)
-        self._service = Service(self.routes, self.keys, sites, self.metrics, self.clock, self.tracing)
-        self._server = HttpServer(
-            self._service,
-            config.http_limits(),
-            tls=server_context(config.tls_cert_file, config.tls_key_file) if config.tls_cert_file else None,
-            clock=self.clock,
-            on_crash=self._crash,
-            grace_s=config.shutdown_grace_period_secs,
-        )
-        self._adopting: asyncio.Task[None] | None = None
-        self._background: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
         self._ended: asyncio.Future[None] | None = None
+        super().__init__(config, self.clock, on_loaded=on_loaded, on_crash=self._crash)
 
     @property
     def url(self) -> str:
         """Where it listens, once started."""
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
-        port = self.config.port or self._server.port
+        port = self.config.port or self.server.port
         return f"{'https' if self.config.tls_cert_file else 'http'}://{host}:{port}"
 
     async def start(self) -> None:
@@ -248,8 +81,7 @@ class Router:
             if config.member_port is not None:
                 await self._listen("127.0.0.1", config.member_port, "--member-port")
             await self.watch.first_round()
-            if self._adopting is not None:
-                await asyncio.wait({self._adopting}, timeout=TOKENIZER_WAIT_S)
+            await self.adoption.loaded(TOKENIZER_WAIT_S)
             if config.standby_fd is None:
                 await self.take_over()
         except BaseException:
@@ -263,7 +95,7 @@ class Router:
         ):
             task = asyncio.create_task(work, name=name)
             task.add_done_callback(self._task_ended)
-            self._background.append(task)
+            self._tasks.append(task)
         usable = sum(row.state in USABLE for row in self.fleet.rows.values())
         logger.info(
             "%s %s: policy %s, %d of %d workers usable, %s",
@@ -282,7 +114,7 @@ class Router:
     async def _listen(self, host: str, port: int, flag: str, descriptors: Sequence[int] = ()) -> None:
         try:
             sockets = [socket.socket(fileno=each) for each in descriptors]
-            await self._server.start(host, port, sockets)
+            await self.server.start(host, port, sockets)
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {host}:{port}: {error.strerror or error}",
@@ -302,18 +134,19 @@ class Router:
     async def stop(self) -> None:
         """Stop listening, let what is running end for the grace period, and end every task and thread."""
         # First, because what still runs needs all the rest.
-        await self._server.stop()
+        await self.server.stop()
         await self.watch.stop()
-        for task in (*self._background, self._adopting):
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await self.adoption.stop()
         await self.mover.stop()
         await self.members.stop()
         await self.agents.close()
-        await self._advisory.stop()
-        await self.serving.stop()
-        await self._upstream.close()
+        await self.advisory.stop()
+        await self.background.stop()
+        await self.relay.stop()
+        await self.upstream.close()
         self.tokenizers.close()
         self.tracing.close()
         if self._ended is not None and not self._ended.done():
@@ -321,7 +154,7 @@ class Router:
 
     def hurry(self) -> None:
         """Have ``stop`` wait for no request any more."""
-        self._server.hurry()
+        self.server.hurry()
 
     async def ended(self) -> None:
         """Wait until it was stopped.
@@ -345,15 +178,6 @@ class Router:
     def __repr__(self) -> str:
         return f"Router({self.fleet!r}, {self.trees!r}, {self.tokenizers!r})"
 
-    def check(self) -> None:
-        """Verify every invariant of every part."""
-        self.fleet.check()
-        self.members.roster.check()
-        self.trees.check()
-        self.serving.check()
-        self.advisor.check()
-        self._server.check()
-
     # -- tasks ------------------------------------------------------------------------------------
 
     def _crash(self, error: BaseException) -> None:
@@ -369,49 +193,21 @@ class Router:
 
     async def _tidy(self) -> None:
         while True:
-            self.serving.look_ready()
+            self.information.look_ready()
             await self.clock.sleep(0 if self.trees.tidy() else TIDY_INTERVAL_S)
 
-    def _on_message(self, name: str, message: FromAgent) -> None:
-        """What an agent says that concerns neither the index nor its life."""
-        for listener in (self.fetching, self.mover.calls, self.advisor):
-            listener.on_message(name, message)
 
-    def _fetch_ended(self, how: str, tokens: int) -> None:
-        self.metrics.fetches_ended.labels(how).inc()
-        self.metrics.fetched_tokens.inc(tokens)
+def settle_garbage() -> None:
+    """Never look again at what is there now. For a process that is a router and nothing else, once it has
+    loaded what it needs.
 
-    def _forget(self, name: str) -> None:
-        """An instance was started anew or is gone: neither its cache nor its speed is what it was."""
-        self.trees.forget(name)
-        self.costs.forget(name)
-        self.fetching.forget(name)
-
-    def _adopt(self, facts: InstanceFacts) -> None:
-        """The fleet takes on a model: nothing known of the former one holds."""
-        self.trees.clear()
-        if self.config.cost_profile == AUTO:
-            self.costs.use(cost_model_for(facts.model.name))
-        if self._adopting is not None:
-            self._adopting.cancel()
-        self._adopting = asyncio.create_task(self._load_tokenizer(facts), name="load the tokenizer")
-        self._adopting.add_done_callback(self._task_ended)
-
-    async def _load_tokenizer(self, facts: InstanceFacts) -> None:
-        await self.tokenizers.load(facts)
-        self._on_loaded()
-        if self.tokenizers.tokenizer is None:
-            return
-        while True:
-            for instance in [row for row in self.fleet.rows.values() if row.state in USABLE]:
-                theirs = functools.partial(self._api.tokenize, instance.name, timeout_s=LEARN_TIMEOUT_S)
-                try:
-                    await self.tokenizers.verify(theirs)
-                except (PeerError, DeadlineError) as error:
-                    logger.warning("cannot compare tokens: %s", error)
-                else:
-                    return
-            await self.clock.sleep(1.0)
+    Python looks at every object that there is, now and then, for cycles. A tokenizer's libraries leave half a
+    million objects behind that never become garbage; looking at them takes 100 ms and more, in which no
+    request goes on.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
 
 
 async def serve(config: RouterConfig) -> None:
@@ -425,7 +221,7 @@ async def serve(config: RouterConfig) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    async with Router(config, on_loaded=garbage.settle) as router:
+    async with Router(config, on_loaded=settle_garbage) as router:
         loop.add_signal_handler(signal.SIGHUP, _read_keys_again, router)
         stopping = asyncio.create_task(stop.wait())
         ending = asyncio.create_task(router.ended())
@@ -435,7 +231,7 @@ async def serve(config: RouterConfig) -> None:
             await asyncio.wait({stopping, ending}, return_when=asyncio.FIRST_COMPLETED)
             if ending.done():
                 ending.result()
-            logger.info("stopping: %d requests are being answered", len(router.serving.flights))
+            logger.info("stopping: %d requests are being answered", len(router.flights))
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, router.hurry)

@@ -1,84 +1,63 @@
-"""The channels to the instances' agents: hello, placement events, heartbeats; one task per instance.
-
-    silent for `VERDICT_S`   the instance is reported as silent, and its index not trusted; the channel is
-                             made anew, and events go on where they were if the agent still knows them;
-                             time in which the router itself stood still does not count
-    something is missing     hello without a place: a snapshot follows
-    another epoch            the instance was restarted: what was known of it is forgotten at once
-
-Everything runs on the event loop, a message at a time, with other tasks in between.
-"""
+"""The channels to the instances' agents: opened and ended as the cluster manager wants it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from zmq import constants as zmq
 from zmq.asyncio import Context
 
 from sglang_ext.clock import Clock
 from sglang_ext.cluster_key import ClusterKey
-from sglang_ext.errors import InternalError
 from sglang_ext.protocol.agent import (
-    AGENT_PROTOCOL,
     FROM_AGENT,
-    TO_AGENT,
     Beat,
-    Events,
     FromAgent,
-    Hello,
     PeerDead,
-    Ping,
-    SnapshotBegin,
-    SnapshotEnd,
-    SnapshotPart,
     ToAgent,
-    Welcome,
 )
-from sglang_ext.protocol.cluster import HEARTBEAT_S, VERDICT_S, Registration
-from sglang_ext.radix_global.sync.replica import Outcome
+from sglang_ext.protocol.cluster import VERDICT_S, Registration
+from sglang_ext.router.cluster.agent_link import AgentCounters, AgentListener, Link
+from sglang_ext.router.cluster.members_view import fills_of
 from sglang_ext.router.index.index import Index
 from sglang_ext.router.policies.base import Role
-from sglang_ext.wire import WireError
+from sglang_ext.router.telemetry.observability import RouterMetrics
+from sglang_ext.signals import Signal
 
 logger = logging.getLogger("router.agents")
 
-ASK_PAUSE_S: Final = 0.2
-"""Between two hellos to one agent, so that a broken stream does not become a stream of snapshots."""
-PATIENCE_S: Final = 15.0
-"""For a snapshot, before it is asked for again."""
+
+class AgentChannels(Protocol):
+    """The channels to the instances' agents, as others use them. Names are URLs."""
+
+    messages: Signal[[str, FromAgent]]
+    """What an agent says that concerns neither the index nor its life: (name, message)."""
+
+    def registration(self, name: str) -> Registration | None:
+        """What an instance said of itself, while its agent is heard."""
+
+    def send(self, name: str, message: ToAgent) -> bool:
+        """Tell an instance's agent something. False when it has none, or is not heard."""
+
+    def computes(self, name: str) -> bool:
+        """Whether an instance computes what nobody holds of an announced prompt."""
+        registration = self.registration(name)
+        return registration is not None and registration.computes
+
+    def can_fetch(self, source: str, target: str) -> bool:
+        """Whether ``target`` can fetch from ``source``: their KV is of one kind, and both can be told."""
+        there, here = self.registration(source), self.registration(target)
+        if there is None or here is None or source == target:
+            return False
+        return bool(there.endpoints) and (
+            (there.namespace, there.block_size, len(there.endpoints))
+            == (here.namespace, here.block_size, len(here.endpoints))
+        )
 
 
-class AgentListener(Protocol):
-    """Who is told how the instances are. Names are URLs, epochs hexadecimal."""
-
-    def on_heartbeat(self, name: str, epoch: str) -> None:
-        """The agent of an instance lives."""
-
-    def on_silent(self, name: str) -> None:
-        """The agent of an instance was not heard for `VERDICT_S`."""
-
-
-@dataclass
-class AgentCounters:
-    """Of one instance, since the router's start."""
-
-    events: int = 0
-    gaps: int = 0
-    """How often something was missing."""
-    snapshots: int = 0
-    lag_s: float = 0.0
-    """Age of the newest message of events: from the change to its being sent."""
-    bad: int = 0
-    """Messages that were none."""
-
-
-class Agents:
+class Agents(AgentChannels):
     """See the module's docstring.
 
     Args:
@@ -87,8 +66,6 @@ class Agents:
         router: what this router calls itself.
         key: of the cluster.
         listener: told of heartbeats and silence.
-        on_beat: told what an instance says of itself: (name, beat).
-        others: takes messages that concern neither index nor life: (name, message).
     """
 
     def __init__(
@@ -99,15 +76,12 @@ class Agents:
         router: str,
         key: ClusterKey | None = None,
         listener: AgentListener | None = None,
-        on_beat: Callable[[str, Beat], None] = lambda name, beat: None,
-        others: Callable[[str, FromAgent], None] = lambda name, message: None,
     ) -> None:
         self.index = index
         self.listener = listener
         self.router = router
         self.clock = clock
-        self.on_beat = on_beat
-        self.others = others
+        self.messages = Signal()
         self.verdict_s = VERDICT_S
         """How long an agent may be silent; tests on a busy machine give it longer."""
         self._key = key
@@ -165,11 +139,6 @@ class Agents:
         link = self._links.get(name)
         return link.registration if link is not None and link.heard else None
 
-    def computes(self, name: str) -> bool:
-        """Whether an instance computes what nobody holds of an announced prompt."""
-        registration = self.registration(name)
-        return registration is not None and registration.computes
-
     def send(self, name: str, message: ToAgent) -> bool:
         """Tell an instance's agent something. False when it has none, or is not heard."""
         link = self._links.get(name)
@@ -180,13 +149,42 @@ class Agents:
         link = self._links.get(name)
         return link.beat if link is not None and link.heard else None
 
-    def beats(self) -> dict[str, Beat]:
-        """What each instance said of itself last, of those that are heard."""
-        return {name: link.beat for name, link in self._links.items() if link.heard and link.beat is not None}
-
     def counters(self) -> dict[str, AgentCounters]:
         """By instance, of those that have an agent."""
         return {name: link.counters for name, link in self._links.items()}
+
+    def measure(self, metrics: RouterMetrics) -> None:
+        """Show what each agent tells of its instance, and how its channel is."""
+        told = {
+            "events": metrics.gauge("index_events", "Placement events applied, since the start", "instance"),
+            "gaps": metrics.gauge("index_gaps", "How often events were missing, since the start", "instance"),
+            "snapshots": metrics.gauge("index_snapshots", "Snapshots taken in, since the start", "instance"),
+            "lag_s": metrics.gauge(
+                "event_lag_seconds", "Age of the last placement event when it was applied", "instance"
+            ),
+        }
+        requests = metrics.gauge(
+            "instance_requests", "Requests that an instance says it has", "instance", "state"
+        )
+        tiers = metrics.gauge(
+            "tier_blocks", "Blocks that a tier holds or can hold", "instance", "tier", "what"
+        )
+
+        def refresh() -> None:
+            for gauge in (*told.values(), requests, tiers):
+                gauge.clear()
+            for name, link in self._links.items():
+                for what, gauge in told.items():
+                    gauge.labels(name).set(getattr(link.counters, what))
+                if (beat := self.beat(name)) is None:
+                    continue
+                requests.labels(name, "running").set(beat.load.running)
+                requests.labels(name, "queued").set(beat.load.queued)
+                for tier, fill in fills_of(beat).items():
+                    tiers.labels(name, tier.name, "used").set(fill.used)
+                    tiers.labels(name, tier.name, "size").set(fill.size)
+
+        metrics.refreshing.subscribe(refresh)
 
     def _end(self, link: Link) -> None:
         link.task.cancel()
@@ -225,188 +223,3 @@ class Agents:
 
     def __repr__(self) -> str:
         return f"Agents({', '.join(map(repr, self._links.values()))})"
-
-
-class Link:
-    """The channel to one agent."""
-
-    def __init__(
-        self, agents: Agents, name: str, registration: Registration, counters: AgentCounters
-    ) -> None:
-        self.name = name
-        self.registration = registration
-        self.counters = counters
-        self.heard = False
-        """Whether it is, now."""
-        self.beat: Beat | None = None
-        self._agents = agents
-        self._index = agents.index
-        self._clock = agents.clock
-        self._heard_at = self._clock.monotonic()
-        self._asked_at = -math.inf
-        self._ask_due = True
-        self._waiting = False
-        """Asked, and neither told to go on nor that a snapshot begins."""
-        self._socket: Any = None
-        self.task = asyncio.create_task(self._run(), name=f"agent of {name}")
-
-    def goes_to(self, registration: Registration) -> bool:
-        """Whether the channel is the one that a registration asks for."""
-        mine = self.registration
-        return (mine.agent, mine.agent_key, mine.epoch, mine.role) == (
-            registration.agent,
-            registration.agent_key,
-            registration.epoch,
-            registration.role,
-        )
-
-    def send(self, message: ToAgent) -> bool:
-        """Send without waiting. False when the agent is not heard, or takes nothing."""
-        if self._socket is None:
-            return False
-        try:
-            data = TO_AGENT.encode(message)
-        except InternalError as error:
-            # A prompt too long for a message: whoever has one to tell does without.
-            logger.warning("%s is not told: %s", self.name, error)
-            return False
-        sent: asyncio.Future[Any] = self._socket.send(data, zmq.DONTWAIT)
-        if not sent.done():
-            sent.cancel()
-            return False
-        if sent.exception() is not None:
-            return False
-        return self.heard
-
-    async def _run(self) -> None:
-        while True:
-            self._socket = self._agents.socket(self.registration)
-            self._ask_due, self._asked_at, self._waiting = True, -math.inf, False
-            receiving = asyncio.create_task(self._receive(), name=f"receive from {self.name}")
-            try:
-                await self._beats(receiving)
-            except Exception:
-                # A fault of ours: nothing of what was told is believed, and all of it is asked for again.
-                logger.exception("what %s tells cannot be taken in", self.name)
-                self._lost_touch()
-                await self._clock.sleep(HEARTBEAT_S)
-            finally:
-                receiving.cancel()
-                await asyncio.gather(receiving, return_exceptions=True)
-                self._socket.close(linger=0)
-                self._socket = None
-                self._index.heard(self.name, alive=False)
-            if self.heard and self._agents.listener is not None:
-                self._agents.listener.on_silent(self.name)
-            self.heard = False
-
-    async def _beats(self, receiving: asyncio.Task[None]) -> None:
-        """Ask, ping, and watch the time, until the agent has been silent for too long."""
-        since = self._clock.monotonic()  # from when silence counts
-        limit = self._agents.verdict_s - HEARTBEAT_S / 2
-        while True:
-            if receiving.done():
-                receiving.result()
-            now = self._clock.monotonic()
-            if self._ask_due and now - self._asked_at >= ASK_PAUSE_S:
-                self._ask(now)
-            else:
-                self.send(Ping(self._agents.router))
-            pause = ASK_PAUSE_S if self._ask_due else HEARTBEAT_S / 2
-            await self._clock.sleep(pause)
-            woken = self._clock.monotonic()
-            since = max(since, self._heard_at)
-            if (late := woken - now - pause) > HEARTBEAT_S / 2:
-                # It was this process that stood still: what the agent has sent waits in our socket.
-                since += late
-            if woken - since > limit:
-                return
-
-    def _ask(self, now: float) -> None:
-        replica = self._index.replica(self.name)
-        hello = Hello(self._agents.router)
-        if replica is not None and replica.trusted:
-            hello = Hello(self._agents.router, replica.epoch, replica.next)
-        self.send(hello)
-        self._ask_due, self._asked_at, self._waiting = False, now, True
-
-    async def _receive(self) -> None:
-        while True:
-            frames = await self._socket.recv_multipart()
-            try:
-                if len(frames) != 1:
-                    raise WireError("a message with the wrong number of frames")
-                message = FROM_AGENT.decode(frames[0])
-            except WireError as error:
-                self.counters.bad += 1
-                self._broken(f"sent what is no message: {error}")
-                continue
-            self._take(message)
-            # Requests go between two messages, however many there are.
-            await asyncio.sleep(0)
-
-    def _take(self, message: FromAgent) -> None:
-        self._heard_at = self._clock.monotonic()
-        if not self.heard:
-            self.heard = True
-            self._index.heard(self.name, alive=True)
-        match message:
-            case Beat():
-                self._beat(message)
-            case Welcome():
-                if message.protocol != AGENT_PROTOCOL:
-                    self._broken(f"speaks protocol {message.protocol}, this router {AGENT_PROTOCOL}")
-                else:
-                    self._index.began(self.name, message.epoch, message.naming)
-                    self._waiting = not message.resumed
-                    if not message.resumed:
-                        self._lost_touch()
-            case Events() | SnapshotBegin() | SnapshotPart() | SnapshotEnd():
-                self._placements(message)
-            case _:
-                self._agents.others(self.name, message)
-
-    def _placements(self, message: Events | SnapshotBegin | SnapshotPart | SnapshotEnd) -> None:
-        outcome = self._index.apply(self.name, message)
-        if outcome is Outcome.BROKEN:
-            if not self._waiting:
-                self._broken("left something out")
-            return
-        if isinstance(message, SnapshotBegin):
-            self._waiting = False
-        if isinstance(message, Events):
-            self.counters.events += len(message.events)
-            self.counters.lag_s = message.age_ms / 1000
-        elif isinstance(message, SnapshotEnd) and outcome is Outcome.APPLIED:
-            self.counters.snapshots += 1
-
-    def _beat(self, beat: Beat) -> None:
-        replica = self._index.replica(self.name)
-        if replica is not None and not replica.trusted:
-            if self._clock.monotonic() - self._asked_at > PATIENCE_S:
-                self._broken("does not answer")
-        elif replica is not None:
-            if replica.epoch != beat.epoch:
-                self._broken("is in another epoch")
-            elif replica.next < beat.next:
-                # The stream is ordered: what came before this beat has come, or will not come.
-                self._lost_touch()
-                self._broken("left something out")
-        if self._agents.listener is not None:
-            self._agents.listener.on_heartbeat(self.name, beat.epoch.hex())
-        self.beat = beat
-        self._agents.on_beat(self.name, beat)
-
-    def _lost_touch(self) -> None:
-        if (replica := self._index.replica(self.name)) is not None:
-            replica.lost_touch()
-
-    def _broken(self, why: str) -> None:
-        if self._ask_due:
-            return
-        self.counters.gaps += 1
-        logger.info("the agent of %s %s; asking for a snapshot", self.name, why)
-        self._ask_due = True
-
-    def __repr__(self) -> str:
-        return f"Link({self.name}, {'heard' if self.heard else 'silent'}, {self.counters})"

@@ -21,6 +21,8 @@ from sglang_ext.router.cluster.roster import LEFT_KEPT_S, Change, Intent, Member
 from sglang_ext.router.fleet.fleet import Fleet, InstanceRecord
 from sglang_ext.router.fleet.health import HealthWatch
 from sglang_ext.router.fleet.lifecycle import USABLE, Event, State
+from sglang_ext.router.telemetry.observability import RouterMetrics
+from sglang_ext.signals import Signal
 
 logger = logging.getLogger("router.members")
 
@@ -47,6 +49,16 @@ class AgentLinks(Protocol):
 
     def beat(self, name: str) -> Beat | None:
         """What an instance said of itself last, while its agent is heard."""
+
+
+class SessionHomes(Protocol):
+    """Where sessions are, as far as one router knows. Names are URLs."""
+
+    kept: Signal[[str, str]]
+    """This router has sent a session (first) to an instance."""
+
+    def learn(self, session: str, name: str) -> None:
+        """Another router has."""
 
 
 class NoAgents:
@@ -85,13 +97,14 @@ class Members:
     """The members of one router's cluster.
 
     Args:
-        fleet: their lives; its ``on_event`` is taken.
+        fleet: their lives.
         watch: probes them.
         store: shares them.
         links: their agents.
         clock: seconds.
         router: which router this is.
-        on_session: told that another router has sent a session (first) to an instance (its URL).
+        homes: where sessions are, which routers tell each other.
+        on_drain: told of an instance (its URL) that shall finish and go.
     """
 
     def __init__(
@@ -103,7 +116,8 @@ class Members:
         *,
         router: str = "",
         links: AgentLinks | None = None,
-        on_session: Callable[[str, str], None] = lambda session, name: None,
+        homes: SessionHomes | None = None,
+        on_drain: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.router = router or new_router_name()
         self.roster = Roster()
@@ -112,22 +126,34 @@ class Members:
         self._watch = watch
         self.clock = clock
         self.links: AgentLinks = links or NoAgents()
-        self._tell_session = on_session
+        self._homes = homes
+        self._on_drain = on_drain
         self.drains: dict[str, float] = {}
         """When each drain began, by URL; ``monotonic``."""
         self._said: dict[str, float] = {}
         """When each instance last registered here; ``monotonic``."""
         self._dead: dict[str, str] = {}
         """The epochs that the agents were told to be dead, of instances that have not come back."""
-        self.on_drain: Callable[[str], None] = lambda name: None
-        """Told of an instance (its URL) that shall finish and go."""
-        fleet.on_event = self._on_event
+        fleet.happened.subscribe(self._on_event)
+        if homes is not None:
+            homes.kept.subscribe(self._remember_session)
 
     async def start(self, urls: Iterable[str]) -> None:
         """Take in what others have published, and the instances that were listed by URL."""
         await self.store.start(self)
         for url in urls:
             self.list_url(url)
+
+    def measure(self, metrics: RouterMetrics) -> None:
+        """Show how membership is."""
+        connected = metrics.gauge("membership_connected", "1 when membership can be shared, or need not be")
+        routers = metrics.gauge("membership_routers", "Routers that share the membership, this one included")
+
+        def refresh() -> None:
+            connected.set(self.store.view().connected)
+            routers.set(1 + len(self.store.others))
+
+        metrics.refreshing.subscribe(refresh)
 
     async def stop(self) -> None:
         """Tell the other routers that this one goes."""
@@ -205,17 +231,6 @@ class Members:
             return row.role.value
         return member.registration.role if member.registration else "colocated"
 
-    def on_heartbeat(self, name: str, epoch: str) -> None:
-        """The agent of an instance (by URL) lives."""
-        row = self.fleet.rows.get(name)
-        if row is not None and row.epoch == epoch:
-            self.fleet.heard(name)
-
-    def on_silent(self, name: str) -> None:
-        """The agent of an instance (by URL) was not heard for ``VERDICT_S``."""
-        self.fleet.lost(name, f"its agent was not heard for {VERDICT_S:g} s")
-        self._watch.watch(name)
-
     def _wish(self, instance: str, intent: Intent, deadline: float = 0.0) -> None:
         member = self.member(instance)
         self._publish([self.roster.wished(member.instance, intent, self.clock.wall(), deadline)])
@@ -264,7 +279,7 @@ class Members:
         if after.intent is Intent.GO:
             self.drains.setdefault(after.url, self.clock.monotonic())
             self.fleet.drain(after.url, "somebody wishes it to go")
-            self.on_drain(after.url)
+            self._on_drain(after.url)
         else:
             self.drains.pop(after.url, None)
             resumed = self.fleet.rows[after.url].state in (State.DRAINING, State.LEFT)
@@ -355,8 +370,8 @@ class Members:
 
     def on_session(self, session: str, instance: str) -> None:
         """Another router has sent a session to an instance."""
-        if (member := self.roster.get(instance)) is not None:
-            self._tell_session(session, member.url)
+        if self._homes is not None and (member := self.roster.get(instance)) is not None:
+            self._homes.learn(session, member.url)
 
     def records(self) -> Iterable[Member]:
         """Every record that this router has."""
@@ -378,7 +393,7 @@ class Members:
             return float("inf")
         return self.clock.monotonic() - row.heard
 
-    def remember_session(self, session: str, name: str) -> None:
+    def _remember_session(self, session: str, name: str) -> None:
         """This router has sent a session to an instance (its URL): other routers shall know."""
         if (member := self.roster.at(name)) is not None:
             self.store.remember(session, member.instance)

@@ -10,7 +10,6 @@ from sglang_ext.clock import Clock
 from sglang_ext.cluster_key import ClusterKey, read_secret
 from sglang_ext.errors import ConfigError
 from sglang_ext.router.cluster.membership import EmbeddedMembership, Membership
-from sglang_ext.router.telemetry.observability import RouterMetrics
 
 EMBEDDED = "embedded"
 SCHEMES = ("redis", "rediss", "unix")
@@ -70,15 +69,3 @@ def open_membership(
     if password_file is not None:
         password = read_secret(password_file, field="--cluster-password-file").decode("utf-8", "replace")
     return RedisMembership(url, router, clock, name=name, password=password, key=key, on_crash=on_crash)
-
-
-def show_membership(store: Membership, metrics: RouterMetrics) -> None:
-    """Have metrics tell how membership is."""
-    connected = metrics.gauge("membership_connected", "1 when membership can be shared, or need not be")
-    routers = metrics.gauge("membership_routers", "Routers that share the membership, this one included")
-
-    def refresh() -> None:
-        connected.set(store.view().connected)
-        routers.set(1 + len(store.others))
-
-    metrics.on_refresh.append(refresh)

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import dataclass
 from typing import Protocol
 
-from sglang_ext.router.config import RouterConfig
 from sglang_ext.router.dispatch.advisory_book import Place
 from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.dispatch.explain import Choice
 from sglang_ext.router.dispatch.fetching import Fetching
 from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.fleet.fleet import Fleet
+from sglang_ext.router.http.types import RequestRefused
 from sglang_ext.router.index.prompt_trees import PromptTrees
 from sglang_ext.router.policies import (
     Decision,
     Instance,
     Match,
+    Policy,
     PolicyOptions,
     Prompt,
     Reason,
     Role,
     beginners,
-    policy_named,
 )
 from sglang_ext.router.policies import Fleet as Instances
 from sglang_ext.router.policies.assembly import trusted_matches, with_decode
@@ -31,6 +32,20 @@ from sglang_ext.router.policies.base import matched_tokens
 from sglang_ext.router.policies.prompt_tree import NOTHING
 from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, FetchNote
 from sglang_ext.router.telemetry.observability import RouterMetrics
+
+RETRY_AFTER_S = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routing:
+    """How an instance is chosen, as the router was told."""
+
+    name: str
+    """Of the policy."""
+    policy: Policy
+    options: PolicyOptions
+    most_running: int = 0
+    """Requests that an instance is given at a time; 0 for no limit."""
 
 
 class Expectations(Protocol):
@@ -45,39 +60,35 @@ class Chooser:
     """Decides, and tells the index the guess that the chosen instance will hold the prompt.
 
     Args:
-        config: the policy and its thresholds.
+        routing: the policy and its thresholds.
         fleet: who can take requests.
         trees: who holds which prefix.
         costs: what computing takes where, and what is on its way.
         metrics: counts decisions.
+        fetching: has the chosen instance fetch what another one holds.
+        expectations: told of each request before it is decided on; None where no hints are taken.
     """
 
     def __init__(
         self,
-        config: RouterConfig,
+        routing: Routing,
         fleet: Fleet,
         trees: PromptTrees,
         costs: RouterCosts,
         metrics: RouterMetrics,
+        fetching: Fetching | None = None,
+        expectations: Expectations | None = None,
     ) -> None:
-        self._name = config.policy
-        self._most_running = config.max_running_per_instance
+        self._name = routing.name
+        self._most_running = routing.most_running
         self._fleet = fleet
         self._trees = trees
         self._costs = costs
         self._metrics = metrics
-        self.policy = policy_named(config.policy)
-        self.options = PolicyOptions(
-            cache_threshold=config.cache_threshold,
-            balance_abs_threshold=config.balance_abs_threshold,
-            balance_rel_threshold=config.balance_rel_threshold,
-            balance_cache_factor=config.balance_cache_factor,
-            tie_tokens=config.block_size,
-        )
-        self.expectations: Expectations | None = None
-        """Told of each request before it is decided on."""
-        self.fetching: Fetching | None = None
-        """Has the chosen instance fetch what another one holds."""
+        self._policy = routing.policy
+        self._options = routing.options
+        self._expectations = expectations
+        self._fetching = fetching
 
     def capacity(self) -> float:
         """Requests that the fleet may have now; infinite without ``--max-running-per-instance``."""
@@ -97,7 +108,7 @@ class Chooser:
         fetch = self._fetch(flight, decision, fleet, matches)
         if decision is None or (fetch is not None and fetch.end == NOT_WORTH_IT):
             # Not announced, or too late: its KV is elsewhere still, and the announced place would compute it.
-            decision = self.policy(prompt, fleet, matches, self._costs, self.options)
+            decision = self._policy(prompt, fleet, matches, self._costs, self._options)
             fetch = self._fetch(flight, decision, fleet, matches)
         record.fetch = fetch
         if not self._has_all(flight, decision.instance, matches):
@@ -111,13 +122,13 @@ class Chooser:
         self, flight: Flight, prompt: Prompt, fleet: tuple[Instance, ...], matches: dict[str, Match]
     ) -> Decision | None:
         """Where the request was announced to run, with an instance that decodes where it needs one."""
-        place = None if self.expectations is None else self.expectations.expected_at(flight, fleet)
+        place = None if self._expectations is None else self._expectations.expected_at(flight, fleet)
         if place is None:
             return None
         held = matched_tokens(matches, place.instance)
         decision = Decision(place.instance, Reason.ADVISED, held, decode=place.decode)
         return with_decode(
-            decision, prompt, fleet, trusted_matches(fleet, matches), self._costs, self.options
+            decision, prompt, fleet, trusted_matches(fleet, matches), self._costs, self._options
         )
 
     def _fetch(
@@ -128,14 +139,14 @@ class Chooser:
         matches: dict[str, Match],
     ) -> FetchNote | None:
         """What of the prompt the chosen instance has another one send, if anything."""
-        if decision is None or self.fetching is None:
+        if decision is None or self._fetching is None:
             return None
-        return self.fetching.consider(flight, decision, fleet, matches)
+        return self._fetching.consider(flight, decision, fleet, matches)
 
     async def prepared(self, flight: Flight) -> None:
         """Return when the chosen instance is ready for a request that was chosen for it."""
-        if self.fetching is not None and flight.record.fetch is not None:
-            await self.fetching.heard(flight.record.fetch)
+        if self._fetching is not None and flight.record.fetch is not None:
+            await self._fetching.heard(flight.record.fetch)
 
     def _matches(self, flight: Flight) -> dict[str, Match]:
         """What each instance holds of all prompts together."""
@@ -170,7 +181,7 @@ class Chooser:
             prompt = Prompt(
                 flight.units, flight.admitted.session, record.priority, request_id=record.request_id
             )
-            found = self.policy(prompt, fleet, matches, self._costs, self.options)
+            found = self._policy(prompt, fleet, matches, self._costs, self._options)
             decision = Decision(found.instance, Reason.SESSION, found.matched, found.scores, instance)
         self._guess(flight, decision.instance)
         flight.record.instance, flight.record.reason = decision.instance, decision.reason.value
@@ -213,4 +224,15 @@ def _choice(
         [known.name for known in fleet if known.awaited],
         decision.decode,
         fetch,
+    )
+
+
+def no_worker(fleet: Fleet) -> RequestRefused:
+    """The error when no instance can take a request."""
+    return RequestRefused(
+        f"no worker can take the request now: {fleet.obstacle() or 'all that could were tried'}",
+        status=503,
+        kind="server_error",
+        code="no_worker",
+        headers={"retry-after": str(RETRY_AFTER_S)},
     )

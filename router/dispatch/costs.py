@@ -136,7 +136,7 @@ class RouterCosts:
         self.model = model
         self._monotonic = monotonic
         self._models = models
-        self.can_fetch = can_fetch
+        self._can_fetch = can_fetch
         self._fleet = Correction()
         self._corrections: dict[str, Correction] = {}
         self._factors: dict[str, float] = {}
@@ -169,7 +169,7 @@ class RouterCosts:
     def transfer_s(self, source: Instance, target: Instance, tokens: int) -> float:
         # A hand-over from prefill to decode takes place in any case.
         hands_over = source.role is Role.PREFILL and target.role is Role.DECODE
-        if not (hands_over or self.can_fetch(source.name, target.name)):
+        if not (hands_over or self._can_fetch(source.name, target.name)):
             return math.inf
         if tokens <= 0:
             return 0.0

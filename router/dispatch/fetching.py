@@ -11,13 +11,12 @@ import contextlib
 import math
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol import agent as agent_messages
-from sglang_ext.protocol.agent import Expecting, Fetched, FromAgent, Lend, Source, ToAgent
-from sglang_ext.protocol.cluster import Registration
+from sglang_ext.protocol.agent import Expecting, Fetched, FromAgent, Lend, Source
+from sglang_ext.router.cluster.agents import AgentChannels
 from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.policies import Decision, Instance, beginners
@@ -25,6 +24,7 @@ from sglang_ext.router.policies import Fleet as Instances
 from sglang_ext.router.policies.base import Fetch, Matches, load_of
 from sglang_ext.router.policies.prompt_tree import NOTHING
 from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, UNHEARD, FetchNote
+from sglang_ext.router.telemetry.observability import RouterMetrics
 
 LEAST_WAIT_S: Final = 0.25
 """A scheduler takes its time until it lends: it does between two passes. So a request may wait so much longer
@@ -44,53 +44,40 @@ IN_VAIN: Final = frozenset({"late", "gone", "stale"})
 """Ends of fetches that took time and brought nothing."""
 
 
-class FetchChannels(Protocol):
-    """What of ``sglang_ext.router.cluster.agents.Agents`` is used here. Names are URLs."""
-
-    def registration(self, name: str) -> Registration | None: ...
-
-    def send(self, name: str, message: ToAgent) -> bool: ...
-
-
 class Fetching:
     """See the module's docstring.
 
     Args:
         channels: to the agents.
         costs: what computing and moving take.
-        told: called with a word for what was asked for.
-        ended: called with a word for what became of that, and the tokens that came.
+        metrics: counts what was asked for, and what became of that.
     """
 
     def __init__(
         self,
-        channels: FetchChannels,
+        channels: AgentChannels,
         costs: RouterCosts,
-        told: Callable[[str], None] = lambda what: None,
-        ended: Callable[[str, int], None] = lambda how, tokens: None,
+        metrics: RouterMetrics,
     ) -> None:
         self._channels = channels
         self._costs = costs
-        self._told = told
-        self._ended = ended
+        self._fetches = metrics.counter(
+            "fetches",
+            "Prompts whose KV an instance was told to fetch from another, for a request or a hint; unheard: "
+            "one of both could not be told; not-worth-it: computing is expected to take less time",
+            "why",
+        )
+        self._ends = metrics.counter("fetches_ended", "What became of them, as instances say", "how")
+        self._fetched_tokens = metrics.counter("fetched_tokens", "Tokens whose KV came from another instance")
         self._notes: OrderedDict[tuple[bool, str], FetchNote] = OrderedDict()
         """(Of a hint, id) -> a fetch that has not ended, as far as is known; the oldest are forgotten."""
         self.least_wait_s = LEAST_WAIT_S
-
-    def possible(self, source: str, target: str) -> bool:
-        """Whether ``target`` can fetch from ``source``: their KV is of one kind, and both can be told."""
-        there, here = self._channels.registration(source), self._channels.registration(target)
-        if there is None or here is None or source == target:
-            return False
-        return bool(there.endpoints) and (
-            (there.namespace, there.block_size, len(there.endpoints))
-            == (here.namespace, here.block_size, len(here.endpoints))
-        )
+        channels.messages.subscribe(self.on_message)
 
     def everywhere(self, fleet: Instances) -> bool:
         """Whether any instance of a fleet can fetch from any other."""
         return len(fleet) > 1 and all(
-            self.possible(fleet[0].name, other.name) for other in fleet if other is not fleet[0]
+            self._channels.can_fetch(fleet[0].name, other.name) for other in fleet if other is not fleet[0]
         )
 
     # -- for a request ------------------------------------------------------------------------------
@@ -106,7 +93,7 @@ class Fetching:
         if note is None or note.transfer_s <= note.saved_s:
             return None if note is None else self._tell(flight, note, fleet)
         note.end = NOT_WORTH_IT
-        self._told(NOT_WORTH_IT)
+        self._fetches.labels(NOT_WORTH_IT).inc()
         return note
 
     def begin(
@@ -134,11 +121,11 @@ class Fetching:
             id = flight.record.request_id
             message = agent_messages.Fetch(id, key, source, extra_key, salt, wait_s)
             if self._channels.send(note.target, message):
-                self._told("fetch")
+                self._fetches.labels("fetch").inc()
                 self._keep(ahead=False, id=id, note=note)
                 return note
         note.end = UNHEARD
-        self._told(UNHEARD)
+        self._fetches.labels(UNHEARD).inc()
         return note
 
     def _note(
@@ -204,7 +191,7 @@ class Fetching:
         source = min(equals, key=lambda known: self._costs.transfer_s(known, chosen, most))
         _, _, extra_key, salt = namespace
         found = self._lend(source.name, instance, key, extra_key, salt)
-        self._told("hint" if found is not None else UNHEARD)
+        self._fetches.labels("hint" if found is not None else UNHEARD).inc()
         if found is not None:
             tokens = len(key) // TOKEN_BYTES
             self._keep(ahead=True, id=id, note=self._note(source, chosen, matches, tokens, most))
@@ -234,7 +221,8 @@ class Fetching:
         note.heard.set()
         del self._notes[message.ahead, message.id]
         note.end, note.moved, note.took_s = message.end, message.tokens, message.seconds
-        self._ended(message.end, message.tokens)
+        self._ends.labels(message.end).inc()
+        self._fetched_tokens.inc(message.tokens)
         moved = message.tokens if message.end == "done" else note.lacking if message.end in IN_VAIN else 0
         if moved:
             self._costs.observe_transfer(note.source, name, moved, message.seconds)
@@ -268,7 +256,7 @@ class Fetching:
             if known.name in matches
             and matches[known.name].in_memory > held
             and known.trusted
-            and self.possible(known.name, chosen.name)
+            and self._channels.can_fetch(known.name, chosen.name)
         ]
 
     def _weigh(self, decision: Decision, fleet: Instances, matches: Matches, tokens: int) -> FetchNote | None:
@@ -298,7 +286,7 @@ class Fetching:
         self, source: str, target: str, key: bytes, extra_key: str | None, salt: str | None
     ) -> Source | None:
         there = self._channels.registration(source)
-        if there is None or not self.possible(source, target):
+        if there is None or not self._channels.can_fetch(source, target):
             return None
         loan = uuid.uuid4().hex
         if not self._channels.send(source, Lend(loan, key, extra_key, salt, LEND_S)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -13,6 +13,7 @@ from sglang_ext.router.http.types import Request, RequestRefused, Responder
 from sglang_ext.router.telemetry.record import CLIENT_GONE, Record
 from sglang_ext.router.tenancy.admit import Admitted, Sent, through
 from sglang_ext.router.tokens.tokenizing import Encoded
+from sglang_ext.signals import Signal
 
 MAX_HOMES = 50_000
 
@@ -124,18 +125,18 @@ class Homes:
     def __init__(self, size: int = MAX_HOMES) -> None:
         self._size = size
         self._homes: OrderedDict[tuple[str, str], str] = OrderedDict()
-        self.share: Callable[[str, str], None] = lambda name, instance: None
-        """Told of every response that an instance answered with here, for other routers' ``learn``."""
+        self.kept: Signal[[str, str]] = Signal()
+        """An instance has answered with a response here: (name, instance), for other routers' ``learn``."""
 
     def keep(self, scope: str, response_id: str, instance: str) -> None:
         """An instance has answered with this response."""
         self._keep(scope, response_id, instance)
-        self.share(f"{response_id}\n{scope}", instance)
+        self.kept(f"{response_id}\n{scope}", instance)
 
-    def learn(self, name: str, instance: str) -> None:
-        """Another router was answered with this response."""
-        response_id, _, scope = name.partition("\n")
-        self._keep(scope, response_id, instance)
+    def learn(self, session: str, name: str) -> None:
+        """Another router was answered with this response, by an instance."""
+        response_id, _, scope = session.partition("\n")
+        self._keep(scope, response_id, name)
 
     def _keep(self, scope: str, response_id: str, instance: str) -> None:
         self._homes[scope, response_id] = instance

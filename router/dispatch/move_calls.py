@@ -7,7 +7,7 @@ import math
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol.agent import (
@@ -22,7 +22,7 @@ from sglang_ext.protocol.agent import (
     Source,
     ToAgent,
 )
-from sglang_ext.protocol.cluster import Registration
+from sglang_ext.router.cluster.agents import AgentChannels
 from sglang_ext.router.dispatch.flight import Flight
 
 FETCH_S: Final = 5.0
@@ -36,27 +36,20 @@ LOOK_S: Final = 0.1
 """How often it is looked whether an agent that is asked is still there."""
 
 
-class MoveChannels(Protocol):
-    """What of ``sglang_ext.router.cluster.agents.Agents`` is used here. Names are URLs."""
-
-    def registration(self, name: str) -> Registration | None: ...
-
-    def send(self, name: str, message: ToAgent) -> bool: ...
-
-
 class MoveCalls:
     """See the module's docstring. Names are URLs; ids are the mover's."""
 
-    def __init__(self, channels: MoveChannels) -> None:
-        self.channels = channels
+    def __init__(self, channels: AgentChannels) -> None:
+        self._channels = channels
         self._futures: dict[tuple[str, str], asyncio.Future[Any]] = {}
+        channels.messages.subscribe(self.on_message)
 
     def known(self, name: str) -> bool:
         """Whether an instance has an agent that is heard."""
-        return self.channels.registration(name) is not None
+        return self._channels.registration(name) is not None
 
     def send(self, name: str, message: ToAgent) -> bool:
-        return self.channels.send(name, message)
+        return self._channels.send(name, message)
 
     @contextmanager
     def expecting(self, name: str, id: str) -> Iterator[asyncio.Future[Any]]:
@@ -92,15 +85,8 @@ class MoveCalls:
 
     def _endpoints(self, source: str, target: str) -> tuple[str, ...]:
         """Where an instance can read another one's DRAM; empty when it cannot."""
-        there, here = self.channels.registration(source), self.channels.registration(target)
-        if there is None or here is None:
-            return ()
-        same = (there.namespace, there.block_size, len(there.endpoints)) == (
-            here.namespace,
-            here.block_size,
-            len(here.endpoints),
-        )
-        return there.endpoints if same else ()
+        there = self._channels.registration(source)
+        return there.endpoints if there is not None and self._channels.can_fetch(source, target) else ()
 
     async def copy_ahead(self, flight: Flight, source: str, target: str) -> None:
         """Bring a running request's prompt to where the request shall go on, so that its pause does not grow

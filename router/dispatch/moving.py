@@ -13,28 +13,29 @@ import logging
 import secrets
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 import orjson
 
 from sglang_ext.clock import Clock
 from sglang_ext.protocol.agent import Expecting, Park, Parked, Running, Unpark, Watch
 from sglang_ext.router.api.usage import StreamReader
+from sglang_ext.router.cluster.agents import AgentChannels
 from sglang_ext.router.dispatch.flight import Flight
-from sglang_ext.router.dispatch.move_calls import MoveCalls, MoveChannels
+from sglang_ext.router.dispatch.forwarding import Forwarding
+from sglang_ext.router.dispatch.move_calls import MoveCalls
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.fleet.instance_record import Load
 from sglang_ext.router.fleet.lifecycle import USABLE, State
 from sglang_ext.router.http.types import ConnectionLost, UpstreamResponse
 from sglang_ext.router.policies.base import Role
+from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.tenancy.admit import RESUME
 
 logger = logging.getLogger("router.moving")
-
-T = TypeVar("T")
 
 AGAIN: Final = "again"
 AT_ONCE: Final = 8
@@ -103,28 +104,35 @@ class Mover:
     Args:
         fleet: who is there, and how busy.
         channels: to the agents.
-        told: called with what became of each move.
+        forwarding: sends a request to an instance.
+        clock: seconds.
+        metrics: counts what became of each move.
     """
 
     def __init__(
         self,
         fleet: Fleet,
-        channels: MoveChannels,
+        channels: AgentChannels,
+        forwarding: Forwarding,
         clock: Clock,
-        told: Callable[[str], None] = lambda what: None,
+        metrics: RouterMetrics,
     ) -> None:
         self._fleet = fleet
         self.calls = MoveCalls(channels)
         """To the agents."""
         self._clock = clock
-        self._told = told
+        self._moves = metrics.counter(
+            "moves",
+            "Running requests that were to go on at another instance; stuck: they cannot, and end where they "
+            "are; failed: that one did not take them, and they go on where they were",
+            "how",
+        )
+        self._forwarding = forwarding
         self._legs: dict[str, set[Leg]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._at_once = asyncio.Semaphore(AT_ONCE)
         self._heading: Counter[str] = Counter()
         """Requests on their way to each instance."""
-        self.open: Callable[[Flight, str, bytes], Awaitable[UpstreamResponse]] | None = None
-        """Sends a request to an instance."""
 
     # -- what runs where ------------------------------------------------------------------------------------
 
@@ -207,7 +215,7 @@ class Mover:
         if what != leg.told:
             logger.info("request %s at %s: %s", leg.flight.record.request_id, leg.instance, what)
             # What is tried again and again is counted once.
-            self._told(what)
+            self._moves.labels(what).inc()
         leg.told = what
         if what == "failed":
             await self._clock.sleep(PAUSE_S)
@@ -294,15 +302,14 @@ class Mover:
         return True
 
     async def _opened(self, flight: Flight, target: str, body: bytes) -> UpstreamResponse:
-        assert self.open is not None
-        response = await self.open(flight, target, body)
+        response = await self._forwarding.open(flight, target, body)
         if response.status == 200:
             return response
         try:
             text = (await response.read())[:500].decode("utf-8", "replace")
         finally:
             response.close()
-        raise ConnectionLost(f"{target} answers {response_status(text)}")
+        raise ConnectionLost(f"{target} answers {text or 'with an error'}")
 
     async def _until_it_runs(
         self,
@@ -353,11 +360,6 @@ class Mover:
 
     def __repr__(self) -> str:
         return f"Mover({sum(map(len, self._legs.values()))} legs, emptying {sorted(self._tasks)})"
-
-
-def response_status(text: str) -> str:
-    """What an instance that refused a request said, for people."""
-    return text or "with an error"
 
 
 def _obstacle(leg: Leg) -> str:

@@ -150,7 +150,7 @@ class Admission:
             waiting.set(len(self.line))
             admitted.set(self.admitted)
 
-        metrics.on_refresh.append(refresh)
+        metrics.refreshing.subscribe(refresh)
 
     def place(self, priority: int = 0) -> Place:
         """Hold a place while the block runs; gives the seconds that were waited for it.

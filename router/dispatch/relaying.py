@@ -11,9 +11,9 @@ from sglang_ext.clock import Clock
 from sglang_ext.router.api.dialect import Dialect
 from sglang_ext.router.api.stream_splice import NoContinuation
 from sglang_ext.router.api.usage import StreamReader, Usage, answer_id, read_answer
-from sglang_ext.router.config import RouterConfig
 from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.dispatch.flight import Flight, Homes
+from sglang_ext.router.dispatch.forwarding import Forwarding
 from sglang_ext.router.dispatch.moving import GoesOnElsewhere, Leg, Mover
 from sglang_ext.router.dispatch.pairs import beside, meeting_point
 from sglang_ext.router.fleet.fleet import Fleet, Load
@@ -24,16 +24,13 @@ from sglang_ext.router.http.types import (
     ConnectionLost,
     RequestRefused,
     RequestTimeout,
-    Upstream,
     UpstreamResponse,
 )
 from sglang_ext.router.index.prompt_trees import PromptTrees
 from sglang_ext.router.policies import Decision
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.record import Record
-from sglang_ext.router.telemetry.tracing import NO_TRACING, TRACE_HEADERS, Tracing
 from sglang_ext.router.tenancy.admit import splice
-from sglang_ext.router.tenancy.request_fields import STEERING_HEADERS, TENANT_HEADERS
 from sglang_ext.router.tenancy.tenants import Meter
 from sglang_ext.router.tokens.tokenizing import Encoded, TokenizerService
 
@@ -41,10 +38,6 @@ logger = logging.getLogger("router.relaying")
 
 MAX_READ_BYTES = 4 << 20
 """Longer answers are passed on unread."""
-_NOT_FORWARDED = HOP_BY_HOP | STEERING_HEADERS | {
-    "host", "content-length", "content-encoding", "accept-encoding", "expect",
-    "origin",  # SGLang lets pages of any origin read its answers; who may is decided here (``web_sites``)
-}  # fmt: skip
 _NOT_RETURNED = HOP_BY_HOP | {"content-length", "date", "server"}
 
 
@@ -52,51 +45,52 @@ class Relay:
     """Sends requests to instances.
 
     Args:
-        config: time-outs, keys, what is told to clients.
+        forwarding: sends a request to an instance.
         fleet: counts what is in flight.
         trees: learns who computed what.
         costs: learns how long it took.
         tokenizers: for the tokens of answers.
-        upstream: connections to workers.
         homes: learns where responses are kept.
         metrics: counts streams that broke off.
         clock: seconds.
         mover: moves running requests to other instances.
-        tracing: headers with which workers continue a trace.
+        on_background: told of each response that its instance goes on to generate, while the request still
+            counts.
+        on_learnt: told of each prompt with what was generated from it, as far as that is known.
+        explains: whether clients are told why an instance was chosen.
     """
 
     def __init__(
         self,
-        config: RouterConfig,
+        forwarding: Forwarding,
         fleet: Fleet,
         trees: PromptTrees,
         costs: RouterCosts,
         tokenizers: TokenizerService,
-        upstream: Upstream,
         homes: Homes,
         metrics: RouterMetrics,
         clock: Clock,
         mover: Mover,
-        tracing: Tracing = NO_TRACING,
+        *,
+        on_background: Callable[[Dialect, str, Load, Meter | None], None],
+        on_learnt: Callable[[Flight, tuple[str | None, ...], bytes], None],
+        explains: bool,
     ) -> None:
-        self._config = config
+        self._forwarding = forwarding
         self._fleet = fleet
         self._trees = trees
         self._costs = costs
         self._tokenizers = tokenizers
-        self._upstream = upstream
         self._homes = homes
-        self._metrics = metrics
+        self._broken_streams = metrics.counter(
+            "broken_streams", "Streams whose worker went away in mid-answer"
+        )
         self._clock = clock
         self._mover = mover
-        mover.open = self._open
-        self._tracing = tracing
-        self._asks_for_key = config.api_key is not None or config.api_keys_file is not None
         self._learning: set[asyncio.Task[None]] = set()
-        self.on_background: Callable[[Dialect, str, Load, Meter | None], None] = lambda *_: None
-        """Told of each response that its instance goes on to generate, while the request still counts."""
-        self.on_learnt: Callable[[Flight, tuple[str | None, ...], bytes], None] = lambda *_: None
-        """Told of each prompt with what was generated from it, as far as that is known."""
+        self._on_background = on_background
+        self._on_learnt = on_learnt
+        self._explains = explains
 
     async def attempt(self, flight: Flight, decision: Decision) -> None:
         """Send a request to the chosen instance, and its answer to the client.
@@ -130,7 +124,7 @@ class Relay:
         queued = max(0, flight.units - decision.matched)
         try:
             with self._fleet.carrying(decision.instance, queued) as load, load.until_lost():
-                response = await self._open(flight, decision.instance, body)
+                response = await self._forwarding.open(flight, decision.instance, body)
                 status = response.status
                 try:
                     answer = await response.read()
@@ -147,18 +141,9 @@ class Relay:
                 f"{decision.instance}, which prefills, refused the request: {text}", status=status
             )
 
-    async def _open(self, flight: Flight, instance: str, body: bytes) -> UpstreamResponse:
-        return await self._upstream.open(
-            flight.request.method,
-            instance + flight.sent.target,
-            headers=self._request_headers(flight),
-            body=body,
-            timeout_s=self._config.request_timeout_secs,
-        )
-
     async def _opened(self, flight: Flight, instance: str, body: bytes, load: Load) -> UpstreamResponse:
         with load.until_lost():
-            return await self._open(flight, instance, body)
+            return await self._forwarding.open(flight, instance, body)
 
     async def _answer(self, flight: Flight, decision: Decision, instance: str, body: bytes) -> None:
         """Have ``instance`` answer the client."""
@@ -208,7 +193,7 @@ class Relay:
                 _infer_cached(flight, usage)
             self._learn(flight, decision, usage)
             if flight.admitted.job.background and usage.response_id is not None:
-                self.on_background(flight.admitted.dialect, usage.response_id, load, record.caller.meter)
+                self._on_background(flight.admitted.dialect, usage.response_id, load, record.caller.meter)
         _note(record, usage)
         headers = self._response_headers(response, record, usage)
         size = len(body)
@@ -256,7 +241,7 @@ class Relay:
                     await self._go_on(flight, leg, reader)
             except (ConnectionLost, RequestTimeout, NoContinuation) as error:
                 record.error = str(error)
-                self._metrics.broken_streams.inc()
+                self._broken_streams.inc()
                 message = f"the worker went away in mid-answer: {error}"
                 # What was translated are whole events.
                 end = b"\n\n" if reader.in_event and flight.sent.translation is None else b""
@@ -319,7 +304,7 @@ class Relay:
             self._trees.confirm(prompt.namespace, prompt.key + generated, answering)
             if decision.decode is not None:
                 self._trees.confirm(prompt.namespace, prompt.key, decision.instance)
-            self.on_learnt(flight, prompt.namespace, prompt.key + generated)
+            self._on_learnt(flight, prompt.namespace, prompt.key + generated)
         if usage.response_id is not None:
             self._homes.keep(flight.record.caller.scope, usage.response_id, answering)
 
@@ -345,7 +330,7 @@ class Relay:
                 if index < len(prompts) and prompts[index].tokens is not None:
                     whole = prompts[index].key + key
                     self._trees.confirm(prompts[index].namespace, whole, instance)
-                    self.on_learnt(flight, prompts[index].namespace, whole)
+                    self._on_learnt(flight, prompts[index].namespace, whole)
 
         async def learn_later() -> None:
             learn(await self._tokenizers.continuations(texts))
@@ -375,33 +360,13 @@ class Relay:
 
     # -- headers ----------------------------------------------------------------------------------
 
-    def _request_headers(self, flight: Flight) -> dict[str, str]:
-        headers = {
-            name: value for name, value in flight.request.headers.items() if name not in _NOT_FORWARDED
-        }
-        if self._config.worker_api_key:
-            headers["authorization"] = f"Bearer {self._config.worker_api_key}"
-        elif self._asks_for_key:
-            headers.pop("authorization", None)  # it is our key, not theirs
-        if self._asks_for_key:
-            headers.pop("x-api-key", None)
-        if flight.record.caller.tenant is not None:
-            for name in TENANT_HEADERS:
-                headers.pop(name, None)
-        if continued := self._tracing.headers():
-            for name in TRACE_HEADERS[:2]:
-                headers.pop(name, None)
-            headers.update(continued)
-        headers["x-request-id"] = flight.record.request_id
-        return headers
-
     def _response_headers(self, response: UpstreamResponse, record: Record, usage: Usage) -> dict[str, str]:
         headers = {name: value for name, value in response.headers.items() if name not in _NOT_RETURNED}
         headers["x-request-id"] = record.request_id
         headers["x-kv-instance"] = record.instance or ""
         if record.prefill_instance is not None:
             headers["x-kv-prefill-instance"] = record.prefill_instance
-        if self._config.explain_routing and record.reason is not None:
+        if self._explains and record.reason is not None:
             headers["x-kv-route-reason"] = record.reason
             if record.matched_tokens is not None:
                 headers["x-kv-matched-tokens"] = str(record.matched_tokens)

@@ -20,8 +20,8 @@ from sglang_ext.router.api.validation import (
     take_string,
     wrong,
 )
+from sglang_ext.router.dispatch.choosing import no_worker
 from sglang_ext.router.dispatch.flight import Flight, Flights, Homes, abort
-from sglang_ext.router.endpoints.generation import no_worker
 from sglang_ext.router.endpoints.information import INFO_TIMEOUT_S, ask_any, send_json
 from sglang_ext.router.endpoints.routes import Access, Handler, Route
 from sglang_ext.router.fleet.fleet import Fleet

@@ -24,14 +24,12 @@ from sglang_ext.clock import Clock
 from sglang_ext.errors import PeerError
 from sglang_ext.router.api.dialect import DIALECTS, Dialect, worker_lost
 from sglang_ext.router.api.validation import LARGE_JSON_BYTES, Json, Limits, check_length, parse_json_object
-from sglang_ext.router.config import RouterConfig
-from sglang_ext.router.dispatch.choosing import Chooser
+from sglang_ext.router.dispatch.choosing import RETRY_AFTER_S, Chooser, no_worker
 from sglang_ext.router.dispatch.explain import Choice, Stories, Story
 from sglang_ext.router.dispatch.flight import Flight, Flights, Homes
 from sglang_ext.router.dispatch.queueing import Admission, QueueFull, QueueTimeout
 from sglang_ext.router.dispatch.relaying import Relay
 from sglang_ext.router.dispatch.retry_budget import RetryBudget
-from sglang_ext.router.endpoints.background import Background
 from sglang_ext.router.endpoints.routes import Handler, Route
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.http.types import ConnectFailed, ConnectionLost, Request, RequestRefused, Responder
@@ -41,7 +39,6 @@ from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tenancy.admit import Admitted, Rules, admit
 from sglang_ext.router.tokens.tokenizing import Encoded, TokenizerService
 
-RETRY_AFTER_S = 1
 _ids = random.Random()
 """Of request ids: they need to be different, not secret, and asking the system for each is slow."""
 
@@ -62,7 +59,6 @@ class Generation:
     """Serves the generation endpoints.
 
     Args:
-        config: retries.
         rules: what is asked of requests.
         fleet: who can take requests.
         chooser: from requests to instances.
@@ -72,14 +68,15 @@ class Generation:
         flights: requests on their way.
         homes: where responses are kept.
         stories: recent requests, to be explained.
-        background: counts what goes on after its request.
+        hinting: takes the hints in requests.
         metrics: counts retries and refusals.
         clock: seconds.
+        max_retries: other instances tried for one request.
+        retry_budget: see ``RetryBudget``.
     """
 
     def __init__(
         self,
-        config: RouterConfig,
         rules: Rules,
         fleet: Fleet,
         chooser: Chooser,
@@ -89,11 +86,13 @@ class Generation:
         flights: Flights,
         homes: Homes,
         stories: Stories,
-        background: Background,
+        hinting: Hinting,
         metrics: RouterMetrics,
         clock: Clock,
+        *,
+        max_retries: int,
+        retry_budget: float,
     ) -> None:
-        self._config = config
         self._rules = rules
         self._fleet = fleet
         self._chooser = chooser
@@ -103,14 +102,18 @@ class Generation:
         self._flights = flights
         self._homes = homes
         self._stories = stories
-        self.background = background
-        relay.on_background = background.keep
-        self._metrics = metrics
+        self._hinting = hinting
+        self._retries = metrics.counter("retries", "Attempts on another worker", "why")
+        self._retries_denied = metrics.counter(
+            "retries_denied", "Attempts on another worker that were not made: the budget was spent"
+        )
+        self._refused = metrics.counter(
+            "refused", "Requests refused for want of room, or beyond a limit", "why"
+        )
         self._clock = clock
-        self._budget = RetryBudget(config.retry_budget)
+        self._max_retries = max_retries
+        self._budget = RetryBudget(retry_budget)
         self._parsing = asyncio.Lock()
-        self.hinting: Hinting | None = None
-        """Takes the hints in requests."""
 
     async def serve(self, dialect: Dialect, request: Request, responder: Responder, record: Record) -> None:
         """Answer one request.
@@ -133,7 +136,7 @@ class Generation:
                         meter.charge((record.prompt_tokens or 0) + (record.completion_tokens or 0))
         except RequestRefused as refused:
             if refused.status in (429, 503):
-                self._metrics.refused.labels(refused.code or "other").inc()
+                self._refused.labels(refused.code or "other").inc()
             raise
         finally:
             self._budget.end()
@@ -145,8 +148,8 @@ class Generation:
         model = self._fleet.model
         if model is None:
             raise no_worker(self._fleet)
-        if self.hinting is not None and dialect.only_warms(payload):
-            await self.hinting.serve_prewarm(dialect, payload, responder, record)
+        if dialect.only_warms(payload):
+            await self._hinting.serve_prewarm(dialect, payload, responder, record)
             return
         limits = model.limits
         admitted = admit(dialect, payload, request, record.caller, limits, self._rules, new_request_id())
@@ -160,8 +163,8 @@ class Generation:
         units = sum(encoded.units for encoded in prompts)
         flight = Flight(admitted, prompts, request, responder, record, admitted.sent, units)
         self._stage(record, "tokenize", parsed)
-        if admitted.hints and self.hinting is not None:
-            self.hinting.note(admitted.hints, record)
+        if admitted.hints:
+            self._hinting.note(admitted.hints, record)
         story = Story(record, prompts, self._clock.wall())
         self._stories.add(story)
         with self._flights.carrying(flight):
@@ -193,7 +196,7 @@ class Generation:
         excluded: frozenset[str] = frozenset()
         failure: PeerError | None = None
         lost = 0
-        while len(excluded) <= self._config.max_retries:
+        while len(excluded) <= self._max_retries:
             if failure is not None and not self._may_retry(failure):
                 break
             chosen = self._choose(flight, excluded)
@@ -226,9 +229,9 @@ class Generation:
 
     def _may_retry(self, failure: PeerError) -> bool:
         if not self._budget.spend(self._clock.monotonic()):
-            self._metrics.retries_denied.inc()
+            self._retries_denied.inc()
             return False
-        self._metrics.retries.labels("connect" if isinstance(failure, ConnectFailed) else "lost").inc()
+        self._retries.labels("connect" if isinstance(failure, ConnectFailed) else "lost").inc()
         return True
 
     def _choose(self, flight: Flight, excluded: frozenset[str]) -> tuple[Decision, Choice] | None:
@@ -241,11 +244,6 @@ class Generation:
             chosen = None if home in excluded else self._chooser.pinned(flight, home, excluded)
         self._stage(flight.record, "route", start)
         return chosen
-
-    async def stop(self) -> None:
-        """End what goes on after the answers."""
-        await self.background.stop()
-        await self._relay.stop()
 
 
 def generation_routes(generation: Generation) -> Iterator[Route]:
@@ -279,17 +277,6 @@ def _no_room(why: str, code: str) -> RequestRefused:
         status=503,
         kind="server_error",
         code=code,
-        headers={"retry-after": str(RETRY_AFTER_S)},
-    )
-
-
-def no_worker(fleet: Fleet) -> RequestRefused:
-    """The error when no instance can take a request."""
-    return RequestRefused(
-        f"no worker can take the request now: {fleet.obstacle() or 'all that could were tried'}",
-        status=503,
-        kind="server_error",
-        code="no_worker",
         headers={"retry-after": str(RETRY_AFTER_S)},
     )
 

@@ -15,10 +15,9 @@ from sglang_ext.errors import DeadlineError, PeerError
 from sglang_ext.metrics import EXPOSITION_CONTENT_TYPE, render
 from sglang_ext.router.api.openapi import description
 from sglang_ext.router.cluster.readiness import Readiness, State
-from sglang_ext.router.config import RouterConfig
+from sglang_ext.router.dispatch.choosing import no_worker
 from sglang_ext.router.dispatch.explain import History, Stories, told
 from sglang_ext.router.dispatch.queueing import Admission
-from sglang_ext.router.endpoints.generation import no_worker
 from sglang_ext.router.endpoints.routes import Access, Route
 from sglang_ext.router.fleet.fleet import USABLE, Fleet
 from sglang_ext.router.fleet.worker import Answer, WorkerApi
@@ -43,17 +42,19 @@ class Information:
     """Answers without changing anything.
 
     Args:
-        config: what is told of the router.
         fleet, trees, tokenizers, admission: looked at.
         api: asks the workers.
         metrics: shown at ``/metrics``.
         stories: recent requests, for ``/explain``.
         clock: seconds.
+        policy: how instances are chosen, for people.
+        asks_for_key: whether clients need a key, as the description of the API says.
+        metrics_open: ``/metrics`` needs no administrator's key.
+        wait_s: see ``Readiness``.
     """
 
     def __init__(
         self,
-        config: RouterConfig,
         fleet: Fleet,
         trees: Index,
         tokenizers: TokenizerService,
@@ -62,8 +63,15 @@ class Information:
         metrics: RouterMetrics,
         stories: Stories,
         clock: Clock,
+        *,
+        policy: str,
+        asks_for_key: bool,
+        metrics_open: bool,
+        wait_s: float,
     ) -> None:
-        self._config = config
+        self._policy = policy
+        self._asks_for_key = asks_for_key
+        self._metrics_open = metrics_open
         self._fleet = fleet
         self._trees = trees
         self._tokenizers = tokenizers
@@ -72,7 +80,7 @@ class Information:
         self._metrics = metrics
         self._stories = stories
         self._clock = clock
-        self._readiness = Readiness(config.index_wait_secs)
+        self._readiness = Readiness(wait_s)
 
     def routes(self) -> Iterator[Route]:
         """The endpoints."""
@@ -80,7 +88,7 @@ class Information:
             yield Route(path, _PROBE, self._health, Access.OPEN, logged=False)
         yield Route("/ready", _PROBE, self._ready, Access.OPEN, logged=False)
         # They name tenants and what each uses.
-        who = Access.OPEN if self._config.metrics_open else Access.ADMIN
+        who = Access.OPEN if self._metrics_open else Access.ADMIN
         yield Route("/metrics", _GET, self._show_metrics, who, logged=False)
         yield Route("/health_generate", _PROBE, self._health_generate)
         for path in ("/v1/models", "/v1/models/", "/model_info", "/get_model_info"):
@@ -147,7 +155,7 @@ class Information:
         return name if answer.status == 200 else None
 
     async def _show_metrics(self, request: Request, responder: Responder, record: Record) -> None:
-        self._metrics.refresh(self._fleet, self._trees, self._tokenizers.cache)
+        self._metrics.refreshing()
         record.status = 200
         body = render(self._metrics.registry)
         await responder.send(200, {"content-type": EXPOSITION_CONTENT_TYPE}, body)
@@ -164,7 +172,7 @@ class Information:
         value = answer.json()
         info = without_secrets(value) if isinstance(value, dict) else {}
         info["router"] = {
-            "policy": self._config.policy,
+            "policy": self._policy,
             "tokenizer": self._tokenizers.status,
             "prompt_tree": {"blocks": self._trees.blocks, "bytes": self._trees.size_bytes},
             "queue": {"admitted": self._admission.admitted, "waiting": len(self._admission.line)},
@@ -206,9 +214,7 @@ class Information:
 
     async def _openapi(self, request: Request, responder: Responder, record: Record) -> None:
         record.status = 200
-        await send_json(
-            responder, 200, description(asks_for_key=bool(self._config.api_key or self._config.api_keys_file))
-        )
+        await send_json(responder, 200, description(asks_for_key=self._asks_for_key))
 
 
 async def ask_any(

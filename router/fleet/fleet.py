@@ -19,18 +19,12 @@ from sglang_ext.router.fleet.lifecycle import FATAL, TRANSITIONS, USABLE, Event,
 from sglang_ext.router.http.types import ConnectionLost
 from sglang_ext.router.policies import Instance
 from sglang_ext.router.policies.base import Role
+from sglang_ext.router.telemetry.observability import RouterMetrics
+from sglang_ext.signals import Signal
 
 __all__ = ["TRANSITIONS", "USABLE", "Event", "Fleet", "InstanceRecord", "Load", "State"]
 
 logger = logging.getLogger("router.fleet")
-
-
-Listener = Callable[[InstanceRecord, Event, State], None]
-"""Called with a row, what happened to it, and the state in which it was before."""
-
-
-def nobody_listens(row: InstanceRecord, event: Event, before: State) -> None:
-    """A listener that does nothing."""
 
 
 class Carrying:
@@ -59,11 +53,6 @@ class Fleet:
     Args:
         urls: instances that are there from the start; URLs are their names.
         failure_threshold: probes missed in a row that make the verdict.
-        on_restart: called with the name of an instance whose cache is not what it was: restarted, gone, or
-            with other weights.
-        on_model: called with the facts when the fleet takes on a model: the first one learnt, or a
-            new one after every instance of the old one has gone.
-        on_event: called after every event, when the row is in its new state.
         cached_tokens: how many tokens the index believes an instance to hold.
         trusted: whether the index of an instance is believed.
         awaited: whether the index of an instance is still coming in.
@@ -76,9 +65,6 @@ class Fleet:
         urls: tuple[str, ...] = (),
         *,
         failure_threshold: int = 3,
-        on_restart: Callable[[str], None] = lambda name: None,
-        on_model: Callable[[InstanceFacts], None] = lambda facts: None,
-        on_event: Listener = nobody_listens,
         cached_tokens: Callable[[str], int] = lambda name: 0,
         trusted: Callable[[str], bool] = lambda name: True,
         awaited: Callable[[str], bool] = lambda name: False,
@@ -88,10 +74,14 @@ class Fleet:
         self.rows = {url: InstanceRecord(url) for url in urls}
         self.model: InstanceFacts | None = None
         """The facts of the first instance of the model being served; kept while the fleet is down."""
-        self.on_event = on_event
+        self.restarted: Signal[[str]] = Signal()
+        """The cache of an instance is not what it was: it restarted, is gone, or has other weights."""
+        self.adopted: Signal[[InstanceFacts]] = Signal()
+        """The fleet takes on a model: the first one learnt, or a new one after every instance of the old one
+        has gone."""
+        self.happened: Signal[[InstanceRecord, Event, State]] = Signal()
+        """What happened to an instance, which is in its new state now, and the state before."""
         self._failure_threshold = failure_threshold
-        self._on_restart = on_restart
-        self._on_model = on_model
         self._cached_tokens = cached_tokens
         self._trusted = trusted
         self._awaited = awaited
@@ -113,7 +103,7 @@ class Fleet:
         before, row.registration = row.epoch, registration or row.registration
         if row.epoch != before and before:
             row.facts = None
-            self._on_restart(name)
+            self.restarted(name)
             return self._apply(row, Event.RESTARTED, "it has a new epoch")
         if row.facts is not None and (problem := _unfit(row.facts, row.registration)) is not None:
             row.facts = None
@@ -148,7 +138,7 @@ class Fleet:
         if row is None or row.state is not State.LEFT or row.in_flight:
             return row is None
         del self.rows[name]
-        self._on_restart(name)
+        self.restarted(name)
         return True
 
     # -- what is found out ------------------------------------------------------------------------
@@ -167,13 +157,13 @@ class Fleet:
             return self._apply(row, Event.REJECTED, problem)
         if self.model is None or self.model.model.difference(facts.model):
             self.model = facts
-            self._on_model(facts)
+            self.adopted(facts)
         before = row.facts
         if before is None or (before.identity, before.weight_version) != (
             facts.identity,
             facts.weight_version,
         ):
-            self._on_restart(name)
+            self.restarted(name)
         row.facts = facts
         row.misses = 0
         return self._apply(row, Event.LEARNT, "answers")
@@ -239,7 +229,7 @@ class Fleet:
             row.fatal += 1
             for load in list(row.waiting):
                 load.give_up()
-        self.on_event(row, event, before)
+        self.happened(row, event, before)
         return row.state
 
     def _look_whether_drained(self, row: InstanceRecord) -> None:
@@ -325,6 +315,24 @@ class Fleet:
         load.move(row)
         before.in_flight -= 1
         self._look_whether_drained(before)
+
+    def measure(self, metrics: RouterMetrics) -> None:
+        """Show how each instance is."""
+        in_flight = metrics.gauge("in_flight", "Requests in flight", "instance")
+        queued = metrics.gauge("queued_tokens", "Prompt tokens waiting for their prefill", "instance")
+        up = metrics.gauge("instance_up", "1 when the instance is given requests", "instance")
+        trusted = metrics.gauge("index_trusted", "1 when the index of it is believed", "instance")
+
+        def refresh() -> None:
+            for gauge in (in_flight, queued, up, trusted):
+                gauge.clear()
+            for row in self.rows.values():
+                in_flight.labels(row.name).set(row.in_flight)
+                queued.labels(row.name).set(row.queued_tokens)
+                up.labels(row.name).set(row.state in USABLE)
+                trusted.labels(row.name).set(self._trusted(row.name))
+
+        metrics.refreshing.subscribe(refresh)
 
     def __repr__(self) -> str:
         states = ", ".join(f"{row.name}: {row.state} ({row.in_flight})" for row in self.rows.values())

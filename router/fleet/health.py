@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from sglang_ext.clock import Clock
 from sglang_ext.errors import ConfigError, DeadlineError, PeerError
+from sglang_ext.protocol.cluster import VERDICT_S
 from sglang_ext.router.fleet.facts import InstanceFacts
 from sglang_ext.router.fleet.fleet import Fleet, InstanceRecord
 from sglang_ext.router.fleet.lifecycle import USABLE, State
@@ -30,7 +31,7 @@ _PROBED = USABLE | {State.DRAINING, State.LEFT}
 
 
 class HealthWatch:
-    """Watches workers of a fleet.
+    """Watches workers of a fleet; takes what their agents' channels say of their lives, too.
 
     Args:
         fleet: is told what is found.
@@ -107,6 +108,17 @@ class HealthWatch:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
+
+    def on_heartbeat(self, name: str, epoch: str) -> None:
+        """The agent of an instance (by URL) lives."""
+        row = self._fleet.rows.get(name)
+        if row is not None and row.epoch == epoch:
+            self._fleet.heard(name)
+
+    def on_silent(self, name: str) -> None:
+        """The agent of an instance (by URL) was not heard for ``VERDICT_S``."""
+        self._fleet.lost(name, f"its agent was not heard for {VERDICT_S:g} s")
+        self.watch(name)
 
     async def _watch(self, name: str) -> None:
         while (row := self._fleet.rows.get(name)) is not None and not _is_over(row):

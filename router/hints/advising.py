@@ -20,7 +20,7 @@ import logging
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -28,6 +28,7 @@ from sglang_ext.clock import Clock
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol.agent import Advise, Advised, FromAgent, Source, Withdraw
 from sglang_ext.router.api.hints import Advisory
+from sglang_ext.router.cluster.agents import AgentChannels
 from sglang_ext.router.dispatch.advisory_book import (
     BUSY,
     ENDED,
@@ -39,13 +40,14 @@ from sglang_ext.router.dispatch.advisory_book import (
     Place,
     State,
 )
+from sglang_ext.router.dispatch.choosing import Routing
 from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.dispatch.fetching import Fetching
 from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.hints.session_memory import SessionMemory
 from sglang_ext.router.index.prompt_trees import PromptTrees
-from sglang_ext.router.policies import Decision, Match, Policy, PolicyOptions, Prompt, Reason, Role, beginners
+from sglang_ext.router.policies import Decision, Match, Prompt, Reason, Role, beginners
 from sglang_ext.router.policies import Fleet as Instances
 from sglang_ext.router.policies.assembly import trusted_matches, with_decode
 from sglang_ext.router.policies.prompt_tree import NOTHING, is_ahead
@@ -64,23 +66,6 @@ AGAIN_S = 5.0
 """A repeated hint is passed on when it lives so much longer."""
 COMPUTING = "computing"
 """As ``engine.prefetch.PrefetchEnd`` has it."""
-
-
-class HintLinks(Protocol):
-    """The channels to the instances' agents, as hints use them. Names are URLs."""
-
-    def send(self, name: str, message: Advise | Withdraw) -> bool:
-        """Send a message to an instance's agent. False when it has none, or it cannot be reached now."""
-
-    def computes(self, name: str) -> bool:
-        """Whether an instance computes what nobody holds of an announced prompt."""
-
-
-class Placement(Protocol):
-    """How requests are placed (``choosing.Chooser``)."""
-
-    policy: Policy
-    options: PolicyOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +139,13 @@ class Advisor:
         trees: who holds which prefix.
         tokenizers: from conversations to keys.
         costs: what things are expected to take.
-        placement: how requests are placed.
+        routing: how requests are placed.
         links: to the agents.
         sessions: what sessions sent last.
         metrics: counts hints.
         clock: seconds.
+        fetching: has instances fetch from each other.
+        book: which hints are live.
     """
 
     def __init__(
@@ -167,26 +154,34 @@ class Advisor:
         trees: PromptTrees,
         tokenizers: TokenizerService,
         costs: RouterCosts,
-        placement: Placement,
-        links: HintLinks,
+        routing: Routing,
+        links: AgentChannels,
         sessions: SessionMemory,
         metrics: RouterMetrics,
         clock: Clock,
+        fetching: Fetching,
         book: HintBook | None = None,
     ) -> None:
         self._fleet = fleet
         self._trees = trees
         self._tokenizers = tokenizers
         self._costs = costs
-        self._placement = placement
+        self._routing = routing
         self._links = links
         self.sessions = sessions
-        self._metrics = metrics
+        self._hints = metrics.counter("hints", "Hints at coming requests", "verdict")
+        self._hints_used = metrics.counter(
+            "hints_used", "Hints whose request came when all was moved, before that, or never", "when"
+        )
+        self._hint_tokens = metrics.counter("hint_tokens", "Tokens brought to HBM ahead of their request")
+        self._hint_computed_tokens = metrics.counter(
+            "hint_computed_tokens", "Tokens computed ahead of their request"
+        )
         self._clock = clock
         self.book = HintBook() if book is None else book
         self._kept: dict[str, _Kept] = {}
-        self.fetching: Fetching | None = None
-        """Has instances fetch from each other."""
+        self._fetching = fetching
+        links.messages.subscribe(self.on_message)
 
     # -- hints ------------------------------------------------------------------------------------
 
@@ -217,7 +212,7 @@ class Advisor:
         now = self._clock.monotonic()
         self._expire(now)
         answer = self.book.offer(uuid.uuid4().hex, hint, now)
-        self._metrics.hints.labels(answer.verdict.value).inc()
+        self._hints.labels(answer.verdict.value).inc()
         if answer.replaced is not None:
             self._ended(answer.replaced)
         entry = answer.entry
@@ -291,12 +286,12 @@ class Advisor:
             return
         matches = self._trees.match(hint.namespace, hint.key)
         prompt = self._prompt(entry)
-        policy, options = self._placement.policy, self._placement.options
-        everywhere = self.fetching is not None and self.fetching.everywhere(fleet)
+        policy, options = self._routing.policy, self._routing.options
+        everywhere = self._fetching.everywhere(fleet)
         among = self._spread(fleet, hint.priority, slack=0 if everywhere else 1)
-        if self.fetching is not None and everywhere:
+        if everywhere:
             # Its KV can be anywhere by then: load decides (Symphony, section 3.2).
-            balanced = Decision(self.fetching.balanced(among, matches), Reason.ADVISED)
+            balanced = Decision(self._fetching.balanced(among, matches), Reason.ADVISED)
             decision = self._with_decode(balanced, prompt, among, matches)
         else:
             decision = policy(prompt, among, matches, self._costs, options)
@@ -316,7 +311,7 @@ class Advisor:
         self, decision: Decision, prompt: Prompt, fleet: Instances, matches: Mapping[str, Match]
     ) -> Decision:
         known = trusted_matches(fleet, matches)
-        return with_decode(decision, prompt, fleet, known, self._costs, self._placement.options)
+        return with_decode(decision, prompt, fleet, known, self._costs, self._routing.options)
 
     def _expecting(self, fleet: Instances) -> Instances:
         """The fleet with the requests that are expected as load."""
@@ -359,8 +354,8 @@ class Advisor:
         if kind != "tokens" or adapter is not None:
             return
         source = None
-        if first and self.fetching is not None and where.elsewhere:
-            source = self.fetching.source_for(names, hint.key, name, fleet, matches, entry.id)
+        if first and where.elsewhere:
+            source = self._fetching.source_for(names, hint.key, name, fleet, matches, entry.id)
         missing = where.nowhere + where.elsewhere >= self._trees.block_size
         computes = first and missing and self._links.computes(name)
         below = any(count for tier, count in where.here.items() if tier is not Tier.HBM)
@@ -415,8 +410,8 @@ class Advisor:
         brought, computed = advised.brought - end.moved, advised.computed - end.computed
         end.where = end.where.brought_up(max(0, brought)).computed(max(0, computed))
         end.moved, end.computed = advised.brought, advised.computed
-        self._metrics.hint_tokens.inc(max(0, brought))
-        self._metrics.hint_computed_tokens.inc(max(0, computed))
+        self._hint_tokens.inc(max(0, brought))
+        self._hint_computed_tokens.inc(max(0, computed))
         end.busy = advised.end == COMPUTING
         if end.busy:
             self.book.computing(entry)
@@ -494,7 +489,7 @@ class Advisor:
         entry = self.book.claim(scope, prompt.namespace, prompt.key, flight.admitted.session, now)
         if entry is None:
             return None
-        self._metrics.hints_used.labels("early" if entry.ready_at is None else "ready").inc()
+        self._hints_used.labels("early" if entry.ready_at is None else "ready").inc()
         self._ended(entry)
         self._start_all(self.book.startable())
         place = entry.place
@@ -508,7 +503,7 @@ class Advisor:
         """Whether an instance is among those of its kind, and does not carry too much beside them."""
         least = min((known.in_flight for known in fleet), default=0)
         return any(
-            known.name == name and not is_ahead(known, least, self._placement.options) for known in fleet
+            known.name == name and not is_ahead(known, least, self._routing.options) for known in fleet
         )
 
     def learn(self, flight: Flight, namespace: tuple[str | None, ...], key: bytes) -> None:
@@ -531,7 +526,7 @@ class Advisor:
 
     def _expire(self, now: float) -> None:
         for entry in self.book.expire(now):
-            self._metrics.hints_used.labels("never").inc()
+            self._hints_used.labels("never").inc()
             self._ended(entry)
 
     async def run(self) -> None:

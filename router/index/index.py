@@ -46,6 +46,7 @@ from sglang_ext.router.index.memory import TreeSize
 from sglang_ext.router.index.prompt_trees import MANY_CHILDREN, SLICE_BLOCKS, PromptTrees
 from sglang_ext.router.policies import Match
 from sglang_ext.router.policies.base import Role
+from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.tiers import Tier, nearest_in
 
 IndexMessage = Events | SnapshotBegin | SnapshotPart | SnapshotEnd
@@ -111,6 +112,24 @@ class Index(PromptTrees):
         self._past = History(max_bytes // HISTORY_SHARE, self._tree.block_bytes)
         self.given_up_blocks = 0
         """Blocks that instances hold and that were forgotten for lack of memory, since the start."""
+
+    def measure(self, metrics: RouterMetrics) -> None:
+        super().measure(metrics)
+        blocks = metrics.gauge("index_blocks", "Blocks that an instance tells to hold", "instance", "where")
+        partial = metrics.gauge(
+            "index_partial", "1 when the instance holds more than the index could keep", "instance"
+        )
+
+        def refresh() -> None:
+            blocks.clear()
+            partial.clear()
+            for name, known in self._known.items():
+                blocks.labels(name, "memory").set(known.replica.blocks)
+                for tier, names in known.replica.named.items():
+                    blocks.labels(name, tier.name).set(len(names))
+                partial.labels(name).set(known.replica.partial)
+
+        metrics.refreshing.subscribe(refresh)
 
     # -- instances that tell ----------------------------------------------------------------------
 

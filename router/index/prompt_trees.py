@@ -27,6 +27,7 @@ from sglang_ext.errors import InternalError
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.radix_global import Holder, Node, RadixTree
 from sglang_ext.router.policies import Match
+from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.tiers import Tier
 
 GUESS_TTL_S = 2.0
@@ -92,6 +93,26 @@ class PromptTrees:
         self._unique_blocks = 0
         self.evicted_blocks = 0
         """Blocks forgotten because the memory was full, since the start."""
+
+    def measure(self, metrics: RouterMetrics) -> None:
+        """Show how large it is."""
+        gauges = {
+            name: metrics.gauge(f"tree_{name}", text)
+            for name, text in {
+                "blocks": "Blocks in the prompt tree",
+                "nodes": "Nodes of the prompt tree",
+                "bytes": "Estimated memory of the prompt tree",
+                "evicted_blocks": "Blocks forgotten for want of memory, since the start",
+            }.items()
+        }
+
+        def refresh() -> None:
+            gauges["blocks"].set(self.blocks)
+            gauges["nodes"].set(self.nodes)
+            gauges["bytes"].set(self.size_bytes)
+            gauges["evicted_blocks"].set(self.evicted_blocks)
+
+        metrics.refreshing.subscribe(refresh)
 
     # -- what requests and responses tell ---------------------------------------------------------
 

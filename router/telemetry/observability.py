@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from sglang_ext.metrics import REQUEST_BUCKETS, STAGE_BUCKETS, metric_name
-from sglang_ext.router.fleet.fleet import USABLE, Fleet
-from sglang_ext.router.index.prompt_trees import PromptTrees
 from sglang_ext.router.telemetry.local_metrics import (
     LocalCounter,
     LocalCounters,
@@ -16,7 +14,7 @@ from sglang_ext.router.telemetry.local_metrics import (
     LocalHistograms,
 )
 from sglang_ext.router.telemetry.record import CLIENT_GONE, Record
-from sglang_ext.router.tokens.segments import TokenCache
+from sglang_ext.signals import Signal
 
 
 class RouterMetrics:
@@ -37,36 +35,7 @@ class RouterMetrics:
             "tier_tokens", "Prompt tokens that workers report as cached, where they tell the tier", "tier"
         )
         self.completion_tokens = self._local_counters("completion_tokens", "Tokens generated")
-        self.hints = self.counter("hints", "Hints at coming requests", "verdict")
-        self.hints_used = self.counter(
-            "hints_used", "Hints whose request came when all was moved, before that, or never", "when"
-        )
-        self.fetches = self.counter(
-            "fetches",
-            "Prompts whose KV an instance was told to fetch from another, for a request or a hint; unheard: "
-            "one of both could not be told; not-worth-it: computing is expected to take less time",
-            "why",
-        )
-        self.fetches_ended = self.counter("fetches_ended", "What became of them, as instances say", "how")
-        self.fetched_tokens = self.counter("fetched_tokens", "Tokens whose KV came from another instance")
-        self.moves = self.counter(
-            "moves",
-            "Running requests that were to go on at another instance; stuck: they cannot, and end where they "
-            "are; failed: that one did not take them, and they go on where they were",
-            "how",
-        )
-        self.hint_tokens = self.counter("hint_tokens", "Tokens brought to HBM ahead of their request")
-        self.hint_computed_tokens = self.counter(
-            "hint_computed_tokens", "Tokens computed ahead of their request"
-        )
-        self.retries = self.counter("retries", "Attempts on another worker", "why")
-        self.retries_denied = self.counter(
-            "retries_denied", "Attempts on another worker that were not made: the budget was spent"
-        )
-        self.refused = self.counter("refused", "Requests refused for want of room, or beyond a limit", "why")
         self.disconnects = self.counter("client_disconnects", "Clients that went away before the end")
-        self.broken_streams = self.counter("broken_streams", "Streams whose worker went away in mid-answer")
-        self.untokenized = self.counter("untokenized_prompts", "Prompts matched by text", "why")
         self.tenant_requests = self._local_counters(
             "tenant_requests", "Generation requests", "tenant", "status"
         )
@@ -91,32 +60,8 @@ class RouterMetrics:
         self._cached_tokens, self._completion_tokens = self.cached_tokens.of(), self.completion_tokens.of()
         self._ends: dict[tuple[str, int], tuple[LocalCounter, LocalHistogram, LocalHistogram]] = {}
         """(endpoint, status) -> what each request that ends so is counted in."""
-        self._in_flight = self.gauge("in_flight", "Requests in flight", "instance")
-        self._queued = self.gauge("queued_tokens", "Prompt tokens waiting for their prefill", "instance")
-        self._up = self.gauge("instance_up", "1 when the instance is given requests", "instance")
-        self.event_lag = self.gauge(
-            "event_lag_seconds", "Age of the last placement event when it was applied", "instance"
-        )
-        self.index_trusted = self.gauge("index_trusted", "1 when the index of it is believed", "instance")
-        self._tree = {
-            name: self.gauge(f"tree_{name}", text)
-            for name, text in {
-                "blocks": "Blocks in the prompt tree",
-                "nodes": "Nodes of the prompt tree",
-                "bytes": "Estimated memory of the prompt tree",
-                "evicted_blocks": "Blocks forgotten for want of memory, since the start",
-            }.items()
-        }
-        self._token_cache = {
-            name: self.gauge(f"token_cache_{name}", text)
-            for name, text in {
-                "bytes": "Memory of tokens kept for prompts seen before",
-                "hits": "Segments found tokenized, since the model was loaded",
-                "misses": "Segments tokenized, since the model was loaded",
-            }.items()
-        }
-        self.on_refresh: list[Callable[[], None]] = []
-        """Called before the metrics are shown, to bring gauges up to date."""
+        self.refreshing: Signal[[]] = Signal()
+        """Called before the metrics are shown, for gauges to be brought up to date by their owners."""
 
     def counter(self, name: str, text: str, *labels: str) -> Counter:
         """A new counter in this registry."""
@@ -139,27 +84,6 @@ class RouterMetrics:
     def decided(self, policy: str, reason: str) -> None:
         """Count a routing decision."""
         self.decisions.of(policy, reason).add()
-
-    def refresh(self, fleet: Fleet, trees: PromptTrees, cache: TokenCache) -> None:
-        """Bring the gauges up to date; called when somebody looks."""
-        for gauge in (self._in_flight, self._queued, self._up):
-            gauge.clear()
-        for row in fleet.rows.values():
-            self._in_flight.labels(row.name).set(row.in_flight)
-            self._queued.labels(row.name).set(row.queued_tokens)
-            self._up.labels(row.name).set(row.state in USABLE)
-        for name, value in (
-            ("blocks", trees.blocks),
-            ("nodes", trees.nodes),
-            ("bytes", trees.size_bytes),
-            ("evicted_blocks", trees.evicted_blocks),
-        ):
-            self._tree[name].set(value)
-        self._token_cache["bytes"].set(cache.size_bytes)
-        self._token_cache["hits"].set(cache.hits)
-        self._token_cache["misses"].set(cache.misses)
-        for refresh in self.on_refresh:
-            refresh()
 
     def count(self, record: Record, endpoint: str, now: float) -> None:
         """Take in a request that has ended."""

@@ -25,10 +25,12 @@ from sglang_ext.errors import UserError
 from sglang_ext.keys import TOKEN_BYTES, decode_tokens, encode_tokens
 from sglang_ext.router.api.validation import Job, Json, PromptInput
 from sglang_ext.router.fleet.facts import InstanceFacts
+from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.tokens.chat_template import CannotRender, text_of
 from sglang_ext.router.tokens.prompt_tokenizer import PromptTokenizer, load_tokenizer
 from sglang_ext.router.tokens.segments import Segmenter, TokenCache, TooMuchNew
 from sglang_ext.router.tokens.tokenizer_check import ServerTokenizer, Trust, compare
+from sglang_ext.signals import Signal
 
 logger = logging.getLogger("router.tokenizing")
 
@@ -76,7 +78,6 @@ class TokenizerService:
         threads: size of the pool.
         cache_bytes: memory for tokens of segments.
         path: where the tokenizer is, instead of the path that the workers report.
-        on_fallback: called in any thread for every prompt that is matched by its text.
     """
 
     def __init__(
@@ -86,18 +87,33 @@ class TokenizerService:
         cache_bytes: int,
         path: str | None = None,
         trust_remote_code: bool = False,
-        on_fallback: Callable[[Fallback], None] = lambda why: None,
     ) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="router-tokenizer")
         self._path = path
         self._trust_remote_code = trust_remote_code
-        self._on_fallback = on_fallback
+        self.fell_back: Signal[[Fallback]] = Signal()
+        """A prompt is matched by its text; in any thread."""
         self._cache_bytes = cache_bytes
         self.cache = TokenCache(cache_bytes)
         self.tokenizer: PromptTokenizer | None = None
         self.trust = Trust()
         self.status = "no model yet"
         """Whether prompts are tokenized, and if not, why, for people."""
+
+    def measure(self, metrics: RouterMetrics) -> None:
+        """Show how much of the prompts was seen before, and count what is matched by text."""
+        untokenized = metrics.counter("untokenized_prompts", "Prompts matched by text", "why")
+        self.fell_back.subscribe(lambda why: untokenized.labels(why).inc())
+        size = metrics.gauge("token_cache_bytes", "Memory of tokens kept for prompts seen before")
+        hits = metrics.gauge("token_cache_hits", "Segments found tokenized, since the model was loaded")
+        misses = metrics.gauge("token_cache_misses", "Segments tokenized, since the model was loaded")
+
+        def refresh() -> None:
+            size.set(self.cache.size_bytes)
+            hits.set(self.cache.hits)
+            misses.set(self.cache.misses)
+
+        metrics.refreshing.subscribe(refresh)
 
     async def load(self, facts: InstanceFacts) -> None:
         """Take on the tokenizer of a model. Never raises for a tokenizer that cannot be had: prompts are
@@ -203,7 +219,7 @@ class TokenizerService:
             except CannotRender as error:
                 logger.debug("matched by text: %s", error)
                 fallback = Fallback.REQUEST
-        self._on_fallback(fallback or Fallback.NO_TOKENIZER)
+        self.fell_back(fallback or Fallback.NO_TOKENIZER)
         text = prompt.text if prompt.chat is None else text_of(prompt.chat.payload)
         raw = (text or "").encode()
         return Encoded(("text", *prompt.namespace), raw[: len(raw) // TOKEN_BYTES * TOKEN_BYTES], None)

@@ -152,7 +152,7 @@ async def test_from_registration_to_a_hit(router_port: int, key_file: Path, node
     key = encode_tokens(TOKENS)
     config = RouterConfig(port=router_port, cluster_key_file=str(key_file), block_size=BLOCK)
     async with Router(config) as router:
-        await until(lambda: router.fetching.possible(owner.url, reader.url), nodes, "registration")
+        await until(lambda: router.agents.can_fetch(owner.url, reader.url), nodes, "registration")
         owner.rank.serve(TOKENS, salt="salt")
 
         def held() -> dict[str, Match]:
@@ -187,7 +187,7 @@ async def test_a_hint_comes_with_its_source(router_port: int, key_file: Path, no
     key = encode_tokens(TOKENS)
     config = RouterConfig(port=router_port, cluster_key_file=str(key_file), block_size=BLOCK)
     async with Router(config) as router:
-        await until(lambda: router.fetching.possible(owner.url, reader.url), nodes, "registration")
+        await until(lambda: router.agents.can_fetch(owner.url, reader.url), nodes, "registration")
         owner.rank.serve(TOKENS, salt="salt")
         owner.go_round()
         fleet = tuple(Instance(node.url, 0, 0, 0, 0) for node in nodes)

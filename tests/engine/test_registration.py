@@ -145,7 +145,7 @@ async def test_two_routers_know_an_instance_until_it_leaves(
                 assert tokens_known(router, instance, [7] * 8) == 8
                 await until(lambda router=router: router.fleet.usable(), instance)
                 assert router.fleet.usable()[0].trusted
-                await until(lambda router=router: router.agents.beats(), instance)
+                await until(lambda router=router: router.agents.beat(worker.url), instance)
                 shown = await metrics_of(router)
                 assert (
                     shown["sglang_ext_router_index_trusted"]

@@ -130,12 +130,12 @@ async def test_a_router_answers_everything_itself(
                 batch.clear()
         await asyncio.gather(*batch)
         assert len(router.fleet.usable()) == 1
-        assert len(router.serving.flights) == 0
+        assert len(router.flights) == 0
         # Responses in the background hold their places until they have ended.
-        assert router.serving.admission.admitted == len(worker.in_background)
+        assert router.admission.admitted == len(worker.in_background)
         worker.kept.update(worker.in_background)
         async with asyncio.timeout(30):
-            while router.serving.admission.admitted:  # noqa: ASYNC110
+            while router.admission.admitted:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         router.check()
     print(f"http: {tally}", file=sys.stderr)

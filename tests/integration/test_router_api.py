@@ -169,7 +169,7 @@ async def test_messages_have_the_tokens_that_the_server_gives_them(
         ) as answer:
             assert answer.status == 200, await answer.text()
             usage = (await answer.json())["usage"]
-        story = router.serving.stories.find(name, tenant=None, admin=True)
+        story = router.stories.find(name, tenant=None, admin=True)
         assert story is not None
         theirs = usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
         assert [prompt.tokens for prompt in story.prompts] == [theirs], body
@@ -210,7 +210,7 @@ async def test_responses_have_the_tokens_that_the_server_gives_them(
             assert answer.status == 200, await answer.text()
             response = await answer.json()
             usage = response["usage"]
-        story = router.serving.stories.find(response["id"], tenant=None, admin=True)
+        story = router.stories.find(response["id"], tenant=None, admin=True)
         assert story is not None
         assert story.record.request_id == name
         assert [prompt.tokens for prompt in story.prompts] == [usage["input_tokens"]], body
@@ -229,7 +229,7 @@ async def test_a_response_in_the_background_counts_until_the_server_has_ended_it
         assert answer.status == 200, await answer.text()
         response = await answer.json()
     assert response["status"] == "queued"
-    background = router.serving.generation.background
+    background = router.background
     assert len(background) == 1
     assert sum(row.in_flight for row in router.fleet.rows.values()) == 1
     await until(lambda: len(background) == 0)
@@ -418,4 +418,4 @@ async def test_no_request_harms_a_server(
         assert server.running
         assert server.generate([1, 2, 3], max_new_tokens=2).prompt_tokens == 3
     assert len(router.fleet.usable()) == 2
-    assert len(router.serving.flights) == 0
+    assert len(router.flights) == 0

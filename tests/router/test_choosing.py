@@ -6,11 +6,17 @@ from typing import Any
 import pytest
 
 from sglang_ext.cost_model import CostModel
-from sglang_ext.router.config import RouterConfig
 from sglang_ext.router.dispatch.advisory_book import Place
-from sglang_ext.router.dispatch.choosing import Chooser
+from sglang_ext.router.dispatch.choosing import Chooser, Routing
 from sglang_ext.router.dispatch.costs import RouterCosts
-from sglang_ext.router.policies import Decision, Instance, Match, Reason
+from sglang_ext.router.policies import (
+    Decision,
+    Instance,
+    Match,
+    PolicyOptions,
+    Reason,
+    policy_named,
+)
 from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, FetchNote
 from sglang_ext.router.tokens.tokenizing import Encoded
 
@@ -47,11 +53,10 @@ def choose(end: str | None, *, announced: bool = True) -> tuple[Decision, Any]:
         match=lambda namespace, key: dict(HELD), guess=lambda namespace, key, name: None, block_size=16
     )
     costs = RouterCosts(CostModel(), lambda: 0.0)
-    chooser = Chooser(RouterConfig(policy="prompt-tree"), fleet, trees, costs, metrics)
-    chooser.expectations = Announced() if announced else None
-    if end is not None:
-        fetching: Any = Fetches(end)
-        chooser.fetching = fetching
+    routing = Routing(name="prompt-tree", policy=policy_named("prompt-tree"), options=PolicyOptions())
+    fetching: Any = None if end is None else Fetches(end)
+    expectations = Announced() if announced else None
+    chooser = Chooser(routing, fleet, trees, costs, metrics, fetching, expectations)
     record = SimpleNamespace(priority=0, request_id="r1", prompt_tokens=1000)
     flight: Any = SimpleNamespace(
         admitted=SimpleNamespace(session="s"),

@@ -377,7 +377,7 @@ async def test_redis_dies_and_the_routers_serve_on(redis, start, start_worker, e
     assert not everything["store"]["connected"]
     assert everything["store"]["error"]
     value = one.metrics.registry.get_sample_value
-    one.metrics.refresh(one.fleet, one.trees, one.tokenizers.cache)
+    one.metrics.refreshing()
     assert value("sglang_ext_router_membership_connected") == 0.0
     for client in (ask_one, ask_two):
         assert await client.generate() == (200, worker.url)
@@ -441,13 +441,13 @@ async def test_a_response_is_found_through_any_router(redis, start, start_worker
     worker = await start_worker()
     one.members.list_url(worker.url)
     await eventually(lambda: len(two.fleet.usable()) == 1)
-    one.serving.homes.keep("tenant", "resp_1", worker.url)
+    one.homes.keep("tenant", "resp_1", worker.url)
 
     def known() -> bool:
-        return len(two.serving.homes) == 1
+        return len(two.homes) == 1
 
     await eventually(known)
-    assert two.serving.homes.find("tenant", "resp_1") == worker.url
+    assert two.homes.find("tenant", "resp_1") == worker.url
 
 
 @needs_redis

@@ -53,7 +53,7 @@ async def test_a_request_without_rid_is_aborted_by_its_connection(
     async with await request as answer:
         assert (answer.status, (await answer.json())["error"]["code"]) == (499, "aborted")
     await worker.until(lambda: worker.aborted == 1)
-    assert len(router.serving.flights) == 0
+    assert len(router.flights) == 0
     async with client.post(router.url + "/abort_request", json=body) as answer:
         assert await answer.json() == {"aborted": 0}
     async with client.post(router.url + "/abort_request", json={}) as answer:
@@ -76,9 +76,9 @@ async def test_requests_wait_for_room_by_priority(start_worker, start_router, cl
     first = asyncio.create_task(ask("first", 0))
     await eventually(lambda: len(worker.requests) == 1)
     low = asyncio.create_task(ask("low", 0))
-    await eventually(lambda: len(router.serving.admission.line) == 1)
+    await eventually(lambda: len(router.admission.line) == 1)
     high = asyncio.create_task(ask("high", 7))
-    await eventually(lambda: len(router.serving.admission.line) == 2)
+    await eventually(lambda: len(router.admission.line) == 2)
     async with client.post(router.url + "/generate", json=BODY) as answer:
         assert (answer.status, answer.headers["retry-after"]) == (503, "1")
         assert (await answer.json())["error"]["code"] == "queue_full"
@@ -120,16 +120,16 @@ async def test_a_client_that_goes_away_while_it_waits_leaves_its_place(
     first = asyncio.create_task(ask())
     await eventually(lambda: len(worker.requests) == 1)
     impatient = asyncio.create_task(ask())
-    await eventually(lambda: len(router.serving.admission.line) == 1)
+    await eventually(lambda: len(router.admission.line) == 1)
     patient = asyncio.create_task(ask())
-    await eventually(lambda: len(router.serving.admission.line) == 2)
+    await eventually(lambda: len(router.admission.line) == 2)
     impatient.cancel()
-    await eventually(lambda: len(router.serving.admission.line) == 1)
+    await eventually(lambda: len(router.admission.line) == 1)
     worker.before_head.open()
     assert await asyncio.gather(first, patient) == [200, 200]
     assert len(worker.requests) == 2
-    await eventually(lambda: not router.serving.flights)
-    assert router.serving.admission.admitted == 0
+    await eventually(lambda: not router.flights)
+    assert router.admission.admitted == 0
 
 
 async def test_a_full_instance_is_passed_over_for_one_with_room(
@@ -153,7 +153,7 @@ async def test_a_full_instance_is_passed_over_for_one_with_room(
 async def test_the_retry_budget_ends_retries(start_worker, start_router, client, monkeypatch) -> None:
     workers = [await start_worker() for _ in range(2)]
     router = await start_router(*workers, retry_budget=0.0)
-    monkeypatch.setattr(router.serving.generation._budget, "reserve", 0)
+    monkeypatch.setattr(router.generation._budget, "reserve", 0)
     for worker in workers:
         worker.deaths_before_head = 1
     async with client.post(router.url + "/generate", json=BODY) as answer:

@@ -325,7 +325,7 @@ async def test_they_are_routed_as_well_as_chat(
         assert int(answer.headers["x-kv-matched-tokens"]) > 48
         if path == "/v1/messages" or not stream:
             assert int(answer.headers["x-kv-cached-tokens"]) > 48
-    told = router.serving.stories.find(answer.headers["x-request-id"], tenant=None, admin=True)
+    told = router.stories.find(answer.headers["x-request-id"], tenant=None, admin=True)
     assert told.record.completion_tokens == 8
     assert all(prompt.tokens is not None for prompt in told.prompts)
 
@@ -381,7 +381,7 @@ async def test_what_was_cached_is_asked_for_without_clients_noticing(
             raw = await answer.read()
             assert answer.status == 200
         assert not stream or b"sglext" not in raw
-        record = router.serving.stories.find(f"q{number}", tenant=None, admin=True).record
+        record = router.stories.find(f"q{number}", tenant=None, admin=True).record
         if path != "/v1/messages":
             assert bool(record.cached_tokens) == bool(number)
             assert record.tiers == ({"hbm": record.cached_tokens} if number else {})
@@ -418,13 +418,13 @@ async def test_what_generates_in_the_background_counts_until_it_ends(
         value = await answer.json()
         assert (answer.status, value["status"]) == (200, "queued")
     row = router.fleet.rows[worker.url]
-    assert (row.in_flight, router.serving.admission.admitted) == (1, 1)
+    assert (row.in_flight, router.admission.admitted) == (1, 1)
     async with client.post(url, json={**BACKGROUND, "background": False}) as answer:
         assert (answer.status, (await answer.json())["error"]["code"]) == (429, "concurrency_limit_exceeded")
     router.check()
     worker.kept[value["id"]] = worker.in_background[value["id"]]
-    await eventually(lambda: not len(router.serving.generation.background))
-    assert (row.in_flight, router.serving.admission.admitted) == (0, 0)
+    await eventually(lambda: not len(router.background))
+    assert (row.in_flight, router.admission.admitted) == (0, 0)
     async with client.post(url, json={**BACKGROUND, "background": False}) as answer:
         assert answer.status == 200
 
@@ -442,7 +442,7 @@ async def test_what_was_generated_in_the_background_is_charged(
     async with client.post(url, json={**BACKGROUND, "max_output_tokens": 100}) as answer:
         name = (await answer.json())["id"]
     worker.kept[name] = worker.in_background[name]
-    await eventually(lambda: not len(router.serving.generation.background))
+    await eventually(lambda: not len(router.background))
     async with client.post(url, json=BACKGROUND) as answer:
         assert (answer.status, (await answer.json())["error"]["code"]) == (429, "tokens_limit_exceeded")
 
@@ -532,7 +532,7 @@ async def test_cached_tokens_stand_where_people_look_first(
         values = [json.loads(event) for event in events] if stream else [json.loads(raw)]
         (usage,) = [value["usage"] for value in values if value.get("usage")]
         found.append((usage["prompt_tokens_details"] or {}).get("cached_tokens", 0))
-        record = router.serving.stories.find(name, tenant=None, admin=True).record
+        record = router.stories.find(name, tenant=None, admin=True).record
         assert record.cached_tokens == found[-1]
     assert found[0] == 0
     assert found[1] > 0

@@ -13,8 +13,9 @@ import pytest
 
 from sglang_ext.cost_model import CostModel
 from sglang_ext.protocol import agent as agent_messages
-from sglang_ext.protocol.agent import Expecting, Fetched, Lend, ToAgent
+from sglang_ext.protocol.agent import Expecting, Fetched, FromAgent, Lend, ToAgent
 from sglang_ext.protocol.cluster import Registration
+from sglang_ext.router.cluster.agents import AgentChannels
 from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.dispatch.fetching import (
     LEAST_WAIT_S,
@@ -26,7 +27,9 @@ from sglang_ext.router.dispatch.fetching import (
 from sglang_ext.router.policies import Decision, Instance, Match, Reason
 from sglang_ext.router.policies.base import Fetch
 from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, UNHEARD
+from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.tokens.tokenizing import Encoded
+from sglang_ext.signals import Signal
 from sglang_ext.tiers import Tier
 
 TOKENS = ("tokens", None, None, "salt")
@@ -45,7 +48,7 @@ def registration(name: str, **more: Any) -> Registration:
 
 
 @dataclass
-class Channels:
+class Channels(AgentChannels):
     """Agents that hear everything, but for those that are deaf."""
 
     known: dict[str, Registration] = field(
@@ -53,6 +56,7 @@ class Channels:
     )
     deaf: set[str] = field(default_factory=set)
     told: list[tuple[str, ToAgent]] = field(default_factory=list)
+    messages: Signal[[str, FromAgent]] = field(default_factory=Signal)
 
     def registration(self, name: str) -> Registration | None:
         return self.known.get(name)
@@ -74,13 +78,11 @@ FLEET = (instance("a"), instance("b"))
 def fetching(
     channels: Channels | None = None,
     now: Callable[[], float] = lambda: 0.0,
-    ended: Callable[[str, int], None] = lambda how, tokens: None,
+    metrics: RouterMetrics | None = None,
 ) -> Fetching:
     made = channels or Channels()
-    costs = RouterCosts(CostModel(), now)
-    found = Fetching(made, costs, ended=ended)
-    costs.can_fetch = found.possible
-    return found
+    costs = RouterCosts(CostModel(), now, can_fetch=made.can_fetch)
+    return Fetching(made, costs, metrics or RouterMetrics())
 
 
 def flight(key: bytes = KEY, namespace: tuple[str | None, ...] = TOKENS, prompts: int = 1) -> Any:
@@ -106,13 +108,13 @@ def flight(key: bytes = KEY, namespace: tuple[str | None, ...] = TOKENS, prompts
 def test_who_can_fetch_from_whom(changes: dict[str, Any], expected: bool) -> None:
     channels = Channels()
     channels.known["a"] = registration("a", **changes)
-    assert fetching(channels).possible("a", "b") is expected
+    assert channels.can_fetch("a", "b") is expected
     assert fetching(channels).everywhere(FLEET) is expected
 
 
 def test_nobody_fetches_from_itself_or_from_whom_no_agent_is_heard() -> None:
-    assert not fetching().possible("a", "a")
-    assert not fetching().possible("a", "z")
+    assert not Channels().can_fetch("a", "a")
+    assert not Channels().can_fetch("a", "z")
     assert not fetching().everywhere(FLEET[:1])
 
 
@@ -210,8 +212,8 @@ def fetched(end: str = "done", tokens: int = 960, seconds: float = 0.05) -> Fetc
 
 
 def test_what_came_of_it_is_noted_once() -> None:
-    heard: list[tuple[str, int]] = []
-    found = fetching(ended=lambda how, tokens: heard.append((how, tokens)))
+    metrics = RouterMetrics()
+    found = fetching(metrics=metrics)
     decision = Decision("a", Reason.FETCH)
     note = found.begin(flight(), Fetch("b", 960), decision, FLEET, {"b": Match(960)})
     assert note is not None
@@ -219,7 +221,9 @@ def test_what_came_of_it_is_noted_once() -> None:
     found.on_message("b", fetched())  # that was not the one that was told
     found.on_message("a", fetched())
     found.on_message("a", fetched())
-    assert heard == [("done", 960)]
+    value = metrics.registry.get_sample_value
+    assert value("sglang_ext_router_fetches_ended_total", {"how": "done"}) == 1
+    assert value("sglang_ext_router_fetched_tokens_total") == 960
     assert (note.end, note.moved, note.took_s) == ("done", 960, 0.05)
     assert found.under_way == 0
 
@@ -293,9 +297,9 @@ def test_of_equal_holders_the_one_that_was_faster_is_read_from() -> None:
 
 
 def test_a_request_waits_longer_for_a_holder_that_computes() -> None:
-    channels, costs = Channels(), RouterCosts(CostModel(), lambda: 0.0)
-    found = Fetching(channels, costs)
-    costs.can_fetch = found.possible
+    channels = Channels()
+    costs = RouterCosts(CostModel(), lambda: 0.0, can_fetch=channels.can_fetch)
+    found = Fetching(channels, costs, RouterMetrics())
     decision, waits = Decision("a", Reason.FETCH), []
     for prompts in (0, 1, 1000):
         with ExitStack() as queue:

@@ -126,7 +126,7 @@ def full_backlog() -> Iterator[str]:
 
 async def test_connecting_takes_no_longer_than_it_may() -> None:
     with full_backlog() as url:
-        upstream = Router(RouterConfig(connect_timeout_secs=0.05))._upstream
+        upstream = Router(RouterConfig(connect_timeout_secs=0.05)).upstream
         try:
             with pytest.raises(ConnectFailed, match=r"within 0\.05 s"):
                 await upstream.open("GET", url + "/model_info", timeout_s=20)
@@ -143,7 +143,7 @@ async def test_connecting_takes_no_longer_than_it_may() -> None:
 async def test_a_common_beginning_attracts_up_to_the_factor(factor: float, spreads: bool) -> None:
     """a caches 500 tokens more than b, five times the beginning of 100 that it holds."""
     router = Router(RouterConfig(balance_cache_factor=factor))
-    options = router.serving.chooser.options
+    options = router.chooser._options
     fleet = (
         Instance(name="a", in_flight=0, queued_tokens=0, cached_tokens=1500, last_picked=2),
         Instance(name="b", in_flight=0, queued_tokens=0, cached_tokens=1000, last_picked=1),
@@ -174,7 +174,7 @@ async def test_what_passed_by_is_believed_for_the_trees_time() -> None:
 
 _SETTLES = """
 import gc
-from sglang_ext.router.app import garbage
+from sglang_ext.router.app import run
 
 class Node:
     pass
@@ -184,9 +184,9 @@ lost = Node()
 lost.itself = lost
 before = gc.get_freeze_count()
 del lost
-garbage.settle()
+run.settle_garbage()
 assert gc.get_freeze_count() > before + 1000, gc.get_freeze_count()
-assert gc.get_threshold() == garbage.THRESHOLDS
+assert gc.get_threshold() == run.GC_THRESHOLDS
 assert not any(each is kept[0] for each in gc.get_objects()), "what is there is looked at no more"
 new = Node()
 new.itself = new

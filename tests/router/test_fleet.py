@@ -67,7 +67,8 @@ def test_the_verdict_needs_several_missed_probes_in_a_row() -> None:
 
 def test_a_restart_is_told_from_a_hiccup() -> None:
     restarted: list[str] = []
-    fleet = Fleet(("a",), on_restart=restarted.append)
+    fleet = Fleet(("a",))
+    fleet.restarted.subscribe(restarted.append)
     fleet.learnt("a", FACTS)
     restarted.clear()
     fleet.lost("a", "gone")
@@ -103,7 +104,8 @@ def test_mixed_models_are_refused(change, words) -> None:
 
 def test_a_new_model_is_taken_on_when_the_old_one_has_gone() -> None:
     adopted: list[InstanceFacts] = []
-    fleet = Fleet(("a", "b"), on_model=adopted.append)
+    fleet = Fleet(("a", "b"))
+    fleet.adopted.subscribe(adopted.append)
     fleet.learnt("a", FACTS)
     fleet.learnt("b", FACTS)
     fleet.lost("a", "stopped")
@@ -191,7 +193,8 @@ def registration(epoch: int = 1, **more: str) -> Registration:
 
 def test_a_new_epoch_drops_what_was_known_at_once() -> None:
     restarted: list[str] = []
-    fleet = Fleet(on_restart=restarted.append)
+    fleet = Fleet()
+    fleet.restarted.subscribe(restarted.append)
     assert fleet.join("a", registration(1)) is State.NEW
     fleet.learnt("a", FACTS)
     restarted.clear()
@@ -205,7 +208,8 @@ def test_a_new_epoch_drops_what_was_known_at_once() -> None:
 
 def test_one_that_was_listed_and_registers_goes_on() -> None:
     restarted: list[str] = []
-    fleet = Fleet(("a", "b"), on_restart=restarted.append)
+    fleet = Fleet(("a", "b"))
+    fleet.restarted.subscribe(restarted.append)
     for name in "ab":
         fleet.learnt(name, FACTS)
     restarted.clear()
@@ -338,7 +342,8 @@ def test_requests_of_other_routers_count_as_load() -> None:
 
 def test_whoever_listens_hears_every_event() -> None:
     heard: list[tuple[str, Event, State, State]] = []
-    fleet = Fleet(on_event=lambda row, event, before: heard.append((row.name, event, before, row.state)))
+    fleet = Fleet()
+    fleet.happened.subscribe(lambda row, event, before: heard.append((row.name, event, before, row.state)))
     fleet.join("a")
     fleet.learnt("a", FACTS)
     fleet.lost("a", "gone")

@@ -35,6 +35,7 @@ from sglang_ext.router.cluster.roster import (
 )
 from sglang_ext.router.fleet.facts import InstanceFacts, ModelFacts
 from sglang_ext.router.fleet.fleet import Fleet, Load
+from sglang_ext.router.fleet.health import HealthWatch
 from sglang_ext.router.fleet.lifecycle import TRANSITIONS, USABLE, Event, State
 from sglang_ext.testing.fakes import FakeClock
 
@@ -69,11 +70,13 @@ class Links:
         return self.beats.get(name)
 
 
-@dataclass
-class Watch:
+class Watch(HealthWatch):
     """Who is looked after."""
 
-    watched: list[str] = field(default_factory=list)
+    def __init__(self, fleet: Fleet, clock: FakeClock) -> None:
+        nobody: Any = None
+        super().__init__(fleet, nobody, clock, interval_s=1.0, timeout_s=1.0, on_crash=lambda error: None)
+        self.watched: list[str] = []
 
     def watch(self, name: str) -> None:
         self.watched.append(name)
@@ -99,10 +102,10 @@ class Rig:
     def __init__(self, clock: FakeClock | None = None) -> None:
         self.clock = clock or FakeClock()
         self.fleet = Fleet(now=self.clock.monotonic)
-        self.watch, self.links, self.store = Watch(), Links(), Store()
+        self.watch, self.links, self.store = Watch(self.fleet, self.clock), Links(), Store()
         self.members = Members(
             self.fleet,
-            self.watch,  # type: ignore[arg-type]
+            self.watch,
             self.store,
             self.clock,
             links=self.links,
@@ -310,10 +313,10 @@ def test_roles_are_what_they_were_started_as(rig: Rig) -> None:
 
 def test_a_silent_agent_is_a_verdict_and_everybody_hears_of_it(rig: Rig) -> None:
     rig.join(agent="tcp://127.0.0.1:5000")
-    rig.members.on_silent(A)
+    rig.watch.on_silent(A)
     assert rig.state() is State.DOWN
     assert rig.links.dead == [("a", 1)]
-    rig.members.on_silent(A)
+    rig.watch.on_silent(A)
     assert rig.links.dead == [("a", 1)]
     assert rig.watch.watched[-1] == A
 
@@ -321,7 +324,7 @@ def test_a_silent_agent_is_a_verdict_and_everybody_hears_of_it(rig: Rig) -> None
 def test_each_death_is_told_once(rig: Rig) -> None:
     rig.join()
     for times in (1, 2):
-        rig.members.on_silent(A)
+        rig.watch.on_silent(A)
         rig.fleet.lost(A, "nobody listens")
         assert rig.links.dead == [("a", 1)] * times
         rig.fleet.learnt(A, FACTS)
@@ -333,11 +336,11 @@ def test_each_death_is_told_once(rig: Rig) -> None:
 def test_heartbeats_count_for_the_epoch_that_registered(rig: Rig) -> None:
     rig.join(agent="tcp://127.0.0.1:5000")
     rig.clock.advance(10.0)
-    rig.members.on_heartbeat(A, f"{2:032x}")
+    rig.watch.on_heartbeat(A, f"{2:032x}")
     assert rig.view().heard_s == 10.0
-    rig.members.on_heartbeat(A, f"{1:032x}")
+    rig.watch.on_heartbeat(A, f"{1:032x}")
     assert rig.view().heard_s == 0.0
-    rig.members.on_heartbeat("http://nobody", f"{1:032x}")
+    rig.watch.on_heartbeat("http://nobody", f"{1:032x}")
 
 
 def test_who_is_dead_for_long_is_forgotten_unless_listed(rig: Rig) -> None:
@@ -487,7 +490,7 @@ class LifeOfACluster(RuleBasedStateMachine):
 
     @rule(name=names)
     def is_silent(self, name: str) -> None:
-        self.rig.members.on_silent(self.urls[name])
+        self.rig.watch.on_silent(self.urls[name])
 
     @rule(name=names, deadline=st.sampled_from([0.0, 5.0, 100.0]))
     def drain(self, name: str, deadline: float) -> None:
@@ -582,7 +585,7 @@ def test_one_wrong_entry_of_the_table_is_found(
 ) -> None:
     monkeypatch.setitem(TRANSITIONS, (state, event), wrong)
     quiet = settings(
-        max_examples=200,
+        max_examples=1000,
         stateful_step_count=40,
         deadline=None,
         database=None,

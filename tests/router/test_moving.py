@@ -29,6 +29,7 @@ from sglang_ext.protocol.agent import (
 )
 from sglang_ext.protocol.cluster import Registration
 from sglang_ext.router import Router
+from sglang_ext.router.cluster.agents import AgentChannels
 from sglang_ext.router.dispatch.move_calls import LEAST_AHEAD
 from sglang_ext.router.fleet.lifecycle import State
 from sglang_ext.testing.servers.workers import Gate, StandInWorker
@@ -43,7 +44,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class Agents:
+class Agents(AgentChannels):
     """Agents of all workers. Each stops what it is told to, and says that a request runs when the worker has
     got it with the ticket that the agent was told of."""
 
@@ -112,7 +113,7 @@ async def rig(start_worker: Any, start_router: Any) -> AsyncIterator[Rig]:
     gate = source.between_chunks = Gate()
     router: Router = await start_router(source, target, policy="round-robin")
     agents = Agents(router, workers=(source, target))
-    router.mover.calls.channels = agents
+    router.mover.calls._channels = agents
     yield Rig(source, target, router, agents, gate)
     for task in agents.running:
         task.cancel()

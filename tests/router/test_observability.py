@@ -14,12 +14,10 @@ import pytest
 
 from sglang_ext.errors import ConfigError
 from sglang_ext.router import Router, RouterConfig
-from sglang_ext.router.dispatch.queueing import Admission
 from sglang_ext.router.telemetry.local_metrics import LocalCounters, LocalHistograms
 from sglang_ext.router.telemetry.logs import JsonFormatter, configure_logging
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.tracing import NO_TRACING, OpenTelemetry, open_tracing
-from sglang_ext.testing.fakes import FakeClock
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "router.json"
 BODY = {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 2}}
@@ -43,9 +41,9 @@ def samples() -> dict[str, set[str]]:
 
 def all_metrics() -> RouterMetrics:
     """With what its owners add."""
-    metrics = RouterMetrics()
-    Admission(lambda: 1.0, FakeClock()).measure(metrics)
-    return metrics
+    router = Router(RouterConfig())
+    router.tokenizers.close()
+    return router.metrics
 
 
 def unknown_metrics(dashboard: Any) -> set[str]:
@@ -86,10 +84,8 @@ def test_labels_of_the_dashboard_are_there() -> None:
 def test_metrics_can_be_added_and_are_brought_up_to_date() -> None:
     metrics = RouterMetrics()
     gauge = metrics.gauge("extra", "An extra one", "instance")
-    metrics.on_refresh.append(lambda: gauge.labels("i").set(3))
-    router = Router(RouterConfig(worker_urls=("h:1",)))
-    metrics.refresh(router.fleet, router.trees, router.tokenizers.cache)
-    router.tokenizers.close()
+    metrics.refreshing.subscribe(lambda: gauge.labels("i").set(3))
+    metrics.refreshing()
     assert metrics.registry.get_sample_value("sglang_ext_router_extra", {"instance": "i"}) == 3
 
 
@@ -130,8 +126,8 @@ def in_memory() -> tuple[OpenTelemetry, Any]:
 
 async def traced(start_router: Any, tracing: OpenTelemetry, *workers: Any) -> Router:
     router: Router = await start_router(*workers)
-    router._service._tracing = tracing
-    router.serving.relay._tracing = tracing
+    router.service._tracing = tracing
+    router.relay._forwarding._tracing = tracing
     return router
 
 

@@ -82,18 +82,18 @@ async def test_requests_made_from_the_description_find_no_bug(
     )
     assert sent > 200
     assert len(router.fleet.usable()) == 1
-    assert len(router.serving.flights) == 0
+    assert len(router.flights) == 0
 
 
 async def test_broken_requests_find_no_bug(start_worker, start_router, eventually) -> None:
     worker = await start_worker()
     router = await start_router(worker)
     assert await asyncio.to_thread(send_broken, router.url, never_ours) == len(BROKEN)
-    assert len(router.serving.flights) == 0
+    assert len(router.flights) == 0
     # A response in the background holds its place until it has ended.
-    assert router.serving.admission.admitted == len(worker.in_background) > 0
+    assert router.admission.admitted == len(worker.in_background) > 0
     worker.kept.update(worker.in_background)
-    await eventually(lambda: router.serving.admission.admitted == 0)
+    await eventually(lambda: router.admission.admitted == 0)
 
 
 async def test_a_bug_would_be_found(start_worker, start_router, monkeypatch: pytest.MonkeyPatch) -> None:

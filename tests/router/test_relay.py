@@ -274,8 +274,8 @@ async def test_no_delay_is_set_on_both_sides(start_worker, start_router, client)
     router = await start_router(worker)
     async with client.post(router.url + "/generate", json=PROMPTS["/generate"]) as answer:
         await answer.read()
-    ends = [client_end.transport for client_end in router._server.state.connections]
-    ends += [end.transport for pool in router._upstream._pools.values() for end in pool.connections]
+    ends = [client_end.transport for client_end in router.server.state.connections]
+    ends += [end.transport for pool in router.upstream._pools.values() for end in pool.connections]
     assert len(ends) >= 2
     for transport in ends:
         sock = transport.get_extra_info("socket")
@@ -338,4 +338,4 @@ async def test_a_stream_ends_whole_while_the_router_stops(start_worker, start_ro
         rest = await answer.text()
     assert rest.endswith("data: [DONE]\n\n")
     await asyncio.wait_for(stopping, 20)
-    assert len(router.serving.flights) == 0
+    assert len(router.flights) == 0

@@ -237,7 +237,8 @@ def test_what_cannot_be_rendered_says_why(body, chat, why, own_tokenizer) -> Non
 @pytest.fixture
 async def service():
     fallbacks: list[Fallback] = []
-    service = TokenizerService(threads=1, cache_bytes=1 << 20, on_fallback=fallbacks.append)
+    service = TokenizerService(threads=1, cache_bytes=1 << 20)
+    service.fell_back.subscribe(fallbacks.append)
     service.fallbacks = fallbacks  # type: ignore[attr-defined]
     yield service
     service.close()

@@ -1,0 +1,99 @@
+"""Taking on a model: what was known of the former one is dropped, and the new one's tokenizer is loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable
+
+from sglang_ext.clock import Clock
+from sglang_ext.errors import DeadlineError, PeerError
+from sglang_ext.router.dispatch.costs import RouterCosts
+from sglang_ext.router.dispatch.profiles import AUTO, cost_model_for
+from sglang_ext.router.fleet.facts import InstanceFacts
+from sglang_ext.router.fleet.fleet import USABLE, Fleet
+from sglang_ext.router.fleet.worker import LEARN_TIMEOUT_S, WorkerApi
+from sglang_ext.router.index.index import Index
+from sglang_ext.router.tokens.tokenizing import TokenizerService
+
+logger = logging.getLogger("router.adoption")
+
+
+class Adoption:
+    """Follows the fleet from model to model.
+
+    Args:
+        fleet: says which model it serves.
+        trees, costs, tokenizers: are the model's.
+        api: asks instances for their tokens, to compare.
+        clock: seconds.
+        cost_profile: see ``--cost-profile``.
+        on_loaded: called when a tokenizer has been loaded.
+        on_crash: called when loading ends by an error of ours.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        trees: Index,
+        costs: RouterCosts,
+        tokenizers: TokenizerService,
+        api: WorkerApi,
+        clock: Clock,
+        *,
+        cost_profile: str,
+        on_loaded: Callable[[], None],
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        self._fleet = fleet
+        self._trees = trees
+        self._costs = costs
+        self._tokenizers = tokenizers
+        self._api = api
+        self._clock = clock
+        self._cost_profile = cost_profile
+        self._on_loaded = on_loaded
+        self._on_crash = on_crash
+        self._loading: asyncio.Task[None] | None = None
+        fleet.adopted.subscribe(self._adopt)
+
+    def _adopt(self, facts: InstanceFacts) -> None:
+        self._trees.clear()
+        if self._cost_profile == AUTO:
+            self._costs.use(cost_model_for(facts.model.name))
+        if self._loading is not None:
+            self._loading.cancel()
+        self._loading = asyncio.create_task(self._load_tokenizer(facts), name="load the tokenizer")
+        self._loading.add_done_callback(self._ended)
+
+    async def _load_tokenizer(self, facts: InstanceFacts) -> None:
+        await self._tokenizers.load(facts)
+        self._on_loaded()
+        if self._tokenizers.tokenizer is None:
+            return
+        while True:
+            for instance in [row for row in self._fleet.rows.values() if row.state in USABLE]:
+                theirs = functools.partial(self._api.tokenize, instance.name, timeout_s=LEARN_TIMEOUT_S)
+                try:
+                    await self._tokenizers.verify(theirs)
+                except (PeerError, DeadlineError) as error:
+                    logger.warning("cannot compare tokens: %s", error)
+                else:
+                    return
+            await self._clock.sleep(1.0)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_crash(error)
+
+    async def loaded(self, timeout_s: float) -> None:
+        """Wait for the tokenizer of the model that was taken on, if one was, but no longer than so."""
+        if self._loading is not None:
+            await asyncio.wait({self._loading}, timeout=timeout_s)
+
+    async def stop(self) -> None:
+        """Load no more."""
+        if self._loading is not None:
+            self._loading.cancel()
+            await asyncio.gather(self._loading, return_exceptions=True)

@@ -1,0 +1,308 @@
+"""The parts of a router, put together: each is made complete, of parts that were made before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sglang_ext.clock import Clock
+from sglang_ext.cluster_key import read_cluster_key
+from sglang_ext.cost_model import CostModel
+from sglang_ext.hosts import is_loopback
+from sglang_ext.router.app.adoption import Adoption
+from sglang_ext.router.app.service import Service
+from sglang_ext.router.cluster.agents import Agents
+from sglang_ext.router.cluster.members import Members, new_router_name
+from sglang_ext.router.cluster.role_change import RoleChanges
+from sglang_ext.router.cluster.setup import open_membership
+from sglang_ext.router.config import RouterConfig
+from sglang_ext.router.dispatch.advisory_book import HintBook
+from sglang_ext.router.dispatch.choosing import Chooser, Routing
+from sglang_ext.router.dispatch.costs import RouterCosts
+from sglang_ext.router.dispatch.explain import Stories
+from sglang_ext.router.dispatch.fetching import Fetching
+from sglang_ext.router.dispatch.flight import Flights, Homes
+from sglang_ext.router.dispatch.forwarding import Forwarding
+from sglang_ext.router.dispatch.moving import Mover
+from sglang_ext.router.dispatch.profiles import load_named
+from sglang_ext.router.dispatch.queueing import Admission
+from sglang_ext.router.dispatch.relaying import Relay
+from sglang_ext.router.endpoints.advisory_api import AdvisoryApi
+from sglang_ext.router.endpoints.background import Background
+from sglang_ext.router.endpoints.cluster_api import ClusterApi
+from sglang_ext.router.endpoints.control import Control
+from sglang_ext.router.endpoints.generation import Generation, generation_routes
+from sglang_ext.router.endpoints.information import Information
+from sglang_ext.router.endpoints.pages import page_routes
+from sglang_ext.router.endpoints.routes import RouteTable
+from sglang_ext.router.fleet.fleet import Fleet
+from sglang_ext.router.fleet.health import HealthWatch
+from sglang_ext.router.fleet.worker import WorkerApi
+from sglang_ext.router.hints.advising import Advisor
+from sglang_ext.router.hints.session_memory import SessionMemory
+from sglang_ext.router.http.server import HttpServer
+from sglang_ext.router.http.tls import server_context, worker_context
+from sglang_ext.router.http.upstream import HttpUpstream
+from sglang_ext.router.http.web_sites import sites_of
+from sglang_ext.router.index.index import Index
+from sglang_ext.router.policies import PolicyOptions, policy_named
+from sglang_ext.router.telemetry.observability import RouterMetrics
+from sglang_ext.router.telemetry.tracing import open_tracing
+from sglang_ext.router.tenancy.admit import Rules
+from sglang_ext.router.tenancy.tenants import KeyRing
+from sglang_ext.router.tokens.tokenizing import TokenizerService
+
+
+class Parts:
+    """Everything that a router is made of. Nothing runs yet.
+
+    Args:
+        config: everything that can be told; each part gets what concerns it.
+        clock: seconds.
+        on_loaded: called when a tokenizer has been loaded.
+        on_crash: called when a task of a part has died: without it the router must not go on.
+
+    Raises:
+        ConfigError: a file that a flag names cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        clock: Clock,
+        *,
+        on_loaded: Callable[[], None],
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        name = new_router_name()
+        asks_for_key = config.api_key is not None or config.api_keys_file is not None
+        cluster_key = read_cluster_key(config.cluster_key_file) if config.cluster_key_file else None
+
+        # What is seen, and who may ask.
+        self.metrics = RouterMetrics()
+        self.tracing = open_tracing(config.otel_endpoint)
+        self.keys = KeyRing(clock, api_key=config.api_key, trusted=config.trusted())
+
+        # The instances: what they hold, how they are, and their agents.
+        self.upstream = HttpUpstream(
+            config.connect_timeout_secs, tls=lambda: worker_context(config.tls_worker_ca_file)
+        )
+        self.api = WorkerApi(self.upstream, config.worker_api_key)
+        self.trees = Index(
+            clock,
+            block_size=config.block_size,
+            ttl_s=config.tree_ttl_secs,
+            max_bytes=config.tree_max_bytes,
+            mode=config.index,
+            wait_s=config.index_wait_secs,
+        )
+        self.fleet = Fleet(
+            failure_threshold=config.health_failure_threshold,
+            cached_tokens=self.trees.tokens_of,
+            trusted=self.trees.trusted,
+            awaited=self.trees.awaited,
+            pairs=True,
+            now=clock.monotonic,
+        )
+        self.watch = HealthWatch(
+            self.fleet,
+            self.api,
+            clock,
+            interval_s=config.health_check_interval_secs,
+            timeout_s=config.health_check_timeout_secs,
+            on_crash=on_crash,
+        )
+        self.agents = Agents(self.trees, clock, router=name, key=cluster_key, listener=self.watch)
+
+        # The model: its tokens, and what computing takes.
+        self.tokenizers = TokenizerService(
+            threads=config.tokenizer_threads,
+            cache_bytes=config.tokenizer_cache_bytes,
+            path=config.tokenizer_path,
+            trust_remote_code=config.trust_remote_code,
+        )
+        self.costs = RouterCosts(
+            load_named(config.cost_profile) or CostModel(), clock.monotonic, can_fetch=self.agents.can_fetch
+        )
+        self.adoption = Adoption(
+            self.fleet,
+            self.trees,
+            self.costs,
+            self.tokenizers,
+            self.api,
+            clock,
+            cost_profile=config.cost_profile,
+            on_loaded=on_loaded,
+            on_crash=on_crash,
+        )
+
+        # From a request to an instance.
+        routing = Routing(
+            name=config.policy,
+            policy=policy_named(config.policy),
+            options=PolicyOptions(
+                cache_threshold=config.cache_threshold,
+                balance_abs_threshold=config.balance_abs_threshold,
+                balance_rel_threshold=config.balance_rel_threshold,
+                balance_cache_factor=config.balance_cache_factor,
+                tie_tokens=config.block_size,
+            ),
+            most_running=config.max_running_per_instance,
+        )
+        self.fetching = Fetching(self.agents, self.costs, self.metrics)
+        self.advisor = Advisor(
+            self.fleet,
+            self.trees,
+            self.tokenizers,
+            self.costs,
+            routing,
+            self.agents,
+            SessionMemory(config.session_memory_bytes),
+            self.metrics,
+            clock,
+            self.fetching,
+            HintBook(config.hint_limits()),
+        )
+        self.chooser = Chooser(
+            routing, self.fleet, self.trees, self.costs, self.metrics, self.fetching, self.advisor
+        )
+        self.admission = Admission(
+            self.chooser.capacity, clock, size=config.queue_size, patience_s=config.queue_timeout_secs
+        )
+
+        # Requests on their way.
+        self.stories = Stories(config.explain_max_bytes)
+        self.flights = Flights()
+        self.homes = Homes()
+        self.background = Background(self.api, self.fleet, self.admission, clock, config.request_timeout_secs)
+        forwarding = Forwarding(
+            self.upstream,
+            timeout_s=config.request_timeout_secs,
+            asks_for_key=asks_for_key,
+            worker_api_key=config.worker_api_key,
+            tracing=self.tracing,
+        )
+        self.mover = Mover(self.fleet, self.agents, forwarding, clock, self.metrics)
+        self.relay = Relay(
+            forwarding,
+            self.fleet,
+            self.trees,
+            self.costs,
+            self.tokenizers,
+            self.homes,
+            self.metrics,
+            clock,
+            self.mover,
+            on_background=self.background.keep,
+            on_learnt=self.advisor.learn,
+            explains=config.explain_routing,
+        )
+
+        # The cluster: who joins, drains, leaves, and what several routers share.
+        store = open_membership(
+            config.cluster,
+            config.cluster_name,
+            config.cluster_password_file,
+            name,
+            clock,
+            cluster_key,
+            on_crash,
+        )
+        self.members = Members(
+            self.fleet,
+            self.watch,
+            store,
+            clock,
+            router=name,
+            links=self.agents,
+            homes=self.homes,
+            on_drain=self.mover.empty,
+        )
+
+        # An instance that was started anew, or is gone, has neither the cache nor the speed that it had.
+        for forget in (self.trees.forget, self.costs.forget, self.fetching.forget):
+            self.fleet.restarted.subscribe(forget)
+        for part in (
+            self.fleet, self.trees, self.tokenizers, self.agents, self.admission, self.members
+        ):  # fmt: skip
+            part.measure(self.metrics)
+
+        # What clients can ask.
+        self.advisory = AdvisoryApi(self.advisor, self.fleet, clock)
+        self.generation = Generation(
+            Rules(
+                cache_details=config.cache_details,
+                session_header=config.session_header,
+                session_field=config.session_field,
+                session_cookie=config.session_cookie,
+            ),
+            self.fleet,
+            self.chooser,
+            self.relay,
+            self.tokenizers,
+            self.admission,
+            self.flights,
+            self.homes,
+            self.stories,
+            self.advisory,
+            self.metrics,
+            clock,
+            max_retries=config.max_retries,
+            retry_budget=config.retry_budget,
+        )
+        self.information = Information(
+            self.fleet,
+            self.trees,
+            self.tokenizers,
+            self.admission,
+            self.api,
+            self.metrics,
+            self.stories,
+            clock,
+            policy=config.policy,
+            asks_for_key=asks_for_key,
+            metrics_open=config.metrics_open,
+            wait_s=config.index_wait_secs,
+        )
+        control = Control(self.fleet, self.trees, self.api, self.flights, self.homes)
+        cluster = ClusterApi(
+            self.members,
+            RoleChanges(self.members, self.api),
+            cluster_key,
+            self.keys,
+            clock,
+            sites_of(config.allowed_hosts, config.allowed_origins, config.host, keyed=False),
+            local=is_loopback(config.host),
+        )
+        self.routes = RouteTable(
+            [
+                *generation_routes(self.generation),
+                *self.information.routes(),
+                *control.routes(),
+                *cluster.routes(),
+                *self.advisory.routes(),
+                *page_routes(),
+            ]
+        )
+        sites = sites_of(config.allowed_hosts, config.allowed_origins, config.host, keyed=asks_for_key)
+        self.service = Service(self.routes, self.keys, sites, self.metrics, clock, self.tracing)
+        self.server = HttpServer(
+            self.service,
+            config.http_limits(),
+            tls=server_context(config.tls_cert_file, config.tls_key_file) if config.tls_cert_file else None,
+            clock=clock,
+            on_crash=on_crash,
+            grace_s=config.shutdown_grace_period_secs,
+        )
+
+    def check(self) -> None:
+        """Verify every invariant of every part.
+
+        Raises:
+            InternalError: names the first that does not hold.
+        """
+        self.fleet.check()
+        self.members.roster.check()
+        self.trees.check()
+        self.admission.check()
+        self.advisor.check()
+        self.server.check()

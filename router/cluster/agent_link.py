@@ -1,0 +1,272 @@
+"""The channel to one instance's agent: hello, placement events, heartbeats.
+
+    silent for `VERDICT_S`   the instance is reported as silent, and its index not trusted; the channel is
+                             made anew, and events go on where they were if the agent still knows them;
+                             time in which the router itself stood still does not count
+    something is missing     hello without a place: a snapshot follows
+    another epoch            the instance was restarted: what was known of it is forgotten at once
+
+Everything runs on the event loop, a message at a time, with other tasks in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from zmq import constants as zmq
+
+from sglang_ext.clock import Clock
+from sglang_ext.errors import InternalError
+from sglang_ext.protocol.agent import (
+    AGENT_PROTOCOL,
+    FROM_AGENT,
+    TO_AGENT,
+    Beat,
+    Events,
+    FromAgent,
+    Hello,
+    Ping,
+    SnapshotBegin,
+    SnapshotEnd,
+    SnapshotPart,
+    ToAgent,
+    Welcome,
+)
+from sglang_ext.protocol.cluster import HEARTBEAT_S, Registration
+from sglang_ext.radix_global.sync.replica import Outcome
+from sglang_ext.router.index.index import Index
+from sglang_ext.signals import Signal
+from sglang_ext.wire import WireError
+
+logger = logging.getLogger("router.agents")
+
+ASK_PAUSE_S: Final = 0.2
+"""Between two hellos to one agent, so that a broken stream does not become a stream of snapshots."""
+PATIENCE_S: Final = 15.0
+"""For a snapshot, before it is asked for again."""
+
+
+class AgentListener(Protocol):
+    """Who is told how the instances are. Names are URLs, epochs hexadecimal."""
+
+    def on_heartbeat(self, name: str, epoch: str) -> None:
+        """The agent of an instance lives."""
+
+    def on_silent(self, name: str) -> None:
+        """The agent of an instance was not heard for `VERDICT_S`."""
+
+
+@dataclass
+class AgentCounters:
+    """Of one instance, since the router's start."""
+
+    events: int = 0
+    gaps: int = 0
+    """How often something was missing."""
+    snapshots: int = 0
+    lag_s: float = 0.0
+    """Age of the newest message of events: from the change to its being sent."""
+    bad: int = 0
+    """Messages that were none."""
+
+
+class LinkOwner(Protocol):
+    """What a channel needs of whoever has it (``agents.Agents``)."""
+
+    index: Index
+    clock: Clock
+    router: str
+    verdict_s: float
+    listener: AgentListener | None
+    messages: Signal[[str, FromAgent]]
+
+    def socket(self, registration: Registration) -> Any:
+        """A connected socket to an agent."""
+
+
+class Link:
+    """The channel to one agent."""
+
+    def __init__(
+        self, agents: LinkOwner, name: str, registration: Registration, counters: AgentCounters
+    ) -> None:
+        self.name = name
+        self.registration = registration
+        self.counters = counters
+        self.heard = False
+        """Whether it is, now."""
+        self.beat: Beat | None = None
+        self._agents = agents
+        self._index = agents.index
+        self._clock = agents.clock
+        self._heard_at = self._clock.monotonic()
+        self._asked_at = -math.inf
+        self._ask_due = True
+        self._waiting = False
+        """Asked, and neither told to go on nor that a snapshot begins."""
+        self._socket: Any = None
+        self.task = asyncio.create_task(self._run(), name=f"agent of {name}")
+
+    def goes_to(self, registration: Registration) -> bool:
+        """Whether the channel is the one that a registration asks for."""
+        mine = self.registration
+        return (mine.agent, mine.agent_key, mine.epoch, mine.role) == (
+            registration.agent,
+            registration.agent_key,
+            registration.epoch,
+            registration.role,
+        )
+
+    def send(self, message: ToAgent) -> bool:
+        """Send without waiting. False when the agent is not heard, or takes nothing."""
+        if self._socket is None:
+            return False
+        try:
+            data = TO_AGENT.encode(message)
+        except InternalError as error:
+            # A prompt too long for a message: whoever has one to tell does without.
+            logger.warning("%s is not told: %s", self.name, error)
+            return False
+        sent: asyncio.Future[Any] = self._socket.send(data, zmq.DONTWAIT)
+        if not sent.done():
+            sent.cancel()
+            return False
+        if sent.exception() is not None:
+            return False
+        return self.heard
+
+    async def _run(self) -> None:
+        while True:
+            self._socket = self._agents.socket(self.registration)
+            self._ask_due, self._asked_at, self._waiting = True, -math.inf, False
+            receiving = asyncio.create_task(self._receive(), name=f"receive from {self.name}")
+            try:
+                await self._beats(receiving)
+            except Exception:
+                # A fault of ours: nothing of what was told is believed, and all of it is asked for again.
+                logger.exception("what %s tells cannot be taken in", self.name)
+                self._lost_touch()
+                await self._clock.sleep(HEARTBEAT_S)
+            finally:
+                receiving.cancel()
+                await asyncio.gather(receiving, return_exceptions=True)
+                self._socket.close(linger=0)
+                self._socket = None
+                self._index.heard(self.name, alive=False)
+            if self.heard and self._agents.listener is not None:
+                self._agents.listener.on_silent(self.name)
+            self.heard = False
+
+    async def _beats(self, receiving: asyncio.Task[None]) -> None:
+        """Ask, ping, and watch the time, until the agent has been silent for too long."""
+        since = self._clock.monotonic()  # from when silence counts
+        limit = self._agents.verdict_s - HEARTBEAT_S / 2
+        while True:
+            if receiving.done():
+                receiving.result()
+            now = self._clock.monotonic()
+            if self._ask_due and now - self._asked_at >= ASK_PAUSE_S:
+                self._ask(now)
+            else:
+                self.send(Ping(self._agents.router))
+            pause = ASK_PAUSE_S if self._ask_due else HEARTBEAT_S / 2
+            await self._clock.sleep(pause)
+            woken = self._clock.monotonic()
+            since = max(since, self._heard_at)
+            if (late := woken - now - pause) > HEARTBEAT_S / 2:
+                # It was this process that stood still: what the agent has sent waits in our socket.
+                since += late
+            if woken - since > limit:
+                return
+
+    def _ask(self, now: float) -> None:
+        replica = self._index.replica(self.name)
+        hello = Hello(self._agents.router)
+        if replica is not None and replica.trusted:
+            hello = Hello(self._agents.router, replica.epoch, replica.next)
+        self.send(hello)
+        self._ask_due, self._asked_at, self._waiting = False, now, True
+
+    async def _receive(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            try:
+                if len(frames) != 1:
+                    raise WireError("a message with the wrong number of frames")
+                message = FROM_AGENT.decode(frames[0])
+            except WireError as error:
+                self.counters.bad += 1
+                self._broken(f"sent what is no message: {error}")
+                continue
+            self._take(message)
+            # Requests go between two messages, however many there are.
+            await asyncio.sleep(0)
+
+    def _take(self, message: FromAgent) -> None:
+        self._heard_at = self._clock.monotonic()
+        if not self.heard:
+            self.heard = True
+            self._index.heard(self.name, alive=True)
+        match message:
+            case Beat():
+                self._beat(message)
+            case Welcome():
+                if message.protocol != AGENT_PROTOCOL:
+                    self._broken(f"speaks protocol {message.protocol}, this router {AGENT_PROTOCOL}")
+                else:
+                    self._index.began(self.name, message.epoch, message.naming)
+                    self._waiting = not message.resumed
+                    if not message.resumed:
+                        self._lost_touch()
+            case Events() | SnapshotBegin() | SnapshotPart() | SnapshotEnd():
+                self._placements(message)
+            case _:
+                self._agents.messages(self.name, message)
+
+    def _placements(self, message: Events | SnapshotBegin | SnapshotPart | SnapshotEnd) -> None:
+        outcome = self._index.apply(self.name, message)
+        if outcome is Outcome.BROKEN:
+            if not self._waiting:
+                self._broken("left something out")
+            return
+        if isinstance(message, SnapshotBegin):
+            self._waiting = False
+        if isinstance(message, Events):
+            self.counters.events += len(message.events)
+            self.counters.lag_s = message.age_ms / 1000
+        elif isinstance(message, SnapshotEnd) and outcome is Outcome.APPLIED:
+            self.counters.snapshots += 1
+
+    def _beat(self, beat: Beat) -> None:
+        replica = self._index.replica(self.name)
+        if replica is not None and not replica.trusted:
+            if self._clock.monotonic() - self._asked_at > PATIENCE_S:
+                self._broken("does not answer")
+        elif replica is not None:
+            if replica.epoch != beat.epoch:
+                self._broken("is in another epoch")
+            elif replica.next < beat.next:
+                # The stream is ordered: what came before this beat has come, or will not come.
+                self._lost_touch()
+                self._broken("left something out")
+        if self._agents.listener is not None:
+            self._agents.listener.on_heartbeat(self.name, beat.epoch.hex())
+        self.beat = beat
+
+    def _lost_touch(self) -> None:
+        if (replica := self._index.replica(self.name)) is not None:
+            replica.lost_touch()
+
+    def _broken(self, why: str) -> None:
+        if self._ask_due:
+            return
+        self.counters.gaps += 1
+        logger.info("the agent of %s %s; asking for a snapshot", self.name, why)
+        self._ask_due = True
+
+    def __repr__(self) -> str:
+        return f"Link({self.name}, {'heard' if self.heard else 'silent'}, {self.counters})"

@@ -1,0 +1,74 @@
+"""Sending a request to an instance: where, with which headers, and for how long at most."""
+
+from __future__ import annotations
+
+from sglang_ext.router.dispatch.flight import Flight
+from sglang_ext.router.http.types import HOP_BY_HOP, Upstream, UpstreamResponse
+from sglang_ext.router.telemetry.tracing import NO_TRACING, TRACE_HEADERS, Tracing
+from sglang_ext.router.tenancy.request_fields import STEERING_HEADERS, TENANT_HEADERS
+
+_NOT_FORWARDED = HOP_BY_HOP | STEERING_HEADERS | {
+    "host", "content-length", "content-encoding", "accept-encoding", "expect",
+    "origin",  # SGLang lets pages of any origin read its answers; who may is decided here (``web_sites``)
+}  # fmt: skip
+
+
+class Forwarding:
+    """Sends requests on.
+
+    Args:
+        upstream: connections to workers.
+        timeout_s: for a request in all.
+        asks_for_key: whether clients send a key; it is the router's, and no worker's.
+        worker_api_key: sent in its place.
+        tracing: headers with which workers continue a trace.
+    """
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        *,
+        timeout_s: float,
+        asks_for_key: bool = False,
+        worker_api_key: str | None = None,
+        tracing: Tracing = NO_TRACING,
+    ) -> None:
+        self._upstream = upstream
+        self._timeout_s = timeout_s
+        self._asks_for_key = asks_for_key
+        self._worker_api_key = worker_api_key
+        self._tracing = tracing
+
+    async def open(self, flight: Flight, instance: str, body: bytes) -> UpstreamResponse:
+        """Send a request, and wait for the head of its answer.
+
+        Raises:
+            ConnectFailed, ConnectionLost, RequestTimeout: see ``Upstream.open``.
+        """
+        return await self._upstream.open(
+            flight.request.method,
+            instance + flight.sent.target,
+            headers=self._headers(flight),
+            body=body,
+            timeout_s=self._timeout_s,
+        )
+
+    def _headers(self, flight: Flight) -> dict[str, str]:
+        headers = {
+            name: value for name, value in flight.request.headers.items() if name not in _NOT_FORWARDED
+        }
+        if self._worker_api_key:
+            headers["authorization"] = f"Bearer {self._worker_api_key}"
+        elif self._asks_for_key:
+            headers.pop("authorization", None)  # it is our key, not theirs
+        if self._asks_for_key:
+            headers.pop("x-api-key", None)
+        if flight.record.caller.tenant is not None:
+            for name in TENANT_HEADERS:
+                headers.pop(name, None)
+        if continued := self._tracing.headers():
+            for name in TRACE_HEADERS[:2]:
+                headers.pop(name, None)
+            headers.update(continued)
+        headers["x-request-id"] = flight.record.request_id
+        return headers
