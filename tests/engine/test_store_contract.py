@@ -1,0 +1,137 @@
+"""The tiers of the store, each held to one contract: those of servers and those of the library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engine_movers import HandMover
+
+from sglang_ext.engine.tiers.dram_tier import DramTier
+from sglang_ext.engine.tiers.hbm_room import HbmRoom
+from sglang_ext.engine.tiers.slots import HostSlots
+from sglang_ext.keys import Namespace
+from sglang_ext.mempool import ArenaRegion, MemPool
+from sglang_ext.mempool.store import Committed, Reservation, Store
+from sglang_ext.radix_global import Holder, RadixTree
+from sglang_ext.testing.blocks import LAYOUT
+from sglang_ext.testing.store_contract import BLOCK, Rig, StoreContract, run_store_model
+from sglang_ext.tiered_store.dram.arena import DramArena
+from sglang_ext.tiers import Tier
+
+
+class Slots:
+    """What the room asks of SGLang's allocator."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._free = list(range(size))
+
+    def available_size(self) -> int:
+        return len(self._free)
+
+    def alloc(self, tokens: int) -> torch.Tensor:
+        taken, self._free = self._free[:tokens], self._free[tokens:]
+        return torch.tensor(taken)
+
+    def free_segment(self, slots: torch.Tensor, *, start_pos: int) -> None:
+        assert not set(slots.tolist()) & set(self._free)
+        self._free += slots.tolist()
+
+
+def hbm_rig(blocks: int, store_class: type[Store] = Store) -> Rig:
+    store = store_class(RadixTree(BLOCK))
+    HbmRoom(store, Holder.of("one", 1, Tier.HBM), Slots(blocks * BLOCK), HostSlots(), None)
+    return Rig(store, Tier.HBM)
+
+
+def dram_rig(blocks: int, store_class: type[Store] = Store) -> Rig:
+    store = store_class(RadixTree(BLOCK))
+    arena = DramArena(LAYOUT, blocks * (LAYOUT.block_bytes + 8) + 8, shared=False, pin=False)
+    hbm, dram = (Holder.of("one", 1, tier) for tier in (Tier.HBM, Tier.DRAM))
+    mover = HandMover(SimpleNamespace(), LAYOUT.n_layers)
+    DramTier(store, hbm, dram, arena, mover)
+    return Rig(store, Tier.DRAM, arena.close)
+
+
+def arena_rig(level: Tier) -> Callable[..., Rig]:
+    def opened(blocks: int) -> Rig:
+        namespace = Namespace("m", "w", "float16", LAYOUT.facts())
+        pool = MemPool.create("one", LAYOUT, blocks, blocks if level is Tier.DRAM else 0, namespace=namespace)
+
+        def close() -> None:
+            for region in pool.tiers.regions.values():
+                assert isinstance(region, ArenaRegion)
+                region.arena.close()
+
+        return Rig(pool.store, level, close)
+
+    return opened
+
+
+class TestHbmRoom(StoreContract):
+    def open_rig(self, blocks: int) -> Rig:
+        return hbm_rig(blocks)
+
+
+class TestDramTier(StoreContract):
+    def open_rig(self, blocks: int) -> Rig:
+        return dram_rig(blocks)
+
+
+class TestArenaAsHbm(StoreContract):
+    def open_rig(self, blocks: int) -> Rig:
+        return arena_rig(Tier.HBM)(blocks)
+
+
+class TestArenaAsDram(StoreContract):
+    def open_rig(self, blocks: int) -> Rig:
+        return arena_rig(Tier.DRAM)(blocks)
+
+
+@pytest.mark.parametrize(
+    "open_rig",
+    [hbm_rig, dram_rig, arena_rig(Tier.HBM), arena_rig(Tier.DRAM)],
+    ids=["HbmRoom", "DramTier", "arena as HBM", "arena as DRAM"],
+)
+def test_random_reservations_leave_every_block_where_it_was_written(
+    open_rig: Callable[[int], Rig], long_run: bool
+) -> None:
+    run_store_model(open_rig, examples=1000 if long_run else 40)
+
+
+class GivesBackTheWrongHalf(Store):
+    """What was not filled stays, and what was is free."""
+
+    def end(self, reservation: Reservation, blocks: int, *, onward: bool = True) -> Committed | None:
+        if 0 < blocks < reservation.blocks:
+            tier = self.tiers[reservation.tier]
+            places = reservation.places
+            filled = tier.part(places, 0, blocks)
+            reservation.places = tier.join([tier.part(places, blocks, reservation.blocks), filled])
+        return super().end(reservation, blocks, onward=onward)
+
+
+class LosesWhatIsContinued(Store):
+    """What a reservation continues is not kept for it."""
+
+    def reserve_behind(self, level: Tier, *args: Any, **options: Any) -> Any:
+        room = super().reserve_behind(level, *args, **options)
+        if isinstance(room, Reservation) and room.parent is not None:
+            self.tree.unlock(room.parent, self.tiers[level].holder)
+        return room
+
+    def end(self, reservation: Reservation, blocks: int, *, onward: bool = True) -> Committed | None:
+        if reservation.parent is not None:
+            self.tree.lock(reservation.parent, self.tiers[reservation.tier].holder)
+        return super().end(reservation, blocks, onward=onward)
+
+
+@pytest.mark.parametrize("damaged", [GivesBackTheWrongHalf, LosesWhatIsContinued])
+@pytest.mark.parametrize("open_rig", [hbm_rig, dram_rig], ids=["HbmRoom", "DramTier"])
+def test_a_faulty_store_is_found_out(open_rig: Callable[..., Rig], damaged: type[Store]) -> None:
+    with pytest.raises((AssertionError, ValueError, KeyError)):
+        run_store_model(lambda blocks: open_rig(blocks, damaged), examples=400, shrink=False)
