@@ -177,6 +177,51 @@ async def test_destinations_are_blocks_of_the_receiver(pair: Pair) -> None:
         await pair.one.transfer_with_insert(pair.peer, [1], mine, id="r")
 
 
+@pytest.mark.parametrize("flag", FLAGS)
+async def test_memory_of_another_instance_is_allocated_filled_and_freed(
+    pair: Pair, flag: TransferFlag
+) -> None:
+    """It belongs to the same `id` there, until it is freed from either side."""
+    mine = pair.one.alloc_mem(3, id="session")
+    pair.one.write(mine, kv(1, 3))
+    theirs = await pair.one.alloc_mem(3, id="session", instance=pair.peer)
+    assert {address.instance for address in theirs} == {"two"}
+    assert pair.two.owned_blocks(Tier.HBM) == 3
+    assert not pair.received, "nothing has been sent yet"
+    for seed in (1, 2):
+        pair.one.write(mine, kv(seed, 3))
+        await pair.one.transfer(pair.peer, mine, theirs, id="session", flags=flag)
+        assert np.array_equal(pair.two.read(pair.received[-1].addresses)[0], kv(seed, 3))
+    with pytest.raises(RefusedError, match="not 'other'"):
+        await pair.one.free_mem(theirs, id="other", instance=pair.peer)
+    assert pair.two.owned_blocks(Tier.HBM) == 3
+    assert await pair.one.free_mem(theirs[:1], id="session", instance=pair.peer) == 1
+    assert pair.two.owned_blocks(Tier.HBM) == 2
+    with pytest.raises(RefusedError, match="not allocated here"):
+        await pair.one.free_mem(theirs[:1], id="session", instance=pair.peer)
+    tokens = list(range(8))
+    sent = await pair.one.transfer_with_insert(pair.peer, tokens, mine[:2], theirs[1:], id="session")
+    assert sent.inserted
+    assert np.array_equal(pair.found(tokens), kv(2, 2))
+    assert not pair.two.ledger.owners
+
+
+async def test_memory_of_another_instance_has_an_end(pair: Pair) -> None:
+    await pair.one.alloc_mem(7, id="r", instance=pair.peer)
+    with pytest.raises(RefusedError, match="2 blocks of HBM asked for, 1 of 8 are free"):
+        await pair.one.alloc_mem(2, id="r", instance=pair.peer)
+    found = await pair.one.alloc_mem(5, MemType.DRAM, id="r", instance=pair.peer)
+    assert {address.tier for address in found} == {Tier.DRAM}
+    for tier in (Tier.HBM, Tier.DRAM):
+        mixed = await pair.one.alloc_mem(1, MemType.MIXED, id="r", instance=pair.peer)
+        assert [address.tier for address in mixed] == [tier]
+    assert pair.two.free_mem(id="r") == 7 + 5 + 2
+    with pytest.raises(ConfigError, match="end in HBM or DRAM"):
+        await pair.one.alloc_mem(1, MemType.DISK, id="r", instance=pair.peer)
+    with pytest.raises(AddressError, match="no memory of 'two'"):
+        await pair.one.free_mem(pair.one.alloc_mem(1, id="r"), id="r", instance=pair.peer)
+
+
 async def test_what_is_freed_during_a_transfer_is_freed_when_it_ends(pair: Pair) -> None:
     mine = pair.one.alloc_mem(2, id="r")
     pair.one.write(mine, kv(1, 2))

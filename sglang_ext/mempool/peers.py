@@ -93,6 +93,59 @@ def _opener(owned: OwnedPool) -> Callable[[Ids], None]:
     return opening
 
 
+async def alloc(
+    pool: MemPool, receiver: Instance, size: int, type: MemType, id: str, seconds: float
+) -> list[Address]:
+    """See `MemPool.alloc_mem`, of an instance."""
+    epoch = int.from_bytes(receiver.links[0].who.epoch[:8], "big") >> 1
+    tries = _targets(type)
+    for target in tries:
+        region = pool.tiers.regions[target]
+        try:
+            ids = await receiver.settle(
+                request_of(id),
+                target.name,
+                seconds=seconds,
+                flags=TransferFlag.ALLOCATE,
+                count=size * region.ids_per_block,
+                private=seal(pool, pool.namespace, b""),
+            )
+            places = region.from_ids(ids)
+            return [Address(receiver.name, epoch, target, place) for place in places]
+        except RefusedError as error:
+            if error.reason != "room" or target is tries[-1]:
+                raise
+    raise AssertionError("unreachable: the last try returns or raises")
+
+
+async def free(
+    pool: MemPool, receiver: Instance, addresses: Sequence[Address], id: str, seconds: float
+) -> int:
+    """See `MemPool.free_mem`, of an instance."""
+    for address in addresses:
+        if address.instance != receiver.name or address.tier not in pool.tiers.regions:
+            raise AddressError(f"{address} is no memory of {receiver.name!r}", field="addresses")
+    for tier, region in pool.tiers.regions.items():
+        places = [address.place for address in addresses if address.tier is tier]
+        if places:
+            await receiver.settle(
+                request_of(id),
+                tier.name,
+                seconds=seconds,
+                flags=TransferFlag.FREE,
+                blocks=region.to_ids(places),
+                private=seal(pool, pool.namespace, b""),
+            )
+    return len(addresses)
+
+
+def _targets(type: MemType) -> list[Tier]:
+    """Tiers of a peer in which memory of a type is looked for, in this order."""
+    if type is MemType.DISK:
+        raise ConfigError("transfers end in HBM or DRAM", field="type", hint="swap_out moves blocks to disk")
+    return [Tier.HBM, Tier.DRAM] if type is MemType.MIXED else [tier_named(type.value)]
+
+
 async def send(
     pool: MemPool,
     receiver: Instance,
@@ -114,8 +167,7 @@ async def send(
             field="endpoint",
             hint="Start one with sglang_ext.mempool.serve, or attach yours",
         )
-    if type is MemType.DISK:
-        raise ConfigError("transfers end in HBM or DRAM", field="type", hint="swap_out moves blocks to disk")
+    _targets(type)
     _check_sent(pool, receiver, addresses, destination, tokens)
     sealed = seal(pool, _namespace_sent(pool, addresses, tokens, namespace), private)
     pool.begin_use(addresses)
@@ -213,8 +265,7 @@ async def _send_run(
         region = pool.tiers.regions[tier]
         tries, to = [destination[0].tier], region.to_ids([address.place for address in destination])
     else:
-        tries = [Tier.HBM, Tier.DRAM] if type is MemType.MIXED else [tier_named(type.value)]
-        to = None
+        tries, to = _targets(type), None
     for target in tries:
         try:
             placed = await transfer_blocks(

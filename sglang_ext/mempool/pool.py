@@ -22,8 +22,8 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, overload
 
 from sglang_ext.errors import ConfigError, InternalError, UserError
 from sglang_ext.geometry import BlockLayout
@@ -134,8 +134,29 @@ class MemPool:
 
     # -- memory ---------------------------------------------------------------------------------
 
-    def alloc_mem(self, size: int, type: MemType = MemType.HBM, *, id: str) -> list[Address]:
+    @overload
+    def alloc_mem(
+        self, size: int, type: MemType = ..., *, id: str, instance: None = None
+    ) -> list[Address]: ...
+
+    @overload
+    def alloc_mem(
+        self, size: int, type: MemType = ..., *, id: str, instance: Instance, seconds: float = ...
+    ) -> Awaitable[list[Address]]: ...
+
+    def alloc_mem(
+        self,
+        size: int,
+        type: MemType = MemType.HBM,
+        *,
+        id: str,
+        instance: Instance | None = None,
+        seconds: float = 10.0,
+    ) -> list[Address] | Awaitable[list[Address]]:
         """Memory for `size` blocks, which `id` owns until it is freed or inserted. Its bytes are undefined.
+
+        With a connected `instance`, memory there, to be awaited: its addresses are good as `destination` of
+        transfers to it, and belong to the same `id` there.
 
         Evicts cached blocks that nobody holds: those with a copy in another tier first, then by copying down,
         then the least recently used for good. Room on disk is not set aside: `write` tells.
@@ -143,12 +164,33 @@ class MemPool:
         Raises:
             OutOfBlocksError: there is not so much, whatever is evicted. Nothing was taken, nothing evicted.
             ConfigError: the pool has no such tier.
+            RefusedError: the other instance has no room.
         """
         self._enter(settle=True)
+        if instance is not None:
+            return peers.alloc(self, instance, size, type, id, seconds)
         return self.memory.alloc(size, type, id)
 
-    def free_mem(self, addresses: Iterable[Address] = (), *, id: str | None = None) -> int:
-        """Free allocated blocks, all or none, and with `id` everything that it owns, its holds included.
+    @overload
+    def free_mem(
+        self, addresses: Iterable[Address] = ..., *, id: str | None = None, instance: None = None
+    ) -> int: ...
+
+    @overload
+    def free_mem(
+        self, addresses: Iterable[Address], *, id: str, instance: Instance, seconds: float = ...
+    ) -> Awaitable[int]: ...
+
+    def free_mem(
+        self,
+        addresses: Iterable[Address] = (),
+        *,
+        id: str | None = None,
+        instance: Instance | None = None,
+        seconds: float = 10.0,
+    ) -> int | Awaitable[int]:
+        """Free allocated blocks, all or none, and with `id` everything that it owns, its holds included. With
+        a connected `instance`, the blocks that `id` owns there, to be awaited.
 
         What a transfer is using is freed when that ends. Returns how many blocks were freed.
 
@@ -156,6 +198,8 @@ class MemPool:
             AddressError: an address is not allocated here and now.
         """
         self._enter()
+        if instance is not None:
+            return peers.free(self, instance, list(addresses), id or "", seconds)
         given = dict.fromkeys(addresses)
         for address in given:
             self.ledger.allocation_of(address, "free")

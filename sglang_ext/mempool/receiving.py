@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_ext.disagg.errors import RefusedError
+from sglang_ext.disagg.transfer.pool_transfer import TransferFlag
 from sglang_ext.errors import UserError
 from sglang_ext.mempool.address import Address, MemType
 from sglang_ext.mempool.envelope import owner_of, unseal
@@ -74,6 +75,7 @@ class PoolReceiver:
             if address is None or not self._pool.is_granted(address):
                 raise RefusedError("blocks", f"block {first} of {pool} is not allocated here")
             found.append(address)
+        region.open([address.place for address in found])
         self._pool.begin_use(found)
         self._claimed.update(zip(((pool, first) for first in firsts), found, strict=True))
 
@@ -91,6 +93,12 @@ class PoolReceiver:
         assert endpoint is not None
         namespace, private = unseal(self._pool, private)
         addresses = self._arrived(pool, blocks)
+        if flags & TransferFlag.FREE:
+            if any(self._pool.ledger.grant_of(each).owner != owner_of(request) for each in addresses):
+                raise RefusedError("owner", f"these blocks are not {owner_of(request)!r}'s")
+            self._pool.free_mem(addresses)
+        if flags & (TransferFlag.FREE | TransferFlag.ALLOCATE):
+            return False
         region = self._region(pool)
         if not region.borrowed:
             endpoint.pools[pool].seal(blocks)

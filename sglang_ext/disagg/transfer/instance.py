@@ -268,6 +268,58 @@ class Instance:
             raise RefusedError("pool", f"no rank of {self.name} has a pool {remote_pool!r} to write to")
         return unpack_ids(placed[0].blocks), all(p.inserted for p in placed)
 
+    async def settle(
+        self,
+        request: str,
+        pool: str,
+        *,
+        seconds: float,
+        flags: int,
+        count: int = 0,
+        blocks: Ids | None = None,
+        private: bytes = b"",
+    ) -> Ids:
+        """A push of no bytes, by whose flags every rank allocates `count` blocks of its `pool` for an owner,
+        or frees `blocks`. Returns the blocks.
+
+        Raises:
+            RefusedError: no room, not that owner's, or no receiver there. TransferDeadlineError,
+            PeerGoneError: what had been set aside is free again.
+        """
+        named = b"" if blocks is None else pack_ids(blocks)
+        count = count if blocks is None else len(blocks)
+        found = await asyncio.gather(
+            *(
+                self._settle_rank(
+                    link,
+                    Reserve(link.session, request, pool, count, named, flags, private),
+                    seconds,
+                )
+                for link in self.links
+            )
+        )
+        return unpack_ids(found[0].blocks)
+
+    async def _settle_rank(self, link: Link, message: Reserve, seconds: float) -> Placed:
+        reserved = await link.ask(message, seconds)
+        if not isinstance(reserved, Reserved):
+            raise PeerProtocolError(f"expected a grant, got {type(reserved).__name__}")
+        written = Written(
+            link.session,
+            message.request,
+            reserved.grant,
+            flags=message.flags,
+            private=message.private,
+        )
+        try:
+            placed = await link.ask(written, seconds)
+        except BaseException:
+            link.spawn(link.give_up(reserved.grant))
+            raise
+        if not isinstance(placed, Placed):
+            raise PeerProtocolError(f"expected a placement, got {type(placed).__name__}")
+        return placed
+
     async def close(self) -> None:
         """Disconnect from every rank."""
         await asyncio.gather(*(link.close() for link in self.links))

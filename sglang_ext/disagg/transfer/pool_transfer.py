@@ -33,6 +33,10 @@ class TransferFlag(enum.IntFlag):
 
     PULL = 0
     PUSH = 1
+    ALLOCATE = 2
+    """Nothing is sent: blocks are set aside at the receiver, for the owner that is named."""
+    FREE = 4
+    """Nothing is sent: the receiver's blocks that are named are free again."""
     USER = 1 << 16
 
 
