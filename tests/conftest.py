@@ -93,3 +93,22 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
         check=True, capture_output=True,
     )  # fmt: skip
     return str(cert), str(key)
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    """The key of a cluster."""
+    path = tmp_path / "cluster.key"
+    path.touch(mode=0o600)
+    path.write_text("the-key-of-a-test-0123456789-abcdefghijklmnop\n")
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tiny model's tokenizer."""
+    from sglang_ext.testing.tokenizer import write_tokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder, 4096)
+    return folder

@@ -16,9 +16,9 @@ import httpx
 
 from benchmarks.lib.data import ROOT
 from benchmarks.lib.quiet import DEFAULT, go_first, stay_on
-from benchmarks.router.processes import free_port, our_router, peer_router, process, wait_for
+from benchmarks.router.processes import our_router, peer_router, process, wait_for
 from sglang_ext.testing.models import RECIPES
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port
 
 MODEL = "small"
 TOKEN_BYTES = RECIPES[MODEL].kv_elements_per_token * 4

@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 
 from benchmarks.lib.quiet import stay_on
-from benchmarks.router.processes import PEER, free_port, our_router, peer_router, process, wait_for
+from benchmarks.router.processes import PEER, our_router, peer_router, process, wait_for
 from sglang_ext.testing.servers import preloaded
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port
 
 MODEL = "small"
 DRAM, DISK = "64MB", "1GB"

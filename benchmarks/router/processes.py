@@ -7,7 +7,6 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import IO, Any
 import httpx
 
 from benchmarks.router.load import Job
+from sglang_ext.testing.servers.server import free_port
 
 START_S = 60.0
 PR_SET_PDEATHSIG = 1
@@ -150,14 +150,6 @@ def wait_for(port: int, running: subprocess.Popen[str], path: str = "/v1/models"
                     return
             time.sleep(0.05)
     raise RuntimeError(f"{running.args!r} does not answer")
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def cpu_seconds(pid: int) -> float:

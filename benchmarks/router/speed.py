@@ -21,7 +21,6 @@ from benchmarks.router.processes import (
     PEER,
     Generator,
     cpu_seconds,
-    free_port,
     generator,
     our_router,
     peer_missing,
@@ -30,6 +29,7 @@ from benchmarks.router.processes import (
     stand_ins,
     wait_for,
 )
+from sglang_ext.testing.servers.server import free_port
 from sglang_ext.testing.tokenizer import write_tokenizer
 
 WORKERS = 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ import psutil
 import pytest
 
 from sglang_ext.cluster.plan import Part
+from sglang_ext.testing.servers import server
 
 # Modules beside the tests are imported by their own names.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -20,12 +20,7 @@ from cluster_processes import SMALL_SERVER, alive
 
 @pytest.fixture
 def free_port() -> Callable[[], int]:
-    def choose() -> int:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return int(probe.getsockname()[1])
-
-    return choose
+    return server.free_port
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -263,6 +264,18 @@ class Rank:
             if self.scheduler.idle:
                 return req
         raise AssertionError("the request does not end")
+
+    def settle(self) -> None:
+        """Let everything end that is being copied or written."""
+        for part in (self.tier, self.writes):
+            if part is not None:
+                part.settle()
+
+    def __enter__(self) -> Rank:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """End the mover and give the arena back."""
@@ -555,10 +568,7 @@ def finish(rank: Rank) -> None:
         rank.cache.prefetcher.clear()
     if rank.promotions is not None:
         rank.promotions.settle()
-    if rank.tier is not None:
-        rank.tier.settle()
-    if rank.writes is not None:
-        rank.writes.settle()
+    rank.settle()
     rank.check()
     assert rank.cache.protected_size() == 0, "a lock was left behind"
     assert not any(node.locks for node in rank.tree.nodes()), "a lock was left behind"
@@ -570,6 +580,19 @@ def finish(rank: Rank) -> None:
     assert rank.tree.node_count == 0
     assert not rank.tree.roots
     rank.check()
+
+
+@contextmanager
+def on_disk_only(scenario: Scenario, prompt: list[int], **parts: Any) -> Iterator[Rank]:
+    """A rank that has computed a prompt and has it on disk and nowhere else."""
+    with Rank(scenario, **parts) as rank:
+        rank.serve(prompt)
+        rng = random.Random(1)
+        for _ in range(5):
+            rank.settle()
+            rank.serve([rng.randrange(4) for _ in range(160)])
+        rank.settle()
+        yield rank
 
 
 SCENARIOS = (
@@ -716,4 +739,4 @@ SCENARIOS = (
 )
 
 
-__all__ = ["SCENARIOS", "Rank", "Scenario", "Traffic", "WrongKvError", "finish", "run"]
+__all__ = ["SCENARIOS", "Rank", "Scenario", "Traffic", "WrongKvError", "finish", "on_disk_only", "run"]

@@ -93,8 +93,7 @@ async def test_a_router_follows_a_simulated_server() -> None:
 
 
 def test_what_the_server_says_of_itself() -> None:
-    rank = Rank(SCENARIOS[0])
-    try:
+    with Rank(SCENARIOS[0]) as rank:
         gauges = SchedulerGauges(rank.cache)
         assert gauges.load().running == 0
         req = SimpleNamespace(origin_input_ids=[1] * 7)
@@ -106,14 +105,11 @@ def test_what_the_server_says_of_itself() -> None:
         load = gauges.load()
         assert (load.running, load.queued, load.queued_tokens) == (1, 3, 21)
         assert gauges.fills()[Tier.HBM.level].size == rank.scenario.hbm_tokens // rank.scenario.block
-    finally:
-        rank.close()
 
 
 def test_names_on_disk_are_made_from_what_routers_are_told() -> None:
     scenario = next(s for s in SCENARIOS if s.disk_blocks is not None)
-    rank = Rank(scenario)
-    try:
+    with Rank(scenario) as rank:
         assert rank.writes is not None
         names = rank.writes.names
         naming = naming_of(names)
@@ -128,8 +124,6 @@ def test_names_on_disk_are_made_from_what_routers_are_told() -> None:
             )
             assert told.digest() == names.digest((0, *tenant))
             assert told.digest() != names.digest((1, *tenant))
-    finally:
-        rank.close()
 
 
 def test_the_agent_listens_on_the_port_that_was_asked_for() -> None:
@@ -155,10 +149,7 @@ def test_the_agent_listens_on_the_port_that_was_asked_for() -> None:
 
 
 def test_a_key_that_cannot_be_read_names_its_flag(tmp_path: Path) -> None:
-    rank = Rank(SCENARIOS[0])
-    try:
+    with Rank(SCENARIOS[0]) as rank:
         config = KvConfig(router="http://127.0.0.1:1", cluster_key_file=str(tmp_path / "none"))
         with pytest.raises(ConfigError, match="--kv-cluster-key-file"):
             attach(rank, config, server_args())
-    finally:
-        rank.close()

@@ -146,14 +146,11 @@ SERVED = Scenario("served", hbm_tokens=240, dram_blocks=100, disk_blocks=400, me
 
 @pytest.mark.usefixtures("sglang_config")
 def test_a_requests_answer_has_the_decisions_of_both_tiers() -> None:
-    rank = Rank(SERVED)
-    try:
+    with Rank(SERVED) as rank:
         prompt = [n % 7 for n in range(100)]
         assert details_of(rank.serve(prompt)) == {}
+        rank.settle()
         assert rank.tier is not None
-        assert rank.writes is not None
-        rank.tier.settle()
-        rank.writes.settle()
         rank.cache.evict(EvictParams(num_tokens=rank.pools.tokens))
         rank.tier.give_back(rank.tier.take(rank.tier.n_blocks))
         details = details_of(rank.serve(prompt))
@@ -165,14 +162,11 @@ def test_a_requests_answer_has_the_decisions_of_both_tiers() -> None:
         assert details["storage_read_bytes"] == 24 * layout.block_bytes
         assert rank.promotions is not None
         assert rank.promotions.decisions.counts["load", "always"] == 1
-    finally:
-        rank.close()
 
 
 @pytest.mark.usefixtures("sglang_config")
 def test_a_dram_hit_that_is_slower_than_computing_is_computed() -> None:
-    rank = Rank(Scenario("slow DRAM", hbm_tokens=240, dram_blocks=100, weigh=True))
-    try:
+    with Rank(Scenario("slow DRAM", hbm_tokens=240, dram_blocks=100, weigh=True)) as rank:
         prompt = [n % 7 for n in range(101)]
         rank.serve(prompt)
         assert rank.tier is not None
@@ -189,5 +183,3 @@ def test_a_dram_hit_that_is_slower_than_computing_is_computed() -> None:
         details = details_of(req)
         assert (details["host_decision"], details["host_reason"]) == ("compute", "slower")
         assert int(details["host_load_us"]) > int(details["host_compute_us"])
-    finally:
-        rank.close()

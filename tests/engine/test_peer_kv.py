@@ -93,10 +93,7 @@ class Server:
         self.settle()
 
     def settle(self) -> None:
-        assert self.rank.tier is not None
-        self.rank.tier.settle()
-        if self.rank.writes is not None:
-            self.rank.writes.settle()
+        self.rank.settle()
 
 
 MakeServer = Callable[..., Server]

@@ -118,14 +118,6 @@ def router_port() -> int:
 
 
 @pytest.fixture
-def key_file(tmp_path: Path) -> Path:
-    path = tmp_path / "cluster.key"
-    path.touch(mode=0o600)
-    path.write_text("a-test-of-links-0123456789-abcdefghijklmn\n")
-    return path
-
-
-@pytest.fixture
 def nodes(router_port: int, key_file: Path) -> Iterator[list[Node]]:
     made = [Node(name, free_port(), router_port, key_file) for name in ("one", "two")]
     yield made

@@ -63,16 +63,9 @@ def prefetcher_of(rank: Rank) -> Prefetcher:
     return rank.cache.prefetcher
 
 
-def settle(rank: Rank) -> None:
-    assert rank.tier is not None
-    rank.tier.settle()
-    if rank.writes is not None:
-        rank.writes.settle()
-
-
 def leave_hbm(rank: Rank) -> None:
     """Everything that was computed is in DRAM, or on disk, and not in HBM."""
-    settle(rank)
+    rank.settle()
     rank.cache.evict(EvictParams(num_tokens=rank.pools.tokens))
     assert rank.cache.total_size() == 0
 
@@ -97,7 +90,7 @@ def passes(rank: Rank) -> list[PrefetchResult]:
             return prefetcher.take_ended()
         if rank.promotions is not None and rank.promotions.reading:
             until(lambda: not _reading(rank), "the disk")
-        settle(rank)
+        rank.settle()
     raise AssertionError(f"it does not end: {prefetcher!r}")
 
 
@@ -172,7 +165,7 @@ def test_more_than_a_piece_comes_piece_by_piece(make_rank: MakeRank) -> None:
         rank.scheduler.step()
         rank.check()
         arriving.append(prefetcher_of(rank).arriving_tokens())
-        settle(rank)
+        rank.settle()
     assert [tokens for tokens in arriving if tokens] == [64, 64, 32]
     assert PIECE_BLOCKS >= 16
 
@@ -190,7 +183,7 @@ def test_what_hbm_alone_has_does_not_hide_what_is_on_disk_behind_it(make_rank: M
     rank = make_rank(first, disk=shared)
     tokens = prompt(1, 20)
     rank.serve(tokens)
-    settle(rank)
+    rank.settle()
     again = make_rank(dataclasses.replace(first, name="off", durability="off"), disk=shared)
     inner[0].clear = lambda namespace=None: 0  # type: ignore[method-assign]
     assert again.writes is not None
@@ -251,7 +244,7 @@ def beside(rank: Rank, blocks: int) -> list[int]:
     """A prompt that nobody has announced, cached in HBM with a copy in DRAM."""
     tokens = prompt(30, blocks)
     rank.serve(tokens)
-    settle(rank)
+    rank.settle()
     assert in_hbm(rank, tokens) == blocks * BLOCK
     return tokens
 
@@ -359,16 +352,16 @@ def test_it_is_held_back_in_dram_too(make_rank: MakeRank) -> None:
     rank = make_rank(Scenario("a small DRAM", hbm_tokens=240, dram_blocks=60, disk_blocks=4000))
     tokens = prompt(1, 20)
     rank.serve(tokens)
-    settle(rank)
+    rank.settle()
     prefetcher_of(rank).expect("s", tokens)
     for number in range(2, 8):
         rank.serve(prompt(number, 20))
-        settle(rank)
+        rank.settle()
     assert rank.tree.holders((0, None, None), encode_tokens(tokens))[rank.dram_holder] == 80
     prefetcher_of(rank).cancel("s")
     for number in range(8, 12):
         rank.serve(prompt(number, 20))
-        settle(rank)
+        rank.settle()
     assert rank.dram_holder not in rank.tree.holders((0, None, None), encode_tokens(tokens))
     finish(rank)
 
@@ -378,7 +371,7 @@ def test_a_higher_priority_takes_the_place_of_a_lower_one_in_dram(make_rank: Mak
     for number in (1, 2, 3):
         for blocks in (10, 20, 30):  # the disk is not to be behind
             rank.serve(prompt(number, blocks))
-            settle(rank)
+            rank.settle()
     leave_memory(rank)
     assert prefetch(rank, prompt(1, 30), "low").tokens == 120
     assert prefetch(rank, prompt(2, 30), "as low").tokens == 40, "DRAM has ten blocks left"
@@ -465,7 +458,7 @@ def test_it_takes_the_place_of_what_was_used_before_and_has_a_copy(make_rank: Ma
     first, second = prompt(1, 20), prompt(2, 38)
     rank.serve(first)
     rank.serve(second)  # takes the place of the first
-    settle(rank)
+    rank.settle()
     assert in_hbm(rank, first) < 80
     assert prefetch(rank, first).tokens == 80
     assert in_hbm(rank, second) > 0
@@ -489,7 +482,7 @@ def test_it_never_takes_the_last_copy(make_rank: MakeRank) -> None:
     rank.serve(prompt(1, 20))
     leave_hbm(rank)
     rank.serve(prompt(2, 38))
-    settle(rank)
+    rank.settle()
     before = in_hbm(rank, prompt(2, 38))
     held = rank.tree.holders((0, None, None), encode_tokens(prompt(2, 38)))
     prefetch(rank, prompt(1, 20))

@@ -18,22 +18,6 @@ from sglang_ext.keys import encode_tokens
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.testing.servers.server import free_port
 from sglang_ext.testing.servers.workers import StandInWorker, running_worker
-from sglang_ext.testing.tokenizer import write_tokenizer
-
-
-@pytest.fixture
-def key_file(tmp_path: Path) -> Path:
-    path = tmp_path / "cluster.key"
-    path.touch(mode=0o600)
-    path.write_text("a-test-of-registration-0123456789-abcdefgh\n")
-    return path
-
-
-@pytest.fixture(scope="session")
-def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder, 4096)
-    return folder
 
 
 @pytest.fixture

@@ -128,13 +128,6 @@ BLOCKS = 10
 WITH_DISK = Scenario("durability", hbm_tokens=240, dram_blocks=60, disk_blocks=400)
 
 
-def settle(rank: Rank) -> None:
-    assert rank.tier is not None
-    assert rank.writes is not None
-    rank.tier.settle()
-    rank.writes.settle()
-
-
 @pytest.mark.parametrize(
     ("durability", "in_dram", "on_disk"), [("off", 0, 0), ("dram", BLOCKS, 0), ("disk", BLOCKS, BLOCKS)]
 )
@@ -142,7 +135,7 @@ def test_new_kv_is_written_so_far_and_no_further(durability: str, in_dram: int, 
     disks: list[BlockTier] = []
     with closing(Rank(replace(WITH_DISK, durability=durability), disk_class=kept(disks))) as rank:
         rank.serve(PROMPT)
-        settle(rank)
+        rank.settle()
         assert rank.tree.blocks_of(rank.dram_holder) == in_dram
         assert disks[0].stats().blocks == on_disk
 
@@ -152,7 +145,7 @@ def test_what_is_on_disk_is_used_however_little_is_written(durability: str) -> N
     disks: list[BlockTier] = []
     with closing(Rank(WITH_DISK, disk_class=kept(disks))) as first:
         first.serve(PROMPT)
-        settle(first)
+        first.settle()
         with closing(Rank(replace(WITH_DISK, durability=durability), disk_class=kept(disks))) as rank:
             rank.serve([*PROMPT, 1])
             assert rank.scheduler.disk_tokens == BLOCKS * WITH_DISK.block
@@ -229,7 +222,7 @@ def test_which_priorities_go_first_holds_for_disk_and_hints_too(sign: int) -> No
         assert cache.prefetcher is not None
         assert cache.advice is not None
         rank.serve(PROMPT)
-        settle(rank)
+        rank.settle()
         hinted = cache.prefetcher.hinted
         cache.advice.handle_command(
             TO_AGENT.encode(Advise("h", encode_tokens(PROMPT[:40]), ttl_s=60.0, priority=7))
@@ -257,7 +250,7 @@ def test_an_idle_scheduler_stays_awake_while_something_is_brought_or_told() -> N
     with closing(Rank(WITH_DISK)) as rank:
         cache = rank.cache
         rank.serve(PROMPT)
-        settle(rank)
+        rank.settle()
         assert not cache.keeps_awake
         cache.evict(EvictParams(num_tokens=rank.pools.tokens))
         assert cache.prefetcher is not None
@@ -265,7 +258,7 @@ def test_an_idle_scheduler_stays_awake_while_something_is_brought_or_told() -> N
         assert cache.keeps_awake
         for _ in range(50):
             rank.scheduler.step()
-            settle(rank)
+            rank.settle()
             if not cache.keeps_awake:
                 break
         assert not cache.keeps_awake

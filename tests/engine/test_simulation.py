@@ -19,11 +19,8 @@ pytestmark = pytest.mark.usefixtures("sglang_config")
 @contextmanager
 def served(scenario: Scenario, seed: int, steps: int) -> Iterator[tuple[Rank, Traffic]]:
     """A rank after so much traffic, empty again. Copies are late in every other run, else at random."""
-    rank = Rank(scenario, pace=random.Random(seed) if seed % 2 else None)
-    try:
+    with Rank(scenario, pace=random.Random(seed) if seed % 2 else None) as rank:
         yield rank, run(rank, seed, steps)
-    finally:
-        rank.close()
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)

@@ -156,10 +156,7 @@ class StoreModel(RuleBasedStateMachine):
     @rule()
     def catch_up(self) -> None:
         assert self.rank is not None
-        assert self.rank.tier is not None
-        assert self.rank.writes is not None
-        self.rank.tier.settle()
-        self.rank.writes.settle()
+        self.rank.settle()
 
     @rule()
     def new_weights(self) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 from engine_movers import until
 from engine_pools import PoolKind, WrongKvError
 from engine_scheduler import Settings
 from engine_simulation import LateLayers, Rank, Scenario
+from engine_simulation import on_disk_only as prompt_on_disk_only
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_ext.mempool import MemType
@@ -52,26 +52,11 @@ class LoosesALayer(WrappedTier):
         return read
 
 
-@contextmanager
 def on_disk_only(
     scenario: Scenario = ALONE, disk: Callable[[BlockTier], BlockTier] = lambda tier: tier
-) -> Iterator[Rank]:
-    """A rank that has computed ``PROMPT`` and has it on disk and nowhere else."""
-    rank = Rank(scenario, disk_class=disk)
-    try:
-        rank.serve(PROMPT)
-        assert rank.tier is not None
-        assert rank.writes is not None
-        rng = random.Random(1)
-        for _ in range(5):
-            rank.tier.settle()
-            rank.writes.settle()
-            rank.serve([rng.randrange(4) for _ in range(160)])
-        rank.tier.settle()
-        rank.writes.settle()
-        yield rank
-    finally:
-        rank.close()
+) -> AbstractContextManager[Rank]:
+    """A rank that has ``PROMPT`` on disk and nowhere else."""
+    return prompt_on_disk_only(scenario, PROMPT, disk_class=disk)
 
 
 def test_the_forward_pass_starts_before_all_layers_are_in() -> None:
@@ -203,10 +188,7 @@ class Breaks(WrappedTier):
 def is_whole(rank: Rank, answer: Req) -> bool:
     """The answer is that of a rank without a disk, and nothing is left locked or reading."""
     assert rank.promotions is not None
-    assert rank.tier is not None
-    assert rank.writes is not None
-    rank.tier.settle()
-    rank.writes.settle()  # DRAM stays locked until the disk has it
+    rank.settle()  # DRAM stays locked until the disk has it
     assert not rank.promotions.reading
     assert not any(node.locks for node in rank.tree.nodes())
     again = rank.serve([*PROMPT, 1, 2, 3], new_tokens=3)

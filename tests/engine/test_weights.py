@@ -5,7 +5,6 @@ it, or is dropped.
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ from engine_movers import until
 from engine_pools import PoolKind, WrongKvError
 from engine_scheduler import Settings
 from engine_simulation import Rank, Scenario
+from engine_simulation import on_disk_only as prompt_on_disk_only
 
 from sglang_ext.engine.weights import Weights
 from sglang_ext.mempool import MemType
@@ -74,25 +74,11 @@ def on_disk_only(
         gates.append(Gated(tier))
         return gates[0]
 
-    rank = Rank(scenario, disk_class=gated, cache_class=cache_class)
-    try:
-        rank.serve(PROMPT)
-        settle(rank)
-        rng = random.Random(1)
-        for _ in range(5):
-            rank.serve([rng.randrange(4) for _ in range(160)])
-            settle(rank)
-        yield rank, gates[0]
-    finally:
-        gates[0].opens = lambda: True
-        rank.close()
-
-
-def settle(rank: Rank) -> None:
-    assert rank.tier is not None
-    assert rank.writes is not None
-    rank.tier.settle()
-    rank.writes.settle()
+    with prompt_on_disk_only(scenario, PROMPT, disk_class=gated, cache_class=cache_class) as rank:
+        try:
+            yield rank, gates[0]
+        finally:
+            gates[0].opens = lambda: True
 
 
 def finish(rank: Rank) -> None:
@@ -211,7 +197,7 @@ def restarted(
     first = Rank(SCENARIO, disk_class=lambda _: (tier_class or Keeps)(disk), cache_class=cache_class)
     try:
         before(first)
-        settle(first)
+        first.settle()
     finally:
         first.close()
     second = Rank(SCENARIO, disk_class=lambda _: Keeps(disk))
@@ -247,7 +233,7 @@ def updated_while_it_decodes(rank: Rank) -> None:
     rank.scheduler.submit(PROMPT, new_tokens=24)
     for _ in range(6):
         rank.scheduler.step()
-    settle(rank)
+    rank.settle()
     rank.scheduler.change_weights()
     finish(rank)
 
@@ -312,7 +298,7 @@ def test_weights_that_come_back_find_their_kv_on_disk() -> None:
         rank.scheduler.change_weights()
         rank.serve(QUESTION)
         assert rank.scheduler.disk_tokens == 0
-        settle(rank)
+        rank.settle()
         rank.scheduler.weights = -2  # the next ones are the first ones again
         rank.scheduler.change_weights()
         assert rank.weights.version(rank.weights.generation) == "weights"

@@ -37,3 +37,10 @@ def flip_bit(arena: Path, offset: int, bit: int) -> None:
     """Invert one bit of the byte at ``offset``."""
     with arena.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         memory[offset] ^= 1 << bit
+
+
+def last_change(arena: Path, before: npt.NDArray[np.uint8]) -> int:
+    """The offset of the last byte that has changed; 0 while none has or more are changing."""
+    now = snapshot(arena)
+    changed = np.flatnonzero(now != before)
+    return int(changed[-1]) if changed.size and np.array_equal(now, snapshot(arena)) else 0

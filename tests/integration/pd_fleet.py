@@ -19,14 +19,10 @@ from sglang_ext.testing.compare import Answer, assert_same, random_conversations
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.models import model_path
 from sglang_ext.testing.servers.pd_servers import PdServers
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, wait_until
+from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, wait_until
 
 ANSWER_TOKENS = 8
 POOL_TOKENS = 6000
-STRICT = {
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-}
 COMMON = (
     *("--max-total-tokens", str(POOL_TOKENS), "--chunked-prefill-size", "256"),
     *("--max-running-requests", "8", "--kv-check", "--enable-metrics"),

@@ -19,7 +19,7 @@ from sglang_ext.keys import encode_tokens
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.testing.compare import assert_same
 from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port
+from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, free_port
 
 pytestmark = pytest.mark.integration
 
@@ -55,8 +55,7 @@ def server(
         ),
         environment={
             **({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if ranks == 2 else {}),
-            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+            **STRICT,
         },
     )
     with leak_guard.adopting():

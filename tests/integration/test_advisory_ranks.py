@@ -19,7 +19,7 @@ from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.policies import Match
 from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port, wait_until
+from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, free_port, wait_until
 from sglang_ext.tiers import Tier
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
@@ -54,8 +54,7 @@ def servers(
                 ),
                 environment={
                     "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
-                    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-                    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+                    **STRICT,
                 },
             )
         )

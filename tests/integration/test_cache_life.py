@@ -13,7 +13,7 @@ import pytest
 
 from sglang_ext.testing.compare import assert_same
 from sglang_ext.testing.models import model_path
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, ServerStartError
+from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, ServerStartError
 
 pytestmark = pytest.mark.integration
 
@@ -30,8 +30,7 @@ CRAMPED = ServerSpec(
     ),
     environment={
         "SGLANG_TEST_RETRACT": "1",
-        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+        **STRICT,
         "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
     },
 )

@@ -23,7 +23,7 @@ from sglang_ext.patches.adapter.build_disk import RankFacts, open_disk
 from sglang_ext.testing.blocks import LAYOUT
 from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.models import model_path
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, wait_until
+from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, wait_until
 from sglang_ext.tiered_store.disk.check import repair_directory
 from sglang_ext.tiered_store.disk.tier import INDEX_DIRECTORY
 
@@ -41,10 +41,7 @@ def spec(folder: Path, *more: str) -> ServerSpec:
             *("--kv-dram-size", "16MB", "--kv-disk-path", str(folder), "--kv-disk-size", "1GB"),
             *("--max-total-tokens", "2400", "--chunked-prefill-size", "256", "--enable-metrics", *more),
         ),
-        environment={
-            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-        },
+        environment=STRICT,
     )
 
 

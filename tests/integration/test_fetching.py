@@ -20,7 +20,7 @@ import aiohttp
 import numpy as np
 import numpy.typing as npt
 import pytest
-from dram_damage import arena_files, flip_bit, snapshot
+from dram_damage import arena_files, flip_bit, last_change, snapshot
 from hooked_server import FOLDER
 from token_requests import advise, cold, generate, random_prompt, settled, until
 
@@ -30,7 +30,7 @@ from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.policies import Match
 from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port, wait_until
+from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, free_port, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -69,8 +69,7 @@ class Pair:
                 ),
                 environment={
                     FOLDER: str(self._folder / name),
-                    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-                    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+                    **STRICT,
                 },
             )
             self.servers[name] = ServerProcess(spec)
@@ -282,13 +281,6 @@ async def still(arena: Path) -> npt.NDArray[np.uint8]:
         await asyncio.sleep(0.3)
         if np.array_equal(before, now := snapshot(arena)):
             return now
-
-
-def last_change(arena: Path, before: npt.NDArray[np.uint8]) -> int:
-    """The offset of the last byte that has changed; 0 while none has or more are changing."""
-    now = snapshot(arena)
-    changed = np.flatnonzero(now != before)
-    return int(changed[-1]) if changed.size and np.array_equal(now, snapshot(arena)) else 0
 
 
 async def test_a_queue_makes_the_cost_policy_fetch(pair, port, client, rng) -> None:

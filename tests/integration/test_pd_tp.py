@@ -11,7 +11,6 @@ from pd_fleet import (
     ANSWER_TOKENS,
     COMMON,
     RETURNED,
-    STRICT,
     count,
     nothing_is_left,
     one_side_is_updated_first,
@@ -20,7 +19,7 @@ from pd_fleet import (
 
 from sglang_ext.testing.compare import assert_same, random_conversations
 from sglang_ext.testing.servers.pd_servers import PdServers, pd_servers
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, wait_until
+from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 

@@ -7,14 +7,12 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import pytest
-from dram_damage import arena_files, flip_bit, snapshot
+from dram_damage import arena_files, flip_bit, last_change, snapshot
 from hooked_server import FOLDER
 
 from sglang_ext.testing.compare import Answer, assert_same
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, wait_until
+from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -46,8 +44,7 @@ def server(disk: Path, asked: Path) -> Iterator[ServerProcess]:
         ),
         environment={
             FOLDER: str(asked),
-            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+            **STRICT,
         },
     )
     with ServerProcess(spec) as server:
@@ -121,13 +118,6 @@ def test_a_flipped_bit_gives_another_answer(server: ServerProcess, asked: Path) 
     with pytest.raises(AssertionError):
         assert_same(before, damaged)
     server.flush()
-
-
-def last_change(arena: Path, before: npt.NDArray[np.uint8]) -> int:
-    """The offset of the last byte that has changed; 0 while none has or more are changing."""
-    now = snapshot(arena)
-    changed = np.flatnonzero(now != before)
-    return int(changed[-1]) if changed.size and np.array_equal(now, snapshot(arena)) else 0
 
 
 def test_an_answer_says_what_was_decided_and_by_which_numbers(

@@ -19,7 +19,7 @@ import pytest
 from dram_damage import arena_files, flip_bit, snapshot
 
 from sglang_ext.testing.compare import Answer, assert_same, random_conversations
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, wait_until
+from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -44,8 +44,7 @@ def spec(model: str, page_size: int, disk: Path) -> ServerSpec:
         ),
         environment={
             "SGLANG_TEST_RETRACT": "1",
-            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+            **STRICT,
             "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
         },
     )

@@ -11,7 +11,7 @@ import pytest
 from hooked_server import FOLDER
 
 from sglang_ext.testing.compare import Answer, assert_same
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, wait_until
+from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -37,8 +37,7 @@ def server(faults: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         ),
         environment={
             FOLDER: str(faults),
-            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+            **STRICT,
         },
     )
     with ServerProcess(spec) as server:

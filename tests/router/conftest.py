@@ -15,20 +15,11 @@ import pytest
 
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.testing.servers.workers import StandInWorker, running_worker
-from sglang_ext.testing.tokenizer import write_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))  # for http_rig.py, which several tests share
 
 StartWorker = Callable[..., Awaitable[StandInWorker]]
 StartRouter = Callable[..., Awaitable[Router]]
-
-
-@pytest.fixture(scope="session")
-def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the tiny model's tokenizer."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder, 4096)
-    return folder
 
 
 @pytest.fixture(scope="session")

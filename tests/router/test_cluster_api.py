@@ -6,7 +6,6 @@ import asyncio
 import json
 import sys
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -212,14 +211,6 @@ async def test_a_dead_instance_is_forsaken_within_three_seconds(start, start_wor
 
 
 # -- keys ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def key_file(tmp_path: Path) -> Path:
-    path = tmp_path / "cluster.key"
-    path.write_text("a key of thirty-two characters or more")
-    path.chmod(0o600)
-    return path
 
 
 async def test_only_members_register_where_there_is_a_key(start, start_worker, key_file, eventually) -> None:

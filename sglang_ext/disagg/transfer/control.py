@@ -102,7 +102,7 @@ def _limit(socket: Any) -> None:
     socket.setsockopt(zmq.RCVHWM, 1000)
 
 
-class _OnlyMembers:
+class OnlyMembers:
     """Credentials provider: the public keys of the cluster's members."""
 
     def __init__(self, keys: MemberKeys) -> None:
@@ -161,7 +161,7 @@ class ControlServer:
         if keys is not None:
             self._authenticator = AsyncioAuthenticator(context)
             self._authenticator.start()
-            self._authenticator.configure_curve_callback(ZAP_DOMAIN, credentials_provider=_OnlyMembers(keys))
+            self._authenticator.configure_curve_callback(ZAP_DOMAIN, credentials_provider=OnlyMembers(keys))
             self._socket.curve_server = True
             self._socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
             self._use(keys.curve_pairs()[0])

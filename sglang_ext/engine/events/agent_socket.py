@@ -23,6 +23,7 @@ from zmq.sugar.context import Context
 from zmq.sugar.poll import Poller
 
 from sglang_ext.cluster_key import ClusterKey
+from sglang_ext.disagg.transfer.control import OnlyMembers
 from sglang_ext.errors import ConfigError
 from sglang_ext.hosts import is_loopback
 from sglang_ext.protocol.agent import TO_AGENT, ToAgent
@@ -94,7 +95,7 @@ class AgentSocket:
         self.public_key = public.decode()
         self._authenticator = Authenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(ZAP_DOMAIN, credentials_provider=_OnlyMembers(key))
+        self._authenticator.configure_curve_callback(ZAP_DOMAIN, credentials_provider=OnlyMembers(key))
         self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
         self._socket.curve_server = True
         self._socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
@@ -207,13 +208,3 @@ class AgentSocket:
 
     def __repr__(self) -> str:
         return f"AgentSocket(port={self.port}, routers={len(self._outboxes)}, refused={self.refused})"
-
-
-class _OnlyMembers:
-    """Credentials provider: the public keys (Z85) of the cluster's members."""
-
-    def __init__(self, key: ClusterKey) -> None:
-        self._key = key
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return self._key.is_member(key)

@@ -44,6 +44,11 @@ PORTS = range(21_000, 32_000)
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """For torch, of a server that shares a machine with others: threads spin while they wait for one another's
 share of a tiny operator, and where others want the cores, that is most of what they do."""
+STRICT = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+}
+"""For SGLang: a server whose count of slots is ever wrong ends."""
 
 T = TypeVar("T")
 
