@@ -92,7 +92,7 @@ class Node:
             AgentFacts(name, port.to_bytes(16, "big"), BLOCK),
             epoch=port,
             names=None,
-            disk=None,
+            named={},
             namespace=IDENTITY,
             endpoints=endpoints,
         )
