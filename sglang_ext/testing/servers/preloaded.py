@@ -192,6 +192,9 @@ MODULES = (
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
+    # Each scheduler would import all models, and our kernels numba: a fifth of what its start costs.
+    "sglang.srt.models.registry",
+    "numba",
 )
 """What is imported ahead, with all that it imports. By name: this module itself has no use for any of it.
 
