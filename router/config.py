@@ -293,7 +293,11 @@ class RouterConfig(Flagged):
     queue_timeout_secs: float = flag(
         30.0, "How long a request may wait for a worker with room.", SECONDS.positive()
     )
-    max_payload_bytes: int = flag(512 * MIB, "The largest request body.", SIZE.positive())
+    max_payload_bytes: int = flag(
+        128 * MIB,
+        "The largest request body. While the router parses one, it does nothing else.",
+        SIZE.positive(),
+    )
     max_total_payload_bytes: int = flag(
         2048 * MIB,
         "Memory for the bodies of all requests that are read, wait or are answered. One more gets a 503.",

@@ -20,11 +20,11 @@ MAX_CHOICES = 4096
 """Largest ``n``: SGLang repeats the prompt in memory that many times before it checks anything."""
 
 LARGE_JSON_BYTES = 1 << 20
-MAX_CONTAINERS = 1 << 19
-"""Objects and arrays of a large body: each can be two bytes long, and takes a hundred bytes of memory and a
+MAX_CONTAINERS = 1 << 17
+"""Objects and arrays of a body: each can be two bytes long, and takes a hundred bytes of memory and a
 microsecond of everybody's time, as nothing else runs while it is parsed."""
-MAX_VALUES = 1 << 23
-"""Elements of a large body's objects and arrays."""
+MAX_VALUES = 1 << 22
+"""Elements of a body's objects and arrays, each of which takes about a tenth of that."""
 
 MAX_DEPTH = 250
 """Levels of a body: a little less than orjson writes, so that fields can be put around it."""
@@ -82,8 +82,7 @@ def parse_json_object(body: bytes) -> Json:
     """The JSON object in a request body."""
     if not body:
         raise RequestRefused("the request body is empty; send a JSON object", code="invalid_json")
-    if len(body) > LARGE_JSON_BYTES:
-        _check_structure(body)
+    _check_structure(body)
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -104,9 +103,9 @@ def parse_json_object(body: bytes) -> Json:
 
 
 def _check_structure(body: bytes) -> None:
-    """Refuse a large body that would take out of proportion long to parse.
+    """Refuse a body that would take out of proportion long to parse.
 
-    What is counted may stand in strings, too; a text with half a million brackets is longer than any context.
+    What is counted may stand in strings, too; a text with so many brackets is longer than most contexts.
     """
     for what, count, most in (
         ("objects and arrays", body.count(b"{") + body.count(b"["), MAX_CONTAINERS),
@@ -331,22 +330,32 @@ def check_fields(source: Json, fields: Mapping[str, str], limits: Limits, prefix
             take_int(source, name, least=least, most=most, prefix=prefix)
 
 
+def _no_integer(value: list[Any], field: str) -> RequestRefused:
+    index = next(i for i, item in enumerate(value) if type(item) is not int)
+    return wrong(f"{field}[{index}]", "an integer", value[index])
+
+
 def check_ids(value: Any, field: str, vocab_size: int | None) -> array[int]:
     """Token ids as an array of 64-bit integers; may be empty. Without ``vocab_size`` any integers will do."""
     if type(value) is not list:
         raise wrong(field, "an array of token ids", value)
-    if not set(map(type, value)) <= {int}:
-        index = next(i for i, item in enumerate(value) if type(item) is not int)
-        raise wrong(f"{field}[{index}]", "an integer", value[index])
     try:
         ids = array("q", value)
     except OverflowError:
         raise RequestRefused(
             f"{field} has an integer of more than 64 bits", param=field, code="out_of_range"
         ) from None
-    if vocab_size is None or not ids:
+    except TypeError:
+        raise _no_integer(value, field) from None
+    if not ids:
         return ids
     numbers = np.frombuffer(ids, dtype=np.int64)
+    # Of all that JSON has, an array takes integers and, as 0 and 1, booleans.
+    maybe = np.flatnonzero((numbers == 0) | (numbers == 1)).tolist()
+    if bool in set(map(type, map(value.__getitem__, maybe))):
+        raise _no_integer(value, field)
+    if vocab_size is None:
+        return ids
     if int(numbers.min()) < 0 or int(numbers.max()) >= vocab_size:
         index = int(np.flatnonzero((numbers < 0) | (numbers >= vocab_size))[0])
         raise RequestRefused(

@@ -39,6 +39,8 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("generate", {"input_ids": [1, 100]}, "input_ids[1]", "100, which is not a token id"),
     ("generate", {"input_ids": [1, -1]}, "input_ids[1]", "-1, which is not a token id"),
     ("generate", {"input_ids": [1, 2**63]}, "input_ids", "more than 64 bits"),
+    ("generate", {"input_ids": [5, 1, 0, False]}, "input_ids[3]", "an integer, not a boolean"),
+    ("generate", {"input_ids": [5, 1, True]}, "input_ids[2]", "an integer, not a boolean"),
     ("generate", {"input_ids": [1, 2.0]}, "input_ids[1]", "an integer, not a number"),
     ("generate", {"input_ids": [1, True]}, "input_ids[1]", "an integer, not a boolean"),
     ("generate", {"input_ids": [1, None]}, "input_ids[1]", "an integer, not null"),
