@@ -11,6 +11,8 @@ from typing import Any, Final
 
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol.agent import (
+    MAX_PROMPT_BYTES,
+    MAX_TAG,
     Advise,
     Advised,
     Expecting,
@@ -97,6 +99,8 @@ class MoveCalls:
         kind, adapter, extra_key, salt = prompt.namespace
         if kind != "tokens" or adapter is not None or len(prompt.key) < LEAST_AHEAD * TOKEN_BYTES:
             return
+        if len(prompt.key) > MAX_PROMPT_BYTES or max(len(extra_key or ""), len(salt or "")) > MAX_TAG:
+            return  # no agent would read it, and nobody answer
         id = uuid.uuid4().hex
         if not self.send(source, Lend(id, prompt.key, extra_key, salt, AHEAD_S)):
             return

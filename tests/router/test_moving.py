@@ -12,6 +12,7 @@ import pytest
 
 from sglang_ext.keys import encode_tokens
 from sglang_ext.protocol.agent import (
+    MAX_TAG,
     Advise,
     Advised,
     Expecting,
@@ -304,12 +305,14 @@ async def test_each_of_several_is_moved_once(
     rig.gate.open()
 
 
-@pytest.mark.parametrize("tokens", [100, 10])
+@pytest.mark.parametrize(("tokens", "tag"), [(100, "t" * MAX_TAG), (10, "t"), (100, "t" * (MAX_TAG + 1))])
 async def test_a_prompt_is_copied_while_its_request_still_runs(
-    tokens: int, rig: Rig, client: Any, eventually: Any
+    tokens: int, tag: str, rig: Rig, client: Any, eventually: Any
 ) -> None:
+    """If it is worth it, and its tenant can be told to an agent."""
     rig.agents.endpoints = {rig.source.url: ("there:1",), rig.target.url: ("here:1",)}
-    body = {"input_ids": [5] * tokens, "sampling_params": {"max_new_tokens": 8}, "stream": True}
+    sampling = {"max_new_tokens": 8}
+    body = {"input_ids": [5] * tokens, "sampling_params": sampling, "stream": True, "extra_key": tag}
     rig.source.chunks_before_gate = 4
     answer = await first_there(rig, client, "/generate", body)
     await rig.gate.reached()
@@ -318,7 +321,8 @@ async def test_a_prompt_is_copied_while_its_request_still_runs(
     assert rig.agents.ends() == [False]
     told = [(name, message) for name, message in rig.agents.told if not isinstance(message, Unpark)]
     kinds = [(name == rig.source.url, type(message)) for name, message in told]
-    ahead = [(True, Lend), (False, Advise)] if tokens >= LEAST_AHEAD else []
+    is_told = tokens >= LEAST_AHEAD and len(tag) <= MAX_TAG
+    ahead = [(True, Lend), (False, Advise)] if is_told else []
     assert kinds == [*ahead, (True, Park), (False, Fetch), (False, Watch)]
     if ahead:
         (_, lend), (_, hint) = told[:2]
