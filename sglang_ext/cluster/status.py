@@ -30,6 +30,8 @@ STYLES: Mapping[str, str] = {
 WIDE = 250
 NOBODY_SERVES = 3
 """Exit status when no request can be served now."""
+SOME_AWAITED = 4
+"""Exit status when requests are served, and what some instance holds is not known yet: it is not ready."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +45,13 @@ class Arguments(RouterAddress):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Show it. Returns the exit status: 0, 1 when the router cannot be asked, 3 when nobody can serve."""
+    """Show it. Returns the exit status: 0, 1 when the router cannot be asked, 3 when nobody can serve,
+    4 while somebody's snapshot is awaited."""
     try:
         given = Arguments.parse(
             arguments,
             epilog=f"Exit status: 0, 1 when the router cannot be asked, {NOBODY_SERVES} when no request can "
-            "be served now.",
+            f"be served now, {SOME_AWAITED} while it is not known yet what some instance holds.",
         )
         seen = given.client().call("GET", "/cluster", Cluster)
     except SglangExtError as error:
@@ -59,7 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         # In a file or a pipe nothing is cut off.
         show(seen, Console(width=None if sys.stdout.isatty() else WIDE))
-    return NOBODY_SERVES if seen.unusable else 0
+    if seen.unusable:
+        return NOBODY_SERVES
+    return SOME_AWAITED if any(view.awaited for view in seen.instances) else 0
 
 
 def show(seen: Cluster, console: Console) -> None:

@@ -17,7 +17,7 @@ from rich.console import Console
 from sglang_ext import cli
 from sglang_ext.cluster import drain as drain_module
 from sglang_ext.cluster.drain import NOT_FINISHED, is_over
-from sglang_ext.cluster.status import NOBODY_SERVES, notes, show
+from sglang_ext.cluster.status import NOBODY_SERVES, SOME_AWAITED, notes, show
 from sglang_ext.cluster_key import read_cluster_key
 from sglang_ext.protocol.cluster import Cluster, Draining, Elsewhere, InstanceView, StoreView
 
@@ -92,6 +92,14 @@ def test_the_status_as_json_and_as_a_table(router: Router, capsys: pytest.Captur
 def test_a_cluster_that_cannot_serve_has_a_status_of_its_own(router: Router) -> None:
     router.answers = [(200, cluster(unusable="no instance has joined"))]
     assert cli.main(["cluster-status", "--router", router.url]) == NOBODY_SERVES
+
+
+def test_a_cluster_whose_disks_are_not_known_is_not_ready(router: Router) -> None:
+    statuses = []
+    for awaited in (True, False):
+        router.answers = [(200, cluster(view("a"), view("b", awaited=awaited)))]
+        statuses.append(cli.main(["cluster-status", "--router", router.url]))
+    assert statuses == [SOME_AWAITED, 0]
 
 
 def test_what_the_table_does_not_say() -> None:
