@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from sglang_ext.errors import ConfigError, InternalError, UserError
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.keys import Namespace, encode_tokens
 from sglang_ext.mempool import Address, AddressError, ArenaRegion, MemPool, MemType, Outcome, OutOfBlocksError
-from sglang_ext.mempool.inserting import plan
+from sglang_ext.mempool.indexing import plan
 from sglang_ext.mempool.regions import Rows
 from sglang_ext.testing.blocks import LAYOUT
 from sglang_ext.tiered_store.disk.state import DiskConfig
@@ -523,6 +524,29 @@ def test_the_example_in_the_documentation_runs(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "found again: 64 as they were: True" in done.stdout
+
+
+AROUND_THE_STORE = {
+    r"tree\.(insert|extend)\(": set(),
+    r"tree\.evict\(": {"hbm_room.py", "dram_tier.py"},
+    r"arena\.(alloc|free)\(": {"dram_tier.py"},
+    r"_allocator\.(alloc|free|free_segment)\(": {"hbm_room.py", "radix_cache.py"},
+}
+"""What reaches index and memory, and the tiers of the store, which may. SGLang's adapter frees the slots that
+a request has beside those of the tree."""
+
+
+def around_the_store(name: str, text: str) -> list[str]:
+    return [what for what, may in AROUND_THE_STORE.items() if name not in may and re.search(what, text)]
+
+
+def test_serving_reaches_index_and_memory_through_the_store() -> None:
+    files = [*(ROOT / "sglang_ext" / "engine").rglob("*.py"), *(ROOT / "patches").rglob("*.py")]
+    found = {file.name: around_the_store(file.name, file.read_text()) for file in files}
+    assert not {name: what for name, what in found.items() if what}
+    assert len(files) > 50
+    assert around_the_store("new.py", "self._tree.insert(x)") == [r"tree\.(insert|extend)\("]
+    assert around_the_store("new.py", "self._arena.alloc(1)") == [r"arena\.(alloc|free)\("]
 
 
 def test_the_pool_needs_neither_sglang_nor_torch() -> None:

@@ -28,14 +28,14 @@ from typing import TYPE_CHECKING, overload
 from sglang_ext.errors import ConfigError, InternalError, UserError
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.keys import Namespace, TokenIds, encode_tokens
-from sglang_ext.mempool import checks, contents, inserting, matching, peers, removing, swapping
+from sglang_ext.mempool import checks, holding, indexing, memory, peers
 from sglang_ext.mempool.address import Address, AddressError, MemType, disk_names
 from sglang_ext.mempool.grants import Allocation, Hold, Ledger
-from sglang_ext.mempool.inserting import Inserted
+from sglang_ext.mempool.holding import Swapped
+from sglang_ext.mempool.indexing import Inserted
 from sglang_ext.mempool.memory import Memory
 from sglang_ext.mempool.regions import ArenaRegion, Region, Rows
 from sglang_ext.mempool.store import Store
-from sglang_ext.mempool.swapping import Swapped
 from sglang_ext.mempool.tiers import Digest, Tiers
 from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.tiered_store.tier import BlockTier, Outcome
@@ -223,7 +223,7 @@ class MemPool:
         self._enter()
         for address in addresses:
             self.ledger.allocation_of(address, "write to")
-        return contents.write(self.tiers, addresses, rows)
+        return memory.write(self.tiers, addresses, rows)
 
     def read(self, addresses: Sequence[Address]) -> tuple[Rows, list[Outcome]]:
         """Copies of blocks, allocated or held, shape (blocks, block bytes), and how reading each went: a row
@@ -235,7 +235,7 @@ class MemPool:
         self._enter(settle=True)
         for address in addresses:
             self.ledger.grant_of(address)
-        return contents.read(self.tiers, addresses)
+        return memory.read(self.tiers, addresses)
 
     # -- index ----------------------------------------------------------------------------------
 
@@ -266,7 +266,7 @@ class MemPool:
         """
         self._enter(settle=True)
         space, key = self.named(namespace), encode_tokens(tokens)
-        return inserting.insert(self, space, key, addresses, priority, received=received)
+        return indexing.insert(self, space, key, addresses, priority, received=received)
 
     def match(self, tokens: TokenIds | bytes, *, id: str, namespace: Hashable = None) -> Hold:
         """The longest cached prefix of whole blocks, kept for `id` until `Hold.release` (or `free_mem(id=)`).
@@ -276,7 +276,7 @@ class MemPool:
         """
         self._enter(settle=True)
         space, key = self.named(namespace), encode_tokens(tokens)
-        return matching.match(self, space, key, id, self._end_hold)
+        return holding.match(self, space, key, id, self._end_hold)
 
     def delete(
         self, tokens: TokenIds | bytes, *, namespace: Hashable = None, continuations: bool = False
@@ -289,7 +289,7 @@ class MemPool:
         space, key = self.named(namespace), encode_tokens(tokens)
         held = [address for hold in self.ledger.holds() for address in hold.positions]
         spared = {disk_names(address.place)[1] for address in held if address.tier is Tier.DISK}
-        return removing.delete(self.tiers, space, key, continuations=continuations, spared=spared)
+        return indexing.delete(self.tiers, space, key, continuations=continuations, spared=spared)
 
     def named(self, namespace: Hashable) -> Hashable:
         """The namespace of a call."""
@@ -315,7 +315,7 @@ class MemPool:
             AddressError: an address is not of a live hold.
         """
         self._enter(settle=True)
-        return swapping.swap_in(self, addresses)
+        return holding.swap_in(self, addresses)
 
     # -- transfer -------------------------------------------------------------------------------
 
