@@ -4,7 +4,7 @@ Everything that differs from tier to tier by a fact (order, names, costs until s
 here, once; whoever goes through the tiers asks `all_tiers()`. A tier added is a module with a
 `tiered_store.tier.BlockTier` and one `register`:
 
-    ARCHIVE = register(Tier("archive", 3, "archive", load_latency_s=0.1, load_bytes_per_s=1e8, opens=...))
+    register(Tier("archive", 3, "archive", load_latency_s=0.1, load_bytes_per_s=1e8, opens="mine:open_it"))
 
 On the wire a tier is its level. A level that a reader does not know comes from a newer peer: what lies there
 is left out, so that the reader knows less than there is and never more.
@@ -13,15 +13,10 @@ is left out, so that the reader knows less than there is and never more.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import Any, ClassVar, Final
 
 MAX_LEVEL: Final = 31
 """Sets of tiers are sets of bits in a message."""
-
-Opener: TypeAlias = "Callable[[Any, Any, Any], Any]"
-"""(configuration, facts of the rank, layout of a block) -> the `BlockTier`, or ``None`` where the
-configuration asks for none. Typed where it is called: nothing shared may import the engine's parts."""
 
 
 class Tier:
@@ -34,7 +29,8 @@ class Tier:
         in_memory: its blocks are in the tree of an instance, and end with it. Otherwise they are found by
             name (``keys.block_keys``), and outlive the process.
         load_latency_s, load_bytes_per_s: of bringing KV from here to HBM, where nobody has measured.
-        opens: makes the tier of one rank, where it is a `BlockTier` below DRAM.
+        opens: of a tier below memory: ``module:function``, imported only where a rank needs it. Called as
+            ``engine.tiers.opening.Opener``.
     """
 
     HBM: ClassVar[Tier]
@@ -53,7 +49,7 @@ class Tier:
         in_memory: bool = False,
         load_latency_s: float = 0.0,
         load_bytes_per_s: float = math.inf,
-        opens: Opener | None = None,
+        opens: str = "",
     ) -> None:
         self.name = name
         self.level = level
@@ -145,4 +141,13 @@ def nearest_in(bits: int) -> Tier | None:
 
 Tier.HBM = register(Tier("hbm", 0, "HBM", in_memory=True))
 Tier.DRAM = register(Tier("dram", 1, "DRAM", in_memory=True, load_latency_s=1e-3, load_bytes_per_s=10e9))
-Tier.DISK = register(Tier("disk", 2, "disk", load_latency_s=2e-3, load_bytes_per_s=2e9))
+Tier.DISK = register(
+    Tier(
+        "disk",
+        2,
+        "disk",
+        load_latency_s=2e-3,
+        load_bytes_per_s=2e9,
+        opens="sglang_ext.engine.tiers.opening:open_disk",
+    )
+)

@@ -21,6 +21,7 @@ from sglang_ext.engine.ranks import Least, Ranks
 from sglang_ext.engine.tiers.cuda_mover import CudaMover
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.mover import LayerGate, Mover, ThreadMover
+from sglang_ext.engine.tiers.opening import open_below
 from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import Geometry
@@ -31,7 +32,6 @@ from sglang_ext.patches.adapter.build_disk import (
     disk_below,
     identity_of,
     names_on,
-    open_disk,
     promotions_from,
 )
 from sglang_ext.patches.adapter.build_peers import attach_peers, may_fetch
@@ -74,8 +74,10 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     dram = promotions = arena = below = disk = None
     shard = f"tp{ctx.tp_rank}of{ctx.tp_size}"
     fetches = may_fetch(config, ctx.server_args, adapters=_uses_adapters())
+    if config.dram_size:
+        disk = open_below(config, instance, shard, geometry.layout)
     identity, weights = None, Weights()
-    if fetches or (config.dram_size and config.disk_path is not None):
+    if fetches or disk is not None:
         identity = identity_of(ctx, geometry, shard)
         runner = ctx.tp_worker.model_runner
         weights = Weights(identity.weights_version, lambda: weights_digest(runner.model))
@@ -83,9 +85,8 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         arena = DramArena(geometry.layout, config.dram_size, name=f"dram {instance} tp{ctx.tp_rank}")
         mover = _mover_for(ctx, planes, geometry, arena)
         holder = Holder.of(instance, epoch, Tier.DRAM)
-        if config.disk_path is not None and identity is not None:
-            facts = RankFacts(instance, epoch, shard, adapters=_uses_adapters())
-            disk = open_disk(config, facts, geometry.layout)
+        if disk is not None and identity is not None:
+            facts = RankFacts(instance, epoch, adapters=_uses_adapters())
             below = disk_below(disk, config, facts, identity, tree, holder, arena, ranks, weights)
         dram = DramTier(store, hbm, holder, arena, mover, ranks, below=below, write=config.writes_dram)
         if disk is not None and below is not None:
@@ -166,7 +167,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         epoch,
         config.block_size,
         f"DRAM for {arena.n_blocks * config.block_size} tokens" if arena else "no DRAM tier (--kv-dram-size)",
-        f"disk {config.disk_path}" if promotions else "no disk tier (--kv-disk-path)",
+        f"below {disk!r}" if disk is not None else "no disk tier (--kv-disk-path)",
         config.eviction_policy,
     )
     return cache

@@ -1,9 +1,8 @@
-"""Puts the disk tier of one rank together and hangs it below the DRAM tier."""
+"""Hangs the tiers below memory of one rank below its DRAM tier."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from sglang_ext.config import KvConfig
@@ -16,18 +15,13 @@ from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.load_policy import DiskPolicy
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.weights import Weights
-from sglang_ext.errors import ConfigError
-from sglang_ext.geometry import BlockLayout, Geometry
+from sglang_ext.geometry import Geometry
 from sglang_ext.keys import Namespace
 from sglang_ext.radix_global import Holder, RadixTree
-from sglang_ext.tiered_store.disk.state import DiskConfig, IoMode
-from sglang_ext.tiered_store.disk.tier import DiskTier
 from sglang_ext.tiered_store.dram.arena import DramArena
-from sglang_ext.tiered_store.loading.layer_cache import LayerCache
 from sglang_ext.tiered_store.loading.loader import Loader
 from sglang_ext.tiered_store.loading.write_behind import LagPolicy, WriteBehind
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier
-from sglang_ext.tiered_store.wrapped import WrappedTier
 from sglang_ext.tiers import Tier
 
 _MOST_BACKLOG_BYTES = 1 << 30
@@ -37,13 +31,10 @@ _LOAD_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What names and directories depend on. shard: this rank's part of the model, as ``tp0of1``; adapters:
-    whether LoRA is on.
-    """
+    """What names depend on. adapters: whether LoRA is on."""
 
     instance: str
     epoch: int
-    shard: str
     adapters: bool = False
 
 
@@ -62,36 +53,10 @@ def identity_of(ctx: Any, geometry: Geometry, shard: str, *, weights: bool = Tru
     )
 
 
-def open_disk(config: KvConfig, facts: RankFacts, layout: BlockLayout) -> BlockTier:
-    """Open the disk tier's directory of this rank, with the layer cache in front of it if there is one.
-
-    Raises:
-        ConfigError: it cannot be used, another server uses it, or the layer cache cannot be made.
-    """
-    assert config.disk_path is not None
-    disk = DiskTier(
-        DiskConfig(
-            Path(config.disk_path) / facts.shard,
-            config.disk_size,
-            io=IoMode(config.disk_io),
-            instance=facts.instance,
-        ),
-        layout,
-    )
-    if not config.layer_cache_size:
-        return disk
-    try:
-        return LayerCache(disk, config.layer_cache_size, config.layer_cache_layers)
-    except ConfigError:
-        disk.close()
-        raise
-
-
 def names_on(disk: BlockTier | None) -> dict[Tier, ListsNames]:
-    """The tiers that can list what they have, below whatever is in front of them."""
-    while isinstance(disk, WrappedTier):
-        disk = disk.inner
-    return {disk.tier: disk} if isinstance(disk, DiskTier) else {}
+    """The tiers below memory that can list what they have."""
+    parts = () if disk is None else disk.parts
+    return {part.tier: part for part in parts if isinstance(part, ListsNames)}
 
 
 def disk_below(

@@ -58,10 +58,10 @@ class MemoryTier(BlockTier):
     held.
     """
 
-    tier = Tier.DRAM
     durable = False
 
-    def __init__(self, layout: BlockLayout, capacity: int) -> None:
+    def __init__(self, layout: BlockLayout, capacity: int, tier: Tier = Tier.DISK) -> None:
+        self.tier = tier
         self.layout = layout
         self.capacity = capacity
         self._lock = threading.Lock()

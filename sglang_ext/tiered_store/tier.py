@@ -206,6 +206,15 @@ class BlockTier(abc.ABC):
     durable: bool
     layout: BlockLayout
 
+    @property
+    def parts(self) -> tuple[BlockTier, ...]:
+        """The tiers that it consists of, nearest first: itself, unless it is made of others."""
+        return (self,)
+
+    def sources(self, get: Get) -> list[tuple[Tier, int]]:
+        """Which tier has how many of the blocks of a get that has just been prepared, in order."""
+        return [(self.tier, get.blocks)]
+
     @abc.abstractmethod
     def match(self, namespace: bytes, keys: Sequence[bytes]) -> int:
         """How many leading keys are here: the longest prefix that a `prepare_get` would pin."""

@@ -14,6 +14,7 @@ from sglang_ext.tiered_store.tier import (
     Put,
     TierStats,
 )
+from sglang_ext.tiers import Tier
 
 
 class WrappedTier(BlockTier):
@@ -24,6 +25,13 @@ class WrappedTier(BlockTier):
         self.tier = inner.tier
         self.durable = inner.durable
         self.layout = inner.layout
+
+    @property
+    def parts(self) -> tuple[BlockTier, ...]:
+        return self.inner.parts
+
+    def sources(self, get: Get) -> list[tuple[Tier, int]]:
+        return self.inner.sources(get)
 
     def match(self, namespace: bytes, keys: Sequence[bytes]) -> int:
         return self.inner.match(namespace, keys)

@@ -170,7 +170,7 @@ class Rank:
             below = None
             if scenario.disk_blocks is not None:
                 disk = disk_class(self._disk(geometry, scenario.disk_blocks))
-                facts = RankFacts("simulated", 1, "tp0of1")
+                facts = RankFacts("simulated", 1)
                 identity = Namespace("model", "weights", "float32", "layout")
                 below = disk_below(
                     disk,

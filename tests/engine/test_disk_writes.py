@@ -15,11 +15,11 @@ from sglang_ext.engine.tiers.block_names import BlockNames, unpack_names
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_room import HbmRoom
+from sglang_ext.engine.tiers.opening import open_disk
 from sglang_ext.engine.tiers.slots import HostSlots
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.keys import Namespace, block_keys, encode_tokens
 from sglang_ext.mempool.store import Store
-from sglang_ext.patches.adapter.build_disk import RankFacts, open_disk
 from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
 from sglang_ext.testing.tiers import MemoryTier
 from sglang_ext.tiered_store.disk.state import IoMode
@@ -191,7 +191,7 @@ def test_a_disk_that_refuses_costs_nothing_but_durability() -> None:
 @pytest.mark.parametrize("asked", ["buffered", "direct"])
 def test_the_flag_says_how_the_disk_is_read(asked: str, tmp_path: Path) -> None:
     config = KvConfig(dram_size=1 << 20, disk_path=str(tmp_path), disk_size=32 << 20, disk_io=asked)
-    disk = open_disk(config, RankFacts("a", 1, "tp0of1"), ALIGNED)
+    disk = open_disk(config, "a", "tp0of1", ALIGNED)
     assert isinstance(disk, DiskTier)
     assert disk.config.io is IoMode(asked)
     disk.close()

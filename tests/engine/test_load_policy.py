@@ -10,6 +10,7 @@ import pytest
 from sglang_ext.engine.tiers.load_policy import Bandwidth, DiskPolicy, PrefillCost
 from sglang_ext.engine.tiers.prefill_clock import PrefillClock
 from sglang_ext.testing.fakes import FakeClock
+from sglang_ext.tiers import Tier
 
 A, B = 2e-4, 3e-8
 
@@ -28,7 +29,7 @@ def learnt(noise: float = 0.0) -> PrefillCost:
 def policy(cost: PrefillCost, *, bandwidth: float | None, **options: object) -> DiskPolicy:
     made = DiskPolicy(16, 1 << 20, cost=cost, **options)  # type: ignore[arg-type]
     if bandwidth is not None:
-        made.bandwidth.bytes_per_second = bandwidth
+        made.bandwidths[Tier.DISK].bytes_per_second = bandwidth
     return made
 
 
@@ -94,36 +95,36 @@ def test_bandwidth_follows_the_newest_loads() -> None:
 
 
 def test_what_is_not_known_yet_is_loaded() -> None:
-    assert policy(PrefillCost(), bandwidth=None).blocks_to_read(10, 0) == 10
-    assert policy(PrefillCost(), bandwidth=1.0).blocks_to_read(10, 0) == 10
-    assert policy(learnt(), bandwidth=None).blocks_to_read(10, 0) == 10
+    assert policy(PrefillCost(), bandwidth=None).blocks_to_read([(Tier.DISK, 10)], 0) == 10
+    assert policy(PrefillCost(), bandwidth=1.0).blocks_to_read([(Tier.DISK, 10)], 0) == 10
+    assert policy(learnt(), bandwidth=None).blocks_to_read([(Tier.DISK, 10)], 0) == 10
 
 
 def test_the_faster_way_is_taken_and_its_numbers_are_kept() -> None:
     # 64 blocks: 1024 tokens, computed in 0.22 s; 64 MiB.
     fast, slow = policy(learnt(), bandwidth=1e9), policy(learnt(), bandwidth=1e8)
-    assert fast.blocks_to_read(64, 0) == 64
-    assert slow.blocks_to_read(64, 0) == 0
+    assert fast.blocks_to_read([(Tier.DISK, 64)], 0) == 64
+    assert slow.blocks_to_read([(Tier.DISK, 64)], 0) == 0
     assert slow.last is not None
     assert slow.last.read_seconds == pytest.approx(0.67, rel=0.01)
     assert slow.last.recompute_seconds == pytest.approx(0.22, rel=0.05)
     # The same blocks cost more to compute deep in a long prompt, and then are worth reading.
-    assert slow.blocks_to_read(64, 4000) == 64
+    assert slow.blocks_to_read([(Tier.DISK, 64)], 4000) == 64
 
 
 def test_where_both_overlap_the_head_is_read_while_the_tail_is_computed() -> None:
     # Computed in 0.22 s, read in 0.67 s: neither alone is best.
     made = policy(learnt(), bandwidth=1e8, overlaps=True)
-    chosen = made.blocks_to_read(64, 0, new_tokens=16)
+    chosen = made.blocks_to_read([(Tier.DISK, 64)], 0, new_tokens=16)
     assert 8 < chosen < 24
     read = chosen * (1 << 20) / 1e8
     tail = (64 - chosen) * 16 + 16
     compute = A * tail + B * tail * (chosen * 16 + tail / 2)
     assert read == pytest.approx(compute, rel=0.1)
     # With much to compute after them, all of them hide behind it.
-    assert made.blocks_to_read(64, 0, new_tokens=6000) == 64
+    assert made.blocks_to_read([(Tier.DISK, 64)], 0, new_tokens=6000) == 64
     # A disk that is busy for longer than computing takes is left alone.
-    assert made.blocks_to_read(64, 0, new_tokens=16, waiting_bytes=1 << 30) == 0
+    assert made.blocks_to_read([(Tier.DISK, 64)], 0, new_tokens=16, waiting_bytes=1 << 30) == 0
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -139,30 +140,30 @@ def test_the_best_border_is_the_best_of_all_borders(overlaps: bool) -> None:
             compute = A * tail + B * tail * ((start + blocks) * 16 + tail / 2)
             read = (waiting + blocks * (1 << 20)) / bandwidth if blocks else 0.0
             totals.append(max(read, compute) if overlaps else read + compute)
-        made.bandwidth.bytes_per_second = bandwidth
-        chosen = made.blocks_to_read(found, start, new_tokens=new, waiting_bytes=waiting)
+        made.bandwidths[Tier.DISK].bytes_per_second = bandwidth
+        chosen = made.blocks_to_read([(Tier.DISK, found)], start, new_tokens=new, waiting_bytes=waiting)
         assert totals[chosen] <= min(totals) * 1.001 + 1e-9, (found, start, new, waiting, bandwidth)
 
 
 def test_a_busy_disk_counts() -> None:
     made = policy(learnt(), bandwidth=1e9)
-    assert made.blocks_to_read(64, 0, waiting_bytes=0) == 64
-    assert made.blocks_to_read(64, 0, waiting_bytes=1 << 30) == 0
+    assert made.blocks_to_read([(Tier.DISK, 64)], 0, waiting_bytes=0) == 64
+    assert made.blocks_to_read([(Tier.DISK, 64)], 0, waiting_bytes=1 << 30) == 0
 
 
 def test_a_disk_that_was_too_slow_is_tried_again_after_a_while() -> None:
     made = policy(learnt(), bandwidth=1e8)
     tries = 1
-    while not made.blocks_to_read(64, 0):
+    while not made.blocks_to_read([(Tier.DISK, 64)], 0):
         tries += 1
     assert 5 < tries < 30
 
 
 def test_always_means_always_except_for_what_is_too_short() -> None:
     made = policy(learnt(), bandwidth=1.0, always=True, least_tokens=64)
-    assert made.blocks_to_read(4, 0) == 4
-    assert made.blocks_to_read(3, 0) == 0
-    assert made.blocks_to_read(0, 0) == 0
+    assert made.blocks_to_read([(Tier.DISK, 4)], 0) == 4
+    assert made.blocks_to_read([(Tier.DISK, 3)], 0) == 0
+    assert made.blocks_to_read([(Tier.DISK, 0)], 0) == 0
     assert made.patience(4, 0) == math.inf
 
 

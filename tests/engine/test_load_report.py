@@ -161,7 +161,7 @@ def test_a_requests_answer_has_the_decisions_of_both_tiers() -> None:
         layout = rank.pools.geometry().layout
         assert details["storage_read_bytes"] == 24 * layout.block_bytes
         assert rank.promotions is not None
-        assert rank.promotions.decisions.counts["load", "always"] == 1
+        assert rank.promotions.decisions[Tier.DISK].counts["load", "always"] == 1
 
 
 @pytest.mark.usefixtures("sglang_config")

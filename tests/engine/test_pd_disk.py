@@ -19,6 +19,7 @@ from sglang_ext.testing.fakes import FakeClock
 from sglang_ext.testing.servers.server import wait_until
 from sglang_ext.testing.tiers import GatedTier
 from sglang_ext.tiered_store.tier import BlockTier
+from sglang_ext.tiers import Tier
 
 NAMESPACE = (0, None, None)
 PROMPT = list(range(100, 153))
@@ -48,7 +49,7 @@ class Decode:
         # Now, while nothing has to be brought: a colocated scheduler would look at the disk itself.
         req = self.rank.scheduler.submit(PROMPT, new_tokens=1)
         # The writer may be behind with the rest.
-        self.whole = self.rank.promotions.disk_blocks()[0] * BLOCK
+        self.whole = self.rank.promotions.stats()[Tier.DISK].blocks * BLOCK
         assert self.whole >= 8 * BLOCK
         self.cache.evict(EvictParams(num_tokens=128))
         assert self.rank.tier is not None

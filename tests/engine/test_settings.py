@@ -19,12 +19,13 @@ from sglang_ext.config import KvConfig
 from sglang_ext.engine.events.events import PlacementFeed
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.dram_tier import DramTier
+from sglang_ext.engine.tiers.opening import open_disk
 from sglang_ext.engine.tiers.promotion import Wanted
 from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError
 from sglang_ext.keys import Namespace, encode_tokens
 from sglang_ext.mempool.store import Store
-from sglang_ext.patches.adapter.build_disk import RankFacts, disk_below, names_on, open_disk
+from sglang_ext.patches.adapter.build_disk import RankFacts, disk_below, names_on
 from sglang_ext.protocol.agent import TO_AGENT, Advise
 from sglang_ext.testing.blocks import LAYOUT as BLOCK_LAYOUT
 from sglang_ext.testing.blocks import NAMESPACE, get_all, prefix_keys, put_all
@@ -37,7 +38,7 @@ from sglang_ext.tiers import Tier
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
 
-FACTS = RankFacts("a", 1, "tp0of1")
+FACTS = RankFacts("a", 1)
 
 
 # -- --kv-disk-lag ----------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ def test_the_lowest_layers_of_what_is_on_disk_are_kept_in_memory(tmp_path: Path)
         layer_cache_size=size,
         layer_cache_layers=layers,
     )
-    with closing(open_disk(config, FACTS, BLOCK_LAYOUT)) as disk:
+    with closing(open_disk(config, "a", "tp0of1", BLOCK_LAYOUT)) as disk:
         assert isinstance(disk, LayerCache)
         assert isinstance(disk.inner, DiskTier)
         assert names_on(disk) == {Tier.DISK: disk.inner}
@@ -191,7 +192,7 @@ def test_the_lowest_layers_of_what_is_on_disk_are_kept_in_memory(tmp_path: Path)
         assert disk.stats().extra["layer_cache_hits"] == 5 * layers
         put_all(disk, NAMESPACE, prefix_keys(1, blocks))
         disk.check()
-    with closing(open_disk(replace(config, layer_cache_size=0), FACTS, BLOCK_LAYOUT)) as disk:
+    with closing(open_disk(replace(config, layer_cache_size=0), "a", "tp0of1", BLOCK_LAYOUT)) as disk:
         assert isinstance(disk, DiskTier)
         assert get_all(disk, NAMESPACE, prefix_keys(0, 5)) == 5
 
@@ -208,8 +209,8 @@ def test_a_layer_cache_that_cannot_be_leaves_the_directory_free(
 ) -> None:
     config = KvConfig(dram_size=1 << 20, disk_path=str(tmp_path), disk_size=32 << 20)
     with pytest.raises(ConfigError, match=flag):
-        open_disk(replace(config, **wrong), FACTS, BLOCK_LAYOUT)
-    open_disk(config, FACTS, BLOCK_LAYOUT).close()
+        open_disk(replace(config, **wrong), "a", "tp0of1", BLOCK_LAYOUT)
+    open_disk(config, "a", "tp0of1", BLOCK_LAYOUT).close()
 
 
 # -- --schedule-low-priority-values-first -----------------------------------------------------------

@@ -18,8 +18,8 @@ from disk_damage import damage_last_layer, runs
 from tuned_model import tuned
 
 from sglang_ext.config import KvConfig
+from sglang_ext.engine.tiers.opening import open_disk
 from sglang_ext.errors import ConfigError
-from sglang_ext.patches.adapter.build_disk import RankFacts, open_disk
 from sglang_ext.testing.blocks import LAYOUT
 from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.models import model_path
@@ -125,7 +125,7 @@ def test_a_second_server_on_one_directory_is_refused_by_name(server: ServerProce
     """Opened here as the second server's factory would open it."""
     config = KvConfig(dram_size=1, disk_path=str(folder))
     with pytest.raises(ConfigError, match=r"is in use by .*second-life") as refused:
-        open_disk(config, RankFacts("another", 1, "tp0of1"), LAYOUT)
+        open_disk(config, "another", "tp0of1", LAYOUT)
     assert refused.value.field == "--kv-disk-path"
 
 

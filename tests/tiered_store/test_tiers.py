@@ -18,8 +18,11 @@ from sglang_ext.testing.blocks import (
     put_all,
     read_all,
 )
-from sglang_ext.testing.tier_contract import CAPACITY, TierContract
+from sglang_ext.testing.tier_contract import CAPACITY, DurableTierContract, TierContract
 from sglang_ext.testing.tiers import FaultyTier, GatedTier, MemoryTier, SlowTier, WrappedTier
+from sglang_ext.tiered_store.chain import TierChain
+from sglang_ext.tiered_store.disk.state import DiskConfig
+from sglang_ext.tiered_store.disk.tier import DiskTier
 from sglang_ext.tiered_store.loading.layer_cache import LayerCache
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Outcome
 
@@ -42,6 +45,18 @@ class TestLayerCache(TierContract):
 class TestSmallLayerCache(TierContract):
     def open_tier(self, layout: BlockLayout, capacity: int, tmp_path: Path) -> BlockTier:
         return LayerCache(MemoryTier(layout, capacity), 3 * layout.layer_bytes(0), 1)
+
+
+class TestTierChain(TierContract):
+    def open_tier(self, layout: BlockLayout, capacity: int, tmp_path: Path) -> BlockTier:
+        return TierChain([MemoryTier(layout, capacity), MemoryTier(layout, capacity)])
+
+
+class TestDurableTierChain(DurableTierContract):
+    def open_tier(self, layout: BlockLayout, capacity: int, tmp_path: Path) -> BlockTier:
+        limit = capacity * (16 << 10)
+        disks = [DiskTier(DiskConfig(tmp_path / name, limit), layout) for name in ("near", "far")]
+        return TierChain([MemoryTier(layout, 3), *disks])
 
 
 # --- the test tiers themselves ---

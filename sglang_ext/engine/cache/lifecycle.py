@@ -119,7 +119,8 @@ class CacheLifecycle:
         if self.dram is not None:
             held[Tier.DRAM] = (self.dram.used_blocks, self.dram.n_blocks)
         if self.promotions is not None:
-            held[Tier.DISK] = self.promotions.disk_blocks()
+            for tier, stats in self.promotions.stats().items():
+                held[tier] = (stats.blocks, stats.limit_bytes // self.promotions.block_bytes)
         return held
 
     def sanity_check(self) -> None:

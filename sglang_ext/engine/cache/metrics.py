@@ -15,6 +15,7 @@ from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.tiers.load_report import LoadDecisions
 from sglang_ext.mempool.store import Call
 from sglang_ext.metrics import metric_name
+from sglang_ext.tiers import Tier, tiers_below
 
 if TYPE_CHECKING:
     from sglang_ext.engine.cache.view import RankCache
@@ -58,17 +59,25 @@ class CacheMetrics:
         self._backlog = gauge("disk_backlog_bytes", "Bytes in DRAM that wait to be written to disk.")
         self._weighed = {
             tier: gauge(
-                f"{tier}_weighed_seconds",
-                f"The newest decision to load from {name} or to compute: how long each was expected to take.",
+                f"{tier.name}_weighed_seconds",
+                f"The newest decision to load from {tier.title} or to compute: how long each was expected to "
+                "take.",
                 "way",
             )
-            for tier, name in (("dram", "DRAM"), ("disk", "disk"))
+            for tier in tiers_below(Tier.HBM)
         }
         self._decisions = Counter(
             metric_name("cache", "load_decisions"),
             "Requests whose KV was found in a tier below HBM, by what was decided: load, compute, or both "
             "(the head is loaded while the tail is computed), and why.",
             ["tier", "decision", "reason", "tp_rank"],
+            registry=registry,
+        )
+        self._tier_blocks = Counter(
+            metric_name("cache", "tier_blocks"),
+            "Blocks that a tier below DRAM was to take (put) or to give (got), by how that ended, and those "
+            "that it evicted.",
+            ["tier", "event", "tp_rank"],
             registry=registry,
         )
         self._fetched = Counter(
@@ -108,9 +117,9 @@ class CacheMetrics:
             ),
             "disk": events(
                 "disk_blocks",
-                "Blocks written to disk, not written because it was behind (write_skipped) or refused them "
-                "(write_failed); found there and promoted to DRAM (streamed: those of them that a forward "
-                "pass did not wait for) or brought straight to HBM, left for computing (recomputed, "
+                "Blocks written below DRAM, not written because that was behind (write_skipped) or refused "
+                "them (write_failed); found there and promoted to DRAM (streamed: those of them that a "
+                "forward pass did not wait for) or brought straight to HBM, left for computing (recomputed, "
                 "no_room), not readable (read_failed) or given up (late).",
             ),
         }
@@ -134,9 +143,15 @@ class CacheMetrics:
                 self._backlog.labels(self._rank).set(cache.dram.below.pending_bytes)
         if cache.promotions is not None:
             self._count("disk", dataclasses.asdict(cache.promotions.counters))
-            self._decide("disk", cache.promotions.decisions)
+            for tier, decisions in cache.promotions.decisions.items():
+                self._decide(tier, decisions)
+            for tier, stats in cache.promotions.stats().items():
+                for what, counts in (("put", stats.put), ("got", stats.got)):
+                    for outcome, count in counts.items():
+                        self._count_tier(tier, f"{what}_{outcome.value}", count)
+                self._count_tier(tier, "evicted", stats.evicted)
         if cache.load_back is not None:
-            self._decide("dram", cache.load_back.decisions)
+            self._decide(Tier.DRAM, cache.load_back.decisions)
         if cache.peers is not None:
             self._count("peers", dataclasses.asdict(cache.peers.fetches.counters))
             self._count("peers", dataclasses.asdict(cache.peers.lending.counters))
@@ -151,12 +166,18 @@ class CacheMetrics:
         if cache.advice is not None and cache.advice.computes is not None:
             self._count("announced", {"computed": cache.advice.computes.blocks})
 
-    def _decide(self, tier: str, decisions: LoadDecisions) -> None:
+    def _count_tier(self, tier: Tier, event: str, count: int) -> None:
+        more = count - self._seen.get((tier.name, event), 0)
+        if more > 0:
+            self._tier_blocks.labels(tier.name, event, self._rank).inc(more)
+            self._seen[tier.name, event] = count
+
+    def _decide(self, tier: Tier, decisions: LoadDecisions) -> None:
         for (decision, reason), count in decisions.counts.items():
-            more = count - self._decided.get((tier, decision, reason), 0)
+            more = count - self._decided.get((tier.name, decision, reason), 0)
             if more:
-                self._decisions.labels(tier, decision, reason, self._rank).inc(more)
-                self._decided[tier, decision, reason] = count
+                self._decisions.labels(tier.name, decision, reason, self._rank).inc(more)
+                self._decided[tier.name, decision, reason] = count
         last = decisions.last
         if last is not None:
             for way, seconds in (("load", last.load_seconds), ("compute", last.compute_seconds)):

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from sglang_ext.engine.events.agent_socket import AgentSocket
 from sglang_ext.engine.events.events import Began, Changed, Ended, Entry, LeftOut, Part, PlacementFeed, packed
@@ -51,6 +51,7 @@ NAMES_CHUNK: Final = 1000
 RESTART_S: Final = 1.0
 
 
+@runtime_checkable
 class ListsNames(Protocol):
     """What the agent asks of a tier below memory."""
 

@@ -10,11 +10,28 @@ over bandwidth, behind what is queued already (MemServe, section 5.3, weighs the
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 from sglang_ext.engine.ranks import NOT_YET, Ranks
 from sglang_ext.engine.tiers.load_report import Decision, Reason
+from sglang_ext.tiers import Tier
+
+Sources: TypeAlias = "Sequence[tuple[Tier, int]]"
+"""Consecutive blocks of a prompt below memory: the tier that has them, and how many they are."""
+
+
+def first_blocks(sources: Sources, blocks: int) -> Sources:
+    """The sources of the first so many."""
+    found: list[tuple[Tier, int]] = []
+    for tier, count in sources:
+        if blocks <= 0:
+            break
+        found.append((tier, min(count, blocks)))
+        blocks -= count
+    return found
+
 
 _FORGET = 0.98
 """Weight of older batches when a new one comes in: the last fifty or so count."""
@@ -225,34 +242,48 @@ class DiskPolicy:
         self._always = always
         self._overlaps = overlaps
         self.cost = cost or PrefillCost()
-        self.bandwidth = Bandwidth()
+        self.bandwidths: defaultdict[Tier, Bandwidth] = defaultdict(Bandwidth)
         self.last: Decision | None = None
 
-    def blocks_to_read(self, found: int, start: int, *, new_tokens: int = 1, waiting_bytes: int = 0) -> int:
-        """How many of the ``found`` blocks that follow ``start`` blocks to read, from the first on.
+    def blocks_to_read(
+        self, sources: Sources, start: int, *, new_tokens: int = 1, waiting_bytes: int = 0
+    ) -> int:
+        """How many of the blocks of ``sources``, which follow ``start`` blocks, to read, from the first on.
 
         Args:
             new_tokens: that follow them and are computed in any case.
             waiting_bytes: what is being read already.
         """
-        read = self.bandwidth.seconds(waiting_bytes + found * self._block_bytes)
+        found = sum(blocks for _, blocks in sources)
+        read = self._read_seconds(sources, waiting_bytes)
         compute = self._compute_seconds(found, start)
         chosen = found
         reason = Reason.ALWAYS if self._always else Reason.UNMEASURED
         if not self._always and read is not None and compute is not None:
-            chosen = self._best(found, start, new_tokens, waiting_bytes)
+            chosen = self._best(sources, found, start, new_tokens, waiting_bytes)
             reason = Reason.FASTER if chosen == found else Reason.OVERLAP if chosen else Reason.SLOWER
             if found and not chosen:
                 # Nothing is learnt about a disk that is not read: believe in it a little more each time.
-                self.bandwidth.hope()
+                for tier in {tier for tier, _ in sources}:
+                    self.bandwidths[tier].hope()
         if chosen and chosen * self._block_tokens < self._least_tokens:
             chosen, reason = 0, Reason.SHORT
         self.last = Decision(chosen, read, compute, reason)
         return chosen
 
-    def _best(self, found: int, start: int, new_tokens: int, waiting_bytes: int) -> int:
+    def _read_seconds(self, sources: Sources, waiting_bytes: int) -> float | None:
+        """To read all of the sources, behind bytes that come from where the first of them do."""
+        total = 0.0
+        for tier, blocks in sources:
+            seconds = self.bandwidths[tier].seconds(waiting_bytes + blocks * self._block_bytes)
+            if seconds is None:
+                return None
+            total, waiting_bytes = total + seconds, 0
+        return total
+
+    def _best(self, sources: Sources, found: int, start: int, new_tokens: int, waiting_bytes: int) -> int:
         def read(blocks: int) -> float:
-            return self.bandwidth.seconds(waiting_bytes + blocks * self._block_bytes) or 0.0
+            return self._read_seconds(first_blocks(sources, blocks), waiting_bytes) or 0.0
 
         def compute(blocks: int) -> float:
             """What is left to compute when so many blocks are read."""
@@ -283,20 +314,29 @@ class DiskPolicy:
         compute = None if self._always else self._compute_seconds(blocks, start)
         return math.inf if compute is None else max(compute, 0.05)
 
-    def may_start(self, bytes_left: int, new_tokens: int, context: int) -> bool:
+    def may_start(self, sources: Sources, bytes_left: int, new_tokens: int, context: int) -> bool:
         """Whether a forward pass may begin while so many bytes are still to be read: it does not catch up
         with the reading, layer by layer, if computing takes at least as long.
 
         Args:
+            sources: of all that is being read; of each layer, every one of them has a part.
             new_tokens: that the forward pass computes, after ``context`` tokens.
         """
-        read = self.bandwidth.seconds(bytes_left)
+        whole = sum(blocks for _, blocks in sources) * self._block_bytes
+        read = self._read_seconds(sources, 0)
+        if read is not None:
+            read *= bytes_left / whole
         compute = self.cost.seconds(new_tokens, context)
         return self._always or read is None or compute is None or read <= compute
 
     def _compute_seconds(self, blocks: int, start: int) -> float | None:
         return self.cost.seconds(blocks * self._block_tokens, start * self._block_tokens)
 
-    def measured(self, blocks: int, seconds: float) -> None:
-        """A read has ended."""
-        self.bandwidth.observe(blocks * self._block_bytes, seconds)
+    def measured(self, sources: Sources, seconds: float) -> None:
+        """A read has ended. Of several tiers, each is taken to have had the share that was expected of it; of
+        its blocks, where nothing is known of one."""
+        expected = [self.bandwidths[tier].seconds(blocks * self._block_bytes) for tier, blocks in sources]
+        known = [share for share in expected if share is not None]
+        shares = known if len(known) == len(sources) else [float(blocks) for _, blocks in sources]
+        for (tier, blocks), share in zip(sources, shares, strict=True):
+            self.bandwidths[tier].observe(blocks * self._block_bytes, seconds * share / sum(shares))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,11 +65,21 @@ class LoadReport:
     load_seconds: float | None = None
     compute_seconds: float | None = None
     reason: Reason = Reason.UNMEASURED
+    sources: tuple[tuple[Tier, int], ...] = ()
+    """Below DRAM: which tiers have what was found, in order, in tokens."""
     _token_bytes: float = 0.0
 
-    def decided(self, found: int, decision: Decision, block_tokens: int, block_bytes: int) -> None:
+    def decided(
+        self,
+        found: int,
+        decision: Decision,
+        block_tokens: int,
+        block_bytes: int,
+        sources: Sequence[tuple[Tier, int]] = (),
+    ) -> None:
         """What becomes of ``found`` blocks."""
         self.found = found * block_tokens
+        self.sources = tuple((tier, blocks * block_tokens) for tier, blocks in sources)
         self._token_bytes = block_bytes / block_tokens
         self.load_seconds, self.compute_seconds = decision.read_seconds, decision.recompute_seconds
         self.came(decision.blocks * block_tokens, decision.reason)
@@ -83,7 +93,7 @@ class LoadReport:
         """The blocks are being read for another request already."""
         self.found, self.read, self.read_bytes = other.found, other.read, other.read_bytes
         self.load_seconds, self.compute_seconds = other.load_seconds, other.compute_seconds
-        self.reason, self._token_bytes = other.reason, other._token_bytes
+        self.reason, self._token_bytes, self.sources = other.reason, other._token_bytes, other.sources
 
     @property
     def decision(self) -> str:
@@ -109,6 +119,11 @@ class LoadReport:
         for what, seconds in (("load", self.load_seconds), ("compute", self.compute_seconds)):
             if seconds is not None:
                 details[f"{name}_{what}_us"] = round(seconds * 1e6)
+        left = self.read
+        for tier, tokens in self.sources:
+            if read := min(left, tokens):
+                details[tier.usage_key] = int(details.get(tier.usage_key, 0)) + read
+                left -= read
         return details
 
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from sglang_ext.engine.tiers.block_names import BlockNames, Names
-from sglang_ext.engine.tiers.load_policy import DiskPolicy
+from sglang_ext.engine.tiers.load_policy import DiskPolicy, Sources, first_blocks
 from sglang_ext.engine.tiers.load_report import Decision, LoadReport
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.mempool.store import Reservation
@@ -64,6 +64,10 @@ class Promotion:
     names: Names
     load: Load
     deadline: float
+    sources: Sources
+    """Which tiers have them."""
+    onward: bool = False
+    """They go on to the nearest tier, which some rank lacks some of them in."""
     handles: dict[Hashable, Wanted] = field(default_factory=dict)
     late: bool = False
     streams_to: Hashable = None
@@ -89,7 +93,8 @@ class Look:
     """What this rank's disk has of a prompt, and what of that it would read.
 
     blocks: of the prompt that are in memory, before what was found. names: of what may follow them. get: what
-    was found, pinned there; None for nothing. chosen: how many blocks are worth reading.
+    was found, pinned there; None for nothing. sources: which tiers have it. chosen: how many blocks are
+    worth reading.
     """
 
     handle: Hashable
@@ -97,6 +102,7 @@ class Look:
     blocks: int
     names: list[bytes]
     get: Get | None = None
+    sources: Sources = ()
     chosen: int = 0
     decision: Decision | None = None
 
@@ -141,11 +147,12 @@ class DiskLook:
             return look
         look.names = self._names.following(wanted.namespace, before, key)
         look.get = self._tier.prepare_get(digest, look.names)
+        look.sources = first_blocks(self._tier.sources(look.get), look.found)
         if wanted.ahead:
             look.chosen = look.found
         elif look.found:
             look.chosen = self._policy.blocks_to_read(
-                look.found,
+                look.sources,
                 look.blocks,
                 new_tokens=len(wanted.key) // TOKEN_BYTES + 1 - (look.blocks + look.found) * block,
                 waiting_bytes=waiting_bytes,

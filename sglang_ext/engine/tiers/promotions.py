@@ -30,7 +30,7 @@ from sglang_ext.engine.tiers.block_names import pack_names
 from sglang_ext.engine.tiers.direct_loads import DirectLoad, DirectLoads
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.dram_tier import DramTier
-from sglang_ext.engine.tiers.load_policy import DiskPolicy
+from sglang_ext.engine.tiers.load_policy import DiskPolicy, Sources, first_blocks
 from sglang_ext.engine.tiers.load_report import LoadDecisions, Reason
 from sglang_ext.engine.tiers.promotion import (
     DiskLook,
@@ -45,7 +45,7 @@ from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.mempool.store import Refusal, Use
 from sglang_ext.radix_global import Holder, Node, RadixTree
 from sglang_ext.tiered_store.loading.loader import Loader
-from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get
+from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get, TierStats
 from sglang_ext.tiers import Tier
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,8 @@ class Promotions:
         self._disk_look = DiskLook(tree, writes.names, tier, policy)
         ranks.add(self)
         self.counters = PromotionCounters()
-        self.decisions = LoadDecisions()
+        self.decisions = {part.tier: LoadDecisions() for part in tier.parts}
+        """By the tier in which what was found begins."""
 
     # -- for a request --------------------------------------------------------------------------
 
@@ -230,8 +231,9 @@ class Promotions:
     # -- looking and starting -------------------------------------------------------------------
 
     def propose(self) -> Sequence[int]:
-        """Of each look on the disk, what was found and what of it is worth reading; of each promotion,
-        whether it is late and how far it is: `NOT_YET`, `_MAY_START`, or `_OVER` and the blocks read.
+        """Of each look below DRAM, what was found, what of it is worth reading, and whether all of it is in
+        the nearest tier; of each promotion, whether it is late and how far it is: `NOT_YET`, `_MAY_START`, or
+        `_OVER` and the blocks read.
         """
         looks: list[Look] = []
         under_way = [each for each in self._under_way.values() if not each.streaming]
@@ -243,7 +245,7 @@ class Promotions:
                 continue
             looks.append(look)
             waiting_bytes += look.chosen * self._tier.layout.block_bytes
-            said += [look.found, look.chosen]
+            said += [look.found, look.chosen, int(self._is_near(look.sources))]
         now = self._clock.monotonic()
         for promotion in under_way:
             said += [int(not promotion.late and now > promotion.deadline), self._progress(promotion)]
@@ -254,13 +256,13 @@ class Promotions:
         """Start and finish promotions that all ranks can."""
         looks, under_way = self._proposed
         self._proposed = ([], [])
-        pairs = list(zip(agreed[::2], agreed[1::2], strict=True))
-        for look, (found, chosen) in zip(looks, pairs, strict=False):
+        found, rest = agreed[: 3 * len(looks)], agreed[3 * len(looks) :]
+        for look, said in zip(looks, zip(found[::3], found[1::3], found[2::3], strict=True), strict=True):
             if self._wanted.get(look.handle) is not look.wanted:
                 self._unpin(look)
             else:
-                self._found(look, found, chosen)
-        for promotion, (late, progress) in zip(under_way, pairs[len(looks) :], strict=True):
+                self._found(look, *said)
+        for promotion, late, progress in zip(under_way, rest[::2], rest[1::2], strict=True):
             if late:
                 promotion.late = True
                 promotion.streams_to = None
@@ -274,8 +276,9 @@ class Promotions:
         if look.get is not None:
             self._tier.complete_get(look.get)
 
-    def _found(self, look: Look, found: int, chosen: int) -> None:
-        """The disk of every rank has ``found`` blocks, of which ``chosen`` are worth reading."""
+    def _found(self, look: Look, found: int, chosen: int, near: int) -> None:
+        """Below DRAM every rank has ``found`` blocks, of which ``chosen`` are worth reading. near: whether
+        every rank has all of them in the nearest tier."""
         handle, wanted = look.handle, look.wanted
         match = self._tree.match(wanted.namespace, wanted.key)
         if match.blocks != look.blocks:
@@ -293,6 +296,7 @@ class Promotions:
             return
         promotion = self._start(look, look.get, reached[0], found, chosen)
         if promotion is not None:
+            promotion.onward = not near
             promotion.handles[handle] = wanted
             self._waiting[handle] = self._under_way[look.names[0]] = promotion
 
@@ -301,8 +305,9 @@ class Promotions:
         self.counters.recomputed += found - chosen
         if look.decision is not None:
             decision = dataclasses.replace(look.decision, blocks=chosen)
-            wanted.report.decided(found, decision, self._tree.block_size, self._tier.layout.block_bytes)
-            self.decisions.note(wanted.report)
+            sizes = self._tree.block_size, self._tier.layout.block_bytes
+            wanted.report.decided(found, decision, *sizes, first_blocks(look.sources, found))
+            self.decisions[look.sources[0][0]].note(wanted.report)
         room = self._room.store.reserve_behind(
             Tier.DRAM,
             wanted.namespace,
@@ -335,8 +340,12 @@ class Promotions:
             pack_names(look.names[:fits]),
             self._loader.load(self._tier, get, self._memory, room.places, priority=wanted.priority),
             deadline=self._clock.monotonic() + patience,
+            sources=first_blocks(look.sources, fits),
             ahead=wanted.ahead,
         )
+
+    def _is_near(self, sources: Sources) -> bool:
+        return all(tier is self._tier.parts[0].tier for tier, _ in sources)
 
     def _may_stream(self, wanted: Wanted) -> bool:
         return self._stream and not wanted.ahead and wanted.request not in self._no_streams
@@ -356,7 +365,8 @@ class Promotions:
             return False
         context = (promotion.room.start + promotion.room.blocks) * self._tree.block_size
         new_tokens = len(wanted.key) // TOKEN_BYTES - context
-        return self.policy.may_start(self._loader.bytes_left(promotion.load), new_tokens, context)
+        left = self._loader.bytes_left(promotion.load)
+        return self.policy.may_start(promotion.sources, left, new_tokens, context)
 
     def _finish(self, promotion: Promotion, blocks: int) -> None:
         """It has ended, and every rank has read so many blocks."""
@@ -367,7 +377,7 @@ class Promotions:
         else:
             self.counters.read_failed += lost
             if not promotion.wanted.ahead:  # which waits for others
-                self.policy.measured(blocks, promotion.load.seconds)
+                self.policy.measured(first_blocks(promotion.sources, blocks), promotion.load.seconds)
         self.counters.promoted += blocks
         node = self._insert(promotion, blocks)
         block = self._tree.block_size
@@ -400,8 +410,11 @@ class Promotions:
         self._arrived[handle] = Promoted(start, tokens, node)
 
     def _insert(self, promotion: Promotion, blocks: int) -> Node | None:
-        """Put what has arrived into the tree, and note that the disk has it. The node at which it ends."""
-        done = promotion.room.commit(blocks, onward=False)
+        """Put what has arrived into the tree, and note that it is below. The node at which it ends.
+
+        What came from farther than the nearest tier is written on, so that that one has it the next time.
+        """
+        done = promotion.room.commit(blocks, onward=promotion.onward)
         if done is None:
             return None
         place = done.held
@@ -443,10 +456,13 @@ class Promotions:
         self._loader.close()
         self._tier.close()
 
-    def disk_blocks(self) -> tuple[int, int]:
-        """Blocks on disk, and blocks that fit."""
-        stats = self._tier.stats()
-        return stats.blocks, stats.limit_bytes // self._tier.layout.block_bytes
+    @property
+    def block_bytes(self) -> int:
+        return self._tier.layout.block_bytes
+
+    def stats(self) -> dict[Tier, TierStats]:
+        """What each tier below memory holds and has seen."""
+        return {part.tier: part.stats() for part in self._tier.parts}
 
     def check(self) -> None:
         """Verify the bookkeeping. Raises AssertionError naming what is wrong."""

@@ -74,13 +74,13 @@ class DiskTier(BlockTier):
         layout: of the blocks that will be put and got. Blocks of other layouts on the disk belong to other
             namespaces; they age and go like the rest.
         files, clock: the system's, or a test's.
+        tier: which of the tiers below memory it is.
         step: told the name of each step of a put and of reclaiming as it is done; for crash tests.
 
     Raises:
         ConfigError: the directory cannot be used, or another process uses it.
     """
 
-    tier = Tier.DISK
     durable = True
 
     def __init__(
@@ -91,8 +91,10 @@ class DiskTier(BlockTier):
         files: Files | None = None,
         clock: Clock | None = None,
         step: Callable[[str], None] = lambda name: None,
+        tier: Tier = Tier.DISK,
     ) -> None:
         begin = time.monotonic()
+        self.tier = tier
         self.layout = layout
         files = files or Files()
         self._owner, readonly = _take(config)

@@ -1,0 +1,72 @@
+"""Opening the tiers below memory that a rank's configuration asks for."""
+
+from __future__ import annotations
+
+import pkgutil
+from pathlib import Path
+from typing import Protocol
+
+from sglang_ext.config import KvConfig
+from sglang_ext.errors import ConfigError
+from sglang_ext.geometry import BlockLayout
+from sglang_ext.tiered_store.chain import TierChain
+from sglang_ext.tiered_store.disk.state import DiskConfig, IoMode
+from sglang_ext.tiered_store.disk.tier import DiskTier
+from sglang_ext.tiered_store.loading.layer_cache import LayerCache
+from sglang_ext.tiered_store.tier import BlockTier
+from sglang_ext.tiers import Tier, tiers_below
+
+
+class Opener(Protocol):
+    """What `Tier.opens` names.
+
+    Raises:
+        ConfigError: the tier is asked for and cannot be had.
+    """
+
+    def __call__(self, config: KvConfig, instance: str, shard: str, layout: BlockLayout) -> BlockTier | None:
+        """The tier of one rank, or ``None`` where the configuration asks for none. shard: the rank's part of
+        the model, as ``tp0of1``."""
+
+
+def open_below(config: KvConfig, instance: str, shard: str, layout: BlockLayout) -> BlockTier | None:
+    """All that is below memory, as one tier; ``None`` where there is nothing.
+
+    Raises:
+        ConfigError: see `Opener`.
+    """
+    opened: list[BlockTier] = []
+    try:
+        for tier in tiers_below(Tier.DRAM):
+            if tier.opens:
+                opener: Opener = pkgutil.resolve_name(tier.opens)
+                made = opener(config, instance, shard, layout)
+                opened += [] if made is None else [made]
+    except BaseException:
+        for made in opened:
+            made.close()
+        raise
+    return opened[0] if len(opened) == 1 else TierChain(opened) if opened else None
+
+
+def open_disk(config: KvConfig, instance: str, shard: str, layout: BlockLayout) -> BlockTier | None:
+    """The directory of this rank at ``--kv-disk-path``, with the layer cache in front of it if there is one.
+
+    Raises:
+        ConfigError: it cannot be used, another server uses it, or the layer cache cannot be made.
+    """
+    if config.disk_path is None:
+        return None
+    disk = DiskTier(
+        DiskConfig(
+            Path(config.disk_path) / shard, config.disk_size, io=IoMode(config.disk_io), instance=instance
+        ),
+        layout,
+    )
+    if not config.layer_cache_size:
+        return disk
+    try:
+        return LayerCache(disk, config.layer_cache_size, config.layer_cache_layers)
+    except ConfigError:
+        disk.close()
+        raise
