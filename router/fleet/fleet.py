@@ -292,6 +292,7 @@ class Fleet:
         """See ``carrying``; what begins is ended."""
         row = self.rows[name]
         row.in_flight += 1
+        row.queued_tokens += queued_tokens
         row.last_picked = next(self._picks)
         return Load(row, queued_tokens)
 

@@ -69,7 +69,6 @@ class Load:
         self._cancelling = 0
         self._given_up: ConnectionLost | None = None
         self._fatal = row.fatal
-        row.queued_tokens += tokens
 
     @property
     def doomed(self) -> bool:
