@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import math
 import os
 import secrets
 import stat
@@ -81,6 +82,8 @@ class ClusterKey:
         keys: the text of each key. The first one signs, all are accepted.
         again: reads them again; ``None`` while nothing has changed. When it raises, the keys stay.
         now: seconds, monotonic.
+        looks: whether it looks by itself, when it is used; else whoever has it calls ``look``, where no disk
+            may hold up the use.
     """
 
     def __init__(
@@ -88,11 +91,12 @@ class ClusterKey:
         *keys: bytes,
         again: Callable[[], Sequence[bytes] | None] = lambda: None,
         now: Callable[[], float] = time.monotonic,
+        looks: bool = True,
     ) -> None:
         self._secrets = tuple(map(_Secret, keys))
         self._again = again
         self._now = now
-        self._look_at = now() + LOOK_S
+        self._look_at = now() + LOOK_S if looks else math.inf
         self._looking = threading.Lock()
 
     def __repr__(self) -> str:
@@ -105,9 +109,15 @@ class ClusterKey:
 
     def _current(self) -> tuple[_Secret, ...]:
         """The keys, as the file has them now."""
-        if self._now() >= self._look_at and self._looking.acquire(blocking=False):
+        if self._now() >= self._look_at:
+            self._look_at = self._now() + LOOK_S
+            self.look()
+        return self._secrets
+
+    def look(self) -> None:
+        """Read the file again if it has changed, unless another thread does."""
+        if self._looking.acquire(blocking=False):
             try:
-                self._look_at = self._now() + LOOK_S
                 if (keys := self._again()) is not None:
                     self._secrets = tuple(map(_Secret, keys))
                     logger.info("the key of the cluster was read again: %d accepted", len(keys))
@@ -115,7 +125,6 @@ class ClusterKey:
                 logger.error("the key of the cluster stays as it was: %s", error)
             finally:
                 self._looking.release()
-        return self._secrets
 
     def curve_pair(self) -> tuple[bytes, bytes]:
         """(public, secret) in Z85, 40 characters each: what this member uses on ZeroMQ."""
@@ -202,13 +211,17 @@ def _derive(secret: bytes, purpose: bytes) -> bytes:
 
 
 def read_cluster_key(
-    path: str | Path, *, field: str = "--cluster-key-file", now: Callable[[], float] = time.monotonic
+    path: str | Path,
+    *,
+    field: str = "--cluster-key-file",
+    now: Callable[[], float] = time.monotonic,
+    looks: bool = True,
 ) -> ClusterKey:
     """Read the key of the cluster, and again whenever its file has changed.
 
     Args:
         field: the flag by which ``path`` was given, for errors.
-        now: seconds, monotonic.
+        now, looks: see ``ClusterKey``.
 
     Raises:
         ConfigError: there is no such file, others could read or write it, or it holds no key.
@@ -223,7 +236,7 @@ def read_cluster_key(
         seen = mark
         return _keys(path, field)
 
-    return ClusterKey(*_keys(path, field), again=again, now=now)
+    return ClusterKey(*_keys(path, field), again=again, now=now, looks=looks)
 
 
 def _mark(path: str | Path) -> tuple[int, ...]:

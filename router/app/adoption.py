@@ -60,14 +60,14 @@ class Adoption:
 
     def _adopt(self, facts: InstanceFacts) -> None:
         self._trees.clear()
-        if self._cost_profile == AUTO:
-            self._costs.use(cost_model_for(facts.model.name))
         if self._loading is not None:
             self._loading.cancel()
-        self._loading = asyncio.create_task(self._load_tokenizer(facts), name="load the tokenizer")
+        self._loading = asyncio.create_task(self._load(facts), name="load the tokenizer")
         self._loading.add_done_callback(self._ended)
 
-    async def _load_tokenizer(self, facts: InstanceFacts) -> None:
+    async def _load(self, facts: InstanceFacts) -> None:
+        if self._cost_profile == AUTO:
+            self._costs.use(await asyncio.to_thread(cost_model_for, facts.model.name))
         await self._tokenizers.load(facts)
         self._on_loaded()
         if self._tokenizers.tokenizer is None:

@@ -15,6 +15,7 @@ from typing import Any
 import uvloop
 
 from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.cluster_key import LOOK_S
 from sglang_ext.errors import ConfigError, InternalError, PeerError
 from sglang_ext.router.app.wiring import Parts
 from sglang_ext.router.config import RouterConfig
@@ -27,6 +28,8 @@ logger = logging.getLogger("router.run")
 
 TOKENIZER_WAIT_S = 30.0
 """How long the start waits for the tokenizer; later, prompts are matched by text until it is there."""
+KEYS_WAIT_S = 1.0
+"""How long the end waits for keys that are being read again."""
 TIDY_INTERVAL_S = 0.25
 """Pause between looking for expired entries of the prompt tree, when there are none to take out."""
 GC_THRESHOLDS = (20_000, 20, 50)
@@ -54,6 +57,7 @@ class Router(Parts):
         self.config = config
         self.clock = clock or SystemClock()
         self._tasks: list[asyncio.Task[None]] = []
+        self._reading_keys = asyncio.Lock()
         self._ended: asyncio.Future[None] | None = None
         super().__init__(config, self.clock, on_loaded=on_loaded, on_crash=self._crash)
 
@@ -75,7 +79,7 @@ class Router(Parts):
         """
         config = self.config
         self._ended = asyncio.get_running_loop().create_future()
-        self.read_keys()
+        await self.read_keys()
         try:
             await self.members.start(config.worker_urls)
             if config.member_port is not None:
@@ -92,6 +96,7 @@ class Router(Parts):
             ("tidy the prompt tree", self._tidy()),
             ("manage the cluster", self.members.run()),
             ("watch the hints", self.advisor.run()),
+            ("watch the cluster's key", self._watch_cluster_key()),
         ):
             task = asyncio.create_task(work, name=name)
             task.add_done_callback(self._task_ended)
@@ -121,14 +126,15 @@ class Router(Parts):
                 field="--listen-fds" if descriptors else flag,
             ) from error
 
-    def read_keys(self) -> None:
+    async def read_keys(self) -> None:
         """Read the file of API keys, at the start and whenever it has changed.
 
         Raises:
             ConfigError: it cannot be used; the keys stay as they were.
         """
         if self.config.api_keys_file is not None:
-            self.keys.replace(read_key_file(self.config.api_keys_file))
+            async with self._reading_keys:
+                self.keys.replace(await read_key_file(self.config.api_keys_file))
             logger.info("%r from %s", self.keys, self.config.api_keys_file)
 
     async def stop(self) -> None:
@@ -191,6 +197,13 @@ class Router(Parts):
         if not task.cancelled() and (error := task.exception()) is not None:
             self._crash(error)
 
+    async def _watch_cluster_key(self) -> None:
+        """Have the key of the cluster read again when its file has changed. In a thread: no disk holds up the
+        requests that it is used for."""
+        while (key := self.cluster_key) is not None:
+            await self.clock.sleep(LOOK_S)
+            await asyncio.to_thread(key.look)
+
     async def _tidy(self) -> None:
         while True:
             self.information.look_ready()
@@ -222,7 +235,13 @@ async def serve(config: RouterConfig) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     async with Router(config, on_loaded=settle_garbage) as router:
-        loop.add_signal_handler(signal.SIGHUP, _read_keys_again, router)
+        reading: set[asyncio.Task[None]] = set()
+
+        def read_keys_again() -> None:
+            reading.add(task := asyncio.create_task(_read_keys_again(router), name="read the API keys again"))
+            task.add_done_callback(reading.discard)
+
+        loop.add_signal_handler(signal.SIGHUP, read_keys_again)
         stopping = asyncio.create_task(stop.wait())
         ending = asyncio.create_task(router.ended())
         try:
@@ -235,9 +254,12 @@ async def serve(config: RouterConfig) -> None:
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, router.hurry)
-            for task in (stopping, ending):
+            if reading:  # what was asked for before the end is done, if the disk answers
+                await asyncio.wait(reading, timeout=KEYS_WAIT_S)
+            tasks = (stopping, ending, *reading)
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(stopping, ending, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _stand_by(router: Router, descriptor: int, ends: Iterable[asyncio.Future[Any]]) -> None:
@@ -266,9 +288,9 @@ async def _stand_by(router: Router, descriptor: int, ends: Iterable[asyncio.Futu
     told.cancel()
 
 
-def _read_keys_again(router: Router) -> None:
+async def _read_keys_again(router: Router) -> None:
     try:
-        router.read_keys()
+        await router.read_keys()
     except ConfigError as error:
         logger.error("the API keys stay as they were: %s", error)
 

@@ -75,7 +75,8 @@ class Parts:
     ) -> None:
         name = new_router_name()
         asks_for_key = config.api_key is not None or config.api_keys_file is not None
-        cluster_key = read_cluster_key(config.cluster_key_file) if config.cluster_key_file else None
+        path = config.cluster_key_file
+        self.cluster_key = read_cluster_key(path, looks=False) if path else None
 
         # What is seen, and who may ask.
         self.metrics = RouterMetrics()
@@ -111,7 +112,7 @@ class Parts:
             timeout_s=config.health_check_timeout_secs,
             on_crash=on_crash,
         )
-        self.agents = Agents(self.trees, clock, router=name, key=cluster_key, listener=self.watch)
+        self.agents = Agents(self.trees, clock, router=name, key=self.cluster_key, listener=self.watch)
 
         # The model: its tokens, and what computing takes.
         self.tokenizers = TokenizerService(
@@ -204,7 +205,7 @@ class Parts:
             config.cluster_password_file,
             name,
             clock,
-            cluster_key,
+            self.cluster_key,
             on_crash,
         )
         self.members = Members(
@@ -267,7 +268,7 @@ class Parts:
         cluster = ClusterApi(
             self.members,
             RoleChanges(self.members, self.api),
-            cluster_key,
+            self.cluster_key,
             self.keys,
             clock,
             sites_of(config.allowed_hosts, config.allowed_origins, config.host, keyed=False),

@@ -7,9 +7,13 @@ where one is set. It loads nothing from anywhere else, and the browser is told t
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
+
+import aiofiles
 
 from sglang_ext.router.endpoints.routes import Access, Route
 from sglang_ext.router.http.types import Request, RequestRefused, Responder
@@ -17,6 +21,7 @@ from sglang_ext.router.telemetry.record import Record
 
 PATH = "/ui"
 _FIRST = "index.html"
+_NAME = re.compile(r"[a-z0-9_-]+\.[a-z]+")
 _TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -35,26 +40,33 @@ class _File:
     etag: str
 
 
-def _files() -> dict[str, _File]:
-    folder = resources.files("sglang_ext.router") / "static" / "ui"
-    found = {}
-    for item in folder.iterdir():
-        kind = _TYPES.get(item.name.rpartition(".")[2])
-        if kind is not None:
-            body = item.read_bytes()
-            found[item.name] = _File(body, kind, f'"{hashlib.sha256(body).hexdigest()[:16]}"')
-    return found
+FOLDER = Path(str(resources.files("sglang_ext.router"))) / "static" / "ui"
+
+
+async def _read(name: str) -> _File | None:
+    """A file of the page; None where there is none of this name."""
+    kind = _TYPES.get(name.rpartition(".")[2])
+    if kind is None or not _NAME.fullmatch(name):
+        return None
+    try:
+        async with aiofiles.open(FOLDER / name, "rb") as file:
+            body = await file.read()
+    except OSError:
+        return None
+    return _File(body, kind, f'"{hashlib.sha256(body).hexdigest()[:16]}"')
 
 
 def page_routes() -> Iterator[Route]:
     """The endpoints of the page."""
-    files = _files()
+    files: dict[str, _File] = {}
+    """Those that were asked for: they stay as they are for as long as the router runs."""
 
     async def send(request: Request, responder: Responder, record: Record) -> None:
         name = request.path.removeprefix(PATH).removeprefix("/") or _FIRST
-        file = files.get(name)
+        file = files.get(name) or await _read(name)
         if file is None:
             raise RequestRefused(f"the page has no file {name[:80]!r}", status=404, code="not_found")
+        files[name] = file
         headers = {
             "content-type": file.content_type,
             "etag": file.etag,

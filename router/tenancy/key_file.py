@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import stat
 import tomllib
-from pathlib import Path
 from typing import Any
 
+import aiofiles
+import aiofiles.os
 import orjson
 
 from sglang_ext.errors import ConfigError
@@ -16,7 +17,7 @@ from sglang_ext.router.tenancy.tenants import KeyEntry, parse_keys
 MAX_FILE_BYTES = 16 << 20
 
 
-def read_key_file(path: str) -> tuple[KeyEntry, ...]:
+async def read_key_file(path: str) -> tuple[KeyEntry, ...]:
     """The keys in a file of JSON, or of TOML if its name ends so.
 
     Raises:
@@ -24,10 +25,9 @@ def read_key_file(path: str) -> tuple[KeyEntry, ...]:
     """
     flag = "--api-keys-file"
     try:
-        with Path(path).open("rb") as file:
-            status = os.fstat(file.fileno())
-            _check_mode(path, status)
-            data = file.read(MAX_FILE_BYTES + 1)
+        async with aiofiles.open(path, "rb") as file:
+            _check_mode(path, await aiofiles.os.stat(file.fileno()))
+            data = await file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}", field=flag) from error
     if len(data) > MAX_FILE_BYTES:

@@ -79,8 +79,8 @@ def test_what_is_wrong_in_the_file_is_named_and_no_key_is(document: Any, words: 
     assert caught.value.field == "--api-keys-file"
 
 
-def test_json_and_toml_say_the_same(tmp_path: Path) -> None:
-    first = read_key_file(keys_file(tmp_path, *TWO))
+async def test_json_and_toml_say_the_same(tmp_path: Path) -> None:
+    first = await read_key_file(keys_file(tmp_path, *TWO))
     toml = tmp_path / "keys.toml"
     toml.write_text(
         f'[[keys]]\nkey = "{A}"\ntenant = "a"\npriority = 1\n'
@@ -88,27 +88,27 @@ def test_json_and_toml_say_the_same(tmp_path: Path) -> None:
         f'[[keys]]\nkey = "{OPS}"\ntenant = "ops"\nadmin = true\n'
     )
     toml.chmod(0o600)
-    assert read_key_file(str(toml)) == first
+    assert await read_key_file(str(toml)) == first
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
-def test_a_file_that_others_can_reach_is_refused(tmp_path: Path, mode: int) -> None:
+async def test_a_file_that_others_can_reach_is_refused(tmp_path: Path, mode: int) -> None:
     path = keys_file(tmp_path, *TWO)
     os.chmod(path, mode)
     with pytest.raises(ConfigError, match="chmod 600"):
-        read_key_file(path)
+        await read_key_file(path)
 
 
 @pytest.mark.parametrize(("name", "text"), [("k.json", '{"keys": [' + A), ("k.toml", 'key = "' + A)])
-def test_a_broken_file_tells_no_key(tmp_path: Path, name: str, text: str) -> None:
+async def test_a_broken_file_tells_no_key(tmp_path: Path, name: str, text: str) -> None:
     path = tmp_path / name
     path.write_text(text)
     path.chmod(0o600)
     with pytest.raises(ConfigError, match="not valid") as caught:
-        read_key_file(str(path))
+        await read_key_file(str(path))
     assert A not in str(caught.value)
     with pytest.raises(ConfigError, match="cannot read"):
-        read_key_file(str(tmp_path / "none"))
+        await read_key_file(str(tmp_path / "none"))
 
 
 def test_keys_are_kept_as_keyed_digests_only() -> None:
@@ -426,9 +426,9 @@ async def test_the_file_is_read_again(start_worker, start_router, client, tmp_pa
 
     assert [await status(A), await status("sk-new-key-1")] == [200, 401]
     keys_file(tmp_path, {"key": "sk-new-key-1", "tenant": "new"})
-    router.read_keys()
+    await router.read_keys()
     assert [await status(A), await status("sk-new-key-1")] == [401, 200]
     Path(path).write_text("{")  # noqa: ASYNC240
     with pytest.raises(ConfigError):
-        router.read_keys()
+        await router.read_keys()
     assert await status("sk-new-key-1") == 200
