@@ -161,6 +161,20 @@ def lend_and_fetch(
     reader.told(Fetch("r1", key, Source((owner.link.address,), "loan"), cache_salt=salt, wait_s=wait_s))
 
 
+def served(make_server: MakeServer) -> tuple[Server, Server, list[int]]:
+    """An owner that has the KV of a prompt of 20 blocks in DRAM, a reader, and the prompt."""
+    owner, reader, tokens = make_server(), make_server(), prompt(1, 20)
+    owner.serve(tokens)
+    return owner, reader, tokens
+
+
+def offered(reader: Server) -> Any:
+    """The fetch under way, once the owner has said which blocks it lends."""
+    (fetch,) = reader.peers.fetches._active
+    until(lambda: fetch.job.offered is not None, "the offer")
+    return fetch
+
+
 def fetched(server: Server) -> None:
     server.passes_until(lambda: not server.peers.fetches.busy, "the fetch")
 
@@ -198,9 +212,7 @@ def test_a_prompt_computed_there_is_a_hit_in_dram_here(
 
 
 def test_one_damaged_byte_at_the_owner_is_a_wrong_answer_here(make_server: MakeServer) -> None:
-    owner, reader = make_server(), make_server()
-    tokens = prompt(1, 20)
-    owner.serve(tokens)
+    owner, reader, tokens = served(make_server)
     assert owner.rank.arena is not None
     (node,) = (n for n in owner.rank.tree.nodes() if owner.rank.dram_holder in n.placements)
     owner.rank.arena.blocks[node.placements[owner.rank.dram_holder][7], 5] ^= 1
@@ -210,9 +222,7 @@ def test_one_damaged_byte_at_the_owner_is_a_wrong_answer_here(make_server: MakeS
 
 
 def test_only_what_is_lacking_is_read(make_server: MakeServer) -> None:
-    owner, reader = make_server(), make_server()
-    tokens = prompt(1, 20)
-    owner.serve(tokens)
+    owner, reader, tokens = served(make_server)
     reader.serve(tokens[: 8 * BLOCK + 1])
     lend_and_fetch(owner, reader, tokens)
     fetched(reader)
@@ -283,9 +293,7 @@ def test_what_was_fetched_goes_on_to_disk(make_server: MakeServer) -> None:
 
 
 def test_a_hint_fetches_and_then_brings_to_hbm(make_server: MakeServer) -> None:
-    owner, reader = make_server(), make_server()
-    tokens = prompt(1, 20)
-    owner.serve(tokens)
+    owner, reader, tokens = served(make_server)
     key = encode_tokens(tokens)
     owner.told(Lend("loan", key))
     reader.told(Advise("hint", key, ttl_s=30.0, source=Source((owner.link.address,), "loan")))
@@ -303,9 +311,7 @@ def test_a_hint_fetches_and_then_brings_to_hbm(make_server: MakeServer) -> None:
 
 
 def test_a_hint_that_is_withdrawn_brings_nothing_to_hbm(make_server: MakeServer) -> None:
-    owner, reader = make_server(), make_server()
-    tokens = prompt(1, 20)
-    owner.serve(tokens)
+    owner, reader, tokens = served(make_server)
     key = encode_tokens(tokens)
     owner.told(Lend("loan", key))
     reader.told(Advise("hint", key, ttl_s=30.0, source=Source((owner.link.address,), "loan")))
@@ -349,8 +355,7 @@ def test_nothing_lands_before_all_ranks_have_it(make_server: MakeServer, others:
     key = encode_tokens(tokens)
     owner.told(Lend("loan", key))
     reader.told(Advise("hint", key, ttl_s=30.0, source=Source((owner.link.address,), "loan")))
-    (fetch,) = reader.peers.fetches._active
-    until(lambda: fetch.job.offered is not None, "the offer")
+    fetch = offered(reader)
     for _ in range(3):
         reader.rank.ranks.each_pass()
     assert not reading(fetch), "another rank does not know yet what it is offered"
@@ -405,14 +410,9 @@ def test_a_request_that_goes_away_leaves_nothing(make_server: MakeServer) -> Non
 
 
 def test_a_stale_read_is_computed_instead(make_server: MakeServer) -> None:
-    owner, reader = make_server(), make_server()
-    tokens = prompt(1, 20)
-    owner.serve(tokens)
-    key = encode_tokens(tokens)
-    owner.told(Lend("loan", key))
-    reader.told(Fetch("r1", key, Source((owner.link.address,), "loan"), wait_s=30.0))
-    (fetch,) = reader.peers.fetches._active
-    until(lambda: fetch.job.offered is not None, "the offer")
+    owner, reader, tokens = served(make_server)
+    lend_and_fetch(owner, reader, tokens)
+    offered(reader)
     # The owner's cache is flushed, and another prompt's bytes take the place, after the offer was made.
     assert owner.rank.scheduler.flush()
     owner.serve(prompt(2, 20))
@@ -423,14 +423,9 @@ def test_a_stale_read_is_computed_instead(make_server: MakeServer) -> None:
 
 
 def test_an_owner_that_dies_is_a_miss(make_server: MakeServer) -> None:
-    owner, reader = make_server(), make_server()
-    tokens = prompt(1, 20)
-    owner.serve(tokens)
-    key = encode_tokens(tokens)
-    owner.told(Lend("loan", key))
-    reader.told(Fetch("r1", key, Source((owner.link.address,), "loan"), wait_s=30.0))
-    (fetch,) = reader.peers.fetches._active
-    until(lambda: fetch.job.offered is not None, "the offer")
+    owner, reader, tokens = served(make_server)
+    lend_and_fetch(owner, reader, tokens)
+    offered(reader)
     owner.rank.cache.release_host_resources()
     req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))
     assert req.cached_tokens == 0
@@ -444,8 +439,7 @@ def lend_20_blocks(owner: Server, reader: Server) -> None:
     key = encode_tokens(tokens)
     owner.told(Lend("loan", key, ttl_s=60.0))
     reader.told(Fetch("r1", key, Source((owner.link.address,), "loan"), wait_s=30.0))
-    (fetch,) = reader.peers.fetches._active
-    until(lambda: fetch.job.offered is not None, "the offer")
+    offered(reader)
 
 
 def test_a_reader_that_dies_frees_what_was_lent(make_server: MakeServer) -> None:
@@ -474,9 +468,7 @@ def test_a_death_that_is_told_frees_at_once_what_was_lent(make_server: MakeServe
 
 
 def test_a_holders_death_that_is_told_ends_the_wait(make_server: MakeServer) -> None:
-    owner, reader = make_server(), make_server()
-    tokens = prompt(1, 20)
-    owner.serve(tokens)
+    owner, reader, tokens = served(make_server)
     key = encode_tokens(tokens)
     # It never lends: that would be waited for until the end of the wait.
     reader.told(Fetch("r1", key, Source((owner.link.address,), "nothing"), wait_s=60.0))
@@ -493,9 +485,7 @@ def test_a_holders_death_that_is_told_ends_the_wait(make_server: MakeServer) -> 
 
 
 def test_what_is_not_needed_is_given_back_at_once(make_server: MakeServer) -> None:
-    owner, reader = make_server(), make_server()
-    tokens = prompt(1, 20)
-    owner.serve(tokens)
+    owner, reader, tokens = served(make_server)
     reader.serve(tokens)
     lend_and_fetch(owner, reader, tokens)
     assert not reader.peers.fetches.busy
@@ -549,9 +539,7 @@ def test_tenants_do_not_share(make_server: MakeServer) -> None:
 
 
 def test_new_weights_end_lending_and_fetching(make_server: MakeServer) -> None:
-    owner, reader = make_server(), make_server()
-    tokens = prompt(1, 20)
-    owner.serve(tokens)
+    owner, reader, tokens = served(make_server)
     for server in (owner, reader):
         server.rank.scheduler.change_weights()
     lend_and_fetch(owner, reader, tokens)
@@ -561,13 +549,10 @@ def test_new_weights_end_lending_and_fetching(make_server: MakeServer) -> None:
 
 
 def test_new_weights_drop_a_fetch_that_is_on_its_way(make_server: MakeServer) -> None:
-    owner, reader = make_server(), make_server()
-    tokens = prompt(1, 20)
-    owner.serve(tokens)
+    owner, reader, tokens = served(make_server)
     lend_and_fetch(owner, reader, tokens)
     req = reader.rank.scheduler.submit(tokens, new_tokens=2)
-    (fetch,) = reader.peers.fetches._active
-    until(lambda: fetch.job.offered is not None, "the offer")
+    fetch = offered(reader)
     reader.rank.ranks.each_pass()
     assert fetch.room is not None
     reader.rank.scheduler.change_weights()
@@ -579,13 +564,10 @@ def test_new_weights_drop_a_fetch_that_is_on_its_way(make_server: MakeServer) ->
 
 def test_new_weights_at_the_owner_end_a_loan(make_server: MakeServer) -> None:
     """What was lent is not read on, and the reader computes."""
-    owner, reader = make_server(), make_server()
-    tokens = prompt(1, 20)
-    owner.serve(tokens)
+    owner, reader, tokens = served(make_server)
     lend_and_fetch(owner, reader, tokens)
     req = reader.rank.scheduler.submit(tokens, new_tokens=2)
-    (fetch,) = reader.peers.fetches._active
-    until(lambda: fetch.job.offered is not None, "the offer")
+    offered(reader)
     owner.rank.scheduler.change_weights()
     assert owner.peers.lending.lent_blocks == 0
     reader.finish(req)
@@ -626,12 +608,9 @@ def test_what_is_lent_is_not_evicted(make_server: MakeServer) -> None:
 
 
 def test_a_flush_in_the_middle_of_a_fetch_leaves_nothing(make_server: MakeServer) -> None:
-    owner, reader = make_server(), make_server()
-    tokens = prompt(1, 20)
-    owner.serve(tokens)
+    owner, reader, tokens = served(make_server)
     lend_and_fetch(owner, reader, tokens)
-    (fetch,) = reader.peers.fetches._active
-    until(lambda: fetch.job.offered is not None, "the offer")
+    fetch = offered(reader)
     reader.rank.ranks.each_pass()
     assert fetch.room is not None
     assert reader.rank.scheduler.flush()
@@ -664,11 +643,8 @@ def test_which_servers_exchange_kv(
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 @pytest.mark.parametrize("secured", [False, True])
 def test_what_a_server_puts_together_fetches(
-    make_server: MakeServer, tmp_path: Path, host: str, secured: bool
+    make_server: MakeServer, key_file: Path, host: str, secured: bool
 ) -> None:
-    key_file = tmp_path / "cluster.key"
-    key_file.touch(mode=0o600)
-    key_file.write_text("a-test-of-links-0123456789-abcdefghijklmn\n")
     config = KvConfig(
         dram_size=1 << 20,
         router="http://127.0.0.1:1",
@@ -708,10 +684,7 @@ def test_what_a_server_puts_together_fetches(
 
 
 @pytest.mark.parametrize("host", ["::1", "192.0.2.1"])
-def test_a_server_that_cannot_listen_does_without(make_server: MakeServer, tmp_path: Path, host: str) -> None:
-    key_file = tmp_path / "cluster.key"
-    key_file.touch(mode=0o600)
-    key_file.write_text("a-test-of-links-0123456789-abcdefghijklmn\n")
+def test_a_server_that_cannot_listen_does_without(make_server: MakeServer, key_file: Path, host: str) -> None:
     server = make_server()
     assert server.rank.tier is not None
     assert server.rank.arena is not None

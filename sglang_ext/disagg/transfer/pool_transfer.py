@@ -1,12 +1,11 @@
-"""MemServe's `transfer` and `transfer_with_insert` (section 4.3), for a memory pool to call.
+"""MemServe's `transfer` and, with tokens to insert under, `transfer_with_insert` (section 4.3).
 
 Three steps: allocate at the receiver, by the type that the sender names; transmit by the fastest path;
 insert at the receiver. The receiver's part is an `owner.Receiver`, given to its `Endpoint.start`. The
 insertion travels with the last message, so that it costs no round trip:
 
-    pull (default)   TAKE ─> allocate, read one-sidedly, verify, COMPLETE, insert ─> PLACED         1 round
-    trip push             RESERVE ─> allocate ─> RESERVED; write one-sidedly; WRITTEN ─> insert ─> PLACED  2
-    round trips
+    pull (default), one round trip:  TAKE ─> allocate, read one-sidedly, verify, COMPLETE, insert ─> PLACED
+    push, two round trips:  RESERVE ─> allocate ─> RESERVED; write one-sidedly; WRITTEN ─> insert ─> PLACED
 
 Pull is the default because a late read does no harm, and so needs no grant that has to be fenced when it
 fails (KVDirect, section 4.3, argues for it too); push is for by-layer hand-over, and to compare.
@@ -68,7 +67,7 @@ async def transfer(
 
     destination: blocks that the receiver's engine has set aside; None lets the receiver allocate.
     private: the caller's data, handed to the receiver's `allocate` and `insert`.
-    tokens: insert under these; None does not. See `transfer_with_insert`.
+    tokens: insert under these (encoded as `keys.encode_tokens` does); None does not.
     others, control: pulling from an instance of several ranks: the offers of the other ranks, and the control
         addresses of all, in rank order.
 
@@ -122,42 +121,6 @@ async def transfer(
     finally:
         for offer in offers:
             endpoint.withdraw(pool, offer.lease)
-
-
-async def transfer_with_insert(
-    endpoint: Endpoint,
-    receiver: Instance,
-    request: str,
-    tokens: bytes,
-    pool: str,
-    blocks: Ids,
-    remote_pool: str,
-    *,
-    seconds: float,
-    destination: Ids | None = None,
-    flags: TransferFlag = TransferFlag.PULL,
-    private: bytes = b"",
-    others: Sequence[Offer] = (),
-    control: Sequence[str] = (),
-) -> Placement:
-    """As `transfer`; the receiver also inserts the blocks under `tokens` (encoded as `keys.encode_tokens`
-    does).
-    """
-    return await transfer(
-        endpoint,
-        receiver,
-        request,
-        pool,
-        blocks,
-        remote_pool,
-        seconds=seconds,
-        destination=destination,
-        flags=flags,
-        private=private,
-        tokens=tokens,
-        others=others,
-        control=control,
-    )
 
 
 async def _ask(link: Link, message: Take, seconds: float) -> Placed:

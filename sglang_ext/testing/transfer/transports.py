@@ -33,7 +33,7 @@ from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.disagg.transfer.leases import LeaseEnd
 from sglang_ext.disagg.transfer.link import Outcome
-from sglang_ext.disagg.transfer.pool_transfer import TransferFlag, transfer, transfer_with_insert
+from sglang_ext.disagg.transfer.pool_transfer import TransferFlag, transfer
 from sglang_ext.disagg.transfer.transactions import Direction
 from sglang_ext.disagg.transports import CancelToken, TransportName
 from sglang_ext.testing.transfer.rig import NAMESPACE, Rank, Shape, fill_alike, planes_of, start_instance
@@ -341,8 +341,8 @@ class TransportConformance:
                 senders[0].owned.seal(np.arange(shape.blocks))
                 receiver.free = [7, 3, 5, 1]
                 here = np.array([2, 0, 4])
-                placed = await transfer_with_insert(
-                    endpoint, links[0], "r", b"tokens", "hbm", here, "hbm", seconds=SECONDS,
+                placed = await transfer(
+                    endpoint, links[0], "r", "hbm", here, "hbm", seconds=SECONDS, tokens=b"tokens",
                     flags=TransferFlag.PUSH, private=b"mine",
                 )  # fmt: skip
                 assert (placed.blocks.tolist(), placed.inserted) == ([7, 3, 5], True)
@@ -399,8 +399,10 @@ class TransportConformance:
             fill_alike(senders, shape, 9)
             senders[0].owned.seal(np.arange(shape.blocks))
             receivers[0].receiver.free = [9, 8]
-            placed = await transfer_with_insert(
-                senders[0].endpoint, links[0], "r", b"t", "hbm", np.array([3, 4]), "hbm", seconds=SECONDS
+            placed = await transfer(
+                *(senders[0].endpoint, links[0], "r", "hbm", np.array([3, 4]), "hbm"),
+                seconds=SECONDS,
+                tokens=b"t",
             )
             assert (placed.blocks.tolist(), placed.inserted) == ([9, 8], True)
             source, after = planes_of(senders, shape), planes_of(receivers, shape)
