@@ -43,7 +43,7 @@ class Call(enum.StrEnum):
     """KV that was computed here entered the index."""
     MATCH = "match"
     DELETE = "delete"
-    """KV left the index for good."""
+    """KV that is in no other tier left the index."""
     SWAP_OUT = "swap_out"
     """Copies towards DRAM and disk were started."""
     SWAP_IN = "swap_in"
@@ -357,11 +357,12 @@ class Store:
             return 0
         tier = self.tiers[level]
         tier.give_back(tier.join([each.address for each in gone]))
+        if not all(each.node.placements for each in gone):
+            self.calls[Call.DELETE] += 1
         for each in gone:
             if not any(holder.tier.in_memory for holder in each.node.placements):
                 for holder in list(each.node.placements):
                     self.tree.remove(each.node, holder)
-        self.calls[Call.DELETE] += 1
         return sum(each.blocks for each in gone)
 
     def clear(self) -> None:

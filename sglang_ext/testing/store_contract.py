@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 )
 
 from sglang_ext.keys import TOKEN_BYTES, encode_tokens
-from sglang_ext.mempool.store import Refusal, Reservation, Store, StoreTier, Use
+from sglang_ext.mempool.store import Call, Refusal, Reservation, Store, StoreTier, Use
 from sglang_ext.radix_global import Node
 from sglang_ext.tiers import Tier
 
@@ -148,6 +148,7 @@ class StoreContract(abc.ABC):
         old, new = rig.put(prompt(1, 5)), rig.put(prompt(2, 5))
         rig.put(prompt(3, 4))
         assert rig.blocks_of(prompt(1, 5)) == 3, "the end of the oldest"
+        assert rig.store.calls[Call.DELETE] == 1
         rig.store.tree.lock(new, rig.tier.holder)
         assert rig.store.available(rig.level) == CAPACITY - 5
         assert rig.store.reserve(rig.level, NAMESPACE, prompt(4, 9), Use.FETCH, whole=True) is Refusal.NO_ROOM

@@ -73,6 +73,7 @@ def test_what_sglang_computed_is_matched_where_it_lies(served: Served) -> None:
 def test_blocks_go_to_dram_and_come_back_as_they_were(served: Served) -> None:
     pool = served.pool
     assert pool.swap_out(3) == 3
+    assert not pool.store.calls[Call.DELETE], "they are in DRAM"
     served.rank.check()
     hold = pool.match(PROMPT, id="r")
     assert hold.tiers == [Tier.HBM] * (served.blocks - 3) + [Tier.DRAM] * 3

@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine_movers import HandMover
 
+from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_room import HbmRoom
 from sglang_ext.engine.tiers.slots import HostSlots
@@ -53,7 +54,7 @@ def dram_rig(blocks: int, store_class: type[Store] = Store) -> Rig:
     arena = DramArena(LAYOUT, blocks * (LAYOUT.block_bytes + 8) + 8, shared=False, pin=False)
     hbm, dram = (Holder.of("one", 1, tier) for tier in (Tier.HBM, Tier.DRAM))
     mover = HandMover(SimpleNamespace(), LAYOUT.n_layers)
-    DramTier(store, hbm, dram, arena, mover)
+    DramTier(store, hbm, dram, arena, mover, Ranks())
     return Rig(store, Tier.DRAM, arena.close)
 
 

@@ -143,6 +143,7 @@ def test_a_damaged_block_is_computed_again(
     server: ServerProcess, folder: Path, prompts: list[list[int]], cold: list[Answer]
 ) -> None:
     before = counted(server, "sglang_ext_cache_disk_blocks_total", 'event="read_failed"')
+    calls = server.pool_calls()
     damage_last_layer(runs(folder), flip, forge=False)
     answer = server.generate(prompts[4], max_new_tokens=8)
     assert answer.disk_tokens == 0
@@ -152,6 +153,7 @@ def test_a_damaged_block_is_computed_again(
         seconds=10,
         what="the count of blocks that could not be read",
     )
+    server.wait_for_pool_calls(calls, "free_mem")
 
 
 def update(server: ServerProcess, model: Path) -> None:
