@@ -1,4 +1,4 @@
-"""Hints that were given, and what becomes of each: budgets, repetition, expiry, and who is expected where.
+"""All hints that were given: budgets, repetition, expiry, and which requests are expected where.
 
 A hint (Symphony's advisory request, section 3.2) says that a session will soon send a request. It costs the
 cluster something before anybody knows whether the request will come, so what a tenant can cause with hints
@@ -10,9 +10,8 @@ never harms anybody:
 - nothing left of the budget: deferred, and started when another one ends;
 - the same again: the first one lives longer, and nothing is moved twice.
 
-What was promised to a request is a *place*: the instance where its KV is being brought, and beside one that
-only prefills the instance that will decode. Places count as load at both, or all hints of one moment would
-choose the same instance; those of high priority are counted by themselves.
+Places (``hint``) count as load at every instance that takes part, or all hints of one moment would choose the
+same one; those of high priority are counted by themselves.
 
 Pure: no I/O and no clock; ``now`` is seconds of any clock that does not go back.
 """
@@ -27,7 +26,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 from sglang_ext.errors import InternalError
-from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.router.dispatch.hint import BUSY, ENDED, TRANSITIONS, Entry, Hint, Place, State
 from sglang_ext.router.tenancy.rate import TokenBucket
 
 MAX_TTL_S = 3600.0
@@ -39,40 +38,6 @@ LENGTHS_TRIED = 64
 """A prompt is looked for at so many lengths, the longest first, so that a flood of hints costs it nothing."""
 
 
-class State(enum.StrEnum):
-    """Where a hint is in its life."""
-
-    DEFERRED = "deferred"
-    """Waits until the tenant's budget has room."""
-    MOVING = "moving"
-    """The instance brings the KV in."""
-    COMPUTING = "computing"
-    """All that there was is there, and the instance computes the rest while it is idle."""
-    READY = "ready"
-    """All is where it should be; the request can come."""
-    USED = "used"
-    """The request has come."""
-    EXPIRED = "expired"
-    CANCELLED = "cancelled"
-    FAILED = "failed"
-    """The instance went away, or could not do it. The request is served all the same."""
-
-
-ENDED = frozenset({State.USED, State.EXPIRED, State.CANCELLED, State.FAILED})
-BUSY = frozenset({State.MOVING, State.COMPUTING})
-"""An instance does something for it; its tokens count against the tenant's budget."""
-
-TRANSITIONS: dict[State, frozenset[State]] = {
-    State.DEFERRED: frozenset({State.MOVING, State.USED, State.EXPIRED, State.CANCELLED, State.FAILED}),
-    State.MOVING: frozenset(
-        {State.COMPUTING, State.READY, State.USED, State.EXPIRED, State.CANCELLED, State.FAILED}
-    ),
-    State.COMPUTING: frozenset({State.READY, State.USED, State.EXPIRED, State.CANCELLED, State.FAILED}),
-    State.READY: frozenset({State.USED, State.EXPIRED, State.CANCELLED, State.FAILED}),
-}
-"""State -> states that may follow. What has ended stays so."""
-
-
 class Verdict(enum.StrEnum):
     """What the client is told at once."""
 
@@ -80,19 +45,6 @@ class Verdict(enum.StrEnum):
     CLIPPED = "clipped"
     DEFERRED = "deferred"
     REFUSED = "refused"
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a request is expected. decode: the instance that decodes, where ``instance`` only prefills."""
-
-    instance: str
-    decode: str | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Every instance that takes part."""
-        return (self.instance,) if self.decode is None else (self.instance, self.decode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,55 +60,6 @@ class HintLimits:
     live: int = 1000
     moving_tokens: int = 1 << 20
     ttl_s: float = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class Hint:
-    """One hint, checked and tokenized.
-
-    namespace, key: as the prompt trees know the conversation so far. session: the client's name of it.
-    earliest_s: seconds from now before which the request does not come. ttl_s: how long after that it may.
-    """
-
-    tenant: str
-    namespace: Hashable
-    key: bytes
-    session: str | None = None
-    priority: int = 0
-    earliest_s: float = 0.0
-    ttl_s: float | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Of the conversation so far."""
-        return len(self.key) // TOKEN_BYTES
-
-    def clipped(self, tokens: int) -> Hint:
-        """The hint for its leading ``tokens`` only."""
-        return dataclasses.replace(self, key=self.key[: tokens * TOKEN_BYTES])
-
-
-@dataclass(eq=False, slots=True)
-class Entry:
-    """A hint in the book. Only ``HintBook`` writes it."""
-
-    id: str
-    hint: Hint
-    state: State
-    born: float
-    expires: float
-    place: Place | None = None
-    why: str = ""
-    """Why it ended, for people."""
-    ready_at: float | None = None
-    ended_at: float | None = None
-    ended_from: State | None = None
-    """What it was when it ended."""
-
-    @property
-    def instance(self) -> str | None:
-        """The instance to which the request will be sent first."""
-        return None if self.place is None else self.place.instance
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +97,8 @@ class HintBook:
         self._moving: Counter[str] = Counter()
         """Tenant -> tokens being moved."""
         self._deferred: dict[str, deque[Entry]] = {}
-        self._places: Counter[str] = Counter()
-        """Instance -> requests expected there."""
         self._ranks: dict[str, Counter[int]] = {}
-        """Instance -> priorities of those."""
+        """Instance -> priorities of the requests expected there."""
         self._buckets: dict[str, TokenBucket] = {}
         self._ended: deque[Entry] = deque()
         self.counts: Counter[str] = Counter()
@@ -233,20 +134,17 @@ class HintBook:
             first = min(entry.expires for entry in live.values())
             return Answer(Verdict.REFUSED, "too many hints at once", retry_after_s=max(0.0, first - now))
         room = limits.moving_tokens - self._moving[hint.tenant]
-        if hint.tokens > limits.moving_tokens:
-            hint = hint.clipped(limits.moving_tokens)
-            clipped = True
-        else:
-            clipped = False
-        if 0 < room < hint.tokens:
-            hint, clipped = hint.clipped(room), True
+        asked = hint.tokens
+        hint = hint.clipped(min(asked, limits.moving_tokens))
+        if room > 0:
+            hint = hint.clipped(min(hint.tokens, room))
         entry = Entry(id, hint, State.DEFERRED, now, expires)
         self._add(entry)
         if room <= 0 and hint.tokens:
             self._deferred.setdefault(hint.tenant, deque()).append(entry)
             return Answer(Verdict.DEFERRED, "the budget of tokens being moved is used up", entry)
         self._start(entry)
-        if clipped:
+        if hint.tokens < asked:
             reason = f"the budget leaves room for {hint.tokens} tokens"
             return Answer(Verdict.CLIPPED, reason, entry, start=True)
         return Answer(Verdict.ACCEPTED, "new", entry, start=True)
@@ -258,7 +156,6 @@ class HintBook:
         self._leave_place(entry)
         entry.place = place
         for name in place.names:
-            self._places[name] += 1
             self._ranks.setdefault(name, Counter())[entry.hint.priority] += 1
 
     def arrived(self, entry: Entry, now: float) -> list[Entry]:
@@ -329,10 +226,10 @@ class HintBook:
 
     def promised(self, instance: str, least: int | None = None) -> int:
         """Requests that are expected at ``instance`` and have not come; of at least this priority."""
-        if least is None:
-            return self._places[instance]
-        ranks = self._ranks.get(instance, Counter())
-        return sum(count for priority, count in ranks.items() if priority >= least)
+        ranks = self._ranks.get(instance)
+        if ranks is None:
+            return 0
+        return sum(count for priority, count in ranks.items() if least is None or priority >= least)
 
     def lost(self, instance: str, now: float) -> list[Entry]:
         """``instance`` is gone. Returns the hints that were placed there, which have failed. Those whose
@@ -435,13 +332,12 @@ class HintBook:
 
     def _leave_place(self, entry: Entry) -> None:
         for name in () if entry.place is None else entry.place.names:
-            self._places[name] -= 1
             ranks = self._ranks[name]
             ranks[entry.hint.priority] -= 1
             if not ranks[entry.hint.priority]:
                 del ranks[entry.hint.priority]
-            if not self._places[name]:
-                del self._places[name], self._ranks[name]
+            if not ranks:
+                del self._ranks[name]
 
     def __len__(self) -> int:
         """How many have not ended."""
@@ -463,18 +359,16 @@ class HintBook:
         if len(self._entries) != len(live) + len(self._ended):
             raise InternalError("hints were lost")
         moving = Counter[str]()
-        places = Counter[str]()
         ranks: dict[str, Counter[int]] = {}
         for entry in live:
             if entry.state in BUSY and entry.hint.tokens:
                 moving[entry.hint.tenant] += entry.hint.tokens
             for name in () if entry.place is None else entry.place.names:
-                places[name] += 1
                 ranks.setdefault(name, Counter())[entry.hint.priority] += 1
         if ranks != self._ranks:
             raise InternalError(f"priorities {self._ranks}, counted {ranks}")
-        if moving != self._moving or places != self._places:
-            raise InternalError(f"moving {self._moving}, counted {moving}; places {self._places}: {places}")
+        if moving != self._moving:
+            raise InternalError(f"moving {self._moving}, counted {moving}")
         mapped = [*self._by_session.values(), *self._by_prompt.values()]
         if any(entry.state in ENDED for entry in mapped):
             raise InternalError("a hint that has ended can be found")

@@ -7,11 +7,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
-from sglang_ext.router.dispatch.advisory_book import Place
 from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.dispatch.explain import Choice
 from sglang_ext.router.dispatch.fetching import Fetching
 from sglang_ext.router.dispatch.flight import Flight
+from sglang_ext.router.dispatch.hint import Place
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.http.types import RequestRefused
 from sglang_ext.router.index.prompt_trees import PromptTrees

@@ -17,8 +17,9 @@ from sglang_ext.protocol.agent import MAX_PROMPT_BYTES, MAX_TAG
 from sglang_ext.router.api.dialect import Dialect
 from sglang_ext.router.api.sse import event
 from sglang_ext.router.api.validation import Json, Limits, check_length, parse_json_object
-from sglang_ext.router.dispatch.advisory_book import ENDED, Entry, Hint, State, Verdict
+from sglang_ext.router.dispatch.advisory_book import Verdict
 from sglang_ext.router.dispatch.choosing import no_worker
+from sglang_ext.router.dispatch.hint import ENDED, Entry, Hint, State
 from sglang_ext.router.endpoints.routes import Route
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.hints.advising import Advisor

@@ -15,7 +15,6 @@ The decision is the policy's, over a fleet in which expected requests count as l
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import uuid
 from collections.abc import Mapping
@@ -29,32 +28,24 @@ from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol.agent import Advise, Advised, FromAgent, Source, Withdraw
 from sglang_ext.router.api.hints import Advisory
 from sglang_ext.router.cluster.agents import AgentChannels
-from sglang_ext.router.dispatch.advisory_book import (
-    BUSY,
-    ENDED,
-    REPEATED,
-    Answer,
-    Entry,
-    Hint,
-    HintBook,
-    Place,
-    State,
-)
+from sglang_ext.router.dispatch.advisory_book import REPEATED, Answer, HintBook
 from sglang_ext.router.dispatch.choosing import Routing
 from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.dispatch.fetching import Fetching
 from sglang_ext.router.dispatch.flight import Flight
+from sglang_ext.router.dispatch.hint import BUSY, ENDED, Entry, Hint, Place, State
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.hints.session_memory import SessionMemory
+from sglang_ext.router.hints.whereabouts import Whereabouts, whereabouts
 from sglang_ext.router.index.prompt_trees import PromptTrees
 from sglang_ext.router.policies import Decision, Match, Prompt, Reason, Role, beginners
 from sglang_ext.router.policies import Fleet as Instances
 from sglang_ext.router.policies.assembly import trusted_matches, with_decode
-from sglang_ext.router.policies.prompt_tree import NOTHING, is_ahead
+from sglang_ext.router.policies.prompt_tree import is_ahead
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.tenancy.tenants import Caller
 from sglang_ext.router.tokens.tokenizing import TokenizerService
-from sglang_ext.tiers import Tier, all_tiers, tiers_below
+from sglang_ext.tiers import Tier
 
 logger = logging.getLogger("router.advising")
 
@@ -66,44 +57,6 @@ AGAIN_S = 5.0
 """A repeated hint is passed on when it lives so much longer."""
 COMPUTING = "computing"
 """As ``engine.prefetch.PrefetchEnd`` has it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Whereabouts:
-    """Where the KV of a conversation is, seen from one instance: tokens."""
-
-    here: Mapping[Tier, int] = dataclasses.field(default_factory=dict)
-    """In each tier of the instance, of those that have any."""
-    elsewhere: int = 0
-    """More than the instance has, on another one."""
-    nowhere: int = 0
-
-    def brought_up(self, tokens: int) -> Whereabouts:
-        """The same after so many tokens have been brought to HBM: those in the nearest tier come first."""
-        here, left = dict(self.here), tokens
-        for tier in tiers_below(Tier.HBM):
-            moved = min(left, here.get(tier, 0))
-            here[tier] = here.get(tier, 0) - moved
-            left -= moved
-        from_peer = min(left, self.elsewhere)
-        here[Tier.HBM] = here.get(Tier.HBM, 0) + tokens - left + from_peer
-        return dataclasses.replace(self, here=here, elsewhere=self.elsewhere - from_peer)
-
-    def computed(self, tokens: int) -> Whereabouts:
-        """The same after so many tokens have been computed: of those that the instance could not have."""
-        from_nowhere = min(tokens, self.nowhere)
-        from_peer = min(tokens - from_nowhere, self.elsewhere)
-        return dataclasses.replace(
-            self,
-            here={**self.here, Tier.HBM: self.here.get(Tier.HBM, 0) + from_nowhere + from_peer},
-            elsewhere=self.elsewhere - from_peer,
-            nowhere=self.nowhere - from_nowhere,
-        )
-
-    def told(self) -> dict[str, int]:
-        """As JSON."""
-        counts = {tier.name: self.here.get(tier, 0) for tier in all_tiers()}
-        return {**counts, "elsewhere": self.elsewhere, "nowhere": self.nowhere}
 
 
 @dataclass(eq=False, slots=True)
@@ -542,18 +495,3 @@ class Advisor:
             InternalError: names the first that does not hold.
         """
         self.book.check()
-
-
-def whereabouts(matches: Mapping[str, Match], chosen: str, tokens: int) -> Whereabouts:
-    """Where ``tokens`` of a conversation are, seen from the chosen instance."""
-    here = matches.get(chosen, NOTHING)
-    most = max((match.tokens for match in matches.values()), default=0)
-    held = min(here.tokens, tokens)
-    counts: dict[Tier, int] = {}
-    left = held
-    for tier, count in here.by_tier().items():
-        if among := min(count, left):
-            counts[tier] = among
-            left -= among
-    elsewhere = max(0, min(most, tokens) - held)
-    return Whereabouts(counts, elsewhere, tokens - held - elsewhere)

@@ -7,7 +7,6 @@ import inspect
 
 from sglang_ext.errors import ConfigError
 from sglang_ext.router.policies.assembly import assembled, guarded
-from sglang_ext.router.policies.auto import auto
 from sglang_ext.router.policies.base import (
     Costs,
     Decision,
@@ -23,7 +22,7 @@ from sglang_ext.router.policies.base import (
     Role,
     beginners,
 )
-from sglang_ext.router.policies.cost import cost
+from sglang_ext.router.policies.cost import auto, cost
 from sglang_ext.router.policies.prompt_tree import prompt_tree
 from sglang_ext.router.policies.simple import least_load, random_choice, round_robin, session
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_ext.router.policies.assembly import choose_decode, trusted_matches
+from sglang_ext.router.policies.assembly import assembled, choose_decode, trusted_matches
 from sglang_ext.router.policies.base import (
     Costs,
     Decision,
@@ -41,8 +41,7 @@ from sglang_ext.router.policies.base import (
     for_want_of,
     load_of,
 )
-
-NOTHING = Match(0)
+from sglang_ext.router.policies.prompt_tree import NOTHING, prompt_tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,3 +163,15 @@ def _reason(chosen: Price, prices: list[Price], options: PolicyOptions) -> Reaso
     if chosen in best:
         return Reason.PREFIX if len(best) == 1 else Reason.PREFIX_SHARED
     return Reason.SPREAD if all(one.crowded for one in best) else Reason.REBALANCED
+
+
+_by_prompt_tree = assembled(prompt_tree)
+
+
+def auto(prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: PolicyOptions) -> Decision:
+    """Choose as ``cost`` does if the costs were measured, else as ``prompt_tree``.
+
+    ``docs/cost_model.md`` has the comparison that this default follows.
+    """
+    policy = cost if costs.calibrated else _by_prompt_tree
+    return policy(prompt, fleet, matches, costs, options)

@@ -14,7 +14,7 @@ import pytest
 from sglang_ext.protocol.agent import MAX_PROMPT_BYTES, Advise, Advised, Withdraw
 from sglang_ext.router import Router
 from sglang_ext.router.endpoints.advisory_api import MOST_ACTIONS
-from sglang_ext.router.hints.advising import Whereabouts, whereabouts
+from sglang_ext.router.hints.whereabouts import Whereabouts, whereabouts
 from sglang_ext.router.policies import Match
 from sglang_ext.tiers import Tier
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from sglang_ext.cost_model import CostModel
-from sglang_ext.router.dispatch.advisory_book import Place
 from sglang_ext.router.dispatch.choosing import Chooser, Routing
 from sglang_ext.router.dispatch.costs import RouterCosts
+from sglang_ext.router.dispatch.hint import Place
 from sglang_ext.router.policies import (
     Decision,
     Instance,

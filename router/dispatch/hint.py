@@ -1,0 +1,110 @@
+"""One hint: what it says, the states of its life, and where its request is expected.
+
+What was promised to a request is a *place*: the instance where its KV is being brought, and beside one that
+only prefills the instance that will decode.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from sglang_ext.keys import TOKEN_BYTES
+
+
+class State(enum.StrEnum):
+    """Where a hint is in its life."""
+
+    DEFERRED = "deferred"
+    """Waits until the tenant's budget has room."""
+    MOVING = "moving"
+    """The instance brings the KV in."""
+    COMPUTING = "computing"
+    """All that there was is there, and the instance computes the rest while it is idle."""
+    READY = "ready"
+    """All is where it should be; the request can come."""
+    USED = "used"
+    """The request has come."""
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    """The instance went away, or could not do it. The request is served all the same."""
+
+
+ENDED = frozenset({State.USED, State.EXPIRED, State.CANCELLED, State.FAILED})
+BUSY = frozenset({State.MOVING, State.COMPUTING})
+"""An instance does something for it; its tokens count against the tenant's budget."""
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.DEFERRED: frozenset({State.MOVING, State.USED, State.EXPIRED, State.CANCELLED, State.FAILED}),
+    State.MOVING: frozenset(
+        {State.COMPUTING, State.READY, State.USED, State.EXPIRED, State.CANCELLED, State.FAILED}
+    ),
+    State.COMPUTING: frozenset({State.READY, State.USED, State.EXPIRED, State.CANCELLED, State.FAILED}),
+    State.READY: frozenset({State.USED, State.EXPIRED, State.CANCELLED, State.FAILED}),
+}
+"""State -> states that may follow. What has ended stays so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a request is expected. decode: the instance that decodes, where ``instance`` only prefills."""
+
+    instance: str
+    decode: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every instance that takes part."""
+        return (self.instance,) if self.decode is None else (self.instance, self.decode)
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """One hint, checked and tokenized.
+
+    namespace, key: as the prompt trees know the conversation so far. session: the client's name of it.
+    earliest_s: seconds from now before which the request does not come. ttl_s: how long after that it may.
+    """
+
+    tenant: str
+    namespace: Hashable
+    key: bytes
+    session: str | None = None
+    priority: int = 0
+    earliest_s: float = 0.0
+    ttl_s: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Of the conversation so far."""
+        return len(self.key) // TOKEN_BYTES
+
+    def clipped(self, tokens: int) -> Hint:
+        """The hint for its leading ``tokens`` only."""
+        return dataclasses.replace(self, key=self.key[: tokens * TOKEN_BYTES])
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """A hint in the book. Only ``HintBook`` writes it."""
+
+    id: str
+    hint: Hint
+    state: State
+    born: float
+    expires: float
+    place: Place | None = None
+    why: str = ""
+    """Why it ended, for people."""
+    ready_at: float | None = None
+    ended_at: float | None = None
+    ended_from: State | None = None
+    """What it was when it ended."""
+
+    @property
+    def instance(self) -> str | None:
+        """The instance to which the request will be sent first."""
+        return None if self.place is None else self.place.instance
