@@ -213,7 +213,9 @@ class Flag:
         """The default for people; empty where there is none to tell."""
         if self.shown is not None:
             return self.shown
-        none = self.default in (None, REQUIRED, (), "") or isinstance(self.default, bool)
+        if isinstance(self.default, tuple):
+            return " ".join(map(str, self.default))
+        none = self.default in (None, REQUIRED) or isinstance(self.default, bool)
         return "" if none else str(self.default)
 
     @property
@@ -383,7 +385,7 @@ class Flagged:
     @classmethod
     def parser(cls, **about: Any) -> argparse.ArgumentParser:
         """The command line; ``about`` is for ``ArgumentParser``."""
-        made = argparse.ArgumentParser(prog=cls.prog, description=cls.description, **about)
+        made = argparse.ArgumentParser(**{"prog": cls.prog, "description": cls.description, **about})
         cls.add_cli_args(made)
         return made
 

@@ -29,7 +29,6 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from benchmarks.advisory.fleet import (
     HINTED,
@@ -45,11 +44,11 @@ from benchmarks.advisory.fleet import (
 )
 from benchmarks.advisory.hits import measure_hits
 from benchmarks.advisory.parts import Parts
-from benchmarks.advisory.plan import FULL, PARTS, QUICK, QUICK_PARTS, TINY, WORDS, add_flags
+from benchmarks.advisory.plan import FULL, PARTS, QUICK, QUICK_PARTS, TINY, WORDS, AdvisoryOptions
 from benchmarks.advisory.plots import draw
 from benchmarks.advisory.summary import add_to, summarise
 from benchmarks.advisory.talks import Encode, Shape
-from benchmarks.lib.common import Options, Report, at_least, at_most, parse
+from benchmarks.lib.common import Report, at_least, at_most
 from benchmarks.lib.data import data_folder
 from benchmarks.router.fleet import forked_servers
 from benchmarks.router.processes import peer_missing
@@ -78,11 +77,11 @@ class Group:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    options = parse(argv, NAME, __doc__, add_flags)
+    options = AdvisoryOptions.of(argv, NAME, __doc__)
     report = Report(NAME, AIMS)
-    if options.extra.add_to is not None:
+    if options.add_to is not None:
         try:
-            add_to(report, options.extra.add_to)
+            add_to(report, options.add_to)
         except (OSError, ValueError) as error:
             sys.stderr.write(f"{error}\n")
             return 2
@@ -95,25 +94,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         signal.signal(signal.SIGTERM, before)
     summarise(report)
-    if options.extra.plots is not None:
-        draw(report.rows, options.extra.plots)
+    if options.plots is not None:
+        draw(report.rows, options.plots)
     return report.finish(options)
 
 
 class Benchmark:
     """One run: servers of a kind after the other, and what each kind is measured for."""
 
-    def __init__(self, options: Options, report: Report) -> None:
-        extra = options.extra
+    def __init__(self, options: AdvisoryOptions, report: Report) -> None:
         self.plan = options.pick(FULL, quick=QUICK, tiny=TINY)
-        self.parts: Sequence[str] = extra.parts or (QUICK_PARTS if options.quick else PARTS)
+        self.parts: Sequence[str] = options.parts or (QUICK_PARTS if options.quick else PARTS)
         self.report = report
-        shape, folder = Shape(pace=extra.pace), data_folder(extra.data)
+        shape, folder = Shape(pace=options.pace), data_folder(options.data)
         self._run = Parts(self.plan, report, shape, folder, _encoder())
-        self._instances: int = extra.instances
-        self._peer: Path | None = extra.sglang_router_python
-        words = extra.systems or list(WORDS)
-        self._asked = {WORDS[word] for word in words}
+        self._instances = options.instances
+        self._peer = options.sglang_router_python
+        self._asked = {WORDS[word] for word in options.systems}
 
     def run(self) -> None:
         """Measure all parts."""

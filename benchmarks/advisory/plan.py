@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.advisory.fleet import HINTED, RECOMPUTE, STOCK, SYSTEMS, UNHINTED, Tiers
 from benchmarks.advisory.talks import Shape
+from benchmarks.lib.common import Options
+from benchmarks.lib.data import data_flag
+from sglang_ext.flags import flag, one_of
 
 PARTS = ("systems", "hits", "missing", "priority", "prefill", "balance", "agents")
 QUICK_PARTS = ("systems", "hits", "missing")
@@ -93,23 +95,24 @@ FULL = Plan(
 )
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of the advisory benchmark besides those that all benchmarks have."""
-    parser.add_argument("--data", metavar="DIR", help="folder with the workloads")
-    parser.add_argument(
-        "--parts", nargs="+", choices=PARTS, help="what to measure; all of these without --quick"
+@dataclass(frozen=True, kw_only=True)
+class AdvisoryOptions(Options):
+    """The flags of the advisory benchmark."""
+
+    data: str | None = data_flag()
+    parts: tuple[str, ...] = flag(
+        (), "What to measure; all of these without --quick.", one_of(*PARTS), several="+"
     )
-    parser.add_argument("--systems", nargs="+", choices=WORDS, help="which systems to measure; all of these")
-    parser.add_argument("--instances", type=int, default=2, help="servers of each system (default: 2)")
-    parser.add_argument("--pace", type=float, default=Shape().pace, help="how much shorter pauses are")
-    parser.add_argument(
-        "--sglang-router-python", type=Path, help="interpreter of an environment with sglang-router"
+    systems: tuple[str, ...] = flag(
+        tuple(WORDS), "Which systems to measure; all of these.", one_of(*WORDS), several="+"
     )
-    parser.add_argument(
-        "--add-to",
-        type=Path,
+    instances: int = flag(2, "Servers of each system.")
+    pace: float = flag(Shape().pace, "How much shorter pauses are.")
+    sglang_router_python: Path | None = flag(None, "Interpreter of an environment with sglang-router.")
+    add_to: Path | None = flag(
+        None,
+        "The JSON report of an earlier run: what is measured now takes the place of the same rows, and the "
+        "summary is that of all.",
         metavar="FILE",
-        help="the JSON report of an earlier run: what is measured now takes the place of the same rows, and "
-        "the summary is that of all",
     )
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="also write the figures there, as SVG")
+    plots: Path | None = flag(None, "Also write the figures there, as SVG.", metavar="DIR")

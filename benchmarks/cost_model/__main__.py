@@ -9,17 +9,17 @@ of the parallelism, two numbers that six other prefills at TP 2 give (MemServe, 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.lib.common import Options, Report, at_most, parse
+from benchmarks.lib.common import Options, Report, at_most
 from benchmarks.lib.quiet import DEFAULT, go_first, undisturbed
 from sglang_ext.calibration import measure
 from sglang_ext.calibration.command import Arguments, with_scaling
@@ -29,6 +29,7 @@ from sglang_ext.calibration.plan import Point, Tokens, anchors, between, points
 from sglang_ext.cluster.guard import descendants
 from sglang_ext.cost_model import ArchLevel, OperatorLevel, Profile, save
 from sglang_ext.cost_model.fitting import Timed, merged
+from sglang_ext.flags import flag
 from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 
 NAME = "cost_model"
@@ -41,25 +42,28 @@ POOL = 24_000
 AIM = 0.10
 
 
+@dataclass(frozen=True, kw_only=True)
+class CostModelOptions(Options):
+    """The flags of this benchmark."""
+
+    model: str = flag(MODEL, "Which tiny model.")
+    profile: Path | None = flag(None, "Keep the profile here.", metavar="FILE")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse(argv, NAME, __doc__, _flags)
+    options = CostModelOptions.of(argv, NAME, __doc__)
     report = Report(NAME, AIMS)
     run(options, report)
     return report.finish(options)
 
 
-def _flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default=MODEL, help=f"which tiny model (default: {MODEL})")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="keep the profile here")
-
-
-def run(options: Options, report: Report) -> None:
+def run(options: CostModelOptions, report: Report) -> None:
     """Calibrate, predict, measure, compare."""
-    model = options.extra.model
+    model = options.model
     lengths, rounds = options.pick((7, 9), quick=(5, 5), tiny=(5, 1))
     with _server(model, "0", 1) as (server, quiet):
         report.note(quiet)
-        profile = _calibrate(server.url, lengths, rounds, options.extra.profile)
+        profile = _calibrate(server.url, lengths, rounds, options.profile)
         _add_profile(report, profile)
         unseen = between(points(LONGEST, lengths))
         one = _measure(server.url, unseen, rounds)

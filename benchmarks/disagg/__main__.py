@@ -11,7 +11,6 @@ choose, so that the whole can be had in several runs.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import signal
@@ -20,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.disagg import figures as disagg_figures
@@ -44,11 +44,12 @@ from benchmarks.disagg.servers import (
     running,
     stock,
 )
-from benchmarks.lib.common import SEED, Options, Report, at_most, parse
-from benchmarks.lib.data import data_folder
+from benchmarks.lib.common import SEED, Options, Report, at_most
+from benchmarks.lib.data import data_flag, data_folder
 from benchmarks.lib.quiet import undisturbed
 from benchmarks.router.processes import peer_missing
 from sglang_ext.errors import ConfigError
+from sglang_ext.flags import flag
 
 NAME = "disagg"
 AIMS = {
@@ -149,44 +150,31 @@ def _tie(truth: Group, prompt: Sequence[int], expected: Sequence[int], got: Sequ
     return again.margins[place] <= TIE
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+@dataclass(frozen=True, kw_only=True)
+class DisaggOptions(Options):
     """What is measured."""
-    parser.add_argument("--data", metavar="FOLDER", help="where the texts of the loads are")
-    parser.add_argument(
-        "--mooncake",
-        type=Path,
+
+    data: str | None = data_flag()
+    mooncake: Path | None = flag(
+        None,
+        "Where `pip install --no-deps --target FOLDER mooncake-transfer-engine-non-cuda` was run, to measure "
+        "stock SGLang with mooncake_tcp too.",
         metavar="FOLDER",
-        help="where `pip install --no-deps --target FOLDER mooncake-transfer-engine-non-cuda` was run, to "
-        "measure stock SGLang with mooncake_tcp too",
     )
-    parser.add_argument(
-        "--sglang-router-python",
-        type=Path,
+    sglang_router_python: Path | None = flag(
+        None,
+        "Interpreter of an environment with sglang-router==0.3.2, to put it in front of stock SGLang.",
         metavar="PYTHON",
-        help="interpreter of an environment with sglang-router==0.3.2, to put it in front of stock SGLang",
     )
-    parser.add_argument(
-        "--designs", metavar="A,B", help=f"only these, of {', '.join(ALL)}; {TRUTH} is always asked"
+    designs: str | None = flag(
+        None, f"Only these, of {', '.join(ALL)}; {TRUTH} is always asked.", metavar="A,B"
     )
-    parser.add_argument("--loads", metavar="A,B", help=f"only these, of {', '.join(LOADS)}")
-    parser.add_argument("--sessions", type=int, metavar="N", help="of each load at most")
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        default=9.0,
-        help="how long a run may take, about, 9 unless given; fewer sessions or rounds are played in less",
-    )
-    parser.add_argument(
-        "--pull-vs-push", action="store_true", help="only compare pull with push (KVDirect, figure 16)"
-    )
-    parser.add_argument(
-        "--layers",
-        action="store_true",
-        help="only compare by layer, by request and aggregated (MemServe 12)",
-    )
-    parser.add_argument(
-        "--xpyd", action="store_true", help="only compare numbers of servers (KVDirect, figure 12)"
-    )
+    loads: str | None = flag(None, f"Only these, of {', '.join(LOADS)}.", metavar="A,B")
+    sessions: int | None = flag(None, "Of each load at most.")
+    minutes: float = flag(9.0, "How long a run may take, about; fewer sessions or rounds are played in less.")
+    pull_vs_push: bool = flag(False, "Only compare pull with push (KVDirect, figure 16).")
+    layers: bool = flag(False, "Only compare by layer, by request and aggregated (MemServe 12).")
+    xpyd: bool = flag(False, "Only compare numbers of servers (KVDirect, figure 12).")
 
 
 def chosen(given: str | None, known: Sequence[str], field: str) -> list[str]:
@@ -207,19 +195,18 @@ def chosen(given: str | None, known: Sequence[str], field: str) -> list[str]:
 class Designs:
     """The default form: loads by design."""
 
-    def __init__(self, options: Options, report: Report) -> None:
+    def __init__(self, options: DisaggOptions, report: Report) -> None:
         self.report = report
         self.why: dict[str, str] = {}
         """Why keys of the summary are null."""
-        extra = options.extra
         self.legs: list[Leg] = []
-        self._peer_python: Path | None = extra.sglang_router_python
+        self._peer_python = options.sglang_router_python
         self._specs: dict[str, GroupSpec] = {"colocated": COLOCATED, "pull": pair()}
-        names = chosen(extra.designs, list(ALL), "--designs")
-        missing, router_missing = mooncake_missing(extra.mooncake), peer_missing(self._peer_python)
+        names = chosen(options.designs, list(ALL), "--designs")
+        missing, router_missing = mooncake_missing(options.mooncake), peer_missing(self._peer_python)
         reason = f"stock SGLang with mooncake_tcp {missing}" if missing else ""
         if missing is None:
-            self._specs[STOCK] = stock(extra.mooncake)
+            self._specs[STOCK] = stock(options.mooncake)
             if router_missing is not None:
                 report.note(f"no router in front of stock SGLang or of ours: sglang-router {router_missing}")
         for key in ("ttft_c3_vs_stock_mooncake_tcp", "jct_c3_vs_stock_mooncake_tcp"):
@@ -232,7 +219,7 @@ class Designs:
                 continue
             if design.routed and (router_missing is not None or missing is not None):
                 continue
-            if design is STOCK_DESIGN and extra.designs is None and router_missing is None:
+            if design is STOCK_DESIGN and options.designs is None and router_missing is None:
                 # Behind its router is how it is used; without, it is measured when asked for.
                 continue
             designs.append(design)
@@ -242,9 +229,9 @@ class Designs:
         used = {design.servers for design in designs}
         self._specs = {name: spec for name, spec in self._specs.items() if name in used}
         self.size = Size(*options.pick((5, 256, 128, 2000), quick=(4, 64, 64, 1000), tiny=(3, 32, 8, 200)))
-        loads = chosen(extra.loads, list(LOADS), "--loads")
-        count = extra.sessions or options.rounds(4, quick=1)
-        self.played = sessions(data_folder(extra.data), count, self.size, loads)
+        loads = chosen(options.loads, list(LOADS), "--loads")
+        count = options.sessions or options.rounds(4, quick=1)
+        self.played = sessions(data_folder(options.data), count, self.size, loads)
 
     def run(self, until: float) -> None:
         """Measure; what was seen is in `legs`, also after an exception."""
@@ -286,14 +273,14 @@ class Designs:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns its exit status."""
     begin = time.monotonic()
-    options = parse(argv, NAME, __doc__, add_flags)
+    options = DisaggOptions.of(argv, NAME, __doc__)
     report = Report(NAME, AIMS)
-    figures = [name for name in FIGURES if getattr(options.extra, name)]
+    figures = [name for name in FIGURES if getattr(options, name)]
     designs = None if figures else Designs(options, report)
     # Ends what was started, and what was seen until then is told.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    whole = options.extra.designs is None and options.extra.loads is None and not options.quick
-    end = begin + 60 * options.extra.minutes
+    whole = options.designs is None and options.loads is None and not options.quick
+    end = begin + 60 * options.minutes
     try:
         for name in figures:
             getattr(disagg_figures, name)(options, report, end)

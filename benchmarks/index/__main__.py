@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.index.workload import TURN_TOKENS, Prompt, Workload
-from benchmarks.lib.common import SEED, Report, at_least, parse, percentile
+from benchmarks.lib.common import SEED, Options, Report, at_least, percentile
 from sglang_ext.patches.cpu import runtime
 
 OURS = "ours"
@@ -246,7 +246,7 @@ def summarize(report: Report, measured: dict[Case, Times]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse(argv, "index", __doc__)
+    options = Options.of(argv, "index", __doc__)
     runtime.prepare_process(os.environ)
     import torch
 

@@ -21,7 +21,7 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.lib.common import SEED, Report, parse, percentile
+from benchmarks.lib.common import SEED, Options, Report, percentile
 from sglang_ext.clock import SystemClock
 from sglang_ext.engine.events.events import Changed, PlacementFeed
 from sglang_ext.keys import encode_tokens
@@ -255,7 +255,7 @@ def router_rows(report: Report, sources: Sequence[Sent], calls: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse(argv, "index_events", __doc__)
+    options = Options.of(argv, "index_events", __doc__)
     report = Report("index_events")
     passes = options.pick(6000, quick=2000, tiny=300)
     instances = options.rounds(8, quick=4)

@@ -3,7 +3,7 @@
 A benchmark is a module with `main()`, run as `python -m benchmarks.NAME [--quick] [--json FILE]`:
 
     def main(argv: Sequence[str] | None = None) -> int:
-        options = parse(argv, NAME, __doc__)
+        options = Options.of(argv, NAME, __doc__)
         report = Report(NAME)
         legs = {"ours": lambda: ..., "plain copy": lambda: ...}
         times = paired(legs, rounds=options.rounds(9, quick=5))
@@ -18,7 +18,6 @@ machine slows both sides.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import importlib.metadata
 import json
@@ -31,7 +30,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
+
+from sglang_ext.flags import Flagged, flag
 
 SEED = 20240625
 """Seed of every random choice in a benchmark, so that two runs do the same work."""
@@ -43,14 +44,17 @@ Row = dict[str, Value]
 _PACKAGES = ("sglang", "torch", "numpy", "numba", "lmdb", "pyzmq", "aiohttp", "uvloop", "xxhash")
 
 
-@dataclass(frozen=True)
-class Options:
-    """The command line of a benchmark. `extra` holds what its own flags gave."""
+@dataclass(frozen=True, kw_only=True)
+class Options(Flagged):
+    """The command line of a benchmark; one with flags of its own has a subclass."""
 
-    quick: bool
-    json_path: Path | None
-    extra: argparse.Namespace
-    tiny: bool = False
+    quick: bool = flag(False, "Fewer and smaller measurements; ends within a minute.")
+    tiny: bool = flag(False, "A pass over everything to see that it runs; figures mean nothing.")
+    json: Path | None = flag(None, "Also write the report to FILE as one JSON object.", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "quick", self.quick or self.tiny)
 
     def rounds(self, full: int, *, quick: int) -> int:
         """Rounds to run: `full`, `quick` with --quick, or two at most with --tiny."""
@@ -60,29 +64,11 @@ class Options:
         """What the form that was asked for takes."""
         return tiny if self.tiny else quick if self.quick else full
 
-
-def parse(
-    argv: Sequence[str] | None,
-    name: str,
-    description: str | None,
-    add_flags: Callable[[argparse.ArgumentParser], None] | None = None,
-) -> Options:
-    """Read the command line: --quick, --json FILE, and what `add_flags` adds."""
-    summary = (description or "").strip().split("\n\n")[0]
-    parser = argparse.ArgumentParser(f"python -m benchmarks.{name}", description=summary)
-    parser.add_argument(
-        "--quick", action="store_true", help="fewer and smaller measurements; ends within a minute"
-    )
-    parser.add_argument(
-        "--tiny", action="store_true", help="a pass over everything to see that it runs; figures mean nothing"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the report to FILE as one JSON object"
-    )
-    if add_flags:
-        add_flags(parser)
-    extra = parser.parse_args(argv)
-    return Options(extra.quick or extra.tiny, extra.json, extra, extra.tiny)
+    @classmethod
+    def of(cls, argv: Sequence[str] | None, name: str, description: str | None) -> Self:
+        """Read the command line of the benchmark `name`, whose docstring is `description`."""
+        summary = (description or "").strip().split("\n\n")[0]
+        return cls.parse(argv, prog=f"python -m benchmarks.{name}", description=summary)
 
 
 # --- measuring ---
@@ -251,8 +237,8 @@ class Report:
         if options.tiny:
             self.note("--tiny: too little was measured for any figure to mean something")
         self.print()
-        if options.json_path:
-            options.json_path.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
+        if options.json:
+            options.json.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
         return 0
 
 

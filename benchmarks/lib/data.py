@@ -10,15 +10,22 @@ import gzip
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import orjson
 
 from sglang_ext.errors import ConfigError
+from sglang_ext.flags import flag
 
 VARIABLE = "SGLANG_EXT_DATA"
 ROOT = Path(__file__).resolve().parents[2]
 """The checkout."""
 _BESIDE = ROOT.parent / "shared" / "data"
+
+
+def data_flag() -> Any:
+    """The field of a benchmark's options that names the folder with the workloads."""
+    return flag(None, f"The folder with the workloads. Not given: the variable {VARIABLE}.", metavar="DIR")
 
 
 def data_folder(given: str | None = None) -> Path:

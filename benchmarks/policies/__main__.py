@@ -9,13 +9,13 @@ of absolute speed.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.lib.common import SEED, Options, Report, at_most, parse
-from benchmarks.lib.data import data_folder
+from benchmarks.lib.common import SEED, Options, Report, at_most
+from benchmarks.lib.data import data_flag, data_folder
 from benchmarks.policies.simulator import FleetPlan, Outcome, simulate
 from benchmarks.policies.workloads import (
     BLOCK_TOKENS,
@@ -28,6 +28,7 @@ from benchmarks.policies.workloads import (
     sharegpt,
 )
 from sglang_ext.cost_model import CostModel, load
+from sglang_ext.flags import flag
 from sglang_ext.router.policies import POLICIES
 
 NAME = "policies"
@@ -37,24 +38,27 @@ AIMS = {"documents_share_ratio_2_p99_cost_vs_session": at_most(0.41)}
 COMPARED = ("cost", "prompt-tree", "session", "least-load", "round-robin", "random")
 
 
+@dataclass(frozen=True, kw_only=True)
+class PolicyBenchOptions(Options):
+    """The flags of this benchmark."""
+
+    data: str | None = data_flag()
+    profile: Path | None = flag(
+        None, "Cost profile of the instances, instead of the defaults.", metavar="FILE"
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse(argv, NAME, __doc__, _flags)
+    options = PolicyBenchOptions.of(argv, NAME, __doc__)
     report = Report(NAME, AIMS)
     run(options, report)
     return report.finish(options)
 
 
-def _flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", metavar="DIR", help="folder with the workloads")
-    parser.add_argument(
-        "--profile", type=Path, metavar="FILE", help="cost profile of the instances, instead of the defaults"
-    )
-
-
-def run(options: Options, report: Report) -> None:
+def run(options: PolicyBenchOptions, report: Report) -> None:
     """Simulate every workload under every policy."""
-    folder = data_folder(options.extra.data)
-    model = CostModel(load(options.extra.profile)) if options.extra.profile else CostModel()
+    folder = data_folder(options.data)
+    model = CostModel(load(options.profile)) if options.profile else CostModel()
     documents = loogle(folder)[: options.pick(None, quick=None, tiny=10)]
     talks = sharegpt(folder, options.pick(400, quick=150, tiny=20))
     trace = mooncake(folder, options.pick(2000, quick=600, tiny=50))

@@ -12,15 +12,16 @@ sglang-router in front of servers that have none, as stock SGLang's (scarce, res
 
 from __future__ import annotations
 
-import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.lib.common import Report, at_least, at_most, parse
+from benchmarks.lib.common import Options, Report, at_least, at_most
 from benchmarks.router.serving import SERVING_CASES, measure_serving
 from benchmarks.router.speed import measure_speed
+from sglang_ext.flags import flag, one_of
 
 PARTS = ("speed", "serving")
 AIMS = {
@@ -35,34 +36,32 @@ AIMS = {
 }
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--sglang-router-python",
-        type=Path,
+@dataclass(frozen=True, kw_only=True)
+class RouterOptions(Options):
+    """The flags of this benchmark."""
+
+    sglang_router_python: Path | None = flag(
+        None,
+        "Interpreter of an environment of its own with sglang-router==0.3.2, to measure it too.",
         metavar="PYTHON",
-        help="interpreter of an environment of its own with sglang-router==0.3.2, to measure it too",
     )
-    parser.add_argument(
-        "--cases",
-        nargs="+",
-        choices=SERVING_CASES,
-        default=SERVING_CASES,
-        help="of the part with real servers",
+    cases: tuple[str, ...] = flag(
+        tuple(SERVING_CASES), "Of the part with real servers.", one_of(*SERVING_CASES), several="+"
     )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
+    parts: tuple[str, ...] = flag(tuple(PARTS), "What to measure.", one_of(*PARTS), several="+")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     # Ends what was started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    options = parse(argv, "router", __doc__, add_flags)
+    options = RouterOptions.of(argv, "router", __doc__)
     report = Report("router", AIMS)
     try:
-        if "speed" in options.extra.parts:
-            measure_speed(options, report, options.extra.sglang_router_python)
-        if "serving" in options.extra.parts:
-            measure_serving(options, report, options.extra.sglang_router_python)
+        if "speed" in options.parts:
+            measure_speed(options, report, options.sglang_router_python)
+        if "serving" in options.parts:
+            measure_serving(options, report, options.cases, options.sglang_router_python)
     finally:
         # What was measured before it was ended is told, too.
         report.finish(options)

@@ -54,9 +54,9 @@ def plan_for(options: Options) -> Plan:
 Leg = Callable[[str, int, Sequence[Session]], list[Seen]]
 
 
-def measure_serving(options: Options, report: Report, peer_python: Path | None) -> None:
+def measure_serving(options: Options, report: Report, cases: Sequence[str], peer_python: Path | None) -> None:
     """Rows of reuse and TTFT by policy, and their summary."""
-    plan, cases = plan_for(options), options.extra.cases
+    plan = plan_for(options)
     missing = peer_missing(peer_python)
     peers = [PEER] if missing is None else []
     if missing is not None:

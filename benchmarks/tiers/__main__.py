@@ -8,15 +8,16 @@ that holds the prompt, the share of the load that it does not show, and what wri
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.lib.common import Report, at_least, at_most, parse
+from benchmarks.lib.common import Options, Report, at_least, at_most
 from benchmarks.tiers.copy import measure_copies
 from benchmarks.tiers.disk import measure_disk
 from benchmarks.tiers.serving import measure_servers
+from sglang_ext.flags import flag, one_of
 
 PARTS = ("copy", "disk", "servers")
 AIMS = {
@@ -32,26 +33,25 @@ AIMS = {
 }
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--disk-path", type=Path, help="folder on the disk to measure; the temporary folder else"
-    )
-    parser.add_argument(
-        "--lmcache-python", type=Path, help="interpreter of an environment with LMCache, to measure it too"
-    )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
+@dataclass(frozen=True, kw_only=True)
+class TierOptions(Options):
+    """The flags of this benchmark."""
+
+    disk_path: Path | None = flag(None, "Folder on the disk to measure; the temporary folder else.")
+    lmcache_python: Path | None = flag(None, "Interpreter of an environment with LMCache, to measure it too.")
+    parts: tuple[str, ...] = flag(tuple(PARTS), "What to measure.", one_of(*PARTS), several="+")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    options = parse(argv, "tiers", __doc__, add_flags)
+    options = TierOptions.of(argv, "tiers", __doc__)
     report = Report("tiers", AIMS)
-    if "copy" in options.extra.parts:
+    if "copy" in options.parts:
         measure_copies(options, report)
-    if "disk" in options.extra.parts:
-        measure_disk(options, report, options.extra.disk_path, options.extra.lmcache_python)
-    if "servers" in options.extra.parts:
-        measure_servers(options, report, options.extra.disk_path)
+    if "disk" in options.parts:
+        measure_disk(options, report, options.disk_path, options.lmcache_python)
+    if "servers" in options.parts:
+        measure_servers(options, report, options.disk_path)
     return report.finish(options)
 
 

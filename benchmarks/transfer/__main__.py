@@ -18,7 +18,6 @@ rows read small blocks in runs of a given length, with coalescing on and off (KV
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import collections
 import importlib.util
@@ -30,12 +29,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from benchmarks.lib.common import SEED, Options, Report, Samples, at_least, paired, parse
+from benchmarks.lib.common import SEED, Options, Report, Samples, at_least, paired
 from benchmarks.transfer import legs
 from sglang_ext.disagg.memory import SharedMemory
 from sglang_ext.disagg.messages import Offer
@@ -43,6 +43,7 @@ from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.disagg.transports import TransportName
+from sglang_ext.flags import COUNT, flag
 
 KIB = 1024
 SIZES = [4 * KIB, 8 * KIB, 16 * KIB, 32 * KIB, 256 * KIB, 1024 * KIB]
@@ -182,20 +183,17 @@ def own_network() -> bool:
     os.execvp("unshare", [*command, sys.executable, "-m", "benchmarks.transfer", *sys.argv[1:]])
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of this benchmark alone."""
-    parser.add_argument("--kib", type=int, nargs="+", help="measure only these block sizes, in KiB")
-    parser.add_argument("--lanes", type=int, default=1, help="threads per connection")
+@dataclass(frozen=True, kw_only=True)
+class TransferOptions(Options):
+    """The flags of this benchmark."""
+
+    kib: tuple[int, ...] = flag((), "Measure only these block sizes, in KiB.", COUNT, several="+")
+    lanes: int = flag(1, "Threads per connection.", COUNT.positive())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
-    options = parse(
-        argv,
-        "transfer",
-        __doc__,
-        add_flags,
-    )
+    options = TransferOptions.of(argv, "transfer", __doc__)
     report = Report("transfer", AIMS)
     isolated = own_network() if argv is None else False
     peers = {name: missing(name) for name in ("mooncake", "nixl")}
@@ -211,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = {
         "bytes": size,
         "sizes": POOLS,
-        "lanes": options.extra.lanes,
+        "lanes": options.lanes,
         "mooncake": peers["mooncake"] is None,
         "nixl": peers["nixl"] is None,
     }
@@ -222,14 +220,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         text=True,
     ) as child:
         try:
-            sizes = [k * KIB for k in options.extra.kib] if options.extra.kib else every
+            sizes = [k * KIB for k in options.kib] if options.kib else every
             run(report, child, options, size, sizes)
         finally:
             child.kill()
     return report.finish(options)
 
 
-def run(report: Report, child: subprocess.Popen[str], options: Options, size: int, sizes: list[int]) -> None:
+def run(
+    report: Report, child: subprocess.Popen[str], options: TransferOptions, size: int, sizes: list[int]
+) -> None:
     """Measure everything against a started owner."""
     assert child.stdout is not None
     line = child.stdout.readline()
@@ -250,7 +250,7 @@ def run(report: Report, child: subprocess.Popen[str], options: Options, size: in
         fixed["nixl"] = legs.nixl(bytes.fromhex(found["nixl"]), found["address"], target.array)
     if "mooncake" in found:
         fixed["mooncake"] = legs.mooncake(found["mooncake"], found["address"], target.array)
-    reader = Reader(found, target, options.extra.lanes)
+    reader = Reader(found, target, options.lanes)
     reader.loop.run_until_complete(reader.connect())
     try:
         ratios = by_size(report, child, reader, fixed, sizes, options)

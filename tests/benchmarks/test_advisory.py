@@ -17,9 +17,10 @@ from aiohttp import web
 from benchmarks.advisory.__main__ import Benchmark, main
 from benchmarks.advisory.figures import Told
 from benchmarks.advisory.fleet import SYSTEMS, Tiers, server_flags
+from benchmarks.advisory.plan import AdvisoryOptions
 from benchmarks.advisory.play import Player, Scene
 from benchmarks.advisory.talks import Ask, Call, Talk
-from benchmarks.lib.common import Report, parse
+from benchmarks.lib.common import Report
 
 
 class StandIn:
@@ -212,7 +213,7 @@ def test_systems_differ_in_what_keeps_kv_and_nothing_else() -> None:
 
 def test_a_run_in_pieces_measures_what_is_asked_for(tmp_path: Path) -> None:
     def groups(*flags: str) -> list[tuple[str, int, list[str], list[str]]]:
-        options = parse(list(flags), "advisory", "", _no_data(tmp_path))
+        options = AdvisoryOptions.of(["--data", str(tmp_path), *flags], "advisory", "")
         found = list(Benchmark(options, Report("advisory"))._groups())
         return [
             (each.kind, each.instances, [system.word for system in each.systems], sorted(each.parts))
@@ -229,16 +230,6 @@ def test_a_run_in_pieces_measures_what_is_asked_for(tmp_path: Path) -> None:
     ]
     everything = groups()
     assert [kind for kind, *_ in everything] == ["ours", "no cache", "ours"], "stock has no interpreter"
-
-
-def _no_data(folder: Path):
-    from benchmarks.advisory.__main__ import add_flags
-
-    def flags(parser) -> None:
-        add_flags(parser)
-        parser.set_defaults(data=str(folder))
-
-    return flags
 
 
 @pytest.mark.long

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lib.common import Report, Samples, at_least, at_most, paired, parse, percentile
+from benchmarks.lib.common import Options, Report, Samples, at_least, at_most, paired, percentile
 
 
 def test_legs_take_turns_and_warmup_is_not_counted() -> None:
@@ -44,7 +44,7 @@ def test_percentile_of_nothing_is_refused() -> None:
 
 
 def test_report_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = parse(["--quick", "--json", str(tmp_path / "out.json")], "demo", __doc__)
+    options = Options.of(["--quick", "--json", str(tmp_path / "out.json")], "demo", __doc__)
     assert options.rounds(9, quick=2) == 2
     aims = {"ratio": at_least(0.8), "cost": at_most(0.03), "not_measured": at_least(1.0)}
     report = Report("demo", aims)

@@ -65,7 +65,7 @@ def of_calls(root: Path) -> set[str]:
     found: set[str] = set()
     for path in root.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        if "add_argument" not in text and "addoption" not in text:
+        if not any(word in text for word in ("add_argument", "addoption", "= flag(")):
             continue  # parsing is what takes long
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("add_argument", "addoption"):
@@ -74,6 +74,8 @@ def of_calls(root: Path) -> set[str]:
                     for word in node.args
                     if isinstance(word, ast.Constant) and str(word.value).startswith("--")
                 }
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call):
+                found.add("--" + ast.unparse(node.target).replace("_", "-"))  # a field made by `flag`
     return found
 
 
