@@ -208,6 +208,18 @@ class RouterConfig(Flagged):
         "the model, if there is exactly one), or none (defaults).",
         metavar="FILE",
     )
+    queue_weight: float = flag(
+        1.0,
+        "With --policy cost: what a second of waiting for an instance's other prompts counts (MemServe, "
+        "equation 1, which has 1).",
+        NUMBER.not_negative(),
+    )
+    exec_weight: float = flag(
+        2.0,
+        "With --policy cost: what a second of computing the prompt counts. The paper's equation has 1, the "
+        "request's own time; 2 also counts that whoever comes next waits for it.",
+        NUMBER.positive(),
+    )
     session_header: str = flag(
         "x-session-id",
         "The header in which a client names its session. Of header, field and cookie the first counts; an "

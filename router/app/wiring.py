@@ -146,6 +146,8 @@ class Parts:
                 balance_rel_threshold=config.balance_rel_threshold,
                 balance_cache_factor=config.balance_cache_factor,
                 tie_tokens=config.block_size,
+                queue_weight=config.queue_weight,
+                exec_weight=config.exec_weight,
             ),
             most_running=config.max_running_per_instance,
         )

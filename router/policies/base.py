@@ -180,8 +180,10 @@ class PolicyOptions:
     balance_rel_threshold: float = 1.5
     balance_cache_factor: float = 4.0
     tie_tokens: int = 16
-    work_weight: float = 1.0
-    """What a second of computing counts beyond the request's own time; see ``cost``."""
+    queue_weight: float = 1.0
+    """What a second of waiting for the prompts before it counts; see ``cost``."""
+    exec_weight: float = 2.0
+    """What a second of computing counts; see ``cost``."""
     expected_output: int = 128
     """Tokens of an answer, for what a decode instance's load means to it."""
 

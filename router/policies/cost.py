@@ -7,9 +7,10 @@ For each instance p that can begin with the request:
         exec(what is left, after what p has in HBM)                        loading costs more than computing
         transfer(what p' has in memory beyond p) + exec(what is left after that)   where fetching is possible
 
-The smallest sum wins (equation 1), where each second of exec counts ``1 + work_weight`` times: what is
-computed here keeps whoever comes next waiting, and what another holds need not be computed at all. With a
-weight of 0 it is the paper's equation. If the smallest is one with a transfer, the decision names p'
+The smallest sum wins (equation 1), where a second of queue counts ``queue_weight`` times and a second of
+exec ``exec_weight`` times. With 1 and 1 it is the paper's equation, the time of this request alone. By
+default exec counts twice: what is computed here also keeps whoever comes next waiting, and what another
+holds need not be computed at all. If the smallest is one with a transfer, the decision names p'
 (equation 2: transfer is taken where it is no longer than what it saves). With prefill and decode apart, the
 pair is chosen together: to p's sum comes what the hand-over to the best decode instance takes.
 
@@ -101,7 +102,7 @@ def price(
     room = options.balance_cache_factor * held.tokens
     crowded = bool(held.tokens) and not held.own and instance.cached_tokens - emptiest > room
     counted = NOTHING if crowded else held
-    weight = 1.0 + options.work_weight
+    weight = options.exec_weight
     seconds = _prefill_s(prompt, instance, counted, costs, weight)
     fetch = None
     for source in () if crowded else holders:
@@ -114,7 +115,7 @@ def price(
         with_fetch = moving + weight * _exec_s(prompt, instance, there, costs)
         if with_fetch < seconds or (with_fetch == seconds and fetch is None):
             seconds, fetch = with_fetch, Fetch(source.name, there)
-    seconds += costs.queue_s(instance)
+    seconds += options.queue_weight * costs.queue_s(instance)
     decode = None
     if instance.role is Role.PREFILL:
         best, hand_over = choose_decode(prompt, instance, fleet, matches, costs, options)

@@ -32,8 +32,8 @@ from sglang_ext.router.policies import (
 from sglang_ext.router.policies.simple import rendezvous
 from sglang_ext.tiers import Tier
 
-OPTIONS = PolicyOptions(work_weight=0.0)
-"""The paper's equations; ``test_work_counts`` has the default."""
+OPTIONS = PolicyOptions(exec_weight=1.0)
+"""The paper's equations; ``test_what_is_computed_counts_twice`` has the default."""
 BUILT_IN = sorted(POLICIES)
 
 
@@ -206,13 +206,22 @@ def test_the_scores_are_equation_1() -> None:
     assert decision.scores == {"a": -(30 + 100), "b": -(500 + 0.1 * 200), "c": -(7 + 1000)}
 
 
-def test_work_counts() -> None:
+def test_what_is_computed_counts_twice() -> None:
     """Computing 900 tokens elsewhere saves 50 s of this request, and costs whoever comes next 900."""
     matches, costs = {"b": FULL}, Seconds({"b": 950})
     assert choose((A, B), matches, costs).instance == "a"
     assert choose((A, B), matches, costs, options=PolicyOptions()).instance == "b"
     later = Seconds({"b": 1900})
     assert choose((A, B), matches, later, options=PolicyOptions()).instance == "a"
+
+
+def test_the_weights_are_those_of_equation_1s_terms() -> None:
+    matches, costs = {"a": FULL}, Seconds({"a": 30, "b": 7})
+    weighed = PolicyOptions(queue_weight=3.0, exec_weight=0.5)
+    assert choose((A, B), matches, costs, options=weighed).scores == {
+        "a": -(3 * 30 + 0.5 * 100),
+        "b": -(3 * 7 + 0.5 * 1000),
+    }
 
 
 P, Q = instance("p", role=Role.PREFILL), instance("q", role=Role.PREFILL)

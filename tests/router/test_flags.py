@@ -156,6 +156,22 @@ async def test_a_common_beginning_attracts_up_to_the_factor(factor: float, sprea
         assert told.instance == "a", "a request's own past is not a common beginning"
 
 
+@pytest.mark.parametrize(
+    ("queue", "computing", "chosen"), [(1.0, 1.0, "b"), (1.0, 2.0, "a"), (2.0, 2.0, "b"), (0.0, 1.0, "a")]
+)
+async def test_the_weights_of_equation_1_decide(queue: float, computing: float, chosen: str) -> None:
+    """What a holds takes b 90 ms more to compute, and the queue at a is 115 ms longer."""
+    router = Router(RouterConfig(queue_weight=queue, exec_weight=computing))
+    fleet = tuple(
+        Instance(name=name, in_flight=1, queued_tokens=0, cached_tokens=0, last_picked=1) for name in "ab"
+    )
+    with router.costs.sending("a", 1150, 0, streams=True), router.costs.sending("b", 1, 0, streams=True):
+        told = POLICIES["cost"](
+            Prompt(1000), fleet, {"a": Match(900, own=True)}, router.costs, router.chooser._options
+        )
+    assert told.instance == chosen
+
+
 async def test_what_passed_by_is_believed_for_the_trees_time() -> None:
     clock = FakeClock()
     router = Router(RouterConfig(tree_ttl_secs=5.0), clock=clock)
