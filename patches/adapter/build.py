@@ -12,19 +12,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_ext.config import KvConfig, check_block_size, with_instance_id
+from sglang_ext.disagg.transfer.pools import PoolSpec
 from sglang_ext.engine.cache.mempool import engine_mempool
 from sglang_ext.engine.cache.metrics import CacheMetrics
 from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.events.agent import AgentFacts
 from sglang_ext.engine.model_identity import weights_digest
+from sglang_ext.engine.peers.fetch_link import arena_pool
 from sglang_ext.engine.ranks import Least, Ranks
 from sglang_ext.engine.tiers.cuda_mover import CudaMover
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.mover import LayerGate, Mover, ThreadMover
 from sglang_ext.engine.tiers.opening import open_below
+from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import Geometry
+from sglang_ext.keys import Namespace
 from sglang_ext.mempool.store import Store
 from sglang_ext.patches.adapter.build_agent import attach_agent, attach_hints, naming_of
 from sglang_ext.patches.adapter.build_disk import (
@@ -34,9 +38,18 @@ from sglang_ext.patches.adapter.build_disk import (
     names_on,
     promotions_from,
 )
-from sglang_ext.patches.adapter.build_peers import attach_peers, may_fetch
+from sglang_ext.patches.adapter.build_transfers import (
+    attach_peers,
+    endpoint_config,
+    hands_over,
+    kv_namespace,
+    may_fetch,
+    on_all_ranks_or_none,
+    start_fetching,
+    start_transfers,
+)
 from sglang_ext.patches.adapter.compute_ahead import ComputeAhead, SglangHost
-from sglang_ext.patches.adapter.hbm import pool_geometry, pool_planes
+from sglang_ext.patches.adapter.hbm import engine_geometry, pool_planes
 from sglang_ext.patches.adapter.radix_cache import CacheParts, GlobalRadixCache
 from sglang_ext.patches.adapter.support import require_computing, require_supported
 from sglang_ext.radix_global import Holder, RadixTree, policy_by_name
@@ -70,7 +83,9 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     hbm = Holder.of(instance, epoch, Tier.HBM)
     kvcache = params.token_to_kv_pool_allocator.get_kvcache()
     planes = pool_planes(kvcache)
-    geometry = _geometry_of(ctx, config, kvcache, planes)
+    geometry = engine_geometry(
+        kvcache, ctx.model_config, block_tokens=config.block_size, page_tokens=params.page_size
+    )
     dram = promotions = arena = below = disk = None
     shard = f"tp{ctx.tp_rank}of{ctx.tp_size}"
     fetches = may_fetch(config, ctx.server_args, adapters=_uses_adapters())
@@ -96,6 +111,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         gate = LayerGate(mover)
         kvcache.register_layer_transfer_counter(gate)
         ctx.tp_worker.register_hicache_layer_transfer_counter(gate)
+    transfers, addresses = _transfers_of(ctx, config, geometry, arena, identity if fetches else None, epoch)
     cache = GlobalRadixCache(
         params,
         CacheParts(
@@ -103,6 +119,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             hbm,
             dram,
             promotions,
+            transfers,
             metrics=CacheMetrics(ctx.tp_rank) if params.enable_metrics else None,
             load_min_tokens=config.load_min_tokens,
             load_always=config.load_policy == "always",
@@ -130,19 +147,9 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         host = SglangHost(lambda: cache.scheduler)
         cache.advice.computes = ComputeAhead(tree, hbm, cache.room, cache.prefetcher, cache.namespace, host)
     endpoints: tuple[str, ...] = ()
-    if fetches and dram is not None and arena is not None and identity is not None:
-        endpoints = attach_peers(
-            cache,
-            dram,
-            arena,
-            geometry,
-            config,
-            ctx.server_args,
-            identity,
-            instance=instance,
-            epoch=epoch,
-            group=params.tp_cache_group,
-        )
+    if fetches and dram is not None and transfers is not None:
+        endpoints = addresses
+        attach_peers(cache, dram, transfers, endpoints=len(endpoints))
     if config.router is not None and ctx.tp_rank == 0 and params.pp_rank == 0:
         names = below.names if below is not None else None
         agent = attach_agent(
@@ -173,22 +180,41 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     return cache
 
 
-def _geometry_of(
-    ctx: TreeCacheBuildContext, config: KvConfig, kvcache: Any, planes: list[list[torch.Tensor]]
-) -> Geometry:
-    from sglang.srt.runtime_context import get_parallel
+def _transfers_of(
+    ctx: TreeCacheBuildContext,
+    config: KvConfig,
+    geometry: Geometry,
+    arena: DramArena | None,
+    identity: Namespace | None,
+    epoch: int,
+) -> tuple[TransferThread | None, tuple[str, ...]]:
+    """The transfer thread of a rank that fetches, whose KV is of an identity then, or hands over; and where
+    all ranks are asked. None where one that only fetches cannot listen.
 
-    parallel = get_parallel()
-    return pool_geometry(
-        planes,
-        block_tokens=config.block_size,
-        page_tokens=ctx.params.page_size,
-        first_layer=kvcache.start_layer,
-        model_layers=ctx.model_config.num_hidden_layers,
-        tp_rank=parallel.attn_tp_rank,
-        tp_size=parallel.attn_tp_size,
-        model_kv_heads=ctx.model_config.get_total_num_kv_heads(),
+    Raises:
+        ConfigError: it hands over, and cannot.
+    """
+    handing_over = hands_over(ctx.server_args)
+    fetching = identity is not None and arena is not None
+    if not fetching and not handing_over:
+        return None, ()
+    kvcache = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    endpoint = endpoint_config(
+        config,
+        ctx.server_args,
+        kv_namespace(kvcache, ctx.model_config),
+        epoch=epoch.to_bytes(16, "big"),
+        rank=ctx.tp_rank,
     )
+    dram: PoolSpec | None = None
+    if arena is not None and (fetching or config.pd_caching == "3"):
+        dram = arena_pool(arena, geometry, identity.digest().hex() if identity is not None else "")
+    transfers: TransferThread | None
+    if handing_over or dram is None:
+        transfers = start_transfers(endpoint, config, kvcache, ctx.model_config, ctx.params.page_size, dram)
+    else:
+        transfers = start_fetching(endpoint, dram)
+    return on_all_ranks_or_none(transfers, ctx.params.tp_cache_group)
 
 
 def _small_priorities_first() -> bool:

@@ -36,6 +36,23 @@ def pool_planes(kvcache: Any) -> list[list[torch.Tensor]]:
     raise _unsupported(f"KV pools of the kind {type(kvcache).__name__}")
 
 
+def engine_geometry(kvcache: Any, model_config: Any, *, block_tokens: int, page_tokens: int) -> Geometry:
+    """The geometry of this rank's pool, by what SGLang knows of it and of the model."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return pool_geometry(
+        pool_planes(kvcache),
+        block_tokens=block_tokens,
+        page_tokens=page_tokens,
+        first_layer=kvcache.start_layer,
+        model_layers=model_config.num_hidden_layers,
+        tp_rank=parallel.attn_tp_rank,
+        tp_size=parallel.attn_tp_size,
+        model_kv_heads=model_config.get_total_num_kv_heads(),
+    )
+
+
 def _unsupported(what: str) -> ConfigError:
     return ConfigError(
         f"the global cache does not support {what}",

@@ -8,7 +8,6 @@ in `engine/pd/agent.py`, on a thread of its own; SGLang polls.
 from __future__ import annotations
 
 import logging
-import socket
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,14 +30,12 @@ from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 from sglang.srt.runtime_context import get_parallel
 from zmq.constants import POLLIN
 
-from sglang_ext.config import with_instance_id
 from sglang_ext.disagg.errors import RefusedError
 from sglang_ext.disagg.handover import FACTS, Giving, Taking
-from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine.cache.listeners import Listener
 from sglang_ext.engine.forward_fence import ForwardFence
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
-from sglang_ext.engine.pd.bootstrap import BootstrapService, listen_host
+from sglang_ext.engine.pd.bootstrap import BootstrapService
 from sglang_ext.engine.pd.decode_receiver import TakingRoom, Wanted, pages_of
 from sglang_ext.engine.pd.disk_loads import DiskAhead
 from sglang_ext.engine.pd.kv_writeback import ReturnGiver, ReturnTaker
@@ -47,21 +44,18 @@ from sglang_ext.engine.pd.prefill_sender import Room
 from sglang_ext.engine.pd.pushing import Computing, LayerFeed
 from sglang_ext.engine.pd.reservations import Blocks, Reservations
 from sglang_ext.engine.pd.settings import settings
+from sglang_ext.engine.peers.fetch_link import DRAM_POOL
 from sglang_ext.engine.ranks import Part
 from sglang_ext.mempool.store import Incoming
+from sglang_ext.patches.adapter.build_transfers import transfers_of
 from sglang_ext.patches.adapter.hbm import pool_planes
 from sglang_ext.patches.adapter.pd_setup import (
     BACKEND,
     FLAG,
     MetadataBuffers,
-    arena_pool,
-    first_rank_address,
     keys_of,
-    namespace_of,
-    pool_of,
-    reachable,
+    on_all_ranks,
     require_supported,
-    staging_of,
     watch_layers,
     weights_of,
 )
@@ -150,6 +144,16 @@ class _ReturnsGiven(Listener):
         self._giver.clear()
 
 
+class _UntilTheEnd(Listener):
+    """Hand-overs end before the cache does."""
+
+    def __init__(self, manager: GlobalKVManager) -> None:
+        self._manager = manager
+
+    def before_end(self) -> None:
+        self._manager.teardown()
+
+
 class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
     """One rank's manager, on either side."""
 
@@ -171,18 +175,15 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         self.pushes = config.transfer_mode != "pull"
         parallel = get_parallel()
         prefill = disaggregation_mode.value == "prefill"
-        keys = keys_of(config)
-        host = listen_host(server_args.host, keys)
         port = server_args.disaggregation_bootstrap_port
         cache = scheduler.tree_cache
         self.store = cache.store if isinstance(cache, GlobalRadixCache) else None
         """By which a request's slots are filled; None where nothing is kept."""
         returns = config.pd_caching == "3" and isinstance(cache, GlobalRadixCache)
-        dram = arena_pool(scheduler, cache) if returns and prefill else None
+        transfers = transfers_of(scheduler, config, args.page_size)
+        host, _, _ = transfers.endpoint.address.rpartition(":")
         self.agent = Agent(
             AgentConfig(
-                str(with_instance_id(config, server_args, socket.gethostname()).instance_id),
-                namespace_of(scheduler),
                 Local(
                     parallel.attn_tp_rank,
                     parallel.attn_tp_size,
@@ -192,16 +193,11 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
                     config.transfer_layout,
                 ),
                 "" if isinstance(cache, GlobalRadixCache) and cache.weights.moving else weights_of(scheduler),
-                host=reachable(host),
-                keys=keys,
-                bootstrap=f"{reachable(host)}:{port}" if prefill else "",
-                transports=tuple(TransportName(name) for name in config.transports.split(",") if name),
+                bootstrap=f"{host}:{port}" if prefill else "",
                 metrics=server_args.enable_metrics,
             ),
-            pool_of(scheduler, args.page_size),
+            transfers,
             self.buffers,
-            staging=staging_of(scheduler, args.page_size, config),
-            dram=dram,
         )
         self.feed: LayerFeed | None = None
         if config.transfer_mode == "push-by-layer" and prefill:
@@ -214,7 +210,8 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         self.meeting = ""
         """Where other decode servers find this one's ranks, to take requests over."""
         if not prefill:
-            self.meeting = first_rank_address(scheduler, self.agent.address)
+            group = scheduler.attn_tp_cpu_group if parallel.attn_tp_size > 1 else None
+            self.meeting = on_all_ranks(self.agent.address.encode(), group)[0].decode()
             self.agent.meet_at(self.meeting)
         self.migration = cache.migration if isinstance(cache, GlobalRadixCache) else None
         """By which requests leave for other decode servers, and come from them."""
@@ -226,11 +223,11 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         if not prefill and isinstance(cache, GlobalRadixCache) and cache.promotions is not None:
             self.disk = DiskAhead(cache, cache.promotions)
             self._parts.append(self.disk)
-        self._returns: Listener | None = None
+        self._listeners: list[Listener] = [_UntilTheEnd(self)]
         if returns:
             blocks = Blocks(cache)
             if prefill:
-                places = Reservations(blocks, into_dram=dram is not None)
+                places = Reservations(blocks, into_dram=DRAM_POOL in transfers.endpoint.pools)
                 several = parallel.attn_tp_size > 1
                 tell_all = cache.inbox.put if several and cache.inbox is not None else None
                 taker = ReturnTaker(
@@ -240,15 +237,19 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
                     tell_all,
                     self.fence,
                 )
-                self.agent.returns, self._returns = taker, _ReturnsTaken(taker)
+                self.agent.returns = taker
+                self._listeners.append(_ReturnsTaken(taker))
                 self._parts.append(taker)
             else:
                 giver = ReturnGiver(blocks, self.agent)
-                self.agent.giver, self._returns = giver, _ReturnsGiven(giver)
+                self.agent.giver = giver
+                self._listeners.append(_ReturnsGiven(giver))
                 self._parts.append(giver)
-            cache.listeners.add(self._returns)
-        for part in self._parts:
-            cache.ranks.add(part)
+        if isinstance(cache, GlobalRadixCache):
+            for listener in self._listeners:
+                cache.listeners.add(listener)
+            for part in self._parts:
+                cache.ranks.add(part)
         poller = getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)
         if poller is not None:
             poller.register(self.agent.wake_fd, POLLIN)
@@ -286,20 +287,23 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         return settings().transfer_mode != "push-by-layer"
 
     def teardown(self) -> None:
-        """The server changes its role, and is idle: end connections and rooms. The cache stays as it is."""
+        """The server changes its role, and is idle, or ends: end connections and rooms. The cache stays as it
+        is, and the transfer thread with it."""
         cache, scheduler = _process.scheduler.tree_cache, _process.scheduler
         poller = getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)
         if poller is not None:
             poller.unregister(self.agent.wake_fd)
         if isinstance(cache, GlobalRadixCache):
-            if self._returns is not None:
-                self._returns.before_clear()
-                cache.listeners.remove(self._returns)
+            for listener in self._listeners:
+                listener.before_clear()
+                cache.listeners.remove(listener)
             for part in self._parts:
                 cache.ranks.remove(part)
             cache.migration.manager = None
         _process.manager = None
         self.agent.close()
+        if not isinstance(cache, GlobalRadixCache) or cache.transfers is not self.agent.transfers:
+            self.agent.transfers.close()
 
     def register_to_bootstrap(self) -> None:
         """The agent does, again and again."""

@@ -46,6 +46,7 @@ from sglang_ext.engine.tiers.mover import NOTHING_TO_WAIT_FOR
 from sglang_ext.engine.tiers.prefill_clock import PrefillClock
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.tiers.slots import slot_ops
+from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.engine.weights import Weights
 from sglang_ext.keys import encode_tokens
 from sglang_ext.mempool import MemPool
@@ -93,6 +94,8 @@ class CacheParts:
     """A tier of the store; ``None`` for HBM only."""
     promotions: Promotions | None = None
     """Bring blocks from disk to DRAM; ``None`` without a disk."""
+    transfers: TransferThread | None = None
+    """Moves KV to and from other servers; ``None`` where none are known. The cache ends it."""
     metrics: CacheMetrics | None = None
     load_min_tokens: int = 0
     """DRAM hits shorter than this are computed instead of loaded."""
@@ -132,6 +135,7 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
         self.hbm = parts.hbm
         self.dram = dram = parts.dram
         self.promotions = promotions = parts.promotions
+        self.transfers = parts.transfers
         self.metrics = parts.metrics
         self.weights = parts.weights
         self.ranks = parts.ranks

@@ -52,6 +52,7 @@ class PoolMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blocks, block_tokens: ids run over [0, blocks), each `block_tokens` tokens.
     shard: (first layer, layers, first head, heads, model layers, model heads), see `geometry.Shard`.
     generations: offset of this pool's first generation in the control region, in bytes.
+    namespace: of the KV in it, where a pool of the same name may have other KV.
     """
 
     name: str
@@ -60,6 +61,7 @@ class PoolMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensors: tuple[TensorMeta, ...]
     shard: tuple[int, int, int, int, int, int]
     generations: int
+    namespace: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
-from pd_rig import METADATA, Rows, pool
+from pd_rig import METADATA, Rows, pool, transfer_thread
 
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.decode_receiver import Wanted
@@ -27,7 +27,8 @@ def main() -> None:
     spec, _ = pool(0, 1, PAGE, seed=1)
     local = Local(0, 1, PAGE, METADATA, options["mode"])
     bootstrap = options["address"] if prefills else ""
-    agent = Agent(AgentConfig(options["role"], "model", local, "weights", bootstrap=bootstrap), spec, Rows())
+    transfers = transfer_thread(options["role"], [spec])
+    agent = Agent(AgentConfig(local, "weights", bootstrap=bootstrap), transfers, Rows())
     room = None
     print("started", flush=True)
     for line in sys.stdin:

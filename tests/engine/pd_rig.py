@@ -9,15 +9,19 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.disagg.handover import HEARTBEAT_SECONDS, LEASE_SECONDS, VERDICT_SECONDS
 from sglang_ext.disagg.memory import MemoryKind
+from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transfer.control import CurveKeys
 from sglang_ext.disagg.transfer.pools import MemoryRange, PoolSpec
+from sglang_ext.disagg.transfer.staging import Staging
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.bootstrap import BootstrapService
 from sglang_ext.engine.pd.leases import POOL
+from sglang_ext.engine.pd.messages import MESSAGES
 from sglang_ext.engine.pd.peers import Local
-from sglang_ext.engine.pd.staging import Staging
+from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.geometry import Geometry, mha_geometry
 from sglang_ext.testing.servers.server import wait_until
 
@@ -90,6 +94,29 @@ def pool_and_geometry(rank: int, ranks: int, page: int, seed: int) -> tuple[Pool
     return PoolSpec.of_geometry(POOL, geometry, memory, lease_budget=PAGES), planes, geometry
 
 
+def transfer_thread(
+    name: str,
+    pools: Sequence[PoolSpec],
+    *,
+    rank: int = 0,
+    keys: CurveKeys | None = None,
+    transports: tuple[TransportName, ...] = (),
+    staging: Staging | None = None,
+) -> TransferThread:
+    """A rank's endpoint, as a server of this name has it."""
+    config = EndpointConfig(
+        name,
+        "model",
+        rank=rank,
+        keys=keys,
+        transports=transports,
+        lease_ttl=LEASE_SECONDS,
+        heartbeat=HEARTBEAT_SECONDS,
+        dead_after=VERDICT_SECONDS,
+    )
+    return TransferThread(config, pools, staging=staging, messages=MESSAGES)
+
+
 @dataclass
 class Rig:
     """A prefill and a decode server of one or more ranks each."""
@@ -106,7 +133,7 @@ class Rig:
         for side in (*self.prefill, *self.decode):
             side.agent.endpoint.check()
             side.agent.giving.check()
-            staging = side.agent.staging
+            staging = side.agent.transfers.staging
             assert staging is None or staging.used == 0, "staging that nobody gave back"
 
 
@@ -131,20 +158,24 @@ def rig(
         def side(name: str, rank: int, ranks: int, address: str) -> Side:
             spec, planes, geometry = pool_and_geometry(rank, ranks, page, seed=rank + 10 * len(name))
             rows = Rows()
+            layout = "blocks" if staging is None else "aggregated"
             config = AgentConfig(
-                name,
-                "model",
-                Local(rank, ranks, page, METADATA, mode, "blocks" if staging is None else "aggregated"),
-                "weights",
-                bootstrap=address,
-                keys=keys if name == "prefill" else decode_keys or keys,
-                transports=transports,
+                Local(rank, ranks, page, METADATA, mode, layout), "weights", bootstrap=address
             )
             room: Staging | None = None
             if staging is not None:
                 blocks = staging[0 if name == "prefill" else 1]
                 room = Staging(geometry, blocks * geometry.layout.block_bytes)
-            agent = Agent(config, spec, rows, staging=room)
+            transfers = transfer_thread(
+                name,
+                [spec],
+                rank=rank,
+                keys=keys if name == "prefill" else decode_keys or keys,
+                transports=transports,
+                staging=room,
+            )
+            stack.callback(transfers.close)
+            agent = Agent(config, transfers, rows)
             stack.callback(agent.close)
             return Side(agent, planes, rows, rank * HEADS // ranks)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pd_rig import METADATA, PAGES, Planes, Rows, pool
+from pd_rig import METADATA, PAGES, Planes, Rows, pool, transfer_thread
 
 from sglang_ext.disagg.handover import VERDICT_SECONDS, Giving, Taking, pins
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
@@ -102,7 +102,9 @@ def scene(stack: ExitStack, victim: str, mode: str) -> Scene:
     spec, planes = pool(0, 1, PAGE, seed=2)
     local = Local(0, 1, PAGE, METADATA, mode)
     own = bootstrap.address if role == "prefill" else ""
-    agent = Agent(AgentConfig(role, "model", local, "weights", bootstrap=own), spec, Rows())
+    transfers = transfer_thread(role, [spec])
+    stack.callback(transfers.close)
+    agent = Agent(AgentConfig(local, "weights", bootstrap=own), transfers, Rows())
     stack.callback(agent.close)
     process = Victim(victim, mode, bootstrap.address)
     stack.callback(process.close)

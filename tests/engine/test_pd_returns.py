@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 from engine_pools import PoolKind, chain_of
 from engine_simulation import Rank, Scenario, finish
-from pd_rig import METADATA, Rows
+from pd_rig import METADATA, Rows, transfer_thread
 from sglang.srt.managers.schedule_policy import match_prefix_for_req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_ext.disagg.tensors import arena_tensors
 from sglang_ext.disagg.transfer.pools import MemoryRange, PoolSpec
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.bootstrap import BootstrapService
 from sglang_ext.engine.pd.kv_writeback import ReturnGiver, ReturnTaker
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.peers import Local
-from sglang_ext.engine.pd.reservations import DRAM_POOL, Blocks, Reservations
+from sglang_ext.engine.pd.reservations import Blocks, Reservations
+from sglang_ext.engine.peers.fetch_link import arena_pool
 from sglang_ext.engine.ranks import Least, Part, Ranks
 from sglang_ext.patches.adapter.kv_manager import match_on_decode
 from sglang_ext.testing.servers.server import wait_until
@@ -47,15 +47,8 @@ def agent_of(rank: Rank, name: str, bootstrap: str, number: int = 0, ranks: int 
     local = Local(number, ranks, rank.pools.kind.page, METADATA)
     arena = rank.arena
     assert arena is not None
-    dram = PoolSpec(
-        DRAM_POOL,
-        arena.n_blocks,
-        geometry.block_tokens,
-        arena_tensors(geometry, arena.address, arena.n_blocks),
-        geometry.shard,
-        (MemoryRange(arena.address, arena.n_blocks * arena.block_bytes, keep=arena),),
-    )
-    return Agent(AgentConfig(name, "model", local, "weights", bootstrap=bootstrap), spec, Rows(), dram=dram)
+    transfers = transfer_thread(name, [spec, arena_pool(arena, geometry)], rank=number)
+    return Agent(AgentConfig(local, "weights", bootstrap=bootstrap), transfers, Rows())
 
 
 def request_from(host: str, port: str) -> Any:
@@ -126,6 +119,7 @@ def pair(request: pytest.FixtureRequest, sglang_config: None) -> Iterator[Pair]:
         stack.callback(bootstrap.close)
         agents = [agent_of(ranks[0], "p", bootstrap.address), agent_of(ranks[1], "d", "")]
         for agent in agents:
+            stack.callback(agent.transfers.close)
             stack.callback(agent.close)
         agents[1]._thread.run(agents[1]._peers.get(bootstrap.address))
         blocks = [Blocks(rank.cache) for rank in ranks]

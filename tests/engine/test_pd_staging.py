@@ -17,9 +17,9 @@ from test_pd_rooms import ROWS, hand_over, push
 
 from sglang_ext.config import KvConfig
 from sglang_ext.disagg.handover import Giving, Taking
+from sglang_ext.disagg.transfer.staging import STAGING, Staging
 from sglang_ext.engine.pd.decode_receiver import Wanted
 from sglang_ext.engine.pd.leases import POOL
-from sglang_ext.engine.pd.staging import STAGING, Staging
 from sglang_ext.errors import ConfigError
 from sglang_ext.patches.adapter.pd_setup import staging_of
 
@@ -60,7 +60,7 @@ def test_ranks_may_cut_the_heads_differently(prefill: int, decode: int) -> None:
 
 def test_one_rank_may_offer_packed_pages_and_another_its_own() -> None:
     with rig(2, 1, staging=(4, 8)) as servers:
-        first = servers.prefill[0].agent.staging
+        first = servers.prefill[0].agent.transfers.staging
         assert first is not None
         taken = first.take(3)
         assert taken is not None
@@ -142,8 +142,9 @@ def test_staging_is_kept_until_a_copy_has_ended(side: str, monkeypatch: pytest.M
         agents = servers.prefill[0].agent, servers.decode[0].agent
         agent = agents[0] if side == "prefill" else agents[1]
         begun, go_on = threading.Event(), threading.Event()
-        assert agent.staging is not None
-        packer = agent.staging._packer
+        staging = agent.transfers.staging
+        assert staging is not None
+        packer = staging._packer
         copy = packer.pack if side == "prefill" else packer.unpack
 
         def held(*args: object) -> None:
@@ -164,9 +165,9 @@ def test_staging_is_kept_until_a_copy_has_ended(side: str, monkeypatch: pytest.M
         else:
             agents[1].taking.abort(taking, "gone")
             assert taking.state is Taking.STOPPING, "its pages are still written to"
-        assert agent.staging.used == 3
+        assert staging.used == 3
         go_on.set()
-        servers.wait(lambda: agent.staging is not None and agent.staging.used == 0, "the end of the copy")
+        servers.wait(lambda: staging.used == 0, "the end of the copy")
         servers.wait(lambda: taking.state is Taking.FAILED, "the end on decode")
         servers.wait(lambda: room.state in (Giving.LOST, Giving.RELEASED), "the end on prefill")
         servers.check()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,14 +25,20 @@ from sglang_ext.config import KvConfig
 from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine.cache.metrics import CacheMetrics
-from sglang_ext.engine.peers.fetch_link import FetchLink, peer_name
+from sglang_ext.engine.peers.fetch_link import FetchLink, arena_pool, peer_name
 from sglang_ext.engine.peers.fetches import FetchResult
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.prefetch.advice import Advice
 from sglang_ext.engine.ranks import NOT_YET, Least
+from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.keys import Namespace, encode_tokens
 from sglang_ext.mempool.store import Call
-from sglang_ext.patches.adapter.build_peers import attach_peers, may_fetch
+from sglang_ext.patches.adapter.build_transfers import (
+    attach_peers,
+    endpoint_config,
+    may_fetch,
+    start_fetching,
+)
 from sglang_ext.patches.adapter.hbm import pool_geometry
 from sglang_ext.protocol.agent import TO_AGENT, Advise, Fetch, Lend, PeerDead, Source, ToAgent, Withdraw
 from sglang_ext.testing.fakes import FakeClock
@@ -38,6 +47,9 @@ pytestmark = pytest.mark.usefixtures("sglang_config")
 
 BLOCK = 4
 EPOCH = b"e" * 16
+HEARTBEAT = 0.5
+LONG = 30.0
+"""Seconds of silence after which nobody in a test takes another for dead by itself."""
 SCENARIO = Scenario(
     "two instances",
     hbm_tokens=240,
@@ -111,13 +123,16 @@ def make_server() -> Iterator[MakeServer]:
         clock: FakeClock | None = None,
         tp: tuple[int, int] = (0, 1),
         least: Least | None = None,
+        dead_after: float = 2.0,
     ) -> Server:
         rank = Rank(scenario, least=least)
         assert rank.arena is not None
         assert rank.tier is not None
         number, ranks = tp
         name = peer_name(f"server {len(made)}", EPOCH)
-        config = EndpointConfig(name, namespace, rank=number, transports=transports)
+        config = EndpointConfig(
+            name, "model", rank=number, transports=transports, heartbeat=HEARTBEAT, dead_after=dead_after
+        )
         geometry = pool_geometry(
             rank.pools.tensors,
             block_tokens=BLOCK,
@@ -128,7 +143,9 @@ def make_server() -> Iterator[MakeServer]:
             tp_size=ranks,
             model_kv_heads=2 * ranks,
         )
-        link = FetchLink(config, geometry, rank.arena)
+        transfers = TransferThread(config, [arena_pool(rank.arena, geometry, namespace)])
+        link = FetchLink(transfers)
+        rank.cache.transfers = transfers
         peers = PeerKv(
             rank.tree,
             rank.tier,
@@ -148,7 +165,7 @@ def make_server() -> Iterator[MakeServer]:
         return made[-1]
 
     yield make
-    for server in made:
+    for server in reversed(made):  # readers first: who asks a server that has ended waits for it
         server.rank.close()
 
 
@@ -451,37 +468,118 @@ def test_a_reader_that_dies_frees_what_was_lent(make_server: MakeServer) -> None
     assert owner.rank.tree.locked_blocks_of(owner.rank.dram_holder) == 0
 
 
+@contextmanager
+def silent(server: Server) -> Iterator[None]:
+    """Its transfer thread says nothing while the block runs, as if the process had died."""
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        go_on.wait(30)
+
+    assert server.rank.cache.transfers is not None
+    server.rank.cache.transfers.loop.call_soon_threadsafe(hold)
+    try:
+        assert held.wait(10)
+        yield
+    finally:
+        go_on.set()
+
+
+def heard_of(owner: Server) -> float:
+    """When the owner's only reader said something last."""
+    (session,) = owner.link.endpoint.owner.sessions
+    return session.last_seen
+
+
 @pytest.mark.parametrize("epoch", [EPOCH, b""], ids=["its epoch", "any epoch"])
-def test_a_death_that_is_told_frees_at_once_what_was_lent(make_server: MakeServer, epoch: bytes) -> None:
-    owner, reader = make_server(), make_server()
+def test_a_reader_that_a_router_calls_dead_keeps_what_it_was_lent_while_it_is_heard(
+    make_server: MakeServer, epoch: bytes
+) -> None:
+    owner, reader = make_server(dead_after=LONG), make_server()
     lend_20_blocks(owner, reader)
-    for others in (PeerDead("server 1", b"x" * 16), PeerDead("server", b""), PeerDead("server 10", EPOCH)):
-        owner.told(others)
-    for _ in range(3):
-        owner.rank.scheduler.step()
-    assert owner.peers.lending.lent_blocks == 20
-    # The reader still beats: its silence is not what ends the lease.
     owner.told(PeerDead("server 1", epoch))
-    owner.passes_until(lambda: not owner.peers.busy, "the lease to end")
-    assert owner.peers.lending.counters.given_back == 20
-    assert owner.rank.tree.locked_blocks_of(owner.rank.dram_holder) == 0
+    told = time.monotonic()
+    owner.passes_until(lambda: heard_of(owner) > told + 3 * HEARTBEAT, "heartbeats of the reader")
+    assert owner.peers.lending.lent_blocks == 20
+    fetched(reader)
+    assert reader.peers.fetches.counters.done == 1
 
 
-def test_a_holders_death_that_is_told_ends_the_wait(make_server: MakeServer) -> None:
-    owner, reader, tokens = served(make_server)
+@pytest.mark.parametrize(
+    ("dead", "ends"),
+    [
+        (PeerDead("server 1", EPOCH), True),
+        (PeerDead("server 1", b""), True),
+        (PeerDead("server 1", b"x" * 16), False),
+        (PeerDead("server", b""), False),
+        (PeerDead("server 10", EPOCH), False),
+        (None, False),
+    ],
+    ids=["its epoch", "any epoch", "another epoch", "another name", "a longer name", "nobody says so"],
+)
+def test_a_silent_reader_loses_what_it_was_lent_sooner_when_a_router_calls_it_dead(
+    make_server: MakeServer, dead: PeerDead | None, ends: bool
+) -> None:
+    owner, reader = make_server(dead_after=LONG), make_server()
+    lend_20_blocks(owner, reader)
+    with silent(reader):
+        # What it said last may still be on its way.
+        owner.passes_until(lambda: time.monotonic() > heard_of(owner) + HEARTBEAT, "the beginning of it")
+        heard = heard_of(owner)
+        if dead is not None:
+            owner.told(dead)
+        if ends:
+            owner.passes_until(lambda: not owner.peers.busy, "the lease to end")
+            assert owner.peers.lending.counters.given_back == 20
+            assert owner.rank.tree.locked_blocks_of(owner.rank.dram_holder) == 0
+        else:
+            owner.passes_until(lambda: time.monotonic() > heard + 4 * HEARTBEAT, "a silence")
+            assert owner.peers.lending.lent_blocks == 20
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_holder_that_a_router_calls_dead_is_waited_for_while_it_answers(
+    make_server: MakeServer, dies: bool
+) -> None:
+    owner, reader = make_server(), make_server(dead_after=LONG)
+    tokens = prompt(1, 20)
+    owner.serve(tokens)
     key = encode_tokens(tokens)
     # It never lends: that would be waited for until the end of the wait.
     reader.told(Fetch("r1", key, Source((owner.link.address,), "nothing"), wait_s=60.0))
     (fetch,) = reader.peers.fetches._active
     until(lambda: fetch.job.instance is not None, "the connection")
-    reader.told(PeerDead("server 0", EPOCH))
-    req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))
-    assert req.cached_tokens == 0
-    assert reader.peers.fetches.counters.gone == 1
-    # One that lives is connected to again.
-    lend_and_fetch(owner, reader, prompt(1, 20))
-    fetched(reader)
-    assert reader.peers.fetches.counters.done + reader.peers.fetches.counters.needless == 1
+    with silent(owner) if dies else nullcontext():
+        told = time.monotonic()
+        client = fetch.job.instance.links[0].client
+        until(lambda: not dies or time.monotonic() > client.heard + HEARTBEAT, "what was on its way")
+        reader.told(PeerDead("server 0", EPOCH))
+        if dies:
+            req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))
+            assert req.cached_tokens == 0
+            assert reader.peers.fetches.counters.gone == 1
+        else:
+            reader.passes_until(lambda: time.monotonic() > told + 4 * HEARTBEAT, "a few heartbeats")
+            assert reader.peers.fetches.busy
+    if dies:
+        # One that lives is connected to again.
+        lend_and_fetch(owner, reader, prompt(1, 20))
+        fetched(reader)
+        assert reader.peers.fetches.counters.done + reader.peers.fetches.counters.needless == 1
+
+
+def test_a_silent_holder_is_waited_for_when_nobody_calls_it_dead(make_server: MakeServer) -> None:
+    owner, reader = make_server(), make_server(dead_after=LONG)
+    tokens = prompt(1, 20)
+    key = encode_tokens(tokens)
+    reader.told(Fetch("r1", key, Source((owner.link.address,), "nothing"), wait_s=60.0))
+    (fetch,) = reader.peers.fetches._active
+    until(lambda: fetch.job.instance is not None, "the connection")
+    with silent(owner):
+        since = time.monotonic()
+        reader.passes_until(lambda: time.monotonic() > since + 4 * HEARTBEAT, "a silence")
+        assert reader.peers.fetches.busy
 
 
 def test_what_is_not_needed_is_given_back_at_once(make_server: MakeServer) -> None:
@@ -640,6 +738,14 @@ def test_which_servers_exchange_kv(
     assert may_fetch(config, SimpleNamespace(disaggregation_mode=mode), adapters=adapters) is expected
 
 
+def fetching(server: Server, config: KvConfig, host: str) -> TransferThread | None:
+    """What a server that listens at a host fetches by."""
+    assert server.rank.arena is not None
+    endpoint = endpoint_config(config, SimpleNamespace(host=host), "model float32", epoch=EPOCH, rank=0)
+    namespace = Namespace("model", "weights", "float32", "layout").digest().hex()
+    return start_fetching(endpoint, arena_pool(server.rank.arena, server.rank.pools.geometry(), namespace))
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 @pytest.mark.parametrize("secured", [False, True])
 def test_what_a_server_puts_together_fetches(
@@ -649,31 +755,24 @@ def test_what_a_server_puts_together_fetches(
         dram_size=1 << 20,
         router="http://127.0.0.1:1",
         cluster_key_file=str(key_file) if secured else None,
+        instance_id="one",
     )
     servers: list[Server] = []
     for _ in range(2):
         server = make_server()
         server.peers.close()
         cache = server.rank.cache
+        assert cache.transfers is not None
+        cache.transfers.close()
         cache.advice = server.advice
         assert server.rank.tier is not None
-        assert server.rank.arena is not None
-        (address,) = attach_peers(
-            cache,
-            server.rank.tier,
-            server.rank.arena,
-            server.rank.pools.geometry(),
-            config,
-            SimpleNamespace(host=host),
-            Namespace("model", "weights", "float32", "layout"),
-            instance="one",
-            epoch=1,
-            group=None,
-        )
+        cache.transfers = fetching(server, config, host)
+        assert cache.transfers is not None
+        attach_peers(cache, server.rank.tier, cache.transfers, endpoints=1)
         assert cache.peers is not None
         server.peers = cache.peers
         server.link = cache.peers._link  # type: ignore[assignment]
-        assert server.link.address == address
+        assert server.link.endpoint.config.instance == peer_name("one", EPOCH)
         servers.append(server)
     owner, reader = servers
     tokens = prompt(1, 20)
@@ -683,22 +782,12 @@ def test_what_a_server_puts_together_fetches(
     assert req.cached_tokens == 20 * BLOCK
 
 
-@pytest.mark.parametrize("host", ["::1", "192.0.2.1"])
+@pytest.mark.parametrize("host", ["2001:db8::1", "192.0.2.1"])
 def test_a_server_that_cannot_listen_does_without(make_server: MakeServer, key_file: Path, host: str) -> None:
-    server = make_server()
-    assert server.rank.tier is not None
-    assert server.rank.arena is not None
-    addresses = attach_peers(
-        server.rank.cache,
-        server.rank.tier,
-        server.rank.arena,
-        server.rank.pools.geometry(),
-        KvConfig(dram_size=1 << 20, router="http://127.0.0.1:1", cluster_key_file=str(key_file)),
-        SimpleNamespace(host=host),
-        Namespace("model", "weights", "float32", "layout"),
-        instance="one",
-        epoch=1,
-        group=None,
+    config = KvConfig(
+        dram_size=1 << 20,
+        router="http://127.0.0.1:1",
+        cluster_key_file=str(key_file),
+        instance_id="one",
     )
-    assert addresses == ()
-    assert server.rank.cache.peers is server.peers
+    assert fetching(make_server(), config, host) is None

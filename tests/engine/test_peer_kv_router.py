@@ -20,9 +20,10 @@ from engine_simulation import Rank, Scenario
 from sglang_ext.config import KvConfig
 from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.events.agent import AgentFacts
+from sglang_ext.engine.peers.fetch_link import arena_pool
 from sglang_ext.keys import Namespace, encode_tokens
 from sglang_ext.patches.adapter.build_agent import attach_agent, attach_hints
-from sglang_ext.patches.adapter.build_peers import attach_peers
+from sglang_ext.patches.adapter.build_transfers import attach_peers, endpoint_config, start_fetching
 from sglang_ext.protocol.agent import Advise
 from sglang_ext.radix_global import Holder
 from sglang_ext.router import Router, RouterConfig
@@ -55,6 +56,7 @@ class Node:
             block_size=BLOCK,
             router=f"http://127.0.0.1:{router_port}",
             cluster_key_file=str(key_file),
+            instance_id=name,
         )
         self.url = f"http://127.0.0.1:{port}"
         # Every simulated rank has one name, and members of a cluster have different ones.
@@ -73,18 +75,11 @@ class Node:
         assert self.rank.tier is not None
         assert self.rank.arena is not None
         assert self.cache.prefetcher is not None
-        endpoints = attach_peers(
-            self.cache,
-            self.rank.tier,
-            self.rank.arena,
-            self.rank.pools.geometry(),
-            config,
-            arguments,
-            IDENTITY,
-            instance=name,
-            epoch=port,
-            group=None,
-        )
+        endpoint = endpoint_config(config, arguments, "model", epoch=port.to_bytes(16, "big"), rank=0)
+        dram = arena_pool(self.rank.arena, self.rank.pools.geometry(), IDENTITY.digest().hex())
+        transfers = self.cache.transfers = start_fetching(endpoint, dram)
+        assert transfers is not None
+        attach_peers(self.cache, self.rank.tier, transfers, endpoints=1)
         agent = attach_agent(
             self.cache,
             arguments,
@@ -94,7 +89,7 @@ class Node:
             names=None,
             named={},
             namespace=IDENTITY,
-            endpoints=endpoints,
+            endpoints=(transfers.endpoint.address,),
         )
         attach_hints(self.cache, agent)
 

@@ -110,9 +110,9 @@ class Endpoint:
             messages,
         )
         self.instances: list[Instance] = []
-        self._left: dict[TransportName, PeerStats] = {}
-        self._returning: dict[tuple[str, ...], Instance] = {}
-        self._returning_lock = asyncio.Lock()
+        self._left: dict[tuple[str, TransportName], PeerStats] = {}
+        self._reached: dict[tuple[str, ...], Instance] = {}
+        self._reaching: dict[tuple[str, ...], asyncio.Lock] = {}
         self._owner = Owner(
             self.identity,
             self.pools,
@@ -236,8 +236,8 @@ class Endpoint:
             self._on_ended(pool, ended)
         return ended is not None
 
-    async def connect(self, addresses: Sequence[str]) -> Instance:
-        """CONNECT to every rank of an instance, in rank order.
+    async def connect(self, addresses: Sequence[str], use: str = "") -> Instance:
+        """CONNECT to every rank of an instance, in rank order. use: as what its bytes are counted.
 
         Raises:
             RefusedError: another namespace, dtype or version, by name. TransportUnavailableError: with the
@@ -247,7 +247,7 @@ class Endpoint:
         try:
             for address in addresses:
                 links.append(await self._connector.connect(address))
-            instance = Instance(links, self._metas, self.regions, self.config.rank, self._disconnected)
+            instance = Instance(links, self._metas, self.regions, self.config.rank, self._disconnected, use)
             for name in self._metas:
                 if any(name in link.pools for link in links) and len(links) == len(addresses):
                     with contextlib.suppress(RefusedError):
@@ -258,21 +258,52 @@ class Endpoint:
         self.instances.append(instance)
         return instance
 
-    def totals(self) -> dict[TransportName, PeerStats]:
-        """Counts since the endpoint was started, by transport, also of peers that left. From any thread."""
-        totals = {name: dataclasses.replace(stats) for name, stats in list(self._left.items())}
-        for link in [link for instance in list(self.instances) for link in instance.links]:
+    async def reach(self, *addresses: str, use: str = "") -> Instance:
+        """The connection to ranks of an instance: made once (see `connect`), and again when it broke.
+
+        Who does not answer keeps nobody from the others.
+        """
+        key = (use, *addresses)
+        async with self._reaching.setdefault(key, asyncio.Lock()):
+            known = self._reached.get(key)
+            if known is not None and not known.gone:
+                return known
+            if known is not None:
+                await known.close()
+            self._reached[key] = fresh = await self.connect(addresses, use)
+            return fresh
+
+    def doubt(self, instance: Callable[[str], bool]) -> None:
+        """Somebody else says that instances died, by their names. The verdict stays ours: who of them is
+        silent for one heartbeat from now on is gone, instead of for `dead_after`; who is not goes on.
+
+        On the event loop.
+        """
+        for link in [link for each in self.instances for link in each.links]:
+            if instance(link.who.instance):
+                link.doubt()
+        self._owner.doubt(instance, self.config.heartbeat)
+
+    def totals(self, use: str = "") -> dict[TransportName, PeerStats]:
+        """Counts of a use since the endpoint was started, by transport, also of peers that left. From any
+        thread."""
+        totals = {name: dataclasses.replace(s) for (of, name), s in list(self._left.items()) if of == use}
+        for link in [link for each in list(self.instances) if each.use == use for link in each.links]:
             totals.setdefault(link.peer.channel.name, PeerStats()).add(link.peer.stats)
         return totals
+
+    async def leave(self) -> None:
+        """Disconnect from everyone, and end what they were lent; who connects again is served."""
+        for instance in list(self.instances):
+            await instance.close()
+        await self._owner.close()
 
     async def close(self) -> None:
         """Disconnect from everyone, end all leases, release everything."""
         if self._closed:
             return
         self._closed = True
-        for instance in list(self.instances):
-            await instance.close()
-        await self._owner.close()
+        await self.leave()
         if self._ticking is not None:
             self._ticking.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -328,7 +359,7 @@ class Endpoint:
         pool = self.pools.get(message.pool)
         if pool is None or not message.offers:
             raise RefusedError("pool", f"no pool {message.pool!r} here, or nothing offered")
-        instance = await self._back(message.control)
+        instance = await self.reach(*message.control)
         plan = instance.plan(message.pool, message.offers[0].pool)
         part = plan.ranks[0]
         count = len(message.offers[0].blocks) // 8 * part.split_remote // part.split_local
@@ -350,24 +381,14 @@ class Endpoint:
             raise
         return Placed(pack_ids(blocks), inserted)
 
-    async def _back(self, control: tuple[str, ...]) -> Instance:
-        """The connection to a peer that asked us to read from it; made once, and again when it broke."""
-        async with self._returning_lock:
-            known = self._returning.get(control)
-            if known is not None and not known.gone:
-                return known
-            if known is not None:
-                await known.close()
-            self._returning[control] = fresh = await self.connect(control)
-            return fresh
-
     def _disconnected(self, instance: Instance) -> None:
         if instance in self.instances:
             self.instances.remove(instance)
             for link in instance.links:
-                self._left.setdefault(link.peer.channel.name, PeerStats()).add(link.peer.stats)
-        for key in [k for k, v in self._returning.items() if v is instance]:
-            del self._returning[key]
+                counted = self._left.setdefault((instance.use, link.peer.channel.name), PeerStats())
+                counted.add(link.peer.stats)
+        for key in [k for k, v in self._reached.items() if v is instance]:
+            del self._reached[key]
 
     def _notify(self, identity: bytes, message: Reply) -> None:
         if self._server is not None:

@@ -68,7 +68,10 @@ class Instance:
         regions: RegionTable,
         replica: int,
         on_close: Callable[[Instance], None],
+        use: str = "",
     ) -> None:
+        self.use = use
+        """As what its bytes are counted."""
         self.links = tuple(links)
         self._pools = pools
         self._regions = regions
@@ -99,6 +102,12 @@ class Instance:
         """
         found = self._plans.get((local, remote))
         if found is None:
+            mine = self._pools[local].namespace
+            for theirs in [link.pools[remote] for link in self.links if remote in link.pools]:
+                if local == remote and theirs.namespace != mine:
+                    raise RefusedError(
+                        "namespace", f"the KV in {remote!r} is of {theirs.namespace!r} there, {mine!r} here"
+                    )
             found = self._plans[local, remote] = reshard.plan(
                 self._pools[local],
                 self._regions.locate,

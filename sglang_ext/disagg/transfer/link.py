@@ -71,6 +71,10 @@ class Silence:
         """The peer lives."""
         self._waited = 0.0
 
+    def doubted(self, seconds: float) -> None:
+        """Somebody says that the peer is dead: another `seconds` without an answer are enough."""
+        self._waited = max(self._waited, self._dead_after - seconds)
+
     def unanswered(self, waited: float, late: float) -> bool:
         """A question was not answered; whether that makes it too long.
 
@@ -96,8 +100,12 @@ class Link:
         self.pools: dict[str, PoolMeta] = {p.name: p for p in who.pools}
         self.regions = [(i, m.address, m.nbytes) for i, m in enumerate(who.regions)]
         self._dead_after = dead
+        self._interval = heartbeat
+        self._silence = Silence(dead)
+        self._since = asyncio.get_running_loop().time()
+        """What is heard after this is a sign of life."""
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._beat = asyncio.create_task(self._heartbeat(heartbeat), name="kv-heartbeat")
+        self._beat = asyncio.create_task(self._heartbeat(), name="kv-heartbeat")
 
     def __repr__(self) -> str:
         return f"<Link {self.who.instance}/{self.who.rank} {self.peer!r}>"
@@ -113,6 +121,11 @@ class Link:
         """The peer is gone: end its transfers, and whoever waits for an answer."""
         self.peer.fail(error)
         self.client.fail(error)
+
+    def doubt(self) -> None:
+        """Somebody says that the peer is dead: the next question that it does not answer is the last."""
+        self._since = asyncio.get_running_loop().time()
+        self._silence.doubted(self._interval / 2)
 
     async def ask(self, message: Any, seconds: float | None) -> Any:
         """As `ControlClient.ask`; a session that the owner has given up is a peer that is gone."""
@@ -185,20 +198,19 @@ class Link:
         except TransferError as error:
             log.debug("%s: %s", self.who.instance, error)
 
-    async def _heartbeat(self, interval: float) -> None:
+    async def _heartbeat(self) -> None:
         """Ask once an interval. Each question has half of it to be answered, so that the verdict takes
         several, and one that fell into a time in which we did not run costs an interval and no more."""
-        pause = patience = interval / 2
-        silence, loop = Silence(self._dead_after), asyncio.get_running_loop()
-        before = loop.time()
+        pause = patience = self._interval / 2
+        silence, loop = self._silence, asyncio.get_running_loop()
         while self.peer.gone is None:
             asked = loop.time()
-            if self.client.heard > before:
+            if self.client.heard > self._since:
                 silence.answered()  # late, or something else: it lives
             try:
                 reply = await self.ask(Ping(self.session, self.peer.channel.name), patience)
             except TransferDeadlineError:
-                before = asked
+                self._since = max(self._since, asked)
                 if silence.unanswered(pause + patience, loop.time() - asked - patience):
                     self.fail(PeerGoneError(f"{self.who.instance} has not answered for too long"))
             except TransferError as error:

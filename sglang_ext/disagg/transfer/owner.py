@@ -171,6 +171,13 @@ class Owner:
         for grant in self._grants.quarantined():
             await self._fence(grant)
 
+    def doubt(self, instance: Callable[[str], bool], seconds: float) -> None:
+        """Readers of instances that may be dead have so long to be heard."""
+        latest = self._clock.monotonic() - self._dead_after + seconds
+        for session in self._sessions.values():
+            if instance(session.reader.instance):
+                session.last_seen = min(session.last_seen, latest)
+
     async def end(self, session: Session) -> None:
         """A reader is gone, or says that it goes: end all that it held."""
         self._sessions.pop(session.number, None)

@@ -76,6 +76,8 @@ class PoolSpec:
         seals what is open, and its end opens what no other lease holds, before anybody is told of the end.
         Whoever leases keeps the engine from reusing the blocks until then (by a lock on tree nodes, or a
         request that has not been freed), and gives that up in `on_ended`.
+    namespace: what a peer's pool of this name must have too before one is read into the other, such as the
+        names of model, weights and shard.
     """
 
     name: str
@@ -86,6 +88,7 @@ class PoolSpec:
     memory: tuple[MemoryRange, ...]
     lease_budget: int = 0
     borrowed: bool = False
+    namespace: str = ""
 
     @staticmethod
     def of_geometry(
@@ -136,7 +139,13 @@ class PoolSpec:
             RangeError: the metadata contradict themselves.
         """
         meta = PoolMeta(
-            self.name, self.blocks, self.block_tokens, self.tensors, shard_tuple(self.shard), generations
+            self.name,
+            self.blocks,
+            self.block_tokens,
+            self.tensors,
+            shard_tuple(self.shard),
+            generations,
+            self.namespace,
         )
         try:
             pool_strided(meta)
@@ -159,6 +168,7 @@ class OwnedPool:
         self.name = spec.name
         self.meta = meta
         self.blocks = spec.blocks
+        self.block_bytes = sum(part.nbytes for part in spec.memory) // spec.blocks
         self._borrowed = spec.borrowed
         self._generations = GenerationTable(counters)
         self._leases = LeaseTable(spec.blocks, spec.lease_budget or max(1, spec.blocks // 2), numbers)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
     from sglang_ext.engine.tiers.dram_tier import DramTier
     from sglang_ext.engine.tiers.promotions import Promotions
+    from sglang_ext.engine.transfer_thread import TransferThread
     from sglang_ext.engine.weights import Weights
     from sglang_ext.mempool import MemPool
     from sglang_ext.mempool.store import Store
@@ -36,6 +37,7 @@ class CacheLifecycle:
     prefetcher: Prefetcher | None
     advice: Advice | None
     peers: PeerKv | None
+    transfers: TransferThread | None
     pool: MemPool | None
     feed: PlacementFeed | None
     listeners: Listeners
@@ -149,6 +151,8 @@ class CacheLifecycle:
         self.listeners.before_end()
         if self.peers is not None:
             self.peers.close()
+        if self.transfers is not None:
+            self.transfers.close()
         if self.dram is not None:
             self.dram.close()
         if self.promotions is not None:

@@ -1,6 +1,6 @@
-"""One rank's part in prefill and decode apart: its endpoint, its rooms, and the sockets by which others ask.
+"""One rank's part in prefill-decode disaggregation: its rooms, and what others ask about them.
 
-Everything here runs on one thread beside the scheduler's; the scheduler only looks at the states of rooms.
+Everything here runs on the rank's transfer thread; the scheduler only looks at the states of rooms.
 `wake_fd` becomes readable when a room has moved, so that an idle scheduler need not spin.
 """
 
@@ -16,20 +16,12 @@ from typing import Any, get_args
 
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.disagg.errors import PeerProtocolError, TransferError
-from sglang_ext.disagg.handover import HEARTBEAT_SECONDS, LEASE_SECONDS, VERDICT_SECONDS
-from sglang_ext.disagg.transfer.config import EndpointConfig
-from sglang_ext.disagg.transfer.control import MemberKeys
-from sglang_ext.disagg.transfer.engine import Endpoint
-from sglang_ext.disagg.transfer.instance import Instance
-from sglang_ext.disagg.transfer.leases import Ended
-from sglang_ext.disagg.transfer.pools import PoolSpec
-from sglang_ext.disagg.transports import TransportName
+from sglang_ext.disagg.transfer.staging import STAGING, Staging
 from sglang_ext.engine.pd.bootstrap import REGISTER_SECONDS, Registry
 from sglang_ext.engine.pd.decode_receiver import Claims, MetadataRows, TakingRooms
 from sglang_ext.engine.pd.kv_writeback import ReturnGiver, ReturnTaker, refused
 from sglang_ext.engine.pd.leases import POOL, LeaseBook
 from sglang_ext.engine.pd.messages import (
-    MESSAGES,
     Abort,
     Ask,
     Done,
@@ -48,8 +40,7 @@ from sglang_ext.engine.pd.metrics import AgentMetrics, AgentState
 from sglang_ext.engine.pd.peers import Local, PrefillPeer, PrefillPeers
 from sglang_ext.engine.pd.prefill_sender import GivingRooms
 from sglang_ext.engine.pd.pushing import LayerFeed, Writing
-from sglang_ext.engine.pd.staging import STAGING, Staging
-from sglang_ext.engine.peers.transfer_thread import LoopThread
+from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.wire import unpack_ids
 
 log = logging.getLogger(__name__)
@@ -59,68 +50,48 @@ TICK_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """Who this rank is. weights: of the whole model, as in messages. host: where to listen. bootstrap:
-    host:port of the server's own bootstrap port, for prefill. transports: see `EndpointConfig`. metrics:
-    whether to publish them.
+    """How this rank takes part. weights: of the whole model, as in messages. bootstrap: host:port of the
+    server's own bootstrap port, for prefill. metrics: whether to publish them.
     """
 
-    instance: str
-    namespace: str
     local: Local
     weights: Weights
-    host: str = "127.0.0.1"
-    keys: MemberKeys | None = None
     bootstrap: str = ""
-    transports: tuple[TransportName, ...] = ()
     metrics: bool = False
 
 
 class Agent:
-    """The transfer thread of one rank. `giving` on prefill, `taking` on decode."""
+    """Hand-overs and returns of one rank. `giving` on prefill, `taking` on decode."""
 
     giving: GivingRooms
     taking: TakingRooms
-    endpoint: Endpoint
 
     def __init__(
-        self,
-        config: AgentConfig,
-        pool: PoolSpec,
-        rows: MetadataRows,
-        clock: Clock | None = None,
-        staging: Staging | None = None,
-        dram: PoolSpec | None = None,
+        self, config: AgentConfig, transfers: TransferThread, rows: MetadataRows, clock: Clock | None = None
     ) -> None:
-        """Start. staging: for the layout `aggregated`; ended by `close`. dram: where returns may go.
-
-        What `Endpoint.start` raises.
+        """Take part from now on. transfers: its endpoint has the pool `hbm`, with staging for the layout
+        `aggregated`, and is asked `messages.MESSAGES`.
         """
         self.config = config
-        self._dram = dram
-        self.staging = staging
+        self.transfers = transfers
+        self.endpoint = transfers.endpoint
         self._rows = rows
         self.registry = Registry(clock or SystemClock())
         self._clock = clock or SystemClock()
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._tasks: list[asyncio.Task[None]] = []
-        self._started: set[asyncio.Future[None]] = set()
-        self._backs: dict[tuple[str, ...], Instance] = {}
-        self._back_locks: dict[tuple[str, ...], asyncio.Lock] = {}
-        """One each: who does not answer keeps nobody from the others."""
+        self._started: set[asyncio.Future[Any]] = set()
         self.returns: ReturnTaker | None = None
         self.giver: ReturnGiver | None = None
         self.weights: Weights = ""
         """With which this rank computes."""
         self.metadata_rows: Callable[[], int] = int
         """Rows of SGLang's metadata buffers in use."""
-        self._thread = LoopThread("kv-transfer")
         try:
-            self._thread.run(self._start(pool))
+            transfers.run(self._start())
         except BaseException:
-            self._thread.close()
             os.close(self.wake_fd)
             raise
-
         self.weights_changed(config.weights)
 
     def weights_changed(self, weights: Weights) -> None:
@@ -131,14 +102,14 @@ class Agent:
         self.taking.weights_changed(weights)
 
     def __repr__(self) -> str:
-        return f"<Agent {self.config.instance} {self.giving!r} {self.taking!r} {self.endpoint!r}>"
+        return f"<Agent {self.giving!r} {self.taking!r} {self.endpoint!r}>"
 
     def state(self) -> AgentState:
         """What is going on, counted."""
         return AgentState(
             rooms={"prefill": self.giving.live, "decode": self.taking.live},
             ends={"prefill": dict(self.giving.ends), "decode": dict(self.taking.ends)},
-            leased_pages=sum(pool.pinned for pool in self.endpoint.pools.values()),
+            leased_pages=sum(book.pool.pinned for book in self._books.values()),
             unfenced_pages=self.endpoint.owner.set_aside,
             returns={
                 side: dict(part.outcomes)
@@ -177,11 +148,11 @@ class Agent:
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Run something on the transfer thread. From any thread."""
-        self._thread.loop.call_soon_threadsafe(self._keep, work)
+        self.transfers.loop.call_soon_threadsafe(self._keep, work)
 
     def layer_feed(self, first: int, layers: int) -> LayerFeed:
         """Sends layers as a forward pass computes them."""
-        return LayerFeed(self._thread.loop, first, layers)
+        return LayerFeed(self.transfers.loop, first, layers)
 
     def settle(self, future: asyncio.Future[None]) -> None:
         """Let what waits for a future go on. From any thread."""
@@ -190,73 +161,39 @@ class Agent:
             if not future.done():
                 future.set_result(None)
 
-        self._thread.loop.call_soon_threadsafe(finish)
+        self.transfers.loop.call_soon_threadsafe(finish)
 
-    async def back(self, *controls: str) -> Instance:
-        """The connection to ranks of a decode server that offers something; made once, remade after a
-        death."""
-        async with self._back_locks.setdefault(controls, asyncio.Lock()):
-            known = self._backs.get(controls)
-            if known is not None and not known.gone:
-                return known
-            if known is not None:
-                await known.close()
-            self._backs[controls] = fresh = await self.endpoint.connect(list(controls))
-            return fresh
-
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+    def _keep(self, work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
         task = asyncio.ensure_future(work)
         self._started.add(task)
         task.add_done_callback(self._started.discard)
+        return task
 
     def close(self) -> None:
-        """Leave: end rooms, leases and connections. Safe to call again."""
+        """Leave: end rooms, leases and connections. The transfer thread goes on, and others may take part by
+        it. Safe to call again."""
         if self.wake_fd < 0:
             return
-        self._thread.run(self._stop())
-        self._thread.close()
-        if self.staging is not None:
-            self.staging.close()
+        self.transfers.run(self._stop())
         os.close(self.wake_fd)
         self.wake_fd = -1
 
-    async def _start(self, pool: PoolSpec) -> None:
-        config, loop = self.config, asyncio.get_running_loop()
+    async def _start(self) -> None:
+        config, loop, staging = self.config, asyncio.get_running_loop(), self.transfers.staging
         claims, pushes = Claims(), config.local.mode != "pull"
-        self.endpoint = await Endpoint.start(
-            EndpointConfig(
-                config.instance,
-                config.namespace,
-                rank=config.local.rank,
-                bind=config.host,
-                keys=config.keys,
-                transports=config.transports,
-                lease_ttl=LEASE_SECONDS,
-                heartbeat=HEARTBEAT_SECONDS,
-                dead_after=VERDICT_SECONDS,
-            ),
-            [
-                pool,
-                *([self.staging.spec] if self.staging is not None else ()),
-                *([self._dram] if self._dram is not None else ()),
-            ],
-            clock=self._clock,
-            on_ended=self._lease_ended,
-            receiver=claims if pushes else None,
-            messages=MESSAGES,
-        )
         claims.revoke = self.endpoint.owner.revoke
-        self.book = LeaseBook(self.endpoint.pools[POOL], self.endpoint)
+        self.endpoint.owner.receiver = claims if pushes else None
+        pool = self.endpoint.pools[POOL]
+        self.book = LeaseBook(pool, self.endpoint)
         self._books = {POOL: self.book}
         staged: tuple[Staging, LeaseBook] | None = None
-        if self.staging is not None:
-            self.staging.attach(self.endpoint)
-            book = LeaseBook(self.endpoint.pools[STAGING], self.endpoint, self.book.lock)
-            self._books[STAGING] = book
-            staged = self.staging, book
-        page_bytes = sum(part.nbytes for part in pool.memory) // pool.blocks
+        if staging is not None:
+            self._books[STAGING] = LeaseBook(self.endpoint.pools[STAGING], self.endpoint, self.book.lock)
+            staged = staging, self._books[STAGING]
+        for name, book in self._books.items():
+            self.transfers.watch_leases(name, book.ended)
         self.giving = GivingRooms(
-            self.book, self._clock, loop, self.wake, self._claim, pushes, staged, page_bytes
+            self.book, self._clock, loop, self.wake, self._claim, pushes, staged, pool.block_bytes
         )
         self._peers = PrefillPeers(self.endpoint, config.local)
         self.taking = TakingRooms(
@@ -267,10 +204,10 @@ class Agent:
             loop,
             self.wake,
             (claims, self.endpoint.address) if pushes else None,
-            self.staging,
-            page_bytes,
+            staging,
+            pool.block_bytes,
         )
-        self.endpoint.serve(get_args(Ask), self._answer)
+        self.endpoint.serve(get_args(Ask), self._answered)
         self._tasks.append(asyncio.create_task(self._ticking(), name="kv-pd-tick"))
         if config.bootstrap:
             self._tasks.append(
@@ -281,24 +218,29 @@ class Agent:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.endpoint.serve(get_args(Ask), None)
         for started in list(self._started):
             started.cancel()
         await asyncio.gather(*self._started, return_exceptions=True)
         await self.taking.close()
-        self.endpoint.serve(get_args(Ask), None)
         await self._peers.close()
-        await self.endpoint.close()
-
-    def _lease_ended(self, pool: str, ended: Ended) -> None:
-        self._books[pool].ended(ended)
+        await self.endpoint.leave()
+        self.endpoint.owner.receiver = None
+        for name in self._books:
+            self.transfers.watch_leases(name, None)
 
     async def _claim(self, room: int, target: Push) -> Writing | None:
         """Make a decode rank's pages ours to write."""
         wanted = unpack_ids(target.pages)
         if not wanted.size:
             return None
-        instance = await self.back(target.control)
-        return await Writing.begin(self.endpoint, instance, f"{room:x}", wanted, target.pool, self.staging)
+        instance = await self.endpoint.reach(target.control)
+        staging = self.transfers.staging
+        return await Writing.begin(self.endpoint, instance, f"{room:x}", wanted, target.pool, staging)
+
+    async def _answered(self, identity: bytes, message: Ask) -> Any:
+        """As `_answer`, for as long as this rank takes part."""
+        return await self._keep(self._answer(identity, message))
 
     async def _answer(self, _identity: bytes, message: Ask) -> Any:
         match message:
@@ -341,7 +283,7 @@ class Agent:
     async def _registering(self, bootstrap: str) -> None:
         """Say again and again that this rank lives; the bootstrap port may start later, or anew."""
         me = RankInfo(
-            self.config.instance,
+            self.endpoint.config.instance,
             self.endpoint.epoch,
             self.config.local.rank,
             self.config.local.ranks,

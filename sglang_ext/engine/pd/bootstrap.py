@@ -17,7 +17,7 @@ from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.disagg.errors import PeerProtocolError, RefusedError
 from sglang_ext.disagg.transfer.control import ControlServer, MemberKeys
 from sglang_ext.engine.pd.messages import MESSAGES, Ask, Lookup, Ok, RankInfo, Register, Topology
-from sglang_ext.engine.peers.transfer_thread import LoopThread
+from sglang_ext.engine.transfer_thread import LoopThread
 from sglang_ext.hosts import is_loopback
 
 log = logging.getLogger(__name__)

@@ -39,11 +39,11 @@ from sglang_ext.disagg.handover import (
 )
 from sglang_ext.disagg.messages import Offer
 from sglang_ext.disagg.runs import Ids
+from sglang_ext.disagg.transfer.staging import STAGING, Staging
 from sglang_ext.engine.forward_fence import Passed, nothing_runs, until_passed
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import Ready, Weights
 from sglang_ext.engine.pd.peers import PrefillPeer, PrefillPeers
-from sglang_ext.engine.pd.staging import STAGING, Staging
 from sglang_ext.errors import SglangExtError
 from sglang_ext.wire import pack_ids, unpack_ids
 

@@ -142,7 +142,7 @@ class ReturnGiver:
         if (self._pinned + len(pages)) * BUDGET > self._agent.endpoint.pools[POOL].blocks:
             return "budget"
         self._begun += 1
-        name = f"{self._agent.config.instance}/{req.bootstrap_room}/{self._begun}"
+        name = f"{self._agent.endpoint.config.instance}/{req.bootstrap_room}/{self._begun}"
         going = _Going(name, f"{req.bootstrap_host}:{req.bootstrap_port}", node, pages)
         self._blocks.lock(node)
         self._pinned += len(pages)
@@ -374,7 +374,7 @@ class ReturnTaker:
         lacking = np.empty(blocks.pages_of(coming.parts[0].tokens) - skip, np.int64)
         instance: Instance | None = None
         try:
-            instance = await self._agent.back(*(part.control for part in coming.parts))
+            instance = await self._agent.endpoint.reach(*(part.control for part in coming.parts))
             mine = (part.offers[self._agent.config.local.rank] for part in coming.parts)
             offers = [after_skip(offer, Wanted(lacking, skip, 0)) for offer in mine]
             await until_passed(passed)

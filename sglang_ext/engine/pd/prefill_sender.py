@@ -30,10 +30,10 @@ from sglang_ext.disagg.handover import (
 )
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.disagg.transfer.leases import LeaseEnd
+from sglang_ext.disagg.transfer.staging import Staging
 from sglang_ext.engine.pd.leases import LeaseBook
 from sglang_ext.engine.pd.messages import MAX_ROOM, Join, Meet, Push, Ready, Weights, alike
 from sglang_ext.engine.pd.pushing import Writing
-from sglang_ext.engine.pd.staging import Staging
 from sglang_ext.errors import SglangExtError
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Push: prefill writes a request's KV into pages that decode has set aside, whole or layer by layer.
 
-Whole, it may be packed first (`engine/pd/staging.py`), and is then written as one range.
+Whole, it may be packed first (`disagg/transfer/staging.py`), and is then written as one range.
 
 By layer (MemServe, section 5.2), a layer of the pages that a forward pass completes is sent while the next
 layers are computed; what that leaves (cached prefixes, the last page of a chunk) goes at the end. SGLang may
@@ -23,9 +23,9 @@ from sglang_ext.disagg.messages import Placed, Reserve, Reserved, Written
 from sglang_ext.disagg.runs import Ids, Runs
 from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.disagg.transfer.instance import Instance
+from sglang_ext.disagg.transfer.staging import STAGING, Staging
 from sglang_ext.disagg.transfer.transactions import Direction
 from sglang_ext.engine.pd.leases import POOL
-from sglang_ext.engine.pd.staging import STAGING, Staging
 from sglang_ext.wire import pack_ids
 
 NOT_SENT = -1

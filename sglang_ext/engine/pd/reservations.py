@@ -9,6 +9,7 @@ import numpy as np
 
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.engine.pd.leases import POOL
+from sglang_ext.engine.peers.fetch_link import DRAM_POOL
 from sglang_ext.mempool.store import Refusal, Reservation, Use
 from sglang_ext.radix_global import Node
 from sglang_ext.tiers import Tier
@@ -16,8 +17,6 @@ from sglang_ext.tiers import Tier
 if TYPE_CHECKING:
     from sglang_ext.engine.cache.view import RankCache
 
-DRAM_POOL = "dram"
-"""Of an agent's endpoint: the DRAM arena, in blocks of the cache."""
 BUDGET = 4
 """At most one part of so many of a tier is set aside for returns."""
 

@@ -1,4 +1,4 @@
-"""A rank's DRAM arena as peers read it, and as it reads theirs: an endpoint on a thread of its own.
+"""A rank's DRAM arena as peers read it, and as it reads theirs, on the rank's transfer thread.
 
 The scheduler's thread publishes leases and starts jobs, and looks at what became of them; it never waits for
 a peer. Blocks are lent as a ``borrowed`` pool's: the arena's allocator knows nothing of counters, so a lease
@@ -9,15 +9,14 @@ seals what it lends and its end opens it again. Whoever publishes keeps a lock o
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import threading
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from sglang_ext.disagg.errors import (
-    PeerGoneError,
     RefusedError,
     StaleReadError,
     TransferDeadlineError,
@@ -25,20 +24,22 @@ from sglang_ext.disagg.errors import (
 )
 from sglang_ext.disagg.messages import Offer
 from sglang_ext.disagg.runs import Ids
-from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.disagg.transfer.leases import Ended
 from sglang_ext.disagg.transfer.pools import PoolSpec
-from sglang_ext.engine.peers.transfer_thread import LoopThread
-from sglang_ext.errors import InternalError, SglangExtError
+from sglang_ext.engine.transfer_thread import TransferThread
+from sglang_ext.errors import SglangExtError
 from sglang_ext.geometry import Geometry
 from sglang_ext.tiered_store.dram.arena import DramArena
 from sglang_ext.wire import pack_ids, unpack_ids
 
 log = logging.getLogger(__name__)
 
-POOL = "dram"
+DRAM_POOL = "dram"
+"""Of a rank's endpoint: the DRAM arena, in blocks of the cache."""
+USE = "fetch"
+"""As what the bytes are counted."""
 ASK_SECONDS = 0.005
 """Between two questions for a lease that the owner's scheduler has not published yet."""
 DECLINE_SECONDS = 5.0
@@ -80,37 +81,28 @@ class Job:
     """Nothing of it runs on the link's thread any more."""
 
 
-class FetchLink:
-    """See the module's docstring.
+def arena_pool(arena: DramArena, geometry: Geometry, namespace: str = "") -> PoolSpec:
+    """The arena as a pool of an endpoint.
 
     Args:
-        config: who this rank is; its namespace must differ wherever KV is not interchangeable.
-        geometry, arena: what is lent and filled.
-
-    Raises:
-        What ``Endpoint.start`` raises.
+        geometry: of the engine's pool, in blocks of the cache.
+        namespace: differs wherever KV is not interchangeable.
     """
+    return dataclasses.replace(PoolSpec.of_arena(DRAM_POOL, geometry, arena), namespace=namespace)
 
-    def __init__(self, config: EndpointConfig, geometry: Geometry, arena: DramArena) -> None:
+
+class FetchLink:
+    """See the module's docstring. The thread's endpoint has the arena as ``arena_pool`` describes it."""
+
+    def __init__(self, transfers: TransferThread) -> None:
         self._over: set[int] = set()
-        self._peers: dict[str, Instance] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._thread = LoopThread("kv-fetch")
-        spec = PoolSpec.of_arena(POOL, geometry, arena)
-        try:
-            started = self._thread.run(Endpoint.start(config, [spec], on_ended=self._lease_ended))
-        except BaseException:
-            self._thread.close()
-            raise
-        self._endpoint: Endpoint | None = started
+        self._transfers = transfers
+        transfers.watch_leases(DRAM_POOL, self._lease_ended)
 
     @property
     def endpoint(self) -> Endpoint:
-        """The endpoint, until ``close``."""
-        if self._endpoint is None:
-            raise InternalError("the link is closed")
-        return self._endpoint
+        """The rank's endpoint."""
+        return self._transfers.endpoint
 
     @property
     def address(self) -> str:
@@ -119,22 +111,22 @@ class FetchLink:
 
     @property
     def transport_bytes(self) -> dict[str, int]:
-        """Bytes that were read from peers, by the transport that brought them. From any thread."""
-        return {str(name): stats.bytes for name, stats in self.endpoint.totals().items()}
+        """Bytes that were fetched from peers, by the transport that brought them. From any thread."""
+        return {str(name): stats.bytes for name, stats in self.endpoint.totals(USE).items()}
 
     # -- lending ------------------------------------------------------------------------------------
 
     def publish(self, loan: str, ids: Ids, seconds: float) -> int | None:
         """Lease blocks to whoever asks for ``loan``; the lease, or ``None`` where that cannot be."""
         try:
-            return self.endpoint.publish(POOL, loan, ids, seconds).lease
+            return self.endpoint.publish(DRAM_POOL, loan, ids, seconds).lease
         except TransferError as error:  # the budget is spent
             log.debug("%s is not lent: %s", loan, error)
         return None
 
     def withdraw(self, lease: int) -> None:
         """Take a lease back. When this returns, its blocks have another generation."""
-        self.endpoint.withdraw(POOL, lease)
+        self.endpoint.withdraw(DRAM_POOL, lease)
         self._over.discard(lease)
 
     def forget(self, lease: int) -> None:
@@ -145,14 +137,14 @@ class FetchLink:
         """Whether a lease has ended, however."""
         return lease in self._over
 
-    def _lease_ended(self, _pool: str, ended: Ended) -> None:
+    def _lease_ended(self, ended: Ended) -> None:
         self._over.add(ended.lease.number)
 
     # -- fetching -----------------------------------------------------------------------------------
 
     def ask(self, address: str, loan: str, seconds: float) -> Job:
         """Ask a peer for what it lends under a name; it may publish that a little later."""
-        job = Job(address, loan, self._thread.loop.time() + seconds)
+        job = Job(address, loan, self._transfers.loop.time() + seconds)
         self._start(job, asking=True)
         return job
 
@@ -166,12 +158,12 @@ class FetchLink:
 
     def drop(self, job: Job) -> None:
         """What is offered is not needed: let the peer have it back."""
-        self._thread.loop.call_soon_threadsafe(self._release, job)
+        self._transfers.loop.call_soon_threadsafe(self._release, job)
 
     def decline(self, address: str, loan: str) -> None:
         """What a peer lends under a name is not needed: let it have that back."""
         self._start(
-            Job(address, loan, self._thread.loop.time() + DECLINE_SECONDS, declined=True), asking=True
+            Job(address, loan, self._transfers.loop.time() + DECLINE_SECONDS, declined=True), asking=True
         )
 
     def cancel(self, job: Job) -> None:
@@ -181,15 +173,14 @@ class FetchLink:
             if job.task is not None:
                 job.task.cancel()
 
-        self._thread.loop.call_soon_threadsafe(stop)
+        self._transfers.loop.call_soon_threadsafe(stop)
         if not job.ended.wait(END_SECONDS):
             log.error("a read from %s does not end", job.address)
 
     def _start(self, job: Job, *, asking: bool, start: int = 0, ids: Ids | None = None) -> None:
         def begin() -> None:
             work = self._asking(job) if asking or ids is None else self._reading(job, start, ids)
-            job.task = asyncio.ensure_future(work)
-            self._keep(job.task)
+            job.task = self._transfers.keep(work)
             # Also of one that is cancelled before it begins.
             job.task.add_done_callback(ended)
 
@@ -209,13 +200,14 @@ class FetchLink:
             else:
                 job.read = blocks
 
-        self._thread.loop.call_soon_threadsafe(begin)
+        self._transfers.loop.call_soon_threadsafe(begin)
 
     async def _asking(self, job: Job) -> int:
         async with asyncio.timeout_at(job.deadline):
             began = asyncio.get_running_loop().time()
-            job.instance = await self._peer(job.address)
+            job.instance = await self.endpoint.reach(job.address, use=USE)
             job.connecting_s = asyncio.get_running_loop().time() - began
+            job.instance.plan(DRAM_POOL, DRAM_POOL)  # of another namespace, it is refused before it is asked
             job.offer = await self._offered(job.instance, job)
         return len(unpack_ids(job.offer.blocks))
 
@@ -223,7 +215,7 @@ class FetchLink:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                return await instance.offer(0, job.loan, POOL, max(0.001, job.deadline - loop.time()))
+                return await instance.offer(0, job.loan, DRAM_POOL, max(0.001, job.deadline - loop.time()))
             except RefusedError as error:
                 if error.reason != "request":
                     raise
@@ -240,7 +232,7 @@ class FetchLink:
             generations=pack_ids(unpack_ids(offer.generations)[start:end]),
         )
         try:
-            instance.transfer(job.loan, [part], POOL, ids)
+            instance.transfer(job.loan, [part], DRAM_POOL, ids)
             await instance.landed(job.loan, max(0.001, job.deadline - asyncio.get_running_loop().time()))
         finally:
             # Nobody waits for the peer to hear of it: the bytes are here, or of no use.
@@ -266,60 +258,21 @@ class FetchLink:
             link = instance.links[0]
             link.spawn(link.complete(job.loan, offer.lease, True, 5.0))
 
-    async def _peer(self, address: str) -> Instance:
-        """The connection to a peer's rank; made once, and again after a death."""
-        async with self._locks.setdefault(address, asyncio.Lock()):
-            known = self._peers.get(address)
-            if known is not None and not known.gone:
-                return known
-            if known is not None:
-                del self._peers[address]
-                await known.close()
-            fresh = self._peers[address] = await self.endpoint.connect([address])
-            return fresh
-
     # -- deaths -------------------------------------------------------------------------------------
 
     def peer_dead(self, instance: str, epoch: bytes) -> None:
-        """An instance died: end what was lent to it, and what is read from it. An empty epoch means any."""
-        self._thread.loop.call_soon_threadsafe(self._bury, peer_name(instance, epoch))
+        """A router says that an instance died: who of it is silent is given up sooner. An empty epoch means
+        any."""
+        dead = peer_name(instance, epoch)
 
-    def _bury(self, dead: str) -> None:
-        def died(name: str) -> bool:
+        def said(name: str) -> bool:
             return name.startswith(dead) if dead.endswith(EPOCH_MARK) else name == dead
 
-        endpoint = self._endpoint
-        if endpoint is None:
-            return
-        for session in endpoint.owner.sessions:
-            if died(session.reader.instance):
-                log.info("%s is dead: what it was lent is free", session.reader.instance)
-                self._keep(asyncio.ensure_future(endpoint.owner.end(session)))
-        for peer in self._peers.values():
-            if died(peer.name):
-                for link in peer.links:
-                    link.fail(PeerGoneError(f"{peer.name} is dead"))
+        self._transfers.loop.call_soon_threadsafe(self.endpoint.doubt, said)
 
     def close(self) -> None:
-        """Disconnect, and end every lease. Safe to call again."""
-        endpoint = self._endpoint
-        if endpoint is None:
-            return
-        self._thread.run(self._end(endpoint))
-        self._thread.close()
-        # What it has mapped goes with the last reference.
-        self._endpoint = None
-        self._peers.clear()
-
-    async def _end(self, endpoint: Endpoint) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await endpoint.close()
-
-    def _keep(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        """Lend and fetch no more."""
+        self._transfers.watch_leases(DRAM_POOL, None)
 
     def __repr__(self) -> str:
-        return f"FetchLink(closed={self._endpoint is None}, peers={len(self._peers)})"
+        return f"FetchLink({self._transfers!r})"

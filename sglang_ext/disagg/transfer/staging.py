@@ -21,7 +21,6 @@ from sglang_ext.disagg.tensors import arena_tensors
 from sglang_ext.disagg.transfer.aggregate import Packer
 from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.disagg.transfer.pools import MemoryRange, PoolSpec
-from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.geometry import Geometry
 
 STAGING = "staging"
@@ -31,10 +30,11 @@ class Staging:
     """The staging of one rank: blocks of a page each. `take` and `give` are thread-safe.
 
     geometry: of the engine's pool, with blocks of one page. nbytes: how much memory; at least one page is
-    taken, and never more than the pool has.
+    taken, and never more than the pool has. of: the engine's pool, by its name at the endpoint.
     """
 
-    def __init__(self, geometry: Geometry, nbytes: int) -> None:
+    def __init__(self, geometry: Geometry, nbytes: int, of: str = "hbm") -> None:
+        self._of = of
         block_bytes = geometry.layout.block_bytes
         pages = geometry.slots // geometry.page_tokens
         self.blocks = max(1, min(pages, nbytes // block_bytes))
@@ -66,7 +66,7 @@ class Staging:
 
     def attach(self, endpoint: Endpoint) -> None:
         """The endpoint serves the engine's pool and `spec` now."""
-        self._packer = Packer(endpoint.pools[POOL].meta, endpoint.pools[STAGING].meta, endpoint.regions)
+        self._packer = Packer(endpoint.pools[self._of].meta, endpoint.pools[STAGING].meta, endpoint.regions)
 
     def take(self, count: int) -> Ids | None:
         """So many blocks side by side, the first that are free; None when there are none."""

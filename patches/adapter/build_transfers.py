@@ -1,0 +1,176 @@
+"""Puts together what moves a rank's KV to and from other servers: its transfer thread, and fetching by it."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+from typing import Any
+
+from sglang_ext.config import KvConfig, with_instance_id
+from sglang_ext.disagg.handover import HEARTBEAT_SECONDS, LEASE_SECONDS, VERDICT_SECONDS
+from sglang_ext.disagg.memory import MemoryKind
+from sglang_ext.disagg.transfer.config import EndpointConfig
+from sglang_ext.disagg.transfer.pools import MemoryRange, PoolSpec
+from sglang_ext.disagg.transfer.staging import Staging
+from sglang_ext.disagg.transports import TransportName
+from sglang_ext.engine.model_identity import config_digest, kv_dtype
+from sglang_ext.engine.pd.bootstrap import listen_host
+from sglang_ext.engine.pd.leases import POOL
+from sglang_ext.engine.pd.messages import MESSAGES
+from sglang_ext.engine.peers.fetch_link import FetchLink, peer_name
+from sglang_ext.engine.peers.peer_kv import PeerKv
+from sglang_ext.engine.tiers.dram_tier import DramTier
+from sglang_ext.engine.transfer_thread import TransferThread
+from sglang_ext.errors import ConfigError, SglangExtError
+from sglang_ext.patches.adapter.hbm import engine_geometry, pool_planes
+from sglang_ext.patches.adapter.pd_setup import BACKEND, keys_of, on_all_ranks, reachable
+from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
+
+logger = logging.getLogger(__name__)
+
+
+def may_fetch(config: KvConfig, server_args: Any, *, adapters: bool) -> bool:
+    """Whether a server exchanges KV with peers: when a router can tell it to.
+
+    Not with adapters, whose names mean something on one server only. Decode servers do so for requests that
+    leave one of them for another; prefill servers, whose requests stay, do not.
+    """
+    stays = server_args.disaggregation_mode == "prefill"
+    return config.router is not None and config.dram_size > 0 and not adapters and not stays
+
+
+def hands_over(server_args: Any) -> bool:
+    """Whether a server takes part in hand-overs by our transfer backend."""
+    ours = server_args.disaggregation_mode != "null"
+    return ours and bool(server_args.disaggregation_transfer_backend == BACKEND)
+
+
+def endpoint_config(
+    config: KvConfig, server_args: Any, namespace: str, *, epoch: bytes, rank: int
+) -> EndpointConfig:
+    """How a rank takes part in transfers. namespace: see ``kv_namespace``.
+
+    Raises:
+        ConfigError: the cluster's key cannot be used.
+    """
+    keys = keys_of(config)
+    instance = str(with_instance_id(config, server_args, socket.gethostname()).instance_id)
+    return EndpointConfig(
+        peer_name(instance, epoch),
+        namespace,
+        rank=rank,
+        bind=reachable(listen_host(server_args.host, keys)),
+        keys=keys,
+        transports=tuple(TransportName(name) for name in config.transports.split(",") if name),
+        lease_ttl=LEASE_SECONDS,
+        heartbeat=HEARTBEAT_SECONDS,
+        dead_after=VERDICT_SECONDS,
+    )
+
+
+def kv_namespace(kvcache: Any, model_config: Any) -> str:
+    """What servers that exchange KV must share from start to end, however each cuts the model: configuration
+    and dtype. Their weights may change (``pd_setup.weights_of``).
+    """
+    return f"{config_digest(model_config.hf_config)} {kv_dtype(model_config, kvcache.dtype)}"
+
+
+def start_transfers(
+    endpoint: EndpointConfig,
+    config: KvConfig,
+    kvcache: Any,
+    model_config: Any,
+    page_tokens: int,
+    dram: PoolSpec | None = None,
+) -> TransferThread:
+    """The transfer thread of a rank that hands over: over the engine's pool, and DRAM beside it.
+
+    Raises:
+        ConfigError: the pool is on a device, and the layout `aggregated`. What ``Endpoint.start`` raises.
+    """
+    planes = pool_planes(kvcache)
+    kind = MemoryKind.HOST if planes[0][0].device.type == "cpu" else MemoryKind.CUDA
+    geometry = engine_geometry(kvcache, model_config, block_tokens=page_tokens, page_tokens=page_tokens)
+    memory = [
+        MemoryRange(plane.data_ptr(), plane.nbytes, kind, keep=plane) for layer in planes for plane in layer
+    ]
+    # Every request may be leased: its slots are held by the engine anyway.
+    hbm = PoolSpec.of_geometry(POOL, geometry, memory, lease_budget=geometry.slots)
+    staging: Staging | None = None
+    if config.transfer_layout == "aggregated":
+        if kind is not MemoryKind.HOST:
+            raise ConfigError(
+                "aggregated is for pools in host memory",
+                field="--kv-transfer-layout",
+                hint="Use blocks",
+            )
+        staging = Staging(geometry, config.transfer_staging_size)
+    pools = [hbm, *([dram] if dram is not None else ())]
+    return TransferThread(endpoint, pools, staging=staging, messages=MESSAGES)
+
+
+def transfers_of(scheduler: Any, config: KvConfig, page_tokens: int) -> TransferThread:
+    """The transfer thread of a scheduler's rank; one of its own where its cache is SGLang's."""
+    cache = scheduler.tree_cache
+    if isinstance(cache, GlobalRadixCache) and cache.transfers is not None:
+        return cache.transfers
+    kvcache = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    endpoint = endpoint_config(
+        config,
+        scheduler.server_args,
+        kv_namespace(kvcache, scheduler.model_config),
+        epoch=secrets.token_bytes(16),
+        rank=engine_rank(),
+    )
+    return start_transfers(endpoint, config, kvcache, scheduler.model_config, page_tokens)
+
+
+def engine_rank() -> int:
+    """This process's place among the ranks of its instance."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().attn_tp_rank)
+
+
+def start_fetching(endpoint: EndpointConfig, dram: PoolSpec) -> TransferThread | None:
+    """The transfer thread of a rank that fetches and lends only; None where it cannot listen."""
+    try:
+        if ":" in endpoint.bind:
+            raise ConfigError(f"peers are not reached over IPv6 ({endpoint.bind})", field="--host")
+        # An address that is not this host's is found out before anything is registered.
+        socket.create_server((endpoint.bind, 0)).close()
+        return TransferThread(endpoint, [dram], messages=MESSAGES)
+    except (SglangExtError, OSError) as error:
+        logger.warning("KV is neither fetched from other instances nor lent to them: %s", error)
+        return None
+
+
+def on_all_ranks_or_none(
+    transfers: TransferThread | None, group: Any
+) -> tuple[TransferThread | None, tuple[str, ...]]:
+    """This rank's thread, and the addresses of all ranks, if each has one. Called in every rank at once."""
+    mine = "" if transfers is None else transfers.endpoint.address
+    addresses = tuple(each.decode() for each in on_all_ranks(mine.encode(), group))
+    if transfers is None or all(addresses):
+        return transfers, addresses if all(addresses) else ()
+    transfers.close()
+    return None, ()
+
+
+def attach_peers(
+    cache: GlobalRadixCache, tier: DramTier, transfers: TransferThread, *, endpoints: int
+) -> None:
+    """Let a rank of an instance with so many endpoints fetch and lend."""
+    cache.peers = PeerKv(
+        cache.tree,
+        tier,
+        FetchLink(transfers),
+        cache.ranks,
+        namespace=cache.namespace,
+        fresh=lambda: cache.weights.as_started,
+        rank=transfers.endpoint.config.rank,
+        endpoints=endpoints,
+    )
+    if cache.advice is not None:
+        cache.advice.peers = cache.peers
