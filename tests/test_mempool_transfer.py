@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,6 +24,7 @@ from sglang_ext.keys import Namespace
 from sglang_ext.mempool import AddressError, ArenaRegion, MemPool, MemType, Received, serve
 from sglang_ext.mempool.envelope import Envelope, seal, unseal
 from sglang_ext.mempool.regions import Rows
+from sglang_ext.testing.transfer.rig import Gate
 from sglang_ext.tiers import Tier
 
 GEOMETRY = mha_geometry(
@@ -30,6 +33,7 @@ GEOMETRY = mha_geometry(
 LAYOUT = GEOMETRY.layout
 SPACE = Namespace("m", "w", "float16", LAYOUT.facts())
 NO_TENANT = msgspec.msgpack.encode(Envelope(b"p"))
+LEASE = 0.6
 FLAGS = [TransferFlag.PULL, TransferFlag.PUSH]
 
 
@@ -61,7 +65,9 @@ async def pair() -> AsyncIterator[Pair]:
     pools = [MemPool.create(name, LAYOUT, 8, 6, namespace=SPACE) for name in ("one", "two")]
     received: list[Received] = []
     endpoints = [
-        await serve(pool, EndpointConfig(pool.instance, "m/w"), GEOMETRY, on_received=received.append)
+        await serve(
+            pool, EndpointConfig(pool.instance, "m/w", lease_ttl=LEASE), GEOMETRY, on_received=received.append
+        )
         for pool in pools
     ]
     peer = await endpoints[0].connect([endpoints[1].address])
@@ -96,6 +102,46 @@ async def test_blocks_arrive_at_their_owner(pair: Pair, flag: TransferFlag) -> N
     assert np.array_equal(pair.two.read(received.addresses)[0], kv(1, 3))
     assert pair.two.free_mem(id="session") == 3
     assert pair.one.free_mem(mine) == 3
+
+
+@pytest.mark.parametrize("renewed", [True, False], ids=["renewed", "twin"])
+async def test_reading_may_take_longer_than_a_lease(
+    pair: Pair, renewed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not renewed:
+        monkeypatch.setattr(Instance, "keeping", lambda *_: nullcontext())
+    sender, receiver = pair.endpoints
+    (link,) = (await receiver.reach(sender.address)).links
+    gate = Gate(link.peer, "read")
+    mine = pair.one.alloc_mem(3, id="r")
+    pair.one.write(mine, kv(1, 3))
+    leases = sender.pools["hbm"]._leases._leases
+    sending = asyncio.create_task(pair.one.transfer(pair.peer, mine, id="r", seconds=30.0))
+    try:
+        await until(gate.reached.is_set)
+        (number,) = leases
+        granted = leases[number].deadline
+        # Longer than a lease lives: it still does, or is over.
+        await until(lambda: leases[number].deadline > granted + LEASE if renewed else not leases)
+        if not renewed:
+            pair.one.write(mine, kv(2, 3))  # nothing keeps its owner from that
+    finally:
+        gate.go.set()
+    if renewed:
+        await sending
+        (received,) = pair.received
+        assert np.array_equal(pair.two.read(received.addresses)[0], kv(1, 3))
+        assert pair.two.free_mem(id="r") == 3
+    else:
+        with pytest.raises(RefusedError):
+            await sending
+    assert pair.one.free_mem(mine) == 3
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - it is true in a thread of its own
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("flag", FLAGS)

@@ -11,9 +11,10 @@ from sglang_ext.config import KvConfig, with_instance_id
 from sglang_ext.disagg.handover import HEARTBEAT_SECONDS, LEASE_SECONDS, VERDICT_SECONDS
 from sglang_ext.disagg.memory import MemoryKind
 from sglang_ext.disagg.transfer.config import EndpointConfig
-from sglang_ext.disagg.transfer.pools import MemoryRange, PoolSpec
+from sglang_ext.disagg.transfer.pools import PoolSpec
 from sglang_ext.disagg.transfer.staging import Staging
 from sglang_ext.disagg.transports import TransportName
+from sglang_ext.engine.cache.mempool import SlotRegion
 from sglang_ext.engine.model_identity import config_digest, kv_dtype
 from sglang_ext.engine.pd.bootstrap import listen_host
 from sglang_ext.engine.pd.leases import POOL
@@ -23,6 +24,7 @@ from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.errors import ConfigError, SglangExtError
+from sglang_ext.geometry import Geometry
 from sglang_ext.patches.adapter.hbm import engine_geometry, pool_planes
 from sglang_ext.patches.adapter.pd_setup import BACKEND, keys_of, on_all_ranks, reachable
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
@@ -92,22 +94,24 @@ def start_transfers(
     planes = pool_planes(kvcache)
     kind = MemoryKind.HOST if planes[0][0].device.type == "cpu" else MemoryKind.CUDA
     geometry = engine_geometry(kvcache, model_config, block_tokens=page_tokens, page_tokens=page_tokens)
-    memory = [
-        MemoryRange(plane.data_ptr(), plane.nbytes, kind, keep=plane) for layer in planes for plane in layer
-    ]
-    # Every request may be leased: its slots are held by the engine anyway.
-    hbm = PoolSpec.of_geometry(POOL, geometry, memory, lease_budget=geometry.slots)
-    staging: Staging | None = None
-    if config.transfer_layout == "aggregated":
-        if kind is not MemoryKind.HOST:
-            raise ConfigError(
-                "aggregated is for pools in host memory",
-                field="--kv-transfer-layout",
-                hint="Use blocks",
-            )
-        staging = Staging(geometry, config.transfer_staging_size)
+    hbm = SlotRegion(planes, geometry.layout, page_tokens=page_tokens).spec(POOL, geometry)
     pools = [hbm, *([dram] if dram is not None else ())]
-    return TransferThread(endpoint, pools, staging=staging, messages=MESSAGES)
+    return TransferThread(endpoint, pools, staging=staging_of(config, geometry, kind), messages=MESSAGES)
+
+
+def staging_of(config: KvConfig, geometry: Geometry, kind: MemoryKind) -> Staging | None:
+    """Where requests are packed; None with the layout `blocks`. geometry: of a pool, in pages.
+
+    Raises:
+        ConfigError: the pool is on a device.
+    """
+    if config.transfer_layout != "aggregated":
+        return None
+    if kind is not MemoryKind.HOST:
+        raise ConfigError(
+            "aggregated is for pools in host memory", field="--kv-transfer-layout", hint="Use blocks"
+        )
+    return Staging(geometry, config.transfer_staging_size)
 
 
 def transfers_of(scheduler: Any, config: KvConfig, page_tokens: int) -> TransferThread:

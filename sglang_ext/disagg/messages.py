@@ -161,7 +161,8 @@ class Written(Message, frozen=True, tag="written"):
 class Take(Message, frozen=True, tag="take"):
     """Pull form of transfer, one round trip: allocate, read what is offered, insert.
 
-    offers: of every rank of the sender, in rank order; control: their control addresses.
+    offers: of every rank of the sender, in rank order; control: their control addresses. limit_ms: how long
+    reading may take.
     """
 
     session: Session
@@ -169,6 +170,7 @@ class Take(Message, frozen=True, tag="take"):
     offers: Annotated[tuple[Offer, ...], msgspec.Meta(max_length=4096)]
     control: Annotated[tuple[Name, ...], msgspec.Meta(max_length=4096)]
     pool: Name
+    limit_ms: Milliseconds
     blocks: Blob = b""
     insert: bool = False
     tokens: Blob = b""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -15,9 +13,9 @@ from pd_rig import METADATA, Rig, rig
 
 from sglang_ext.disagg import handover
 from sglang_ext.disagg.handover import Giving, Taking, moving_seconds
-from sglang_ext.disagg.runs import Runs
+from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.disagg.transfer.leases import LeaseTable
-from sglang_ext.disagg.transports import CancelToken, TransportName
+from sglang_ext.disagg.transports import TransportName
 from sglang_ext.disagg.transports._guard import GuardPages
 from sglang_ext.engine.pd import (
     decode_receiver as pd_taking,
@@ -28,29 +26,14 @@ from sglang_ext.engine.pd import (
 from sglang_ext.engine.pd import (
     pushing as pd_pushing,
 )
-from sglang_ext.engine.pd.decode_receiver import Claims, TakingRooms, Wanted
+from sglang_ext.engine.pd.decode_receiver import Claims, Wanted
 from sglang_ext.engine.pd.leases import POOL
+from sglang_ext.testing.transfer.rig import Gate
 
 ROWS = bytes(range(METADATA))
 NUMBERS = itertools.count(1)
 HERE, THERE = [5, 3, 9], [40, 2, 7]
 ANOTHERS = 7.0
-
-
-class Gate:
-    """Holds every read or write of a channel before its first byte."""
-
-    def __init__(self, channel: Any, name: str) -> None:
-        self.reached, self.go = threading.Event(), threading.Event()
-        stock = getattr(channel, name)
-
-        def gated(lane: int, runs: Runs, token: CancelToken, *rest: Any) -> None:
-            self.reached.set()
-            assert self.go.wait(30)
-            # A writer that was stopped here has looked at its token already.
-            stock(lane, runs, CancelToken() if name == "write" else token, *rest)
-
-        setattr(channel, name, gated)
 
 
 @pytest.mark.parametrize("renewed", [True, False], ids=["renewed", "twin"])
@@ -59,12 +42,7 @@ def test_a_read_may_take_longer_than_a_lease(renewed: bool, monkeypatch: pytest.
     monkeypatch.setattr(pd_taking, "LEASE_SECONDS", 0.6)
     monkeypatch.setattr(pd_taking, "RENEW_SECONDS", 0.1)
     if not renewed:
-
-        @contextlib.asynccontextmanager
-        async def nothing(*_: object) -> AsyncIterator[None]:
-            yield
-
-        monkeypatch.setattr(TakingRooms, "_renewing", nothing)
+        monkeypatch.setattr(Instance, "keeping", lambda *_: contextlib.nullcontext())
     with rig(transports=(TransportName.CMA,)) as servers:
         number = next(NUMBERS)
         prefill, decode = servers.prefill[0].agent, servers.decode[0].agent
@@ -72,8 +50,7 @@ def test_a_read_may_take_longer_than_a_lease(renewed: bool, monkeypatch: pytest.
         prefill.giving.complete(given, np.array(HERE), ROWS)
         servers.wait(lambda: taken.state is Taking.READY, "an offer")
         (link,) = decode.endpoint.instances[0].links
-        link.peer._inline_bytes = 0  # a lane reads, as a large request is read
-        gate = Gate(link.peer.channel, "read")
+        gate = Gate(link.peer, "read")
         table: LeaseTable = prefill.endpoint.pools[POOL]._leases
         (lease,) = table._leases
         granted = table._leases[lease].deadline
@@ -122,8 +99,7 @@ def test_a_large_request_has_longer(mode: str, counted: bool, monkeypatch: pytes
             decode.taking.read(taken, wanted)
             servers.wait(lambda: prefill.giving.granted(given) is not None, "decode's pages")
         (link,) = mover.endpoint.instances[0].links
-        link.peer._inline_bytes = 0
-        gate = Gate(link.peer.channel, "read" if mode == "pull" else "write")
+        gate = Gate(link.peer, "read" if mode == "pull" else "write")
         try:
             if mode == "pull":
                 decode.taking.read(taken, wanted)
@@ -162,7 +138,7 @@ def test_a_push_that_comes_late_harms_no_other_request(
         decode.taking.read(taken, Wanted(np.array(THERE), 0, 0))
         servers.wait(lambda: prefill.giving.granted(given) is not None, "decode's pages")
         writes = [link for instance in prefill.endpoint.instances for link in instance.links]
-        gate = Gate(writes[0].peer.channel, "write")
+        gate = Gate(writes[0].peer, "write")
         slots = (np.array(THERE)[:, None] * servers.page + np.arange(servers.page)).ravel()
         try:
             prefill.giving.complete(given, np.array(HERE), ROWS)

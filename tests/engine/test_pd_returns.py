@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,9 @@ from pd_rig import METADATA, Rows, transfer_thread
 from sglang.srt.managers.schedule_policy import match_prefix_for_req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.disagg.transfer.pools import MemoryRange, PoolSpec
+from sglang_ext.engine.pd import kv_writeback
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.bootstrap import BootstrapService
 from sglang_ext.engine.pd.kv_writeback import ReturnGiver, ReturnTaker
@@ -29,6 +31,7 @@ from sglang_ext.engine.peers.fetch_link import arena_pool
 from sglang_ext.engine.ranks import Least, Part, Ranks
 from sglang_ext.patches.adapter.kv_manager import match_on_decode
 from sglang_ext.testing.servers.server import wait_until
+from sglang_ext.testing.transfer.rig import Gate
 from sglang_ext.tiers import Tier
 
 NAMESPACE = (0, None, None)
@@ -121,7 +124,7 @@ def pair(request: pytest.FixtureRequest, sglang_config: None) -> Iterator[Pair]:
         for agent in agents:
             stack.callback(agent.transfers.close)
             stack.callback(agent.close)
-        agents[1]._thread.run(agents[1]._peers.get(bootstrap.address))
+        agents[1].transfers.run(agents[1]._peers.get(bootstrap.address))
         blocks = [Blocks(rank.cache) for rank in ranks]
         taker = ReturnTaker(Reservations(blocks[0], into_dram=True), agents[0], lambda: False)
         agents[0].returns = taker
@@ -141,6 +144,38 @@ def test_prefill_gets_what_it_lacks(pair: Pair) -> None:
     assert pair.taker.tokens == pair.giver.tokens == (len(ANSWERED) // block - len(PROMPT) // block) * block
     for rank in (pair.prefill, pair.decode):
         rank.check()
+
+
+@pytest.mark.parametrize("renewed", [True, False], ids=["renewed", "twin"])
+def test_a_return_may_be_read_for_longer_than_a_lease(
+    pair: Pair, renewed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_writeback, "LEASE_SECONDS", 0.6)
+    if not renewed:
+        monkeypatch.setattr(Instance, "keeping", lambda *_: nullcontext())
+    prefill, decode = pair.taker._agent, pair.giver._agent
+    (link,) = prefill.transfers.run(prefill.endpoint.reach(decode.address)).links
+    gate = Gate(link.peer, "read")
+    pair.decode.serve(ANSWERED)
+    pair.giver.ended(pair.request(), ANSWERED)
+    leases = decode.endpoint.pools[POOL]._leases._leases
+    (number,) = leases
+    granted = leases[number].deadline
+    try:
+        wait_until(
+            lambda: pair.taker.each_pass() or gate.reached.is_set(), seconds=20, what="the read to begin"
+        )
+        if renewed:
+            # Longer than a lease lives, and it still does.
+            wait_until(lambda: leases[number].deadline > granted + 1.0, seconds=20, what="renewals")
+        else:
+            wait_until(lambda: not leases, seconds=20, what="the end of the lease")
+    finally:
+        gate.go.set()
+    pair.until("returned" if renewed else "unread")
+    if renewed:
+        pair.compare(ANSWERED)
+    pair.prefill.check()
 
 
 def test_what_prefill_has_is_not_sent(pair: Pair) -> None:
@@ -257,7 +292,6 @@ def test_an_emptied_cache_ends_returns(
     pair: Pair, side: str, into_dram: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither may slots that prefill has set aside be filled later, nor pages of decode be read as these."""
-    from sglang_ext.disagg.transfer.instance import Instance
 
     held = threading.Event()
     stock = Instance.complete
@@ -346,7 +380,6 @@ def test_a_return_waits_for_the_pass_that_stores_to_its_slots(pair: Pair, fenced
 
 def test_a_read_that_fails_frees_what_was_set_aside(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_ext.disagg.errors import StaleReadError
-    from sglang_ext.disagg.transfer.instance import Instance
 
     async def fails(*_: object) -> None:
         raise StaleReadError("return", 1, 1)
@@ -401,6 +434,7 @@ class Instances:
         for name, agents in self.agents.items():
             for number, rank in enumerate(self.ranks[name]):
                 agents.append(agent_of(rank, name, address if name == "p" else "", number, 2))
+                stack.callback(agents[-1].transfers.close)
                 stack.callback(agents[-1].close)
         self._commands: list[bytes] = []
         self._barrier = {name: threading.Barrier(2, timeout=20) for name in self.ranks}
@@ -434,7 +468,7 @@ class Instances:
         """Let ranks of decode find prefill."""
         for number in numbers:
             agent = self.agents["d"][number]
-            agent._thread.run(agent._peers.get(self._bootstrap.address))
+            agent.transfers.run(agent._peers.get(self._bootstrap.address))
 
     def _least(self, name: str, number: int) -> Least:
         def least(numbers: Sequence[int]) -> Sequence[int]:
@@ -491,14 +525,13 @@ def instances(request: pytest.FixtureRequest, sglang_config: None) -> Iterator[I
 
 def test_ranks_take_a_return_in_the_same_pass(instances: Instances, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank has read long before the other; its tree stays as that of the other."""
-    from sglang_ext.disagg.transfer.instance import Instance
 
     go_on = threading.Event()
     stock = Instance.complete
     slow = instances.agents["p"][1]
 
     async def waits(self: Instance, request: str, seconds: float) -> Any:
-        while self in slow._backs.values() and not go_on.is_set():  # noqa: ASYNC110 - set by another thread
+        while self in slow.endpoint._reached.values() and not go_on.is_set():  # noqa: ASYNC110 - set by another thread
             await asyncio.sleep(0.01)
         return await stock(self, request, seconds)
 
@@ -529,13 +562,12 @@ def test_what_one_rank_cannot_read_no_rank_keeps(
     instances: Instances, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang_ext.disagg.errors import StaleReadError
-    from sglang_ext.disagg.transfer.instance import Instance
 
     stock = Instance.complete
     failing = instances.agents["p"][1]
 
     async def fails(self: Instance, request: str, seconds: float) -> Any:
-        if self in failing._backs.values():
+        if self in failing.endpoint._reached.values():
             raise StaleReadError("return", 1, 1)
         return await stock(self, request, seconds)
 

@@ -6,22 +6,22 @@ from __future__ import annotations
 
 import itertools
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from engine_pools import PoolKind, Pools
 from pd_rig import LAYERS, PAGES, Rig, pool_and_geometry, rig
-from sglang.srt.runtime_context import get_parallel
 from test_pd_rooms import ROWS, hand_over, push
 
 from sglang_ext.config import KvConfig
 from sglang_ext.disagg.handover import Giving, Taking
+from sglang_ext.disagg.memory import MemoryKind
 from sglang_ext.disagg.transfer.staging import STAGING, Staging
 from sglang_ext.engine.pd.decode_receiver import Wanted
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.errors import ConfigError
-from sglang_ext.patches.adapter.pd_setup import staging_of
+from sglang_ext.patches.adapter.build_transfers import staging_of
+from sglang_ext.patches.adapter.hbm import pool_geometry
 
 NUMBERS = itertools.count(1 << 40)
 MOVES = {"pull": hand_over, "push": push}
@@ -76,13 +76,18 @@ def test_the_flag_says_how_much_is_packed_at_once(pages: float, blocks: int) -> 
     """``--kv-transfer-staging-size``: at least one page, at most the pool."""
     pools = Pools(PoolKind(), 40, block=4, rows=2, context=64)
     page_bytes = pools.geometry().block_bytes // 4
-    scheduler = SimpleNamespace(
-        token_to_kv_pool_allocator=pools.allocator,
-        model_config=SimpleNamespace(num_hidden_layers=2, get_total_num_kv_heads=lambda: 2),
+    geometry = pool_geometry(
+        pools.tensors,
+        block_tokens=1,
+        page_tokens=1,
+        first_layer=0,
+        model_layers=2,
+        tp_rank=0,
+        tp_size=1,
+        model_kv_heads=2,
     )
     config = KvConfig(transfer_layout="aggregated", transfer_staging_size=int(pages * page_bytes))
-    with get_parallel().override(attn_tp_rank=0):
-        staging = staging_of(scheduler, 1, config)
+    staging = staging_of(config, geometry, MemoryKind.HOST)
     assert staging is not None
     try:
         assert staging.spec.blocks == staging.blocks == blocks
@@ -90,10 +95,9 @@ def test_the_flag_says_how_much_is_packed_at_once(pages: float, blocks: int) -> 
         assert staging.take(blocks) is not None
     finally:
         staging.close()
-    assert staging_of(scheduler, 1, KvConfig(transfer_staging_size=1)) is None
-    scheduler.token_to_kv_pool_allocator = SimpleNamespace(get_kvcache=lambda: SimpleNamespace(device="cuda"))
+    assert staging_of(KvConfig(transfer_staging_size=1), geometry, MemoryKind.HOST) is None
     with pytest.raises(ConfigError, match="--kv-transfer-layout"):
-        staging_of(scheduler, 1, config)
+        staging_of(config, geometry, MemoryKind.CUDA)
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])

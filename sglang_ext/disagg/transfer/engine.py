@@ -368,10 +368,11 @@ class Endpoint:
             await receiver.claim(message.pool, blocks, message.request, message.private)
         else:
             blocks = await receiver.allocate(message.pool, count, message.request, message.private)
-        seconds = max(0.001, min(o.ttl_ms for o in message.offers) / 1000)
+        lease = max(0.001, min(o.ttl_ms for o in message.offers) / 1000)
         try:
             instance.transfer(message.request, message.offers, message.pool, blocks)
-            await instance.complete(message.request, seconds)
+            async with instance.keeping(message.offers, lease):
+                await instance.complete(message.request, max(0.001, message.limit_ms / 1000))
             tokens = message.tokens if message.insert else b""
             inserted = await receiver.insert(
                 message.pool, blocks, tokens, message.flags, message.request, message.private

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -23,6 +23,8 @@ from sglang_ext.disagg.errors import (
     PeerProtocolError,
     RangeError,
     RefusedError,
+    StaleReadError,
+    TransferError,
 )
 from sglang_ext.disagg.memory import RegionTable
 from sglang_ext.disagg.messages import (
@@ -45,6 +47,9 @@ from sglang_ext.wire import WireError, pack_ids, unpack_ids
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+RENEWALS = 10
+"""Times that a lease is renewed in the time that it lives."""
 
 
 @dataclass(slots=True)
@@ -230,6 +235,34 @@ class Instance:
             return False
         reply = await link.ask(Renew(link.session, offer.lease, int(seconds * 1000)), seconds)
         return isinstance(reply, Completed) and reply.released
+
+    async def keep(self, offers: Sequence[Offer], seconds: float) -> None:
+        """Keep the leases of offers for another `seconds`.
+
+        Raises:
+            StaleReadError: one is over. TransferError: its owner does not answer.
+        """
+        for offer in offers:
+            if not await self.renew(offer, seconds):
+                raise StaleReadError(offer.request, 1, 1)
+
+    @contextlib.asynccontextmanager
+    async def keeping(self, offers: Sequence[Offer], seconds: float) -> AsyncIterator[None]:
+        """Keep leases while the block runs, `seconds` at a time: a long read takes longer than they live."""
+
+        async def renew() -> None:
+            while True:
+                await asyncio.sleep(seconds / RENEWALS)
+                # A lease that is over, or a peer that is gone, is found out by the read.
+                with contextlib.suppress(TransferError):
+                    await self.keep(offers, seconds)
+
+        task = asyncio.create_task(renew(), name="kv-renew")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def push(
         self,

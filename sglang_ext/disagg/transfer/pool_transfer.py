@@ -89,7 +89,7 @@ async def transfer(
         )
         return Placement(placed, inserted)
     offers = [
-        endpoint.publish(pool, f"{request}#{i}", blocks, seconds, link.who.epoch)
+        endpoint.publish(pool, f"{request}#{i}", blocks, reader=link.who.epoch)
         for i, link in enumerate(receiver.links)
     ]
     addresses = tuple(control) or (endpoint.address,)
@@ -104,6 +104,7 @@ async def transfer(
                         tuple(sorted([offer, *others], key=lambda o: o.rank)),
                         addresses,
                         remote_pool,
+                        int(seconds * 1000),
                         pack_ids(destination) if destination is not None else b"",
                         tokens is not None,
                         tokens or b"",

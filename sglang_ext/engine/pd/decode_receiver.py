@@ -12,7 +12,7 @@ import contextlib
 import math
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,8 +24,6 @@ from sglang_ext.disagg.errors import (
     PeerGoneError,
     PeerProtocolError,
     RefusedError,
-    StaleReadError,
-    TransferError,
 )
 from sglang_ext.disagg.handover import (
     FACTS,
@@ -359,30 +357,8 @@ class TakingRooms:
                     await room.asked.wait()
                     return
             except TimeoutError:
-                await self._renew(peer, ready)
-
-    async def _renew(self, peer: PrefillPeer, ready: Sequence[Ready]) -> None:
-        for each in ready:
-            if each.offer is not None and not await peer.instance.renew(each.offer, LEASE_SECONDS):
-                raise StaleReadError(each.offer.request, 1, 1)
-
-    @contextlib.asynccontextmanager
-    async def _renewing(self, peer: PrefillPeer, ready: Sequence[Ready]) -> AsyncIterator[None]:
-        """Keep leases while the block runs: a long prompt takes longer to read than a lease lives."""
-
-        async def renew() -> None:
-            while True:
-                await asyncio.sleep(RENEW_SECONDS)
-                # A lease that is over, or a peer that is gone, is found out by the read.
-                with contextlib.suppress(TransferError):
-                    await self._renew(peer, ready)
-
-        task = asyncio.create_task(renew(), name="kv-pd-renew")
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+                offers = [each.offer for each in ready if each.offer is not None]
+                await peer.instance.keep(offers, LEASE_SECONDS)
 
     async def _read(self, room: TakingRoom, peer: PrefillPeer, ready: Sequence[Ready]) -> None:
         wanted = room.wanted
@@ -396,7 +372,7 @@ class TakingRooms:
                 into = (POOL, wanted.pages) if staged is None else (STAGING, staged)
                 peer.instance.transfer(name, offers, *into)
                 try:
-                    async with self._renewing(peer, [each for each in ready if each.offer is not None]):
+                    async with peer.instance.keeping(offers, LEASE_SECONDS):
                         nbytes = wanted.pages.size * self._page_bytes
                         await peer.instance.complete(name, moving_seconds(READ_SECONDS, nbytes))
                 except BaseException:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sglang_ext.disagg.errors import RefusedError
+from sglang_ext.disagg.handover import LEASE_SECONDS, moving_seconds
 from sglang_ext.disagg.messages import Offer
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.disagg.transfer.instance import Instance
@@ -52,6 +53,7 @@ log = logging.getLogger(__name__)
 
 RETURN_SECONDS = 10.0
 READ_SECONDS = 5.0
+"""For a small return to be answered, and to be read; `moving_seconds` adds what a large one takes."""
 STOP_SECONDS = 30.0
 _REFUSED = {
     Refusal.KNOWN: "known",
@@ -159,7 +161,7 @@ class ReturnGiver:
         try:
             for rank in peer.ranks:
                 going.offers.append(
-                    self._agent.book.lease("return", going.pages, RETURN_SECONDS, rank.epoch, lambda _: None)
+                    self._agent.book.lease("return", going.pages, LEASE_SECONDS, rank.epoch, lambda _: None)
                 )
         except RefusedError:
             self._withdraw(going)
@@ -180,7 +182,8 @@ class ReturnGiver:
 
     async def _give(self, going: _Going, message: Return, peer: PrefillPeer) -> None:
         try:
-            answer = await peer.give_back(message, RETURN_SECONDS)
+            nbytes = len(going.pages) * self._agent.endpoint.pools[POOL].block_bytes
+            answer = await peer.give_back(message, moving_seconds(RETURN_SECONDS, nbytes))
             going.outcome, going.tokens = answer.skipped or "returned", answer.tokens
         except SglangExtError as error:
             log.debug("a return to %s: %s", going.address, error)
@@ -261,8 +264,9 @@ class ReturnTaker:
         gathering.parts[message.rank] = message
         if len(gathering.parts) == message.ranks:
             self._order(message.name, gathering)
+        seconds = moving_seconds(RETURN_SECONDS, self._nbytes(message))
         try:
-            await asyncio.wait_for(asyncio.shield(gathering.answered), RETURN_SECONDS)
+            await asyncio.wait_for(asyncio.shield(gathering.answered), seconds)
         except TimeoutError:
             self._gathering.pop(message.name, None)
         return gathering.answer
@@ -379,7 +383,8 @@ class ReturnTaker:
             offers = [after_skip(offer, Wanted(lacking, skip, 0)) for offer in mine]
             await until_passed(passed)
             instance.transfer(name, offers, *self._places.target(room))
-            await instance.complete(name, READ_SECONDS)
+            async with instance.keeping(offers, LEASE_SECONDS):
+                await instance.complete(name, moving_seconds(READ_SECONDS, self._nbytes(coming.parts[0])))
             coming.good = True
         except SglangExtError as error:
             log.debug("a return: %s", error)
@@ -389,6 +394,11 @@ class ReturnTaker:
         finally:
             if instance is not None:
                 await instance.drop(name)
+
+    def _nbytes(self, message: Return) -> int:
+        """This rank's part of what is offered, if it lacks all."""
+        pages = self._places.blocks.pages_of(message.tokens)
+        return pages * self._agent.endpoint.pools[POOL].block_bytes
 
     async def _stop(self, coming: _Coming) -> None:
         coming.unwanted = True

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.disagg.errors import RefusedError
 from sglang_ext.disagg.memory import SharedMemory
-from sglang_ext.disagg.runs import Ids
+from sglang_ext.disagg.runs import Ids, Runs
 from sglang_ext.disagg.tensors import arena_tensors, tensors_of
 from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.disagg.transfer.leases import Ended
+from sglang_ext.disagg.transfer.peer import Peer
 from sglang_ext.disagg.transfer.pools import MemoryRange, OwnedPool, PoolSpec
+from sglang_ext.disagg.transports import CancelToken
 from sglang_ext.geometry import Geometry, mha_geometry, mla_geometry
 
 NAMESPACE = "model/w1/float16"
@@ -290,3 +294,24 @@ def fill_alike(ranks: Sequence[Rank], shape: Shape, seed: int) -> None:
                 whole = rng.integers(0, 256, size, dtype=np.uint8)
             low = 0 if shape.mla else shard.first_head
             view[:] = whole[:, :, low : low + view.shape[2]]
+
+
+class Gate:
+    """Holds every read or write of a peer before its first byte.
+
+    name: `read` or `write`.
+    """
+
+    def __init__(self, peer: Peer, name: str) -> None:
+        peer._inline_bytes = 0  # a lane moves them, as it does those of a large request
+        channel = peer.channel
+        self.reached, self.go = threading.Event(), threading.Event()
+        stock = getattr(channel, name)
+
+        def gated(lane: int, runs: Runs, token: CancelToken, *rest: Any) -> None:
+            self.reached.set()
+            assert self.go.wait(30)
+            # A writer that was stopped here has looked at its token already.
+            stock(lane, runs, CancelToken() if name == "write" else token, *rest)
+
+        setattr(channel, name, gated)
