@@ -163,7 +163,7 @@ def test_a_return_may_be_read_for_longer_than_a_lease(
     granted = leases[number].deadline
     try:
         wait_until(
-            lambda: pair.taker.each_pass() or gate.reached.is_set(), seconds=20, what="the read to begin"
+            lambda: each_pass(pair.taker) or gate.reached.is_set(), seconds=20, what="the read to begin"
         )
         if renewed:
             # Longer than a lease lives, and it still does.

@@ -15,6 +15,7 @@ import orjson
 from sglang_ext.disagg.messages import REPLIES, REQUESTS
 from sglang_ext.disagg.transports import tcp, verbs
 from sglang_ext.engine.pd.messages import MESSAGES, ORDERS
+from sglang_ext.engine.ranks import Ranks
 from sglang_ext.errors import PeerError, UserError
 from sglang_ext.patches.adapter.migration import Migration
 from sglang_ext.protocol.agent import (
@@ -163,14 +164,15 @@ class _Rank:
             chunked_req=None,
             spec_algorithm=SimpleNamespace(is_none=lambda: True),
         )
-        self.migration = Migration(SimpleNamespace(scheduler=scheduler))  # type: ignore[arg-type]
+        self.ranks = Ranks()
+        self.migration = Migration(SimpleNamespace(scheduler=scheduler, ranks=self.ranks))  # type: ignore[arg-type]
         self.migration.attach(bytes(16), lambda message: None, lambda message: True)
         self.at = 0.0
 
     def obeys(self, data: bytes) -> None:
         self.at += 0.01
         self.migration.takes(data, self.at)
-        self.migration.each_pass()
+        self.ranks.each_pass()
 
     def gets(self, data: bytes) -> None:
         """A request whose ``custom_params`` a client has written. It is aborted, or one like any other."""
