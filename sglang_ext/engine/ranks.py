@@ -58,6 +58,11 @@ class Ranks:
     def __repr__(self) -> str:
         return f"Ranks(parts={len(self._parts)}, passes={self.passes}, vectors={self.vectors})"
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is one rank, which may take note of anything at any time."""
+        return self._least is None
+
     def add(self, part: Part, *, rides: bool = False) -> None:
         """Ask it in each pass from now on, after those that came before. On all ranks in the same order.
 

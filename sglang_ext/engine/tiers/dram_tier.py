@@ -117,6 +117,7 @@ class DramTier:
         """What is held back for requests that were announced."""
         store.add(Tier.DRAM, self)
         store.add_source(Tier.DRAM, self)
+        self._ranks = ranks
         ranks.add(self)
 
     @property
@@ -347,6 +348,11 @@ class DramTier:
         if not (self._writes.pending or self._loads.pending):
             return ()
         return self._mover.writes_done(), self._mover.loads_done()
+
+    def look(self) -> None:
+        """Take note of what has completed since the pass began, where no other rank has to be asked."""
+        if self._ranks.alone:
+            self.act(self.propose())
 
     def act(self, agreed: Sequence[int]) -> None:
         """Take note of operations that have completed on every rank."""

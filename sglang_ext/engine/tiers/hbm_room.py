@@ -67,6 +67,7 @@ class HbmRoom:
         freed = 0
         dram = self._dram
         if dram is not None:
+            dram.look()
             freed = self._evict(missing, dram.has_copy)
             if freed < missing and (dram.writing or self._store.yielding(Tier.HBM)):
                 dram.settle()
