@@ -67,11 +67,11 @@ def note_refusals(writes: DiskWrites, refused: set[Name]) -> None:
     """Remember what the disk did not take."""
     complete = writes._complete
 
-    def noting(write: Any) -> None:
+    def noting(write: Any, durable: int) -> None:
         for key, outcome in zip(write.written.keys, write.written.outcomes, strict=True):
             if outcome is not Outcome.DONE:
                 refused.add((write.written.namespace, key))
-        complete(write)
+        complete(write, durable)
 
     writes._complete = noting  # type: ignore[method-assign]
 

@@ -63,3 +63,8 @@ def _header(file: BinaryIO, offset: int) -> RunHeader:
     size = header_bytes_of(file.read(16))
     file.seek(offset)
     return decode_run_header(file.read(size))
+
+
+def spoil_values(layer: bytearray) -> None:
+    """One bit of the last token's last value, the highest of its float32 exponent."""
+    layer[-1] ^= 0x40

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from disk_damage import damage_last_layer, runs
+from disk_damage import damage_last_layer, runs, spoil_values
 from tuned_model import tuned
 
 from sglang_ext.config import KvConfig
@@ -200,8 +200,3 @@ def test_weights_updated_in_place_neither_use_nor_leave_kv_of_others(
 
 def flip(layer: bytearray) -> None:
     layer[len(layer) // 2] ^= 1
-
-
-def spoil_values(layer: bytearray) -> None:
-    """One bit of the last token's last value, the highest of its float32 exponent."""
-    layer[-1] ^= 0x40

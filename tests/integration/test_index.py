@@ -188,7 +188,7 @@ async def test_what_was_computed_is_known_and_what_was_evicted_is_not(
     assert sum(match.below.get(Tier.DRAM, 0) for match in tiers) > 0
     await until(lambda: replica.names >= 14 * 20, 10, "blocks on disk")
     assert all(held(router, server, tokens).tokens >= 20 * BLOCK for tokens in prompts)
-    assert sum(held(router, server, tokens).disk for tokens in prompts) > 0
+    assert sum(held(router, server, tokens).below.get(Tier.DISK, 0) for tokens in prompts) > 0
     await assert_right(router, server)
     assert router.agents.counters()[server.url].gaps == 0
     assert replica.trusted
@@ -241,7 +241,7 @@ async def test_a_killed_server_is_not_trusted_and_a_warm_one_tells_its_disk(
     running.server = again
     await known(router, again)
     match = held(router, again, tokens)
-    assert (match.tokens, match.disk) == (20 * BLOCK, 20 * BLOCK)
+    assert (match.tokens, match.below) == (20 * BLOCK, {Tier.DISK: 20 * BLOCK})
     assert held(router, server, tokens).tokens == 0, "its former address is still believed"
     await assert_right(router, again)
     await generate(client, router.url, tokens)
