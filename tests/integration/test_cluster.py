@@ -97,12 +97,6 @@ def folder() -> Iterator[Path]:
         yield Path(made)
 
 
-@pytest.fixture
-def cluster(folder: Path, request: pytest.FixtureRequest) -> Iterator[RunningCluster]:
-    with closing(RunningCluster(folder, *getattr(request, "param", ()))) as found:
-        yield found
-
-
 def open_to_others(processes: Iterable[psutil.Process], *paths: Path | str) -> list[str]:
     """What user nobody can open of these, a line for each."""
     pids = ",".join(str(process.pid) for process in processes)
@@ -194,7 +188,8 @@ def prompt(number: int) -> dict[str, Any]:
 
 
 def test_serves_is_gone_after_a_kill_and_finds_its_disks_again(folder: Path) -> None:
-    """Ready means ready: the first requests of a cluster that was started anew go to whoever has their KV."""
+    """Ready means ready: the first requests of a cluster that was started anew go to whoever has their KV.
+    In the end one of its schedulers dies."""
     kv = ("--kv-load-policy", "always")
     with closing(RunningCluster(folder, "--colocated", "2", flags=kv)) as cluster:
         where = addresses(cluster)
@@ -235,16 +230,16 @@ def test_serves_is_gone_after_a_kill_and_finds_its_disks_again(folder: Path) -> 
             assert answer["output_ids"] == cold[number][0]["output_ids"]
             assert meta["cached_tokens"] == PROMPT_TOKENS - BLOCK
             assert meta["cached_tokens_details"]["storage"] == PROMPT_TOKENS - BLOCK, meta
+        a_dead_scheduler_ends_it_and_is_named(cluster)
 
 
-@pytest.mark.parametrize("cluster", [("--colocated", "1")], indirect=True, ids=["one server"])
-def test_a_dead_scheduler_ends_the_cluster_and_is_named(cluster: RunningCluster) -> None:
+def a_dead_scheduler_ends_it_and_is_named(cluster: RunningCluster) -> None:
     cluster.wait_for_line("Ctrl-C ends it", START_S)
     below = cluster.below()
-    (scheduler,) = [process for process in below if "sched" in process.name()]
+    scheduler, _ = [process for process in below if "sched" in process.name()]
     scheduler.send_signal(signal.SIGKILL)
-    cluster.wait_for_line("sglang-ext cluster: server-0 was killed by signal 9", END_S)
-    cluster.wait_for_line(re.escape(str(cluster.log_dir / "server-0.log")), END_S)
+    server = cluster.wait_for_line(r"sglang-ext cluster: (server-\d) was killed by signal 9", END_S)[1]
+    cluster.wait_for_line(re.escape(str(cluster.log_dir / f"{server}.log")), END_S)
     cluster.wait_for_line("scheduler_0 .* crashed", END_S)
     assert cluster.process.wait(END_S) == 1
     _, left = psutil.wait_procs(below, timeout=END_S)

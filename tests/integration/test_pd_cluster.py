@@ -1,4 +1,7 @@
-"""`sglang-ext cluster --prefill 1 --decode 1`: the router sends pairs; conversations find what was said."""
+"""`sglang-ext cluster --prefill 1 --decode 1`: the router sends pairs; conversations find what was said.
+
+In the short form test_demo starts such a cluster, and test_router_pairs has a router send pairs.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import pytest
 from pd_fleet import prompt_of
 from test_cluster import START_S, RunningCluster, ask
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(2 * START_S)]
+pytestmark = [pytest.mark.long, pytest.mark.integration, pytest.mark.timeout(2 * START_S)]
 
 TURNS = 4
 ANSWER_TOKENS = 30
