@@ -9,7 +9,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -45,6 +45,7 @@ from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, wait_un
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
+End = Callable[[Router, aiohttp.ClientSession], Awaitable[None]]
 FREED_SECONDS = 5.0
 """Within which a survivor has freed what a dead peer's requests held."""
 
@@ -80,7 +81,12 @@ def test_any_pair_serves_and_some_at_the_same_time(rig: Rig) -> None:
 
 
 async def test_a_hinted_request_outlives_the_draining_of_who_was_to_decode(rig: Rig) -> None:
-    await a_hinted_request_outlives("drained", rig, rig.pd.decode[0], rig.pd.decode[1])
+    gone, other = rig.pd.decode
+
+    async def is_drained(router: Router, client: aiohttp.ClientSession) -> None:
+        await drain(router, gone.url, client)
+
+    await a_hinted_request_outlives(rig, gone, other, rig.pd.prefill[0].server, is_drained)
 
 
 @pytest.mark.parametrize("step", ["ready", "reading"])
@@ -142,14 +148,22 @@ def test_a_killed_decode_server_frees_prefill_and_the_other_serves(rig: Rig) -> 
 
 
 def test_a_killed_prefill_server_frees_decode_and_the_other_serves(rig: Rig) -> None:
-    decode = rig.pd.decode[0]
-    with fault(rig.decode_faults[0], "hold-reading") as at:
-        both = rig.pd.start(prompt_of(9, 200), max_new_tokens=ANSWER_TOKENS, prefill=1)
-        wait_until(at.exists, seconds=60, what="reading")
-        kill(rig.pd.prefill[1].server)
-    assert_failed(both[1], PREFILL_IS_GONE, seconds=FREED_SECONDS)
-    assert_failed(both[0], BROKEN_OFF)
-    nothing_is_left([decode])
+    """And what a hint has announced to it."""
+    decode, (other, gone) = rig.pd.decode[0], (each.server for each in rig.pd.prefill)
+
+    def dies_in_a_hand_over() -> None:
+        with fault(rig.decode_faults[0], "hold-reading") as at:
+            both = rig.pd.start(prompt_of(9, 200), max_new_tokens=ANSWER_TOKENS, prefill=1)
+            wait_until(at.exists, seconds=60, what="reading")
+            kill(gone)
+        assert_failed(both[1], PREFILL_IS_GONE, seconds=FREED_SECONDS)
+        assert_failed(both[0], BROKEN_OFF)
+        nothing_is_left([decode])
+
+    async def dies(_router: Router, _client: aiohttp.ClientSession) -> None:
+        await asyncio.to_thread(dies_in_a_hand_over)
+
+    asyncio.run(a_hinted_request_outlives(rig, gone, other, decode, dies))
     prompt = prompt_of(10, 100)
     assert_same(rig.expected(prompt), rig.pd.generate(prompt, max_new_tokens=ANSWER_TOKENS))
 
@@ -160,27 +174,32 @@ async def drain(router: Router, url: str, client: aiohttp.ClientSession, *, canc
         assert answer.status == 200, await answer.text()
 
 
-async def a_hinted_request_outlives(how: str, rig: Rig, gone: ServerProcess, other: ServerProcess) -> None:
-    """A hint names ``gone`` to decode, which is dead or drained when its request comes: ``other`` decodes."""
-    servers = (rig.pd.prefill[0].server, gone, other)
-    config = RouterConfig(worker_urls=tuple(server.url for server in servers), port=0)
+async def a_hinted_request_outlives(
+    rig: Rig, gone: ServerProcess, other: ServerProcess, beside: ServerProcess, end: End
+) -> None:
+    """A hint names ``gone``, which is dead or drained when its request comes: ``other`` takes its place.
+
+    beside: the server of the other kind. end: drains or kills ``gone``.
+    """
+    prefills = beside not in (each.server for each in rig.pd.prefill)
+
+    def pair(server: ServerProcess) -> tuple[str, str]:
+        return (server.url, beside.url) if prefills else (beside.url, server.url)
+
+    config = RouterConfig(worker_urls=(beside.url, gone.url, other.url), port=0)
     timeout = aiohttp.ClientTimeout(total=60)
     async with Router(config) as router, aiohttp.ClientSession(timeout=timeout) as client:
         await drain(router, other.url, client)
-        prompt = prompt_of(20 + len(how), 150)
+        prompt = prompt_of(sum(gone.url.encode()), 150)
         answer, _ = await generate(client, router.url, prompt, session="s")
         told = await advise(client, router, session="s")
-        assert (told["instance"], told["decode"]) == (servers[0].url, gone.url)
+        assert (told["instance"], told["decode"]) == pair(gone)
         await drain(router, other.url, client, cancel=True)
         await until(lambda: len(router.fleet.usable()) == 3, 20, "the drained one to be back")
-        if how == "dead":
-            kill(gone)
-        else:
-            await drain(router, gone.url, client)
+        await end(router, client)
         turn = [*prompt, *answer.tokens, 7]
         got, headers = await generate(client, router.url, turn, session="s")
-        assert headers["x-kv-instance"] == other.url
-        assert headers["x-kv-prefill-instance"] == servers[0].url
+        assert (headers["x-kv-prefill-instance"], headers["x-kv-instance"]) == pair(other)
         expected = await asyncio.to_thread(rig.expected, turn)
         assert_same(expected, got)
         router.check()
@@ -196,7 +215,12 @@ def test_a_decode_server_that_joins_while_others_serve_is_served(rig: Rig) -> No
             assert_same(rig.expected(prompt), answer)
         finally:
             rig.pd.decode.pop()
-        asyncio.run(a_hinted_request_outlives("dead", rig, joined, rig.pd.decode[0]))
+
+        async def dies(_router: Router, _client: aiohttp.ClientSession) -> None:
+            kill(joined)
+
+        prefill = rig.pd.prefill[0].server
+        asyncio.run(a_hinted_request_outlives(rig, joined, rig.pd.decode[0], prefill, dies))
     nothing_is_left([rig.pd.prefill[0].server])
 
 

@@ -274,3 +274,41 @@ async def test_a_hint_brings_kv_up_at_both_ends_and_changes_no_answer(
             for each in pd.servers:
                 await asyncio.to_thread(each.flush)
         router.check()
+
+
+def state_of(router: Router, id: str) -> str:
+    entry = router.advisor.book.find(id)
+    return "" if entry is None else entry.state.value
+
+
+async def test_a_hint_that_has_expired_changes_no_answer(
+    port: int,
+    cluster: tuple[PdServers, ServerProcess],
+    client: aiohttp.ClientSession,
+    rng: random.Random,
+) -> None:
+    """Its request is chosen for like any other; the twin is told in time, and is."""
+    pd, alone = cluster
+    async with Router(RouterConfig(port=port, policy="prompt-tree")) as router:
+        router.agents.verdict_s = 20.0
+        await until(
+            lambda: len(router.fleet.usable()) == 2 and all(router.trees.trusted(s.url) for s in pd.servers),
+            30,
+            "both servers",
+        )
+        said = random_prompt(rng, 20 * BLOCK)
+        for ttl_s in (0.5, 60):
+            answer, _ = await generate(client, router.url, said, session="s")
+            said += answer.tokens
+            told = await advise(client, router, session="s", ttl_s=ttl_s)
+            assert (told["instance"], told["decode"]) == tuple(server.url for server in pd.servers)
+            await settled(client, router, told["id"])
+            if ttl_s < 1:
+                await until(lambda told=told: state_of(router, told["id"]) == "expired", 20, "its end")
+            said += random_prompt(rng, 5)
+            answer, headers = await generate(client, router.url, said, session="s")
+            assert (headers["x-kv-route-reason"] == "advised") == (ttl_s > 1)
+            assert headers["x-kv-prefill-instance"] == pd.prefill[0].server.url
+            assert_same(await cold(client, alone, said), answer)
+            said += answer.tokens
+        router.check()
