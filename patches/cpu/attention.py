@@ -21,7 +21,9 @@ Can go: when SGLang's backend attends with the new queries only.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,92 +38,36 @@ _NAME = "native_attention"
 Method = Callable[..., torch.Tensor]
 
 
-def _extend(stock: Method) -> Method:
+def _ours(stock: Method, *, extends: bool) -> Method:
+    """Ours for one of the two: with new queries behind a prefix, or with one that sees all before it."""
+    signature = inspect.signature(stock)
+
     @functools.wraps(stock)
-    def run(
-        backend: Any,
-        query: torch.Tensor,
-        output: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        extend_prefix_lens: torch.Tensor,
-        extend_seq_lens: torch.Tensor,
-        encoder_lens: torch.Tensor | None = None,
-        scaling: float | None = None,
-        enable_gqa: bool = False,
-        causal: bool = False,
-        is_cross_attn: bool = False,
-        sliding_window_size: int | None = None,
-    ) -> torch.Tensor:
-        if encoder_lens is not None or is_cross_attn or not causal or query.device.type != "cpu":
-            return stock(
-                backend, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens,
-                extend_prefix_lens, extend_seq_lens, encoder_lens, scaling, enable_gqa, causal, is_cross_attn,
-                sliding_window_size,
-            )  # fmt: skip
+    def run(*args: Any, **options: Any) -> torch.Tensor:
+        bound = signature.bind(*args, **options)
+        bound.apply_defaults()
+        given = SimpleNamespace(**bound.arguments)
+        plain = given.encoder_lens is None and not given.is_cross_attn and bool(given.causal) is extends
+        if not plain or given.query.device.type != "cpu":
+            return stock(*args, **options)
+        lengths = given.seq_lens.tolist()
+        fresh = given.extend_seq_lens.tolist() if extends else [1] * len(lengths)
+        window = given.sliding_window_size
+        masks = extends or (window is not None and window > -1)
         start = 0
-        rows = zip(
-            req_pool_indices.tolist(),
-            seq_lens.tolist(),
-            extend_prefix_lens.tolist(),
-            extend_seq_lens.tolist(),
-            strict=True,
-        )
-        for row, length, prefix, new in rows:
-            end = start + new
+        for row, length, new in zip(given.req_pool_indices.tolist(), lengths, fresh, strict=True):
+            tokens, end = given.req_to_token[row, :length], start + new
             _attend(
-                query[start:end],
-                output[start:end],
-                _gathered(k_cache, req_to_token[row, :length], query.dtype),
-                _gathered(v_cache, req_to_token[row, :length], query.dtype),
-                _mask(backend, new, length, prefix, sliding_window_size),
-                scaling,
-                enable_gqa,
+                given.query[start:end],
+                given.output[start:end],
+                _gathered(given.k_cache, tokens, given.query.dtype),
+                _gathered(given.v_cache, tokens, given.query.dtype),
+                _mask(given.self, new, length, length - new, window) if masks else None,
+                given.scaling,
+                given.enable_gqa,
             )
             start = end
-        return output
-
-    return run
-
-
-def _decode(stock: Method) -> Method:
-    @functools.wraps(stock)
-    def run(
-        backend: Any,
-        query: torch.Tensor,
-        output: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        encoder_lens: torch.Tensor | None = None,
-        scaling: float | None = None,
-        enable_gqa: bool = False,
-        causal: bool = False,
-        is_cross_attn: bool = False,
-        sliding_window_size: int | None = None,
-    ) -> torch.Tensor:
-        if encoder_lens is not None or is_cross_attn or causal or query.device.type != "cpu":
-            return stock(
-                backend, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens,
-                encoder_lens, scaling, enable_gqa, causal, is_cross_attn, sliding_window_size,
-            )  # fmt: skip
-        for at, (row, length) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)):
-            # The last token sees all others, but for a window.
-            window = sliding_window_size is not None and sliding_window_size > -1
-            _attend(
-                query[at : at + 1],
-                output[at : at + 1],
-                _gathered(k_cache, req_to_token[row, :length], query.dtype),
-                _gathered(v_cache, req_to_token[row, :length], query.dtype),
-                _mask(backend, 1, length, length - 1, sliding_window_size) if window else None,
-                scaling,
-                enable_gqa,
-            )
+        output: torch.Tensor = given.output
         return output
 
     return run
@@ -176,8 +122,8 @@ def apply() -> None:
     if applied():
         return
     backend = resolve(_CLASS)
-    for name, made in ((_EXTEND, _extend), (_DECODE, _decode)):
-        ours = made(getattr(backend, name))
+    for name in (_EXTEND, _DECODE):
+        ours = _ours(getattr(backend, name), extends=name == _EXTEND)
         ours.sglang_ext_patch = _NAME  # type: ignore[attr-defined]
         setattr(backend, name, ours)
 
