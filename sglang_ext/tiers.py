@@ -12,6 +12,7 @@ is left out, so that the reader knows less than there is and never more.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, ClassVar, Final
 
@@ -98,6 +99,7 @@ def register(tier: Tier) -> Tier:
     if not 0 <= tier.level <= MAX_LEVEL:
         raise ValueError(f"{tier.name}: level {tier.level} is outside of [0, {MAX_LEVEL}]")
     _tiers = tuple(sorted((*_tiers, tier)))
+    nearest_in.cache_clear()
     return tier
 
 
@@ -105,6 +107,7 @@ def withdraw(tier: Tier) -> None:
     """Forget a tier that was registered for a while, as tests do."""
     global _tiers
     _tiers = tuple(known for known in _tiers if known is not tier)
+    nearest_in.cache_clear()
 
 
 def all_tiers() -> tuple[Tier, ...]:
@@ -134,6 +137,7 @@ def tier_named(name: str) -> Tier:
     raise KeyError(f"no tier is called {name!r}; there are {', '.join(known.name for known in _tiers)}")
 
 
+@functools.lru_cache(1024)  # asked for every instance and prompt
 def nearest_in(bits: int) -> Tier | None:
     """The nearest tier of a set; ``None`` where this process knows none of it."""
     return next((known for known in _tiers if bits & known.bit), None)

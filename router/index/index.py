@@ -270,23 +270,28 @@ class Index(PromptTrees):
         step = place.tree.block_bytes
         now = self._clock.monotonic()
         ends: dict[Holder, tuple[int, Node]] = {}
-        reached: dict[Holder, dict[int, int]] = {}
-        """By holder and set of tiers: where the prefix that is in those ends, in blocks. A tier that has a
-        block has all before it, so sets only lose members along the way."""
+        in_hbm: dict[Holder, int] = {}
+        beyond: dict[Holder, dict[int, int]] = {}
+        """By holder and set of tiers without HBM: where the prefix that is in those ends, in blocks. A tier
+        that has a block has all before it, so sets only lose members along the way."""
+        hbm = Tier.HBM.bit
         for blocks, node in walk(place.tree.roots.get(tenant), key, step):
             node.last_access = now
             for holder, piece in node.placements.items():
                 ends[holder] = (blocks, node)
-                if (sets := reached.get(holder)) is None:
-                    reached[holder] = {piece.run.tiers: blocks}
+                bits = piece.run.tiers
+                if bits & hbm:
+                    in_hbm[holder] = blocks
+                elif (sets := beyond.get(holder)) is None:
+                    beyond[holder] = {bits: blocks}
                 else:
-                    sets[piece.run.tiers] = blocks
+                    sets[bits] = blocks
         whole = len(key) // step
         size = place.tree.block_size
         for holder, known in place.live.items():
             if not self._tells_truth(known):
                 continue
-            blocks, below = _in_memory(reached.get(holder, {}))
+            blocks, below = _in_memory(in_hbm.get(holder, 0), beyond.get(holder))
             held = blocks + self._by_name(known.replica, tenant, key, blocks, names, below)
             depth, end = ends.get(holder, (0, None))
             # What a disk has after the last block that matches, nobody can say; nor what is still to be told.
@@ -426,22 +431,22 @@ def names_of(naming: Naming, tenant: Tenant, key: bytes, block_size: int) -> lis
     return block_keys(namespace.digest(), key, block_size)
 
 
-def _in_memory(reached: dict[int, int]) -> tuple[int, dict[Tier, int]]:
+def _in_memory(blocks: int, beyond: dict[int, int] | None) -> tuple[int, dict[Tier, int]]:
     """Blocks of a prefix that are in memory, and how many of them have which nearest tier below HBM.
 
     Args:
-        reached: sets of tiers, in the order of the way, and where the prefix in them ends. A set of which
+        blocks: that are in HBM.
+        beyond: sets of tiers, in the order of the way, and where the prefix in them ends. A set of which
             nothing is known here, from a newer peer, ends what is held.
     """
-    blocks = 0
     below: dict[Tier, int] = {}
-    for bits, end in reached.items():
+    for bits, end in beyond.items() if beyond else ():
         tier = nearest_in(bits)
         if tier is None:
             break
-        if tier is not Tier.HBM and end > blocks:
+        if end > blocks:
             below[tier] = below.get(tier, 0) + end - blocks
-        blocks = max(blocks, end)
+            blocks = end
     return blocks, below
 
 
