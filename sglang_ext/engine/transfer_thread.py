@@ -2,6 +2,10 @@
 
 The loop is on a thread beside SGLang's, which has none or is busy computing. Fetches from peers, hand-overs
 and returns share it, and come and go: a server that changes its role goes on with the same endpoint.
+
+Routers have a socket of their own, the agent's: its port may be given (``--kv-agent-port``) and reached over
+IPv6, a router that does not take its events is dropped instead of waited for, and it answers heartbeats
+while bytes are copied here.
 """
 
 from __future__ import annotations

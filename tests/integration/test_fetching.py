@@ -30,7 +30,14 @@ from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.policies import Match
 from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, free_port, wait_until
+from sglang_ext.testing.servers.server import (
+    STRICT,
+    ServerProcess,
+    ServerSpec,
+    free_port,
+    ports_and_contexts,
+    wait_until,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -206,6 +213,17 @@ async def fetched(
     answer, headers = await generate(client, router.url, prompt)
     assert headers["x-kv-instance"] != owner.url
     return prompt, answer, headers
+
+
+async def test_a_server_that_fetches_listens_on_three_ports(pair: Pair, port: int) -> None:
+    async with routing(pair, port, "cost"):
+        found = [
+            ports_and_contexts(pid)
+            for server in pair.servers.values()
+            for pid in server.processes("sglang::scheduler")
+        ]
+    # Of the agent, the endpoint and its TCP transport; contexts of SGLang, the agent and the endpoint.
+    assert found == [(3, 3), (3, 3)]
 
 
 async def test_what_one_has_computed_another_fetches(pair, port, client, rng) -> None:

@@ -13,7 +13,13 @@ import pytest
 from pd_fleet import prompt_of
 from test_cluster import START_S, RunningCluster, ask
 
+<<<<<<< HEAD
 pytestmark = [pytest.mark.long, pytest.mark.integration, pytest.mark.timeout(2 * START_S)]
+=======
+from sglang_ext.testing.servers.server import ports_and_contexts
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(2 * START_S)]
+>>>>>>> 1933e46 (Count the ports and ZeroMQ contexts of real servers, so that another one is noticed)
 
 TURNS = 4
 ANSWER_TOKENS = 30
@@ -48,4 +54,8 @@ def test_a_conversation_through_the_router_reuses_prompts_and_answers(cluster: R
         assert cached[-1] >= before - 2 * BLOCK, (cached, before)
         history += found["output_ids"]
     assert cached == sorted(cached)
+    # With all that moves KV in use: routers ask one port, other servers another, and bytes come by a third.
+    # SGLang, the agent and the endpoint have a ZeroMQ context each.
+    schedulers = [each.pid for each in cluster.below() if "sglang::scheduler" in "".join(each.cmdline())]
+    assert [ports_and_contexts(pid) for pid in schedulers] == [(3, 3), (3, 3)]
     assert cluster.process.poll() is None

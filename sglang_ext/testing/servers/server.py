@@ -36,6 +36,8 @@ from sglang_ext.testing.servers import preloaded
 START_SECONDS = 240.0
 STOP_SECONDS = 20.0
 REQUEST_SECONDS = 180.0
+LISTENING = "0A"
+"""State of a socket in /proc/net/tcp."""
 GRACE_SECONDS = 1.0
 """SGLang looks only every 5 s whether it was told to end; an idle server has nothing to lose."""
 POLL_SECONDS = 0.1
@@ -343,12 +345,30 @@ class ServerProcess:
 
     def scheduler_threads(self) -> list[str]:
         """Names of the schedulers' threads, sorted."""
-        names = [
-            (task / "comm").read_text().strip()
-            for pid in self.processes("sglang::scheduler")
-            for task in Path(f"/proc/{pid}/task").iterdir()
-        ]
-        return sorted(names)
+        return sorted(name for pid in self.processes("sglang::scheduler") for name in threads_of(pid))
+
+
+def threads_of(pid: int) -> list[str]:
+    """Names of a process's threads, as the system knows them."""
+    return [(task / "comm").read_text().strip() for task in Path(f"/proc/{pid}/task").iterdir()]
+
+
+def ports_and_contexts(scheduler: int) -> tuple[int, int]:
+    """What a scheduler process has open to others: TCP ports on which it listens, and ZeroMQ contexts, which
+    have two threads each. Without torch's own: each loop of gloo has a port, and so has the store."""
+    inodes = set()
+    for link in Path(f"/proc/{scheduler}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            inodes.add(link.readlink().name)
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/{scheduler}/net/{table}").read_text().splitlines()[1:]
+    ]
+    listening = sum(row[3] == LISTENING and f"socket:[{row[9]}]" in inodes for row in rows)
+    threads = threads_of(scheduler)
+    torch = sum(name in ("gloo_tcp_loop", "pt_tcpstore_uv") for name in threads)
+    return listening - torch, threads.count("ZMQbg/Reaper")
 
 
 def _content(response: httpx.Response) -> Any:
