@@ -13,13 +13,9 @@ import pytest
 from pd_fleet import prompt_of
 from test_cluster import START_S, RunningCluster, ask
 
-<<<<<<< HEAD
-pytestmark = [pytest.mark.long, pytest.mark.integration, pytest.mark.timeout(2 * START_S)]
-=======
 from sglang_ext.testing.servers.server import ports_and_contexts
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(2 * START_S)]
->>>>>>> 1933e46 (Count the ports and ZeroMQ contexts of real servers, so that another one is noticed)
+pytestmark = [pytest.mark.long, pytest.mark.integration, pytest.mark.timeout(2 * START_S)]
 
 TURNS = 4
 ANSWER_TOKENS = 30
