@@ -17,9 +17,8 @@ from sglang_ext.patches import readiness
 from sglang_ext.patches.adapter.support import BACKEND
 from sglang_ext.patches.base import Patch, PatchMismatchError, Scope
 from sglang_ext.patches.cpu import runtime
-from sglang_ext.patches.hooks import flags, vocabulary
-from sglang_ext.patches.hooks import messages as commands
-from sglang_ext.patches.hooks import scheduler as scheduler_calls
+from sglang_ext.patches.hooks import flags
+from sglang_ext.patches.process import PROCESS
 from sglang_ext.patches.registry import apply_all, check_all, require_applied, select
 
 logger = logging.getLogger(__name__)
@@ -37,7 +36,7 @@ def register() -> None:
     register_radix_cache_backend(BACKEND, create_cache)
     if runtime.active(os.environ):
         _apply_cpu_runtime()
-        vocabulary.enable()
+        PROCESS.checks_vocabulary = True
     for patch in select(Scope.SERVER):
         _register_hooks(patch)
 
@@ -72,11 +71,10 @@ def create_cache(ctx: Any) -> Any:
     """
     readiness.require()
     config = flags.carried_config(ctx.server_args, os.environ)
-    vocabulary.enable()
+    PROCESS.checks_vocabulary = True
 
     from sglang_ext.patches.adapter.build import create_global_radix_cache
 
     cache = create_global_radix_cache(ctx, config)
-    scheduler_calls.call(cache)
-    commands.use(cache.inbox)
+    PROCESS.cache, PROCESS.commands = cache, cache.inbox
     return cache

@@ -7,9 +7,7 @@ the command line that chooses our cache, or the factory that builds it in each s
 from __future__ import annotations
 
 from sglang_ext.patches.base import Patch
-
-_expected: list[Patch] = []
-_problems: list[str] = []
+from sglang_ext.patches.process import PROCESS
 
 
 class NotReadyError(RuntimeError):
@@ -18,13 +16,13 @@ class NotReadyError(RuntimeError):
 
 def expect(patch: Patch) -> None:
     """Have :func:`require` prove that this patch is in place."""
-    if patch not in _expected:
-        _expected.append(patch)
+    if patch not in PROCESS.expected:
+        PROCESS.expected.append(patch)
 
 
 def report(problem: str) -> None:
     """Keep a problem for :func:`require`."""
-    _problems.append(problem)
+    PROCESS.problems.append(problem)
 
 
 def problems() -> list[str]:
@@ -33,10 +31,10 @@ def problems() -> list[str]:
         f"{patch.name!r} did not take in this process, although SGLang was given it; targets: "
         f"{', '.join(target.path for target in patch.targets)}. Another plugin may have replaced it; "
         f"set SGLANG_PLUGINS=sglang_ext to start without other plugins"
-        for patch in _expected
+        for patch in PROCESS.expected
         if not patch.applied()
     ]
-    return [*_problems, *missing]
+    return [*PROCESS.problems, *missing]
 
 
 def require() -> None:

@@ -22,7 +22,8 @@ RETIRED = {
     "StraightLoads": "DirectLoads",
     "Tally": "LocalCounter",
     "Theirs": "ServerTokenizer",
-    "WholeCache": "CacheLifecycle",
+    "CacheLifecycle": "RankCache",
+    "WholeCache": "RankCache",
     "agree": "Ranks.each_pass",
     "min_over_ranks": "Ranks.each_pass",
     "nonsense": "invalid_reason",
@@ -42,7 +43,7 @@ MODULES = {
     "straight_loads": "direct_loads",
     "tally": "local_metrics",
     "trial": "tokenizer_check",
-    "whole_cache": "lifecycle",
+    "whole_cache": "rank_cache",
 }
 """The same of modules."""
 

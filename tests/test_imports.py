@@ -53,7 +53,7 @@ ENGINE = rooms(
 )
 PATCHES = rooms(
     "patches",
-    *("version", "base", "plugin_hooks", "readiness", "cpu", "adapter", "hooks", ""),
+    *("version", "base", "process", "plugin_hooks", "readiness", "cpu", "adapter", "hooks", ""),
     below=set(ENGINE).union(*ENGINE.values()),
 )
 ROUTER = rooms(

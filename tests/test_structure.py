@@ -4,6 +4,8 @@ Read from the source. A *part* is a class that is neither a dataclass, a struct 
 `RECORDS`. What a part keeps under a name of its own is set by its own methods only; a constructor sets
 nothing of anything but itself. Where two parts need each other, one subscribes to a signal of the other
 (`sglang_ext.signals`).
+
+Nor has a module state of its own: what code that SGLang calls has to find is in `patches/process.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("router",)
+FOLDERS = ("router", "sglang_ext/engine", "patches/adapter")
 """Those in which it holds."""
 
 RECORDS = {
@@ -23,12 +25,14 @@ RECORDS = {
     "RequestReader": "one half of a connection's state machine; the connection, which owns it, is the other",
     "WorkerConnection": "the pool that lends it out notes since when it is idle",
     "ServerState": "of one HTTP server: its connections count themselves in it",
+    "Writing": "a hand-over that is written while it is computed: the feed of layers notes how far it is",
 }
 """Classes that are data of whoever made them, each with why."""
 
 FOREIGN = {
     "router/index/memory.py tree.observer": "the tree's place for its one observer, set while it is empty",
     "router/tokens/prompt_tokenizer.py tokenizer.chat_template": "how transformers is told a template",
+    "patches/adapter/kv_manager.py PROCESS.manager": "SGLang makes it anew with each role of a server",
 }
 """Attributes of objects that are none of these folders', each with why it is the way to set it."""
 
@@ -38,6 +42,11 @@ def is_data(node: ast.ClassDef) -> bool:
     bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
     marks = {ast.unparse(mark).partition("(")[0].rpartition(".")[2] for mark in node.decorator_list}
     return bool(bases & {"Struct", "Enum", "StrEnum", "NamedTuple", "Exception"}) or "dataclass" in marks
+
+
+def is_frozen(node: ast.ClassDef) -> bool:
+    """Whether Python itself refuses to assign to its instances."""
+    return any("frozen=True" in ast.unparse(mark) for mark in (*node.decorator_list, *node.keywords))
 
 
 def targets(node: ast.AST) -> Iterator[ast.Attribute]:
@@ -66,8 +75,8 @@ def attributes(trees: Iterable[ast.Module]) -> tuple[set[str], set[str]]:
     data: set[str] = set()
     for tree in trees:
         for node in ast.walk(tree):
-            if not isinstance(node, ast.ClassDef):
-                continue
+            if not isinstance(node, ast.ClassDef) or is_frozen(node):
+                continue  # nobody can assign to what is frozen: its names stay the parts'
             mine = data if is_data(node) or node.name in RECORDS else parts
             for inner in ast.walk(node):
                 mine |= {target.attr for target in targets(inner) if is_own(target)}
@@ -100,13 +109,13 @@ def filled_in(sources: dict[str, str]) -> list[str]:
     return found
 
 
-def sources() -> dict[str, str]:
-    paths = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+def sources(folders: tuple[str, ...] = FOLDERS) -> dict[str, str]:
+    paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in paths}
 
 
 def test_parts_are_complete_when_they_are_made() -> None:
-    assert sorted(filled_in(sources())) == sorted(FOREIGN)
+    assert set(filled_in(sources())) == set(FOREIGN)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +124,7 @@ def test_parts_are_complete_when_they_are_made() -> None:
         "class Wiring:\n    def __init__(self, relay, hints):\n        relay.on_learnt = hints.learn\n",
         "def wire(chooser, advisor):\n    chooser._expectations = advisor\n",
         "class Wiring:\n    def join(self):\n        self.advisor._fetching, self.x = self.fetching, 1\n",
+        "def attach_peers(cache, peers):\n    cache.peers = peers\n",
     ],
 )
 def test_a_breach_is_found(breach: str) -> None:
@@ -132,3 +142,56 @@ def test_every_record_is_there() -> None:
         if isinstance(node, ast.ClassDef)
     }
     assert there >= set(RECORDS)
+
+
+PROCESS = "patches/process.py"
+"""The one module with state of its own: what this process knows."""
+
+
+def state_of(source: str) -> Iterator[int]:
+    """Where a module has state of its own: ``global``, or a container or an object that it changes."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield node.lineno
+    for node in tree.body:
+        value = getattr(node, "value", None)
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or value is None:
+            continue
+        names = node.targets if isinstance(node, ast.Assign) else [node.target]
+        made = isinstance(value, ast.List | ast.Dict | ast.Set | ast.Call)
+        if made and any(isinstance(name, ast.Name) and _changes(tree, name.id) for name in names):
+            yield node.lineno
+
+
+def _changes(tree: ast.Module, name: str) -> bool:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            if isinstance(node.value, ast.Name) and node.value.id == name:
+                return True
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = node.func.value
+            changes = node.func.attr in ("append", "add", "update", "pop", "clear", "extend", "setdefault")
+            if changes and isinstance(owner, ast.Name) and owner.id == name:
+                return True
+    return False
+
+
+def test_modules_have_no_state_but_in_one_place() -> None:
+    found = {
+        path for path, source in sources(("sglang_ext/engine", "patches")).items() if [*state_of(source)]
+    }
+    assert found <= {PROCESS}
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("_given = None\n\ndef f(x):\n    global _given\n    _given = x\n", 1),
+        ("_known: list[int] = []\n\ndef f(x):\n    _known.append(x)\n", 1),
+        ("_process = Process()\n\ndef f(x):\n    _process.scheduler = x\n", 1),
+        ("TABLE = {1: 2}\n\ndef f(x):\n    return TABLE[x]\n", 0),
+    ],
+)
+def test_state_of_a_module_is_found(source: str, count: int) -> None:
+    assert len(list(state_of(source))) == count

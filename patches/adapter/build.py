@@ -15,8 +15,10 @@ from sglang_ext.config import KvConfig, check_block_size, with_instance_id
 from sglang_ext.disagg.transfer.pools import PoolSpec
 from sglang_ext.engine.cache.mempool import engine_mempool
 from sglang_ext.engine.cache.metrics import CacheMetrics
+from sglang_ext.engine.cache.rank_cache import CacheParts, RankCache
 from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.events.agent import AgentFacts
+from sglang_ext.engine.events.events import PlacementFeed
 from sglang_ext.engine.model_identity import weights_digest
 from sglang_ext.engine.peers.fetch_link import arena_pool
 from sglang_ext.engine.ranks import Least, Ranks
@@ -29,8 +31,9 @@ from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import Geometry
 from sglang_ext.keys import Namespace
+from sglang_ext.mempool import MemPool
 from sglang_ext.mempool.store import Store
-from sglang_ext.patches.adapter.build_agent import attach_agent, attach_hints, naming_of
+from sglang_ext.patches.adapter.build_agent import Desks, attach_agent, naming_of
 from sglang_ext.patches.adapter.build_disk import (
     RankFacts,
     disk_below,
@@ -39,23 +42,23 @@ from sglang_ext.patches.adapter.build_disk import (
     promotions_from,
 )
 from sglang_ext.patches.adapter.build_transfers import (
-    attach_peers,
     endpoint_config,
     hands_over,
     kv_namespace,
+    make_peers,
     may_fetch,
     on_all_ranks_or_none,
     start_fetching,
     start_transfers,
 )
-from sglang_ext.patches.adapter.compute_ahead import ComputeAhead, SglangHost
+from sglang_ext.patches.adapter.compute_ahead import compute_ahead
 from sglang_ext.patches.adapter.hbm import engine_geometry, pool_planes
-from sglang_ext.patches.adapter.radix_cache import CacheParts, GlobalRadixCache
+from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.patches.adapter.support import require_computing, require_supported
 from sglang_ext.radix_global import Holder, RadixTree, policy_by_name
 from sglang_ext.tiered_store.copy import PoolCopier, warmup
 from sglang_ext.tiered_store.dram.arena import DramArena
-from sglang_ext.tiers import Tier
+from sglang_ext.tiers import Tier, all_tiers
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
@@ -86,7 +89,8 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     geometry = engine_geometry(
         kvcache, ctx.model_config, block_tokens=config.block_size, page_tokens=params.page_size
     )
-    dram = promotions = arena = below = disk = None
+    dram = promotions = arena = below = disk = feed = desks = peers = None
+    commands = RankCommandQueue() if ctx.tp_rank == 0 and params.pp_rank == 0 else None
     shard = f"tp{ctx.tp_rank}of{ctx.tp_size}"
     fetches = may_fetch(config, ctx.server_args, adapters=_uses_adapters())
     if config.dram_size:
@@ -103,7 +107,23 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         if disk is not None and identity is not None:
             facts = RankFacts(instance, epoch, adapters=_uses_adapters())
             below = disk_below(disk, config, facts, identity, tree, holder, arena, ranks, weights)
-        dram = DramTier(store, hbm, holder, arena, mover, ranks, below=below, write=config.writes_dram)
+    names = below.names if below is not None else None
+    if config.router is not None and commands is not None:
+        holders = [Holder.of(instance, epoch, tier) for tier in all_tiers() if tier.in_memory]
+        feed = PlacementFeed(tree, holders, names.weights if names is not None else str)
+        desks = Desks(commands, epoch.to_bytes(16, "big"), feed)
+    if arena is not None:
+        dram = DramTier(
+            store,
+            hbm,
+            holder,
+            arena,
+            mover,
+            ranks,
+            below=below,
+            copies=None if feed is None else feed.log,
+            write=config.writes_dram,
+        )
         if disk is not None and below is not None:
             # The parts of a PD server have loops of their own, in which a batch cannot be run again.
             stream = ctx.server_args.disaggregation_mode == "null"
@@ -112,26 +132,14 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         kvcache.register_layer_transfer_counter(gate)
         ctx.tp_worker.register_hicache_layer_transfer_counter(gate)
     transfers, addresses = _transfers_of(ctx, config, geometry, arena, identity if fetches else None, epoch)
-    cache = GlobalRadixCache(
-        params,
-        CacheParts(
-            store,
-            hbm,
-            dram,
-            promotions,
-            transfers,
-            metrics=CacheMetrics(ctx.tp_rank) if params.enable_metrics else None,
-            load_min_tokens=config.load_min_tokens,
-            load_always=config.load_policy == "always",
-            weights=weights,
-            ranks=ranks,
-            commands=RankCommandQueue() if ctx.tp_rank == 0 and params.pp_rank == 0 else None,
-            priority_sign=-1 if _small_priorities_first() else 1,
-            check=config.check,
-        ),
-    )
-    cache.attach_pool(
-        engine_mempool(
+    endpoints: tuple[str, ...] = ()
+    if fetches and dram is not None and transfers is not None:
+        endpoints = addresses
+        tell = None if desks is None else desks.hints.tell_fetched
+        peers = make_peers(dram, transfers, weights, ranks, endpoints=len(endpoints), tell=tell)
+
+    def memory_pool(cache: RankCache) -> MemPool:
+        return engine_mempool(
             cache,
             hbm,
             planes,
@@ -139,35 +147,49 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             namespace=cache.namespace(None, None),
             arena=arena,
             disk=disk,
-            digest=below.names.digest if below is not None else None,
+            digest=names.digest if names is not None else None,
             wait=_wait_for(cache.device),
         )
+
+    cache = GlobalRadixCache(
+        params,
+        CacheParts(
+            store,
+            hbm,
+            dram,
+            promotions,
+            transfers=transfers,
+            peers=peers,
+            feed=feed,
+            tell=None if desks is None else desks.hints.tell,
+            pool=memory_pool,
+            computes=compute_ahead if config.advisory_compute else None,
+            metrics=CacheMetrics(ctx.tp_rank) if params.enable_metrics else None,
+            load_min_tokens=config.load_min_tokens,
+            load_always=config.load_policy == "always",
+            weights=weights,
+            ranks=ranks,
+            commands=commands,
+            priority_sign=-1 if _small_priorities_first() else 1,
+            check=config.check,
+        ),
+        moves=None if desks is None else desks.moves,
     )
-    if cache.prefetcher is not None and cache.advice is not None and config.advisory_compute:
-        host = SglangHost(lambda: cache.scheduler)
-        cache.advice.computes = ComputeAhead(tree, hbm, cache.room, cache.prefetcher, cache.namespace, host)
-    endpoints: tuple[str, ...] = ()
-    if fetches and dram is not None and transfers is not None:
-        endpoints = addresses
-        attach_peers(cache, dram, transfers, endpoints=len(endpoints))
-    if config.router is not None and ctx.tp_rank == 0 and params.pp_rank == 0:
-        names = below.names if below is not None else None
-        agent = attach_agent(
+    if desks is not None:
+        attach_agent(
             cache,
             ctx.server_args,
             config,
             AgentFacts(
                 instance, epoch.to_bytes(16, "big"), config.block_size, naming_of(names) if names else None
             ),
-            epoch=epoch,
-            names=names,
+            desks=desks,
             named=names_on(disk),
             namespace=dataclasses.replace(identity, shard="")
             if identity is not None
             else identity_of(ctx, geometry, "", weights=False),
             endpoints=endpoints,
         )
-        attach_hints(cache, agent)
     logger.info(
         "Global KV cache of instance %s, epoch %x: blocks of %d tokens, %s, %s, eviction %s",
         instance,

@@ -12,21 +12,20 @@ import msgspec
 from sglang_ext.cluster_key import ClusterKey, read_cluster_key
 from sglang_ext.config import KvConfig
 from sglang_ext.engine.cache.listeners import Listener
+from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.events.agent import Agent, AgentFacts, ListsNames
 from sglang_ext.engine.events.agent_socket import AgentSocket
 from sglang_ext.engine.events.events import PlacementFeed
 from sglang_ext.engine.events.registration import Registrar
 from sglang_ext.engine.prefetch.advice import HintDesk
 from sglang_ext.engine.tiers.block_names import BlockNames
-from sglang_ext.errors import InternalError
 from sglang_ext.hosts import is_loopback
 from sglang_ext.keys import Namespace
 from sglang_ext.patches.adapter.migration import MoveDesk
 from sglang_ext.patches.adapter.pd_setup import reachable
 from sglang_ext.protocol.agent import Fill, Load, Naming, ToAgent
 from sglang_ext.protocol.cluster import Registration, RoleName
-from sglang_ext.radix_global import Holder
-from sglang_ext.tiers import Tier, all_tiers
+from sglang_ext.tiers import Tier
 
 if TYPE_CHECKING:
     from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
@@ -60,6 +59,25 @@ class SchedulerGauges:
         return tuple(Fill(tier.level, *used) for tier, used in self._cache.blocks_by_tier().items())
 
 
+class Desks:
+    """Between the agent, which hears the routers, and the schedulers of all ranks, which do what they say.
+
+    Args:
+        commands: for the schedulers; rank 0 has them.
+        epoch: of the instance.
+        feed: by which routers are answered.
+    """
+
+    def __init__(self, commands: RankCommandQueue, epoch: bytes, feed: PlacementFeed) -> None:
+        self.moves = MoveDesk(commands, epoch, feed.post)
+        self.hints = HintDesk(commands, epoch, feed.post)
+
+    def take(self, reader: bytes, message: ToAgent) -> None:
+        """What a router says that does not concern the index, in the agent's thread."""
+        if not self.moves.take(reader, message):
+            self.hints.take(reader, message)
+
+
 def _pd_queues(scheduler: Any) -> list[Any]:
     """Requests that wait in the queues of a PD server."""
     found: list[Any] = []
@@ -76,32 +94,28 @@ def attach_agent(
     config: KvConfig,
     facts: AgentFacts,
     *,
-    epoch: int,
-    names: BlockNames | None,
+    desks: Desks,
     named: Mapping[Tier, ListsNames],
     namespace: Namespace,
     endpoints: tuple[str, ...] = (),
 ) -> Agent:
     """Start the agent of ``cache``'s instance, and register it with every router of ``config``.
 
-    Called in rank 0, while the cache is empty. endpoints: where peers read each rank's DRAM.
+    Called in rank 0, while the cache, which has a feed, is empty. endpoints: where peers read ranks' DRAM.
 
     Raises:
         ConfigError: the key cannot be read, or the agent cannot listen.
     """
+    feed = cache.feed
     assert config.router is not None
+    assert feed is not None
     key = _key_of(config)
     host = reachable(server_args.host)
     bind = "127.0.0.1" if key is None else server_args.host or "0.0.0.0"
     channel = AgentSocket(bind, config.agent_port, key)
-    holders = [Holder.of(facts.instance, epoch, tier) for tier in all_tiers() if tier.in_memory]
-    feed = PlacementFeed(cache.tree, holders, names.weights if names is not None else str)
-    cache.feed = feed
-    if cache.dram is not None:
-        cache.dram.copies = feed.log
     for tier, index in named.items():
         index.watch(functools.partial(feed.names_changed, tier))
-    agent = Agent(facts, feed, SchedulerGauges(cache), channel, named=named)
+    agent = Agent(facts, feed, SchedulerGauges(cache), channel, named=named, others=desks.take)
     if key is None and not is_loopback(host):
         logger.warning(
             "The agent listens on loopback only, where routers on other machines cannot reach it, because "
@@ -139,36 +153,15 @@ def attach_agent(
                 index.watch(lambda stored, removed: None)
             registrar.close()
             agent.close()
-            cache.feed = cache.tree.observer = None
             cache.listeners.remove(self)
-            feed.close()
+            if feed is not None:
+                feed.close()
 
     cache.listeners.add(Registered())
     logger.info(
         "Agent of instance %s at %s, for routers %s", facts.instance, registration.agent, config.router
     )
     return agent
-
-
-def attach_hints(cache: GlobalRadixCache, agent: Agent) -> None:
-    """Let the agent pass hints on to the schedulers of all ranks, and what came of them back."""
-    inbox = cache.inbox
-    if inbox is None:
-        raise InternalError("hints are for rank 0, which has the commands of all ranks")
-    moves = MoveDesk(inbox, agent.facts.epoch, agent.post)
-    cache.migration.attach(agent.facts.epoch, moves.tell, moves.remind)
-    desk = HintDesk(inbox, agent.facts.epoch, agent.post)
-
-    def take(reader: bytes, message: ToAgent) -> None:
-        if not moves.take(reader, message):
-            desk.take(reader, message)
-
-    agent.others = take
-    if cache.advice is None:
-        return  # without DRAM there is nothing to bring up; routers find out by the index
-    cache.advice.tell = desk.tell
-    if cache.peers is not None:
-        cache.peers.tell = desk.tell_fetched
 
 
 def naming_of(names: BlockNames) -> Naming:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
+from collections.abc import Callable
 from typing import Any
 
 from sglang_ext.config import KvConfig, with_instance_id
@@ -20,9 +21,12 @@ from sglang_ext.engine.pd.bootstrap import listen_host
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import MESSAGES
 from sglang_ext.engine.peers.fetch_link import FetchLink, peer_name
+from sglang_ext.engine.peers.fetches import FetchResult
 from sglang_ext.engine.peers.peer_kv import PeerKv
+from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.transfer_thread import TransferThread
+from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError, SglangExtError
 from sglang_ext.geometry import Geometry
 from sglang_ext.patches.adapter.hbm import engine_geometry, pool_planes
@@ -162,19 +166,24 @@ def on_all_ranks_or_none(
     return None, ()
 
 
-def attach_peers(
-    cache: GlobalRadixCache, tier: DramTier, transfers: TransferThread, *, endpoints: int
-) -> None:
-    """Let a rank of an instance with so many endpoints fetch and lend."""
-    cache.peers = PeerKv(
-        cache.tree,
+def make_peers(
+    tier: DramTier,
+    transfers: TransferThread,
+    weights: Weights,
+    ranks: Ranks,
+    *,
+    endpoints: int,
+    tell: Callable[[FetchResult], None] | None = None,
+) -> PeerKv:
+    """What a rank of an instance with so many endpoints fetches and lends with. tell: see `PeerKv`."""
+    return PeerKv(
+        tier.store.tree,
         tier,
         FetchLink(transfers),
-        cache.ranks,
-        namespace=cache.namespace,
-        fresh=lambda: cache.weights.as_started,
+        ranks,
+        namespace=weights.namespace,
+        fresh=lambda: weights.as_started,
+        tell=tell,
         rank=transfers.endpoint.config.rank,
         endpoints=endpoints,
     )
-    if cache.advice is not None:
-        cache.advice.peers = cache.peers

@@ -228,14 +228,14 @@ class SglangHost:
     """SGLang's scheduler. Ours are named like its own health checks, to which nobody listens either.
 
     Args:
-        scheduler: returns it; None before it is there.
+        cache: knows the scheduler, once it is there.
     """
 
-    def __init__(self, scheduler: Callable[[], Any]) -> None:
-        self._scheduler = scheduler
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
 
     def idle(self) -> bool:
-        scheduler = self._scheduler()
+        scheduler = self._cache.scheduler
         return (
             scheduler is not None
             and scheduler.is_fully_idle()
@@ -244,7 +244,7 @@ class SglangHost:
 
     @property
     def piece_tokens(self) -> int:
-        chunk = self._scheduler().chunked_prefill_size
+        chunk = self._cache.scheduler.chunked_prefill_size
         return min(PIECE_TOKENS, chunk) if chunk is not None and chunk > 0 else PIECE_TOKENS
 
     def start(
@@ -256,7 +256,7 @@ class SglangHost:
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
-        scheduler = self._scheduler()
+        scheduler = self._cache.scheduler
         if max(tokens) >= scheduler.model_config.vocab_size or min(tokens) < 0:
             logger.warning("a hint has token ids that the model has not; it is not computed")
             return None
@@ -284,3 +284,10 @@ class SglangHost:
         )
         queue = scheduler.waiting_queue
         return queue[-1] if queue and queue[-1].rid == rid else None
+
+
+def compute_ahead(cache: Any) -> ComputeAhead:
+    """What computes ahead for a cache that prefetches."""
+    return ComputeAhead(
+        cache.tree, cache.hbm, cache.room, cache.prefetcher, cache.namespace, SglangHost(cache)
+    )

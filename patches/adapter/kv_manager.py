@@ -8,7 +8,6 @@ in `engine/pd/agent.py`, on a thread of its own; SGLang polls.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -43,7 +42,6 @@ from sglang_ext.engine.pd.peers import Local
 from sglang_ext.engine.pd.prefill_sender import Room
 from sglang_ext.engine.pd.pushing import Computing, LayerFeed
 from sglang_ext.engine.pd.reservations import Blocks, Reservations
-from sglang_ext.engine.pd.settings import settings
 from sglang_ext.engine.peers.fetch_link import DRAM_POOL
 from sglang_ext.engine.ranks import Part
 from sglang_ext.mempool.store import Incoming
@@ -60,6 +58,7 @@ from sglang_ext.patches.adapter.pd_setup import (
     weights_of,
 )
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
+from sglang_ext.patches.process import PROCESS
 from sglang_ext.tiers import Tier
 
 logger = logging.getLogger(__name__)
@@ -86,22 +85,6 @@ _TAKING_POLL = {
     Taking.HELD: KVPoll.Success,
     Taking.FAILED: KVPoll.Failed,
 }
-
-
-@dataclass
-class _Process:
-    """What a scheduler process knows: the scheduler and its agent."""
-
-    scheduler: Any = None
-    manager: GlobalKVManager | None = None
-
-
-_process = _Process()
-
-
-def serve(scheduler: Any) -> None:
-    """Whose pool the classes below serve in this process. Called by the patch."""
-    _process.scheduler = scheduler
 
 
 class AnyPrefill:
@@ -164,10 +147,10 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         self.disaggregation_mode = disaggregation_mode
         self.server_args = server_args
         self.prefill_info_table = AnyPrefill()
-        scheduler = _process.scheduler
+        scheduler = PROCESS.scheduler
         if scheduler is None:
             raise RuntimeError(f"{FLAG}: the hook before Scheduler.init_disaggregation did not take")
-        config = settings()
+        config = PROCESS.settings()
         require_supported(args, server_args, get_parallel())
         self.buffers = MetadataBuffers(args.aux_data_ptrs, args.aux_item_lens)
         self.page_bytes = sum(args.kv_item_lens)
@@ -182,6 +165,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         returns = config.pd_caching == "3" and isinstance(cache, GlobalRadixCache)
         transfers = transfers_of(scheduler, config, args.page_size)
         host, _, _ = transfers.endpoint.address.rpartition(":")
+        rows = scheduler.req_to_metadata_buffer_idx_allocator
         self.agent = Agent(
             AgentConfig(
                 Local(
@@ -198,15 +182,14 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
             ),
             transfers,
             self.buffers,
+            metadata_rows=lambda: rows.size - rows.available_size(),
         )
         self.feed: LayerFeed | None = None
         if config.transfer_mode == "push-by-layer" and prefill:
             kvcache = scheduler.token_to_kv_pool_allocator.get_kvcache()
             self.feed = self.agent.layer_feed(kvcache.start_layer, len(pool_planes(kvcache)))
             watch_layers(kvcache, self.feed)
-        rows = scheduler.req_to_metadata_buffer_idx_allocator
-        self.agent.metadata_rows = lambda: rows.size - rows.available_size()
-        _process.manager = self
+        PROCESS.manager = self
         self.meeting = ""
         """Where other decode servers find this one's ranks, to take requests over."""
         if not prefill:
@@ -216,7 +199,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         self.migration = cache.migration if isinstance(cache, GlobalRadixCache) else None
         """By which requests leave for other decode servers, and come from them."""
         if self.migration is not None:
-            self.migration.manager = None if prefill else self
+            self.migration.transfer_by(None if prefill else self)
         self._parts: list[Part] = []
         """Of the cache's ranks, while the server has this role."""
         self.disk: DiskAhead | None = None
@@ -237,12 +220,12 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
                     tell_all,
                     self.fence,
                 )
-                self.agent.returns = taker
+                self.agent.take_returns(taker)
                 self._listeners.append(_ReturnsTaken(taker))
                 self._parts.append(taker)
             else:
                 giver = ReturnGiver(blocks, self.agent)
-                self.agent.giver = giver
+                self.agent.give_returns(giver)
                 self._listeners.append(_ReturnsGiven(giver))
                 self._parts.append(giver)
         if isinstance(cache, GlobalRadixCache):
@@ -284,12 +267,12 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
     @property
     def supports_role_switch(self) -> bool:
         """Whether the server can change between prefill and decode: the pool's layers are not watched."""
-        return settings().transfer_mode != "push-by-layer"
+        return PROCESS.settings().transfer_mode != "push-by-layer"
 
     def teardown(self) -> None:
         """The server changes its role, and is idle, or ends: end connections and rooms. The cache stays as it
         is, and the transfer thread with it."""
-        cache, scheduler = _process.scheduler.tree_cache, _process.scheduler
+        cache, scheduler = PROCESS.scheduler.tree_cache, PROCESS.scheduler
         poller = getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)
         if poller is not None:
             poller.unregister(self.agent.wake_fd)
@@ -299,8 +282,8 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
                 cache.listeners.remove(listener)
             for part in self._parts:
                 cache.ranks.remove(part)
-            cache.migration.manager = None
-        _process.manager = None
+            cache.migration.transfer_by(None)
+        PROCESS.manager = None
         self.agent.close()
         if not isinstance(cache, GlobalRadixCache) or cache.transfers is not self.agent.transfers:
             self.agent.transfers.close()
@@ -469,7 +452,7 @@ class GlobalKVBootstrapServer(BaseKVBootstrapServer):  # type: ignore[misc]
     """The bootstrap port of a prefill server, in its HTTP process."""
 
     def __init__(self, host: str, port: int) -> None:
-        self._service = BootstrapService(host, port, keys_of(settings()))
+        self._service = BootstrapService(host, port, keys_of(PROCESS.settings()))
 
     def close(self) -> None:
         self._service.close()
@@ -478,8 +461,8 @@ class GlobalKVBootstrapServer(BaseKVBootstrapServer):  # type: ignore[misc]
 def run_batch(stock: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Around ``Scheduler.run_batch``: what is computed is of the weights of now; with push by layer, layers
     are sent while the next are computed."""
-    manager = _process.manager
-    if manager is None or scheduler is not _process.scheduler or not batch.forward_mode.is_extend():
+    manager = PROCESS.manager
+    if manager is None or scheduler is not PROCESS.scheduler or not batch.forward_mode.is_extend():
         return stock(scheduler, batch, *args, **kwargs)
     manager.computes(batch)
     feed = manager.feed
@@ -495,19 +478,19 @@ def run_batch(stock: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any)
 def weights_changing(scheduler: Any) -> None:
     """The weights are about to change, and may until ``weights_changed``: until then KV of ours is like no
     other."""
-    if _process.manager is not None and scheduler is _process.scheduler:
-        _process.manager.agent.weights_changed("")
+    if PROCESS.manager is not None and scheduler is PROCESS.scheduler:
+        PROCESS.manager.agent.weights_changed("")
 
 
 def weights_changed(scheduler: Any) -> None:
     """The weights stay as they are now. On all ranks at once."""
-    if _process.manager is not None and scheduler is _process.scheduler:
-        _process.manager.agent.weights_changed(weights_of(scheduler))
+    if PROCESS.manager is not None and scheduler is PROCESS.scheduler:
+        PROCESS.manager.agent.weights_changed(weights_of(scheduler))
 
 
 def look_on_disk(queue: Any) -> None:
     """Decode has polled the requests that have no slots yet."""
-    manager = _process.manager
+    manager = PROCESS.manager
     if manager is not None and manager.disk is not None and queue.kv_manager is manager:
         manager.disk.each_pass(queue.queue)
 
@@ -532,8 +515,8 @@ def match_on_decode(stock: Any, queue: Any, req: Any) -> Any:
 
 def idle(scheduler: Any) -> None:
     """Nothing to compute: when only transfers are waited for, sleep until one moves or a request comes."""
-    manager = _process.manager
-    if manager is None or scheduler is not _process.scheduler:
+    manager = PROCESS.manager
+    if manager is None or scheduler is not PROCESS.scheduler:
         return
     poller = getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)
     if poller is not None and not scheduler.is_fully_idle():

@@ -124,22 +124,25 @@ class Migration:
 
     Args:
         cache: the rank's, which knows the scheduler.
+        desk: answers the routers, in rank 0 where there are any.
     """
 
-    def __init__(self, cache: GlobalRadixCache, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        cache: GlobalRadixCache,
+        desk: MoveDesk | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._cache = cache
+        self._desk = desk
         self._clock = clock
         self._parked: dict[str, _Parked] = {}
         self.tickets = Tickets()
         self._coming: OrderedDict[str, _Coming] = OrderedDict()
         self._arriving: dict[str, _Arriving] = {}
         self.manager: GlobalKVManager | None = None
-        """The transfer backend's of this rank, on a decode instance."""
-        self.epoch = b""
-        self.tell: Callable[[FromAgent], None] | None = None
-        """Answers the router; rank 0 only."""
-        self.remind: Callable[[ToAgent], object] | None = None
-        """Puts a command before every rank; rank 0 only."""
+        """The transfer backend's of this rank, on a decode instance: see `transfer_by`."""
+        self.epoch = b"" if desk is None else desk.epoch
         self.counts: dict[str, int] = {}
         """Requests that were to be moved, by what came of it here."""
         self._copying: list[_Parked] = []
@@ -149,11 +152,9 @@ class Migration:
     def __repr__(self) -> str:
         return f"Migration(parked={len(self._parked)}, arriving={len(self._arriving)}, {self.counts})"
 
-    def attach(
-        self, epoch: bytes, tell: Callable[[FromAgent], None], remind: Callable[[ToAgent], object]
-    ) -> None:
-        """There is an agent: whose epoch it is, how routers are answered, and how all ranks are commanded."""
-        self.epoch, self.tell, self.remind = epoch, tell, remind
+    def transfer_by(self, manager: GlobalKVManager | None) -> None:
+        """The server decodes from now on, with this transfer backend; or it does not any more."""
+        self.manager = manager
 
     @property
     def busy(self) -> bool:
@@ -321,10 +322,10 @@ class Migration:
     def _remind_of_parked(self) -> None:
         now = self._clock()
         for parked in list(self._parked.values()):
-            if self.remind is not None and not parked.reminded and now - parked.since > PARKED_SECONDS:
+            if self._desk is not None and not parked.reminded and now - parked.since > PARKED_SECONDS:
                 parked.reminded = True
                 logger.warning("a request that was to be moved goes on here: no word of it was heard")
-                self.remind(Unpark(parked.id, stay=True))
+                self._desk.remind(Unpark(parked.id, stay=True))
 
     def _copied(self, parked: _Parked, now: float) -> bool:
         """Whether DRAM has copies of a request's blocks, as far as they are waited for."""
@@ -495,8 +496,8 @@ class Migration:
     # -- both -----------------------------------------------------------------------------------------------
 
     def _say(self, message: FromAgent) -> None:
-        if self.tell is not None:
-            self.tell(message)
+        if self._desk is not None:
+            self._desk.tell(message)
 
     def _count(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1
@@ -515,7 +516,7 @@ class MoveDesk:
         self, inbox: RankCommandQueue, epoch: bytes, post: Callable[[bytes, FromAgent], None]
     ) -> None:
         self._inbox = inbox
-        self._epoch = epoch
+        self.epoch = epoch
         self._post = post
         self._askers: OrderedDict[str, bytes] = OrderedDict()
 
@@ -528,7 +529,7 @@ class MoveDesk:
             while len(self._askers) > MOST_COMING:
                 self._askers.popitem(last=False)
         if self.remind(message) and isinstance(message, Watch):
-            self._post(reader, Expecting(self._epoch, message.ticket))
+            self._post(reader, Expecting(self.epoch, message.ticket))
         return True
 
     def remind(self, message: ToAgent) -> bool:

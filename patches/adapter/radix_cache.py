@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Hashable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,27 +31,11 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 
-from sglang_ext.engine.cache.lifecycle import CacheLifecycle
-from sglang_ext.engine.cache.listeners import Listeners
-from sglang_ext.engine.cache.metrics import CacheMetrics
-from sglang_ext.engine.commands import RankCommandQueue
-from sglang_ext.engine.prefetch.advice import Advice
-from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
-from sglang_ext.engine.ranks import Ranks
-from sglang_ext.engine.tiers.dram_tier import DramTier
-from sglang_ext.engine.tiers.hbm_room import HbmRoom
-from sglang_ext.engine.tiers.load_policy import AgreedSpeeds, DramPolicy, PrefillCost
+from sglang_ext.engine.cache.rank_cache import CacheParts, RankCache
 from sglang_ext.engine.tiers.mover import NOTHING_TO_WAIT_FOR
-from sglang_ext.engine.tiers.prefill_clock import PrefillClock
-from sglang_ext.engine.tiers.promotions import Promotions
-from sglang_ext.engine.tiers.slots import slot_ops
-from sglang_ext.engine.transfer_thread import TransferThread
-from sglang_ext.engine.weights import Weights
 from sglang_ext.keys import encode_tokens
-from sglang_ext.mempool import MemPool
 from sglang_ext.mempool.store import Store
-from sglang_ext.patches.adapter.load_back import LoadBack
-from sglang_ext.patches.adapter.migration import Migration
+from sglang_ext.patches.adapter.migration import Migration, MoveDesk
 from sglang_ext.patches.adapter.storage_prefetch import StoragePrefetch
 from sglang_ext.radix_global import EvictionPolicy, Holder, Node, RadixTree
 from sglang_ext.radix_global.eviction import lru
@@ -62,8 +45,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
-
-    from sglang_ext.engine.events.events import PlacementFeed
 
 _NAMESPACE = "sglang_ext_namespace"
 """Attribute of a request: the namespace it was matched in, which is where its KV belongs."""
@@ -82,99 +63,29 @@ class _RootView:
         return self._tree.roots
 
 
-@dataclass(frozen=True)
-class CacheParts:
-    """What a cache is made of: complete before it is, and unchanged after."""
-
-    store: Store
-    """Over an empty tree, whose block size is a multiple of the page size."""
-    hbm: Holder
-    """Stands for this rank's pool."""
-    dram: DramTier | None = None
-    """A tier of the store; ``None`` for HBM only."""
-    promotions: Promotions | None = None
-    """Bring blocks from disk to DRAM; ``None`` without a disk."""
-    transfers: TransferThread | None = None
-    """Moves KV to and from other servers; ``None`` where none are known. The cache ends it."""
-    metrics: CacheMetrics | None = None
-    load_min_tokens: int = 0
-    """DRAM hits shorter than this are computed instead of loaded."""
-    load_always: bool = False
-    """Longer ones are not weighed against computing."""
-    weights: Weights = field(default_factory=Weights)
-    """Which of them are in use."""
-    ranks: Ranks = field(default_factory=Ranks)
-    """Of the instance; the parts of the tiers are with it already."""
-    commands: RankCommandQueue | None = None
-    """For the schedulers of all ranks, in rank 0 of an instance."""
-    priority_sign: int = 1
-    """-1 where small priorities go first (``--schedule-low-priority-values-first``)."""
-    takes_hints: bool = True
-    """Bring KV up for announced requests, where there is DRAM to bring it from."""
-    check: bool = False
-    """Verify every invariant when the server is idle (slow; for debugging and tests)."""
-
-
-class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # type: ignore[misc]
+class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ignore[misc]
     """See the module's docstring.
 
     Args:
         params: SGLang's; pools, page size and whether to collect metrics.
         parts: what it is made of.
+        moves: by which routers move requests; in rank 0, where there are any.
     """
 
-    def __init__(self, params: CacheInitParams, parts: CacheParts) -> None:
-        StoragePrefetch.__init__(self)
+    def __init__(self, params: CacheInitParams, parts: CacheParts, moves: MoveDesk | None = None) -> None:
+        RankCache.__init__(self, parts, params.token_to_kv_pool_allocator, params.page_size)
+        StoragePrefetch.__init__(
+            self, parts.promotions, parts.peers, parts.weights.namespace, priority_sign=parts.priority_sign
+        )
         self.disable = False
         self.req_to_token_pool = params.req_to_token_pool
-        self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
-        self.page_size = params.page_size
-        self.store = parts.store
-        self.tree = tree = parts.store.tree
-        self.block_size = tree.block_size
-        self.hbm = parts.hbm
-        self.dram = dram = parts.dram
-        self.promotions = promotions = parts.promotions
-        self.transfers = parts.transfers
-        self.metrics = parts.metrics
-        self.weights = parts.weights
-        self.ranks = parts.ranks
-        self.inbox = parts.commands
-        self.priority_sign = parts.priority_sign
-        self.listeners = Listeners()
-        """Parts that hear what happens here."""
-        self.feed: PlacementFeed | None = None
-        """Tells routers of what changes here; ``None`` without any."""
         self.scheduler: Any = None
-        """SGLang's, once it is there."""
-        self.advice: Advice | None = None
-        """Takes hints at coming requests."""
-        self.migration = Migration(self)
+        """SGLang's, once it is there: see `meet`."""
+        self.migration = Migration(self, moves)
         """Stops requests that go on elsewhere, and goes on with such."""
         self._load_min_tokens = parts.load_min_tokens
-        self._check_when_idle = parts.check
-        self._checked_state = ""
-        allocator = self.token_to_kv_pool_allocator
-        self.device = torch.device(allocator.device if allocator is not None else "cpu")
-        # Not "slots": SGLang takes an attribute of that name for the slots of sessions.
-        self.slot_ops = slot_ops(self.device)
         self._nothing = self.slot_ops.join([])
-        self.room = HbmRoom(self.store, self.hbm, allocator, self.slot_ops, dram)
-        self.pool: MemPool | None = None
-        self.load_back: LoadBack | None = None
-        self.prefetcher: Prefetcher | None = None
-        if dram is not None:
-            cost = promotions.policy.cost if promotions is not None else PrefillCost()
-            self.prefill_clock = PrefillClock(cost)
-            speeds = AgreedSpeeds(cost, lambda: dram.load_bytes_per_second, parts.ranks)
-            policy = DramPolicy(self.block_size, dram.block_bytes, always=parts.load_always, speeds=speeds)
-            self.load_back = LoadBack(
-                self.store, dram, promotions, self.hbm, self.room, self.slot_ops, policy
-            )
-            self.prefetcher = Prefetcher(self.store, self.hbm, dram, self.room, promotions, self.namespace)
-            if parts.takes_hints:
-                self.advice = Advice(self.prefetcher, priority_sign=parts.priority_sign)
-        self.root_node = _RootView(tree)
+        self.root_node = _RootView(self.tree)
         if params.enable_metrics:
             self.init_metrics_collector()
 
@@ -196,10 +107,9 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
             CacheParts(Store(RadixTree(block_size, policy=policy)), Holder.of("simulated", 0, Tier.HBM)),
         )
 
-    def attach_pool(self, pool: MemPool) -> None:
-        """Share the memory with a memory pool over the same tree: what its owners have is nobody else's."""
-        self.pool = pool
-        pool.namespace = self.namespace(None, None)
+    def meet(self, scheduler: Any) -> None:
+        """SGLang's scheduler is there, which it makes after its cache."""
+        self.scheduler = scheduler
 
     # -- looking up -----------------------------------------------------------------------------
 
@@ -208,7 +118,7 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
         namespace = self._namespace_of_key(params.key)
         if params.req is not None:
             setattr(params.req, _NAMESPACE, namespace)
-            self.last_matched = params.req
+            self.matched(params.req)
         node, path, blocks = self.store.match(namespace, _encode(params.key))
         hbm = self.hbm
         streamed = 0 if self.load_back is None else self.load_back.streamed(params.req, blocks)
@@ -236,10 +146,6 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
 
     def _namespace_of_key(self, key: RadixKey) -> Hashable:
         return self.namespace(key.extra_key, key.cache_salt)
-
-    def namespace(self, extra_key: str | None, cache_salt: str | None) -> Hashable:
-        """Where the KV of a tenant's prompts belongs now."""
-        return (self.weights.generation, extra_key, cache_salt)
 
     def _namespace_of(self, req: Req) -> Hashable | None:
         """Where the request's KV belongs; ``None`` when it is nobody else's.
@@ -361,6 +267,10 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
     def dec_lock_ref(self, node: Node, params: DecLockRefParams | None = None) -> DecLockRefResult:
         return DecLockRefResult(delta=self.tree.unlock(node, self.hbm) * self.block_size)
 
+    def drop_in_flight(self) -> None:
+        super().drop_in_flight()
+        self.forget_waiting()
+
     def evictable_size(self) -> int:
         return self.total_size() - self.protected_size()
 
@@ -386,17 +296,7 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
     def check_hicache_events(self) -> None:
         """Called once per scheduler iteration, after requests came and before a batch is formed: take note of
         what has completed on every rank."""
-        self.ranks.each_pass()
-        if self.peers is not None:
-            self.peers.report()
-        if self.prefetcher is not None:
-            self.prefetcher.drain()
-        if self.advice is not None:
-            self.advice.drain()
-        if self.feed is not None:
-            self.feed.publish()
-        if self.metrics is not None:
-            self.metrics.update(self)
+        self.each_pass()
 
     def handle_command(self, payload: bytes, at: float) -> None:
         """Do what a command says. Comes to every rank between the same two passes. at: rank 0's time."""
@@ -405,7 +305,7 @@ class GlobalRadixCache(StoragePrefetch, CacheLifecycle, BasePrefixCache):  # typ
             self.advice.handle_command(payload, at)
         if self.inbox is not None:
             hinted = math.inf if self.prefetcher is None else self.prefetcher.hinted.next_expiry
-            self.inbox.alarm = min(hinted, self.migration.tickets.next_expiry)
+            self.inbox.tell_time(min(hinted, self.migration.tickets.next_expiry))
 
     def __repr__(self) -> str:
         return f"GlobalRadixCache(tree={self.tree!r}, dram={self.dram!r}, disk={self.promotions!r})"

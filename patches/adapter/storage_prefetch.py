@@ -12,12 +12,11 @@ gone                 release_aborted_request
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.tiers.load_report import begin_report
-from sglang_ext.engine.tiers.prefill_clock import PrefillClock
 from sglang_ext.engine.tiers.promotion import Wanted
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.keys import encode_tokens
@@ -30,38 +29,45 @@ if TYPE_CHECKING:
 
 class StoragePrefetch:
     """The part of the cache that speaks that protocol. Without promotions and peers there is nothing to wait
-    for."""
+    for.
 
-    def __init__(self) -> None:
+    Args:
+        promotions: bring what is on disk; None without a disk.
+        peers: fetch; None where that is not possible.
+        namespace: where the KV of a tenant's prompts belongs now, from its ``extra_key`` and ``cache_salt``.
+        priority_sign: -1 where smaller priorities go first (``--schedule-low-priority-values-first``).
+    """
+
+    hicache_storage_pass_prefix_keys = False
+
+    def __init__(
+        self,
+        promotions: Promotions | None,
+        peers: PeerKv | None,
+        namespace: Callable[[str | None, str | None], Hashable],
+        *,
+        priority_sign: int = 1,
+    ) -> None:
+        self._promoting = promotions
+        self._fetching = peers
+        self._namespace_now = namespace
+        self._priority_sign = priority_sign
         self._behind_peers: dict[CacheRequestHandle, Wanted] = {}
         """Requests that wait for what a peer sends, before the disk is looked at for them."""
-
-    promotions: Promotions | None
-    peers: PeerKv | None = None
-    """Fetches from peers and lends to them; ``None`` where that is not possible."""
-    prefill_clock: PrefillClock | None = None
-    last_matched: Req | None = None
-    """The request that was matched last."""
-    priority_sign = 1
-    """-1 where smaller priorities go first (``--schedule-low-priority-values-first``)."""
-    hicache_storage_pass_prefix_keys = False
+        self._last_matched: Req | None = None
 
     @property
     def uses_storage(self) -> bool:
         """Whether the scheduler has to follow the protocol at all."""
-        return self.promotions is not None or self.peers is not None
+        return self._promoting is not None or self._fetching is not None
 
-    def prefill_begins(self, lengths: Sequence[tuple[int, int]], *, loads: bool) -> None:
-        """A prefill batch is about to run; what it costs is weighed against loading."""
-        if self.prefill_clock is not None:
-            self.prefill_clock.begins(lengths, loads=loads)
+    def matched(self, req: Req) -> None:
+        """This request is being matched; SGLang looks for the rest of it next."""
+        self._last_matched = req
 
-    def prefill_ended(self) -> None:
-        if self.prefill_clock is not None:
-            self.prefill_clock.ended()
-
-    def namespace(self, extra_key: str | None, cache_salt: str | None) -> Hashable:
-        raise NotImplementedError
+    def forget_waiting(self) -> None:
+        """Forget who waits for a peer: the disk would be looked at in the namespace they were queued in."""
+        self._behind_peers.clear()
 
     def is_backuped(self, node: Any) -> bool:
         """Whether storage may continue ``node``: that is found out when it is looked at."""
@@ -87,29 +93,29 @@ class StoragePrefetch:
         if not self.uses_storage or not len(new_input_tokens):
             return
         key = encode_tokens(matched_prefix_tokens) + encode_tokens(new_input_tokens)
-        wanted = Wanted(self.namespace(extra_key, cache_salt), key, request=handle.rid)
-        req = self.last_matched  # SGLang has just matched it
+        wanted = Wanted(self._namespace_now(extra_key, cache_salt), key, request=handle.rid)
+        req = self._last_matched  # SGLang has just matched it
         if req is not None and req.cache_request_handle == handle:
-            priority = (req.priority or 0) * self.priority_sign
+            priority = (req.priority or 0) * self._priority_sign
             wanted = dataclasses.replace(wanted, priority=priority, report=begin_report(req, Tier.DISK))
-        if self.peers is not None and self.peers.waits(wanted.namespace, wanted.key):
+        if self._fetching is not None and self._fetching.waits(wanted.namespace, wanted.key):
             self._behind_peers[handle] = wanted
-        elif self.promotions is not None:
-            self.promotions.begin(handle, wanted)
+        elif self._promoting is not None:
+            self._promoting.begin(handle, wanted)
 
     def check_prefetch_progress(self, handle: CacheRequestHandle) -> bool:
         wanted = self._behind_peers.get(handle)
         if wanted is not None:
-            if self.peers is not None and self.peers.waits(wanted.namespace, wanted.key):
+            if self._fetching is not None and self._fetching.waits(wanted.namespace, wanted.key):
                 return False
             del self._behind_peers[handle]
-            if self.promotions is not None:
-                self.promotions.begin(handle, wanted)
-        return self.promotions is None or self.promotions.ready(handle)
+            if self._promoting is not None:
+                self._promoting.begin(handle, wanted)
+        return self._promoting is None or self._promoting.ready(handle)
 
     def pop_prefetch_loaded_span(self, handle: CacheRequestHandle) -> tuple[int, int | None]:
         """Tokens that came from disk, and the position of the first. They stay locked until admission."""
-        brought = self.promotions.brought(handle) if self.promotions is not None else None
+        brought = self._promoting.brought(handle) if self._promoting is not None else None
         return (0, None) if brought is None else (brought.tokens, brought.start)
 
     def finish_storage_prefetch_admission(
@@ -125,9 +131,9 @@ class StoragePrefetch:
 
     def streams_hold(self) -> bool:
         """After a forward pass: whether everything that streamed into it from disk has verified."""
-        return self.promotions is None or self.promotions.streams_hold()
+        return self._promoting is None or self._promoting.streams_hold()
 
     def _release(self, handle: CacheRequestHandle) -> None:
         self._behind_peers.pop(handle, None)
-        if self.promotions is not None:
-            self.promotions.release(handle)
+        if self._promoting is not None:
+            self._promoting.release(handle)

@@ -17,17 +17,14 @@ Can go: when a registered cache backend can receive messages.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zmq.constants import POLLIN
 
 from sglang_ext.patches.base import Target
 from sglang_ext.patches.hooks.scheduler import called_cache
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
-
-if TYPE_CHECKING:
-    from sglang_ext.engine.commands import RankCommandQueue
+from sglang_ext.patches.process import PROCESS
 
 logger = logging.getLogger(__name__)
 
@@ -35,28 +32,13 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
 
 
-@dataclass
-class _Process:
-    inbox: RankCommandQueue | None = None
-    polled: Any = None
-    """The poller that knows the inbox."""
-
-
-_process = _Process()
-
-
-def use(inbox: RankCommandQueue | None) -> None:
-    """Add what is put into ``inbox`` to what this process's scheduler receives."""
-    _process.inbox = inbox
-
-
 def after_pull(requests: list[Any] | None, _receiver: Any) -> None:
     """After ``_pull_raw_reqs``: None on ranks that are told by others."""
-    if requests is not None and _process.inbox is not None:
+    if requests is not None and PROCESS.commands is not None:
         # Before the requests: what prepares for one is said before it is sent.
         from sglang_ext.patches.adapter.command import KvCommand
 
-        requests[:0] = [KvCommand(payload=each.payload, at=each.at) for each in _process.inbox.take()]
+        requests[:0] = [KvCommand(payload=each.payload, at=each.at) for each in PROCESS.commands.take()]
 
 
 def after_dispatcher(_result: None, scheduler: Any) -> None:
@@ -79,13 +61,13 @@ def after_dispatcher(_result: None, scheduler: Any) -> None:
 
 def before_sleep(scheduler: Any) -> None:
     """Before ``maybe_sleep_on_idle``."""
-    inbox = _process.inbox
+    inbox = PROCESS.commands
     poller = getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)
     if inbox is None or poller is None:
         return
-    if _process.polled is not poller:
+    if PROCESS.polled is not poller:
         poller.register(inbox.fd, POLLIN)
-        _process.polled = poller
+        PROCESS.polled = poller
     inbox.slept()
 
 

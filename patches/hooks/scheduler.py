@@ -35,6 +35,7 @@ from typing import Any, Protocol
 
 from sglang_ext.patches.base import Target
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
+from sglang_ext.patches.process import PROCESS
 
 NAP_MILLISECONDS = 1
 
@@ -52,8 +53,8 @@ class CalledCache(Protocol):
     def ready_to_load_host_cache(self) -> int:
         """Start the loads that ``init_load_back`` queued for the batch; its number, or -1 for none."""
 
-    scheduler: Any
-    """Set once, to the scheduler."""
+    def meet(self, scheduler: Any) -> None:
+        """The scheduler is there. Once."""
 
     uses_storage: bool
     """Whether it follows the protocol for storage below the host."""
@@ -91,18 +92,10 @@ class CalledCache(Protocol):
         """The pool's memory is about to go away: wait for every copy that reads or writes it."""
 
 
-_called: CalledCache | None = None
-
-
-def call(cache: CalledCache) -> None:
-    """Have the hooks of this process call ``cache``, as long as it is its scheduler's cache."""
-    global _called
-    _called = cache
-
-
 def called_cache(scheduler: Any) -> CalledCache | None:
     """The scheduler's cache when it is ours. None for any other, and before the scheduler has one."""
-    return _called if _called is not None and getattr(scheduler, "tree_cache", None) is _called else None
+    cache: CalledCache | None = PROCESS.cache
+    return cache if cache is not None and getattr(scheduler, "tree_cache", None) is cache else None
 
 
 def after_ingest(_result: Any, scheduler: Any) -> None:
@@ -128,7 +121,7 @@ def after_prefill_batch(result: tuple[Any, Any], scheduler: Any, *_args: Any, **
 
 def before_embedding(worker: Any, batch: Any) -> None:
     """Before ``forward_batch_embedding``, as ``forward_batch_generation`` does it itself."""
-    if _called is not None:
+    if PROCESS.cache is not None:
         worker.set_hicache_consumer(batch.hicache_consumer_index)
 
 
@@ -145,7 +138,7 @@ def after_running_status(_result: None, scheduler: Any) -> None:
     cache = called_cache(scheduler)
     if cache is None:
         return
-    cache.scheduler = scheduler
+    cache.meet(scheduler)
     if cache.uses_storage:
         scheduler.enable_hicache_storage = True
 

@@ -24,12 +24,12 @@ import os
 from typing import Any
 
 from sglang_ext.config import KvConfig
-from sglang_ext.engine.pd import settings as pd_settings
 from sglang_ext.errors import ConfigError
 from sglang_ext.patches.adapter.support import BACKEND as CACHE_BACKEND
 from sglang_ext.patches.base import Patch, Target, resolve
 from sglang_ext.patches.hooks import flags
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
+from sglang_ext.patches.process import PROCESS
 
 BACKEND = "global"
 _MEMBER = "GLOBAL"
@@ -90,16 +90,14 @@ def choose_caches(_cls: type, args: argparse.Namespace) -> None:
 def keep_settings(server_args: Any, _cls: type, args: argparse.Namespace) -> None:
     """After ``from_cli_args``: the bootstrap port is opened in this process, and wants the key."""
     if server_args.disaggregation_transfer_backend == BACKEND:
-        pd_settings.configure(flags.carried_config(server_args, os.environ))
+        PROCESS.config = flags.carried_config(server_args, os.environ)
 
 
 def before_init_disaggregation(scheduler: Any) -> None:
     """Before ``init_disaggregation``: whose pool our manager will serve, and the settings."""
     if scheduler.server_args.disaggregation_transfer_backend == BACKEND:
-        from sglang_ext.patches.adapter import kv_manager as kv_transfer
-
-        pd_settings.configure(flags.carried_config(scheduler.server_args, os.environ))
-        kv_transfer.serve(scheduler)
+        PROCESS.config = flags.carried_config(scheduler.server_args, os.environ)
+        PROCESS.scheduler = scheduler
 
 
 def after_idle(_result: None, scheduler: Any) -> None:

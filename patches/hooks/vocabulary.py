@@ -17,14 +17,7 @@ from typing import Any
 
 from sglang_ext.patches.base import Target
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
-
-_enabled = False
-
-
-def enable() -> None:
-    """Turn the check on in this process. Without it the hook does nothing."""
-    global _enabled
-    _enabled = True
+from sglang_ext.patches.process import PROCESS
 
 
 def out_of_vocabulary(input_ids: Sequence[int], vocab_size: int) -> str | None:
@@ -43,7 +36,12 @@ def after_length_check(error: str | None, req: Any, *_args: Any, **_kwargs: Any)
 
     Multimodal prompts are exempt: SGLang has put hashes outside the vocabulary in place of images.
     """
-    if not _enabled or error is not None or req.vocab_size is None or req.multimodal_inputs is not None:
+    if (
+        not PROCESS.checks_vocabulary
+        or error is not None
+        or req.vocab_size is None
+        or req.multimodal_inputs is not None
+    ):
         return None  # SGLang keeps the result it has
     return out_of_vocabulary(req.origin_input_ids, req.vocab_size)
 

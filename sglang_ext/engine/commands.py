@@ -44,8 +44,7 @@ class RankCommandQueue:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._waiting: deque[bytes] = deque()
-        self.alarm = math.inf
-        """When the time is to be told, by ``clock``. Set and read in the scheduler's thread."""
+        self._alarm = math.inf
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable when there may be something to do."""
 
@@ -64,17 +63,23 @@ class RankCommandQueue:
 
     def take(self) -> list[Command]:
         """What has been put since, in its order. The scheduler's thread only."""
-        if not self._waiting and self.alarm == math.inf:
+        if not self._waiting and self._alarm == math.inf:
             return []
         now = self._clock()
         commands = []
         with contextlib.suppress(IndexError):
             while True:
                 commands.append(Command(self._waiting.popleft(), now))
-        if self.alarm <= now:
-            self.alarm = math.inf
+        if self._alarm <= now:
+            self._alarm = math.inf
             commands.append(Command(b"", now))
         return commands
+
+    def tell_time(self, at: float) -> None:
+        """Tell the time at that moment, by ``clock``, also when nobody sends a command; not when it was to be
+        told before. In the scheduler's thread.
+        """
+        self._alarm = at
 
     def slept(self) -> None:
         """Take the wake-ups up to now as seen."""

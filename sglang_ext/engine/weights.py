@@ -9,7 +9,7 @@ its version, a digest of the weights themselves, so that weights that come back 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,10 @@ class Weights:
             self._versions[self.generation] = self._read()
         except Exception:
             logger.exception("the new weights cannot be read; their KV is found by this process only")
+
+    def namespace(self, extra_key: str | None, cache_salt: str | None) -> Hashable:
+        """Where the KV of a tenant's prompts belongs now."""
+        return (self.generation, extra_key, cache_salt)
 
     def version(self, generation: int) -> str | None:
         """The digest of a generation's weights; ``None`` for such as no other process can know."""

@@ -20,19 +20,24 @@ from sglang.srt.runtime_context import get_serving
 
 from sglang_ext.config import KvConfig
 from sglang_ext.engine.cache.mempool import engine_mempool
+from sglang_ext.engine.cache.rank_cache import CacheParts, RankCache
 from sglang_ext.engine.commands import RankCommandQueue
+from sglang_ext.engine.events.events import PlacementFeed
+from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.ranks import Least, Ranks
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.mover import LayerGate, Mover, ThreadMover
 from sglang_ext.engine.tiers.promotions import Promotions
+from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.engine.weights import Weights
 from sglang_ext.geometry import BlockLayout, Geometry
 from sglang_ext.keys import Namespace, encode_tokens
-from sglang_ext.mempool import MemType, OutOfBlocksError
+from sglang_ext.mempool import MemPool, MemType, OutOfBlocksError
 from sglang_ext.mempool.store import Store
+from sglang_ext.patches.adapter.build_agent import Desks
 from sglang_ext.patches.adapter.build_disk import RankFacts, disk_below, promotions_from
-from sglang_ext.patches.adapter.radix_cache import CacheParts, GlobalRadixCache
+from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.radix_global import Holder, Node, RadixTree, policy_by_name
 from sglang_ext.testing.tiers import FaultyTier, MemoryTier, WrappedTier
 from sglang_ext.tiered_store.copy import PoolCopier
@@ -112,6 +117,8 @@ class Rank:
         scenario: sizes and flags.
         pace: decides how fast copies go; ``None`` for a mover that copies only when it has to.
         cache_class, tier_class: under test.
+        routed: tells routers what changes, and hears what they say.
+        transfers, peers: make them for this rank, which has its tiers by then.
         least, commands, priority_sign, takes_hints, check: see `Ranks` and `CacheParts`.
     """
 
@@ -129,6 +136,10 @@ class Rank:
         takes_hints: bool = False,
         check: bool = False,
         disk_class: Callable[[BlockTier], BlockTier] = lambda disk: disk,
+        routed: bool = False,
+        feed_class: Callable[..., PlacementFeed] = PlacementFeed,
+        transfers: Callable[[Rank], TransferThread] | None = None,
+        peers: Callable[[Rank, TransferThread], PeerKv] | None = None,
     ) -> None:
         self.scenario = scenario
         self.pools = Pools(
@@ -142,6 +153,12 @@ class Rank:
         self.store = Store(self.tree)
         self.hbm = Holder.of("simulated", 1, Tier.HBM)
         self.dram_holder = Holder.of("simulated", 1, Tier.DRAM)
+        self.feed: PlacementFeed | None = None
+        self.desks: Desks | None = None
+        if routed:
+            commands = commands or RankCommandQueue()
+            self.feed = feed_class(self.tree, (self.hbm, self.dram_holder))
+            self.desks = Desks(commands, self.hbm.epoch.to_bytes(16, "big"), self.feed)
         self.arena: DramArena | None = None
         self.mover: Mover | None = None
         self.tier: DramTier | None = None
@@ -191,6 +208,7 @@ class Rank:
                 self.mover,
                 ranks,
                 below=below,
+                copies=None if self.feed is None else self.feed.log,
                 write=config.writes_dram,
             )
             if disk is not None and below is not None:
@@ -208,11 +226,30 @@ class Rank:
                 )
             gate = gate_class(self.mover)
             self.pools.kvcache.register_layer_transfer_counter(gate)
+
+        def memory_pool(cache: RankCache) -> MemPool:
+            return engine_mempool(
+                cache,
+                self.hbm,
+                self.pools.tensors,
+                self.pools.geometry().layout,
+                namespace=cache.namespace(None, None),
+                arena=self.arena,
+                disk=disk,
+                digest=self.writes.names.digest if self.writes is not None else None,
+            )
+
+        moved_by = None if transfers is None else transfers(self)
         parts = CacheParts(
             self.store,
             self.hbm,
             self.tier,
             self.promotions,
+            transfers=moved_by,
+            peers=None if peers is None or moved_by is None else peers(self, moved_by),
+            feed=self.feed,
+            tell=None if self.desks is None else self.desks.hints.tell,
+            pool=memory_pool,
             load_min_tokens=scenario.load_min_tokens,
             load_always=not scenario.weigh,
             weights=self.weights,
@@ -222,18 +259,9 @@ class Rank:
             takes_hints=takes_hints,
             check=check,
         )
-        self.cache = cache_class(self.pools.params(), parts)
-        self.pool = engine_mempool(
-            self.cache,
-            self.hbm,
-            self.pools.tensors,
-            self.pools.geometry().layout,
-            namespace=self.cache.namespace(None, None),
-            arena=self.arena,
-            disk=disk,
-            digest=self.writes.names.digest if self.writes is not None else None,
-        )
-        self.cache.attach_pool(self.pool)
+        self.cache = cache_class(self.pools.params(), parts, None if self.desks is None else self.desks.moves)
+        assert self.cache.pool is not None
+        self.pool = self.cache.pool
         self.look_inside = True
         """Compare everything in every tier after each step, not only what a forward pass reads."""
         self.scheduler = SimulatedScheduler(self.pools, self.cache, gate, scenario.settings)
@@ -280,6 +308,11 @@ class Rank:
     def close(self) -> None:
         """End the mover and give the arena back."""
         self.cache.release_host_resources()
+        if self.feed is not None:
+            if not self.feed.closed:
+                self.feed.close()
+            assert self.cache.inbox is not None
+            self.cache.inbox.close()
         if self.arena is not None:
             self.arena.close()
 

@@ -42,13 +42,12 @@ def facts(rank: Rank) -> AgentFacts:
 
 
 def attach(rank: Rank, config: KvConfig, args: SimpleNamespace) -> Any:
-    return attach_agent(
-        rank.cache, args, config, facts(rank), epoch=1, names=None, named={}, namespace=IDENTITY
-    )
+    assert rank.desks is not None
+    return attach_agent(rank.cache, args, config, facts(rank), desks=rank.desks, named={}, namespace=IDENTITY)
 
 
 async def test_a_router_follows_a_simulated_server() -> None:
-    rank = Rank(SCENARIOS[0])
+    rank = Rank(SCENARIOS[0], routed=True)
     port = free_port()
     try:
         attach(rank, KvConfig(router=f"http://127.0.0.1:{port}"), server_args())
@@ -87,7 +86,8 @@ async def test_a_router_follows_a_simulated_server() -> None:
                 namespace = ("tokens", None, None, None)
                 assert router.trees.match(namespace, encode_tokens([3] * 40))[name].tokens >= 36
             rank.cache.listeners.before_end()
-            assert rank.cache.feed is None
+            assert rank.cache.feed.closed
+            rank.check()
     finally:
         rank.close()
 
@@ -97,11 +97,12 @@ def test_what_the_server_says_of_itself() -> None:
         gauges = SchedulerGauges(rank.cache)
         assert gauges.load().running == 0
         req = SimpleNamespace(origin_input_ids=[1] * 7)
-        rank.cache.scheduler = SimpleNamespace(
+        running = SimpleNamespace(
             waiting_queue=[req, req],
             running_batch=SimpleNamespace(reqs=[req]),
             disagg_decode_prealloc_queue=SimpleNamespace(queue=[SimpleNamespace(req=req)]),
         )
+        rank.cache.meet(running)
         load = gauges.load()
         assert (load.running, load.queued, load.queued_tokens) == (1, 3, 21)
         assert gauges.fills()[Tier.HBM.level].size == rank.scenario.hbm_tokens // rank.scenario.block
@@ -127,7 +128,7 @@ def test_names_on_disk_are_made_from_what_routers_are_told() -> None:
 
 
 def test_the_agent_listens_on_the_port_that_was_asked_for() -> None:
-    first, second = Rank(SCENARIOS[0]), Rank(SCENARIOS[0])
+    first, second = (Rank(SCENARIOS[0], routed=True) for _ in range(2))
     try:
         config = KvConfig(router="http://127.0.0.1:1", agent_port=free_port())
         agent = attach(first, config, server_args())
@@ -149,7 +150,7 @@ def test_the_agent_listens_on_the_port_that_was_asked_for() -> None:
 
 
 def test_a_key_that_cannot_be_read_names_its_flag(tmp_path: Path) -> None:
-    with Rank(SCENARIOS[0]) as rank:
+    with Rank(SCENARIOS[0], routed=True) as rank:
         config = KvConfig(router="http://127.0.0.1:1", cluster_key_file=str(tmp_path / "none"))
         with pytest.raises(ConfigError, match="--kv-cluster-key-file"):
             attach(rank, config, server_args())

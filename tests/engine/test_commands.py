@@ -21,7 +21,7 @@ from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchEnd, PrefetchResult
 from sglang_ext.keys import encode_tokens
 from sglang_ext.patches.adapter.command import KvCommand
 from sglang_ext.patches.hooks import messages as commands
-from sglang_ext.patches.hooks import scheduler as scheduler_calls
+from sglang_ext.patches.process import PROCESS
 from sglang_ext.protocol.agent import TO_AGENT, Advise, Advised, Ping, Withdraw
 
 
@@ -83,12 +83,12 @@ def test_a_loop_that_stands_still_does_not_fill_the_memory(inbox: RankCommandQue
 
 def test_the_time_comes_once_when_something_expires(inbox: RankCommandQueue) -> None:
     assert inbox.take() == []
-    inbox.alarm = 7.5
+    inbox.tell_time(7.5)
     assert inbox.take() == []
-    inbox.alarm = 7.0
+    inbox.tell_time(7.0)
     assert inbox.take() == [Command(b"", 7.0)]
     assert inbox.take() == []
-    inbox.alarm = 6.0
+    inbox.tell_time(6.0)
     inbox.put(b"x")
     assert inbox.take() == [Command(b"x", 7.0), Command(b"", 7.0)]
     assert inbox.take() == []
@@ -117,8 +117,8 @@ class Cache:
 def hooked(inbox: RankCommandQueue, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Cache]:
     cache = Cache()
     scheduler = SimpleNamespace(tree_cache=cache, _request_dispatcher=TypeBasedDispatcher([]))
-    monkeypatch.setattr(commands, "_process", commands._Process(inbox))
-    monkeypatch.setattr(scheduler_calls, "_called", cache)
+    monkeypatch.setattr(PROCESS, "commands", inbox)
+    monkeypatch.setattr(PROCESS, "cache", cache)
     commands.after_dispatcher(None, scheduler)
     return scheduler, cache
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from engine_scheduler import Settings
 from engine_simulation import Rank, Scenario, finish
-from test_prefetch import in_hbm, leave_hbm, prompt, settle
+from test_prefetch import in_hbm, leave_hbm, prompt
 
 from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchEnd, PrefetchResult
 from sglang_ext.keys import encode_tokens
@@ -64,7 +64,7 @@ class Rig:
         self.computes.drain()
         self.rank.scheduler.step()
         self.rank.check()
-        settle(self.rank)
+        self.rank.settle()
 
     def until_done(self) -> list[PrefetchResult]:
         for _ in range(200):
@@ -93,7 +93,7 @@ def test_what_nobody_has_is_computed_and_hit(rig: Rig) -> None:
 
 def test_only_what_is_missing_is_computed(rig: Rig) -> None:
     rig.rank.serve(prompt(1, 6))
-    settle(rig.rank)
+    rig.rank.settle()
     assert rig.hint("h", prompt(1, 10))
     (result,) = rig.until_done()
     assert (result.end, result.computed, rig.host.started) == (PrefetchEnd.COMPUTED, 16, [40])
@@ -134,7 +134,7 @@ def test_it_takes_no_room_from_what_matters_as_much(rig: Rig) -> None:
     rank = rig.rank
     waiting = prompt(1, 30)
     rank.serve(waiting)
-    settle(rank)
+    rank.settle()
     rig.prefetcher.expect("waiting", waiting)
     rig.hint("h", prompt(2, 40))
     (result,) = rig.until_done()

@@ -3,6 +3,7 @@ exactly what is in the tree, but for copies under way."""
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -76,12 +77,10 @@ class FollowedRank(Rank):
     limit = 1000
 
     def __init__(self, scenario: Scenario, **options: Any) -> None:
-        super().__init__(scenario, **options)
-        feed = self.feed_class(self.tree, (self.hbm, self.dram_holder), limit=self.limit)
-        self.cache.feed = feed
-        if self.tier is not None:
-            self.tier.copies = feed.log
-        self.follower = Follower(feed, scenario.block)
+        feed_class = functools.partial(self.feed_class, limit=self.limit)
+        super().__init__(scenario, routed=True, feed_class=feed_class, **options)
+        assert self.feed is not None
+        self.follower = Follower(self.feed, scenario.block)
         self.compared = 0
 
     def check(self) -> None:
@@ -123,11 +122,6 @@ class FollowedRank(Rank):
                     yield node, holder
                     blocks -= node.blocks
                     node = node.parent
-
-    def close(self) -> None:
-        super().close()
-        assert self.cache.feed is not None
-        self.cache.feed.close()
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)

@@ -125,7 +125,7 @@ def test_a_push_that_comes_late_harms_no_other_request(
 
         async def remove(self: Claims, name: str) -> None:
             self._rooms[name][0].claimed = False
-            self.revoke = None
+            self._revoke = None
             await stock(self, name)
 
         monkeypatch.setattr(Claims, "remove", remove)

@@ -127,7 +127,7 @@ def pair(request: pytest.FixtureRequest, sglang_config: None) -> Iterator[Pair]:
         agents[1].transfers.run(agents[1]._peers.get(bootstrap.address))
         blocks = [Blocks(rank.cache) for rank in ranks]
         taker = ReturnTaker(Reservations(blocks[0], into_dram=True), agents[0], lambda: False)
-        agents[0].returns = taker
+        agents[0].take_returns(taker)
         found = Pair(ranks[0], ranks[1], taker, ReturnGiver(blocks[1], agents[1]), bootstrap.address)
         # pytest keeps what a fixture has yielded; the agents' memory has to go with it.
         stack.callback(vars(found).clear)
@@ -455,7 +455,7 @@ class Instances:
             for i, agent in enumerate(self.agents["p"])
         ]
         for agent, taker in zip(self.agents["p"], self.takers, strict=True):
-            agent.returns = taker
+            agent.take_returns(taker)
         self.givers = [ReturnGiver(blocks["d"][i], agent) for i, agent in enumerate(self.agents["d"])]
 
         self._passes = []

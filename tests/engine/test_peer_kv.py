@@ -6,7 +6,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine.cache.metrics import CacheMetrics
 from sglang_ext.engine.peers.fetch_link import FetchLink, arena_pool, peer_name
-from sglang_ext.engine.peers.fetches import FetchResult
+from sglang_ext.engine.peers.fetches import FetchEnd, FetchResult
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.prefetch.advice import Advice
 from sglang_ext.engine.ranks import NOT_YET, Least
@@ -34,8 +34,8 @@ from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.keys import Namespace, encode_tokens
 from sglang_ext.mempool.store import Call
 from sglang_ext.patches.adapter.build_transfers import (
-    attach_peers,
     endpoint_config,
+    make_peers,
     may_fetch,
     start_fetching,
 )
@@ -72,6 +72,15 @@ class Server:
     link: FetchLink
     peers: PeerKv
     advice: Advice
+    told_of: list[FetchResult]
+
+    @classmethod
+    def of(cls, rank: Rank, told_of: list[FetchResult]) -> Server:
+        peers, prefetcher = rank.cache.peers, rank.cache.prefetcher
+        assert peers is not None
+        assert prefetcher is not None
+        link: Any = peers._link
+        return cls(rank, link, peers, Advice(prefetcher, peers=peers), told_of)
 
     def told(self, message: ToAgent) -> None:
         """A router's message, on the way that it takes; a loan is made in the same pass."""
@@ -125,43 +134,43 @@ def make_server() -> Iterator[MakeServer]:
         least: Least | None = None,
         dead_after: float = 2.0,
     ) -> Server:
-        rank = Rank(scenario, least=least)
-        assert rank.arena is not None
-        assert rank.tier is not None
         number, ranks = tp
         name = peer_name(f"server {len(made)}", EPOCH)
         config = EndpointConfig(
             name, "model", rank=number, transports=transports, heartbeat=HEARTBEAT, dead_after=dead_after
         )
-        geometry = pool_geometry(
-            rank.pools.tensors,
-            block_tokens=BLOCK,
-            page_tokens=rank.pools.kind.page,
-            first_layer=rank.pools.kind.start_layer,
-            model_layers=rank.pools.kind.start_layer + rank.pools.kind.layers,
-            tp_rank=number,
-            tp_size=ranks,
-            model_kv_heads=2 * ranks,
-        )
-        transfers = TransferThread(config, [arena_pool(rank.arena, geometry, namespace)])
-        link = FetchLink(transfers)
-        rank.cache.transfers = transfers
-        peers = PeerKv(
-            rank.tree,
-            rank.tier,
-            link,
-            rank.ranks,
-            namespace=rank.cache.namespace,
-            fresh=lambda: rank.weights.as_started,
-            rank=number,
-            endpoints=ranks,
-            clock=clock,
-        )
-        rank.cache.peers = peers
-        assert rank.cache.prefetcher is not None
-        advice = Advice(rank.cache.prefetcher)
-        advice.peers = peers
-        made.append(Server(rank, link, peers, advice))
+        told: list[FetchResult] = []
+
+        def transfers(rank: Rank) -> TransferThread:
+            assert rank.arena is not None
+            geometry = pool_geometry(
+                rank.pools.tensors,
+                block_tokens=BLOCK,
+                page_tokens=rank.pools.kind.page,
+                first_layer=rank.pools.kind.start_layer,
+                model_layers=rank.pools.kind.start_layer + rank.pools.kind.layers,
+                tp_rank=number,
+                tp_size=ranks,
+                model_kv_heads=2 * ranks,
+            )
+            return TransferThread(config, [arena_pool(rank.arena, geometry, namespace)])
+
+        def peers(rank: Rank, transfers: TransferThread) -> PeerKv:
+            assert rank.tier is not None
+            return PeerKv(
+                rank.tree,
+                rank.tier,
+                FetchLink(transfers),
+                rank.ranks,
+                namespace=rank.weights.namespace,
+                fresh=lambda: rank.weights.as_started,
+                tell=told.append,
+                rank=number,
+                endpoints=ranks,
+                clock=clock,
+            )
+
+        made.append(Server.of(Rank(scenario, least=least, transfers=transfers, peers=peers), told))
         return made[-1]
 
     yield make
@@ -212,7 +221,7 @@ def test_a_prompt_computed_there_is_a_hit_in_dram_here(
     assert req.cached_tokens == 20 * BLOCK
     assert reader.rank.scheduler.loaded_tokens == 20 * BLOCK
     assert reader.peers.fetches.counters.fetched_blocks == 20
-    assert reader.peers.fetches.counters.done == 1
+    assert reader.peers.fetches.counters.ends[FetchEnd.DONE] == 1
     # Two servers on one host read each other's arenas by mapping them.
     name = transport[0] if transport else TransportName.SHM
     size = 20 * reader.rank.arena.block_bytes
@@ -351,7 +360,7 @@ def test_a_rank_reads_from_the_same_rank_of_its_peer(make_server: MakeServer) ->
     reader.told(Fetch("r1", key, Source(("127.0.0.1:1", owner.link.address), "loan"), wait_s=30.0))
     req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))
     assert req.cached_tokens == 20 * BLOCK
-    assert reader.peers.fetches.counters.done == 1
+    assert reader.peers.fetches.counters.ends[FetchEnd.DONE] == 1
 
 
 def reading(fetch: Any) -> int:
@@ -435,7 +444,7 @@ def test_a_stale_read_is_computed_instead(make_server: MakeServer) -> None:
     owner.serve(prompt(2, 20))
     req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))
     assert req.cached_tokens == 0
-    assert reader.peers.fetches.counters.stale == 1
+    assert reader.peers.fetches.counters.ends[FetchEnd.STALE] == 1
     assert reader.peers.fetches.counters.fetched_blocks == 0
 
 
@@ -503,7 +512,7 @@ def test_a_reader_that_a_router_calls_dead_keeps_what_it_was_lent_while_it_is_he
     owner.passes_until(lambda: heard_of(owner) > told + 3 * HEARTBEAT, "heartbeats of the reader")
     assert owner.peers.lending.lent_blocks == 20
     fetched(reader)
-    assert reader.peers.fetches.counters.done == 1
+    assert reader.peers.fetches.counters.ends[FetchEnd.DONE] == 1
 
 
 @pytest.mark.parametrize(
@@ -558,7 +567,7 @@ def test_a_holder_that_a_router_calls_dead_is_waited_for_while_it_answers(
         if dies:
             req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))
             assert req.cached_tokens == 0
-            assert reader.peers.fetches.counters.gone == 1
+            assert reader.peers.fetches.counters.ends[FetchEnd.GONE] == 1
         else:
             reader.passes_until(lambda: time.monotonic() > told + 4 * HEARTBEAT, "a few heartbeats")
             assert reader.peers.fetches.busy
@@ -566,7 +575,8 @@ def test_a_holder_that_a_router_calls_dead_is_waited_for_while_it_answers(
         # One that lives is connected to again.
         lend_and_fetch(owner, reader, prompt(1, 20))
         fetched(reader)
-        assert reader.peers.fetches.counters.done + reader.peers.fetches.counters.needless == 1
+        ends = reader.peers.fetches.counters.ends
+        assert ends[FetchEnd.DONE] + ends[FetchEnd.NEEDLESS] == 1
 
 
 def test_a_silent_holder_is_waited_for_when_nobody_calls_it_dead(make_server: MakeServer) -> None:
@@ -587,15 +597,14 @@ def test_what_is_not_needed_is_given_back_at_once(make_server: MakeServer) -> No
     reader.serve(tokens)
     lend_and_fetch(owner, reader, tokens)
     assert not reader.peers.fetches.busy
-    assert reader.peers.fetches.counters.needless == 1
+    assert reader.peers.fetches.counters.ends[FetchEnd.NEEDLESS] == 1
     assert owner.peers.lending.lent_blocks == 20
     owner.passes_until(lambda: not owner.peers.busy, "the lease to end")
 
 
 def test_what_became_of_a_fetch_is_told(make_server: MakeServer) -> None:
     owner, reader = make_server(), make_server()
-    told: list[FetchResult] = []
-    reader.peers.tell = told.append
+    told = reader.told_of
     tokens = prompt(1, 20)
     owner.serve(tokens)
     lend_and_fetch(owner, reader, tokens)
@@ -603,7 +612,7 @@ def test_what_became_of_a_fetch_is_told(make_server: MakeServer) -> None:
     reader.told(Advise("hint", encode_tokens(tokens), source=Source((owner.link.address,), "loan")))
     reader.told(Fetch("r2", encode_tokens(tokens), Source(("a:1", "b:2"), "loan")))
     reader.peers.report()
-    assert [(each.id, each.ahead, each.how, each.tokens) for each in told] == [
+    assert [(each.id, each.ahead, each.how.value, each.tokens) for each in told] == [
         ("r1", False, "done", 20 * BLOCK),
         ("hint", True, "needless", 0),
         ("r2", False, "refused", 0),
@@ -618,7 +627,7 @@ def test_another_namespace_is_refused(make_server: MakeServer) -> None:
     lend_and_fetch(owner, reader, tokens)
     req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))
     assert req.cached_tokens == 0
-    assert reader.peers.fetches.counters.refused == 1
+    assert reader.peers.fetches.counters.ends[FetchEnd.REFUSED] == 1
 
 
 def test_tenants_do_not_share(make_server: MakeServer) -> None:
@@ -629,7 +638,7 @@ def test_tenants_do_not_share(make_server: MakeServer) -> None:
     lend_and_fetch(owner, reader, tokens, salt="ours")
     req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2, salt="ours"))
     assert req.cached_tokens == 0
-    assert reader.peers.fetches.counters.needless == 1
+    assert reader.peers.fetches.counters.ends[FetchEnd.NEEDLESS] == 1
     lend_and_fetch(owner, reader, tokens, salt="theirs")
     fetched(reader)
     assert reader.in_dram(tokens, salt="theirs") == 20 * BLOCK
@@ -643,7 +652,7 @@ def test_new_weights_end_lending_and_fetching(make_server: MakeServer) -> None:
     lend_and_fetch(owner, reader, tokens)
     assert owner.peers.lending.lent_blocks == 0
     assert not reader.peers.fetches.busy
-    assert reader.peers.fetches.counters.refused == 1
+    assert reader.peers.fetches.counters.ends[FetchEnd.REFUSED] == 1
 
 
 def test_new_weights_drop_a_fetch_that_is_on_its_way(make_server: MakeServer) -> None:
@@ -656,7 +665,7 @@ def test_new_weights_drop_a_fetch_that_is_on_its_way(make_server: MakeServer) ->
     reader.rank.scheduler.change_weights()
     assert not reader.peers.busy
     reader.finish(req)
-    assert reader.peers.fetches.counters.cancelled == 1
+    assert reader.peers.fetches.counters.ends[FetchEnd.CANCELLED] == 1
     assert req.cached_tokens == 0
 
 
@@ -669,7 +678,7 @@ def test_new_weights_at_the_owner_end_a_loan(make_server: MakeServer) -> None:
     owner.rank.scheduler.change_weights()
     assert owner.peers.lending.lent_blocks == 0
     reader.finish(req)
-    assert reader.peers.fetches.counters.done == 0
+    assert reader.peers.fetches.counters.ends[FetchEnd.DONE] == 0
     assert req.cached_tokens == 0
 
 
@@ -677,7 +686,7 @@ def test_a_peer_with_another_number_of_ranks_is_refused(make_server: MakeServer)
     owner, reader = make_server(), make_server()
     key = encode_tokens(prompt(1, 20))
     reader.told(Fetch("r1", key, Source((owner.link.address,) * 2, "loan")))
-    assert reader.peers.fetches.counters.refused == 1
+    assert reader.peers.fetches.counters.ends[FetchEnd.REFUSED] == 1
     assert not reader.peers.fetches.busy
 
 
@@ -689,7 +698,7 @@ def test_what_is_lent_is_bounded(make_server: MakeServer) -> None:
     lend_and_fetch(owner, reader, tokens)
     assert owner.peers.lending.counters.not_lent == 20
     fetched(reader)
-    assert reader.peers.fetches.counters.needless == 1
+    assert reader.peers.fetches.counters.ends[FetchEnd.NEEDLESS] == 1
 
 
 def test_what_is_lent_is_not_evicted(make_server: MakeServer) -> None:
@@ -738,18 +747,24 @@ def test_which_servers_exchange_kv(
     assert may_fetch(config, SimpleNamespace(disaggregation_mode=mode), adapters=adapters) is expected
 
 
-def fetching(server: Server, config: KvConfig, host: str) -> TransferThread | None:
+def fetching(rank: Rank, config: KvConfig, host: str) -> TransferThread | None:
     """What a server that listens at a host fetches by."""
-    assert server.rank.arena is not None
+    assert rank.arena is not None
     endpoint = endpoint_config(config, SimpleNamespace(host=host), "model float32", epoch=EPOCH, rank=0)
     namespace = Namespace("model", "weights", "float32", "layout").digest().hex()
-    return start_fetching(endpoint, arena_pool(server.rank.arena, server.rank.pools.geometry(), namespace))
+    return start_fetching(endpoint, arena_pool(rank.arena, rank.pools.geometry(), namespace))
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as found:
+        yield found
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 @pytest.mark.parametrize("secured", [False, True])
 def test_what_a_server_puts_together_fetches(
-    make_server: MakeServer, key_file: Path, host: str, secured: bool
+    stack: ExitStack, key_file: Path, host: str, secured: bool
 ) -> None:
     config = KvConfig(
         dram_size=1 << 20,
@@ -759,19 +774,18 @@ def test_what_a_server_puts_together_fetches(
     )
     servers: list[Server] = []
     for _ in range(2):
-        server = make_server()
-        server.peers.close()
-        cache = server.rank.cache
-        assert cache.transfers is not None
-        cache.transfers.close()
-        cache.advice = server.advice
-        assert server.rank.tier is not None
-        cache.transfers = fetching(server, config, host)
-        assert cache.transfers is not None
-        attach_peers(cache, server.rank.tier, cache.transfers, endpoints=1)
-        assert cache.peers is not None
-        server.peers = cache.peers
-        server.link = cache.peers._link  # type: ignore[assignment]
+
+        def transfers(rank: Rank) -> TransferThread:
+            made = fetching(rank, config, host)
+            assert made is not None
+            return made
+
+        def peers(rank: Rank, transfers: TransferThread) -> PeerKv:
+            assert rank.tier is not None
+            return make_peers(rank.tier, transfers, rank.weights, rank.ranks, endpoints=1)
+
+        server = Server.of(Rank(SCENARIO, transfers=transfers, peers=peers), [])
+        stack.callback(server.rank.close)
         assert server.link.endpoint.config.instance == peer_name("one", EPOCH)
         servers.append(server)
     owner, reader = servers
@@ -790,4 +804,4 @@ def test_a_server_that_cannot_listen_does_without(make_server: MakeServer, key_f
         cluster_key_file=str(key_file),
         instance_id="one",
     )
-    assert fetching(make_server(), config, host) is None
+    assert fetching(make_server().rank, config, host) is None

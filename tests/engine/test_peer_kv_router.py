@@ -18,12 +18,13 @@ from engine_scheduler import Settings
 from engine_simulation import Rank, Scenario
 
 from sglang_ext.config import KvConfig
-from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.events.agent import AgentFacts
 from sglang_ext.engine.peers.fetch_link import arena_pool
+from sglang_ext.engine.peers.peer_kv import PeerKv
+from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.keys import Namespace, encode_tokens
-from sglang_ext.patches.adapter.build_agent import attach_agent, attach_hints
-from sglang_ext.patches.adapter.build_transfers import attach_peers, endpoint_config, start_fetching
+from sglang_ext.patches.adapter.build_agent import attach_agent
+from sglang_ext.patches.adapter.build_transfers import endpoint_config, make_peers, start_fetching
 from sglang_ext.protocol.agent import Advise
 from sglang_ext.radix_global import Holder
 from sglang_ext.router import Router, RouterConfig
@@ -59,11 +60,6 @@ class Node:
             instance_id=name,
         )
         self.url = f"http://127.0.0.1:{port}"
-        # Every simulated rank has one name, and members of a cluster have different ones.
-        named = SimpleNamespace(of=lambda _name, _epoch, tier: Holder.of(name, port, tier))
-        with patch.object(engine_simulation, "Holder", named):
-            self.rank = Rank(SCENARIO, commands=RankCommandQueue(), takes_hints=True)
-        self.cache = self.rank.cache
         arguments = SimpleNamespace(
             host="127.0.0.1",
             port=port,
@@ -72,26 +68,38 @@ class Node:
             tp_size=1,
             pp_size=1,
         )
-        assert self.rank.tier is not None
-        assert self.rank.arena is not None
-        assert self.cache.prefetcher is not None
-        endpoint = endpoint_config(config, arguments, "model", epoch=port.to_bytes(16, "big"), rank=0)
-        dram = arena_pool(self.rank.arena, self.rank.pools.geometry(), IDENTITY.digest().hex())
-        transfers = self.cache.transfers = start_fetching(endpoint, dram)
-        assert transfers is not None
-        attach_peers(self.cache, self.rank.tier, transfers, endpoints=1)
-        agent = attach_agent(
+
+        def transfers(rank: Rank) -> TransferThread:
+            assert rank.arena is not None
+            endpoint = endpoint_config(config, arguments, "model", epoch=port.to_bytes(16, "big"), rank=0)
+            dram = arena_pool(rank.arena, rank.pools.geometry(), IDENTITY.digest().hex())
+            made = start_fetching(endpoint, dram)
+            assert made is not None
+            return made
+
+        def peers(rank: Rank, transfers: TransferThread) -> PeerKv:
+            assert rank.tier is not None
+            assert rank.desks is not None
+            tell = rank.desks.hints.tell_fetched
+            return make_peers(rank.tier, transfers, rank.weights, rank.ranks, endpoints=1, tell=tell)
+
+        # Every simulated rank has one name, and members of a cluster have different ones.
+        named = SimpleNamespace(of=lambda _name, _epoch, tier: Holder.of(name, port, tier))
+        with patch.object(engine_simulation, "Holder", named):
+            self.rank = Rank(SCENARIO, routed=True, takes_hints=True, transfers=transfers, peers=peers)
+        self.cache = self.rank.cache
+        assert self.rank.desks is not None
+        assert self.cache.transfers is not None
+        attach_agent(
             self.cache,
             arguments,
             config,
             AgentFacts(name, port.to_bytes(16, "big"), BLOCK),
-            epoch=port,
-            names=None,
+            desks=self.rank.desks,
             named={},
             namespace=IDENTITY,
-            endpoints=(transfers.endpoint.address,),
+            endpoints=(self.cache.transfers.endpoint.address,),
         )
-        attach_hints(self.cache, agent)
 
     def go_round(self) -> None:
         """One pass of the scheduler's loop, with what came from the agent."""
@@ -118,8 +126,6 @@ def nodes(router_port: int, key_file: Path) -> Iterator[list[Node]]:
     yield made
     for node in made:
         node.rank.close()
-        assert node.cache.inbox is not None
-        node.cache.inbox.close()
 
 
 async def until(condition: Callable[[], Any], nodes: list[Node], what: str) -> None:

@@ -25,8 +25,9 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.runtime_context import get_serving
 
+from sglang_ext.engine.cache.rank_cache import CacheParts
 from sglang_ext.engine.tiers.mover import NOTHING_TO_WAIT_FOR
-from sglang_ext.patches.adapter.radix_cache import CacheParts, GlobalRadixCache
+from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.tiers import Tier
 
 pytestmark = pytest.mark.usefixtures("sglang_config")

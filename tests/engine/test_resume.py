@@ -234,9 +234,10 @@ class Rank:
             running_batch=SimpleNamespace(reqs=[]),
         )
         self.ranks = Ranks()
-        self.migration = Migration(SimpleNamespace(scheduler=scheduler, ranks=self.ranks))  # type: ignore[arg-type]
         self.told: list[Any] = []
-        self.migration.attach(EPOCH, self.told.append, lambda message: True)
+        cache: Any = SimpleNamespace(scheduler=scheduler, ranks=self.ranks)
+        desk: Any = SimpleNamespace(epoch=EPOCH, tell=self.told.append, remind=lambda message: True)
+        self.migration = Migration(cache, desk)
 
     def hears(self, message: Any, at: float = 0.0) -> None:
         assert self.migration.takes(TO_AGENT.encode(message), at)
@@ -328,7 +329,7 @@ def test_a_fault_in_a_hook_costs_one_request(caplog: pytest.LogCaptureFixture) -
     assert "does not accept" in caplog.text
     rank.hears(watch(1))
     assert list(rank.gets({FIELD: "0" * 31 + "1"}).output_ids) == [8, 9]
-    rank.migration.tell = None
+    rank.migration._desk = None
     rank.migration._cache.scheduler.running_batch = None
     rank.migration._arriving["r"].req.finished = None
     rank.ranks.each_pass()

@@ -16,7 +16,6 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from test_disk_writes import BLOCK, LAYOUT, Setup
 
 from sglang_ext.config import KvConfig
-from sglang_ext.engine.events.events import PlacementFeed
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.opening import open_disk
@@ -248,7 +247,7 @@ def test_which_priorities_go_first_holds_for_disk_and_hints_too(sign: int) -> No
 
 
 def test_an_idle_scheduler_stays_awake_while_something_is_brought_or_told() -> None:
-    with closing(Rank(WITH_DISK)) as rank:
+    with closing(Rank(WITH_DISK, routed=True)) as rank:
         cache = rank.cache
         rank.serve(PROMPT)
         rank.settle()
@@ -270,10 +269,9 @@ def test_an_idle_scheduler_stays_awake_while_something_is_brought_or_told() -> N
             setattr(cache, part, SimpleNamespace(busy=False))
             assert not cache.keeps_awake
             setattr(cache, part, None)
-        feed = cache.feed = PlacementFeed(rank.tree, (rank.hbm, rank.dram_holder), str)
+        feed = cache.feed
+        assert feed is not None
         feed.snapshot(1)
         assert cache.keeps_awake
         until(lambda: feed.publish(idle=True) or feed.take() or not cache.keeps_awake, "the snapshot")
         assert not cache.keeps_awake
-        cache.feed = rank.tree.observer = None
-        feed.close()

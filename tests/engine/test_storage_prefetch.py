@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.engine.tiers.promotion import Promoted, Wanted
+from sglang_ext.engine.weights import Weights
 from sglang_ext.keys import encode_tokens
 from sglang_ext.patches.adapter.storage_prefetch import StoragePrefetch
 
@@ -37,13 +38,8 @@ class Recorder:
 
 
 class Cache(StoragePrefetch):
-    def __init__(self, promotions: Recorder | None) -> None:
-        super().__init__()
-        self.promotions = promotions  # type: ignore[assignment]
-        self.prefill_clock = None
-
-    def namespace(self, extra_key: str | None, cache_salt: str | None) -> Any:
-        return (0, extra_key, cache_salt)
+    def __init__(self, promotions: Recorder | None, sign: int = 1) -> None:
+        super().__init__(promotions, None, Weights().namespace, priority_sign=sign)  # type: ignore[arg-type]
 
 
 def handle(rid: str, attempt: int = 0) -> Any:
@@ -53,10 +49,9 @@ def handle(rid: str, attempt: int = 0) -> Any:
 @pytest.mark.parametrize(("sign", "expected"), [(1, 3), (-1, -3)])
 def test_a_request_is_looked_for_whole_with_its_tenant_and_its_priority(sign: int, expected: int) -> None:
     promotions = Recorder()
-    cache = Cache(promotions)
-    cache.priority_sign = sign
+    cache = Cache(promotions, sign)
     mine = handle("a")
-    cache.last_matched = SimpleNamespace(cache_request_handle=mine, priority=3)  # type: ignore[assignment]
+    cache.matched(SimpleNamespace(cache_request_handle=mine, priority=3))  # type: ignore[arg-type]
     cache.prefetch_from_storage(
         mine, None, array("q", [3, 4]), matched_prefix_tokens=array("q", [1, 2]), cache_salt="salt"
     )
@@ -68,7 +63,7 @@ def test_a_request_is_looked_for_whole_with_its_tenant_and_its_priority(sign: in
 def test_a_request_that_was_not_the_last_to_be_matched_has_no_priority() -> None:
     promotions = Recorder()
     cache = Cache(promotions)
-    cache.last_matched = SimpleNamespace(cache_request_handle=handle("b"), priority=3)  # type: ignore[assignment]
+    cache.matched(SimpleNamespace(cache_request_handle=handle("b"), priority=3))  # type: ignore[arg-type]
     cache.prefetch_from_storage(handle("a"), None, array("q", [1]), matched_prefix_tokens=array("q"))
     assert promotions.begun[0][1].priority == 0
 

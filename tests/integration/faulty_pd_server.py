@@ -93,9 +93,9 @@ def make_faulty(folder: Path) -> None:
             flip(int(room.wanted.pages[-1]))
 
     def flip(page: int) -> None:
-        from sglang_ext.patches.adapter import kv_manager as kv_transfer
+        from sglang_ext.patches.process import PROCESS
 
-        scheduler = kv_transfer._process.scheduler
+        scheduler = PROCESS.scheduler
         allocator = scheduler.token_to_kv_pool_allocator
         values = allocator.get_kvcache().v_buffer[-1]
         # The highest bit of an exponent: whatever the value is, it becomes another order of magnitude.

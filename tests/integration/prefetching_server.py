@@ -15,10 +15,11 @@ from hooked_server import serve
 
 def listen(folder: Path) -> None:
     """Look for files in each pass of this process's scheduler."""
+    from sglang_ext.engine.prefetch.advice import Advice
     from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchResult
     from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 
-    events = GlobalRadixCache.check_hicache_events
+    events, drain = GlobalRadixCache.check_hicache_events, Advice.drain
 
     def tell(ended: PrefetchResult) -> None:
         told = folder / f"{ended.id}.part"
@@ -27,14 +28,18 @@ def listen(folder: Path) -> None:
 
     def check_hicache_events(self: GlobalRadixCache) -> None:
         assert self.prefetcher is not None
-        assert self.advice is not None
-        self.advice.tell = tell
         for path in folder.glob("*.ask"):
             self.prefetcher.prefetch(path.stem, json.loads(path.read_text()))
             path.unlink()
         events(self)
 
+    def told(self: Advice) -> None:
+        for ended in self._brings.take_ended():
+            tell(ended)
+        drain(self)
+
     GlobalRadixCache.check_hicache_events = check_hicache_events  # type: ignore[method-assign]
+    Advice.drain = told  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from sglang_ext.patches.hooks import vocabulary
 from sglang_ext.patches.hooks import weights as weight_updates
 from sglang_ext.patches.hooks.vocabulary import out_of_vocabulary
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
+from sglang_ext.patches.process import PROCESS
 
 
 class Service:
@@ -80,8 +81,8 @@ def test_a_hook_on_something_that_is_not_there_did_not_take() -> None:
 
 @pytest.fixture
 def fresh_readiness(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readiness, "_expected", [])
-    monkeypatch.setattr(readiness, "_problems", [])
+    monkeypatch.setattr(PROCESS, "expected", [])
+    monkeypatch.setattr(PROCESS, "problems", [])
 
 
 @pytest.mark.usefixtures("fresh_readiness")
@@ -110,6 +111,9 @@ class Cache:
 
     uses_storage = True
     dram: Any = None
+
+    def meet(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
 
     def prefill_begins(self, lengths: list[tuple[int, int]], *, loads: bool) -> None:
         self.calls.append(f"prefill of {lengths}, {loads=}")
@@ -147,9 +151,8 @@ class Batch:
 
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch) -> Cache:
-    monkeypatch.setattr(scheduler_calls, "_called", None)
     cache = Cache()
-    scheduler_calls.call(cache)
+    monkeypatch.setattr(PROCESS, "cache", cache)
     return cache
 
 
@@ -393,10 +396,10 @@ def request_of(ids: list[int], **other: Any) -> SimpleNamespace:
 
 
 def test_the_check_joins_the_schedulers_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocabulary, "_enabled", False)
+    monkeypatch.setattr(PROCESS, "checks_vocabulary", False)
     bad = request_of([100])
     assert vocabulary.after_length_check(None, bad, 10, False) is None, "off until somebody wants it"
-    vocabulary.enable()
+    monkeypatch.setattr(PROCESS, "checks_vocabulary", True)
     assert "input_ids[0]" in str(vocabulary.after_length_check(None, bad, 10, False))
     assert vocabulary.after_length_check("too long", bad, 10, False) is None, "SGLang's error stays"
     assert vocabulary.after_length_check(None, request_of([99]), 10, False) is None

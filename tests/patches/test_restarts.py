@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.patches.hooks import restarts
-from sglang_ext.patches.hooks import scheduler as scheduler_calls
+from sglang_ext.patches.process import PROCESS
 
 
 class Cache:
@@ -43,10 +43,9 @@ class Batch:
 
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
-    monkeypatch.setattr(scheduler_calls, "_called", None)
     monkeypatch.setattr(restarts, "take_back", lambda reqs, cache: list(reqs))
     cache = Cache()
-    scheduler_calls.call(cache)  # type: ignore[arg-type]
+    monkeypatch.setattr(PROCESS, "cache", cache)
     return Scheduler(cache)
 
 

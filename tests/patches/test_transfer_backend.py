@@ -96,11 +96,11 @@ def test_a_server_that_keeps_its_settings_can_still_be_forked() -> None:
     code = (
         "import sys\n"
         "from types import SimpleNamespace\n"
-        "from sglang_ext.engine.pd import settings\n"
+        "from sglang_ext.patches.process import PROCESS\n"
         "from sglang_ext.patches.hooks import transfer\n"
         "args = SimpleNamespace(disaggregation_transfer_backend='global', radix_cache_backend='global')\n"
         "transfer.keep_settings(args, object, None)\n"
-        "assert settings._given is not None\n"
+        "assert PROCESS.config is not None\n"
         "assert 'prometheus_client' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -28,7 +28,7 @@ from sglang_ext.tiered_store.tier import BlockTier
 from sglang_ext.tiers import Tier
 
 if TYPE_CHECKING:
-    from sglang_ext.engine.cache.view import RankCache
+    from sglang_ext.engine.cache.rank_cache import RankCache
     from sglang_ext.tiered_store.dram.arena import DramArena
 
 

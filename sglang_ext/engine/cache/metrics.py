@@ -18,7 +18,7 @@ from sglang_ext.metrics import metric_name
 from sglang_ext.tiers import Tier, tiers_below
 
 if TYPE_CHECKING:
-    from sglang_ext.engine.cache.view import RankCache
+    from sglang_ext.engine.cache.rank_cache import RankCache
 
 UPDATE_SECONDS = 1.0
 
@@ -153,14 +153,14 @@ class CacheMetrics:
         if cache.load_back is not None:
             self._decide(Tier.DRAM, cache.load_back.decisions)
         if cache.peers is not None:
-            self._count("peers", dataclasses.asdict(cache.peers.fetches.counters))
+            self._count("peers", cache.peers.fetches.counts())
             self._count("peers", dataclasses.asdict(cache.peers.lending.counters))
             for transport, count in cache.peers.transport_bytes.items():
                 more = count - self._seen.get(("bytes", transport), 0)
                 self._fetched.labels(transport, self._rank).inc(max(0, more))
                 self._seen["bytes", transport] = count
         if cache.prefetcher is not None:
-            self._count("prefetch", dataclasses.asdict(cache.prefetcher.counters))
+            self._count("prefetch", {end.value: count for end, count in cache.prefetcher.counters.items()})
             self._announced.labels(self._rank).set(len(cache.prefetcher.hinted))
             self._count("announced", {"given_up": cache.prefetcher.hinted.given_up})
         if cache.advice is not None and cache.advice.computes is not None:

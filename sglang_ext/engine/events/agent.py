@@ -24,7 +24,6 @@ from sglang_ext.protocol.agent import (
     Beat,
     Cleared,
     Fill,
-    FromAgent,
     Hello,
     Load,
     NamesStored,
@@ -122,13 +121,12 @@ class Agent:
         self._feed = feed
         self._gauges = gauges
         self._named = named or {}
-        self.others = others
+        self._others = others
         self._now = now
         self._names: dict[Reader, str] = {}
         self._heard: dict[str, float] = {}
         """Router -> when it said something last. Read by other threads."""
         self._listings: list[_Listing] = []
-        self._posted: deque[tuple[Reader, FromAgent]] = deque()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._main, name="kv-agent", daemon=True)
 
@@ -143,11 +141,6 @@ class Agent:
             self._feed.wake()
             self._thread.join()
         self.socket.close()
-
-    def post(self, reader: Reader, message: FromAgent) -> None:
-        """Send a router something that does not concern the index; from any thread."""
-        self._posted.append((reader, message))
-        self._feed.wake()
 
     def silent_s(self, router: str) -> float:
         """Seconds since a router said something; from any thread."""
@@ -182,11 +175,10 @@ class Agent:
                     self._names[reader] = message.router
                     self._heard[message.router] = self._now()
                 else:
-                    self.others(reader, message)
+                    self._others(reader, message)
                 if isinstance(message, Hello):
                     self._hello(reader, message)
-            while self._posted:
-                reader, answer = self._posted.popleft()
+            for reader, answer in self._feed.take_posted():
                 self._send([(reader, FROM_AGENT.encode(answer))])
             if ready:
                 self._stopping.wait(told + BATCH_S - self._now())

@@ -14,11 +14,11 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from sglang_ext.protocol.agent import NamesRemoved, NamesStored, PlacementEvent
+from sglang_ext.protocol.agent import FromAgent, NamesRemoved, NamesStored, PlacementEvent
 from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.radix_global.sync.events import PlacementLog, Tenant, Walk
 from sglang_ext.tiers import Tier
@@ -109,6 +109,8 @@ class PlacementFeed:
         """Readable when there is something to take."""
         self.dropped = 0
         """Events dropped since the start."""
+        self._posted: deque[tuple[bytes, FromAgent]] = deque()
+        self.closed = False
 
     def _tenant_of(self, namespace: Any) -> Tenant | None:
         weights, extra_key, cache_salt = namespace
@@ -118,6 +120,8 @@ class PlacementFeed:
 
     def publish(self, *, idle: bool = False) -> None:
         """Once per pass: hand over what has changed, and go on with snapshots."""
+        if self.closed:
+            return
         events = self.log.take()
         if events:
             self._changed(events)
@@ -129,6 +133,8 @@ class PlacementFeed:
 
         Called before anything is taken out of the tree. Told at once: a server that is paused has no passes.
         """
+        if self.closed:
+            return
         if weights is not None:
             self._weights = weights
         self.log.clear(self._weights_name(self._weights))
@@ -166,7 +172,7 @@ class PlacementFeed:
     @property
     def busy(self) -> bool:
         """Whether a snapshot is under way, which goes on with each pass."""
-        return bool(self._asked or self._walks)
+        return not self.closed and bool(self._asked or self._walks)
 
     # -- any thread -----------------------------------------------------------------------------
 
@@ -196,7 +202,13 @@ class PlacementFeed:
 
     def wake(self) -> None:
         """Let the agent look, though nothing may have come."""
-        os.eventfd_write(self.wakeup, 1)
+        if not self.closed:
+            os.eventfd_write(self.wakeup, 1)
+
+    def post(self, reader: bytes, message: FromAgent) -> None:
+        """Have a router sent something that does not concern the index."""
+        self._posted.append((reader, message))
+        self.wake()
 
     # -- the agent's thread ---------------------------------------------------------------------
 
@@ -228,8 +240,15 @@ class PlacementFeed:
             entries.append(LeftOut(lost))
         return entries
 
+    def take_posted(self) -> Iterator[tuple[bytes, FromAgent]]:
+        """What was posted, in order."""
+        while self._posted:
+            yield self._posted.popleft()
+
     def close(self) -> None:
-        """Take nothing more. Both threads have ended, or will not call again."""
+        """Tell nothing more. In the scheduler's thread; the agent's has ended."""
+        self.log.close()
+        self.closed = True
         os.close(self.wakeup)
 
     def __repr__(self) -> str:

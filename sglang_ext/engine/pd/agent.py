@@ -67,10 +67,15 @@ class Agent:
     taking: TakingRooms
 
     def __init__(
-        self, config: AgentConfig, transfers: TransferThread, rows: MetadataRows, clock: Clock | None = None
+        self,
+        config: AgentConfig,
+        transfers: TransferThread,
+        rows: MetadataRows,
+        clock: Clock | None = None,
+        metadata_rows: Callable[[], int] = int,
     ) -> None:
         """Take part from now on. transfers: its endpoint has the pool `hbm`, with staging for the layout
-        `aggregated`, and is asked `messages.MESSAGES`.
+        `aggregated`, and is asked `messages.MESSAGES`. metadata_rows: SGLang's metadata buffers in use.
         """
         self.config = config
         self.transfers = transfers
@@ -85,14 +90,21 @@ class Agent:
         self.giver: ReturnGiver | None = None
         self.weights: Weights = ""
         """With which this rank computes."""
-        self.metadata_rows: Callable[[], int] = int
-        """Rows of SGLang's metadata buffers in use."""
+        self._metadata_rows = metadata_rows
         try:
             transfers.run(self._start())
         except BaseException:
             os.close(self.wake_fd)
             raise
         self.weights_changed(config.weights)
+
+    def take_returns(self, taker: ReturnTaker) -> None:
+        """Prefill takes KV back from now on."""
+        self.returns = taker
+
+    def give_returns(self, giver: ReturnGiver) -> None:
+        """Decode gives KV back from now on."""
+        self.giver = giver
 
     def weights_changed(self, weights: Weights) -> None:
         """From now on this rank computes with these; what is on its way of others is given up. In the
@@ -117,7 +129,7 @@ class Agent:
                 if part is not None
             },
             returned_tokens=sum(part.tokens for part in (self.returns, self.giver) if part is not None),
-            metadata_rows=self.metadata_rows(),
+            metadata_rows=self._metadata_rows(),
             set_aside=self.returns.set_aside if self.returns is not None else {},
             transport_bytes={str(name): stats.bytes for name, stats in self.endpoint.totals().items()},
         )
@@ -181,7 +193,7 @@ class Agent:
     async def _start(self) -> None:
         config, loop, staging = self.config, asyncio.get_running_loop(), self.transfers.staging
         claims, pushes = Claims(), config.local.mode != "pull"
-        claims.revoke = self.endpoint.owner.revoke
+        claims.granted_by(self.endpoint.owner.revoke)
         self.endpoint.owner.receiver = claims if pushes else None
         pool = self.endpoint.pools[POOL]
         self.book = LeaseBook(pool, self.endpoint)

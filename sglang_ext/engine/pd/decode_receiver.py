@@ -95,8 +95,11 @@ class Claims:
     def __init__(self) -> None:
         self._rooms: dict[str, tuple[TakingRoom, str, Ids]] = {}
         self._over: set[str] = set()
-        self.revoke: Callable[[str], Awaitable[None]] | None = None
-        """Ends the grants of a claim: `Owner.revoke`."""
+        self._revoke: Callable[[str], Awaitable[None]] | None = None
+
+    def granted_by(self, revoke: Callable[[str], Awaitable[None]]) -> None:
+        """The endpoint is there, which grants claims: how it ends the grants of one (`Owner.revoke`)."""
+        self._revoke = revoke
 
     def add(self, name: str, room: TakingRoom, pool: str, blocks: Ids) -> None:
         """From now on a prefill rank may claim these blocks for a room, under this name."""
@@ -108,8 +111,8 @@ class Claims:
         room, _, _ = self._rooms[name]
         self._over.add(name)
         try:
-            if room.claimed and self.revoke is not None:
-                await self.revoke(name)
+            if room.claimed and self._revoke is not None:
+                await self._revoke(name)
             while room.claimed:
                 assert room.unclaimed is not None
                 await room.unclaimed.wait()

@@ -19,7 +19,7 @@ from sglang_ext.keys import encode_tokens
 from sglang_ext.tiered_store.loading.layers import AHEAD
 
 if TYPE_CHECKING:
-    from sglang_ext.engine.cache.view import RankCache
+    from sglang_ext.engine.cache.rank_cache import RankCache
     from sglang_ext.engine.tiers.promotions import Promotions
 
 PATIENCE_SECONDS = 1.0

@@ -15,7 +15,7 @@ from sglang_ext.radix_global import Node
 from sglang_ext.tiers import Tier
 
 if TYPE_CHECKING:
-    from sglang_ext.engine.cache.view import RankCache
+    from sglang_ext.engine.cache.rank_cache import RankCache
 
 BUDGET = 4
 """At most one part of so many of a tier is set aside for returns."""

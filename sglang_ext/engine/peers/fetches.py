@@ -11,10 +11,11 @@ step once all can.
 
 from __future__ import annotations
 
+import enum
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from sglang_ext.clock import Clock, SystemClock
@@ -34,7 +35,6 @@ SHARE: Final = 4
 """Of DRAM, at most one part in so many is on its way from peers at a time."""
 MOST_RESULTS: Final = 1000
 """Results that wait for somebody who takes them."""
-_REFUSED: Final = {Refusal.BUDGET: "busy", Refusal.NO_PARENT: "no_room", Refusal.NO_ROOM: "no_room"}
 
 
 class Reads(Protocol):
@@ -51,29 +51,47 @@ class Reads(Protocol):
     def decline(self, address: str, loan: str) -> None: ...
 
 
+class FetchEnd(enum.Enum):
+    """How a fetch ended."""
+
+    DONE = "done"
+    NEEDLESS = "needless"
+    """There was nothing to fetch: it is here, or the peer has no more."""
+    JOINED = "joined"
+    """It was under way for somebody else already."""
+    BUSY = "busy"
+    """Too many were under way."""
+    NO_ROOM = "no_room"
+    LATE = "late"
+    STALE = "stale"
+    """The peer's blocks changed while they were read."""
+    REFUSED = "refused"
+    """The peer is of another namespace, or lends nothing."""
+    GONE = "gone"
+    """The peer died, or cannot be reached."""
+    CANCELLED = "cancelled"
+
+    @classmethod
+    def of(cls, why: str) -> FetchEnd:
+        """As the link says it."""
+        return next((end for end in cls if end.value == why), cls.GONE)
+
+
 @dataclass
 class FetchCounters:
-    """Since the start; blocks, and fetches by how they ended."""
+    """Since the start."""
 
     fetched_blocks: int = 0
-    done: int = 0
-    needless: int = 0
-    """There was nothing to fetch: it is here, or the peer has no more."""
-    joined: int = 0
-    """It was under way for somebody else already."""
-    busy: int = 0
-    """Too many were under way."""
-    no_room: int = 0
-    late: int = 0
-    stale: int = 0
-    """The peer's blocks changed while they were read."""
-    refused: int = 0
-    """The peer is of another namespace, or lends nothing."""
-    gone: int = 0
-    """The peer died, or cannot be reached."""
-    cancelled: int = 0
     not_waited: int = 0
     """Requests that went on without, because it took too long."""
+    ends: Counter[FetchEnd] = field(default_factory=Counter)
+
+
+_REFUSED: Final = {
+    Refusal.BUDGET: FetchEnd.BUSY,
+    Refusal.NO_PARENT: FetchEnd.NO_ROOM,
+    Refusal.NO_ROOM: FetchEnd.NO_ROOM,
+}
 
 
 @dataclass(frozen=True)
@@ -98,12 +116,12 @@ class Wish:
 class FetchResult:
     """What became of a wish.
 
-    how: a name of `FetchCounters`. seconds: since it was begun, but for connecting.
+    seconds: since it was begun, but for connecting.
     """
 
     id: str
     ahead: bool
-    how: str
+    how: FetchEnd
     tokens: int = 0
     seconds: float = 0.0
 
@@ -156,19 +174,19 @@ class Fetches:
             if other.wish.namespace == wish.namespace and other.wish.key.startswith(wish.key):
                 # A request waits for that instead.
                 other.wait_until = wish.wait_until if other.wait_until is None else other.wait_until
-                self._decline(wish, "joined")
+                self._decline(wish, FetchEnd.JOINED)
                 return
         whole = len(wish.key) // self._step
         if not whole or self._tree.match(wish.namespace, wish.key).blocks >= whole:
-            self._decline(wish, "needless")
+            self._decline(wish, FetchEnd.NEEDLESS)
             return
         if len(self._active) >= MOST_FETCHES:
-            self._decline(wish, "busy")
+            self._decline(wish, FetchEnd.BUSY)
             return
         job = self._link.ask(wish.address, wish.loan, wish.seconds)
         self._active.append(_Fetch(wish, job, wish.wait_until, self._clock.monotonic()))
 
-    def _decline(self, wish: Wish, how: str) -> None:
+    def _decline(self, wish: Wish, how: FetchEnd) -> None:
         """Nothing is begun: what the peer lends for it need not stay locked there until it expires."""
         self._link.decline(wish.address, wish.loan)
         self._tell(wish.id, wish.ahead, how)
@@ -176,7 +194,7 @@ class Fetches:
 
     def refuse(self, id: str, *, ahead: bool) -> None:
         """What a message asks for cannot be had from that peer."""
-        self._tell(id, ahead, "refused")
+        self._tell(id, ahead, FetchEnd.REFUSED)
 
     def waits(self, namespace: Hashable, key: bytes) -> bool:
         """Whether a request with this prompt is to wait for a fetch."""
@@ -228,7 +246,7 @@ class Fetches:
         )
         if isinstance(room, Refusal):
             self._link.drop(job)
-            self._end(fetch, (job.why or "needless") if room is Refusal.KNOWN else _REFUSED[room])
+            self._end(fetch, FetchEnd.of(job.why or "needless") if room is Refusal.KNOWN else _REFUSED[room])
             return
         fetch.room = room
         self._link.read(job, room.start, room.places)
@@ -242,18 +260,26 @@ class Fetches:
         elif (done := room.commit()) is not None:
             came = done.fresh
             self.counters.fetched_blocks += came
-        self._end(fetch, "done" if whole else fetch.job.why or "gone", came)
+        self._end(fetch, FetchEnd.DONE if whole else FetchEnd.of(fetch.job.why), came)
 
-    def _end(self, fetch: _Fetch, how: str, blocks: int = 0) -> None:
+    def _end(self, fetch: _Fetch, how: FetchEnd, blocks: int = 0) -> None:
         self._active.remove(fetch)
         seconds = max(0.0, self._clock.monotonic() - fetch.began - fetch.job.connecting_s)
         self._tell(fetch.wish.id, fetch.wish.ahead, how, blocks, seconds)
         fetch.wish.then()
 
-    def _tell(self, id: str, ahead: bool, how: str, blocks: int = 0, seconds: float = 0.0) -> None:
-        how = how if hasattr(self.counters, how) else "gone"
-        setattr(self.counters, how, getattr(self.counters, how) + 1)
+    def _tell(self, id: str, ahead: bool, how: FetchEnd, blocks: int = 0, seconds: float = 0.0) -> None:
+        self.counters.ends[how] += 1
         self._results.append(FetchResult(id, ahead, how, blocks * self._tree.block_size, seconds))
+
+    def counts(self) -> dict[str, int]:
+        """All counters, by name."""
+        ends = {end.value: self.counters.ends[end] for end in FetchEnd}
+        return {
+            "fetched_blocks": self.counters.fetched_blocks,
+            "not_waited": self.counters.not_waited,
+            **ends,
+        }
 
     def take_results(self) -> list[FetchResult]:
         """What has ended since, in that order."""
@@ -269,7 +295,7 @@ class Fetches:
             self._link.cancel(fetch.job)
             if fetch.room is not None:
                 fetch.room.abort()
-            self._end(fetch, "cancelled")
+            self._end(fetch, FetchEnd.CANCELLED)
 
     @property
     def busy(self) -> bool:

@@ -40,6 +40,7 @@ class PeerKv:
         tree, tier: the rank's.
         link: lends and reads.
         ranks: of this instance.
+        tell: takes what became of fetches; in rank 0, where there are routers.
         rank: which of a peer's ``endpoints`` is read from; a peer has as many as this instance has ranks.
         namespace: where the KV of a tenant's prompts belongs now, from its ``extra_key`` and ``cache_salt``.
         fresh: whether the weights are those that the link's namespace names.
@@ -54,6 +55,7 @@ class PeerKv:
         *,
         namespace: Callable[[str | None, str | None], Hashable],
         fresh: Callable[[], bool] = lambda: True,
+        tell: Callable[[FetchResult], None] | None = None,
         rank: int = 0,
         endpoints: int = 1,
         clock: Clock | None = None,
@@ -65,8 +67,7 @@ class PeerKv:
         self._fresh = fresh
         self._rank = rank
         self._endpoints = endpoints
-        self.tell: Callable[[FetchResult], None] | None = None
-        """Takes what became of fetches; for rank 0."""
+        self._tell = tell
         self.lending = Exports(tree, tier, link, ranks)
         self.fetches = Fetches(tree, tier, link, ranks, clock=self._clock)
 
@@ -134,8 +135,8 @@ class PeerKv:
     def report(self) -> None:
         """Tell what became of fetches. Once per pass."""
         for result in self.fetches.take_results():
-            if self.tell is not None:
-                self.tell(result)
+            if self._tell is not None:
+                self._tell(result)
 
     @property
     def busy(self) -> bool:

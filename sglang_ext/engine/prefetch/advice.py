@@ -117,17 +117,25 @@ class Advice:
     Args:
         brings: the rank's prefetcher.
         tell: for rank 0; None on the others.
+        peers: fetches and lends; None where that is not possible.
+        computes: computes what nobody has; None where that is not wanted.
         priority_sign: -1 where a small number means a high priority.
     """
 
-    def __init__(self, brings: Brings, tell: Tell | None = None, *, priority_sign: int = 1) -> None:
+    def __init__(
+        self,
+        brings: Brings,
+        tell: Tell | None = None,
+        *,
+        peers: PeerKv | None = None,
+        computes: Computes | None = None,
+        priority_sign: int = 1,
+    ) -> None:
         self._brings = brings
         self.tell = tell
         self.priority_sign = priority_sign
-        self.peers: PeerKv | None = None
-        """Fetches and lends; ``None`` where that is not possible."""
-        self.computes: Computes | None = None
-        """Computes what nobody has; ``None`` where that is not wanted."""
+        self.peers = peers
+        self.computes = computes
         self._bringing: dict[str, Advise] = {}
         """Hints whose KV is being brought, where the rest may be computed."""
         self._fetching: dict[str, Advise] = {}
@@ -268,7 +276,9 @@ class HintDesk:
         if reader is not None:
             self._post(
                 reader,
-                Fetched(self._epoch, result.id, result.ahead, result.how, result.tokens, result.seconds),
+                Fetched(
+                    self._epoch, result.id, result.ahead, result.how.value, result.tokens, result.seconds
+                ),
             )
 
     def tell(self, result: PrefetchResult) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_room import HbmRoom
 from sglang_ext.engine.tiers.promotion import Wanted
 from sglang_ext.engine.tiers.promotions import Promotions
-from sglang_ext.engine.tiers.retention import Retention, path_of
+from sglang_ext.engine.tiers.retention import path_of
 from sglang_ext.keys import TOKEN_BYTES, TokenIds, encode_tokens
 from sglang_ext.mempool.store import Refusal, Reservation, Store, Use
 from sglang_ext.radix_global import Holder, Node
@@ -99,17 +99,6 @@ class _Piece:
         self.room.gives_way = True
 
 
-@dataclass
-class PrefetchCounters:
-    """Prefetches by how they ended, since the start."""
-
-    done: int = 0
-    no_room: int = 0
-    given_up: int = 0
-    cancelled: int = 0
-    dropped: int = 0
-
-
 class Prefetcher:
     """See the module's docstring.
 
@@ -135,7 +124,7 @@ class Prefetcher:
         piece_blocks: int = PIECE_BLOCKS,
     ) -> None:
         self._store = store
-        self._tree = tree = store.tree
+        self._tree = store.tree
         self._hbm = hbm
         self._dram = tier.holder
         self._tier = tier
@@ -147,10 +136,9 @@ class Prefetcher:
         """In the order in which they are done."""
         self._piece: _Piece | None = None
         self._ended: deque[PrefetchResult] = deque(maxlen=MOST_WAITING)
-        self.counters = PrefetchCounters()
-        marker = Holder.of(f"{hbm.instance} announced requests", hbm.epoch, hbm.tier)
-        self.hinted = Retention(tree, marker)
-        room.hinted = tier.hinted = self.hinted
+        self.counters: Counter[PrefetchEnd] = Counter()
+        """Prefetches by how they ended, since the start."""
+        self.hinted = tier.hinted
 
     # -- asking ---------------------------------------------------------------------------------
 
@@ -325,7 +313,7 @@ class Prefetcher:
         block = self._tree.block_size
         reached = self._reached(prefetch)[0]
         self._ended.append(PrefetchResult(prefetch.id, end, reached * block, prefetch.brought * block))
-        setattr(self.counters, end.value, getattr(self.counters, end.value) + 1)
+        self.counters[end] += 1
 
     # -- whole ----------------------------------------------------------------------------------
 

@@ -84,6 +84,7 @@ class DramTier:
         mover: copies; completes operations of each direction in the order of submission.
         ranks: agree on how many operations are complete.
         below: takes complete blocks on to disk; ``None`` without a disk.
+        copies: is told of copies under way.
         write: whether anything new is written at all; what is there is found and loaded in any case.
     """
 
@@ -97,6 +98,7 @@ class DramTier:
         ranks: Ranks,
         *,
         below: DiskWrites | None = None,
+        copies: CopyObserver | None = None,
         write: bool = True,
     ) -> None:
         self.store = store
@@ -112,9 +114,10 @@ class DramTier:
         self._writes = _Queue()
         self._loads = _Queue()
         self.counters = DramCounters()
-        self.copies: CopyObserver = Unobserved()
-        self.hinted: Retention | None = None
-        """What is held back for requests that were announced."""
+        self._copies = copies or Unobserved()
+        marker = Holder.of(f"{hbm.instance} announced requests", hbm.epoch, hbm.tier)
+        self.hinted = Retention(store.tree, marker)
+        """What is held back for requests that were announced, here and in HBM."""
         store.add(Tier.DRAM, self)
         store.add_source(Tier.DRAM, self)
         self._ranks = ranks
@@ -159,7 +162,7 @@ class DramTier:
         part = node if fits == node.blocks else self._tree.split(node, fits)
         blocks = self._arena.alloc(fits)
         assert blocks is not None
-        self.copies.copy_begins(part, self._dram)
+        self._copies.copy_begins(part, self._dram)
         self._tree.place(part, self._dram, blocks)
         self._tree.lock(part, self._dram)
         self._tree.lock(part, self._copying)
@@ -190,12 +193,10 @@ class DramTier:
     ) -> int:
         """What is hinted stays, unless ``spare`` says otherwise."""
         if spare is None:
-            spare = self.hinted or ()
+            spare = self.hinted
         return self._delete(self._tree.evict(self._dram, blocks, only=only, spare=spare))
 
     def _give_up(self, blocks: int, may_go: Callable[[Node], bool], below: float = math.inf) -> int:
-        if self.hinted is None:
-            return 0
         return self._delete(self.hinted.give_up(self._dram, blocks, may_go, below=below))
 
     def _delete(self, gone: Sequence[Evicted]) -> int:
@@ -289,7 +290,7 @@ class DramTier:
         start = 0
         for node in nodes:
             end = start + node.blocks * unit
-            self.copies.copy_begins(node, self._hbm)
+            self._copies.copy_begins(node, self._hbm)
             self._tree.place(node, self._hbm, slots[start:end])
             start = end
         self._tree.lock(last, self._dram)
@@ -378,7 +379,7 @@ class DramTier:
                 landed()
                 continue
             self._tree.unlock(node, self._copying)
-            self.copies.copy_ended(node, blocks, self._dram)
+            self._copies.copy_ended(node, blocks, self._dram)
             self.counters.written += blocks
             self.store.swap_out(Tier.DRAM, node, blocks)
             self._tree.unlock(node, self._dram)
@@ -390,7 +391,7 @@ class DramTier:
             if node is not None:
                 self._tree.unlock(node, self._dram)
                 self._tree.unlock(node, self._hbm)
-                self.copies.copy_ended(node, blocks, self._hbm)
+                self._copies.copy_ended(node, blocks, self._hbm)
             self.counters.loaded += blocks
 
     @property

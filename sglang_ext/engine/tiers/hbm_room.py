@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from sglang_ext.engine.tiers.dram_tier import DramTier
-from sglang_ext.engine.tiers.retention import Retention
 from sglang_ext.engine.tiers.slots import SlotOps
 from sglang_ext.mempool.store import Store
 from sglang_ext.radix_global import Holder, Match, Node
@@ -41,7 +40,7 @@ class HbmRoom:
         self._allocator = allocator
         self._slots = slots
         self._dram = dram
-        self.hinted: Retention | None = None
+        self.hinted = None if dram is None else dram.hinted
         """What is held back for requests that were announced."""
         store.add(Tier.HBM, self)
 

@@ -1,39 +1,18 @@
-"""One promotion from disk to DRAM: what it is made of, and how the disk is looked at for it."""
+"""Looking on the disk for what of a prompt is not in memory: what is wanted, and what was found."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from sglang_ext.engine.tiers.block_names import BlockNames, Names
+from sglang_ext.engine.tiers.block_names import BlockNames
 from sglang_ext.engine.tiers.load_policy import DiskPolicy, Sources, first_blocks
 from sglang_ext.engine.tiers.load_report import Decision, LoadReport
 from sglang_ext.keys import TOKEN_BYTES
-from sglang_ext.mempool.store import Reservation
 from sglang_ext.radix_global import Node, RadixTree
 from sglang_ext.tiered_store.loading.layers import AHEAD
-from sglang_ext.tiered_store.loading.loader import Load
 from sglang_ext.tiered_store.tier import BlockTier, Get
 from sglang_ext.tiers import Tier
-
-
-@dataclass
-class PromotionCounters:
-    """Blocks, since the start."""
-
-    promoted: int = 0
-    recomputed: int = 0
-    """Found on disk and left there, because computing is expected to be faster."""
-    no_room: int = 0
-    """Found on disk and left there, because DRAM is full of blocks in use."""
-    read_failed: int = 0
-    """Chosen and not read: damaged, unreadable, gone meanwhile; the disk tier counts them by reason."""
-    late: int = 0
-    """Given up, because reading took longer than computing would have."""
-    streamed: int = 0
-    """Of those promoted, the ones that a forward pass did not wait for."""
-    straight: int = 0
-    """Not promoted but brought straight to HBM, because DRAM is full of blocks in use."""
 
 
 @dataclass(frozen=True)
@@ -54,28 +33,6 @@ class Wanted:
     def ahead(self) -> bool:
         """Whether nobody waits for it yet."""
         return self.priority == AHEAD
-
-
-@dataclass(eq=False)
-class Promotion:
-    wanted: Wanted
-    room: Reservation
-    """The blocks of DRAM that it fills, behind what they continue."""
-    names: Names
-    load: Load
-    deadline: float
-    sources: Sources
-    """Which tiers have them."""
-    onward: bool = False
-    """They go on to the nearest tier, which some rank lacks some of them in."""
-    handles: dict[Hashable, Wanted] = field(default_factory=dict)
-    late: bool = False
-    streams_to: Hashable = None
-    """The request that was admitted before all layers were in."""
-    ahead: bool = False
-    """Nobody waits for it yet: it gives way to all other reads, and may take its time."""
-    streaming: bool = False
-    """Its forward pass is reading the blocks, which must not be given back before it has ended."""
 
 
 @dataclass(frozen=True)

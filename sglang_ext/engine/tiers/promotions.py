@@ -22,29 +22,23 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.ranks import NOT_YET, Ranks
-from sglang_ext.engine.tiers.block_names import pack_names
+from sglang_ext.engine.tiers.block_names import Names, pack_names
 from sglang_ext.engine.tiers.direct_loads import DirectLoad, DirectLoads
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.load_policy import DiskPolicy, Sources, first_blocks
 from sglang_ext.engine.tiers.load_report import LoadDecisions, Reason
-from sglang_ext.engine.tiers.promotion import (
-    DiskLook,
-    Look,
-    Promoted,
-    Promotion,
-    PromotionCounters,
-    Wanted,
-)
+from sglang_ext.engine.tiers.promotion import DiskLook, Look, Promoted, Wanted
 from sglang_ext.errors import InternalError
 from sglang_ext.keys import TOKEN_BYTES
-from sglang_ext.mempool.store import Refusal, Use
+from sglang_ext.mempool.store import Refusal, Reservation, Use
 from sglang_ext.radix_global import Holder, Node, RadixTree
-from sglang_ext.tiered_store.loading.loader import Loader
+from sglang_ext.tiered_store.loading.loader import Load, Loader
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get, TierStats
 from sglang_ext.tiers import Tier
 
@@ -54,6 +48,47 @@ _MAY_START: Final = 0
 _OVER: Final = 1
 _REMEMBERED: Final = 256
 """Requests whose stream has failed; they wait for all layers the next time."""
+
+
+@dataclass
+class PromotionCounters:
+    """Blocks, since the start."""
+
+    promoted: int = 0
+    recomputed: int = 0
+    """Found on disk and left there, because computing is expected to be faster."""
+    no_room: int = 0
+    """Found on disk and left there, because DRAM is full of blocks in use."""
+    read_failed: int = 0
+    """Chosen and not read: damaged, unreadable, gone meanwhile; the disk tier counts them by reason."""
+    late: int = 0
+    """Given up, because reading took longer than computing would have."""
+    streamed: int = 0
+    """Of those promoted, the ones that a forward pass did not wait for."""
+    straight: int = 0
+    """Not promoted but brought straight to HBM, because DRAM is full of blocks in use."""
+
+
+@dataclass(eq=False)
+class Promotion:
+    wanted: Wanted
+    room: Reservation
+    """The blocks of DRAM that it fills, behind what they continue."""
+    names: Names
+    load: Load
+    deadline: float
+    sources: Sources
+    """Which tiers have them."""
+    onward: bool = False
+    """They go on to the nearest tier, which some rank lacks some of them in."""
+    handles: dict[Hashable, Wanted] = field(default_factory=dict)
+    late: bool = False
+    streams_to: Hashable = None
+    """The request that was admitted before all layers were in."""
+    ahead: bool = False
+    """Nobody waits for it yet: it gives way to all other reads, and may take its time."""
+    streaming: bool = False
+    """Its forward pass is reading the blocks, which must not be given back before it has ended."""
 
 
 class Promotions:

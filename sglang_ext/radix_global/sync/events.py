@@ -69,6 +69,10 @@ class PlacementLog:
         self._walks: list[Walk] = []
         tree.observer = self
 
+    def close(self) -> None:
+        """Hear nothing of the tree any more."""
+        self._tree.observer = None
+
     def take(self) -> list[PlacementEvent]:
         """Events since the last call, in order."""
         events, self._events = self._events, []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -16,9 +16,6 @@ from sglang_ext.engine.tiers.slots import SlotOps
 from sglang_ext.mempool.store import Store
 from sglang_ext.radix_global import Holder, Node
 from sglang_ext.tiers import Tier
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
 
 
 class LoadBack:
@@ -51,23 +48,23 @@ class LoadBack:
         self._slots = slots
         self._policy = policy
         self._block_size = policy.block_tokens
-        self._streaming: list[tuple[Req, int]] = []
+        self._streaming: list[tuple[Any, int]] = []
         """Requests of the batch being formed that take blocks from disk, and how many tokens the tree has."""
         self.decisions = LoadDecisions()
 
-    def streamed(self, req: Req | None, blocks: int) -> int:
+    def streamed(self, req: Any, blocks: int) -> int:
         """Blocks that come from disk, after the ``blocks`` in memory, in front of the forward pass."""
         if self._promotions is None or req is None:
             return 0
         return self._promotions.blocks_to_stream(req.cache_request_handle, blocks)
 
-    def start(self, best: Node, promised: int, req: Req | None) -> tuple[torch.Tensor | None, Node]:
+    def start(self, best: Node, promised: int, req: Any) -> tuple[torch.Tensor | None, Node]:
         """Start loading what a match has found. All of it, or nothing: then it is computed.
 
         Args:
             best: the last node in memory.
             promised: tokens that were found below HBM.
-            req: whose.
+            req: whose, SGLang's; None for nobody's.
 
         Returns:
             The slots, None for nothing, and the node at which HBM ends then.
@@ -96,7 +93,7 @@ class LoadBack:
             self._streaming.append((req, len(req.prefix_indices) + tokens))
         return slots, best
 
-    def _worth(self, req: Req | None, tokens: int, before: int) -> bool:
+    def _worth(self, req: Any, tokens: int, before: int) -> bool:
         """Weigh loading against computing. Noted with the request."""
         blocks = tokens // self._block_size
         decision = self._policy.weigh(blocks, before, waiting_blocks=self._dram.loading_blocks)

@@ -1,0 +1,48 @@
+"""What this process knows: the one place for it.
+
+SGLang calls hooks and constructs the classes of a transfer backend without anything of ours among their
+arguments, in the server's process and in every scheduler process. What those need is kept here, by whoever
+has it first, and nowhere else at a module's level.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sglang_ext.config import KvConfig
+
+if TYPE_CHECKING:
+    from sglang_ext.engine.commands import RankCommandQueue
+    from sglang_ext.patches.base import Patch
+
+
+@dataclass
+class Process:
+    """See the module's docstring."""
+
+    cache: Any = None
+    """Ours, which hooks call as long as it is its scheduler's cache (``hooks/scheduler.py``)."""
+    commands: RankCommandQueue | None = None
+    """What is added to what this process's scheduler receives (``hooks/messages.py``)."""
+    polled: Any = None
+    """The poller that knows those."""
+    scheduler: Any = None
+    """Whose pool the transfer backend serves (``adapter/kv_manager.py``)."""
+    manager: Any = None
+    """The transfer backend's manager, while the server prefills or decodes."""
+    config: KvConfig | None = None
+    """The server's settings, for the transfer backend, whose bootstrap port is in the server's process."""
+    checks_vocabulary: bool = False
+    """Whether token ids are checked (``hooks/vocabulary.py``)."""
+    expected: list[Patch] = field(default_factory=list)
+    """Patches that have to be in place (``readiness.py``)."""
+    problems: list[str] = field(default_factory=list)
+
+    def settings(self) -> KvConfig:
+        """The server's settings; what the environment says where none were kept."""
+        return self.config or KvConfig.from_user({}, os.environ)
+
+
+PROCESS = Process()

@@ -1,0 +1,279 @@
+"""The cache of one rank, without SGLang: what it is made of, and what concerns all its tiers at once.
+
+`patches.adapter.radix_cache` adds what SGLang calls to look up, insert, evict and load.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_ext.engine.cache.listeners import Listeners
+from sglang_ext.engine.commands import RankCommandQueue
+from sglang_ext.engine.prefetch.advice import Advice, Computes, Tell
+from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
+from sglang_ext.engine.ranks import Ranks
+from sglang_ext.engine.tiers.dram_tier import DramTier
+from sglang_ext.engine.tiers.hbm_room import HbmRoom
+from sglang_ext.engine.tiers.load_back import LoadBack
+from sglang_ext.engine.tiers.load_policy import AgreedSpeeds, DramPolicy, PrefillCost
+from sglang_ext.engine.tiers.prefill_clock import PrefillClock
+from sglang_ext.engine.tiers.promotions import Promotions
+from sglang_ext.engine.tiers.slots import slot_ops
+from sglang_ext.engine.weights import Weights
+from sglang_ext.mempool.store import Store
+from sglang_ext.radix_global import Holder
+from sglang_ext.tiers import Tier
+
+if TYPE_CHECKING:
+    from sglang_ext.engine.cache.metrics import CacheMetrics
+    from sglang_ext.engine.events.events import PlacementFeed
+    from sglang_ext.engine.peers.peer_kv import PeerKv
+    from sglang_ext.engine.transfer_thread import TransferThread
+    from sglang_ext.mempool import MemPool
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CacheParts:
+    """What a cache is made of: complete before it is, and unchanged after."""
+
+    store: Store
+    """Over an empty tree, whose block size is a multiple of the page size."""
+    hbm: Holder
+    """Stands for this rank's pool."""
+    dram: DramTier | None = None
+    """A tier of the store; ``None`` for HBM only."""
+    promotions: Promotions | None = None
+    """Bring blocks from disk to DRAM; ``None`` without a disk."""
+    transfers: TransferThread | None = None
+    """Moves KV to and from other servers; ``None`` where none are known. The cache ends it."""
+    peers: PeerKv | None = None
+    """Fetches from other instances and lends to them; ``None`` where that is not possible."""
+    feed: PlacementFeed | None = None
+    """Tells routers of what changes here; ``None`` without any."""
+    tell: Tell | None = None
+    """Is told what came of hints; in rank 0, where there are routers."""
+    pool: Callable[[RankCache], MemPool] | None = None
+    """Makes the memory pool over this cache."""
+    computes: Callable[[RankCache], Computes] | None = None
+    """Makes what computes announced prompts ahead of their requests; ``None`` where that is not wanted."""
+    metrics: CacheMetrics | None = None
+    load_min_tokens: int = 0
+    """DRAM hits shorter than this are computed instead of loaded."""
+    load_always: bool = False
+    """Longer ones are not weighed against computing."""
+    weights: Weights = field(default_factory=Weights)
+    """Which of them are in use."""
+    ranks: Ranks = field(default_factory=Ranks)
+    """Of the instance; the parts of the tiers are with it already."""
+    commands: RankCommandQueue | None = None
+    """For the schedulers of all ranks, in rank 0 of an instance."""
+    priority_sign: int = 1
+    """-1 where small priorities go first (``--schedule-low-priority-values-first``)."""
+    takes_hints: bool = True
+    """Bring KV up for announced requests, where there is DRAM to bring it from."""
+    check: bool = False
+    """Verify every invariant when the server is idle (slow; for debugging and tests)."""
+
+
+class RankCache:
+    """See the module's docstring. In the scheduler's thread; every part but the tree may be missing.
+
+    Args:
+        parts: what it is made of.
+        allocator: SGLang's, of slots; None for an index alone.
+        page_size: tokens of a page of SGLang's pool.
+    """
+
+    def __init__(self, parts: CacheParts, allocator: Any, page_size: int) -> None:
+        self.token_to_kv_pool_allocator = allocator
+        self.page_size = page_size
+        self.store = parts.store
+        self.tree = parts.store.tree
+        self.block_size = self.tree.block_size
+        self.hbm = parts.hbm
+        self.dram = dram = parts.dram
+        self.promotions = promotions = parts.promotions
+        self.transfers = parts.transfers
+        self.peers = parts.peers
+        self.feed = parts.feed
+        self.metrics = parts.metrics
+        self.weights = parts.weights
+        self.ranks = parts.ranks
+        self.inbox = parts.commands
+        self.listeners = Listeners()
+        """Parts that hear what happens here."""
+        self._check_when_idle = parts.check
+        self._checked_state = ""
+        self.device = torch.device(allocator.device if allocator is not None else "cpu")
+        # Not "slots": SGLang takes an attribute of that name for the slots of sessions.
+        self.slot_ops = slot_ops(self.device)
+        self.room = HbmRoom(self.store, self.hbm, allocator, self.slot_ops, dram)
+        self.prefill_clock: PrefillClock | None = None
+        self.load_back: LoadBack | None = None
+        self.prefetcher: Prefetcher | None = None
+        self.advice: Advice | None = None
+        """Takes hints at coming requests."""
+        if dram is not None:
+            cost = promotions.policy.cost if promotions is not None else PrefillCost()
+            self.prefill_clock = PrefillClock(cost)
+            speeds = AgreedSpeeds(cost, lambda: dram.load_bytes_per_second, parts.ranks)
+            policy = DramPolicy(self.block_size, dram.block_bytes, always=parts.load_always, speeds=speeds)
+            self.load_back = LoadBack(
+                self.store, dram, promotions, self.hbm, self.room, self.slot_ops, policy
+            )
+            self.prefetcher = Prefetcher(self.store, self.hbm, dram, self.room, promotions, self.namespace)
+            if parts.takes_hints:
+                self.advice = Advice(
+                    self.prefetcher,
+                    parts.tell,
+                    peers=parts.peers,
+                    computes=None if parts.computes is None else parts.computes(self),
+                    priority_sign=parts.priority_sign,
+                )
+        self.pool = None if parts.pool is None else parts.pool(self)
+
+    def namespace(self, extra_key: str | None, cache_salt: str | None) -> Hashable:
+        """Where the KV of a tenant's prompts belongs now."""
+        return self.weights.namespace(extra_key, cache_salt)
+
+    def prefill_begins(self, lengths: Sequence[tuple[int, int]], *, loads: bool) -> None:
+        """A prefill batch is about to run; what it costs is weighed against loading."""
+        if self.prefill_clock is not None:
+            self.prefill_clock.begins(lengths, loads=loads)
+
+    def prefill_ended(self) -> None:
+        """The result of the oldest such batch was processed."""
+        if self.prefill_clock is not None:
+            self.prefill_clock.ended()
+
+    def each_pass(self) -> None:
+        """Take note of what has completed on every rank, and go on with what is brought in ahead."""
+        self.ranks.each_pass()
+        if self.peers is not None:
+            self.peers.report()
+        if self.prefetcher is not None:
+            self.prefetcher.drain()
+        if self.advice is not None:
+            self.advice.drain()
+        if self.feed is not None:
+            self.feed.publish()
+        if self.metrics is not None:
+            self.metrics.update(self)
+
+    @property
+    def keeps_awake(self) -> bool:
+        """Whether an idle scheduler must not sleep, because something is brought in ahead of a request, or a
+        router is being told all there is.
+        """
+        brings = self.prefetcher is not None and self.prefetcher.busy
+        brings = brings or (self.peers is not None and self.peers.busy)
+        brings = brings or (self.advice is not None and self.advice.busy)
+        return brings or (self.feed is not None and self.feed.busy)
+
+    def reset(self) -> None:
+        """Forget everything in every tier (``/flush_cache``). SGLang empties the pools itself."""
+        self.drop_in_flight()
+        if self.feed is not None:
+            self.feed.clear()
+        if self.pool is not None:
+            self.pool.reset()
+        self.store.clear()
+        if self.promotions is not None:
+            self.promotions.clear()
+
+    def drop_in_flight(self) -> None:
+        """Give up what is on its way between tiers and instances for requests, announced or waiting: returns,
+        fetches and loans, hints, prefetches, reads from disk. When this returns, nothing of it arrives.
+        """
+        self.listeners.before_clear()
+        if self.peers is not None:
+            self.peers.clear()
+        if self.advice is not None:
+            self.advice.clear()
+        if self.prefetcher is not None:
+            self.prefetcher.clear()
+        if self.promotions is not None:
+            self.promotions.settle()
+
+    def weights_changing(self) -> None:
+        """The model's weights are about to change, and may do so until ``weights_changed``.
+
+        Each generation of weights is a namespace, so what older ones computed never matches again. What is
+        computed meanwhile, or has begun before, is nobody's (``_namespace_of``).
+        """
+        if not self.weights.moving:
+            self.weights.begin()
+            self._new_generation()
+
+    def weights_changed(self) -> None:
+        """The weights stay as they are now. Every rank is called at once."""
+        self.weights.settle()
+        self._new_generation()
+
+    def _new_generation(self) -> None:
+        self.drop_in_flight()
+        if self.feed is not None:
+            self.feed.clear(self.weights.generation)
+        if self.pool is not None:
+            self.pool.namespace = self.namespace(None, None)
+
+    def settle(self) -> None:
+        """Wait until no copy reads or writes the pool, which is about to be unmapped."""
+        if self.dram is not None:
+            self.dram.settle()
+
+    def blocks_by_tier(self) -> dict[Tier, tuple[int, int]]:
+        """Blocks held and blocks that fit, per tier."""
+        slots = self.token_to_kv_pool_allocator.size if self.token_to_kv_pool_allocator is not None else 0
+        held = {Tier.HBM: (self.tree.blocks_of(self.hbm), slots // self.block_size)}
+        if self.dram is not None:
+            held[Tier.DRAM] = (self.dram.used_blocks, self.dram.n_blocks)
+        if self.promotions is not None:
+            for tier, stats in self.promotions.stats().items():
+                held[tier] = (stats.blocks, stats.limit_bytes // self.promotions.block_bytes)
+        return held
+
+    def sanity_check(self) -> None:
+        """Called in each idle pass of the scheduler; looks again only after something has changed."""
+        if self.feed is not None:
+            self.feed.publish(idle=True)
+        if self._check_when_idle:
+            state = repr(self)
+            if state != self._checked_state:
+                self.check()
+                self._checked_state = state
+
+    def check(self) -> None:
+        """Verify the invariants of tree and tiers. Raises AssertionError naming what is wrong."""
+        self.tree.check()
+        self.store.check()
+        if self.feed is not None:
+            self.feed.log.check()
+        if self.dram is not None:
+            self.dram.check()
+        if self.promotions is not None:
+            self.promotions.check()
+
+    def release_host_resources(self) -> None:
+        """Bring what is in flight to its end, down to the disk."""
+        self.listeners.before_end()
+        if self.peers is not None:
+            self.peers.close()
+        if self.transfers is not None:
+            self.transfers.close()
+        if self.dram is not None:
+            self.dram.close()
+        if self.promotions is not None:
+            self.promotions.close()
+
+    def pretty_print(self) -> None:
+        logger.info("%r", self)
+        for node in self.tree.nodes():
+            logger.info("  %r", node)
