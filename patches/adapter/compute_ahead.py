@@ -14,7 +14,6 @@ scheduler's thread only.
 from __future__ import annotations
 
 import logging
-import math
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -180,10 +179,9 @@ class ComputeAhead:
             return
         piece = min(whole - reached, max(block, self._host.piece_tokens // block * block))
         # One block for the token that is asked for.
-        shortage = piece + block - self._room.free
-        if shortage > 0:
-            self._room.make_room(shortage, unused_since=math.inf, priority=job.priority)
-        if self._room.free < piece + block:
+        needed = piece // block + 1
+        self._room.make_room(needed, priority=job.priority)
+        if self._room.free_blocks < needed:
             self._end(job, PrefetchEnd.NO_ROOM)
             return
         self._names += 1
