@@ -215,9 +215,9 @@ class RouterConfig(Flagged):
         NUMBER.not_negative(),
     )
     exec_weight: float = flag(
-        2.0,
+        1.5,
         "With --policy cost: what a second of computing the prompt counts. The paper's equation has 1, the "
-        "request's own time; 2 also counts that whoever comes next waits for it.",
+        "request's own time; more than 1 also counts that whoever comes next waits for it.",
         NUMBER.positive(),
     )
     session_header: str = flag(

@@ -27,7 +27,7 @@ from sglang_ext.calibration.command import run as calibrate
 from sglang_ext.calibration.instance import Instance
 from sglang_ext.calibration.plan import Point, Tokens, anchors, between, points
 from sglang_ext.cluster.guard import descendants
-from sglang_ext.cost_model import ArchLevel, OperatorLevel, Profile, save
+from sglang_ext.cost_model import ArchLevel, Batch, OperatorLevel, Profile, save
 from sglang_ext.cost_model.fitting import Timed, merged
 from sglang_ext.flags import flag
 from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
@@ -187,7 +187,7 @@ def _add_profile(report: Report, profile: Profile) -> None:
     if profile.operators is None:
         return
     for new, context in ((1024, 0), (256, 768)):
-        parts = profile.operators.parts(new, context)
+        parts = profile.operators.parts(Batch.of(new, context))
         report.add(
             "parts of exec, ms",
             prompt=new + context,

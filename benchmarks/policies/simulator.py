@@ -1,11 +1,10 @@
 """A simulated fleet under real policies: the router's own code decides, instances are models of instances.
 
 What is real: ``sglang_ext.router.policies``, ``sglang_ext.router.dispatch.costs`` with its queues and
-corrections, called as the router calls them. What is simulated: an instance computes one prompt after the
-other, as long as its cost model says
-for what its cache really holds, and generates for the others meanwhile; its cache keeps the blocks used last,
-up to its size. The router learns of a cache's contents at once (an exact index) or believes whatever it sent
-there (an approximate one).
+corrections, called as the router calls them. What is simulated: an instance computes what waits in passes, as
+SGLang fills them, each as long as its cost model says for what its cache really holds, and generates for the
+others meanwhile; its cache keeps the blocks used last, up to its size. The router learns of a cache's
+contents at once (an exact index) or believes whatever it sent there (an approximate one).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from benchmarks.policies.workloads import BLOCK_TOKENS, Blocks, SimSession
-from sglang_ext.cost_model import CostModel
+from sglang_ext.cost_model import Batching, CostModel
 from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.policies import Instance, Match, Policy, PolicyOptions, Prompt
 
@@ -86,7 +85,8 @@ class SimInstance:
     last_picked: int = 0
     generating: int = 0
     line: list[_Flight] = field(default_factory=list)
-    """Prompts that it has not computed, the one that it computes first."""
+    """Prompts that wait."""
+    computing: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,8 @@ class FleetPlan:
     """The fleet to simulate.
 
     instances: how many. cache_blocks: of each; None for any number. exact: whether the router knows what
-    caches hold. model: what instances take. believed: what the router believes that they take.
+    caches hold. model: what instances take. believed: what the router believes that they take. batching: how
+    instances fill their passes. told: what they tell the router of that.
     """
 
     instances: int = 4
@@ -151,6 +152,8 @@ class FleetPlan:
     exact: bool = True
     model: CostModel = field(default_factory=CostModel)
     believed: CostModel | None = None
+    batching: Batching = field(default_factory=lambda: Batching(chunk=2048))
+    told: Batching | None = None
 
 
 def simulate(
@@ -171,8 +174,11 @@ class _Run:
         self._options = options
         self._model = plan.model
         self._exact = plan.exact
+        self._batching = plan.batching
         self._now = 0.0
-        self._costs = RouterCosts(plan.believed or plan.model, lambda: self._now)
+        self._costs = RouterCosts(
+            plan.believed or plan.model, lambda: self._now, batching=lambda name: plan.told or plan.batching
+        )
         self._instances: dict[str, SimInstance] = {}
         for number in range(plan.instances):
             cache = BlockCache(plan.cache_blocks)
@@ -214,18 +220,34 @@ class _Run:
         counted = ExitStack()
         first_byte = counted.enter_context(self._costs.sending(chosen.name, new, tokens - new, streams=True))
         chosen.line.append(_Flight(session, turn, chain, self._now, new, counted, first_byte))
-        if len(chosen.line) == 1:
+        if not chosen.computing:
             self._compute(chosen)
 
     def _compute(self, chosen: SimInstance) -> None:
-        """The first in line is computed: what the cache holds now counts, and a step of generation that is
-        under way is waited for."""
-        flight = chosen.line[0]
-        tokens = len(flight.chain) * BLOCK_TOKENS
-        cached = min(chosen.cache.match(flight.chain)[0] * BLOCK_TOKENS, tokens - 1)
+        """What waits is computed, as far as one pass takes it: what the cache holds now counts, and a step of
+        generation that is under way is waited for."""
+        passes = self._model.passes(self._batching, chosen.generating)
+        batch: list[tuple[_Flight, int]] = []
+        for flight in chosen.line:
+            tokens = len(flight.chain) * BLOCK_TOKENS
+            cached = min(chosen.cache.match(flight.chain)[0] * BLOCK_TOKENS, tokens - 1)
+            more = passes.adding(tokens - cached, cached)
+            if batch and more.closed:
+                break
+            batch.append((flight, cached))
+            passes = more
+        del chosen.line[: len(batch)]
+        chosen.computing = True
         step = self._model.decode_s(chosen.generating) if chosen.generating else 0.0
-        seconds = step + self._model.exec_s(tokens - cached, cached)
-        self._at(self._now + seconds, lambda: self._answer(chosen, flight, cached))
+        self._at(self._now + step + passes.seconds, lambda: self._computed(chosen, batch))
+
+    def _computed(self, chosen: SimInstance, batch: list[tuple[_Flight, int]]) -> None:
+        """A pass is over."""
+        for flight, cached in batch:
+            self._answer(chosen, flight, cached)
+        chosen.computing = False
+        if chosen.line:
+            self._compute(chosen)
 
     def _answer(self, chosen: SimInstance, flight: _Flight, cached: int) -> None:
         """Its first token is there."""
@@ -242,9 +264,6 @@ class _Run:
                 cached,
             )
         )
-        chosen.line.pop(0)
-        if chosen.line:
-            self._compute(chosen)
         request = flight.session.requests[flight.turn]
         seconds = request.output_tokens * self._model.decode_s(chosen.generating)
         self._at(self._now + seconds, lambda: self._end(chosen, flight))

@@ -49,10 +49,12 @@ class SchedulerGauges:
         if scheduler is None:
             return Load()
         waiting = [*scheduler.waiting_queue, *_pd_queues(scheduler)]
+        tokens = sum(len(getattr(req, "req", req).origin_input_ids) for req in waiting)
+        cut = scheduler.chunked_req
         return Load(
             running=len(scheduler.running_batch.reqs),
-            queued=len(waiting),
-            queued_tokens=sum(len(getattr(req, "req", req).origin_input_ids) for req in waiting),
+            queued=len(waiting) + (cut is not None),
+            queued_tokens=tokens + (0 if cut is None else _left_of(cut)),
         )
 
     def fills(self) -> tuple[Fill, ...]:
@@ -76,6 +78,11 @@ class Desks:
         """What a router says that does not concern the index, in the agent's thread."""
         if not self.moves.take(reader, message):
             self.hints.take(reader, message)
+
+
+def _left_of(cut: Any) -> int:
+    """Tokens that are still to be computed of a prompt that is computed in chunks."""
+    return max(0, len(cut.origin_input_ids) - len(cut.prefix_indices))
 
 
 def _pd_queues(scheduler: Any) -> list[Any]:

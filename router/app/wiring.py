@@ -122,7 +122,13 @@ class Parts:
             trust_remote_code=config.trust_remote_code,
         )
         self.costs = RouterCosts(
-            load_named(config.cost_profile) or CostModel(), clock.monotonic, can_fetch=self.agents.can_fetch
+            load_named(config.cost_profile) or CostModel(),
+            clock.monotonic,
+            can_fetch=self.agents.can_fetch,
+            batching=self.fleet.batching,
+        )
+        self.agents.loads.subscribe(
+            lambda name, load: self.costs.heard(name, load, self.fleet.in_flight(name))
         )
         self.adoption = Adoption(
             self.fleet,

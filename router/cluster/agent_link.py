@@ -29,6 +29,7 @@ from sglang_ext.protocol.agent import (
     Events,
     FromAgent,
     Hello,
+    Load,
     Ping,
     SnapshotBegin,
     SnapshotEnd,
@@ -83,6 +84,7 @@ class LinkOwner(Protocol):
     verdict_s: float
     listener: AgentListener | None
     messages: Signal[[str, FromAgent]]
+    loads: Signal[[str, Load]]
 
     def socket(self, registration: Registration) -> Any:
         """A connected socket to an agent."""
@@ -256,6 +258,7 @@ class Link:
         if self._agents.listener is not None:
             self._agents.listener.on_heartbeat(self.name, beat.epoch.hex())
         self.beat = beat
+        self._agents.loads(self.name, beat.load)
 
     def _lost_touch(self) -> None:
         if (replica := self._index.replica(self.name)) is not None:

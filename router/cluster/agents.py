@@ -15,6 +15,7 @@ from sglang_ext.protocol.agent import (
     FROM_AGENT,
     Beat,
     FromAgent,
+    Load,
     PeerDead,
     ToAgent,
 )
@@ -82,6 +83,8 @@ class Agents(AgentChannels):
         self.router = router
         self.clock = clock
         self.messages = Signal()
+        self.loads: Signal[[str, Load]] = Signal()
+        """Told of what each heartbeat says of its instance: (name, load)."""
         self.verdict_s = VERDICT_S
         """How long an agent may be silent; tests on a busy machine give it longer."""
         self._key = key

@@ -1,24 +1,29 @@
-"""The costs that policies see: cost models by instance, corrected by the times to first token observed.
+"""The costs that policies see: exec over what each instance has to compute, corrected by what is observed.
+
+exec is that of a batch: a prompt joins those that wait at an instance, and what it adds to their passes is
+what it costs there. An instance says how it fills its passes (``Batching``, from its ``/server_info``), and
+with each heartbeat how many requests it generates for and how many wait, of whoever sent them.
 
 A cost model is a measurement from another day, or an order of magnitude (``DefaultExecution``); what an
 instance does today is in its answers. A ``Correction`` is observed over expected computing time, both
-summed over the last answers: sums, because prompts that are computed together have their first bytes
-together, and only all of them tell how long each took. It is bounded, narrowly where there is a profile: an
-outlier must not make routing forget what was measured.
+summed over the last groups of prompts that were computed together (``queue_estimate``). It is bounded,
+narrowly where there is a profile: an outlier must not make routing forget what was measured.
 
 There is one for the fleet, and one per instance for what it differs from the fleet by; of that, the first
 20 % do not count. Instances of one kind differ by chance, and a policy that followed chance would send
-whatever is new to whoever was lucky last. What is learnt from is the time of a prompt that was the first in
-line, not the time in the line: a correction that follows a queue comes when the queue has gone, and makes
-the next one.
+whatever is new to whoever was lucky last. What is learnt from is the time of computing, not the time in the
+line: a correction that follows a queue comes when the queue has gone, and makes the next one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from sglang_ext.cost_model import CostModel
+from sglang_ext.cost_model import Batching, CostModel, Passes
+from sglang_ext.cost_model.batch import ANY
+from sglang_ext.protocol.agent import Load
 from sglang_ext.router.dispatch.queue_estimate import Entry, QueueEstimate
 from sglang_ext.router.dispatch.transfer_times import TransferTimes
 from sglang_ext.router.policies.base import Instance, Role
@@ -35,6 +40,10 @@ CHANCE = math.log(1.2)
 """What an instance may differ from the fleet by without being taken for another kind."""
 OUTLIER = 8.0
 """An answer counts as if it had taken at most so many times what was expected of it."""
+SAID_S = 5.0
+"""How long what an instance said of itself counts; it says so every second."""
+MOST_OTHERS = 32
+"""Prompts of others that are told apart."""
 BOUND_CALIBRATED = 4.0
 """The factor stays within 1/4 … 4 of what was measured,"""
 BOUND_DEFAULT = 256.0
@@ -82,37 +91,52 @@ class Correction:
 class Sending:
     """See ``RouterCosts.sending``. A class, because a generator costs every request more."""
 
-    __slots__ = ("_costs", "_entry", "_model_s", "_name", "_queue", "_streams")
+    __slots__ = ("_context", "_costs", "_entry", "_name", "_new", "_queue", "_streams")
 
     def __init__(
-        self, costs: RouterCosts, name: str, queue: QueueEstimate, model_s: float, streams: bool
+        self, costs: RouterCosts, name: str, queue: QueueEstimate, new: int, context: int, streams: bool
     ) -> None:
         self._costs = costs
         self._name = name
         self._queue = queue
-        self._model_s = model_s
+        self._new, self._context = new, context
         self._streams = streams
         self._entry: Entry | None = None
         """Until the first byte."""
 
     def __enter__(self) -> Callable[[], None]:
-        costs = self._costs
-        expected_s = costs.factor(self._name) * self._model_s
-        self._entry = self._queue.enter(expected_s, costs.now(), streams=self._streams)
+        now = self._costs.now()
+        self._entry = self._queue.enter(self._new, self._context, now, streams=self._streams)
         return self.first_byte
 
     def first_byte(self) -> None:
         """The first byte of the answer is here. Repeating it is harmless."""
-        took = self._left()
-        if took is not None and self._streams:
-            self._costs.observe(self._name, self._model_s, took)
+        if not self._streams:
+            self.__exit__()
+            return
+        entry, self._entry = self._entry, None
+        if entry is None:
+            return
+        computed = self._queue.first_byte(entry, self._costs.now())
+        if computed is not None:
+            self._costs.observe(self._name, computed.expected_s, computed.took_s)
 
     def __exit__(self, *error: object) -> None:
-        self._left()
-
-    def _left(self) -> float | None:
         entry, self._entry = self._entry, None
-        return None if entry is None else self._queue.leave(entry, self._costs.now())
+        if entry is not None:
+            self._queue.leave(entry, self._costs.now())
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What an instance said of itself, beside what this router knew at that moment."""
+
+    at: float
+    load: Load
+    running: int
+    """Requests that it generated for, beyond those that this router knew of; negative for less."""
+    queue_s: float
+    """What others had waiting there, expected and uncorrected."""
 
 
 class RouterCosts:
@@ -123,6 +147,7 @@ class RouterCosts:
         monotonic: seconds.
         models: by instance name, where instances differ.
         can_fetch: whether an instance can be told to fetch KV from another: (from, to).
+        batching: how an instance fills its passes.
     """
 
     def __init__(
@@ -132,11 +157,14 @@ class RouterCosts:
         *,
         models: Callable[[str], CostModel | None] = lambda name: None,
         can_fetch: Callable[[str, str], bool] = lambda source, target: False,
+        batching: Callable[[str], Batching] = lambda name: ANY,
     ) -> None:
         self.model = model
         self._monotonic = monotonic
         self._models = models
         self._can_fetch = can_fetch
+        self._batching = batching
+        self._said: dict[str, Said] = {}
         self._fleet = Correction()
         self._corrections: dict[str, Correction] = {}
         self._factors: dict[str, float] = {}
@@ -161,7 +189,16 @@ class RouterCosts:
         return self.model.calibrated
 
     def exec_s(self, instance: Instance, new_tokens: int, context_tokens: int) -> float:
-        return self.factor(instance.name) * self.of(instance.name).exec_s(new_tokens, context_tokens)
+        """What the prompt adds to the passes of those that wait there."""
+        name, new, context = instance.name, max(1, new_tokens), max(0, context_tokens)
+        queue = self._queues.get(name)
+        waiting = None if queue is None else queue.plan(self._monotonic())
+        if waiting is not None and waiting.occupied:
+            return self.factor(name) * max(0.0, waiting.adding(new, context).seconds - waiting.seconds)
+        batching = self._batching(name)
+        if batching.mixed:
+            return self.factor(name) * self._idle(name).adding(new, context).seconds
+        return self.factor(name) * self.of(name).exec_s(new, context, batching)
 
     def load_s(self, instance: Instance, tier: Tier, tokens: int) -> float:
         return self.of(instance.name).load_tokens_s(tier, tokens) if tokens > 0 else 0.0
@@ -181,22 +218,51 @@ class RouterCosts:
         return factor * model.transfer_s(tokens) + model.load_tokens_s(Tier.DRAM, tokens)
 
     def queue_s(self, instance: Instance) -> float:
-        """The prompts before it, and the step of generation that is under way."""
+        """The prompts before it, of others as far as the instance said, and the step of generation that is
+        under way."""
+        now, name = self._monotonic(), instance.name
         running = self._running(instance)
-        step = self.of(instance.name).decode_s(running) if running else 0.0
-        return self._backlog_s(instance.name) + step
+        step = self.of(name).decode_s(running) if running else 0.0
+        queue, said = self._queues.get(name), self._heard(name, now)
+        others_s = 0.0 if said is None else max(0.0, self.factor(name) * said.queue_s - (now - said.at))
+        return (0.0 if queue is None else queue.waits_s(now)) + others_s + step
 
     def decode_s(self, instance: Instance) -> float:
         return self.of(instance.name).decode_s(self._running(instance) + 1)
 
     def _running(self, instance: Instance) -> int:
-        """Requests that it generates for."""
-        queue = self._queues.get(instance.name)
-        return max(0, instance.in_flight - (queue.waiting(self._monotonic()) if queue else 0))
+        """Requests that it generates for: what it said last, and what has changed since."""
+        said = self._heard(instance.name, self._monotonic())
+        return max(0, self._known_running(instance.name, instance.in_flight) + (said.running if said else 0))
 
-    def _backlog_s(self, name: str) -> float:
+    def _known_running(self, name: str, in_flight: int) -> int:
         queue = self._queues.get(name)
-        return queue.seconds(self._monotonic()) if queue else 0.0
+        return max(0, in_flight - (queue.waiting(self._monotonic()) if queue else 0))
+
+    def _heard(self, name: str, now: float) -> Said | None:
+        said = self._said.get(name)
+        return said if said is not None and now - said.at < SAID_S else None
+
+    def _idle(self, name: str) -> Passes:
+        """The passes of an instance without any prompt."""
+        said = self._heard(name, self._monotonic())
+        return self.of(name).passes(self._batching(name), said.load.running if said else 0)
+
+    def heard(self, name: str, load: Load, in_flight: int) -> None:
+        """An instance has said how busy it is.
+
+        Args:
+            in_flight: requests that this router knows to be there.
+        """
+        now, queue = self._monotonic(), self._queues.get(name)
+        waiting, tokens = (queue.waiting(now), queue.waiting_tokens(now)) if queue else (0, 0)
+        # What this router knows of is not to be counted twice, and may have come or gone since.
+        prompts, more = min(MOST_OTHERS, load.queued - waiting), load.queued_tokens - tokens
+        others = self.of(name).passes(self._batching(name))
+        for _ in range(prompts if more > 0 else 0):
+            others = others.adding(max(1, more // prompts), 0)
+        running = load.running - self._known_running(name, in_flight)
+        self._said[name] = Said(now, load, running, others.seconds)
 
     def observe_transfer(self, source: str, target: str, tokens: int, took_s: float) -> None:
         """An instance has fetched so many tokens from another one, or tried to, and lost that time."""
@@ -213,11 +279,10 @@ class RouterCosts:
             new_tokens: to compute, behind ``context_tokens``.
             streams: whether the first byte comes with the first token.
         """
-        model_s = self.of(name).exec_s(new_tokens, context_tokens)
         queue = self._queues.get(name)
         if queue is None:
-            queue = self._queues[name] = QueueEstimate()
-        return Sending(self, name, queue, model_s, streams)
+            queue = self._queues[name] = QueueEstimate(lambda: self._idle(name), lambda: self.factor(name))
+        return Sending(self, name, queue, new_tokens, context_tokens, streams)
 
     def now(self) -> float:
         """Seconds."""
@@ -245,7 +310,7 @@ class RouterCosts:
         return min(bound, max(1 / bound, fleet * math.exp(counts)))
 
     def observe(self, name: str, expected_s: float, observed_s: float) -> None:
-        """An answer of ``name`` has begun; computing its prompt took ``observed_s``.
+        """Prompts that ``name`` computed together have their first bytes; computing them took ``observed_s``.
 
         Args:
             expected_s: what its cost model says, uncorrected.
@@ -269,6 +334,7 @@ class RouterCosts:
         self._corrections.pop(name, None)
         self._factors.clear()
         self._queues.pop(name, None)
+        self._said.pop(name, None)
         self._transfers.forget(name)
 
     def __repr__(self) -> str:

@@ -1,21 +1,26 @@
-"""How long an instance is busy with the prompts it was sent: the first term of MemServe's equation 1.
+"""How long an instance is busy with the prompts it was sent: the first term of MemServe's equation 1, with
+exec over batches as the instance computes them.
 
-Pure bookkeeping: the caller brings the time. Prompts are taken to be computed one after the other, in the
-order in which they were sent, one second of expected time per second. What corrects that:
+Pure bookkeeping: the caller brings the time, the cost model's ``Passes``, and the factor by which expected
+times are corrected. What arrives at an idle instance is computed at once. What arrives meanwhile waits, and
+is computed together when that is done, as far as the instance takes it into one pass (a *group*). What
+corrects this:
 
-- the first byte of an answer ends its prompt, however early or late;
-- the first in line, once it is overdue, is expected at any moment, and nothing behind it moves up;
-- an answer that does not stream has no first byte to see: its prompt counts as computed once its time is
-  over, and as generating from then on.
+- a first byte ends its prompt's share of its group, however early or late;
+- a group that is overdue is expected at any moment, and nothing behind it moves up;
+- an answer that does not stream has no first byte to see: its prompt counts as computed with those that it
+  is computed with, or once their time is over, and as generating from then on.
 
-Several prompts computed in one batch end together, with their first bytes close to each other: the sum over
-all of them is still what the instance has to do.
+A prompt's share is what its group takes less without it. So over a group, shares are what it takes, whether
+its first bytes come together, as expected, or one after the other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from sglang_ext.cost_model import Passes
 from sglang_ext.errors import InternalError
 
 
@@ -23,86 +28,188 @@ from sglang_ext.errors import InternalError
 class Entry:
     """One prompt on its way. Only ``QueueEstimate`` writes it."""
 
-    expected_s: float
+    new: int
+    context: int
     streams: bool
     arrived: float
+    began: float | None = None
+    """When the group in which it is computed began."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A group whose first bytes have all come."""
+
+    expected_s: float
+    """By the cost model, uncorrected; of those whose first bytes were seen."""
+    took_s: float
+
+
+def added(passes: Passes, entries: Iterable[Entry]) -> Passes:
+    """With all these prompts more."""
+    for entry in entries:
+        passes = passes.adding(entry.new, entry.context)
+    return passes
 
 
 class QueueEstimate:
-    """The line of prompts at one instance."""
+    """The line of prompts at one instance.
 
-    __slots__ = ("_busy_since", "_line")
+    Args:
+        idle: the instance's passes without any prompt.
+        factor: what expected times are multiplied with.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = (
+        "_began", "_computed_s", "_empty", "_factor", "_group", "_group_s", "_idle", "_line", "_plan",
+        "_took_s",
+    )  # fmt: skip
+
+    def __init__(self, idle: Callable[[], Passes], factor: Callable[[], float] = lambda: 1.0) -> None:
+        self._idle, self._factor = idle, factor
+        self._group: list[Entry] = []
+        """What is computed now."""
+        self._empty = idle()
+        """The passes of the group without any prompt."""
+        self._group_s = 0.0
+        """What is left of it, expected and uncorrected, as of ``_began``."""
+        self._began = 0.0
+        """When what is left of it began."""
+        self._computed_s = self._took_s = 0.0
+        """Of it, what has come: expected, uncorrected, and observed."""
         self._line: list[Entry] = []
-        self._busy_since = 0.0
-        """When the first in line began to be computed."""
+        """What waits for it."""
+        self._plan: Passes | None = None
+        """Of what waits; until that changes."""
 
-    def enter(self, expected_s: float, now: float, *, streams: bool) -> Entry:
-        """A prompt is sent, whose computing is expected to take ``expected_s``."""
+    def enter(self, new: int, context: int, now: float, *, streams: bool) -> Entry:
+        """A prompt is sent, of which ``new`` tokens are to be computed behind ``context``."""
         self._advance(now)
-        if not self._line:
-            self._busy_since = now
-        entry = Entry(max(0.0, expected_s), streams, now)
+        entry = Entry(max(1, new), max(0, context), streams, now)
         self._line.append(entry)
+        if self._group:
+            if self._plan is not None:
+                self._plan = self._plan.adding(entry.new, entry.context)
+        else:
+            self._begin(now)
         return entry
 
-    def leave(self, entry: Entry, now: float) -> float:
-        """Its first byte is there, or it was given up. Repeating it is harmless.
+    def first_byte(self, entry: Entry, now: float) -> Computed | None:
+        """Its first byte is there: what the cost model can learn from if it is the last of its group.
+        Repeating it is harmless.
 
-        Returns:
-            The seconds that computing it took: since it became the first in line. One that overtakes the
-            first took none: its time is part of the first's, so that over all of them the sum is right.
+        One that overtakes its group teaches nothing.
         """
         self._advance(now)
-        for place, waiting in enumerate(self._line):
-            if waiting is entry:
-                del self._line[place]
-                if place:
-                    return 0.0
-                took = max(0.0, now - self._busy_since)
-                self._busy_since = now
-                return took
-        return 0.0
+        if entry not in self._group:
+            self._drop(entry)
+            return None
+        rest = [other for other in self._group if other is not entry]
+        rest_s = self._seconds(rest)
+        self._computed_s += max(0.0, self._group_s - rest_s)
+        self._took_s += max(0.0, now - self._began)
+        return self._left(rest, rest_s, now)
 
-    def seconds(self, now: float) -> float:
-        """Until the instance begins with a prompt that is sent to it now."""
+    def leave(self, entry: Entry, now: float) -> None:
+        """It was given up, or answered without a first byte to see. Repeating it is harmless."""
         self._advance(now)
-        if not self._line:
+        if entry not in self._group:
+            self._drop(entry)
+            return
+        rest = [other for other in self._group if other is not entry]
+        rest_s = self._seconds(rest)
+        if any(other.streams for other in rest):
+            # The rest goes on, and has its own first bytes: only what is expected changes.
+            self._group, self._group_s = rest, rest_s
+        else:
+            self._left(rest, rest_s, now)
+
+    def waits_s(self, now: float) -> float:
+        """Until the instance has computed what it was sent before a prompt that is sent to it now."""
+        self._advance(now)
+        if not self._group:
             return 0.0
-        first = self._line[0]
-        done = min(max(0.0, now - self._busy_since), first.expected_s)
-        return sum(entry.expected_s for entry in self._line) - done
+        factor = self._factor()
+        return max(0.0, factor * self._group_s - (now - self._began)) + factor * self.plan(now).seconds
+
+    def plan(self, now: float) -> Passes:
+        """The passes of all that waits, which a prompt that is sent now joins; uncorrected."""
+        self._advance(now)
+        if self._plan is None:
+            self._plan = added(self._idle(), self._line)
+        return self._plan
 
     def waiting(self, now: float) -> int:
         """Prompts that are not computed yet."""
         self._advance(now)
-        return len(self._line)
+        return len(self._group) + len(self._line)
+
+    def waiting_tokens(self, now: float) -> int:
+        """Their tokens, cached ones included."""
+        self._advance(now)
+        return sum(entry.new + entry.context for entry in (*self._group, *self._line))
+
+    # -- groups -----------------------------------------------------------------------------------
+
+    def _begin(self, now: float) -> None:
+        """What waits is computed now, as far as one group takes it."""
+        self._plan = None
+        self._group = []
+        self._empty = passes = self._idle()
+        for entry in self._line:
+            more = passes.adding(entry.new, entry.context)
+            if self._group and more.closed:
+                break
+            entry.began = now
+            self._group.append(entry)
+            passes = more
+        del self._line[: len(self._group)]
+        self._began, self._group_s = now, passes.seconds
+        self._computed_s = self._took_s = 0.0
+
+    def _left(self, rest: list[Entry], rest_s: float, now: float) -> Computed | None:
+        """One of the group is computed; the group is over if nobody of it streams any more."""
+        self._group, self._group_s, self._began = rest, rest_s, now
+        if any(entry.streams for entry in rest):
+            return None
+        computed = Computed(self._computed_s, self._took_s) if self._computed_s > 0 else None
+        self._begin(now)
+        return computed
+
+    def _drop(self, entry: Entry) -> None:
+        if entry in self._line:
+            self._line.remove(entry)
+            self._plan = None
 
     def _advance(self, now: float) -> None:
-        """Take out what does not stream and is expected to be computed."""
-        while self._line and not self._line[0].streams:
-            first = self._line[0]
-            if now - self._busy_since < first.expected_s:
+        """Take out groups that do not stream and are expected to be computed."""
+        while self._group and not any(entry.streams for entry in self._group):
+            took = self._factor() * self._group_s
+            if now - self._began < took:
                 return
-            self._busy_since += first.expected_s
-            del self._line[0]
-            if self._line:
-                self._busy_since = max(self._busy_since, self._line[0].arrived)
+            self._begin(self._began + took)
+
+    def _seconds(self, entries: Iterable[Entry]) -> float:
+        return added(self._empty, entries).seconds
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._group) + len(self._line)
 
     def __repr__(self) -> str:
-        return f"QueueEstimate({len(self._line)} prompts, {sum(e.expected_s for e in self._line):.3f} s)"
+        return f"QueueEstimate({len(self._group)} computed for {self._group_s:.3f} s, {len(self._line)} wait)"
 
     def check(self) -> None:
-        """Verify what must hold at any time.
+        """Verify the invariants.
 
         Raises:
-            InternalError: it does not.
+            InternalError: names the one that does not hold.
         """
-        if any(entry.expected_s < 0 for entry in self._line):
-            raise InternalError(f"{self!r} has a prompt that takes less than nothing")
-        if any(a.arrived > b.arrived for a, b in zip(self._line, self._line[1:], strict=False)):
-            raise InternalError(f"{self!r} is out of order")
+        entries = [*self._group, *self._line]
+        if len({id(entry) for entry in entries}) < len(entries):
+            raise InternalError("a prompt is in the line twice")
+        if self._line and not self._group:
+            raise InternalError("prompts wait, and nothing is computed")
+        if any(entry.began is None for entry in self._group) or any(e.began is not None for e in self._line):
+            raise InternalError("a prompt is not where it says")
+        if abs(self._group_s - self._seconds(self._group)) > 1e-6 * max(1.0, self._group_s):
+            raise InternalError(f"what is left of the group is not {self._group_s} s")

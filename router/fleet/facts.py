@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sglang_ext.cost_model import Batching
+from sglang_ext.cost_model.batch import ANY
 from sglang_ext.router.api.validation import Limits
 
 
@@ -58,6 +60,8 @@ class InstanceFacts:
     tells: bool = False
     """It was started with ``--kv-router``: it will register, and tell what it holds."""
     chat: ChatFacts = ChatFacts()
+    batching: Batching = ANY
+    """How it fills its forward passes."""
 
     @property
     def limits(self) -> Limits:

@@ -11,6 +11,8 @@ import itertools
 import logging
 from collections.abc import Callable
 
+from sglang_ext.cost_model import Batching
+from sglang_ext.cost_model.batch import ANY
 from sglang_ext.errors import InternalError
 from sglang_ext.protocol.cluster import Registration
 from sglang_ext.router.fleet.facts import InstanceFacts
@@ -283,6 +285,16 @@ class Fleet:
                 return f"there is no {role} instance: the {counts[other]} {other} cannot serve alone"
         there = " and ".join(f"{count} {role}" for role, count in counts.items())
         return f"there are {there} instances: this router does not send requests to pairs"
+
+    def batching(self, name: str) -> Batching:
+        """How an instance fills its forward passes; nothing is known of one that was not reached yet."""
+        row = self.rows.get(name)
+        return row.facts.batching if row is not None and row.facts is not None else ANY
+
+    def in_flight(self, name: str) -> int:
+        """Requests that it is known to have, of other routers too."""
+        row = self.rows.get(name)
+        return 0 if row is None else row.in_flight + row.elsewhere
 
     def carrying(self, name: str, queued_tokens: int) -> Carrying:
         """Count a request as being in flight at an instance while the block runs; gives its ``Load``."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import orjson
 
+from sglang_ext.cost_model import Batching
 from sglang_ext.errors import PeerError
 from sglang_ext.router.api.validation import Json
 from sglang_ext.router.fleet.facts import ChatFacts, InstanceFacts, ModelFacts
@@ -136,6 +137,7 @@ class WorkerApi:
             bootstrap_port=_port(server.get("disaggregation_bootstrap_port")),
             tells=_tells(server.get("launch_command")),
             chat=_chat_facts(model, server),
+            batching=_batching(server),
         )
 
     async def _object(self, url: str, target: str, timeout_s: float) -> Json:
@@ -181,6 +183,16 @@ class WorkerApi:
 
 def _port(value: object) -> int | None:
     return value if isinstance(value, int) and 0 < value < 65536 else None
+
+
+def _batching(server: Json) -> Batching:
+    def tokens(name: str) -> int:
+        value = server.get(name)
+        return value if isinstance(value, int) and value > 0 else 0
+
+    return Batching(
+        tokens("chunked_prefill_size"), tokens("max_prefill_tokens"), bool(server.get("enable_mixed_chunk"))
+    )
 
 
 def _tells(launch_command: object) -> bool:

@@ -182,7 +182,7 @@ class PolicyOptions:
     tie_tokens: int = 16
     queue_weight: float = 1.0
     """What a second of waiting for the prompts before it counts; see ``cost``."""
-    exec_weight: float = 2.0
+    exec_weight: float = 1.5
     """What a second of computing counts; see ``cost``."""
     expected_output: int = 128
     """Tokens of an answer, for what a decode instance's load means to it."""

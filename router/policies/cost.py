@@ -9,7 +9,7 @@ For each instance p that can begin with the request:
 
 The smallest sum wins (equation 1), where a second of queue counts ``queue_weight`` times and a second of
 exec ``exec_weight`` times. With 1 and 1 it is the paper's equation, the time of this request alone. By
-default exec counts twice: what is computed here also keeps whoever comes next waiting, and what another
+default exec counts 1.5 times: what is computed here also keeps whoever comes next waiting, and what another
 holds need not be computed at all. If the smallest is one with a transfer, the decision names p'
 (equation 2: transfer is taken where it is no longer than what it saves). With prefill and decode apart, the
 pair is chosen together: to p's sum comes what the hand-over to the best decode instance takes.

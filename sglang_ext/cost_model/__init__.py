@@ -3,6 +3,7 @@
 No SGLang, no torch: the router calculates with it, and so does a simulator. ``calibration`` measures.
 """
 
+from sglang_ext.cost_model.batch import Batch, Batching, Passes
 from sglang_ext.cost_model.levels import ArchLevel, OperatorLevel
 from sglang_ext.cost_model.model import CostModel, Execution
 from sglang_ext.cost_model.operators import Attention, Linear, Link, Outside, Rest, Scaling, Waves
@@ -11,6 +12,8 @@ from sglang_ext.cost_model.profile import Decode, Identity, Profile, Quality, lo
 __all__ = [
     "ArchLevel",
     "Attention",
+    "Batch",
+    "Batching",
     "CostModel",
     "Decode",
     "Execution",
@@ -19,6 +22,7 @@ __all__ = [
     "Link",
     "OperatorLevel",
     "Outside",
+    "Passes",
     "Profile",
     "Quality",
     "Rest",

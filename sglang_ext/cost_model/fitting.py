@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from sglang_ext.cost_model.batch import Batch
 from sglang_ext.cost_model.fit import non_negative, relative_errors
 from sglang_ext.cost_model.levels import ArchLevel, OperatorLevel, features
 from sglang_ext.cost_model.operators import Attention, Linear, Link, Outside, Rest, Scaling, Split, Waves
@@ -107,7 +108,7 @@ def fit_arch(
 ) -> ArchLevel:
     """The arch level, from times to first token alone."""
     points = merged(samples)
-    rows = [features(one.new, one.context) for one in points]
+    rows = [features(Batch.of(one.new, one.context)) for one in points]
     coefficients = non_negative(np.array(rows), [one.seconds for one in points])
     return ArchLevel(
         tuple(float(c) for c in coefficients),

@@ -1,4 +1,4 @@
-"""exec(x, y) at two levels: as the sum of its operators, and of a piece (MemServe, section 5.3.2)."""
+"""exec at two levels: as the sum of its operators, and of a piece (MemServe, section 5.3.2)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from sglang_ext.cost_model.batch import Batch
 from sglang_ext.cost_model.fit import Array
 from sglang_ext.cost_model.operators import (
     AS_PREDICTED,
@@ -66,16 +67,26 @@ class OperatorLevel(Part, frozen=True):
 
     def seconds(self, new: int, context: int) -> float:
         """To the first token of a prompt of ``context + new`` tokens of which ``context`` are in HBM."""
-        return sum(self.parts(new, context).values())
+        return self.batch_s(Batch.of(new, context))
 
-    def parts(self, new: int, context: int) -> dict[str, float]:
-        """The same, by kind of operator."""
+    def batch_s(self, batch: Batch) -> float:
+        """To the first tokens of prompts that one forward pass computes."""
+        return sum(self.parts(batch).values())
+
+    @property
+    def around_s(self) -> float:
+        """Of that, what goes on beside the next pass where there is one: HTTP, preparing the batch."""
+        return self.scaling.factor * self.outside.fixed_s
+
+    def parts(self, batch: Batch) -> dict[str, float]:
+        """``batch_s``, by kind of operator."""
+        new, prompts = batch.new, batch.prompts
         parts = {
-            "linear": sum(one.count * self.waves.seconds(one, new) for one in self.linears),
-            "attention": self.attention.seconds(new, context),
+            "linear": sum(one.count * self.waves.seconds(one, new, prompts) for one in self.linears),
+            "attention": self.attention.seconds(batch),
             "rest": self.rest.seconds(new),
             "communication": self._communication(new),
-            "outside": self.outside.seconds(new, context),
+            "outside": self.outside.seconds(batch),
         }
         if self.scaling != AS_PREDICTED:
             parts = {name: self.scaling.factor * seconds for name, seconds in parts.items()}
@@ -149,10 +160,19 @@ class ArchLevel(Part, frozen=True):
 
     def seconds(self, new: int, context: int) -> float:
         """As ``OperatorLevel.seconds``."""
-        fitted = float(np.dot(features(new, context), np.asarray(self.coefficients)))
+        return self.batch_s(Batch.of(new, context))
+
+    @property
+    def around_s(self) -> float:
+        """Not known at this level."""
+        return 0.0
+
+    def batch_s(self, batch: Batch) -> float:
+        """As ``OperatorLevel.batch_s``."""
+        fitted = float(np.dot(features(batch), np.asarray(self.coefficients)))
         seconds = fitted / self.divided_by
         if self.divided_by != 1.0 and self.tp > 1:
-            nbytes = new * self.hidden * self.activation_bytes
+            nbytes = batch.new * self.hidden * self.activation_bytes
             seconds += communication_s(self.reductions[str(self.tp)], self.layers, nbytes)
         return self.scaling.seconds(seconds)
 
@@ -181,8 +201,8 @@ class ArchLevel(Part, frozen=True):
 FEATURES = 6
 
 
-def features(new: int, context: int) -> Array:
+def features(batch: Batch) -> Array:
     """What the arch level is a sum of, shape (6,): a constant, x, new tokens, and the three kinds of work
-    that attention may be (``Attention.of_work``)."""
-    x = float(new + context)
-    return np.array([1.0, x, new, new * (context + new / 2), new * x, x * x])
+    that attention may be (``Attention.of_work``): new · (context + new / 2), new · x and x²."""
+    pairs, rectangle = (batch.squares - batch.context_squares) / 2, batch.squares - batch.crossed
+    return np.array([1.0, batch.tokens, batch.new, pairs, rectangle, batch.squares])

@@ -1,20 +1,25 @@
-"""What the router asks: exec(x, y), transfer(y, y') and load(tier, bytes)."""
+"""What the router asks: exec(x, y), alone and of a batch, transfer(y, y') and load(tier, bytes)."""
 
 from __future__ import annotations
 
 import functools
 from typing import Protocol
 
+from sglang_ext.cost_model.batch import ANY, Batch, Batching, Passes
 from sglang_ext.cost_model.operators import Link
 from sglang_ext.cost_model.profile import Decode, Profile
 from sglang_ext.tiers import Tier, tier_named
 
 
 class Execution(Protocol):
-    """exec(x, y), at whichever level."""
+    """exec, at whichever level."""
 
-    def seconds(self, new: int, context: int) -> float:
-        """To the first token of a prompt of ``context + new`` tokens of which ``context`` are in HBM."""
+    def batch_s(self, batch: Batch) -> float:
+        """To the first tokens of prompts that one forward pass computes."""
+
+    @property
+    def around_s(self) -> float:
+        """Of that, what goes on beside the next pass where there is one."""
 
 
 class DefaultExecution:
@@ -29,8 +34,11 @@ class DefaultExecution:
     PER_TOKEN_S = 1e-4
     PER_PAIR_S = 1e-4 / 50_000
 
-    def seconds(self, new: int, context: int) -> float:
-        return self.FIXED_S + self.PER_TOKEN_S * new + self.PER_PAIR_S * new * (context + new / 2)
+    around_s = 0.0
+
+    def batch_s(self, batch: Batch) -> float:
+        pairs = (batch.squares - batch.context_squares) / 2
+        return self.FIXED_S + self.PER_TOKEN_S * batch.new + self.PER_PAIR_S * pairs
 
 
 REMEMBERED = 4096
@@ -61,19 +69,37 @@ class CostModel:
         self._transfer = (profile and profile.transfer) or DEFAULT_TRANSFER
         self._decode = (profile and profile.decode) or DEFAULT_DECODE
         # A router asks of every instance, most of which hold the same of a prompt: nothing.
-        self._seconds = functools.lru_cache(maxsize=REMEMBERED)(self.execution.seconds)
+        self._alone_s = functools.lru_cache(maxsize=REMEMBERED)(self._alone)
 
     @property
     def calibrated(self) -> bool:
         """Whether it was measured."""
         return self.profile is not None
 
-    def exec_s(self, new: int, context: int) -> float:
+    def exec_s(self, new: int, context: int, batching: Batching = ANY) -> float:
         """exec(x, y): to prefill a prompt of which ``context`` leading tokens are in HBM and ``new`` are not.
 
         At least one token is always computed: the last one's logits are the answer's beginning.
+
+        Args:
+            batching: of the server; in one pass if that says nothing.
         """
-        return self._seconds(max(1, new), max(0, context))
+        return self._alone_s(max(1, new), max(0, context), batching)
+
+    def _alone(self, new: int, context: int, batching: Batching) -> float:
+        return self.passes(batching).adding(new, context).seconds
+
+    def passes(self, batching: Batching = ANY, running: int = 0) -> Passes:
+        """The passes of a line of prompts, empty yet: exec over a batch.
+
+        Args:
+            batching: how the server fills its passes.
+            running: requests that it generates for.
+        """
+        steps_s = self._decode.per_request_s * running if batching.mixed else 0.0
+        batch_s = self.execution.batch_s
+        pass_s = (lambda batch: batch_s(batch) + steps_s) if steps_s else batch_s
+        return Passes(pass_s, self.execution.around_s, batching)
 
     def load_s(self, tier: Tier, nbytes: float) -> float:
         """load(tier, bytes): from a tier of the instance's own to HBM."""

@@ -13,6 +13,8 @@ from typing import Literal
 
 import msgspec
 
+from sglang_ext.cost_model.batch import Batch
+
 Rows = Literal["tokens", "one"]
 Split = Literal["columns", "inner", "none"]
 
@@ -28,7 +30,7 @@ class Linear(Part, frozen=True):
     columns: int
     count: int
     rows: Rows = "tokens"
-    """How many rows there are: one per new token, or a single one (the last token's logits)."""
+    """How many rows there are: one per new token, or one per prompt (the last token's logits)."""
     split: Split = "columns"
     """What tensor parallelism divides: the columns, the inner dimension, or nothing."""
 
@@ -61,9 +63,9 @@ class Waves(Part, frozen=True):
     fixed_s: float = 0.0
     """Of each product besides: its launch."""
 
-    def seconds(self, linear: Linear, new: int) -> float:
-        """Of one run of ``linear``."""
-        rows = new if linear.rows == "tokens" else 1
+    def seconds(self, linear: Linear, new: int, prompts: int = 1) -> float:
+        """Of one run of ``linear`` over all new tokens of so many prompts."""
+        rows = new if linear.rows == "tokens" else prompts
         tiles = math.ceil(rows / self.tile_rows) * math.ceil(linear.columns / self.tile_columns)
         wave = 2.0 * self.tile_rows * self.tile_columns * linear.inner / (self.flops_per_s / self.units)
         return self.fixed_s + math.ceil(tiles / self.units) * wave
@@ -83,11 +85,10 @@ class Attention(Part, frozen=True):
     d: float
     e: float = 0.0
 
-    def seconds(self, new: int, context: int) -> float:
-        x = float(new + context)
-        y = context / x if x else 0.0
-        squares = self.a * y + self.b + self.e * y * y
-        return x * x * squares + self.c * x + self.d
+    def seconds(self, batch: Batch) -> float:
+        """Of a pass: each prompt attends to itself alone."""
+        squares = self.a * batch.crossed + self.b * batch.squares + self.e * batch.context_squares
+        return squares + self.c * batch.tokens + self.d
 
     @classmethod
     def of_work(
@@ -141,8 +142,9 @@ class Outside(Part, frozen=True):
     per_new_token_s: float = 0.0
     per_prompt_token_s: float = 0.0
 
-    def seconds(self, new: int, context: int) -> float:
-        return self.fixed_s + self.per_new_token_s * new + self.per_prompt_token_s * (new + context)
+    def seconds(self, batch: Batch) -> float:
+        """Of prompts that are computed together."""
+        return self.fixed_s + self.per_new_token_s * batch.new + self.per_prompt_token_s * batch.tokens
 
 
 class Scaling(Part, frozen=True):

@@ -160,9 +160,9 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     running: Count = 0
     """Requests in the running batch."""
     queued: Count = 0
-    """Requests that wait."""
+    """Requests that wait, and one whose prompt is cut and not complete yet."""
     queued_tokens: Count = 0
-    """Tokens of theirs that are to be computed, cached prefixes not deducted."""
+    """Tokens of theirs that are to be computed; cached prefixes of what waits are not deducted."""
 
 
 class Fill(msgspec.Struct, frozen=True, array_like=True):

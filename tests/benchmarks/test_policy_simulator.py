@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,11 +22,15 @@ from benchmarks.policies.workloads import (
     sharegpt,
     tokens_of,
 )
-from sglang_ext.cost_model import CostModel
+from sglang_ext.cost_model import Batching, CostModel, Passes
+from sglang_ext.cost_model.batch import ANY
 from sglang_ext.errors import ConfigError
 from sglang_ext.router.policies import POLICIES
 
 SEED = 11
+SEEDS = range(1, 9)
+ONE_BY_ONE = Batching(most=1)
+"""A pass for each prompt."""
 
 
 def outcomes(sessions, plan: FleetPlan, *names: str) -> list[Outcome]:
@@ -43,17 +49,23 @@ def documents(copies: int = 1, seed: int = SEED, count: int = 40, per_second: fl
     return arriving(repeated(found, copies), per_second, seed)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_at_share_ratio_2_prompts_count_more_than_sessions(seed) -> None:
+def test_at_share_ratio_2_prompts_count_more_than_sessions() -> None:
     """MemServe, figure 15: the duplicates of a session are other sessions, and meet its cache only by prompt.
 
-    How much depends on the load; that it is less, does not.
+    How much depends on the load; that it is less, does not. Over eight arrivals, for the P99 of one is three
+    requests.
     """
-    cost, tree, session = outcomes(documents(2, seed), FleetPlan(4), "cost", "prompt-tree", "session")
-    assert cost.ttft(99) <= 1.1 * tree.ttft(99)
-    assert cost.ttft(99) < 0.8 * session.ttft(99)
-    assert tree.ttft(99) < 0.8 * session.ttft(99)
-    assert min(cost.reused, tree.reused) > 0.95 * session.reused
+    p99: dict[str, float] = Counter()
+    reused: dict[str, float] = Counter()
+    for seed in SEEDS:
+        for name in ("cost", "prompt-tree", "session"):
+            outcome = simulate(documents(2, seed), POLICIES[name], FleetPlan(4))
+            p99[name] += outcome.ttft(99)
+            reused[name] += outcome.reused
+    assert p99["cost"] <= p99["prompt-tree"]
+    assert p99["cost"] < 0.6 * p99["session"]
+    assert p99["prompt-tree"] < 0.6 * p99["session"]
+    assert min(reused["cost"], reused["prompt-tree"]) > 0.95 * reused["session"]
 
 
 @pytest.mark.parametrize("policy", ["cost", "prompt-tree", "auto"])
@@ -88,8 +100,8 @@ def test_wrong_beliefs_are_corrected() -> None:
     """The fleet is ten times as slow as the router believes at first."""
 
     class Slow(CostModel):
-        def exec_s(self, new: int, context: int) -> float:
-            return 10 * super().exec_s(new, context)
+        def passes(self, batching: Batching = ANY, running: int = 0) -> Passes:
+            return Passes(lambda batch: 10 * self.execution.batch_s(batch), batching=batching)
 
     sessions = documents(2, per_second=1.6)
     right = simulate(sessions, POLICIES["cost"], FleetPlan(4, model=Slow()))
@@ -98,14 +110,21 @@ def test_wrong_beliefs_are_corrected() -> None:
 
 
 @pytest.mark.parametrize("policy", ["cost", "prompt-tree"])
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_a_true_index_is_worth_its_events_when_caches_are_scarce(policy, seed) -> None:
+def test_a_true_index_is_worth_its_events_when_caches_are_scarce(policy) -> None:
     """What a router believes of evicted prefixes sends requests to where nothing is found."""
-    sessions = documents(4, seed, per_second=8.0)
-    knows = simulate(sessions, POLICIES[policy], FleetPlan(4, cache_blocks=200))
-    guesses = simulate(sessions, POLICIES[policy], FleetPlan(4, cache_blocks=200, exact=False))
-    assert knows.reused > 1.02 * guesses.reused
-    assert knows.ttft(99) < guesses.ttft(99)
+    knows, guesses = [
+        [
+            simulate(
+                documents(4, seed, per_second=8.0),
+                POLICIES[policy],
+                FleetPlan(4, cache_blocks=200, exact=exact),
+            )
+            for seed in SEEDS
+        ]
+        for exact in (True, False)
+    ]
+    assert sum(one.reused for one in knows) > 1.05 * sum(one.reused for one in guesses)
+    assert sum(one.ttft(99) for one in knows) < 0.8 * sum(one.ttft(99) for one in guesses)
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -116,6 +135,20 @@ def test_every_request_is_served_once_and_twice_alike(policy) -> None:
     assert all(one.ttft_s > 0 and 0 <= one.cached_tokens < one.prompt_tokens for one in first.served)
     again = simulate(sessions, POLICIES[policy], FleetPlan(3, cache_blocks=200))
     assert again.served == first.served
+
+
+def test_who_knows_what_is_computed_together_chooses_better() -> None:
+    """A loaded fleet, whose router takes exec over batches, or for the sum of single prompts."""
+    seconds: dict[str, list[float]] = {}
+    for seed in SEEDS:
+        sessions = documents(2, seed, per_second=40.0)
+        for name, told in (("batches", None), ("singles", ONE_BY_ONE)):
+            outcome = simulate(sessions, POLICIES["cost"], FleetPlan(4, told=told))
+            seconds.setdefault(f"{name} P50", []).append(outcome.ttft(50))
+            seconds.setdefault(f"{name} P99", []).append(outcome.ttft(99))
+    total = {name: sum(each) for name, each in seconds.items()}
+    assert total["batches P50"] < 0.9 * total["singles P50"]
+    assert total["batches P99"] < total["singles P99"]
 
 
 def test_one_instance_computes_as_its_model_says() -> None:

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from sglang_ext.cost_model.batch import Batch
 from sglang_ext.cost_model.fitting import (
     Shape,
     Timed,
@@ -44,7 +45,7 @@ UNSEEN = [(70, 0), (333, 150), (900, 700), (2500, 2000)]
 
 def step(new: int, context: int) -> TimedStep:
     """What the truth takes, by operator."""
-    parts = TRUTH.parts(new, context)
+    parts = TRUTH.parts(Batch.of(new, context))
     runs = tuple(
         TimedLinear(new if one.rows == "tokens" else 1, one.inner, one.columns, TRUTH.waves.seconds(one, new))
         for one in TRUTH.linears
@@ -77,7 +78,7 @@ def test_the_arch_level_predicts_smooth_times() -> None:
 
 def test_the_papers_four_coefficients_are_recovered() -> None:
     known = Attention(a=-3e-9, b=5e-9, c=2e-6, d=1e-3)
-    steps = [TimedStep(n, c, (), known.seconds(n, c), 0.0, 0.0) for n, c in POINTS]
+    steps = [TimedStep(n, c, (), known.seconds(Batch.of(n, c)), 0.0, 0.0) for n, c in POINTS]
     found = fit_attention(steps)
     assert (found.a, found.b, found.c, found.d, found.e) == pytest.approx(
         (known.a, known.b, known.c, known.d, 0.0), rel=1e-5, abs=1e-15

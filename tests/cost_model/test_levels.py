@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from sglang_ext.cost_model import (
     ArchLevel,
     Attention,
+    Batch,
     Linear,
     Link,
     OperatorLevel,
@@ -72,7 +73,7 @@ def test_more_to_compute_never_takes_less(level, new, context, more) -> None:
 
 @given(level=levels, new=tokens, context=tokens)
 def test_the_parts_are_the_whole(level, new, context) -> None:
-    assert sum(level.parts(new, context).values()) == pytest.approx(level.seconds(new, context))
+    assert sum(level.parts(Batch.of(new, context)).values()) == pytest.approx(level.seconds(new, context))
 
 
 def test_waves_are_steps() -> None:
@@ -86,14 +87,16 @@ def test_waves_are_steps() -> None:
 def test_attention_is_the_papers_polynomial() -> None:
     attention = Attention(a=-2e-9, b=3e-9, c=4e-6, d=5e-3)
     x, y = 1000, 0.25
-    assert attention.seconds(750, 250) == pytest.approx(-2e-9 * x * x * y + 3e-9 * x * x + 4e-6 * x + 5e-3)
+    assert attention.seconds(Batch.of(750, 250)) == pytest.approx(
+        -2e-9 * x * x * y + 3e-9 * x * x + 4e-6 * x + 5e-3
+    )
 
 
 def test_attention_counts_pairs_where_kernels_skip_the_diagonal() -> None:
     attention = Attention.of_work(pairs=1.0, rectangle=0, square=0, per_token=0, fixed=0)
-    assert attention.seconds(30, 70) == pytest.approx(30 * (70 + 30 / 2))
+    assert attention.seconds(Batch.of(30, 70)) == pytest.approx(30 * (70 + 30 / 2))
     attention = Attention.of_work(pairs=0, rectangle=1.0, square=0, per_token=0, fixed=0)
-    assert attention.seconds(30, 70) == pytest.approx(30 * 100)
+    assert attention.seconds(Batch.of(30, 70)) == pytest.approx(30 * 100)
 
 
 def level(**changes) -> OperatorLevel:
@@ -116,7 +119,7 @@ def level(**changes) -> OperatorLevel:
 
 
 def test_twice_the_ranks_halve_what_is_parallel_and_nothing_else() -> None:
-    one, two = level().parts(1000, 500), level().scaled(2).parts(1000, 500)
+    one, two = level().parts(Batch.of(1000, 500)), level().scaled(2).parts(Batch.of(1000, 500))
     assert two["linear"] == pytest.approx(one["linear"] / 2)
     assert two["attention"] - 1e-3 == pytest.approx((one["attention"] - 1e-3) / 2)
     assert two["rest"] == pytest.approx(2e-3 + 1000 * (1e-6 + 1.5e-6))

@@ -100,11 +100,15 @@ def test_what_the_server_says_of_itself() -> None:
         running = SimpleNamespace(
             waiting_queue=[req, req],
             running_batch=SimpleNamespace(reqs=[req]),
+            chunked_req=None,
             disagg_decode_prealloc_queue=SimpleNamespace(queue=[SimpleNamespace(req=req)]),
         )
         rank.cache.meet(running)
         load = gauges.load()
         assert (load.running, load.queued, load.queued_tokens) == (1, 3, 21)
+        rank.cache.scheduler.chunked_req = SimpleNamespace(origin_input_ids=[1] * 90, prefix_indices=[0] * 50)
+        load = gauges.load()
+        assert (load.running, load.queued, load.queued_tokens) == (1, 4, 21 + 40)
         assert gauges.fills()[Tier.HBM.level].size == rank.scenario.hbm_tokens // rank.scenario.block
 
 

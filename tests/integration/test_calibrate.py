@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from sglang_ext.calibration.command import main
-from sglang_ext.cost_model import CostModel, Profile, load, save
+from sglang_ext.cost_model import Batch, CostModel, Profile, load, save
 from sglang_ext.testing.models import model_path
 from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 
@@ -45,7 +45,7 @@ def test_a_running_server_is_calibrated(get_server, tmp_path, capsys) -> None:
         (2048, 256, "tokens"): 4,  # down
         (256, 32_000, "one"): 1,  # logits
     }
-    parts = operators.parts(512, 0)
+    parts = operators.parts(Batch.of(512, 0))
     # How large each is depends on what else this machine does meanwhile.
     assert all(seconds >= 0 for seconds in parts.values())
     assert parts["linear"] > 0

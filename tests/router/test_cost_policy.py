@@ -33,7 +33,7 @@ from sglang_ext.router.policies.simple import rendezvous
 from sglang_ext.tiers import Tier
 
 OPTIONS = PolicyOptions(exec_weight=1.0)
-"""The paper's equations; ``test_what_is_computed_counts_twice`` has the default."""
+"""The paper's equations; ``test_what_is_computed_counts_more`` has the default."""
 BUILT_IN = sorted(POLICIES)
 
 
@@ -206,7 +206,7 @@ def test_the_scores_are_equation_1() -> None:
     assert decision.scores == {"a": -(30 + 100), "b": -(500 + 0.1 * 200), "c": -(7 + 1000)}
 
 
-def test_what_is_computed_counts_twice() -> None:
+def test_what_is_computed_counts_more() -> None:
     """Computing 900 tokens elsewhere saves 50 s of this request, and costs whoever comes next 900."""
     matches, costs = {"b": FULL}, Seconds({"b": 950})
     assert choose((A, B), matches, costs).instance == "a"

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from sglang_ext.clock import SystemClock
+from sglang_ext.cost_model import Batching
 from sglang_ext.errors import ConfigError
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.fleet.fleet import Fleet, State
@@ -28,11 +29,19 @@ async def api():
 async def test_the_facts_of_a_worker(api, start_worker) -> None:
     worker = await start_worker(vocab_size=77, context_length=99, name="m")
     worker.server_info["allow_auto_truncate"] = True
+    worker.server_info |= {
+        "chunked_prefill_size": -1,
+        "max_prefill_tokens": 16384,
+        "enable_mixed_chunk": True,
+    }
     facts = await api.learn(worker.url)
     assert (facts.model.name, facts.model.vocab_size, facts.model.context_length) == ("m", 77, 99)
     assert facts.model.architecture == "LlamaForCausalLM"
     assert facts.role == "colocated"
     assert facts.truncates
+    assert facts.batching == Batching(0, 16_384, mixed=True)
+    worker.server_info["chunked_prefill_size"] = 2048
+    assert (await api.learn(worker.url)).batching.chunk == 2048
     assert worker.requests == []
 
 

@@ -8,94 +8,158 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.cost_model import CostModel
-from sglang_ext.router.dispatch.costs import BOUND_DEFAULT, RouterCosts
-from sglang_ext.router.dispatch.queue_estimate import QueueEstimate
+from sglang_ext.cost_model import Batch, Batching, CostModel, Passes
+from sglang_ext.protocol.agent import Load
+from sglang_ext.router.dispatch.costs import BOUND_DEFAULT, SAID_S, RouterCosts
+from sglang_ext.router.dispatch.queue_estimate import Computed, QueueEstimate
 from sglang_ext.router.policies import Instance, Role
 from sglang_ext.tiers import Tier
 
 
+def line(once_s: float = 0.0, chunk: int = 0, factor: float = 1.0) -> QueueEstimate:
+    """A second per token, and ``once_s`` per pass."""
+
+    def pass_s(batch: Batch) -> float:
+        return once_s + batch.new
+
+    return QueueEstimate(lambda: Passes(pass_s, 0.0, Batching(chunk=chunk)), lambda: factor)
+
+
 def test_prompts_wait_for_each_other() -> None:
-    queue = QueueEstimate()
-    assert queue.seconds(0.0) == 0.0
-    queue.enter(2.0, 0.0, streams=True)
-    queue.enter(3.0, 0.0, streams=True)
-    assert queue.seconds(0.0) == 5.0
-    assert queue.seconds(1.5) == 3.5
+    queue = line()
+    assert queue.waits_s(0.0) == 0.0
+    queue.enter(2, 0, 0.0, streams=True)
+    queue.enter(3, 0, 0.0, streams=True)
+    assert queue.waits_s(0.0) == 5.0
+    assert queue.waits_s(1.5) == 3.5
 
 
-def test_the_first_is_expected_at_any_moment_once_it_is_overdue() -> None:
-    queue = QueueEstimate()
-    first = queue.enter(2.0, 0.0, streams=True)
-    queue.enter(3.0, 0.0, streams=True)
-    assert queue.seconds(60.0) == 3.0
-    queue.leave(first, 60.0)
-    assert queue.seconds(61.0) == 2.0
+def test_what_arrives_while_the_instance_computes_is_computed_together() -> None:
+    queue = line(once_s=10.0)
+    first = queue.enter(1, 0, 0.0, streams=True)
+    others = [queue.enter(1, 0, 1.0, streams=True) for _ in range(4)]
+    # 11 s for the first, and one pass for the other four instead of four.
+    assert queue.waits_s(1.0) == (11 - 1) + (10 + 4)
+    assert queue.plan(1.0).adding(1, 0).seconds - queue.plan(1.0).seconds == 1.0
+    assert queue.first_byte(first, 11.0) == Computed(11.0, 11.0)
+    assert queue.waits_s(12.0) == 14 - 1
+    # Their first bytes come together: what they teach is what all took.
+    assert [queue.first_byte(other, 25.5) for other in others[:3]] == [None, None, None]
+    assert queue.first_byte(others[3], 25.5) == Computed(14.0, 14.5)
+    assert (queue.waits_s(26.0), len(queue)) == (0.0, 0)
+
+
+def test_a_batch_that_was_none_teaches_the_same_sums() -> None:
+    """The instance computes one after the other what was expected to be one batch."""
+    queue = line(once_s=10.0)
+    first = queue.enter(1, 0, 0.0, streams=True)
+    second, third = (queue.enter(5, 0, 1.0, streams=True) for _ in range(2))
+    queue.first_byte(first, 11.0)
+    assert queue.first_byte(second, 26.0) is None
+    assert queue.waits_s(30.0) == 15 - 4, "the third is expected alone now"
+    assert queue.first_byte(third, 41.0) == Computed(20.0, 30.0)
+
+
+def test_a_group_is_what_one_pass_takes() -> None:
+    queue = line(once_s=10.0, chunk=100)
+    first = queue.enter(250, 0, 0.0, streams=True)
+    others = [queue.enter(60, 0, 0.0, streams=True) for _ in range(3)]
+    # Three passes for the first; 100 and 80 of the others.
+    assert queue.waits_s(0.0) == (3 * 10 + 250) + (2 * 10 + 180)
+    queue.first_byte(first, 280.0)
+    assert queue.first_byte(others[0], 350.0) == Computed(70.0, 70.0), "alone: a second one does not fit"
+    assert queue.waits_s(350.0) == 2 * (10 + 60), "and neither do the two that are left"
+
+
+def test_a_group_is_expected_at_any_moment_once_it_is_overdue() -> None:
+    queue = line()
+    first = queue.enter(2, 0, 0.0, streams=True)
+    queue.enter(3, 0, 0.0, streams=True)
+    assert queue.waits_s(60.0) == 3.0
+    queue.first_byte(first, 60.0)
+    assert queue.waits_s(61.0) == 2.0
 
 
 def test_an_early_first_byte_ends_its_prompt() -> None:
-    queue = QueueEstimate()
-    first = queue.enter(5.0, 0.0, streams=True)
-    queue.enter(1.0, 0.0, streams=True)
-    queue.leave(first, 0.5)
-    queue.leave(first, 0.6)
-    assert queue.seconds(0.5) == 1.0
+    queue = line()
+    first = queue.enter(5, 0, 0.0, streams=True)
+    queue.enter(1, 0, 0.0, streams=True)
+    assert queue.first_byte(first, 0.5) == Computed(5.0, 0.5)
+    assert queue.first_byte(first, 0.6) is None
+    assert queue.waits_s(0.5) == 1.0
 
 
 def test_one_that_overtakes_leaves_the_others_as_they_were() -> None:
-    queue = QueueEstimate()
-    queue.enter(5.0, 0.0, streams=True)
-    second = queue.enter(1.0, 0.0, streams=True)
-    queue.leave(second, 2.0)
-    assert queue.seconds(2.0) == 3.0
+    queue = line()
+    queue.enter(5, 0, 0.0, streams=True)
+    second = queue.enter(1, 0, 0.0, streams=True)
+    assert queue.first_byte(second, 2.0) is None
+    assert queue.waits_s(2.0) == 3.0
+
+
+def test_one_that_is_given_up_costs_no_more_and_teaches_nothing() -> None:
+    queue = line(once_s=10.0)
+    first = queue.enter(1, 0, 0.0, streams=True)
+    second, third = (queue.enter(5, 0, 0.0, streams=True) for _ in range(2))
+    queue.first_byte(first, 11.0)
+    queue.leave(second, 12.0)
+    assert queue.waits_s(12.0) == 15 - 1
+    assert queue.first_byte(third, 26.0) == Computed(15.0, 15.0)
 
 
 def test_what_does_not_stream_is_computed_when_its_time_is_over() -> None:
-    queue = QueueEstimate()
-    queue.enter(1.0, 0.0, streams=False)
-    queue.enter(2.0, 0.0, streams=False)
-    queue.enter(4.0, 0.5, streams=True)
-    assert queue.seconds(0.5) == 6.5
-    assert (queue.seconds(1.5), queue.waiting(1.5)) == (5.5, 2)
-    assert (queue.seconds(3.5), queue.waiting(3.5)) == (3.5, 1)
-    assert (queue.seconds(100.0), queue.waiting(100.0)) == (0.0, 1)
+    queue = line(factor=2.0)
+    queue.enter(1, 0, 0.0, streams=False)
+    queue.enter(2, 0, 0.0, streams=False)
+    assert queue.waits_s(0.5) == 2 * 3 - 0.5
+    assert (queue.waits_s(2.5), queue.waiting(2.5)) == (3.5, 1)
+    queue.enter(4, 0, 3.0, streams=True)
+    assert (queue.waits_s(6.0), queue.waiting(6.0)) == (8.0, 1)
+    assert (queue.waits_s(100.0), queue.waiting(100.0)) == (0.0, 1)
 
 
 def test_an_idle_time_is_not_worked_off() -> None:
-    queue = QueueEstimate()
-    queue.enter(1.0, 0.0, streams=False)
-    queue.enter(2.0, 10.0, streams=True)
-    assert queue.seconds(10.0) == 2.0
+    queue = line()
+    queue.enter(1, 0, 0.0, streams=False)
+    queue.enter(2, 0, 10.0, streams=True)
+    assert queue.waits_s(10.0) == 2.0
 
 
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["enter", "leave", "look"]),
-            st.floats(0, 10),
-            st.floats(0, 5),
+            st.sampled_from(["enter", "first", "leave", "look"]),
+            st.integers(0, 200),
+            st.floats(0, 100),
             st.booleans(),
             st.integers(0, 5),
         ),
         max_size=60,
-    )
+    ),
+    st.sampled_from([0, 100]),
 )
-def test_it_never_owes_more_than_was_sent_nor_less_than_nothing(events) -> None:
-    queue = QueueEstimate()
+def test_it_never_owes_more_than_was_sent_nor_less_than_nothing(events, chunk) -> None:
+    queue = line(once_s=1.0, chunk=chunk)
     now, sent, entries = 0.0, 0.0, []
-    for what, seconds, passes, streams, which in events:
+    learnt = Computed(0.0, 0.0)
+    for what, tokens, passes, streams, which in events:
         now += passes
         if what == "enter":
-            entries.append(queue.enter(seconds, now, streams=streams))
-            sent += seconds
+            entries.append(queue.enter(tokens, 0, now, streams=streams))
+            sent += max(1, tokens) + 1.0 + (tokens // 100 + 1 if chunk else 0)
         elif what == "leave" and entries:
             queue.leave(entries[which % len(entries)], now)
+        elif what == "first" and entries and entries[which % len(entries)].streams:
+            found = queue.first_byte(entries[which % len(entries)], now) or Computed(0.0, 0.0)
+            learnt = Computed(learnt.expected_s + found.expected_s, learnt.took_s + found.took_s)
         queue.check()
-        assert -1e-9 <= queue.seconds(now) <= sent + 1e-9
+        assert -1e-9 <= queue.waits_s(now) <= sent + 1e-9
         assert queue.waiting(now) == len(queue) <= len(entries)
+        assert learnt.expected_s <= sent + 1e-6
+        assert learnt.took_s <= now + 1e-6
     for entry in entries:
         queue.leave(entry, now)
-    assert queue.seconds(now) == 0.0
+    assert queue.waits_s(now) == 0.0
 
 
 class Clock:
@@ -180,13 +244,65 @@ def test_differences_by_chance_do_not_count() -> None:
 def test_time_in_the_line_teaches_nothing() -> None:
     """Five prompts at once, one after the other as expected: the last waits five times as long."""
     clock = Clock()
-    costs = RouterCosts(CostModel(), clock)
+    costs = RouterCosts(CostModel(), clock, batching=lambda name: Batching(chunk=2000))
     with ExitStack() as stack:
         first_bytes = [stack.enter_context(costs.sending("a", 2000, 0, streams=True)) for _ in range(5)]
         for first_byte in first_bytes:
             clock.now += DEFAULT
             first_byte()
     assert costs.factor("a") == pytest.approx(1.0)
+
+
+def test_exec_is_what_a_prompt_adds_to_the_batch_that_waits() -> None:
+    clock, model = Clock(), CostModel()
+    costs = RouterCosts(model, clock)
+    alone = costs.exec_s(instance("a"), 1000, 500)
+    with ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(costs.sending("a", 2000, 0, streams=True))
+        both = model.passes().adding(2000, 0).adding(2000, 0)
+        assert costs.queue_s(instance("a", 3)) == pytest.approx(DEFAULT + both.seconds)
+        joins = costs.exec_s(instance("a", 3), 1000, 500)
+        assert joins == pytest.approx(both.adding(1000, 500).seconds - both.seconds)
+        # The fixed time of the pass is there in any case.
+        assert alone - joins == pytest.approx(0.02)
+        assert costs.exec_s(instance("b"), 1000, 500) == alone
+
+
+def test_a_long_prompt_is_cut_where_its_instance_cuts() -> None:
+    sizes = {"a": Batching(chunk=1000), "b": Batching()}
+    costs = RouterCosts(CostModel(), Clock(), batching=sizes.__getitem__)
+    cut, whole = (costs.exec_s(instance(name), 4000, 0) for name in "ab")
+    assert cut - whole == pytest.approx(3 * 0.02)
+
+
+def test_what_an_instance_says_of_itself_counts_until_it_is_old() -> None:
+    """Others have sent it 6 requests, of which 2 wait with 4,000 tokens; this router has sent it one."""
+    clock, model = Clock(), CostModel()
+    costs = RouterCosts(model, clock)
+    with costs.sending("a", 2000, 0, streams=True) as first_byte:
+        costs.heard("a", Load(running=4, queued=3, queued_tokens=6000), 1)
+        others = model.passes().adding(2000, 0).adding(2000, 0).seconds
+        assert costs.queue_s(instance("a", 1)) == pytest.approx(DEFAULT + others + model.decode_s(4))
+        clock.now += DEFAULT
+        first_byte()
+        # What it said has been computed for that long, and it generates for one more.
+        assert costs.queue_s(instance("a", 1)) == pytest.approx(others - DEFAULT + model.decode_s(5))
+        assert costs.decode_s(instance("a", 1)) == pytest.approx(model.decode_s(6))
+    assert costs.decode_s(instance("a")) == pytest.approx(model.decode_s(5))
+    clock.now += SAID_S
+    assert costs.queue_s(instance("a")) == 0
+    assert costs.decode_s(instance("a")) == pytest.approx(model.decode_s(1))
+
+
+def test_what_this_router_knows_of_is_not_counted_twice() -> None:
+    costs = RouterCosts(CostModel(), Clock())
+    with costs.sending("a", 1000, 1000, streams=True), costs.sending("a", 1000, 0, streams=True):
+        before = costs.queue_s(instance("a", 5))
+        costs.heard("a", Load(running=3, queued=1, queued_tokens=2000), 5)
+        assert costs.queue_s(instance("a", 5)) == before
+        costs.heard("a", Load(running=0, queued=0), 5)
+        assert before - costs.queue_s(instance("a", 5)) == pytest.approx(CostModel().decode_s(3))
 
 
 def test_prompts_that_are_computed_together_are_taken_together() -> None:
