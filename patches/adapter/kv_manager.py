@@ -37,6 +37,7 @@ from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.bootstrap import BootstrapService
 from sglang_ext.engine.pd.decode_receiver import TakingRoom, Wanted, pages_of
 from sglang_ext.engine.pd.disk_loads import DiskAhead
+from sglang_ext.engine.pd.joins import prefill_servers_of
 from sglang_ext.engine.pd.kv_writeback import ReturnGiver, ReturnTaker
 from sglang_ext.engine.pd.peers import Local
 from sglang_ext.engine.pd.prefill_sender import Room
@@ -127,6 +128,19 @@ class _ReturnsGiven(Listener):
         self._giver.clear()
 
 
+class _PrefillServersTold(Listener):
+    """On decode: it connects to the prefill servers that routers tell of before their requests come."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def takes_command(self, payload: bytes) -> bool:
+        message = prefill_servers_of(payload)
+        if message is not None:
+            self._agent.prefill_servers(message)
+        return message is not None
+
+
 class _UntilTheEnd(Listener):
     """Hand-overs end before the cache does."""
 
@@ -190,12 +204,14 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
             self.feed = self.agent.layer_feed(kvcache.start_layer, len(pool_planes(kvcache)))
             watch_layers(kvcache, self.feed)
         PROCESS.manager = self
+        self._listeners: list[Listener] = [_UntilTheEnd(self)]
         self.meeting = ""
         """Where other decode servers find this one's ranks, to take requests over."""
         if not prefill:
             group = scheduler.attn_tp_cpu_group if parallel.attn_tp_size > 1 else None
             self.meeting = on_all_ranks(self.agent.address.encode(), group)[0].decode()
             self.agent.meet_at(self.meeting)
+            self._listeners.append(_PrefillServersTold(self.agent))
         self.migration = cache.migration if isinstance(cache, GlobalRadixCache) else None
         """By which requests leave for other decode servers, and come from them."""
         if self.migration is not None:
@@ -206,7 +222,6 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         if not prefill and isinstance(cache, GlobalRadixCache) and cache.promotions is not None:
             self.disk = DiskAhead(cache, cache.promotions)
             self._parts.append(self.disk)
-        self._listeners: list[Listener] = [_UntilTheEnd(self)]
         if returns:
             blocks = Blocks(cache)
             if prefill:

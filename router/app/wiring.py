@@ -11,6 +11,7 @@ from sglang_ext.hosts import is_loopback
 from sglang_ext.router.app.adoption import Adoption
 from sglang_ext.router.app.service import Service
 from sglang_ext.router.cluster.agents import Agents
+from sglang_ext.router.cluster.joins import Joins
 from sglang_ext.router.cluster.members import Members, new_router_name
 from sglang_ext.router.cluster.role_change import RoleChanges
 from sglang_ext.router.cluster.setup import open_membership
@@ -226,6 +227,11 @@ class Parts:
             homes=self.homes,
             on_drain=self.mover.empty,
         )
+
+        joins = Joins(self.fleet.rows, self.agents, clock, router=name)
+        self.fleet.happened.subscribe(lambda *_: joins.tell())
+        self.agents.reached.subscribe(lambda _: joins.tell())
+        self.members.ticked.subscribe(joins.tell)
 
         # An instance that was started anew, or is gone, has neither the cache nor the speed that it had.
         for forget in (self.trees.forget, self.costs.forget, self.fetching.forget):

@@ -85,6 +85,7 @@ class LinkOwner(Protocol):
     listener: AgentListener | None
     messages: Signal[[str, FromAgent]]
     loads: Signal[[str, Load]]
+    reached: Signal[[str]]
 
     def socket(self, registration: Registration) -> Any:
         """A connected socket to an agent."""
@@ -213,6 +214,7 @@ class Link:
         if not self.heard:
             self.heard = True
             self._index.heard(self.name, alive=True)
+            self._agents.reached(self.name)
         match message:
             case Beat():
                 self._beat(message)

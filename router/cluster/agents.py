@@ -85,6 +85,8 @@ class Agents(AgentChannels):
         self.messages = Signal()
         self.loads: Signal[[str, Load]] = Signal()
         """Told of what each heartbeat says of its instance: (name, load)."""
+        self.reached: Signal[[str]] = Signal()
+        """An agent is heard, for the first time or again: (name)."""
         self.verdict_s = VERDICT_S
         """How long an agent may be silent; tests on a busy machine give it longer."""
         self._key = key

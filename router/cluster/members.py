@@ -130,6 +130,8 @@ class Members:
         self._on_drain = on_drain
         self.drains: dict[str, float] = {}
         """When each drain began, by URL; ``monotonic``."""
+        self.ticked: Signal[[]] = Signal()
+        """Time has passed: every `TICK_S`."""
         self._said: dict[str, float] = {}
         """When each instance last registered here; ``monotonic``."""
         self._dead: dict[str, str] = {}
@@ -341,6 +343,7 @@ class Members:
             if row.state is State.LEFT and not self.serves(name):
                 self.fleet.forget(name)
         self.store.tell(self._status())
+        self.ticked()
 
     def _forget(self, member: Member | None) -> None:
         if member is not None:

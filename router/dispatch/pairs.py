@@ -12,14 +12,11 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from urllib.parse import urlsplit
 
 from sglang_ext.router.api.validation import Json
-from sglang_ext.router.fleet.facts import InstanceFacts
+from sglang_ext.router.fleet.facts import InstanceFacts, bootstrap_of
 from sglang_ext.router.http.types import ConnectionLost
 
-DEFAULT_BOOTSTRAP_PORT = 8998
-"""SGLang's, for servers that do not tell."""
 ROOMS = 1 << 62
 """SGLang counts upwards from the room for the prompts of a batch, and keeps it in 63 bits."""
 
@@ -31,10 +28,10 @@ def meeting_point(prefill: str, facts: InstanceFacts | None) -> Json:
         prefill: URL of the prefill instance.
         facts: what it has told of itself.
     """
-    port = facts.bootstrap_port if facts is not None else None
+    host, port = bootstrap_of(prefill, facts)
     return {
-        "bootstrap_host": urlsplit(prefill).hostname or "",
-        "bootstrap_port": port or DEFAULT_BOOTSTRAP_PORT,
+        "bootstrap_host": host,
+        "bootstrap_port": port,
         "bootstrap_room": 1 + secrets.randbelow(ROOMS),
     }
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from sglang_ext.cost_model import Batching
 from sglang_ext.cost_model.batch import ANY
 from sglang_ext.router.api.validation import Limits
+
+DEFAULT_BOOTSTRAP_PORT = 8998
+"""SGLang's, for servers that do not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +72,9 @@ class InstanceFacts:
         """What requests are checked against."""
         model = self.model
         return Limits(model.vocab_size, model.context_length, self.truncates, model.name)
+
+
+def bootstrap_of(url: str, facts: InstanceFacts | None) -> tuple[str, int]:
+    """Host and port at which decode asks the prefill instance at ``url`` for KV."""
+    port = facts.bootstrap_port if facts is not None else None
+    return urlsplit(url).hostname or "", port or DEFAULT_BOOTSTRAP_PORT

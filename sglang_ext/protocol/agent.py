@@ -11,6 +11,7 @@ goes on there, or a snapshot follows:
                        <------------- Beat(epoch, next, load, tiers)       every second
     Ping               -------------> (every second)
     PeerDead           -------------> (an instance died: free what it held)
+    PrefillServers     -------------> (to decode: who prefills, again and again; connect to them)
     Advise, Withdraw   -------------> (a request is expected, or no more)
     Lend               -------------> (a peer will read a prompt's blocks from DRAM)
     Fetch              -------------> (read them from there, for a request that is on its way)
@@ -67,6 +68,7 @@ MAX_PROMPT_BYTES: Final = MAX_MESSAGE_BYTES - (64 << 10)
 MAX_TAG: Final = 4096
 MAX_OUTPUT_BYTES: Final = 1 << 19
 """Of a request that moves: what was generated, encoded. Longer answers end where they are."""
+PREFILLS_AGAIN_S: Final = 10.0
 Ticket = Annotated[str, msgspec.Meta(min_length=32, max_length=64)]
 """Unguessable: whoever has it may resume a request."""
 Host = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:%\[\]-]{1,255}$")]
@@ -193,6 +195,24 @@ class PeerDead(Message, frozen=True, tag="dead"):
 
     instance: Name
     epoch: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
+
+
+class PrefillServer(msgspec.Struct, frozen=True, array_like=True):
+    """A prefill server that requests may come from. address: ``host:port`` of its bootstrap port."""
+
+    instance: Name
+    epoch: Annotated[bytes, msgspec.Meta(max_length=16)]
+    address: Name
+
+
+class PrefillServers(Message, frozen=True, tag="prefills"):
+    """All prefill servers that a router has, to a decode instance, which connects to them before their first
+    request comes (KVDirect, section 4.2). Replaces what this router said before; said again every
+    `PREFILLS_AGAIN_S`.
+    """
+
+    router: Name
+    servers: Annotated[tuple[PrefillServer, ...], msgspec.Meta(max_length=4096)]
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):
@@ -432,7 +452,9 @@ class Fetched(Message, frozen=True, tag="fetched"):
     seconds: Annotated[float, msgspec.Meta(ge=0)]
 
 
-ToAgent: TypeAlias = Hello | Ping | PeerDead | Advise | Withdraw | Lend | Fetch | Park | Unpark | Watch
+ToAgent: TypeAlias = (
+    Hello | Ping | PeerDead | PrefillServers | Advise | Withdraw | Lend | Fetch | Park | Unpark | Watch
+)
 FromAgent: TypeAlias = (
     Welcome
     | SnapshotBegin

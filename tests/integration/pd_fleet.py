@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -15,6 +17,7 @@ import pytest
 from hooked_server import FOLDER
 from tuned_model import tuned
 
+from sglang_ext.cluster.guard import descendants
 from sglang_ext.testing.compare import Answer, assert_same, random_conversations
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.models import model_path
@@ -103,6 +106,15 @@ class Rig:
 
 def count(server: ServerProcess, name: str) -> float:
     return sum(value for sample, value in server.metrics().items() if sample.startswith(name))
+
+
+def kill(server: ServerProcess) -> None:
+    """SIGKILL to everything of a server at once, its schedulers first."""
+    for pid in (*server.processes("sglang::scheduler"), *descendants(server.pid)):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
 
 
 def prompt_of(seed: int, tokens: int) -> list[int]:

@@ -31,12 +31,12 @@ from pd_fleet import (
     assert_failed,
     conversations_are_answered_alike,
     fault,
+    kill,
     nothing_is_left,
     prompt_of,
 )
 from token_requests import advise, generate, until
 
-from sglang_ext.cluster.guard import descendants
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.testing.compare import assert_same
 from sglang_ext.testing.leaks import LeakGuard
@@ -251,12 +251,3 @@ def test_deaths_while_prefill_writes_into_decode(
             assert_failed(both[0], DECODE_IS_GONE, WRITING_FAILED, seconds=FREED_SECONDS)
             nothing_is_left([prefill])
         assert_failed(both[1], BROKEN_OFF)
-
-
-def kill(server: ServerProcess) -> None:
-    """SIGKILL to everything of a server at once, its schedulers first."""
-    for pid in (*server.processes("sglang::scheduler"), *descendants(server.pid)):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue

@@ -14,6 +14,7 @@ import aiohttp
 import numpy as np
 import pytest
 from dram_damage import arena_files, flip_bit, snapshot
+from pd_fleet import kill
 from router_rig import sglang_program
 from token_requests import advise, cold, generate, random_prompt, settled, until
 
@@ -70,10 +71,18 @@ def port() -> int:
 def cluster(leak_guard: LeakGuard, port: int) -> Iterator[tuple[PdServers, ServerProcess]]:
     """One prefill and one decode server, and one that does both by itself."""
     spec = ServerSpec(flags=FLAGS)
-    tells = ("--kv-router", f"http://127.0.0.1:{port}", "--kv-dram-size", "56MB", "--kv-check")
+    tells = (
+        "--kv-router",
+        f"http://127.0.0.1:{port}",
+        "--kv-dram-size",
+        "56MB",
+        "--kv-check",
+        "--enable-metrics",
+    )
     told = replace(spec, flags=(*FLAGS, *tells))
     with leak_guard.adopting(), pd_servers([told], [told], [spec]) as (pd, others):
         yield pd, others[0]
+        pd.prefill[0].server.stop()  # which may not be the one that was started here
 
 
 def said(body: bytes, *, stream: bool) -> str:
@@ -98,6 +107,53 @@ def _collect(value: Any, found: dict[str, str], *, grows: bool) -> None:
         for block in element.get("content") or [element.get("delta") or {}]:
             if isinstance(block, dict):
                 found["0"] = found.get("0", "") + (block.get("text") or "")
+
+
+def connections(decode: ServerProcess) -> Json:
+    """To prefill servers: how many there are, and made ahead of requests and by requests."""
+    told = decode.metrics()
+    return {
+        what: sum(value for sample, value in told.items() if sample.startswith(prefix))
+        for what, prefix in (
+            ("there", 'sglang_ext_pd_prefill_servers{state="connected"'),
+            ("ahead", 'sglang_ext_pd_connects_total{tp_rank="0",why="ahead"'),
+            ("request", 'sglang_ext_pd_connects_total{tp_rank="0",why="request"'),
+        )
+    }
+
+
+async def test_decode_is_connected_before_the_first_request(
+    port: int,
+    cluster: tuple[PdServers, ServerProcess],
+    client: aiohttp.ClientSession,
+    rng: random.Random,
+    leak_guard: LeakGuard,
+) -> None:
+    """Because the router told it of the prefill server; and anew when that was killed and came back."""
+    pd, alone = cluster
+    decode = pd.decode[0]
+
+    async def answers(router: Router) -> None:
+        prompt = random_prompt(rng, 10 * BLOCK)
+        answer, headers = await generate(client, router.url, prompt)
+        assert headers["x-kv-prefill-instance"] == pd.prefill[0].server.url
+        assert_same(await cold(client, alone, prompt), answer)
+
+    async with Router(RouterConfig(port=port)) as router:
+        router.agents.verdict_s = 20.0
+        for made in (1, 2):
+            await until(lambda: len(router.fleet.usable()) == 2, 60, "both servers")
+            wanted = {"there": 1, "ahead": made, "request": 0}
+            await until(lambda w=wanted: connections(decode) == w, 30, "a connection")
+            await answers(router)
+            assert connections(decode) == wanted, "a request has connected by itself"
+            if made == 1:
+                kill(pd.prefill[0].server)
+                await until(lambda: connections(decode)["there"] == 0, 30, "the verdict")
+                with leak_guard.adopting():
+                    pd.prefill[0].server = fresh = ServerProcess(pd.prefill[0].server.spec)
+                    await asyncio.to_thread(fresh.start)
+        router.check()
 
 
 @pytest.mark.parametrize("stream", [False, True])

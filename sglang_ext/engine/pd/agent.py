@@ -19,6 +19,7 @@ from sglang_ext.disagg.errors import PeerProtocolError, TransferError
 from sglang_ext.disagg.transfer.staging import STAGING, Staging
 from sglang_ext.engine.pd.bootstrap import REGISTER_SECONDS, Registry
 from sglang_ext.engine.pd.decode_receiver import Claims, MetadataRows, TakingRooms
+from sglang_ext.engine.pd.joins import PrefillJoins
 from sglang_ext.engine.pd.kv_writeback import ReturnGiver, ReturnTaker, refused
 from sglang_ext.engine.pd.leases import POOL, LeaseBook
 from sglang_ext.engine.pd.messages import (
@@ -41,6 +42,7 @@ from sglang_ext.engine.pd.peers import Local, PrefillPeer, PrefillPeers
 from sglang_ext.engine.pd.prefill_sender import GivingRooms
 from sglang_ext.engine.pd.pushing import LayerFeed, Writing
 from sglang_ext.engine.transfer_thread import TransferThread
+from sglang_ext.protocol.agent import PrefillServers
 from sglang_ext.wire import unpack_ids
 
 log = logging.getLogger(__name__)
@@ -131,8 +133,18 @@ class Agent:
             returned_tokens=sum(part.tokens for part in (self.returns, self.giver) if part is not None),
             metadata_rows=self._metadata_rows(),
             set_aside=self.returns.set_aside if self.returns is not None else {},
+            prefill_servers={
+                "connected": len(self._peers.connected),
+                "awaited": len(self.joins.awaited),
+            },
+            connects=dict(self._peers.connects),
             transport_bytes={str(name): stats.bytes for name, stats in self.endpoint.totals().items()},
         )
+
+    def prefill_servers(self, message: PrefillServers) -> None:
+        """Connect to these, beside what requests do. From any thread."""
+        with contextlib.suppress(RuntimeError):  # the transfer thread has ended
+            self.transfers.loop.call_soon_threadsafe(self.joins.told, message)
 
     def wake(self) -> None:
         """Make `wake_fd` readable. From any thread."""
@@ -208,6 +220,7 @@ class Agent:
             self.book, self._clock, loop, self.wake, self._claim, pushes, staged, pool.block_bytes
         )
         self._peers = PrefillPeers(self.endpoint, config.local)
+        self.joins = PrefillJoins(self._peers, self._clock)
         self.taking = TakingRooms(
             self._peers,
             self.endpoint.epoch,
@@ -235,6 +248,7 @@ class Agent:
             started.cancel()
         await asyncio.gather(*self._started, return_exceptions=True)
         await self.taking.close()
+        await self.joins.close()
         await self._peers.close()
         await self.endpoint.leave()
         self.endpoint.owner.receiver = None
@@ -284,6 +298,7 @@ class Agent:
         metrics = AgentMetrics(self.config.local.rank) if self.config.metrics else None
         while True:
             try:
+                self.joins.tick()
                 self.giving.tick([session.number for session in self.endpoint.owner.sessions])
                 if metrics is not None:
                     metrics.update(self.state())

@@ -15,7 +15,8 @@ class AgentState:
     rooms: by side, those that have not ended. ends: by side and by how. transport_bytes: read from peers.
     returns: by side and outcome. returned_tokens: given (decode), got (prefill). metadata_rows: of SGLang's
     buffers, in use. set_aside: by tier, tokens of places that returns are to fill. unfenced_pages: of pushes
-    that are over, whose writers have not yet said that they stopped.
+    that are over, whose writers have not yet said that they stopped. prefill_servers: at decode, `connected`
+    ones, and such that are `awaited` because routers tell of them. connects: by why (`PrefillPeers`).
     """
 
     rooms: Mapping[str, int]
@@ -27,6 +28,8 @@ class AgentState:
     returned_tokens: int = 0
     metadata_rows: int = 0
     set_aside: Mapping[str, int] = field(default_factory=dict)
+    prefill_servers: Mapping[str, int] = field(default_factory=dict)
+    connects: Mapping[str, int] = field(default_factory=dict)
 
 
 class AgentMetrics:
@@ -51,6 +54,17 @@ class AgentMetrics:
         )
         self._metadata = gauge("metadata_rows", "Rows of SGLang's metadata buffers that requests have.")
         self._aside = gauge("set_aside_tokens", "Room that KV on its way back is to fill, in tokens.", "tier")
+        self._servers = gauge(
+            "prefill_servers",
+            "Prefill servers that this decode rank is connected to, and such that it tries to reach.",
+            "state",
+        )
+        self._connects = Counter(
+            metric_name("pd", "connects"),
+            "Connections made to prefill servers: ahead of requests, or while a request waited.",
+            ["why", "tp_rank"],
+            registry=registry,
+        )
         self._ends = Counter(
             metric_name("pd", "handovers"),
             "Hand-overs that have ended: released (prefill) and held (decode) are good, fault, abort, "
@@ -87,6 +101,10 @@ class AgentMetrics:
         self._metadata.labels(self._rank).set(state.metadata_rows)
         for tier, tokens in state.set_aside.items():
             self._aside.labels(tier, self._rank).set(tokens)
+        for server_state, servers in state.prefill_servers.items():
+            self._servers.labels(server_state, self._rank).set(servers)
+        for why, count in state.connects.items():
+            self._connects.labels(why, self._rank).inc(self._more(count, "connects", why))
         for side, ends in state.ends.items():
             for end, count in ends.items():
                 self._ends.labels(side, end, self._rank).inc(self._more(count, side, end))

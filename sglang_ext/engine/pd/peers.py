@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -162,6 +163,8 @@ class PrefillPeers:
         self._peers: dict[str, PrefillPeer] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._watches: set[asyncio.Task[None]] = set()
+        self.connects: Counter[str] = Counter()
+        """Connections that were made, by why: `ahead` of requests, or for a `request` that waited for it."""
 
     def __repr__(self) -> str:
         return f"<PrefillPeers {', '.join(self._peers) or 'none'}>"
@@ -176,12 +179,14 @@ class PrefillPeers:
         peer = self._peers.get(address)
         return None if peer is None or peer.gone else peer
 
-    async def get(self, address: str) -> PrefillPeer:
-        """The server behind a bootstrap address.
+    async def get(self, address: str, seconds: float | None = None, why: str = "request") -> PrefillPeer:
+        """The server behind a bootstrap address, which is connected if it is not; why: see `connects`.
 
         Raises:
-            RefusedError: it does not fit this one. TransferError: it is not reached within CONNECT_SECONDS.
+            RefusedError: it does not fit this one. TransferError: it is not reached within `seconds`, or
+                CONNECT_SECONDS.
         """
+        seconds = CONNECT_SECONDS if seconds is None else seconds
         known = self._peers.get(address)
         if known is not None and not known.gone:
             return known
@@ -192,12 +197,13 @@ class PrefillPeers:
             if known is not None:
                 await self._retire(address, known)
             try:
-                async with asyncio.timeout(CONNECT_SECONDS):
+                async with asyncio.timeout(seconds):
                     peer = self._peers[address] = await self._connect(address)
             except TimeoutError:
                 raise PeerGoneError(
-                    f"no prefill server answers at {address} within {CONNECT_SECONDS:.0f} s"
+                    f"no prefill server answers at {address} within {seconds:.0f} s"
                 ) from None
+            self.connects[why] += 1
             watch = asyncio.create_task(self._watching(address, peer), name="kv-pd-watch")
             self._watches.add(watch)
             watch.add_done_callback(self._watches.discard)

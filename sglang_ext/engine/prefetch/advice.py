@@ -29,6 +29,7 @@ from sglang_ext.protocol.agent import (
     FromAgent,
     Lend,
     PeerDead,
+    PrefillServers,
     ToAgent,
     Withdraw,
 )
@@ -167,6 +168,8 @@ class Advice:
                 self.peers.fetch(message)
             case PeerDead() if self.peers is not None:
                 self.peers.peer_dead(message)
+            case PrefillServers():
+                pass  # the server has just changed its role
             case Withdraw():
                 if self.computes is not None:
                     self.computes.cancel(message.id)
@@ -249,7 +252,7 @@ class HintDesk:
         """What a router says, in the agent's thread; what is not for the schedulers is left to others."""
         if isinstance(message, Fetch):
             self._remember(FETCH + message.id, reader)
-        if isinstance(message, Lend | Fetch | PeerDead):
+        if isinstance(message, Lend | Fetch | PeerDead | PrefillServers):
             self._inbox.put(TO_AGENT.encode(message))
         if isinstance(message, Fetch):
             self._post(reader, Expecting(self._epoch, message.id))

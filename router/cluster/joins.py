@@ -1,0 +1,83 @@
+"""Joins are broadcast: every decode instance is told of all prefill servers (KVDirect, section 4.2).
+
+It connects to them before their first request comes, and stops trying when one is not named any more. What
+is told is the whole list: when it has changed, when an agent is heard (again), and every `PREFILLS_AGAIN_S`.
+So it does not matter whether a message was lost, and several routers may tell of the same servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from sglang_ext.clock import Clock
+from sglang_ext.protocol.agent import PREFILLS_AGAIN_S, PrefillServer, PrefillServers, ToAgent
+from sglang_ext.protocol.cluster import Registration
+from sglang_ext.router.fleet.facts import bootstrap_of
+from sglang_ext.router.fleet.instance_record import InstanceRecord
+from sglang_ext.router.fleet.lifecycle import USABLE
+from sglang_ext.router.policies.base import Role
+
+
+class Tells(Protocol):
+    """What of ``agents.AgentChannels`` is used here."""
+
+    def registration(self, name: str) -> Registration | None: ...
+
+    def send(self, name: str, message: ToAgent) -> bool: ...
+
+
+def prefill_servers(rows: Iterable[InstanceRecord]) -> tuple[PrefillServer, ...]:
+    """Those that are given requests. One that was listed and has not registered goes by its URL."""
+    return tuple(
+        PrefillServer(
+            row.registration.instance if row.registration else row.name,
+            bytes.fromhex(row.epoch),
+            _address(*bootstrap_of(row.name, row.facts)),
+        )
+        for row in rows
+        if row.role is Role.PREFILL and row.state in USABLE and row.facts is not None
+    )
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class Joins:
+    """See the module's docstring.
+
+    Args:
+        rows: of the fleet, by URL.
+        agents: tells.
+        clock: seconds.
+        router: what this router calls itself.
+    """
+
+    def __init__(
+        self, rows: Mapping[str, InstanceRecord], agents: Tells, clock: Clock, *, router: str
+    ) -> None:
+        self._rows = rows
+        self._agents = agents
+        self._clock = clock
+        self._router = router
+        self._told: dict[tuple[str, str], tuple[float, tuple[PrefillServer, ...]]] = {}
+        """Decode instance (URL, epoch) -> when it was told last, and what."""
+
+    def tell(self) -> None:
+        """Tell every decode instance that does not know, or was not told for a while."""
+        servers, now = prefill_servers(self._rows.values()), self._clock.monotonic()
+        before, self._told = self._told, {}
+        for name, row in list(self._rows.items()):
+            there = self._agents.registration(name) if row.role is Role.DECODE else None
+            if there is None:
+                continue
+            key = (name, there.epoch)
+            at, known = before.get(key, (now, ()))
+            is_due = known != servers or now - at >= PREFILLS_AGAIN_S
+            if is_due and self._agents.send(name, PrefillServers(self._router, servers)):
+                at, known = now, servers
+            self._told[key] = at, known
+
+    def __repr__(self) -> str:
+        return f"Joins({len(self._told)} decode instances)"

@@ -1,0 +1,116 @@
+"""Decode connects to prefill servers before their first request comes (KVDirect, section 4.2).
+
+Each router says again and again which prefill servers it has. Every server that any of them tells of has a
+task that connects to it, and connects anew when the connection is gone, with pauses that grow while it
+fails. The task ends when no router tells of the server any more; a connection that stands is kept. A server
+that was started anew is another one, though its address is the same.
+
+On the transfer thread: no request and no scheduler waits for any of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from typing import Final
+
+from sglang_ext.clock import Clock
+from sglang_ext.disagg.errors import RefusedError, TransferError
+from sglang_ext.engine.pd.peers import PrefillPeers
+from sglang_ext.protocol.agent import PREFILLS_AGAIN_S, TO_AGENT, PrefillServer, PrefillServers
+from sglang_ext.wire import WireError
+
+log = logging.getLogger(__name__)
+
+ATTEMPT_SECONDS: Final = 3.0
+"""A request that comes meanwhile waits for the attempt before it makes its own."""
+FIRST_PAUSE_SECONDS: Final = 0.2
+LONGEST_PAUSE_SECONDS: Final = 5.0
+BELIEVED_SECONDS: Final = 3 * PREFILLS_AGAIN_S
+"""How long a router is believed that says nothing more."""
+
+
+def prefill_servers_of(command: bytes) -> PrefillServers | None:
+    """What a command of the scheduler says of prefill servers; None when it is about something else."""
+    try:
+        message = TO_AGENT.decode(command) if command else None
+    except WireError:
+        return None
+    return message if isinstance(message, PrefillServers) else None
+
+
+class PrefillJoins:
+    """See the module's docstring. Everything on one event loop.
+
+    Args:
+        peers: connects.
+        clock: for pauses, and for how long routers are believed.
+    """
+
+    def __init__(self, peers: PrefillPeers, clock: Clock) -> None:
+        self._peers = peers
+        self._clock = clock
+        self._told: dict[str, tuple[float, tuple[PrefillServer, ...]]] = {}
+        """Router -> when it said so, and its servers."""
+        self._tasks: dict[PrefillServer, asyncio.Task[None]] = {}
+
+    def __repr__(self) -> str:
+        return f"<PrefillJoins {len(self._tasks)} servers, {len(self.awaited)} awaited>"
+
+    @property
+    def awaited(self) -> frozenset[str]:
+        """Addresses of servers that routers tell of and that are not connected."""
+        told = frozenset(server.address for server in list(self._tasks))
+        return frozenset(address for address in told if self._peers.known(address) is None)
+
+    def told(self, message: PrefillServers) -> None:
+        """A router says which prefill servers it has."""
+        self._told[message.router] = self._clock.monotonic(), message.servers
+        self._follow()
+
+    def tick(self) -> None:
+        """Forget routers that say nothing more. Now and then."""
+        oldest = self._clock.monotonic() - BELIEVED_SECONDS
+        if silent := [router for router, (at, _) in self._told.items() if at < oldest]:
+            for router in silent:
+                del self._told[router]
+            self._follow()
+
+    async def close(self) -> None:
+        """End all attempts."""
+        self._told.clear()
+        tasks = list(self._tasks.values())
+        self._follow()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _follow(self) -> None:
+        wanted = {server for _, servers in self._told.values() for server in servers}
+        for server in self._tasks.keys() - wanted:
+            self._tasks.pop(server).cancel()
+        for server in wanted - self._tasks.keys():
+            self._tasks[server] = asyncio.create_task(self._keep(server), name="kv-pd-join")
+
+    async def _keep(self, server: PrefillServer) -> None:
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                peer = await self._peers.get(server.address, ATTEMPT_SECONDS, "ahead")
+                pause = FIRST_PAUSE_SECONDS
+                await peer.ended()
+            except RefusedError as error:
+                log.warning("prefill server %s (%s) is not connected: %s", *_names(server), error)
+                pause = LONGEST_PAUSE_SECONDS
+            except TransferError as error:
+                log.debug("prefill server %s (%s) is not reached yet: %s", *_names(server), error)
+            except Exception:
+                # Requests still connect by themselves.
+                log.exception("cannot connect to prefill server %s (%s)", *_names(server))
+                pause = LONGEST_PAUSE_SECONDS
+            # Decode servers that were told at once do not all come back at once.
+            await self._clock.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+
+def _names(server: PrefillServer) -> tuple[str, str]:
+    return server.instance, server.address

@@ -1,0 +1,294 @@
+"""Decode connects to the prefill servers that routers tell of, before their first request comes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import pytest
+from pd_rig import METADATA, Rig, Rows, pool, rig, transfer_thread
+from test_pd_deaths import PAGE, Victim
+
+from sglang_ext.disagg.errors import PeerGoneError, RefusedError
+from sglang_ext.disagg.handover import VERDICT_SECONDS, Taking
+from sglang_ext.engine.pd import joins
+from sglang_ext.engine.pd.agent import Agent, AgentConfig
+from sglang_ext.engine.pd.bootstrap import BootstrapService
+from sglang_ext.engine.pd.decode_receiver import Wanted
+from sglang_ext.engine.pd.joins import (
+    BELIEVED_SECONDS,
+    LONGEST_PAUSE_SECONDS,
+    PrefillJoins,
+    prefill_servers_of,
+)
+from sglang_ext.engine.pd.peers import Local
+from sglang_ext.protocol.agent import TO_AGENT, Ping, PrefillServer, PrefillServers
+from sglang_ext.testing.fakes import FakeClock
+from sglang_ext.testing.servers.server import free_port, wait_until
+
+
+def told(*addresses: str, router: str = "r", epoch: bytes = b"1" * 16) -> PrefillServers:
+    return PrefillServers(router, tuple(PrefillServer("p", epoch, address) for address in addresses))
+
+
+# -- who is connected, without servers ------------------------------------------------------------
+
+
+class Peer:
+    """A connection."""
+
+    def __init__(self) -> None:
+        self.over = asyncio.Event()
+
+    async def ended(self) -> None:
+        await self.over.wait()
+
+
+class Peers:
+    """Connects, or fails as it is told to."""
+
+    def __init__(self) -> None:
+        self.failing: Exception | None = None
+        self.stalls = False
+        self.asked: list[str] = []
+        self.there: dict[str, Peer] = {}
+
+    def known(self, address: str) -> Peer | None:
+        peer = self.there.get(address)
+        return peer if peer is not None and not peer.over.is_set() else None
+
+    async def get(self, address: str, seconds: float, why: str) -> Peer:
+        assert why == "ahead"
+        self.asked.append(address)
+        if self.stalls:
+            await asyncio.sleep(3600)
+        if self.failing is not None:
+            raise self.failing
+        return self.there.setdefault(address, Peer())
+
+
+class Stage:
+    def __init__(self) -> None:
+        self.clock, self.peers = FakeClock(), Peers()
+        self.joins = PrefillJoins(self.peers, self.clock)  # type: ignore[arg-type]
+
+    async def turn(self) -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def stage() -> Stage:
+    return Stage()
+
+
+async def test_each_server_is_connected_once_whoever_tells_of_it(stage: Stage) -> None:
+    for router in ("r", "s", "r"):
+        stage.joins.told(told("a:1", "b:1", router=router))
+        await stage.turn()
+    assert sorted(stage.peers.asked) == ["a:1", "b:1"]
+    assert stage.joins.awaited == frozenset()
+    await stage.joins.close()
+    assert "0 servers" in repr(stage.joins)
+
+
+@pytest.mark.parametrize(
+    "error", [PeerGoneError("not there"), RefusedError("page_size", "4 there"), ValueError("a fault of ours")]
+)
+async def test_it_is_tried_again_and_again_with_longer_pauses(stage: Stage, error: Exception) -> None:
+    stage.peers.failing = error
+    stage.joins.told(told("a:1"))
+    await stage.turn()
+    assert stage.joins.awaited == {"a:1"}
+    await stage.clock.pass_time(20)
+    # A second of growing pauses, then one every 2.5 to 5 s.
+    assert 4 <= len(stage.peers.asked) <= 16
+    stage.peers.failing = None
+    await stage.clock.pass_time(LONGEST_PAUSE_SECONDS)
+    assert stage.joins.awaited == frozenset()
+    tries = len(stage.peers.asked)
+    await stage.clock.pass_time(60)
+    assert len(stage.peers.asked) == tries
+    await stage.joins.close()
+
+
+async def test_a_connection_that_ends_is_made_anew(stage: Stage) -> None:
+    stage.joins.told(told("a:1"))
+    await stage.turn()
+    stage.peers.there.pop("a:1").over.set()
+    await stage.turn()
+    await stage.clock.pass_time(1)
+    assert stage.peers.asked == ["a:1", "a:1"]
+    assert stage.joins.awaited == frozenset()
+    await stage.joins.close()
+
+
+@pytest.mark.parametrize("while_", ["connecting", "pausing", "connected"])
+async def test_it_gives_up_when_the_server_has_left(stage: Stage, while_: str) -> None:
+    stage.peers.stalls = while_ == "connecting"
+    stage.peers.failing = PeerGoneError("not there") if while_ == "pausing" else None
+    stage.joins.told(told("a:1"))
+    await stage.turn()
+    stage.joins.told(told("a:1", router="s"))
+    stage.joins.told(told())
+    await stage.turn()
+    assert "1 servers" in repr(stage.joins), "the other router still has it"
+    stage.joins.told(told(router="s"))
+    await stage.turn()
+    tries = len(stage.peers.asked)
+    await stage.clock.pass_time(30)
+    assert len(stage.peers.asked) == tries
+    assert "0 servers" in repr(stage.joins)
+    assert len(asyncio.all_tasks()) == 1, "a task is left"
+
+
+async def test_a_server_that_was_started_anew_is_tried_at_once(stage: Stage) -> None:
+    stage.peers.failing = PeerGoneError("not there")
+    stage.joins.told(told("a:1"))
+    await stage.clock.pass_time(30)
+    stage.peers.failing = None
+    tries = len(stage.peers.asked)
+    stage.joins.told(told("a:1", epoch=b"2" * 16))
+    await stage.turn()
+    assert len(stage.peers.asked) == tries + 1
+    assert stage.joins.awaited == frozenset()
+    await stage.joins.close()
+
+
+async def test_a_router_that_says_nothing_more_is_not_believed(stage: Stage) -> None:
+    stage.peers.failing = PeerGoneError("not there")
+    stage.joins.told(told("a:1"))
+    await stage.clock.pass_time(BELIEVED_SECONDS - 1)
+    stage.joins.tick()
+    assert stage.joins.awaited == {"a:1"}
+    await stage.clock.pass_time(2)
+    stage.joins.tick()
+    assert stage.joins.awaited == frozenset()
+    await stage.turn()
+    assert len(asyncio.all_tasks()) == 1
+
+
+def test_commands_about_other_things_are_left_to_others() -> None:
+    assert prefill_servers_of(TO_AGENT.encode(told("a:1"))) == told("a:1")
+    for other in (b"", b"order x", TO_AGENT.encode(Ping("r"))):
+        assert prefill_servers_of(other) is None
+
+
+# -- with agents ------------------------------------------------------------------------------------
+
+
+def connects(agent: Agent) -> dict[str, int]:
+    return dict(agent.state().connects)
+
+
+def hand_over(servers: Rig, number: int) -> None:
+    taking, giving = servers.decode[0].agent.taking, servers.prefill[0].agent.giving
+    there = taking.open(servers.address, number)
+    giving.complete(giving.open(number), np.array([1, 2]), bytes(METADATA))
+    servers.wait(lambda: there.state is Taking.READY, "an offer")
+    taking.read(there, Wanted(np.array([3, 4]), 0, row=1))
+    servers.wait(lambda: there.state is Taking.HELD, "the KV")
+    assert np.array_equal(servers.prefill[0].kv([1, 2], 4), servers.decode[0].kv([3, 4], 4))
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_the_first_request_finds_a_connection(is_told: bool) -> None:
+    with rig() as servers:
+        decode = servers.decode[0].agent
+        if is_told:
+            decode.prefill_servers(told(servers.address))
+            servers.wait(lambda: decode.state().prefill_servers["connected"], "a connection")
+            assert decode.state().prefill_servers == {"connected": 1, "awaited": 0}
+        hand_over(servers, 1)
+        hand_over(servers, 2)
+        # The twin: who was not told connects while its first request waits.
+        assert connects(decode) == ({"ahead": 1} if is_told else {"request": 1})
+        servers.check()
+
+
+def test_every_rank_connects_to_every_rank() -> None:
+    with rig(2, 2) as servers:
+        for side in servers.decode:
+            side.agent.prefill_servers(told(servers.address))
+        for side in servers.decode:
+            servers.wait(lambda side=side: side.agent.peer(servers.address), "a connection")
+            (peer,) = [side.agent.peer(servers.address)]
+            assert peer is not None
+            assert len(peer.instance.links) == 2
+
+
+@contextmanager
+def decode_alone() -> Iterator[Agent]:
+    with ExitStack() as stack:
+        spec, _ = pool(0, 1, PAGE, seed=2)
+        transfers = transfer_thread("decode", [spec])
+        stack.callback(transfers.close)
+        agent = Agent(AgentConfig(Local(0, 1, PAGE, METADATA), "weights"), transfers, Rows())
+        stack.callback(agent.close)
+        yield agent
+
+
+def test_a_server_that_comes_later_is_found() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with decode_alone() as decode, ExitStack() as stack:
+        decode.prefill_servers(told(address))
+        wait_until(lambda: decode.state().prefill_servers["awaited"] == 1, seconds=20, what="an attempt")
+        bootstrap = BootstrapService("127.0.0.1", int(address.rpartition(":")[2]), None)
+        stack.callback(bootstrap.close)
+        victim = Victim("prefill", "pull", bootstrap.address)
+        stack.callback(victim.close)
+        wait_until(lambda: decode.peer(address) is not None, seconds=20, what="a connection")
+        assert connects(decode) == {"ahead": 1}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.long)],
+    ids=lambda how: how.name,
+)
+def test_a_server_that_dies_and_comes_back_is_connected_anew(how: signal.Signals) -> None:
+    """At the same address, with another endpoint; nothing is asked for meanwhile."""
+    bootstrap = BootstrapService("127.0.0.1", 0, None)
+    with decode_alone() as decode, ExitStack() as stack:
+        stack.callback(bootstrap.close)
+        first = Victim("prefill", "pull", bootstrap.address)
+        stack.callback(first.close)
+        decode.prefill_servers(told(bootstrap.address))
+        wait_until(lambda: decode.peer(bootstrap.address) is not None, seconds=20, what="a connection")
+        before = decode.peer(bootstrap.address)
+        os.kill(first.process.pid, how)
+        wait_until(lambda: decode.peer(bootstrap.address) is None, seconds=20, what="the verdict")
+        second = Victim("prefill", "pull", bootstrap.address)
+        stack.callback(second.close)
+        decode.prefill_servers(told(bootstrap.address, epoch=b"2" * 16))
+        wait_until(lambda: decode.peer(bootstrap.address) is not None, seconds=30, what="another one")
+        assert decode.peer(bootstrap.address) is not before
+        assert connects(decode) == {"ahead": 2}
+
+
+@pytest.mark.parametrize("ends", ["left", "closed"])
+def test_a_server_that_stands_still_while_it_is_connected_holds_up_nothing(ends: str) -> None:
+    """Its bootstrap port takes the connection and says nothing: death in the middle of CONNECT."""
+    with socket.create_server(("127.0.0.1", 0)) as mute, decode_alone() as decode:
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        decode.prefill_servers(told(address))
+        wait_until(lambda: decode.state().prefill_servers["awaited"] == 1, seconds=20, what="an attempt")
+        if ends == "left":
+            decode.prefill_servers(told())
+            wait_until(lambda: decode.state().prefill_servers["awaited"] == 0, seconds=1.5, what="the end")
+        # Closing the agent, at the end of the block, waits for no attempt either: it has CALL_SECONDS.
+
+
+def test_the_thread_may_have_ended() -> None:
+    with decode_alone() as decode:
+        pass
+    decode.prefill_servers(told("127.0.0.1:1"))
+
+
+def test_the_bounds_fit_each_other() -> None:
+    assert VERDICT_SECONDS < joins.ATTEMPT_SECONDS < joins.BELIEVED_SECONDS
