@@ -76,5 +76,5 @@ def create_cache(ctx: Any) -> Any:
     from sglang_ext.patches.adapter.build import create_global_radix_cache
 
     cache = create_global_radix_cache(ctx, config)
-    PROCESS.cache, PROCESS.commands = cache, cache.inbox
+    PROCESS.cache, PROCESS.commands = cache, cache.command_queue
     return cache

@@ -13,8 +13,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("sglang_ext", "router", "patches")
 
 RETIRED = {
+    "HbmRoom": "HbmTier",
     "Hinted": "Retention",
     "Inbox": "RankCommandQueue",
+    "Lend": "Export",
     "Lending": "Exports",
     "Row": "InstanceRecord",
     "Seam": "StreamSplice",
@@ -32,6 +34,7 @@ RETIRED = {
 """Retired name -> the name of today."""
 MODULES = {
     "exchange": "types",
+    "hbm_room": "hbm_tier",
     "hinted": "retention",
     "lending": "export",
     "pd_giving": "prefill_sender",

@@ -17,11 +17,11 @@ from sglang_ext.keys import (
     MAX_TOKEN,
     TOKEN_BYTES,
     Namespace,
-    Tier,
     block_keys,
     decode_tokens,
     encode_tokens,
 )
+from sglang_ext.tiers import Tier
 
 TOKENS = [0, 1, 255, 256, 65_535, 65_536, 128_255, MAX_TOKEN]
 SMALL = [0, 1, 2, 127]

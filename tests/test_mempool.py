@@ -528,9 +528,9 @@ def test_the_example_in_the_documentation_runs(tmp_path: Path) -> None:
 
 AROUND_THE_STORE = {
     r"tree\.(insert|extend)\(": set(),
-    r"tree\.evict\(": {"hbm_room.py", "dram_tier.py"},
+    r"tree\.evict\(": {"hbm_tier.py", "dram_tier.py"},
     r"arena\.(alloc|free)\(": {"dram_tier.py"},
-    r"_allocator\.(alloc|free|free_segment)\(": {"hbm_room.py", "radix_cache.py"},
+    r"_allocator\.(alloc|free|free_segment)\(": {"hbm_tier.py", "radix_cache.py"},
 }
 """What reaches index and memory, and the tiers of the store, which may. SGLang's adapter frees the slots that
 a request has beside those of the tree."""

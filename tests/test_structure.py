@@ -23,7 +23,7 @@ FOLDERS = ("router", "sglang_ext/engine", "patches/adapter")
 RECORDS = {
     "LocalCounter": "a number that whoever counts adds to",
     "RequestReader": "one half of a connection's state machine; the connection, which owns it, is the other",
-    "WorkerConnection": "the pool that lends it out notes since when it is idle",
+    "WorkerConnection": "the pool that exports it out notes since when it is idle",
     "ServerState": "of one HTTP server: its connections count themselves in it",
     "Writing": "a hand-over that is written while it is computed: the feed of layers notes how far it is",
 }

@@ -97,7 +97,7 @@ def promotions_from(
     below: DiskWrites,
     config: KvConfig,
     tree: RadixTree,
-    room: DramTier,
+    dram_tier: DramTier,
     dram: Holder,
     arena: DramArena,
     ranks: Ranks,
@@ -105,7 +105,7 @@ def promotions_from(
     stream: bool,
 ) -> Promotions:
     """What brings blocks back from ``disk`` to DRAM, and on to the forward pass where that can ``stream``."""
-    stream = stream and room.streams and config.disk_admission == "first-layer"
+    stream = stream and dram_tier.streams and config.disk_admission == "first-layer"
     policy = DiskPolicy(
         config.block_size,
         arena.block_bytes,
@@ -115,7 +115,7 @@ def promotions_from(
     )
     return Promotions(
         tree,
-        room,
+        dram_tier,
         dram,
         below,
         disk,

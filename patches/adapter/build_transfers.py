@@ -142,7 +142,7 @@ def engine_rank() -> int:
 
 
 def start_fetching(endpoint: EndpointConfig, dram: PoolSpec) -> TransferThread | None:
-    """The transfer thread of a rank that fetches and lends only; None where it cannot listen."""
+    """The transfer thread of a rank that fetches and exports only; None where it cannot listen."""
     try:
         if ":" in endpoint.bind:
             raise ConfigError(f"peers are not reached over IPv6 ({endpoint.bind})", field="--host")
@@ -150,7 +150,7 @@ def start_fetching(endpoint: EndpointConfig, dram: PoolSpec) -> TransferThread |
         socket.create_server((endpoint.bind, 0)).close()
         return TransferThread(endpoint, [dram], messages=MESSAGES)
     except (SglangExtError, OSError) as error:
-        logger.warning("KV is neither fetched from other instances nor lent to them: %s", error)
+        logger.warning("KV is neither fetched from other instances nor exported to them: %s", error)
         return None
 
 
@@ -175,7 +175,7 @@ def make_peers(
     endpoints: int,
     tell: Callable[[FetchResult], None] | None = None,
 ) -> PeerKv:
-    """What a rank of an instance with so many endpoints fetches and lends with. tell: see `PeerKv`."""
+    """What a rank of an instance with so many endpoints fetches and exports with. tell: see `PeerKv`."""
     return PeerKv(
         tier.store.tree,
         tier,

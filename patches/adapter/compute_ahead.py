@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchEnd, Prefetcher, PrefetchResult
-from sglang_ext.engine.tiers.hbm_room import HbmRoom
+from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.retention import path_of
 from sglang_ext.keys import TOKEN_BYTES, decode_tokens
 from sglang_ext.radix_global import Holder, RadixTree
@@ -75,7 +75,7 @@ class ComputeAhead:
     Args:
         tree: the rank's tree.
         hbm: the holder that stands for this rank's pool.
-        room: slots.
+        hbm_tier: slots.
         prefetcher: knows which hints live.
         namespace: where the KV of a tenant's prompts belongs now, from its ``extra_key`` and ``cache_salt``.
         host: the scheduler.
@@ -85,14 +85,14 @@ class ComputeAhead:
         self,
         tree: RadixTree,
         hbm: Holder,
-        room: HbmRoom,
+        hbm_tier: HbmTier,
         prefetcher: Prefetcher,
         namespace: Callable[[str | None, str | None], Hashable],
         host: Host,
     ) -> None:
         self._tree = tree
         self._hbm = hbm
-        self._room = room
+        self._hbm_tier = hbm_tier
         self._prefetcher = prefetcher
         self._namespace = namespace
         self._host = host
@@ -162,7 +162,7 @@ class ComputeAhead:
             gained = max(0, self._reached(job) - before)
             job.computed += gained * self._tree.block_size
             self.blocks += gained
-            self._prefetcher.hinted.look(job.id)
+            self._prefetcher.retention.look(job.id)
             if not gained and job in self._jobs:
                 self._end(job, PrefetchEnd.GIVEN_UP)  # refused, aborted, or already evicted
         while self._jobs and not self._prefetcher.expects(self._jobs[0].id):
@@ -180,8 +180,8 @@ class ComputeAhead:
         piece = min(whole - reached, max(block, self._host.piece_tokens // block * block))
         # One block for the token that is asked for.
         needed = piece // block + 1
-        self._room.make_room(needed, priority=job.priority)
-        if self._room.free_blocks < needed:
+        self._hbm_tier.make_room(needed, priority=job.priority)
+        if self._hbm_tier.free_blocks < needed:
             self._end(job, PrefetchEnd.NO_ROOM)
             return
         self._names += 1
@@ -287,5 +287,5 @@ class SglangHost:
 def compute_ahead(cache: Any) -> ComputeAhead:
     """What computes ahead for a cache that prefetches."""
     return ComputeAhead(
-        cache.tree, cache.hbm, cache.room, cache.prefetcher, cache.namespace, SglangHost(cache)
+        cache.tree, cache.hbm, cache.hbm_tier, cache.prefetcher, cache.namespace, SglangHost(cache)
     )

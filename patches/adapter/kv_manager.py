@@ -227,7 +227,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
             if prefill:
                 places = Reservations(blocks, into_dram=DRAM_POOL in transfers.endpoint.pools)
                 several = parallel.attn_tp_size > 1
-                tell_all = cache.inbox.put if several and cache.inbox is not None else None
+                tell_all = cache.command_queue.put if several and cache.command_queue is not None else None
                 taker = ReturnTaker(
                     places,
                     self.agent,

@@ -18,7 +18,7 @@ How the KV goes over is what the two kinds of instances have anyway:
     decode       the source gives it as a prefill server does (`engine/pd/prefill_sender.py`): all pages of
                  prompt and answer in a room, which the target joins as if they were a prompt. It reads what
                  it lacks, also where prefill pushes; nothing is computed again.
-    colocated    the source puts the whole blocks into its tree, waits for their copies in DRAM, and lends
+    colocated    the source puts the whole blocks into its tree, waits for their copies in DRAM, and exports
                  them (`peers/export.py`). The target fetches them (`peers/fetches.py`), and computes the
                  rest: the end of the last block, or all, if nothing was to be had.
 
@@ -61,8 +61,8 @@ from sglang_ext.keys import TOKEN_BYTES, encode_tokens
 from sglang_ext.protocol.agent import (
     TO_AGENT,
     Expecting,
+    Export,
     FromAgent,
-    Lend,
     Park,
     Parked,
     Running,
@@ -83,7 +83,7 @@ PARKED_SECONDS: Final = 30.0
 """After that a parked request goes on: the router that stopped it is gone."""
 COPY_SECONDS: Final = 1.0
 """For copies in DRAM of what was generated last; what is not there then is computed again."""
-LOAN_SECONDS: Final = 20.0
+EXPORT_SECONDS: Final = 20.0
 MOST_COMING: Final = 1000
 ROOMS: Final = 1 << 47
 GOES_ON: Final = "the request goes on at another instance"
@@ -337,10 +337,10 @@ class Migration:
 
     def _lend(self, parked: _Parked) -> None:
         cache, req = self._cache, parked.req
-        loan = ""
+        export = ""
         if cache.peers is not None:
-            loan = parked.id
-            cache.peers.lend(Lend(loan, parked.tokens, req.extra_key, req.cache_salt, LOAN_SECONDS))
+            export = parked.id
+            cache.peers.export(Export(export, parked.tokens, req.extra_key, req.cache_salt, EXPORT_SECONDS))
         parked.told = True
         self._say(
             Parked(
@@ -350,7 +350,7 @@ class Migration:
                 tokens=parked.tokens,
                 extra_key=req.extra_key,
                 cache_salt=req.cache_salt,
-                loan=loan,
+                export=export,
             )
         )
 
@@ -507,15 +507,15 @@ class MoveDesk:
     """Between the agent of rank 0, which hears the routers, and the schedulers of all ranks.
 
     Args:
-        inbox: of this process's scheduler.
+        command_queue: of this process's scheduler.
         epoch: of the instance.
         post: sends a message to a router, from any thread.
     """
 
     def __init__(
-        self, inbox: RankCommandQueue, epoch: bytes, post: Callable[[bytes, FromAgent], None]
+        self, command_queue: RankCommandQueue, epoch: bytes, post: Callable[[bytes, FromAgent], None]
     ) -> None:
-        self._inbox = inbox
+        self._command_queue = command_queue
         self.epoch = epoch
         self._post = post
         self._askers: OrderedDict[str, bytes] = OrderedDict()
@@ -535,7 +535,7 @@ class MoveDesk:
     def remind(self, message: ToAgent) -> bool:
         """Put a command before every rank, in front of every request that is sent from now on; from any
         thread. False when the scheduler stands still, and takes no more."""
-        return self._inbox.put(TO_AGENT.encode(message))
+        return self._command_queue.put(TO_AGENT.encode(message))
 
     def tell(self, message: FromAgent) -> None:
         """Answer the router that asked; from any thread."""

@@ -257,7 +257,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ig
     def evict(self, params: EvictParams) -> EvictResult:
         """Give back slots, first those that lose nothing."""
         started = time.perf_counter()
-        tokens = self.room.evict(params.num_tokens)
+        tokens = self.hbm_tier.evict(params.num_tokens)
         self.update_eviction_metrics(tokens, started)
         return EvictResult(num_tokens_evicted=tokens)
 
@@ -275,10 +275,10 @@ class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ig
         return self.total_size() - self.protected_size()
 
     def protected_size(self) -> int:
-        return self.room.protected
+        return self.hbm_tier.protected
 
     def total_size(self) -> int:
-        return self.room.total
+        return self.hbm_tier.total
 
     # -- DRAM -----------------------------------------------------------------------------------
 
@@ -303,9 +303,9 @@ class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ig
         ours = self.listeners.takes_command(payload) or self.migration.takes(payload, at)
         if not ours and self.advice is not None:
             self.advice.handle_command(payload, at)
-        if self.inbox is not None:
-            hinted = math.inf if self.prefetcher is None else self.prefetcher.hinted.next_expiry
-            self.inbox.tell_time(min(hinted, self.migration.tickets.next_expiry))
+        if self.command_queue is not None:
+            retention = math.inf if self.prefetcher is None else self.prefetcher.retention.next_expiry
+            self.command_queue.tell_time(min(retention, self.migration.tickets.next_expiry))
 
     def __repr__(self) -> str:
         return f"GlobalRadixCache(tree={self.tree!r}, dram={self.dram!r}, disk={self.promotions!r})"

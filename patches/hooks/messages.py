@@ -2,8 +2,8 @@
 
 What: three hooks.
 
-- after rank 0 has pulled what arrived: the commands in the inbox (``engine/commands.py``) are added, and are
-  broadcast over the ranks with the requests;
+- after rank 0 has pulled what arrived: the commands in the command queue (``engine/commands.py``) are added,
+  and are broadcast over the ranks with the requests;
 - after the table of request types was made: it learns the type of a command, which goes to the cache;
 - before an idle scheduler sleeps: it is told to wake when a command comes.
 
@@ -61,14 +61,14 @@ def after_dispatcher(_result: None, scheduler: Any) -> None:
 
 def before_sleep(scheduler: Any) -> None:
     """Before ``maybe_sleep_on_idle``."""
-    inbox = PROCESS.commands
+    command_queue = PROCESS.commands
     poller = getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)
-    if inbox is None or poller is None:
+    if command_queue is None or poller is None:
         return
     if PROCESS.polled is not poller:
-        poller.register(inbox.fd, POLLIN)
+        poller.register(command_queue.fd, POLLIN)
         PROCESS.polled = poller
-    inbox.slept()
+    command_queue.slept()
 
 
 PATCH = hook_patch(

@@ -1,6 +1,6 @@
 """Having an instance fetch KV that another one holds (MemServe, section 5.3, equation 2).
 
-The holder's agent is told to lend what DRAM has of the prompt, the other's to fetch it; both at once, just
+The holder's agent is told to export what DRAM has of the prompt, the other's to fetch it; both at once, just
 before the request or with the hint. What comes of it is between the two: a fetch that fails is computed.
 """
 
@@ -15,7 +15,7 @@ from typing import Final
 
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol import agent as agent_messages
-from sglang_ext.protocol.agent import Expecting, Fetched, FromAgent, Lend, Source
+from sglang_ext.protocol.agent import Expecting, Export, Fetched, FromAgent, Source
 from sglang_ext.router.cluster.agents import AgentChannels
 from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.dispatch.flight import Flight
@@ -27,13 +27,13 @@ from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, UNHE
 from sglang_ext.router.telemetry.observability import RouterMetrics
 
 LEAST_WAIT_S: Final = 0.25
-"""A scheduler takes its time until it lends: it does between two passes. So a request may wait so much longer
-than computing would take,"""
+"""A scheduler takes its time until it exports: it does between two passes. So a request may wait so much
+longer than computing would take,"""
 MOST_BUSY_S: Final = 1.0
 """and for what the holder has to compute first, as a pass may be as long as that, up to this,"""
 MOST_WAIT_S: Final = 10.0
 """and never longer than this."""
-LEND_S: Final = 30.0
+EXPORT_S: Final = 30.0
 MOST_KEY_BYTES: Final = 1 << 19
 """Longer prompts do not fit into a message to an agent."""
 MOST_NOTES: Final = 10_000
@@ -179,7 +179,7 @@ class Fetching:
         matches: Matches,
         id: str = "",
     ) -> Source | None:
-        """Have whoever holds most of a prompt lend it to an instance that holds less. id: of the hint."""
+        """Have whoever holds most of a prompt export it to an instance that holds less. id: of the hint."""
         chosen = _named(fleet, instance)
         if chosen is None or not self._movable(namespace, key):
             return None
@@ -248,7 +248,7 @@ class Fetching:
     # -- both ---------------------------------------------------------------------------------------
 
     def _holders(self, chosen: Instance, fleet: Instances, matches: Matches) -> list[Instance]:
-        """Who has more of the prompt in memory than the chosen instance, and can lend it to that."""
+        """Who has more of the prompt in memory than the chosen instance, and can export it to that."""
         held = matches.get(chosen.name, NOTHING).tokens
         return [
             known
@@ -288,10 +288,10 @@ class Fetching:
         there = self._channels.registration(source)
         if there is None or not self._channels.can_fetch(source, target):
             return None
-        loan = uuid.uuid4().hex
-        if not self._channels.send(source, Lend(loan, key, extra_key, salt, LEND_S)):
+        export = uuid.uuid4().hex
+        if not self._channels.send(source, Export(export, key, extra_key, salt, EXPORT_S)):
             return None
-        return Source(there.endpoints, loan)
+        return Source(there.endpoints, export)
 
 
 def _named(fleet: Instances, name: str) -> Instance | None:

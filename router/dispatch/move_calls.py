@@ -16,9 +16,9 @@ from sglang_ext.protocol.agent import (
     Advise,
     Advised,
     Expecting,
+    Export,
     Fetch,
     FromAgent,
-    Lend,
     Parked,
     Running,
     Source,
@@ -102,7 +102,7 @@ class MoveCalls:
         if len(prompt.key) > MAX_PROMPT_BYTES or max(len(extra_key or ""), len(salt or "")) > MAX_TAG:
             return  # no agent would read it, and nobody answer
         id = uuid.uuid4().hex
-        if not self.send(source, Lend(id, prompt.key, extra_key, salt, AHEAD_S)):
+        if not self.send(source, Export(id, prompt.key, extra_key, salt, AHEAD_S)):
             return
         hint = Advise(
             id,
@@ -122,7 +122,7 @@ class MoveCalls:
             fetch = Fetch(
                 parked.id,
                 parked.tokens,
-                Source(endpoints, parked.loan),
+                Source(endpoints, parked.export),
                 extra_key=parked.extra_key,
                 cache_salt=parked.cache_salt,
                 wait_s=FETCH_S,

@@ -266,7 +266,7 @@ class Mover:
 
     async def _hand_over(self, leg: Leg, target: str, id: str, parked: Parked) -> bool:
         """Have the target go on; whether it does, and its answer is read."""
-        if parked.loan:
+        if parked.export:
             await self.calls.have_it_fetched(leg.instance, target, parked)
         if parked.resume is None:
             return False

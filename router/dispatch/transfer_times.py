@@ -1,8 +1,9 @@
 """What fetching takes, as it was observed: measured over expected time, by the instance that is read from.
 
 A bandwidth from a profile is another day's, one from the defaults an order of magnitude; and how long a
-holder takes until it lends depends on what it computes. So what instances tell of their fetches corrects the
-cost model's ``transfer(y, y')`` (MemServe, section 5.3). Fetches in vain count with the time that was lost.
+holder takes until it exports depends on what it computes. So what instances tell of their fetches corrects
+the cost model's ``transfer(y, y')`` (MemServe, section 5.3). Fetches in vain count with the time that was
+lost.
 
 What was observed fades: nobody is fetched from whose fetches took too long, and so nothing would ever show
 that they do not any more.

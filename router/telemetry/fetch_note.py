@@ -20,7 +20,7 @@ class FetchNote:
     source: str
     target: str
     tokens: int
-    """Leading tokens of the prompt that the source can lend."""
+    """Leading tokens of the prompt that the source can export."""
     lacking: int
     """How many of them the target is believed not to hold."""
     transfer_s: float

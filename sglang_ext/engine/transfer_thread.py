@@ -68,7 +68,7 @@ class TransferThread:
 
     Args:
         config: who this rank is.
-        pools: all that is read, written and lent of it.
+        pools: all that is read, written and exported of it.
         staging: a pool more; given up with the thread.
         messages: see `Endpoint.start`.
 

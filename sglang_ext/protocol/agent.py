@@ -13,7 +13,7 @@ goes on there, or a snapshot follows:
     PeerDead           -------------> (an instance died: free what it held)
     PrefillServers     -------------> (to decode: who prefills, again and again; connect to them)
     Advise, Withdraw   -------------> (a request is expected, or no more)
-    Lend               -------------> (a peer will read a prompt's blocks from DRAM)
+    Export               -------------> (a peer will read a prompt's blocks from DRAM)
     Fetch              -------------> (read them from there, for a request that is on its way)
                        <------------- Expecting(id)                       (its request may be sent now)
     Park               -------------> (stop a request where it is: another instance shall go on with it)
@@ -216,22 +216,22 @@ class PrefillServers(Message, frozen=True, tag="prefills"):
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):
-    """Where a prompt's KV can be read: what `Lend` told its holder to lend.
+    """Where a prompt's KV can be read: what `Export` told its holder to export.
 
-    endpoints: ``host:port`` of each rank, in order. loan: the name under which they lend it.
+    endpoints: ``host:port`` of each rank, in order. export: the name under which they export it.
     """
 
     endpoints: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=256)]
-    loan: Name
+    export: Name
 
 
-class Lend(Message, frozen=True, tag="lend"):
+class Export(Message, frozen=True, tag="export"):
     """Let a peer read what DRAM has of a prompt, for ``ttl_s`` at most (MemServe, section 5.3).
 
-    loan: the name by which the peer asks for it; whoever knows it gets it. tokens: encoded.
+    export: the name by which the peer asks for it; whoever knows it gets it. tokens: encoded.
     """
 
-    loan: Name
+    export: Name
     tokens: Blob
     extra_key: Tag | None = None
     cache_salt: Tag | None = None
@@ -405,7 +405,7 @@ class Parked(Message, frozen=True, tag="parked"):
     why: empty when it has; ``again`` when it may work a moment later.
     resume: what the other instance gets in `Watch`; always there when ``why`` is empty.
     tokens: prompt and answer, encoded; extra_key, cache_salt: whose they are.
-    loan: under which DRAM lends their KV; empty when it lends none.
+    export: under which DRAM exports their KV; empty when it exports none.
     meeting: ``host:port`` where a decode instance joins ``room`` for the KV; empty on colocated ones.
     """
 
@@ -416,7 +416,7 @@ class Parked(Message, frozen=True, tag="parked"):
     tokens: Blob = b""
     extra_key: Tag | None = None
     cache_salt: Tag | None = None
-    loan: Name = ""
+    export: Name = ""
     meeting: Name = ""
     room: Count = 0
 
@@ -453,7 +453,7 @@ class Fetched(Message, frozen=True, tag="fetched"):
 
 
 ToAgent: TypeAlias = (
-    Hello | Ping | PeerDead | PrefillServers | Advise | Withdraw | Lend | Fetch | Park | Unpark | Watch
+    Hello | Ping | PeerDead | PrefillServers | Advise | Withdraw | Export | Fetch | Park | Unpark | Watch
 )
 FromAgent: TypeAlias = (
     Welcome

@@ -71,7 +71,7 @@ class Registration(Body, frozen=True, kw_only=True):
     namespace: Text = ""
     """What the KV of this instance must agree in with that of another before it may be moved between them."""
     endpoints: Annotated[tuple[AgentAddress, ...], msgspec.Meta(max_length=256)] = ()
-    """``host:port`` of each rank, where peers read its DRAM; none for an instance that does not lend."""
+    """``host:port`` of each rank, where peers read its DRAM; none for an instance that does not export."""
     computes: bool = False
     """Whether it computes what nobody holds of an announced prompt (``--kv-advisory-compute``)."""
     protocol: Annotated[int, msgspec.Meta(ge=1, le=65_535)] = PROTOCOL

@@ -23,7 +23,7 @@ VALID = [
     Connect(WHO, {"tcp": b"x"}),
     Ping(b"s" * 16, "shm"),
     Complete(b"s" * 16, "r", 3),
-    Take(b"s" * 16, "r", (OFFER,), ("127.0.0.1:1",), "hbm", tokens=b"abc", insert=True),
+    Take(b"s" * 16, "r", (OFFER,), ("127.0.0.1:1",), "hbm", limit_ms=1000, tokens=b"abc", insert=True),
 ]
 
 

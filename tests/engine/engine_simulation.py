@@ -311,8 +311,8 @@ class Rank:
         if self.feed is not None:
             if not self.feed.closed:
                 self.feed.close()
-            assert self.cache.inbox is not None
-            self.cache.inbox.close()
+            assert self.cache.command_queue is not None
+            self.cache.command_queue.close()
         if self.arena is not None:
             self.arena.close()
 

@@ -26,7 +26,7 @@ from sglang_ext.protocol.agent import TO_AGENT, Advise, Advised, Ping, Withdraw
 
 
 @pytest.fixture
-def inbox() -> Iterator[RankCommandQueue]:
+def command_queue() -> Iterator[RankCommandQueue]:
     made = RankCommandQueue(clock=lambda: 7.0)
     yield made
     with contextlib.suppress(OSError):
@@ -37,27 +37,27 @@ def readable(fd: int) -> bool:
     return bool(select.select([fd], [], [], 0)[0])
 
 
-def test_commands_come_in_their_order(inbox: RankCommandQueue) -> None:
+def test_commands_come_in_their_order(command_queue: RankCommandQueue) -> None:
     for number in range(5):
-        assert inbox.put(b"%d" % number)
-    assert [command.payload for command in inbox.take()] == [b"0", b"1", b"2", b"3", b"4"]
-    assert inbox.take() == []
+        assert command_queue.put(b"%d" % number)
+    assert [command.payload for command in command_queue.take()] == [b"0", b"1", b"2", b"3", b"4"]
+    assert command_queue.take() == []
 
 
-def test_nothing_is_lost_between_threads(inbox: RankCommandQueue) -> None:
+def test_nothing_is_lost_between_threads(command_queue: RankCommandQueue) -> None:
     def put(first: int) -> None:
         for number in range(first, first + 500):
-            inbox.put(b"%d" % number)
+            command_queue.put(b"%d" % number)
 
     threads = [threading.Thread(target=put, args=(1000 * each,)) for each in range(4)]
     for thread in threads:
         thread.start()
     taken: list[bytes] = []
     while any(thread.is_alive() for thread in threads):
-        taken += [command.payload for command in inbox.take()]
+        taken += [command.payload for command in command_queue.take()]
     for thread in threads:
         thread.join()
-    taken += [command.payload for command in inbox.take()]
+    taken += [command.payload for command in command_queue.take()]
     numbers = [int(payload) for payload in taken]
     assert sorted(numbers) == [1000 * each + i for each in range(4) for i in range(500)]
     for each in range(4):
@@ -65,33 +65,33 @@ def test_nothing_is_lost_between_threads(inbox: RankCommandQueue) -> None:
         assert own == sorted(own)
 
 
-def test_a_command_wakes_until_it_was_seen(inbox: RankCommandQueue) -> None:
-    assert not readable(inbox.fd)
-    inbox.put(b"x")
-    assert readable(inbox.fd)
-    inbox.slept()
-    assert not readable(inbox.fd)
-    inbox.slept()
+def test_a_command_wakes_until_it_was_seen(command_queue: RankCommandQueue) -> None:
+    assert not readable(command_queue.fd)
+    command_queue.put(b"x")
+    assert readable(command_queue.fd)
+    command_queue.slept()
+    assert not readable(command_queue.fd)
+    command_queue.slept()
 
 
-def test_a_loop_that_stands_still_does_not_fill_the_memory(inbox: RankCommandQueue) -> None:
-    assert all(inbox.put(b"") for _ in range(MOST_WAITING))
-    assert not inbox.put(b"")
-    inbox.take()
-    assert inbox.put(b"")
+def test_a_loop_that_stands_still_does_not_fill_the_memory(command_queue: RankCommandQueue) -> None:
+    assert all(command_queue.put(b"") for _ in range(MOST_WAITING))
+    assert not command_queue.put(b"")
+    command_queue.take()
+    assert command_queue.put(b"")
 
 
-def test_the_time_comes_once_when_something_expires(inbox: RankCommandQueue) -> None:
-    assert inbox.take() == []
-    inbox.tell_time(7.5)
-    assert inbox.take() == []
-    inbox.tell_time(7.0)
-    assert inbox.take() == [Command(b"", 7.0)]
-    assert inbox.take() == []
-    inbox.tell_time(6.0)
-    inbox.put(b"x")
-    assert inbox.take() == [Command(b"x", 7.0), Command(b"", 7.0)]
-    assert inbox.take() == []
+def test_the_time_comes_once_when_something_expires(command_queue: RankCommandQueue) -> None:
+    assert command_queue.take() == []
+    command_queue.tell_time(7.5)
+    assert command_queue.take() == []
+    command_queue.tell_time(7.0)
+    assert command_queue.take() == [Command(b"", 7.0)]
+    assert command_queue.take() == []
+    command_queue.tell_time(6.0)
+    command_queue.put(b"x")
+    assert command_queue.take() == [Command(b"x", 7.0), Command(b"", 7.0)]
+    assert command_queue.take() == []
 
 
 def test_a_command_survives_the_way_over_the_ranks() -> None:
@@ -114,17 +114,19 @@ class Cache:
 
 
 @pytest.fixture
-def hooked(inbox: RankCommandQueue, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Cache]:
+def hooked(command_queue: RankCommandQueue, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Cache]:
     cache = Cache()
     scheduler = SimpleNamespace(tree_cache=cache, _request_dispatcher=TypeBasedDispatcher([]))
-    monkeypatch.setattr(PROCESS, "commands", inbox)
+    monkeypatch.setattr(PROCESS, "commands", command_queue)
     monkeypatch.setattr(PROCESS, "cache", cache)
     commands.after_dispatcher(None, scheduler)
     return scheduler, cache
 
 
-def test_commands_precede_what_sglang_received(inbox: RankCommandQueue, hooked: tuple[Any, Cache]) -> None:
-    inbox.put(b"one")
+def test_commands_precede_what_sglang_received(
+    command_queue: RankCommandQueue, hooked: tuple[Any, Cache]
+) -> None:
+    command_queue.put(b"one")
     requests: list[Any] = ["a request"]
     commands.after_pull(requests, None)
     assert requests == [KvCommand(payload=b"one", at=7.0), "a request"]
@@ -153,14 +155,16 @@ def test_another_cache_than_ours_is_told_nothing(hooked: tuple[Any, Cache]) -> N
     assert cache.obeyed == []
 
 
-def test_the_inbox_wakes_an_idle_scheduler(inbox: RankCommandQueue, hooked: tuple[Any, Cache]) -> None:
+def test_a_command_wakes_an_idle_scheduler(
+    command_queue: RankCommandQueue, hooked: tuple[Any, Cache]
+) -> None:
     import zmq
 
     scheduler, _ = hooked
     scheduler.idle_sleeper = SimpleNamespace(poller=zmq.Poller())
     commands.before_sleep(scheduler)
     assert scheduler.idle_sleeper.poller.poll(0) == []
-    inbox.put(b"x")
+    command_queue.put(b"x")
     assert scheduler.idle_sleeper.poller.poll(0) != []
     commands.before_sleep(scheduler)
     assert scheduler.idle_sleeper.poller.poll(0) == []
@@ -235,22 +239,22 @@ def test_what_has_ended_is_told_once_and_by_rank_0_only() -> None:
     assert silent.ended == []
 
 
-def test_what_came_of_a_hint_goes_to_the_router_that_gave_it(inbox: RankCommandQueue) -> None:
+def test_what_came_of_a_hint_goes_to_the_router_that_gave_it(command_queue: RankCommandQueue) -> None:
     posted: list[tuple[bytes, Any]] = []
-    desk = HintDesk(inbox, bytes(16), lambda reader, message: posted.append((reader, message)))
+    desk = HintDesk(command_queue, bytes(16), lambda reader, message: posted.append((reader, message)))
     desk.take(b"one", Advise("h1", b"", ttl_s=1.0))
     desk.take(b"two", Advise("h2", b""))
     desk.take(b"two", Ping("two"))
-    assert [TO_AGENT.decode(command.payload).id for command in inbox.take()] == ["h1", "h2"]  # type: ignore[union-attr]
+    assert [TO_AGENT.decode(command.payload).id for command in command_queue.take()] == ["h1", "h2"]  # type: ignore[union-attr]
     desk.tell(PrefetchResult("h2", PrefetchEnd.NO_ROOM, 64, 32))
     desk.tell(PrefetchResult("h2", PrefetchEnd.DONE, 64, 32))
     desk.tell(PrefetchResult("unknown", PrefetchEnd.DONE, 64, 32))
     assert posted == [(b"two", Advised(bytes(16), "h2", "no_room", 64, 32))]
 
 
-def test_of_what_is_being_computed_more_is_told_later(inbox: RankCommandQueue) -> None:
+def test_of_what_is_being_computed_more_is_told_later(command_queue: RankCommandQueue) -> None:
     posted: list[Any] = []
-    desk = HintDesk(inbox, bytes(16), lambda reader, message: posted.append(message))
+    desk = HintDesk(command_queue, bytes(16), lambda reader, message: posted.append(message))
     desk.take(b"one", Advise("h1", b"", ttl_s=1.0))
     desk.tell(PrefetchResult("h1", PrefetchEnd.COMPUTING, 32, 32))
     desk.tell(PrefetchResult("h1", PrefetchEnd.COMPUTED, 64, 32, computed=32))
@@ -307,10 +311,10 @@ def test_what_was_brought_goes_on_with_what_is_to_be_computed() -> None:
     assert computer.taken[-1] == ("cancel", "h1")
 
 
-def test_a_hint_that_the_inbox_cannot_take_is_answered(inbox: RankCommandQueue) -> None:
+def test_a_hint_that_the_queue_cannot_take_is_answered(command_queue: RankCommandQueue) -> None:
     posted: list[Any] = []
-    desk = HintDesk(inbox, bytes(16), lambda reader, message: posted.append(message))
+    desk = HintDesk(command_queue, bytes(16), lambda reader, message: posted.append(message))
     for _ in range(MOST_WAITING):
-        inbox.put(b"")
+        command_queue.put(b"")
     desk.take(b"one", Advise("h1", b""))
     assert posted == [Advised(bytes(16), "h1", "dropped", 0, 0)]

@@ -50,7 +50,7 @@ class Rig:
         self.prefetcher = prefetcher
         self.host = Host(rank)
         self.computes = ComputeAhead(
-            rank.tree, rank.hbm, rank.cache.room, prefetcher, rank.cache.namespace, self.host
+            rank.tree, rank.hbm, rank.cache.hbm_tier, prefetcher, rank.cache.namespace, self.host
         )
 
     def hint(self, id: str, tokens: list[int], priority: int = 0, **tenant: Any) -> bool:

@@ -14,7 +14,7 @@ from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.block_names import BlockNames, unpack_names
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.dram_tier import DramTier
-from sglang_ext.engine.tiers.hbm_room import HbmRoom
+from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.opening import open_disk
 from sglang_ext.engine.tiers.slots import HostSlots
 from sglang_ext.geometry import BlockLayout
@@ -56,7 +56,7 @@ class Setup:
         self.tier = DramTier(
             self.store, self.hbm, self.dram, self.arena, self.mover, self.ranks, below=self.writes
         )
-        HbmRoom(self.store, self.hbm, None, HostSlots(), self.tier)
+        HbmTier(self.store, self.hbm, None, HostSlots(), self.tier)
         self._next_slot = 0
 
     def insert(self, tokens: list[int]) -> Node:

@@ -16,7 +16,7 @@ from sglang_ext.engine.cache.mempool import SlotRegion
 from sglang_ext.engine.forward_fence import ForwardFence, nothing_runs
 from sglang_ext.engine.pd.decode_receiver import TakingRoom, Wanted
 from sglang_ext.engine.pd.prefill_sender import Room
-from sglang_ext.engine.tiers.hbm_room import HbmRoom
+from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.slots import HostSlots
 from sglang_ext.geometry import mha_geometry
 from sglang_ext.mempool import MemPool
@@ -200,7 +200,7 @@ def test_the_memory_pool_hands_out_slots_after_the_passes_that_store_to_them() -
         k_addresses=(0,), v_addresses=(0,), slots=64, heads=1, head_dim=1, dtype="float16", block_tokens=4
     )
     store, hbm = Store(RadixTree(4)), Holder.of("one", 1, Tier.HBM)
-    HbmRoom(
+    HbmTier(
         store,
         hbm,
         SimpleNamespace(size=64, available_size=lambda: 64, alloc=alloc),

@@ -94,7 +94,7 @@ class Model:
 @pytest.mark.parametrize("seed", range(40))
 def test_random_histories(seed: int) -> None:
     rnd = random.Random(seed)
-    tree, hinted = make()
+    tree, retention = make()
     model = Model()
     now = 0.0
     for _ in range(120):
@@ -105,31 +105,31 @@ def test_random_histories(seed: int) -> None:
             case 0 | 1:
                 tree.insert("n", key(text), HBM, list(text))
                 for known in model.hints:
-                    hinted.look(known)
+                    retention.look(known)
             case 2:
                 priority, until = rnd.randrange(3), now + rnd.randrange(1, 30)
-                hinted.expect(id, "n", key(text), priority=priority, until=until)
+                retention.expect(id, "n", key(text), priority=priority, until=until)
                 model.expect(id, text, priority, until)
             case 3:
-                hinted.forget(id)
+                retention.forget(id)
                 model.hints.pop(id, None)
             case 4:
-                hinted.expire(now)
+                retention.expire(now)
                 model.hints = {id: told for id, told in model.hints.items() if told.until > now}
             case 5:
-                _evict(rnd, tree, hinted, model)
+                _evict(rnd, tree, retention, model)
         tree.check()
-        assert len(hinted) == len(model.hints)
+        assert len(retention) == len(model.hints)
         for node in tree.nodes():
-            assert (node in hinted) == (model.strength(_text(node)) is not None)
-    hinted.clear()
+            assert (node in retention) == (model.strength(_text(node)) is not None)
+    retention.clear()
     assert not any(node.locks for node in tree.nodes())
 
 
-def _evict(rnd: random.Random, tree: RadixTree, hinted: Retention, model: Model) -> None:
+def _evict(rnd: random.Random, tree: RadixTree, retention: Retention, model: Model) -> None:
     wanted = rnd.randrange(1, 5)
     before = letters(tree, HBM)
-    gone = tree.evict(HBM, wanted, spare=hinted)
+    gone = tree.evict(HBM, wanted, spare=retention)
     freed = sum(evicted.blocks for evicted in gone)
     after = letters(tree, HBM)
     assert not [text for text in before - after if model.strength(text)], "what is announced stays"
@@ -140,7 +140,7 @@ def _evict(rnd: random.Random, tree: RadixTree, hinted: Retention, model: Model)
             for text in after
         )
     most = rnd.choice([math.inf, 1, 2])
-    taken = hinted.give_up(HBM, wanted - freed, always, below=most)
+    taken = retention.give_up(HBM, wanted - freed, always, below=most)
     left = letters(tree, HBM)
     lost = after - left
     assert len(lost) == sum(evicted.blocks for evicted in taken) <= max(0, wanted - freed)
@@ -158,45 +158,45 @@ def _evict(rnd: random.Random, tree: RadixTree, hinted: Retention, model: Model)
 
 
 def test_marks_follow_splits_and_come_with_what_is_inserted_later() -> None:
-    tree, hinted = make()
-    hinted.expect("h", "n", key("abcd"))
+    tree, retention = make()
+    retention.expect("h", "n", key("abcd"))
     tree.insert("n", key("ab"), HBM, list("ab"))
-    assert not any(node in hinted for node in tree.nodes())
-    hinted.look("h")
+    assert not any(node in retention for node in tree.nodes())
+    retention.look("h")
     tree.insert("n", key("ax"), HBM, list("ax"))
-    assert {_text(node) for node in tree.nodes() if node in hinted} == {"a", "ab"}
+    assert {_text(node) for node in tree.nodes() if node in retention} == {"a", "ab"}
     tree.insert("n", key("abcde"), HBM, list("abcde"))
-    hinted.look("h")
-    assert {_text(node) for node in tree.nodes() if node in hinted} == {"a", "ab", "abcd"}
+    retention.look("h")
+    assert {_text(node) for node in tree.nodes() if node in retention} == {"a", "ab", "abcd"}
 
 
 def test_what_has_left_the_tree_and_comes_again_is_held_back_again() -> None:
-    tree, hinted = make()
+    tree, retention = make()
     tree.insert("n", key("abc"), HBM, list("abc"))
-    hinted.expect("h", "n", key("abc"))
-    assert [e.blocks for e in hinted.give_up(HBM, 9, always)] == [3]
+    retention.expect("h", "n", key("abc"))
+    assert [e.blocks for e in retention.give_up(HBM, 9, always)] == [3]
     assert tree.node_count == 0
     tree.insert("n", key("abc"), HBM, list("abc"))
-    hinted.look("h")
-    assert tree.evict(HBM, 9, spare=hinted) == []
-    hinted.forget("h")
+    retention.look("h")
+    assert tree.evict(HBM, 9, spare=retention) == []
+    retention.forget("h")
     assert not any(node.locks for node in tree.nodes())
-    assert sum(e.blocks for e in tree.evict(HBM, 9, spare=hinted)) == 3
+    assert sum(e.blocks for e in tree.evict(HBM, 9, spare=retention)) == 3
 
 
 def test_what_may_not_go_protects_what_it_continues() -> None:
-    tree, hinted = make()
+    tree, retention = make()
     tree.insert("n", key("ab"), HBM, list("ab"))
     tree.insert("n", key("a"), DRAM, list("a"))
-    hinted.expect("h", "n", key("ab"))
-    assert hinted.give_up(HBM, 2, lambda node: DRAM in node.placements) == []
-    assert sum(e.blocks for e in hinted.give_up(HBM, 2, always)) == 2
+    retention.expect("h", "n", key("ab"))
+    assert retention.give_up(HBM, 2, lambda node: DRAM in node.placements) == []
+    assert sum(e.blocks for e in retention.give_up(HBM, 2, always)) == 2
 
 
 def test_only_so_many_are_held_back() -> None:
-    _, hinted = make()
+    _, retention = make()
     for number in range(MOST_HINTS + 5):
-        hinted.expect(str(number), "n", key("a"), priority=int(number >= 5))
-    assert len(hinted) == MOST_HINTS
-    hinted.forget("0")
-    assert len(hinted) == MOST_HINTS, "the weakest are gone"
+        retention.expect(str(number), "n", key("a"), priority=int(number >= 5))
+    assert len(retention) == MOST_HINTS
+    retention.forget("0")
+    assert len(retention) == MOST_HINTS, "the weakest are gone"

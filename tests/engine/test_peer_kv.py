@@ -40,7 +40,7 @@ from sglang_ext.patches.adapter.build_transfers import (
     start_fetching,
 )
 from sglang_ext.patches.adapter.hbm import pool_geometry
-from sglang_ext.protocol.agent import TO_AGENT, Advise, Fetch, Lend, PeerDead, Source, ToAgent, Withdraw
+from sglang_ext.protocol.agent import TO_AGENT, Advise, Export, Fetch, PeerDead, Source, ToAgent, Withdraw
 from sglang_ext.testing.fakes import FakeClock
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
@@ -83,9 +83,9 @@ class Server:
         return cls(rank, link, peers, Advice(prefetcher, peers=peers), told_of)
 
     def told(self, message: ToAgent) -> None:
-        """A router's message, on the way that it takes; a loan is made in the same pass."""
+        """A router's message, on the way that it takes; an export is made in the same pass."""
         self.advice.handle_command(TO_AGENT.encode(message))
-        if isinstance(message, Lend):
+        if isinstance(message, Export):
             self.rank.ranks.each_pass()
 
     def passes_until(self, condition: Callable[[], bool], what: str) -> None:
@@ -183,8 +183,8 @@ def lend_and_fetch(
 ) -> None:
     """What a router does for a request: tell both."""
     key = encode_tokens(tokens)
-    owner.told(Lend("loan", key, cache_salt=salt))
-    reader.told(Fetch("r1", key, Source((owner.link.address,), "loan"), cache_salt=salt, wait_s=wait_s))
+    owner.told(Export("export", key, cache_salt=salt))
+    reader.told(Fetch("r1", key, Source((owner.link.address,), "export"), cache_salt=salt, wait_s=wait_s))
 
 
 def served(make_server: MakeServer) -> tuple[Server, Server, list[int]]:
@@ -195,7 +195,7 @@ def served(make_server: MakeServer) -> tuple[Server, Server, list[int]]:
 
 
 def offered(reader: Server) -> Any:
-    """The fetch under way, once the owner has said which blocks it lends."""
+    """The fetch under way, once the owner has said which blocks it exports."""
     (fetch,) = reader.peers.fetches._active
     until(lambda: fetch.job.offered is not None, "the offer")
     return fetch
@@ -258,8 +258,8 @@ def test_only_what_is_lacking_is_read(make_server: MakeServer) -> None:
     assert req.cached_tokens == 20 * BLOCK
 
 
-def lent(server: Server) -> int:
-    return server.peers.lending.lent_blocks
+def exported(server: Server) -> int:
+    return server.peers.exports.exported_blocks
 
 
 @pytest.mark.parametrize("durability", ["dram", "off"], ids=["being copied", "never copied"])
@@ -276,14 +276,14 @@ def test_what_is_in_hbm_is_lent_when_dram_has_it(make_server: MakeServer, durabi
             for _ in range(3):
                 owner.rank.ranks.each_pass()
             assert owner.peers.busy
-            assert lent(owner) == 0
+            assert exported(owner) == 0
     else:
         assert not owner.in_dram(tokens)
         lend_and_fetch(owner, reader, tokens)
-        assert lent(owner) == 0
+        assert exported(owner) == 0
     owner.settle()
-    owner.passes_until(lambda: lent(owner) > 0, "the loan")
-    assert lent(owner) == 20
+    owner.passes_until(lambda: exported(owner) > 0, "the export")
+    assert exported(owner) == 20
     fetched(reader)
     assert reader.in_dram(tokens) == 20 * BLOCK
     owner.passes_until(lambda: not owner.peers.busy, "the lease to end")
@@ -293,7 +293,7 @@ def test_a_flush_forgets_what_was_to_be_lent(make_server: MakeServer) -> None:
     owner = make_server(dataclasses.replace(SCENARIO, durability="off"))
     tokens = prompt(1, 20)
     owner.rank.serve(tokens)
-    owner.told(Lend("loan", encode_tokens(tokens)))
+    owner.told(Export("export", encode_tokens(tokens)))
     assert owner.peers.busy
     assert owner.rank.scheduler.flush()
     assert not owner.peers.busy
@@ -321,8 +321,8 @@ def test_what_was_fetched_goes_on_to_disk(make_server: MakeServer) -> None:
 def test_a_hint_fetches_and_then_brings_to_hbm(make_server: MakeServer) -> None:
     owner, reader, tokens = served(make_server)
     key = encode_tokens(tokens)
-    owner.told(Lend("loan", key))
-    reader.told(Advise("hint", key, ttl_s=30.0, source=Source((owner.link.address,), "loan")))
+    owner.told(Export("export", key))
+    reader.told(Advise("hint", key, ttl_s=30.0, source=Source((owner.link.address,), "export")))
     fetched(reader)
     prefetcher = reader.rank.cache.prefetcher
     assert prefetcher is not None
@@ -339,8 +339,8 @@ def test_a_hint_fetches_and_then_brings_to_hbm(make_server: MakeServer) -> None:
 def test_a_hint_that_is_withdrawn_brings_nothing_to_hbm(make_server: MakeServer) -> None:
     owner, reader, tokens = served(make_server)
     key = encode_tokens(tokens)
-    owner.told(Lend("loan", key))
-    reader.told(Advise("hint", key, ttl_s=30.0, source=Source((owner.link.address,), "loan")))
+    owner.told(Export("export", key))
+    reader.told(Advise("hint", key, ttl_s=30.0, source=Source((owner.link.address,), "export")))
     reader.told(Withdraw("hint"))
     fetched(reader)
     prefetcher = reader.rank.cache.prefetcher
@@ -356,8 +356,8 @@ def test_a_rank_reads_from_the_same_rank_of_its_peer(make_server: MakeServer) ->
     tokens = prompt(1, 20)
     owner.serve(tokens)
     key = encode_tokens(tokens)
-    owner.told(Lend("loan", key))
-    reader.told(Fetch("r1", key, Source(("127.0.0.1:1", owner.link.address), "loan"), wait_s=30.0))
+    owner.told(Export("export", key))
+    reader.told(Fetch("r1", key, Source(("127.0.0.1:1", owner.link.address), "export"), wait_s=30.0))
     req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))
     assert req.cached_tokens == 20 * BLOCK
     assert reader.peers.fetches.counters.ends[FetchEnd.DONE] == 1
@@ -365,7 +365,7 @@ def test_a_rank_reads_from_the_same_rank_of_its_peer(make_server: MakeServer) ->
 
 def reading(fetch: Any) -> int:
     """Blocks that a fetch has taken."""
-    return 0 if fetch.room is None else fetch.room.blocks
+    return 0 if fetch.reservation is None else fetch.reservation.blocks
 
 
 @pytest.mark.parametrize(("others", "blocks"), [(20, 20), (7, 7), (0, 0)])
@@ -379,8 +379,8 @@ def test_nothing_lands_before_all_ranks_have_it(make_server: MakeServer, others:
     tokens = prompt(1, 20)
     owner.serve(tokens)
     key = encode_tokens(tokens)
-    owner.told(Lend("loan", key))
-    reader.told(Advise("hint", key, ttl_s=30.0, source=Source((owner.link.address,), "loan")))
+    owner.told(Export("export", key))
+    reader.told(Advise("hint", key, ttl_s=30.0, source=Source((owner.link.address,), "export")))
     fetch = offered(reader)
     for _ in range(3):
         reader.rank.ranks.each_pass()
@@ -409,7 +409,7 @@ def test_others_go_first_and_a_wait_ends(make_server: MakeServer) -> None:
     owner, reader = make_server(), make_server(clock=clock)
     tokens = prompt(1, 20)
     key = encode_tokens(tokens)
-    # Nobody lends anything under this name: the request would wait for as long as it may.
+    # Nobody exports anything under this name: the request would wait for as long as it may.
     reader.told(Fetch("r1", key, Source((owner.link.address,), "nothing"), wait_s=30.0))
     scheduler = reader.rank.scheduler
     waiting = scheduler.submit(tokens, new_tokens=2)
@@ -463,15 +463,15 @@ def lend_20_blocks(owner: Server, reader: Server) -> None:
     tokens = prompt(1, 20)
     owner.serve(tokens)
     key = encode_tokens(tokens)
-    owner.told(Lend("loan", key, ttl_s=60.0))
-    reader.told(Fetch("r1", key, Source((owner.link.address,), "loan"), wait_s=30.0))
+    owner.told(Export("export", key, ttl_s=60.0))
+    reader.told(Fetch("r1", key, Source((owner.link.address,), "export"), wait_s=30.0))
     offered(reader)
 
 
 def test_a_reader_that_dies_frees_what_was_lent(make_server: MakeServer) -> None:
     owner, reader = make_server(), make_server()
     lend_20_blocks(owner, reader)
-    assert owner.peers.lending.lent_blocks == 20
+    assert owner.peers.exports.exported_blocks == 20
     reader.rank.cache.release_host_resources()
     owner.passes_until(lambda: not owner.peers.busy, "the lease to end")
     assert owner.rank.tree.locked_blocks_of(owner.rank.dram_holder) == 0
@@ -510,7 +510,7 @@ def test_a_reader_that_a_router_calls_dead_keeps_what_it_was_lent_while_it_is_he
     owner.told(PeerDead("server 1", epoch))
     told = time.monotonic()
     owner.passes_until(lambda: heard_of(owner) > told + 3 * HEARTBEAT, "heartbeats of the reader")
-    assert owner.peers.lending.lent_blocks == 20
+    assert owner.peers.exports.exported_blocks == 20
     fetched(reader)
     assert reader.peers.fetches.counters.ends[FetchEnd.DONE] == 1
 
@@ -540,11 +540,11 @@ def test_a_silent_reader_loses_what_it_was_lent_sooner_when_a_router_calls_it_de
             owner.told(dead)
         if ends:
             owner.passes_until(lambda: not owner.peers.busy, "the lease to end")
-            assert owner.peers.lending.counters.given_back == 20
+            assert owner.peers.exports.counters.given_back == 20
             assert owner.rank.tree.locked_blocks_of(owner.rank.dram_holder) == 0
         else:
             owner.passes_until(lambda: time.monotonic() > heard + 4 * HEARTBEAT, "a silence")
-            assert owner.peers.lending.lent_blocks == 20
+            assert owner.peers.exports.exported_blocks == 20
 
 
 @pytest.mark.parametrize("dies", [True, False])
@@ -555,7 +555,7 @@ def test_a_holder_that_a_router_calls_dead_is_waited_for_while_it_answers(
     tokens = prompt(1, 20)
     owner.serve(tokens)
     key = encode_tokens(tokens)
-    # It never lends: that would be waited for until the end of the wait.
+    # It never exports: that would be waited for until the end of the wait.
     reader.told(Fetch("r1", key, Source((owner.link.address,), "nothing"), wait_s=60.0))
     (fetch,) = reader.peers.fetches._active
     until(lambda: fetch.job.instance is not None, "the connection")
@@ -598,7 +598,7 @@ def test_what_is_not_needed_is_given_back_at_once(make_server: MakeServer) -> No
     lend_and_fetch(owner, reader, tokens)
     assert not reader.peers.fetches.busy
     assert reader.peers.fetches.counters.ends[FetchEnd.NEEDLESS] == 1
-    assert owner.peers.lending.lent_blocks == 20
+    assert owner.peers.exports.exported_blocks == 20
     owner.passes_until(lambda: not owner.peers.busy, "the lease to end")
 
 
@@ -609,8 +609,8 @@ def test_what_became_of_a_fetch_is_told(make_server: MakeServer) -> None:
     owner.serve(tokens)
     lend_and_fetch(owner, reader, tokens)
     fetched(reader)
-    reader.told(Advise("hint", encode_tokens(tokens), source=Source((owner.link.address,), "loan")))
-    reader.told(Fetch("r2", encode_tokens(tokens), Source(("a:1", "b:2"), "loan")))
+    reader.told(Advise("hint", encode_tokens(tokens), source=Source((owner.link.address,), "export")))
+    reader.told(Fetch("r2", encode_tokens(tokens), Source(("a:1", "b:2"), "export")))
     reader.peers.report()
     assert [(each.id, each.ahead, each.how.value, each.tokens) for each in told] == [
         ("r1", False, "done", 20 * BLOCK),
@@ -650,7 +650,7 @@ def test_new_weights_end_lending_and_fetching(make_server: MakeServer) -> None:
     for server in (owner, reader):
         server.rank.scheduler.change_weights()
     lend_and_fetch(owner, reader, tokens)
-    assert owner.peers.lending.lent_blocks == 0
+    assert owner.peers.exports.exported_blocks == 0
     assert not reader.peers.fetches.busy
     assert reader.peers.fetches.counters.ends[FetchEnd.REFUSED] == 1
 
@@ -661,7 +661,7 @@ def test_new_weights_drop_a_fetch_that_is_on_its_way(make_server: MakeServer) ->
     req = reader.rank.scheduler.submit(tokens, new_tokens=2)
     fetch = offered(reader)
     reader.rank.ranks.each_pass()
-    assert fetch.room is not None
+    assert fetch.reservation is not None
     reader.rank.scheduler.change_weights()
     assert not reader.peers.busy
     reader.finish(req)
@@ -670,13 +670,13 @@ def test_new_weights_drop_a_fetch_that_is_on_its_way(make_server: MakeServer) ->
 
 
 def test_new_weights_at_the_owner_end_a_loan(make_server: MakeServer) -> None:
-    """What was lent is not read on, and the reader computes."""
+    """What was exported is not read on, and the reader computes."""
     owner, reader, tokens = served(make_server)
     lend_and_fetch(owner, reader, tokens)
     req = reader.rank.scheduler.submit(tokens, new_tokens=2)
     offered(reader)
     owner.rank.scheduler.change_weights()
-    assert owner.peers.lending.lent_blocks == 0
+    assert owner.peers.exports.exported_blocks == 0
     reader.finish(req)
     assert reader.peers.fetches.counters.ends[FetchEnd.DONE] == 0
     assert req.cached_tokens == 0
@@ -685,7 +685,7 @@ def test_new_weights_at_the_owner_end_a_loan(make_server: MakeServer) -> None:
 def test_a_peer_with_another_number_of_ranks_is_refused(make_server: MakeServer) -> None:
     owner, reader = make_server(), make_server()
     key = encode_tokens(prompt(1, 20))
-    reader.told(Fetch("r1", key, Source((owner.link.address,) * 2, "loan")))
+    reader.told(Fetch("r1", key, Source((owner.link.address,) * 2, "export")))
     assert reader.peers.fetches.counters.ends[FetchEnd.REFUSED] == 1
     assert not reader.peers.fetches.busy
 
@@ -696,7 +696,7 @@ def test_what_is_lent_is_bounded(make_server: MakeServer) -> None:
     tokens = prompt(1, 20)
     owner.serve(tokens)
     lend_and_fetch(owner, reader, tokens)
-    assert owner.peers.lending.counters.not_lent == 20
+    assert owner.peers.exports.counters.not_exported == 20
     fetched(reader)
     assert reader.peers.fetches.counters.ends[FetchEnd.NEEDLESS] == 1
 
@@ -705,7 +705,7 @@ def test_what_is_lent_is_not_evicted(make_server: MakeServer) -> None:
     owner = make_server()
     tokens = prompt(1, 20)
     owner.serve(tokens)
-    owner.told(Lend("loan", encode_tokens(tokens)))
+    owner.told(Export("export", encode_tokens(tokens)))
     owner.rank.cache.evict(EvictParams(num_tokens=owner.rank.pools.tokens))
     assert owner.rank.tier is not None
     ids = owner.rank.tier.take(300)
@@ -719,7 +719,7 @@ def test_a_flush_in_the_middle_of_a_fetch_leaves_nothing(make_server: MakeServer
     lend_and_fetch(owner, reader, tokens)
     fetch = offered(reader)
     reader.rank.ranks.each_pass()
-    assert fetch.room is not None
+    assert fetch.reservation is not None
     assert reader.rank.scheduler.flush()
     reader.rank.check()
     assert reader.rank.tier is not None

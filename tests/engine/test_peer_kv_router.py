@@ -103,8 +103,8 @@ class Node:
 
     def go_round(self) -> None:
         """One pass of the scheduler's loop, with what came from the agent."""
-        assert self.cache.inbox is not None
-        for command in self.cache.inbox.take():
+        assert self.cache.command_queue is not None
+        for command in self.cache.command_queue.take():
             self.cache.handle_command(command.payload, command.at)
         self.rank.scheduler.step()
         assert self.rank.tier is not None

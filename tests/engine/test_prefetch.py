@@ -264,7 +264,7 @@ def test_what_is_announced_goes_after_everything_else(make_rank: MakeRank) -> No
     assert (in_hbm(rank, ordinary), in_hbm(rank, waiting)) == (0, 48)
     take(rank, 3)
     assert in_hbm(rank, waiting) == 36, "and yet goes, end first"
-    assert prefetcher_of(rank).hinted.given_up == 3
+    assert prefetcher_of(rank).retention.given_up == 3
     finish(rank)
 
 
@@ -396,7 +396,7 @@ def test_a_repeated_hint_lives_longer_and_brings_what_has_gone(make_rank: MakeRa
     assert in_hbm(rank, waiting) == 0
     assert prefetch(rank, waiting, "s0", until=50.0).brought == 48
     prefetcher_of(rank).expire(6.0)
-    assert len(prefetcher_of(rank).hinted) == 1
+    assert len(prefetcher_of(rank).retention) == 1
     finish(rank)
 
 
@@ -591,7 +591,7 @@ def test_new_weights_leave_what_was_brought_unfound(make_rank: MakeRank) -> None
     prefetcher_of(rank).prefetch("s", tokens)
     rank.scheduler.step()
     rank.scheduler.change_weights()
-    assert len(prefetcher_of(rank).hinted) == 0, "what was announced is computed anew"
+    assert len(prefetcher_of(rank).retention) == 0, "what was announced is computed anew"
     assert not prefetcher_of(rank).busy, "a piece that was being copied is given up"
     rank.check()
     passes(rank)

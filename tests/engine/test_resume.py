@@ -364,18 +364,18 @@ def test_what_vanished_makes_room() -> None:
 
 
 def test_the_router_is_told_once_the_state_is_before_every_rank() -> None:
-    inbox = RankCommandQueue(clock=lambda: 7.0)
+    command_queue = RankCommandQueue(clock=lambda: 7.0)
     posted: list[Any] = []
-    desk = MoveDesk(inbox, EPOCH, lambda reader, message: posted.append((reader, message)))
+    desk = MoveDesk(command_queue, EPOCH, lambda reader, message: posted.append((reader, message)))
     try:
         assert desk.take(b"router", watch(3))
         assert posted == [(b"router", Expecting(EPOCH, f"{3:032x}"))]
-        assert [command.payload for command in inbox.take()] == [TO_AGENT.encode(watch(3))]
+        assert [command.payload for command in command_queue.take()] == [TO_AGENT.encode(watch(3))]
         for _ in range(MOST_WAITING):
-            inbox.put(b"")
+            command_queue.put(b"")
         assert desk.take(b"router", watch(4))
         assert len(posted) == 1, "the scheduler stands still: the request would come without its state"
         assert desk.take(b"router", Unpark("move 3", stay=True))
         assert len(posted) == 1
     finally:
-        inbox.close()
+        command_queue.close()

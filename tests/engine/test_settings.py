@@ -223,11 +223,11 @@ def test_which_priorities_go_first_holds_for_disk_and_hints_too(sign: int) -> No
         assert cache.advice is not None
         rank.serve(PROMPT)
         rank.settle()
-        hinted = cache.prefetcher.hinted
+        retention = cache.prefetcher.retention
         cache.advice.handle_command(
             TO_AGENT.encode(Advise("h", encode_tokens(PROMPT[:40]), ttl_s=60.0, priority=7))
         )
-        assert [hint.priority for hint in hinted._hints.values()] == [7 * sign]
+        assert [hint.priority for hint in retention._hints.values()] == [7 * sign]
         cache.advice.clear()
         assert rank.promotions is not None
         wanted: list[int] = []

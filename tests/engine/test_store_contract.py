@@ -12,7 +12,7 @@ from engine_movers import HandMover
 
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.dram_tier import DramTier
-from sglang_ext.engine.tiers.hbm_room import HbmRoom
+from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.slots import HostSlots
 from sglang_ext.keys import Namespace
 from sglang_ext.mempool import ArenaRegion, MemPool
@@ -45,7 +45,7 @@ class Slots:
 
 def hbm_rig(blocks: int, store_class: type[Store] = Store) -> Rig:
     store = store_class(RadixTree(BLOCK))
-    HbmRoom(store, Holder.of("one", 1, Tier.HBM), Slots(blocks * BLOCK), HostSlots(), None)
+    HbmTier(store, Holder.of("one", 1, Tier.HBM), Slots(blocks * BLOCK), HostSlots(), None)
     return Rig(store, Tier.HBM)
 
 
@@ -96,7 +96,7 @@ class TestArenaAsDram(StoreContract):
 @pytest.mark.parametrize(
     "open_rig",
     [hbm_rig, dram_rig, arena_rig(Tier.HBM), arena_rig(Tier.DRAM)],
-    ids=["HbmRoom", "DramTier", "arena as HBM", "arena as DRAM"],
+    ids=["HbmTier", "DramTier", "arena as HBM", "arena as DRAM"],
 )
 def test_random_reservations_leave_every_block_where_it_was_written(
     open_rig: Callable[[int], Rig], long_run: bool
@@ -132,7 +132,7 @@ class LosesWhatIsContinued(Store):
 
 
 @pytest.mark.parametrize("damaged", [GivesBackTheWrongHalf, LosesWhatIsContinued])
-@pytest.mark.parametrize("open_rig", [hbm_rig, dram_rig], ids=["HbmRoom", "DramTier"])
+@pytest.mark.parametrize("open_rig", [hbm_rig, dram_rig], ids=["HbmTier", "DramTier"])
 def test_a_faulty_store_is_found_out(open_rig: Callable[..., Rig], damaged: type[Store]) -> None:
     with pytest.raises((AssertionError, ValueError, KeyError)):
         run_store_model(lambda blocks: open_rig(blocks, damaged), examples=400, shrink=False)

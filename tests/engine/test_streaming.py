@@ -151,14 +151,14 @@ def test_without_room_in_dram_it_comes_straight_to_hbm() -> None:
     with on_disk_only() as rank, no_room_in_dram(rank):
         assert rank.promotions is not None
         rank.serve([*PROMPT, 1, 2, 3], new_tokens=3)
-        assert rank.promotions.counters.straight == BLOCKS
+        assert rank.promotions.counters.direct == BLOCKS
         assert rank.promotions.counters.promoted == rank.promotions.counters.no_room == 0
         assert rank.scheduler.disk_tokens == BLOCKS * 4
         # It is in HBM now like anything that was computed.
         loaded = rank.scheduler.loaded_tokens
         rank.serve([*PROMPT, 1, 2, 3])
         assert rank.scheduler.loaded_tokens == loaded
-        assert rank.promotions.counters.straight == BLOCKS
+        assert rank.promotions.counters.direct == BLOCKS
 
 
 @pytest.mark.parametrize("layer", [0, LAYERS - 1])
@@ -168,7 +168,7 @@ def test_a_damaged_layer_on_the_straight_way_runs_the_batch_again(layer: int) ->
         req = rank.serve([*PROMPT, 1, 2, 3], new_tokens=3)
         assert rank.scheduler.restarted == 1
         assert len(req.output_ids) == 3
-        assert rank.promotions.counters.straight == 0
+        assert rank.promotions.counters.direct == 0
         assert rank.promotions.counters.no_room == BLOCKS  # the second time
 
 
@@ -220,7 +220,7 @@ def test_a_fault_that_is_not_the_disks_on_the_straight_way(
         answer = rank.serve([*PROMPT, 1, 2, 3], new_tokens=3)
         assert rank.scheduler.restarted == 1
         assert "ZeroDivisionError: placed by the test" in caplog.text
-        assert (rank.promotions.counters.straight, rank.promotions.counters.read_failed) == (0, BLOCKS)
+        assert (rank.promotions.counters.direct, rank.promotions.counters.read_failed) == (0, BLOCKS)
         assert len(answer.output_ids) == 3
 
 

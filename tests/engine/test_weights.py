@@ -165,7 +165,7 @@ def test_a_straight_load_of_old_kv_does_not_begin() -> None:
         rank.scheduler.change_weights()
         assert not any(node.locks for node in rank.tree.nodes())
         finish(rank)
-        assert rank.promotions.counters.straight == 0
+        assert rank.promotions.counters.direct == 0
         assert req.cached_tokens == 0
 
 

@@ -160,8 +160,8 @@ def counted(server: ServerProcess, event: str) -> float:
     return sum(v for k, v in samples if k.startswith("sglang_ext_cache_peers_total{") and wanted in k)
 
 
-def nothing_is_lent(server: ServerProcess) -> bool:
-    return counted(server, "lent") == counted(server, "given_back")
+def nothing_is_exported(server: ServerProcess) -> bool:
+    return counted(server, "exported") == counted(server, "given_back")
 
 
 def signal_to(server: ServerProcess, number: signal.Signals) -> None:
@@ -243,7 +243,7 @@ async def test_what_one_has_computed_another_fetches(pair, port, client, rng) ->
         assert told["took_s"] >= 0
         print(f"a first fetch took {told['took_s'] * 1000:.1f} ms, connecting to the holder not counted")
         assert_same(await cold(client, reader, prompt), answer)
-        await asyncio.to_thread(wait_until, lambda: nothing_is_lent(owner), seconds=30, what="the lease")
+        await asyncio.to_thread(wait_until, lambda: nothing_is_exported(owner), seconds=30, what="the lease")
         # A scheduler exports its counters between passes, not in the moment they change.
         await asyncio.to_thread(
             wait_until,
@@ -350,7 +350,7 @@ async def test_a_holder_that_stops_hangs_nobody(when, pair, port, client, rng) -
         assert told["end"] in ends
         assert answer.cached_tokens == (TOKENS if told["end"] == "done" else 0)
         assert_same(expected, answer)
-        await asyncio.to_thread(wait_until, lambda: nothing_is_lent(owner), seconds=40, what="the lease")
+        await asyncio.to_thread(wait_until, lambda: nothing_is_exported(owner), seconds=40, what="the lease")
 
 
 # -- hints ------------------------------------------------------------------------------------------
@@ -411,7 +411,9 @@ async def test_the_chosen_instance_dies_in_mid_prefetch(pair, port, client, rng)
             told = await advise(client, router, input_ids=prompt)
             assert told["instance"] == reader.url
             await until(reading.exists, 30, "the read")
-            await asyncio.to_thread(wait_until, lambda: not nothing_is_lent(owner), seconds=30, what="a loan")
+            await asyncio.to_thread(
+                wait_until, lambda: not nothing_is_exported(owner), seconds=30, what="an export"
+            )
             signal_to(reader, signal.SIGKILL)
             reading.unlink()
         answer, headers = await generate(client, router.url, prompt)
@@ -423,7 +425,7 @@ async def test_the_chosen_instance_dies_in_mid_prefetch(pair, port, client, rng)
             30,
             "the verdict",
         )
-        await asyncio.to_thread(wait_until, lambda: nothing_is_lent(owner), seconds=30, what="the lease")
+        await asyncio.to_thread(wait_until, lambda: nothing_is_exported(owner), seconds=30, what="the lease")
     await asyncio.to_thread(pair.end, reader)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from sglang_ext.cost_model import CostModel
 from sglang_ext.protocol import agent as agent_messages
-from sglang_ext.protocol.agent import Expecting, Fetched, FromAgent, Lend, ToAgent
+from sglang_ext.protocol.agent import Expecting, Export, Fetched, FromAgent, ToAgent
 from sglang_ext.protocol.cluster import Registration
 from sglang_ext.router.cluster.agents import AgentChannels
 from sglang_ext.router.dispatch.costs import RouterCosts
@@ -168,14 +168,14 @@ def test_both_are_told_the_same_loan() -> None:
     channels = Channels()
     decision = Decision("a", Reason.FETCH)
     assert fetching(channels).begin(flight(), Fetch("b", 960), decision, FLEET, {"b": Match(960)})
-    (holder, lend), (chosen, fetch) = channels.told
+    (holder, export), (chosen, fetch) = channels.told
     assert (holder, chosen) == ("b", "a")
-    assert isinstance(lend, Lend)
+    assert isinstance(export, Export)
     assert isinstance(fetch, agent_messages.Fetch)
-    assert lend.tokens == fetch.tokens == KEY[: 960 * 4]
-    assert lend.loan == fetch.source.loan
+    assert export.tokens == fetch.tokens == KEY[: 960 * 4]
+    assert export.export == fetch.source.export
     assert fetch.source.endpoints == ("b:7",)
-    assert lend.cache_salt == fetch.cache_salt == "salt"
+    assert export.cache_salt == fetch.cache_salt == "salt"
     assert LEAST_WAIT_S <= fetch.wait_s <= MOST_WAIT_S
 
 

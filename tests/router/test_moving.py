@@ -16,9 +16,9 @@ from sglang_ext.protocol.agent import (
     Advise,
     Advised,
     Expecting,
+    Export,
     Fetch,
     FromAgent,
-    Lend,
     Park,
     Parked,
     Resume,
@@ -65,8 +65,8 @@ class Agents(AgentChannels):
         self.told.append((name, message))
         answer: FromAgent | None = None
         if isinstance(message, Park):
-            loan = message.id if self.endpoints else ""
-            answer = Parked(EPOCH, message.id, self.why, STATE, meeting="127.0.0.1:7", room=5, loan=loan)
+            export = message.id if self.endpoints else ""
+            answer = Parked(EPOCH, message.id, self.why, STATE, meeting="127.0.0.1:7", room=5, export=export)
         elif isinstance(message, Advise):
             answer = Advised(EPOCH, message.id, "done", 0, 0, 0)
         elif isinstance(message, Fetch):
@@ -322,12 +322,12 @@ async def test_a_prompt_is_copied_while_its_request_still_runs(
     told = [(name, message) for name, message in rig.agents.told if not isinstance(message, Unpark)]
     kinds = [(name == rig.source.url, type(message)) for name, message in told]
     is_told = tokens >= LEAST_AHEAD and len(tag) <= MAX_TAG
-    ahead = [(True, Lend), (False, Advise)] if is_told else []
+    ahead = [(True, Export), (False, Advise)] if is_told else []
     assert kinds == [*ahead, (True, Park), (False, Fetch), (False, Watch)]
     if ahead:
-        (_, lend), (_, hint) = told[:2]
-        assert isinstance(lend, Lend)
+        (_, export), (_, hint) = told[:2]
+        assert isinstance(export, Export)
         assert isinstance(hint, Advise)
-        assert hint.source == Source(("there:1",), lend.loan)
-        assert hint.tokens == lend.tokens == encode_tokens([5] * tokens)
+        assert hint.source == Source(("there:1",), export.export)
+        assert hint.tokens == export.tokens == encode_tokens([5] * tokens)
     rig.gate.open()

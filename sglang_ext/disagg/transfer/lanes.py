@@ -1,6 +1,6 @@
 """Lanes: the threads of one connection that move bytes. A lane blocks in its transport without the GIL.
 
-    put(piece) ─> inbox of the lane with least to do ─> read or write ─> ended(lane, piece, error)
+    put(piece) ─> queue of the lane with least to do ─> read or write ─> ended(lane, piece, error)
     check(request, lane) ───────────────────────────────────────────> verify(lane, request)
 
 The callbacks run on the lane's thread.
@@ -51,7 +51,7 @@ class Lanes:
         self._tokens: dict[int, tuple[Piece, CancelToken]] = {}
         self._running: set[int] = set()
         self._lane_of: dict[int, int] = {}
-        self._inbox: list[queue.SimpleQueue[_Job]] = [queue.SimpleQueue() for _ in range(channel.lanes)]
+        self._queues: list[queue.SimpleQueue[_Job]] = [queue.SimpleQueue() for _ in range(channel.lanes)]
         self._load = [0] * channel.lanes
         self._threads = [
             threading.Thread(target=self._lane, args=(i,), name=f"kv-{channel.name}-{i}", daemon=True)
@@ -79,11 +79,11 @@ class Lanes:
         lane = self._load.index(min(self._load))
         self._load[lane] += piece.nbytes
         self._lane_of[piece.number] = lane
-        self._inbox[lane].put(piece)
+        self._queues[lane].put(piece)
 
     def check(self, request: str, lane: int) -> None:
         """Have a request verified by a lane, after what it has to do already."""
-        self._inbox[lane].put(request)
+        self._queues[lane].put(request)
 
     def stop(self, piece: Piece, token: CancelToken) -> bool:
         """Cancel a piece. True when no lane has begun it, and so it has ended: its lane may be held up by
@@ -97,14 +97,14 @@ class Lanes:
 
     def close(self) -> None:
         """End the threads, after what they have to do. Blocks."""
-        for inbox in self._inbox:
-            inbox.put(None)
+        for jobs in self._queues:
+            jobs.put(None)
         for thread in self._threads:
             thread.join()
 
     def _lane(self, lane: int) -> None:
-        inbox = self._inbox[lane]
-        while (job := inbox.get()) is not None:
+        jobs = self._queues[lane]
+        while (job := jobs.get()) is not None:
             try:
                 if isinstance(job, Piece):
                     self._move(lane, job)

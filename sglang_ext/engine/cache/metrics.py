@@ -111,9 +111,8 @@ class CacheMetrics:
             ),
             "peers": events(
                 "peers",
-                "KV from other instances: blocks fetched from them and lent to them (lent, not_lent, "
-                "given_back), and "
-                "fetches by how they ended.",
+                "KV from other instances: blocks fetched from them and exported to them (exported, "
+                "not_exported, given_back), and fetches by how they ended.",
             ),
             "disk": events(
                 "disk_blocks",
@@ -154,15 +153,15 @@ class CacheMetrics:
             self._decide(Tier.DRAM, cache.load_back.decisions)
         if cache.peers is not None:
             self._count("peers", cache.peers.fetches.counts())
-            self._count("peers", dataclasses.asdict(cache.peers.lending.counters))
+            self._count("peers", dataclasses.asdict(cache.peers.exports.counters))
             for transport, count in cache.peers.transport_bytes.items():
                 more = count - self._seen.get(("bytes", transport), 0)
                 self._fetched.labels(transport, self._rank).inc(max(0, more))
                 self._seen["bytes", transport] = count
         if cache.prefetcher is not None:
             self._count("prefetch", {end.value: count for end, count in cache.prefetcher.counters.items()})
-            self._announced.labels(self._rank).set(len(cache.prefetcher.hinted))
-            self._count("announced", {"given_up": cache.prefetcher.hinted.given_up})
+            self._announced.labels(self._rank).set(len(cache.prefetcher.retention))
+            self._count("announced", {"given_up": cache.prefetcher.retention.given_up})
         if cache.advice is not None and cache.advice.computes is not None:
             self._count("announced", {"computed": cache.advice.computes.blocks})
 

@@ -18,7 +18,7 @@ from sglang_ext.engine.prefetch.advice import Advice, Computes, Tell
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.dram_tier import DramTier
-from sglang_ext.engine.tiers.hbm_room import HbmRoom
+from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.load_back import LoadBack
 from sglang_ext.engine.tiers.load_policy import AgreedSpeeds, DramPolicy, PrefillCost
 from sglang_ext.engine.tiers.prefill_clock import PrefillClock
@@ -54,7 +54,7 @@ class CacheParts:
     transfers: TransferThread | None = None
     """Moves KV to and from other servers; ``None`` where none are known. The cache ends it."""
     peers: PeerKv | None = None
-    """Fetches from other instances and lends to them; ``None`` where that is not possible."""
+    """Fetches from other instances and exports to them; ``None`` where that is not possible."""
     feed: PlacementFeed | None = None
     """Tells routers of what changes here; ``None`` without any."""
     tell: Tell | None = None
@@ -106,7 +106,7 @@ class RankCache:
         self.metrics = parts.metrics
         self.weights = parts.weights
         self.ranks = parts.ranks
-        self.inbox = parts.commands
+        self.command_queue = parts.commands
         self.listeners = Listeners()
         """Parts that hear what happens here."""
         self._check_when_idle = parts.check
@@ -114,7 +114,7 @@ class RankCache:
         self.device = torch.device(allocator.device if allocator is not None else "cpu")
         # Not "slots": SGLang takes an attribute of that name for the slots of sessions.
         self.slot_ops = slot_ops(self.device)
-        self.room = HbmRoom(self.store, self.hbm, allocator, self.slot_ops, dram)
+        self.hbm_tier = HbmTier(self.store, self.hbm, allocator, self.slot_ops, dram)
         self.prefill_clock: PrefillClock | None = None
         self.load_back: LoadBack | None = None
         self.prefetcher: Prefetcher | None = None
@@ -126,9 +126,11 @@ class RankCache:
             speeds = AgreedSpeeds(cost, lambda: dram.load_bytes_per_second, parts.ranks)
             policy = DramPolicy(self.block_size, dram.block_bytes, always=parts.load_always, speeds=speeds)
             self.load_back = LoadBack(
-                self.store, dram, promotions, self.hbm, self.room, self.slot_ops, policy
+                self.store, dram, promotions, self.hbm, self.hbm_tier, self.slot_ops, policy
             )
-            self.prefetcher = Prefetcher(self.store, self.hbm, dram, self.room, promotions, self.namespace)
+            self.prefetcher = Prefetcher(
+                self.store, self.hbm, dram, self.hbm_tier, promotions, self.namespace
+            )
             if parts.takes_hints:
                 self.advice = Advice(
                     self.prefetcher,
@@ -190,7 +192,7 @@ class RankCache:
 
     def drop_in_flight(self) -> None:
         """Give up what is on its way between tiers and instances for requests, announced or waiting: returns,
-        fetches and loans, hints, prefetches, reads from disk. When this returns, nothing of it arrives.
+        fetches and exports, hints, prefetches, reads from disk. When this returns, nothing of it arrives.
         """
         self.listeners.before_clear()
         if self.peers is not None:

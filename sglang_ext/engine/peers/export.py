@@ -1,6 +1,6 @@
-"""What DRAM has of a prompt is lent to a peer, which reads it one-sidedly.
+"""What DRAM has of a prompt is exported to a peer, which reads it one-sidedly.
 
-A loan holds one DRAM lock, so that nothing of it is evicted, and a lease (``fetch_link``). The lease ends
+An export holds one DRAM lock, so that nothing of it is evicted, and a lease (``fetch_link``). The lease ends
 when its reader says that it is done, is dead, or is late; the lock goes once it has ended on every rank.
 
 What is in HBM only is copied to DRAM first, and what is being copied is waited for: the reader asks until
@@ -23,15 +23,15 @@ from sglang_ext.engine.tiers.mover import BlockIds
 from sglang_ext.radix_global import Node, RadixTree
 from sglang_ext.tiers import Tier
 
-MOST_LOANS: Final = 32
+MOST_EXPORTS: Final = 32
 SHARE: Final = 4
-"""Of DRAM, at most one part in so many is lent at a time."""
+"""Of DRAM, at most one part in so many is exported at a time."""
 
 
-class Lends(Protocol):
+class ExportLink(Protocol):
     """What of ``fetch_link.FetchLink`` is used here."""
 
-    def publish(self, loan: str, ids: BlockIds, seconds: float) -> int | None: ...
+    def publish(self, export: str, ids: BlockIds, seconds: float) -> int | None: ...
 
     def withdraw(self, lease: int) -> None: ...
 
@@ -44,25 +44,25 @@ class Lends(Protocol):
 class ExportCounters:
     """Blocks, since the start."""
 
-    lent: int = 0
-    not_lent: int = 0
-    """Asked for and there, but too much was lent already."""
+    exported: int = 0
+    not_exported: int = 0
+    """Asked for and there, but too much was exported already."""
     given_back: int = 0
-    """Of what was lent, what is nobody's any more."""
+    """Of what was exported, what is nobody's any more."""
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """A loan that is to be made when copies have completed."""
+    """An export that is to be made when copies have completed."""
 
-    loan: str
+    export: str
     namespace: Hashable
     key: bytes
     seconds: float
 
 
 @dataclass(eq=False)
-class _Loan:
+class _Export:
     node: Node
     blocks: int
     lease: int | None
@@ -76,23 +76,23 @@ class Exports:
         tree: the rank's tree.
         tier: DRAM.
         link: publishes.
-        ranks: agree on which loans have ended.
+        ranks: agree on which exports have ended.
     """
 
-    def __init__(self, tree: RadixTree, tier: DramTier, link: Lends, ranks: Ranks) -> None:
+    def __init__(self, tree: RadixTree, tier: DramTier, link: ExportLink, ranks: Ranks) -> None:
         self._tree = tree
         self._tier = tier
         self._link = link
-        self._loans: list[_Loan] = []
+        self._exports: list[_Export] = []
         self._asked: list[_Asked] = []
         self.counters = ExportCounters()
         ranks.add(self)
 
-    def lend(self, loan: str, namespace: Hashable, key: bytes, seconds: float) -> None:
-        """Lend what is in memory of a prompt's beginning, if only nothing: whoever asks shall know."""
-        if len(self._loans) + len(self._asked) >= MOST_LOANS:
+    def export(self, export: str, namespace: Hashable, key: bytes, seconds: float) -> None:
+        """Export what is in memory of a prompt's beginning, if only nothing: whoever asks shall know."""
+        if len(self._exports) + len(self._asked) >= MOST_EXPORTS:
             return
-        asked = _Asked(loan, namespace, key, seconds)
+        asked = _Asked(export, namespace, key, seconds)
         self._copy(asked)
         self._asked.append(asked)
 
@@ -105,7 +105,7 @@ class Exports:
             elif self._tier.holder not in node.placements:
                 break
             blocks += node.blocks
-        if last is not None and self.lent_blocks + blocks <= self._tier.n_blocks // SHARE:
+        if last is not None and self.exported_blocks + blocks <= self._tier.n_blocks // SHARE:
             self._tier.store.swap_out(Tier.HBM, last, always=True)
 
     def _copying(self, asked: _Asked) -> bool:
@@ -116,17 +116,17 @@ class Exports:
     def _publish(self, asked: _Asked) -> None:
         nodes = self._held(asked.namespace, asked.key)
         blocks = sum(node.blocks for node in nodes)
-        if self.lent_blocks + blocks > self._tier.n_blocks // SHARE:
-            self.counters.not_lent += blocks
+        if self.exported_blocks + blocks > self._tier.n_blocks // SHARE:
+            self.counters.not_exported += blocks
             nodes, blocks = [], 0
         dram = self._tier.holder
         ids = [np.asarray(node.placements[dram], np.int64) for node in nodes]
         last = nodes[-1] if nodes else self._tree.root
         self._tree.lock(last, dram)
         flat = np.concatenate(ids) if ids else np.zeros(0, np.int64)
-        lease = self._link.publish(asked.loan, flat, asked.seconds)
-        self._loans.append(_Loan(last, blocks, lease))
-        self.counters.lent += blocks
+        lease = self._link.publish(asked.export, flat, asked.seconds)
+        self._exports.append(_Export(last, blocks, lease))
+        self.counters.exported += blocks
 
     def _held(self, namespace: Hashable, key: bytes) -> list[Node]:
         """The nodes from the prompt's start on whose copy in DRAM is complete."""
@@ -139,42 +139,42 @@ class Exports:
         return nodes
 
     def propose(self) -> Sequence[int]:
-        """Of each loan, whether it has ended here."""
-        return [int(loan.lease is None or self._link.over(loan.lease)) for loan in self._loans]
+        """Of each export, whether it has ended here."""
+        return [int(export.lease is None or self._link.over(export.lease)) for export in self._exports]
 
     def act(self, agreed: Sequence[int]) -> None:
-        """Let go of loans that have ended on every rank, and make those whose copies have completed."""
-        for loan, over in zip(list(self._loans), agreed, strict=False):
+        """Let go of exports that have ended on every rank, and make those whose copies have completed."""
+        for export, over in zip(list(self._exports), agreed, strict=False):
             if over:
-                self._end(loan)
+                self._end(export)
         for asked in list(self._asked):
             if not self._copying(asked):
                 self._asked.remove(asked)
                 self._publish(asked)
 
     def clear(self) -> None:
-        """The cache is about to be emptied: end every loan. Readers find that what they read is stale."""
+        """The cache is about to be emptied: end every export. Readers find that what they read is stale."""
         self._asked.clear()
-        for loan in list(self._loans):
-            if loan.lease is not None:
-                self._link.withdraw(loan.lease)
-            self._end(loan)
+        for export in list(self._exports):
+            if export.lease is not None:
+                self._link.withdraw(export.lease)
+            self._end(export)
 
-    def _end(self, loan: _Loan) -> None:
-        self._loans.remove(loan)
-        self.counters.given_back += loan.blocks
-        if loan.lease is not None:
-            self._link.forget(loan.lease)
-        self._tree.unlock(loan.node, self._tier.holder)
+    def _end(self, export: _Export) -> None:
+        self._exports.remove(export)
+        self.counters.given_back += export.blocks
+        if export.lease is not None:
+            self._link.forget(export.lease)
+        self._tree.unlock(export.node, self._tier.holder)
 
     @property
-    def lent_blocks(self) -> int:
-        """Blocks of loans that have not ended."""
-        return sum(loan.blocks for loan in self._loans)
+    def exported_blocks(self) -> int:
+        """Blocks of exports that have not ended."""
+        return sum(export.blocks for export in self._exports)
 
     @property
     def busy(self) -> bool:
-        return bool(self._loans or self._asked)
+        return bool(self._exports or self._asked)
 
     def __repr__(self) -> str:
-        return f"Exports(loans={len(self._loans)}, blocks={self.lent_blocks}, {self.counters})"
+        return f"Exports({len(self._exports)}, blocks={self.exported_blocks}, {self.counters})"

@@ -1,9 +1,9 @@
 """A rank's DRAM arena as peers read it, and as it reads theirs, on the rank's transfer thread.
 
 The scheduler's thread publishes leases and starts jobs, and looks at what became of them; it never waits for
-a peer. Blocks are lent as a ``borrowed`` pool's: the arena's allocator knows nothing of counters, so a lease
-seals what it lends and its end opens it again. Whoever publishes keeps a lock on the tree's nodes until
-``over`` says so, and a reader that comes later finds another generation (``docs/transfer.md``).
+a peer. Blocks are exported as a ``borrowed`` pool's: the arena's allocator knows nothing of counters, so a
+lease seals what it exports and its end opens it again. Whoever publishes keeps a lock on the tree's nodes
+until ``over`` says so, and a reader that comes later finds another generation (``docs/transfer.md``).
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def peer_name(instance: str, epoch: bytes) -> str:
 class Job:
     """What is read from one peer. Written by the link's thread, looked at by the scheduler's.
 
-    offered: blocks of the prompt's beginning that the peer lends; ``None`` until that is known.
+    offered: blocks of the prompt's beginning that the peer exports; ``None`` until that is known.
     read: blocks that are in place and verified; ``None`` until the reading has ended.
     connecting_s: how long it took to connect, once that is done: what later reads from there do not take.
     why: one word for what went wrong, or nothing.
     """
 
     address: str
-    loan: str
+    export: str
     deadline: float
     """On the link's loop."""
     offered: int | None = None
@@ -114,14 +114,14 @@ class FetchLink:
         """Bytes that were fetched from peers, by the transport that brought them. From any thread."""
         return {str(name): stats.bytes for name, stats in self.endpoint.totals(USE).items()}
 
-    # -- lending ------------------------------------------------------------------------------------
+    # -- exporting ------------------------------------------------------------------------------------
 
-    def publish(self, loan: str, ids: Ids, seconds: float) -> int | None:
-        """Lease blocks to whoever asks for ``loan``; the lease, or ``None`` where that cannot be."""
+    def publish(self, export: str, ids: Ids, seconds: float) -> int | None:
+        """Lease blocks to whoever asks for ``export``; the lease, or ``None`` where that cannot be."""
         try:
-            return self.endpoint.publish(DRAM_POOL, loan, ids, seconds).lease
+            return self.endpoint.publish(DRAM_POOL, export, ids, seconds).lease
         except TransferError as error:  # the budget is spent
-            log.debug("%s is not lent: %s", loan, error)
+            log.debug("%s is not exported: %s", export, error)
         return None
 
     def withdraw(self, lease: int) -> None:
@@ -142,9 +142,9 @@ class FetchLink:
 
     # -- fetching -----------------------------------------------------------------------------------
 
-    def ask(self, address: str, loan: str, seconds: float) -> Job:
-        """Ask a peer for what it lends under a name; it may publish that a little later."""
-        job = Job(address, loan, self._transfers.loop.time() + seconds)
+    def ask(self, address: str, export: str, seconds: float) -> Job:
+        """Ask a peer for what it exports under a name; it may publish that a little later."""
+        job = Job(address, export, self._transfers.loop.time() + seconds)
         self._start(job, asking=True)
         return job
 
@@ -160,10 +160,10 @@ class FetchLink:
         """What is offered is not needed: let the peer have it back."""
         self._transfers.loop.call_soon_threadsafe(self._release, job)
 
-    def decline(self, address: str, loan: str) -> None:
-        """What a peer lends under a name is not needed: let it have that back."""
+    def decline(self, address: str, export: str) -> None:
+        """What a peer exports under a name is not needed: let it have that back."""
         self._start(
-            Job(address, loan, self._transfers.loop.time() + DECLINE_SECONDS, declined=True), asking=True
+            Job(address, export, self._transfers.loop.time() + DECLINE_SECONDS, declined=True), asking=True
         )
 
     def cancel(self, job: Job) -> None:
@@ -215,7 +215,7 @@ class FetchLink:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                return await instance.offer(0, job.loan, DRAM_POOL, max(0.001, job.deadline - loop.time()))
+                return await instance.offer(0, job.export, DRAM_POOL, max(0.001, job.deadline - loop.time()))
             except RefusedError as error:
                 if error.reason != "request":
                     raise
@@ -232,8 +232,8 @@ class FetchLink:
             generations=pack_ids(unpack_ids(offer.generations)[start:end]),
         )
         try:
-            instance.transfer(job.loan, [part], DRAM_POOL, ids)
-            await instance.landed(job.loan, max(0.001, job.deadline - asyncio.get_running_loop().time()))
+            instance.transfer(job.export, [part], DRAM_POOL, ids)
+            await instance.landed(job.export, max(0.001, job.deadline - asyncio.get_running_loop().time()))
         finally:
             # Nobody waits for the peer to hear of it: the bytes are here, or of no use.
             self._release(job)
@@ -256,7 +256,7 @@ class FetchLink:
         instance, offer = job.instance, job.offer
         if instance is not None and offer is not None and not instance.gone:
             link = instance.links[0]
-            link.spawn(link.complete(job.loan, offer.lease, True, 5.0))
+            link.spawn(link.complete(job.export, offer.lease, True, 5.0))
 
     # -- deaths -------------------------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class FetchLink:
         self._transfers.loop.call_soon_threadsafe(self.endpoint.doubt, said)
 
     def close(self) -> None:
-        """Lend and fetch no more."""
+        """Export and fetch no more."""
         self._transfers.watch_leases(DRAM_POOL, None)
 
     def __repr__(self) -> str:

@@ -1,6 +1,6 @@
 """What a prompt's KV lacks here is read from a peer's DRAM into ours (MemServe, equation 2; KVDirect, 4.1).
 
-A fetch asks its peer what it lends, takes DRAM blocks for what is lacking then, has them read and verified,
+A fetch asks its peer what it exports, takes DRAM blocks for what is lacking then, has them read and verified,
 and puts them into the tree, from where the request loads them like any other DRAM hit; they go on to disk as
 what was computed here does. A request that was told to may wait for its fetch, for a time; others go first.
 Whatever goes wrong is a miss, counted by its reason.
@@ -40,7 +40,7 @@ MOST_RESULTS: Final = 1000
 class Reads(Protocol):
     """What of ``fetch_link.FetchLink`` is used here."""
 
-    def ask(self, address: str, loan: str, seconds: float) -> Job: ...
+    def ask(self, address: str, export: str, seconds: float) -> Job: ...
 
     def read(self, job: Job, start: int, ids: BlockIds) -> None: ...
 
@@ -48,7 +48,7 @@ class Reads(Protocol):
 
     def cancel(self, job: Job) -> None: ...
 
-    def decline(self, address: str, loan: str) -> None: ...
+    def decline(self, address: str, export: str) -> None: ...
 
 
 class FetchEnd(enum.Enum):
@@ -66,7 +66,7 @@ class FetchEnd(enum.Enum):
     STALE = "stale"
     """The peer's blocks changed while they were read."""
     REFUSED = "refused"
-    """The peer is of another namespace, or lends nothing."""
+    """The peer is of another namespace, or exports nothing."""
     GONE = "gone"
     """The peer died, or cannot be reached."""
     CANCELLED = "cancelled"
@@ -104,7 +104,7 @@ class Wish:
     namespace: Hashable
     key: bytes
     address: str
-    loan: str
+    export: str
     seconds: float
     wait_until: float | None = None
     then: Callable[[], None] = lambda: None
@@ -132,7 +132,7 @@ class _Fetch:
     job: Job
     wait_until: float | None
     began: float
-    room: Reservation | None = None
+    reservation: Reservation | None = None
     """The blocks of DRAM that are being filled."""
 
 
@@ -183,12 +183,12 @@ class Fetches:
         if len(self._active) >= MOST_FETCHES:
             self._decline(wish, FetchEnd.BUSY)
             return
-        job = self._link.ask(wish.address, wish.loan, wish.seconds)
+        job = self._link.ask(wish.address, wish.export, wish.seconds)
         self._active.append(_Fetch(wish, job, wish.wait_until, self._clock.monotonic()))
 
     def _decline(self, wish: Wish, how: FetchEnd) -> None:
-        """Nothing is begun: what the peer lends for it need not stay locked there until it expires."""
-        self._link.decline(wish.address, wish.loan)
+        """Nothing is begun: what the peer exports for it need not stay locked there until it expires."""
+        self._link.decline(wish.address, wish.export)
         self._tell(wish.id, wish.ahead, how)
         wish.then()
 
@@ -212,7 +212,7 @@ class Fetches:
         """Of each fetch, whether its request has waited long enough, and the blocks of its next step."""
         now, said = self._clock.monotonic(), []
         for fetch in self._active:
-            came = fetch.job.offered if fetch.room is None else fetch.job.read
+            came = fetch.job.offered if fetch.reservation is None else fetch.job.read
             said += [
                 int(fetch.wait_until is not None and now > fetch.wait_until),
                 NOT_YET if came is None else came,
@@ -227,15 +227,15 @@ class Fetches:
                 self.counters.not_waited += 1
             if blocks == NOT_YET:
                 continue
-            if fetch.room is None:
+            if fetch.reservation is None:
                 self._take(fetch, blocks)
             else:
-                self._land(fetch, fetch.room, blocks)
+                self._land(fetch, fetch.reservation, blocks)
 
     def _take(self, fetch: _Fetch, offered: int) -> None:
-        """The peer has said what it lends: reserve DRAM for what is lacking, and read."""
+        """The peer has said what it exports: reserve DRAM for what is lacking, and read."""
         wish, job = fetch.wish, fetch.job
-        room = self._tier.store.reserve(
+        reservation = self._tier.store.reserve(
             Tier.DRAM,
             wish.namespace,
             wish.key[: max(0, offered) * self._step],
@@ -244,20 +244,21 @@ class Fetches:
             lose=fetch.wait_until is not None,
             source=wish.address,
         )
-        if isinstance(room, Refusal):
+        if isinstance(reservation, Refusal):
             self._link.drop(job)
-            self._end(fetch, FetchEnd.of(job.why or "needless") if room is Refusal.KNOWN else _REFUSED[room])
+            needless = FetchEnd.of(job.why or "needless")
+            self._end(fetch, needless if reservation is Refusal.KNOWN else _REFUSED[reservation])
             return
-        fetch.room = room
-        self._link.read(job, room.start, room.places)
+        fetch.reservation = reservation
+        self._link.read(job, reservation.start, reservation.places)
 
-    def _land(self, fetch: _Fetch, room: Reservation, read: int) -> None:
+    def _land(self, fetch: _Fetch, reservation: Reservation, read: int) -> None:
         """The blocks are in place and verified on every rank, or of no use on one."""
         came = 0
-        whole = read == room.blocks
+        whole = read == reservation.blocks
         if not whole:
-            room.abort()
-        elif (done := room.commit()) is not None:
+            reservation.abort()
+        elif (done := reservation.commit()) is not None:
             came = done.fresh
             self.counters.fetched_blocks += came
         self._end(fetch, FetchEnd.DONE if whole else FetchEnd.of(fetch.job.why), came)
@@ -293,8 +294,8 @@ class Fetches:
         """Give up every fetch. When this returns, nothing writes to DRAM for one."""
         for fetch in list(self._active):
             self._link.cancel(fetch.job)
-            if fetch.room is not None:
-                fetch.room.abort()
+            if fetch.reservation is not None:
+                fetch.reservation.abort()
             self._end(fetch, FetchEnd.CANCELLED)
 
     @property

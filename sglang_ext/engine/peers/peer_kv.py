@@ -1,4 +1,4 @@
-"""Fetching from peers and lending to them, as one part of a rank's cache.
+"""Fetching from peers and exporting to them, as one part of a rank's cache.
 
 What routers say comes with the requests (``commands``); ``waits`` is for SGLang's protocol of waiting
 requests (``storage_prefetch``).
@@ -10,19 +10,19 @@ from collections.abc import Callable, Hashable
 from typing import Final, Protocol
 
 from sglang_ext.clock import Clock, SystemClock
-from sglang_ext.engine.peers.export import Exports, Lends
+from sglang_ext.engine.peers.export import ExportLink, Exports
 from sglang_ext.engine.peers.fetches import Fetches, FetchResult, Reads, Wish
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.keys import TOKEN_BYTES
-from sglang_ext.protocol.agent import Advise, Fetch, Lend, PeerDead, Source
+from sglang_ext.protocol.agent import Advise, Export, Fetch, PeerDead, Source
 from sglang_ext.radix_global import RadixTree
 
 HINT_SECONDS: Final = 10.0
 """For a fetch that nobody waits for."""
 
 
-class Link(Lends, Reads, Protocol):
+class Link(ExportLink, Reads, Protocol):
     """``fetch_link.FetchLink``."""
 
     @property
@@ -38,7 +38,7 @@ class PeerKv:
 
     Args:
         tree, tier: the rank's.
-        link: lends and reads.
+        link: exports and reads.
         ranks: of this instance.
         tell: takes what became of fetches; in rank 0, where there are routers.
         rank: which of a peer's ``endpoints`` is read from; a peer has as many as this instance has ranks.
@@ -68,15 +68,15 @@ class PeerKv:
         self._rank = rank
         self._endpoints = endpoints
         self._tell = tell
-        self.lending = Exports(tree, tier, link, ranks)
+        self.exports = Exports(tree, tier, link, ranks)
         self.fetches = Fetches(tree, tier, link, ranks, clock=self._clock)
 
-    def lend(self, message: Lend) -> None:
+    def export(self, message: Export) -> None:
         """A peer is about to ask."""
         # Nothing is said of other weights than those by which peers know each other.
         key = self._whole(message.tokens) if self._fresh() else b""
         namespace = self._namespace(message.extra_key, message.cache_salt)
-        self.lending.lend(message.loan, namespace, key, message.ttl_s)
+        self.exports.export(message.export, namespace, key, message.ttl_s)
 
     def fetch(self, message: Fetch) -> None:
         """A request is on its way, and waits."""
@@ -113,7 +113,7 @@ class PeerKv:
             self._namespace(message.extra_key, message.cache_salt),
             self._whole(message.tokens),
             source.endpoints[self._rank],
-            source.loan,
+            source.export,
             seconds,
             until,
             then,
@@ -122,7 +122,7 @@ class PeerKv:
         )
 
     def peer_dead(self, message: PeerDead) -> None:
-        """An instance died: what was lent to it is free at once, what is read from it is a miss."""
+        """An instance died: what was exported to it is free at once, what is read from it is a miss."""
         self._link.peer_dead(message.instance, message.epoch)
 
     def _whole(self, tokens: bytes) -> bytes:
@@ -141,7 +141,7 @@ class PeerKv:
     @property
     def busy(self) -> bool:
         """Whether the next passes have something to do."""
-        return self.fetches.busy or self.lending.busy
+        return self.fetches.busy or self.exports.busy
 
     @property
     def transport_bytes(self) -> dict[str, int]:
@@ -151,7 +151,7 @@ class PeerKv:
     def clear(self) -> None:
         """The cache is about to be emptied."""
         self.fetches.settle()
-        self.lending.clear()
+        self.exports.clear()
 
     def close(self) -> None:
         """End. DRAM is still there."""
@@ -159,4 +159,4 @@ class PeerKv:
         self._link.close()
 
     def __repr__(self) -> str:
-        return f"PeerKv({self.fetches!r}, {self.lending!r})"
+        return f"PeerKv({self.fetches!r}, {self.exports!r})"

@@ -1,8 +1,9 @@
 """What routers say of coming requests, in the scheduler's thread of every rank (Symphony, section 3.2).
 
-The agent puts it into the inbox (``engine/commands.py``); here a hint becomes a prefetch, and what came of it
-goes back through the agent of rank 0. What is fetched from peers or lent to them is passed on (``peer_kv``).
-A hint never changes an answer, and a bad one never harms a server: it is logged, and forgotten.
+The agent puts it into the command queue (``engine/commands.py``); here a hint becomes a prefetch, and what
+came of it goes back through the agent of rank 0. What is fetched from peers or exported to them is passed on
+(``peer_kv``). A hint never changes an answer, and a bad one never harms a server: it is logged, and
+forgotten.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from sglang_ext.protocol.agent import (
     Advise,
     Advised,
     Expecting,
+    Export,
     Fetch,
     Fetched,
     FromAgent,
-    Lend,
     PeerDead,
     PrefillServers,
     ToAgent,
@@ -118,7 +119,7 @@ class Advice:
     Args:
         brings: the rank's prefetcher.
         tell: for rank 0; None on the others.
-        peers: fetches and lends; None where that is not possible.
+        peers: fetches and exports; None where that is not possible.
         computes: computes what nobody has; None where that is not wanted.
         priority_sign: -1 where a small number means a high priority.
     """
@@ -162,8 +163,8 @@ class Advice:
                 self.peers.fetch_ahead(message, lambda: self._fetched(message, at))
             case Advise():
                 self._bring(message, at)
-            case Lend() if self.peers is not None:
-                self.peers.lend(message)
+            case Export() if self.peers is not None:
+                self.peers.export(message)
             case Fetch() if self.peers is not None:
                 self.peers.fetch(message)
             case PeerDead() if self.peers is not None:
@@ -234,15 +235,15 @@ class HintDesk:
     """Between the agent of rank 0, which hears the routers, and the schedulers, which do what they say.
 
     Args:
-        inbox: of this process's scheduler.
+        command_queue: of this process's scheduler.
         epoch: of the instance.
         post: sends a message to a router, from any thread.
     """
 
     def __init__(
-        self, inbox: RankCommandQueue, epoch: bytes, post: Callable[[bytes, FromAgent], None]
+        self, command_queue: RankCommandQueue, epoch: bytes, post: Callable[[bytes, FromAgent], None]
     ) -> None:
-        self._inbox = inbox
+        self._command_queue = command_queue
         self._epoch = epoch
         self._post = post
         self._askers: OrderedDict[str, bytes] = OrderedDict()
@@ -252,15 +253,15 @@ class HintDesk:
         """What a router says, in the agent's thread; what is not for the schedulers is left to others."""
         if isinstance(message, Fetch):
             self._remember(FETCH + message.id, reader)
-        if isinstance(message, Lend | Fetch | PeerDead | PrefillServers):
-            self._inbox.put(TO_AGENT.encode(message))
+        if isinstance(message, Export | Fetch | PeerDead | PrefillServers):
+            self._command_queue.put(TO_AGENT.encode(message))
         if isinstance(message, Fetch):
             self._post(reader, Expecting(self._epoch, message.id))
         if not isinstance(message, Advise | Withdraw):
             return
         if isinstance(message, Advise):
             self._remember(message.id, reader)
-        if not self._inbox.put(TO_AGENT.encode(message)):
+        if not self._command_queue.put(TO_AGENT.encode(message)):
             self.tell(PrefetchResult(message.id, PrefetchEnd.DROPPED, 0, 0))
 
     def _remember(self, asked: str, reader: bytes) -> None:

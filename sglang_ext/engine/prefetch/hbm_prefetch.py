@@ -5,9 +5,9 @@ request wants to read, for a few prompts at once, their lowest layers first, and
 waiting request. From there it is copied in small pieces, behind all copies that somebody waits for, to slots
 that are free, or that hold blocks which have a copy elsewhere and were not used since the prefetch began, or
 were announced with a lower priority. The slots of a piece are nobody's until it has arrived; then its blocks
-enter the tree, and are ordinary cached blocks that are held back for their request (``hinted``) and yet go at
-once when SGLang needs them. No batch ever waits for a prefetch, and a request that comes too early does the
-rest by itself, as it would without.
+enter the tree, and are ordinary cached blocks that are held back for their request (``retention``) and yet go
+at once when SGLang needs them. No batch ever waits for a prefetch, and a request that comes too early does
+the rest by itself, as it would without.
 
 All methods run in the scheduler's thread. With several ranks, each is to be asked the same between the same
 two passes of the loop: what follows is decided from what all ranks have alike, or agreed upon.
@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from sglang_ext.engine.tiers.dram_tier import DramTier
-from sglang_ext.engine.tiers.hbm_room import HbmRoom
+from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.promotion import Wanted
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.tiers.retention import path_of
@@ -89,14 +89,14 @@ class _Prefetch:
 
 @dataclass(eq=False)
 class _Piece:
-    """What is being copied. room: the slots that it fills."""
+    """What is being copied. reservation: the slots that it fills."""
 
     prefetch: _Prefetch
-    room: Reservation
+    reservation: Reservation
 
     def arrived(self) -> None:
         """Nobody writes to the slots any more."""
-        self.room.gives_way = True
+        self.reservation.gives_way = True
 
 
 class Prefetcher:
@@ -106,7 +106,7 @@ class Prefetcher:
         store: of the rank.
         hbm: the holder that stands for this rank's pool.
         tier: DRAM; copies to HBM.
-        room: slots.
+        hbm_tier: slots.
         promotions: bring what is on disk to DRAM; None without a disk.
         namespace: where the KV of a tenant's prompts belongs now, from its ``extra_key`` and ``cache_salt``.
         piece_blocks: most blocks of a piece.
@@ -117,7 +117,7 @@ class Prefetcher:
         store: Store,
         hbm: Holder,
         tier: DramTier,
-        room: HbmRoom,
+        hbm_tier: HbmTier,
         promotions: Promotions | None,
         namespace: Callable[[str | None, str | None], Hashable],
         *,
@@ -128,7 +128,7 @@ class Prefetcher:
         self._hbm = hbm
         self._dram = tier.holder
         self._tier = tier
-        self._room = room
+        self._hbm_tier = hbm_tier
         self._promotions = promotions
         self._namespace = namespace
         self._piece_blocks = piece_blocks
@@ -138,7 +138,7 @@ class Prefetcher:
         self._ended: deque[PrefetchResult] = deque(maxlen=MOST_WAITING)
         self.counters: Counter[PrefetchEnd] = Counter()
         """Prefetches by how they ended, since the start."""
-        self.hinted = tier.hinted
+        self.retention = tier.retention
 
     # -- asking ---------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class Prefetcher:
         key = encode_tokens(tokens)
         whole = len(key) // (self._tree.block_size * TOKEN_BYTES) * self._tree.block_size * TOKEN_BYTES
         wanted = _Prefetch(id, self._namespace(extra_key, cache_salt), key[:whole], priority)
-        self.hinted.expect(id, wanted.namespace, wanted.key, priority=priority, until=until)
+        self.retention.expect(id, wanted.namespace, wanted.key, priority=priority, until=until)
         return wanted
 
     def prefetch(
@@ -196,7 +196,7 @@ class Prefetcher:
         """Do no more for ``id``: its request has come, or will not. What was brought stays, as anything else
         that is cached. Whether something was still to be done.
         """
-        self.hinted.forget(id)
+        self.retention.forget(id)
         for waiting in self._waiting:
             if waiting.id == id:
                 self._end(waiting, PrefetchEnd.CANCELLED)
@@ -205,11 +205,11 @@ class Prefetcher:
 
     def expects(self, id: str) -> bool:
         """Whether the request of ``id`` is still expected."""
-        return self.hinted.knows(id)
+        return self.retention.knows(id)
 
     def expire(self, now: float) -> None:
         """Rank 0's time is ``now``: what was to be held back until then is not any more."""
-        self.hinted.expire(now)
+        self.retention.expire(now)
 
     def take_ended(self) -> list[PrefetchResult]:
         """Those that have ended since this was asked last, at most the newest ``MOST_WAITING``."""
@@ -224,7 +224,7 @@ class Prefetcher:
 
         Only here does a piece enter the tree: in the middle of an admission it would change what was matched.
         """
-        if self._piece is not None and self._piece.room.gives_way:
+        if self._piece is not None and self._piece.reservation.gives_way:
             self._land(self._piece)
         if not self._waiting:
             return
@@ -264,7 +264,7 @@ class Prefetcher:
 
     def _go_on(self, prefetch: _Prefetch) -> None:
         """Start the next piece, or end."""
-        self.hinted.look(prefetch.id)
+        self.retention.look(prefetch.id)
         reached, below = self._reached(prefetch)
         if reached < prefetch.reached:
             self._end(prefetch, PrefetchEnd.GIVEN_UP)
@@ -274,18 +274,18 @@ class Prefetcher:
             self._end(prefetch, PrefetchEnd.DONE)
             return
         wanted = min(self._piece_blocks, sum(node.blocks for node in below))
-        self._room.make_room(wanted, unused_since=prefetch.since, priority=prefetch.priority)
-        nodes = self._first(below, min(wanted, self._room.free_blocks))
+        self._hbm_tier.make_room(wanted, unused_since=prefetch.since, priority=prefetch.priority)
+        nodes = self._first(below, min(wanted, self._hbm_tier.free_blocks))
         blocks = sum(node.blocks for node in nodes)
-        room = self._store.reserve_spare(
+        reservation = self._store.reserve_spare(
             Tier.HBM, prefetch.namespace, prefetch.key, Use.PREFETCH, reached, blocks
         )
-        if isinstance(room, Refusal):
+        if isinstance(reservation, Refusal):
             self._end(prefetch, PrefetchEnd.NO_ROOM)
             return
-        room.on_surrender = self._surrendered
-        self._piece = _Piece(prefetch, room)
-        self._store.swap_in(Tier.DRAM, nodes, room.places, self._piece.arrived)
+        reservation.on_surrender = self._surrendered
+        self._piece = _Piece(prefetch, reservation)
+        self._store.swap_in(Tier.DRAM, nodes, reservation.places, self._piece.arrived)
 
     def _first(self, nodes: list[Node], blocks: int) -> list[Node]:
         """The first ``blocks`` blocks of a path, cutting the node in which they end."""
@@ -302,7 +302,7 @@ class Prefetcher:
         where what they continue was not given up meanwhile.
         """
         self._piece = None
-        done = piece.room.commit(onward=False)
+        done = piece.reservation.commit(onward=False)
         if done is not None:
             piece.prefetch.brought += done.fresh
 
@@ -319,7 +319,7 @@ class Prefetcher:
 
     def arriving_tokens(self) -> int:
         """Of the piece under way."""
-        return 0 if self._piece is None else self._piece.room.blocks * self._tree.block_size
+        return 0 if self._piece is None else self._piece.reservation.blocks * self._tree.block_size
 
     def _surrendered(self) -> None:
         """SGLang has taken back the slots of the piece under way, of which no copy was under way any more."""
@@ -339,8 +339,8 @@ class Prefetcher:
         if self._piece is not None:
             self._tier.settle()
             self._store.surrender(Tier.HBM)
-        self.hinted.clear()
+        self.retention.clear()
 
     def __repr__(self) -> str:
         state = f"waiting={len(self._waiting)}, arriving={self.arriving_tokens()}"
-        return f"Prefetcher({state}, {self.counters}, {self.hinted!r})"
+        return f"Prefetcher({state}, {self.counters}, {self.retention!r})"

@@ -42,18 +42,18 @@ class DirectLoad:
 
 
 class DirectLoads:
-    """The straight loads of waiting requests, and those that the next forward pass depends on.
+    """The direct loads of waiting requests, and those that the next forward pass depends on.
 
     Args:
         tier: the disk.
         loader: reads from it.
-        room: whose mover copies, and makes the forward pass wait.
+        dram_tier: whose mover copies, and makes the forward pass wait.
     """
 
-    def __init__(self, tier: BlockTier, loader: Loader, room: DramTier) -> None:
+    def __init__(self, tier: BlockTier, loader: Loader, dram_tier: DramTier) -> None:
         self._tier = tier
         self._loader = loader
-        self._room = room
+        self._dram_tier = dram_tier
         self._of: dict[Hashable, DirectLoad] = {}
         self._streams: list[DirectLoad] = []
 
@@ -62,9 +62,9 @@ class DirectLoads:
         """Requests that have one and were not admitted yet."""
         return list(self._of)
 
-    def add(self, handle: Hashable, straight: DirectLoad) -> None:
+    def add(self, handle: Hashable, direct: DirectLoad) -> None:
         """A request may take these blocks when it is admitted."""
-        self._of[handle] = straight
+        self._of[handle] = direct
 
     def get(self, handle: Hashable) -> DirectLoad | None:
         """What the request may take, or is taking."""
@@ -72,22 +72,20 @@ class DirectLoads:
 
     def drop(self, handle: Hashable) -> DirectLoad | None:
         """The request was admitted or is gone. Unpins what it has not taken."""
-        straight = self._of.pop(handle, None)
-        if straight is not None and straight.load is None:
-            self._tier.complete_get(straight.get)
-        return straight
+        direct = self._of.pop(handle, None)
+        if direct is not None and direct.load is None:
+            self._tier.complete_get(direct.get)
+        return direct
 
     def stream(self, handle: Hashable, slots: Any) -> bool:
         """Start to bring the request's blocks to ``slots``. False when it has none."""
-        straight = self._of.get(handle)
-        if straight is None:
+        direct = self._of.get(handle)
+        if direct is None:
             return False
-        put = self._room.into(slots)
-        straight.load = self._loader.load(
-            self._tier, straight.get, None, np.arange(straight.blocks), on_layer=put
-        )
-        self._room.follow(straight.load, straight.blocks)
-        self._streams.append(straight)
+        put = self._dram_tier.into(slots)
+        direct.load = self._loader.load(self._tier, direct.get, None, np.arange(direct.blocks), on_layer=put)
+        self._dram_tier.follow(direct.load, direct.blocks)
+        self._streams.append(direct)
         return True
 
     @property
@@ -98,11 +96,11 @@ class DirectLoads:
     def streamed(self) -> Iterator[tuple[DirectLoad, int]]:
         """After a forward pass: what streamed into it, and how many leading blocks came whole."""
         streams, self._streams = self._streams, []
-        for straight in streams:
-            assert straight.load is not None
+        for direct in streams:
+            assert direct.load is not None
             try:
                 # Its end, not the last layer's: nothing may write to the slots any more.
-                yield straight, straight.load.result().blocks
+                yield direct, direct.load.result().blocks
             except InternalError:
                 logger.exception("reading from disk failed in a way that is not the disk's")
-                yield straight, 0
+                yield direct, 0

@@ -116,7 +116,7 @@ class DramTier:
         self.counters = DramCounters()
         self._copies = copies or Unobserved()
         marker = Holder.of(f"{hbm.instance} announced requests", hbm.epoch, hbm.tier)
-        self.hinted = Retention(store.tree, marker)
+        self.retention = Retention(store.tree, marker)
         """What is held back for requests that were announced, here and in HBM."""
         store.add(Tier.DRAM, self)
         store.add_source(Tier.DRAM, self)
@@ -191,13 +191,13 @@ class DramTier:
         only: Callable[[Node], bool] | None = None,
         spare: Container[Node] | None = None,
     ) -> int:
-        """What is hinted stays, unless ``spare`` says otherwise."""
+        """What is announced stays, unless ``spare`` says otherwise."""
         if spare is None:
-            spare = self.hinted
+            spare = self.retention
         return self._delete(self._tree.evict(self._dram, blocks, only=only, spare=spare))
 
     def _give_up(self, blocks: int, may_go: Callable[[Node], bool], below: float = math.inf) -> int:
-        return self._delete(self.hinted.give_up(self._dram, blocks, may_go, below=below))
+        return self._delete(self.retention.give_up(self._dram, blocks, may_go, below=below))
 
     def _delete(self, gone: Sequence[Evicted]) -> int:
         count = self.store.delete(Tier.DRAM, gone)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sglang_ext.engine.tiers.dram_tier import DramTier
-from sglang_ext.engine.tiers.hbm_room import HbmRoom
+from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.load_policy import DramPolicy
 from sglang_ext.engine.tiers.load_report import LoadDecisions, begin_report
 from sglang_ext.engine.tiers.mover import NOTHING_TO_WAIT_FOR
@@ -26,7 +26,7 @@ class LoadBack:
         dram: copies.
         promotions: what streams from disk; None without a disk.
         hbm: the holder that stands for this rank's pool.
-        room, slots: slots, and how the tree keeps them.
+        hbm_tier, slots: slots, and how the tree keeps them.
         policy: what is worth loading from DRAM.
     """
 
@@ -36,7 +36,7 @@ class LoadBack:
         dram: DramTier,
         promotions: Promotions | None,
         hbm: Holder,
-        room: HbmRoom,
+        hbm_tier: HbmTier,
         slots: SlotOps,
         policy: DramPolicy,
     ) -> None:
@@ -44,7 +44,7 @@ class LoadBack:
         self._dram = dram
         self._promotions = promotions
         self._hbm = hbm
-        self._room = room
+        self._hbm_tier = hbm_tier
         self._slots = slots
         self._policy = policy
         self._block_size = policy.block_tokens
@@ -82,7 +82,7 @@ class LoadBack:
             return None, node
         if nodes and not streamed and not self._worth(req, tokens, before):
             return None, node
-        slots = self._room.allocate(tokens + streamed)
+        slots = self._hbm_tier.allocate(tokens + streamed)
         if slots is None:
             return None, node
         if nodes:

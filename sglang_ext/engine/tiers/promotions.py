@@ -65,14 +65,14 @@ class PromotionCounters:
     """Given up, because reading took longer than computing would have."""
     streamed: int = 0
     """Of those promoted, the ones that a forward pass did not wait for."""
-    straight: int = 0
+    direct: int = 0
     """Not promoted but brought straight to HBM, because DRAM is full of blocks in use."""
 
 
 @dataclass(eq=False)
 class Promotion:
     wanted: Wanted
-    room: Reservation
+    reservation: Reservation
     """The blocks of DRAM that it fills, behind what they continue."""
     names: Names
     load: Load
@@ -96,7 +96,7 @@ class Promotions:
 
     Args:
         tree: the rank's tree.
-        room: hands out DRAM blocks.
+        dram_tier: hands out DRAM blocks.
         dram: the holder that stands for this rank's DRAM.
         writes: knows which nodes are durable.
         tier: the disk.
@@ -111,7 +111,7 @@ class Promotions:
     def __init__(
         self,
         tree: RadixTree,
-        room: DramTier,
+        dram_tier: DramTier,
         dram: Holder,
         writes: DiskWrites,
         tier: BlockTier,
@@ -124,7 +124,7 @@ class Promotions:
         clock: Clock | None = None,
     ) -> None:
         self._tree = tree
-        self._room = room
+        self._dram_tier = dram_tier
         self._dram = dram
         self._writes = writes
         self._tier = tier
@@ -133,7 +133,7 @@ class Promotions:
         self._names = writes.names
         self.policy = policy
         self._ranks = ranks
-        self._stream = stream and room.streams
+        self._stream = stream and dram_tier.streams
         self._no_streams: deque[Hashable] = deque(maxlen=_REMEMBERED)
         self._clock = clock or SystemClock()
         self._wanted: dict[Hashable, Wanted] = {}
@@ -146,8 +146,8 @@ class Promotions:
         self._arrived: dict[Hashable, Promoted] = {}
         self._streams: list[Promotion] = []
         """Those that the next forward pass depends on."""
-        self._straight = DirectLoads(tier, loader, room)
-        room.store.add_source(Tier.DISK, self)
+        self._direct = DirectLoads(tier, loader, dram_tier)
+        dram_tier.store.add_source(Tier.DISK, self)
         self._disk_look = DiskLook(tree, writes.names, tier, policy)
         ranks.add(self)
         self.counters = PromotionCounters()
@@ -171,7 +171,7 @@ class Promotions:
             # From now on somebody waits for it.
             promotion.ahead = False
             self._loader.set_priority(promotion.load, wanted.priority)
-            patience = self.policy.patience(promotion.room.blocks, promotion.room.start)
+            patience = self.policy.patience(promotion.reservation.blocks, promotion.reservation.start)
             promotion.deadline = self._clock.monotonic() + patience
 
     def ready(self, handle: Hashable) -> bool:
@@ -182,14 +182,14 @@ class Promotions:
     def brought(self, handle: Hashable) -> Promoted | None:
         """What a promotion has brought for the request, locked until ``release``."""
         block = self._tree.block_size
-        straight = self._straight.get(handle)
-        if straight is not None:
-            return Promoted(straight.start * block, straight.blocks * block, straight.parent)
+        direct = self._direct.get(handle)
+        if direct is not None:
+            return Promoted(direct.start * block, direct.blocks * block, direct.parent)
         promotion = self._waiting.get(handle)
         if promotion is not None and promotion.streams_to == handle:
-            room = promotion.room
-            assert room.parent is not None
-            return Promoted(room.start * block, room.blocks * block, room.parent)
+            reservation = promotion.reservation
+            assert reservation.parent is not None
+            return Promoted(reservation.start * block, reservation.blocks * block, reservation.parent)
         return self._arrived.get(handle)
 
     def release(self, handle: Hashable) -> None:
@@ -204,57 +204,57 @@ class Promotions:
         self._drop_straight(handle)
 
     def _drop_straight(self, handle: Hashable) -> None:
-        straight = self._straight.drop(handle)
-        if straight is not None:
-            self._tree.unlock(straight.parent, self._dram)
+        direct = self._direct.drop(handle)
+        if direct is not None:
+            self._tree.unlock(direct.parent, self._dram)
 
     # -- in front of the forward pass -------------------------------------------------------------
 
     def blocks_to_stream(self, handle: Hashable, in_memory: int) -> int:
         """How many blocks the request may take as found after the ``in_memory`` blocks that the tree has."""
-        straight = self._straight.get(handle)
-        if straight is not None:
-            return straight.blocks if straight.start == in_memory else 0
+        direct = self._direct.get(handle)
+        if direct is not None:
+            return direct.blocks if direct.start == in_memory else 0
         promotion = self._waiting.get(handle)
-        if promotion is None or promotion.streams_to != handle or promotion.room.start != in_memory:
+        if promotion is None or promotion.streams_to != handle or promotion.reservation.start != in_memory:
             return 0
-        return promotion.room.blocks
+        return promotion.reservation.blocks
 
     def load(self, what: Hashable, places: Any, landed: Callable[[], None] | None = None) -> None:
         """Let the blocks of ``blocks_to_stream`` of a handle go on to slots as they come."""
         assert landed is None, "what streams is waited for"
         handle, slots = what, places
-        if self._straight.stream(handle, slots):
+        if self._direct.stream(handle, slots):
             return
         promotion = self._waiting[handle]
         promotion.streaming = True
         self._streams.append(promotion)
-        self._room.stream(promotion.room.places, slots, promotion.load)
+        self._dram_tier.stream(promotion.reservation.places, slots, promotion.load)
 
     def streams_hold(self) -> bool:
         """After a forward pass: whether all that streamed into it was what it should have been."""
-        if not (self._streams or self._straight.streams):
+        if not (self._streams or self._direct.streams):
             return True
-        streams, straights = self._streams, list(self._straight.streamed())
+        streams, directs = self._streams, list(self._direct.streamed())
         self._streams = []
         whole = self._ranks.at_once(
-            [int(self._streamed(promotion) == promotion.room.blocks) for promotion in streams]
-            + [int(blocks == straight.blocks) for straight, blocks in straights]
+            [int(self._streamed(promotion) == promotion.reservation.blocks) for promotion in streams]
+            + [int(blocks == direct.blocks) for direct, blocks in directs]
         )
         for promotion, held in zip(streams, whole, strict=False):
             promotion.streaming = False
             if held:
-                self.counters.streamed += promotion.room.blocks
+                self.counters.streamed += promotion.reservation.blocks
                 # The tree knows the blocks before the request inserts them, and need not copy them again.
-                self._finish(promotion, promotion.room.blocks)
+                self._finish(promotion, promotion.reservation.blocks)
             else:
                 self._no_streams.append(promotion.wanted.request)
-        for (straight, _), held in zip(straights, whole[len(streams) :], strict=True):
+        for (direct, _), held in zip(directs, whole[len(streams) :], strict=True):
             if held:
-                self.counters.straight += straight.blocks
+                self.counters.direct += direct.blocks
             else:
-                self.counters.read_failed += straight.blocks
-                self._no_streams.append(straight.request)
+                self.counters.read_failed += direct.blocks
+                self._no_streams.append(direct.request)
         return all(whole)
 
     def _streamed(self, promotion: Promotion) -> int:
@@ -322,7 +322,7 @@ class Promotions:
             return
         del self._wanted[handle]
         # What comes from disk can only continue what DRAM has, so DRAM gets what HBM has beyond that.
-        reached = self._room.reach(match) if found else None
+        reached = self._dram_tier.reach(match) if found else None
         shared = self._under_way.get(look.names[0])
         if look.get is None or reached is None or shared is not None:
             self._unpin(look)
@@ -343,7 +343,7 @@ class Promotions:
             sizes = self._tree.block_size, self._tier.layout.block_bytes
             wanted.report.decided(found, decision, *sizes, first_blocks(look.sources, found))
             self.decisions[look.sources[0][0]].note(wanted.report)
-        room = self._room.store.reserve_behind(
+        reservation = self._dram_tier.store.reserve_behind(
             Tier.DRAM,
             wanted.namespace,
             wanted.key,
@@ -354,26 +354,26 @@ class Promotions:
             lose=not wanted.ahead,
             rank=wanted.rank,
         )
-        fits = 0 if isinstance(room, Refusal) else room.blocks
+        fits = 0 if isinstance(reservation, Refusal) else reservation.blocks
         if fits < chosen and self._may_stream(wanted):
             # The blocks go straight to HBM, and continue the same.
             self._tree.lock(parent, self._dram)
-            if not isinstance(room, Refusal):
-                room.abort()
-            self._straight.add(handle, DirectLoad(parent, wanted.request, start, chosen, get))
+            if not isinstance(reservation, Refusal):
+                reservation.abort()
+            self._direct.add(handle, DirectLoad(parent, wanted.request, start, chosen, get))
             return None
         if fits < chosen:
             self.counters.no_room += chosen - fits
             wanted.report.came(fits * self._tree.block_size, Reason.NO_ROOM)
-        if isinstance(room, Refusal):
+        if isinstance(reservation, Refusal):
             self._tier.complete_get(get)
             return None
         patience = math.inf if wanted.ahead else self.policy.patience(fits, start)
         return Promotion(
             wanted,
-            room,
+            reservation,
             pack_names(look.names[:fits]),
-            self._loader.load(self._tier, get, self._memory, room.places, priority=wanted.priority),
+            self._loader.load(self._tier, get, self._memory, reservation.places, priority=wanted.priority),
             deadline=self._clock.monotonic() + patience,
             sources=first_blocks(look.sources, fits),
             ahead=wanted.ahead,
@@ -398,7 +398,7 @@ class Promotions:
             return False
         if not self._may_stream(wanted):
             return False
-        context = (promotion.room.start + promotion.room.blocks) * self._tree.block_size
+        context = (promotion.reservation.start + promotion.reservation.blocks) * self._tree.block_size
         new_tokens = len(wanted.key) // TOKEN_BYTES - context
         left = self._loader.bytes_left(promotion.load)
         return self.policy.may_start(promotion.sources, left, new_tokens, context)
@@ -406,7 +406,7 @@ class Promotions:
     def _finish(self, promotion: Promotion, blocks: int) -> None:
         """It has ended, and every rank has read so many blocks."""
         del self._under_way[promotion.names[0].tobytes()]
-        lost = promotion.room.blocks - blocks
+        lost = promotion.reservation.blocks - blocks
         if promotion.late:
             self.counters.late += lost
         else:
@@ -423,7 +423,7 @@ class Promotions:
             if lost:
                 wanted.report.came(blocks * block, Reason.LATE if promotion.late else Reason.FAILED)
             if node is not None:
-                self._arrive(handle, promotion.room.start * block, tokens, node)
+                self._arrive(handle, promotion.reservation.start * block, tokens, node)
                 tokens = 0  # the others find it in DRAM
         for handle, wanted in promotion.handles.items():
             if len(wanted.key) > len(promotion.wanted.key):
@@ -449,7 +449,7 @@ class Promotions:
 
         What came from farther than the nearest tier is written on, so that that one has it the next time.
         """
-        done = promotion.room.commit(blocks, onward=promotion.onward)
+        done = promotion.reservation.commit(blocks, onward=promotion.onward)
         if done is None:
             return None
         place = done.held
@@ -476,9 +476,9 @@ class Promotions:
             except InternalError:
                 logger.exception("reading from disk failed in a way that is not the disk's")
             del self._under_way[promotion.names[0].tobytes()]
-            promotion.room.abort()
+            promotion.reservation.abort()
         self._waiting.clear()
-        for handle in [*self._arrived, *self._straight.handles]:
+        for handle in [*self._arrived, *self._direct.handles]:
             self.release(handle)
 
     def clear(self) -> None:

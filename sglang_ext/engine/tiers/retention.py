@@ -2,10 +2,10 @@
 
 What a live hint names goes after all other cached KV, in HBM and in DRAM, until its time to live is over
 (Symphony, section 3.3: memory is shared cooperatively with the engine). It is never locked: a running request
-that needs the room gets it at once. When only hinted KV is left that could go, hints of low priority give way
-first, among equals the one that expires soonest, and of a prompt the end goes before the beginning. A slot of
-SGLang's spans all layers, so "later layers first" is what happens below: the layer cache keeps the lowest
-layers of what HBM and DRAM have given up.
+that needs the room gets it at once. When only announced KV is left that could go, hints of low priority give
+way first, among equals the one that expires soonest, and of a prompt the end goes before the beginning. A
+slot of SGLang's spans all layers, so "later layers first" is what happens below: the layer cache keeps the
+lowest layers of what HBM and DRAM have given up.
 
 Times are rank 0's, as they come with its commands (``engine/commands.py``), so that all ranks hold back the
 same. No I/O; the scheduler's thread only.
@@ -143,7 +143,7 @@ class Retention:
     def give_up(
         self, holder: Holder, blocks: int, may_go: MayGo, *, below: float = math.inf
     ) -> list[Evicted]:
-        """Take up to so many hinted blocks from ``holder``, of the weakest hints first, ends first.
+        """Take up to so many announced blocks from ``holder``, of the weakest hints first, ends first.
 
         Args:
             holder: whose.

@@ -20,7 +20,7 @@ from sglang_ext.radix_global import Holder, Match, Node
 from sglang_ext.tiers import Tier
 
 
-class HbmRoom:
+class HbmTier:
     """See the module's docstring. Sizes are tokens, but for those of a `StoreTier`, which are blocks.
 
     Args:
@@ -40,7 +40,7 @@ class HbmRoom:
         self._allocator = allocator
         self._slots = slots
         self._dram = dram
-        self.hinted = None if dram is None else dram.hinted
+        self.retention = None if dram is None else dram.retention
         """What is held back for requests that were announced."""
         store.add(Tier.HBM, self)
 
@@ -97,14 +97,14 @@ class HbmRoom:
 
     def _evict(self, blocks: int, only: Callable[[Node], bool] | None) -> int:
         """Blocks of what nobody has announced."""
-        gone = self._tree.evict(self._hbm, blocks, only=only, spare=self.hinted or ())
+        gone = self._tree.evict(self._hbm, blocks, only=only, spare=self.retention or ())
         return self._store.delete(Tier.HBM, gone)
 
     def _give_up(self, blocks: int, may_go: Callable[[Node], bool], below: float = math.inf) -> int:
         """Blocks of what was announced."""
-        if self.hinted is None:
+        if self.retention is None:
             return 0
-        return self._store.delete(Tier.HBM, self.hinted.give_up(self._hbm, blocks, may_go, below=below))
+        return self._store.delete(Tier.HBM, self.retention.give_up(self._hbm, blocks, may_go, below=below))
 
     def allocate(self, tokens: int) -> torch.Tensor | None:
         """Slots, evicting for them; None when there are not so many."""
