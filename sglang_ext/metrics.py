@@ -23,6 +23,9 @@ REQUEST_BUCKETS: Final = (
 )  # fmt: skip
 """Seconds. For whole requests, time to first token included."""
 
+RATIO_BUCKETS: Final = (0.125, 0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.4, 2.0, 4.0, 8.0)
+"""Observed over expected."""
+
 EXPOSITION_CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 
 

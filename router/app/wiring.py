@@ -237,7 +237,7 @@ class Parts:
         for forget in (self.trees.forget, self.costs.forget, self.fetching.forget):
             self.fleet.restarted.subscribe(forget)
         for part in (
-            self.fleet, self.trees, self.tokenizers, self.agents, self.admission, self.members
+            self.fleet, self.trees, self.tokenizers, self.agents, self.admission, self.members, self.costs
         ):  # fmt: skip
             part.measure(self.metrics)
 

@@ -30,7 +30,8 @@ from sglang_ext.router.policies import Fleet as Instances
 from sglang_ext.router.policies.assembly import trusted_matches, with_decode
 from sglang_ext.router.policies.base import matched_tokens
 from sglang_ext.router.policies.prompt_tree import NOTHING
-from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, FetchNote
+from sglang_ext.router.telemetry.estimate import Estimate
+from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, FetchNote
 from sglang_ext.router.telemetry.observability import RouterMetrics
 
 RETRY_AFTER_S = 1
@@ -116,7 +117,8 @@ class Chooser:
         record.instance, record.reason = decision.instance, decision.reason.value
         record.matched_tokens = None if record.prompt_tokens is None else decision.matched
         self._metrics.decided(self._name, decision.reason.value)
-        return decision, _choice(decision, matches, fleet, record.fetch)
+        record.estimate = self._estimate(flight, decision, matches, fleet)
+        return decision, _choice(decision, matches, fleet, record.fetch, record.estimate)
 
     def _as_expected(
         self, flight: Flight, prompt: Prompt, fleet: tuple[Instance, ...], matches: dict[str, Match]
@@ -186,7 +188,25 @@ class Chooser:
         self._guess(flight, decision.instance)
         flight.record.instance, flight.record.reason = decision.instance, decision.reason.value
         self._metrics.decided(self._name, decision.reason.value)
-        return decision, _choice(decision, matches, fleet)
+        flight.record.estimate = self._estimate(flight, decision, matches, fleet)
+        return decision, _choice(decision, matches, fleet, estimate=flight.record.estimate)
+
+    def _estimate(
+        self, flight: Flight, decision: Decision, matches: dict[str, Match], fleet: tuple[Instance, ...]
+    ) -> Estimate:
+        """What the request is expected to take where it goes."""
+        named = {known.name: known for known in fleet}
+        there, fetch = named[decision.instance], flight.record.fetch
+        held = matches.get(there.name, NOTHING)
+        found = self._costs.estimate(there, flight.units, held)
+        if fetch is not None and fetch.end == UNDER_WAY:
+            fetched = Match(max(fetch.tokens, held.tokens), below=held.below)
+            found = self._costs.estimate(there, flight.units, fetched)
+            found.transfer_s += fetch.transfer_s
+        if decision.decode is not None:
+            lacking = max(0, flight.units - matched_tokens(matches, decision.decode))
+            found.transfer_s += self._costs.transfer_s(there, named[decision.decode], lacking)
+        return found
 
     def _has_all(self, flight: Flight, instance: str, matches: dict[str, Match]) -> bool:
         """Whether an instance is known to hold every whole block of a single prompt: a guess adds nothing."""
@@ -213,6 +233,7 @@ def _choice(
     matches: dict[str, Match],
     fleet: tuple[Instance, ...],
     fetch: FetchNote | None = None,
+    estimate: Estimate | None = None,
 ) -> Choice:
     return Choice(
         decision.instance,
@@ -224,6 +245,7 @@ def _choice(
         [known.name for known in fleet if known.awaited],
         decision.decode,
         fetch,
+        estimate,
     )
 
 

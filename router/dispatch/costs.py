@@ -26,7 +26,11 @@ from sglang_ext.cost_model.batch import ANY
 from sglang_ext.protocol.agent import Load
 from sglang_ext.router.dispatch.queue_estimate import Entry, QueueEstimate
 from sglang_ext.router.dispatch.transfer_times import TransferTimes
-from sglang_ext.router.policies.base import Instance, Role
+from sglang_ext.router.policies.base import Instance, Match, Role
+from sglang_ext.router.policies.cost import ways
+from sglang_ext.router.telemetry.estimate import Estimate
+from sglang_ext.router.telemetry.local_metrics import LocalHistograms
+from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.tiers import Tier
 
 REMEMBERED = 0.9
@@ -42,6 +46,8 @@ OUTLIER = 8.0
 """An answer counts as if it had taken at most so many times what was expected of it."""
 SAID_S = 5.0
 """How long what an instance said of itself counts; it says so every second."""
+LEAST_COMPARED_S = 1e-3
+"""Estimates below it are not compared: a ratio to next to nothing says nothing."""
 MOST_OTHERS = 32
 """Prompts of others that are told apart."""
 BOUND_CALIBRATED = 4.0
@@ -91,12 +97,20 @@ class Correction:
 class Sending:
     """See ``RouterCosts.sending``. A class, because a generator costs every request more."""
 
-    __slots__ = ("_context", "_costs", "_entry", "_name", "_new", "_queue", "_streams")
+    __slots__ = ("_context", "_costs", "_entry", "_estimate", "_name", "_new", "_queue", "_streams")
 
     def __init__(
-        self, costs: RouterCosts, name: str, queue: QueueEstimate, new: int, context: int, streams: bool
+        self,
+        costs: RouterCosts,
+        name: str,
+        queue: QueueEstimate,
+        new: int,
+        context: int,
+        streams: bool,
+        estimate: Estimate | None,
     ) -> None:
         self._costs = costs
+        self._estimate = estimate
         self._name = name
         self._queue = queue
         self._new, self._context = new, context
@@ -117,7 +131,13 @@ class Sending:
         entry, self._entry = self._entry, None
         if entry is None:
             return
-        computed = self._queue.first_byte(entry, self._costs.now())
+        now = self._costs.now()
+        computed = self._queue.first_byte(entry, now)
+        if self._estimate is not None:
+            self._estimate.observed_s = now - entry.arrived
+            if entry.began is not None:
+                self._estimate.observed_queue_s = entry.began - entry.arrived
+            self._costs.compare(self._name, self._estimate)
         if computed is not None:
             self._costs.observe(self._name, computed.expected_s, computed.took_s)
 
@@ -164,6 +184,7 @@ class RouterCosts:
         self._models = models
         self._can_fetch = can_fetch
         self._batching = batching
+        self._ratios: LocalHistograms | None = None
         self._said: dict[str, Said] = {}
         self._fleet = Correction()
         self._corrections: dict[str, Correction] = {}
@@ -267,26 +288,79 @@ class RouterCosts:
     def observe_transfer(self, source: str, target: str, tokens: int, took_s: float) -> None:
         """An instance has fetched so many tokens from another one, or tried to, and lost that time."""
         expected = self.of(target).transfer_s(tokens)
+        factor = self._transfers.factor(source, self._monotonic())
+        self._compare(target, "transfer", factor * expected, took_s)
         self._transfers.observe(source, expected, took_s, self._monotonic())
+
+    def estimate(self, instance: Instance, tokens: int, held: Match) -> Estimate:
+        """What a prompt of so many tokens is expected to take at an instance that holds ``held`` of it."""
+        found = None
+        for way in ways(held):
+            load_s = sum(self.load_s(instance, tier, count) for tier, count in way.below.items())
+            new = max(1, tokens - way.tokens)
+            exec_s = self.exec_s(instance, new, tokens - new)
+            if found is None or load_s + exec_s < found[0] + found[1]:
+                found = load_s, exec_s
+        assert found is not None
+        return Estimate(self.queue_s(instance), found[0], 0.0, found[1], self.factor(instance.name))
 
     # -- queues -----------------------------------------------------------------------------------
 
-    def sending(self, name: str, new_tokens: int, context_tokens: int, *, streams: bool) -> Sending:
+    def sending(
+        self,
+        name: str,
+        new_tokens: int,
+        context_tokens: int,
+        *,
+        streams: bool,
+        estimate: Estimate | None = None,
+    ) -> Sending:
         """A prompt is on its way to ``name`` while the block runs; the caller calls what it is given at the
         first byte.
 
         Args:
             new_tokens: to compute, behind ``context_tokens``.
             streams: whether the first byte comes with the first token.
+            estimate: what it is expected to take; filled in at the first byte.
         """
         queue = self._queues.get(name)
         if queue is None:
             queue = self._queues[name] = QueueEstimate(lambda: self._idle(name), lambda: self.factor(name))
-        return Sending(self, name, queue, new_tokens, context_tokens, streams)
+        return Sending(self, name, queue, new_tokens, context_tokens, streams, estimate)
 
     def now(self) -> float:
         """Seconds."""
         return self._monotonic()
+
+    # -- what became of it --------------------------------------------------------------------------
+
+    def measure(self, metrics: RouterMetrics) -> None:
+        """Show how near estimates are to what is observed, and what they are corrected by."""
+        self._ratios = metrics.estimate_ratio
+        corrections = metrics.gauge(
+            "cost_correction", "Observed over calculated computing time, of the last answers", "instance"
+        )
+        queues = metrics.gauge(
+            "queue_estimate_seconds", "Expected until what was sent there is computed", "instance"
+        )
+
+        def refresh() -> None:
+            corrections.clear()
+            queues.clear()
+            for name, queue in self._queues.items():
+                corrections.labels(name).set(self.factor(name))
+                queues.labels(name).set(queue.waits_s(self.now()))
+
+        metrics.refreshing.subscribe(refresh)
+
+    def compare(self, name: str, estimate: Estimate) -> None:
+        """A request that was estimated so has had its first byte."""
+        self._compare(name, "ttft", estimate.ttft_s, estimate.observed_s)
+        self._compare(name, "queue", estimate.queue_s, estimate.observed_queue_s)
+
+    def _compare(self, name: str, term: str, expected_s: float, observed_s: float | None) -> None:
+        if self._ratios is not None and observed_s is not None and expected_s >= LEAST_COMPARED_S:
+            self._ratios.of(name, term).add(observed_s / expected_s)
 
     # -- learning ---------------------------------------------------------------------------------
 
@@ -318,6 +392,7 @@ class RouterCosts:
         if expected_s <= 0:
             return
         factor = self.factor(name)
+        self._compare(name, "exec", factor * expected_s, observed_s)
         # The first answer of all may be off by as much as the defaults are.
         if self._fleet.expected_s > 0:
             observed_s = min(observed_s, OUTLIER * factor * expected_s)
@@ -335,6 +410,8 @@ class RouterCosts:
         self._factors.clear()
         self._queues.pop(name, None)
         self._said.pop(name, None)
+        if self._ratios is not None:
+            self._ratios.drop(name)
         self._transfers.forget(name)
 
     def __repr__(self) -> str:

@@ -16,6 +16,7 @@ import msgspec
 
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.router.policies import Match
+from sglang_ext.router.telemetry.estimate import Estimate
 from sglang_ext.router.telemetry.fetch_note import FetchNote
 from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tokens.tokenizing import Encoded
@@ -68,6 +69,8 @@ class Choice(msgspec.Struct, frozen=True):
     decode: str | None = None
     fetch: FetchNote | None = None
     """What another instance holds; filled in when it is known what became of it."""
+    estimate: Estimate | None = None
+    """What it was expected to take there; filled in when it is known what it took."""
 
 
 class Story(msgspec.Struct, eq=False):
@@ -264,6 +267,7 @@ def told(
                 "index_not_trusted": list(choice.untrusted),
                 "index_awaited": list(choice.awaited),
                 "fetch": None if choice.fetch is None else choice.fetch.told(),
+                "estimate": None if choice.estimate is None else choice.estimate.told(),
             }
             for choice in story.choices
         ],

@@ -149,7 +149,11 @@ class Relay:
         """Have ``instance`` answer the client."""
         queued = max(0, flight.units - decision.matched)
         sending = self._costs.sending(
-            decision.instance, queued, decision.matched, streams=flight.admitted.job.stream
+            decision.instance,
+            queued,
+            decision.matched,
+            streams=flight.admitted.job.stream,
+            estimate=flight.record.estimate,
         )
         here = queued if decision.decode is None else 0
         if name := self._mover.names(flight, instance):

@@ -127,14 +127,20 @@ def price(
 def _prefill_s(prompt: Prompt, instance: Instance, held: Match, costs: Costs, weight: float) -> float:
     """To the first token with what the instance itself holds, once it begins; computing counts ``weight``
     times. It loads a tier only where that is faster than computing, as its own load policy does."""
-    ways = [held]
+    return min(
+        _load_s(instance, way, costs) + weight * _exec_s(prompt, instance, way.tokens, costs)
+        for way in ways(held)
+    )
+
+
+def ways(held: Match) -> list[Match]:
+    """What an instance may begin with of what it holds: all of it, or without its farthest tiers."""
+    found = [held]
     known, below = held.tokens, dict(held.below)
     while below:
         known -= below.popitem()[1]  # the farthest
-        ways.append(Match(known, below=dict(below)))
-    return min(
-        _load_s(instance, way, costs) + weight * _exec_s(prompt, instance, way.tokens, costs) for way in ways
-    )
+        found.append(Match(known, below=dict(below)))
+    return found
 
 
 def _load_s(instance: Instance, held: Match, costs: Costs) -> float:

@@ -107,6 +107,11 @@ class LocalHistograms(Collector):
             spread = self._local_histograms[labels] = LocalHistogram(self._bounds)
         return spread
 
+    def drop(self, first: str) -> None:
+        """Forget all whose first label is this."""
+        for labels in [labels for labels in self._local_histograms if labels[0] == first]:
+            del self._local_histograms[labels]
+
     def collect(self) -> Iterator[Metric]:
         """See ``Collector``."""
         family = HistogramMetricFamily(self.name, self._text, labels=self.labels)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from sglang_ext.metrics import REQUEST_BUCKETS, STAGE_BUCKETS, metric_name
+from sglang_ext.metrics import RATIO_BUCKETS, REQUEST_BUCKETS, STAGE_BUCKETS, metric_name
 from sglang_ext.router.telemetry.local_metrics import (
     LocalCounter,
     LocalCounters,
@@ -55,6 +55,10 @@ class RouterMetrics:
         self.duration = self._local_histograms(
             "request_seconds", "Time from a request to the end of its answer", REQUEST_BUCKETS, "endpoint"
         )
+        self.estimate_ratio = self._local_histograms(
+            "estimate_ratio", "Observed over expected seconds until the first token, and of terms of that",
+            RATIO_BUCKETS, "instance", "term",
+        )  # fmt: skip
         self._queue_wait = self.queue_wait.of()
         self._prompt_tokens, self._matched_tokens = self.prompt_tokens.of(), self.matched_tokens.of()
         self._cached_tokens, self._completion_tokens = self.cached_tokens.of(), self.completion_tokens.of()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from sglang_ext.router.telemetry.estimate import Estimate
 from sglang_ext.router.telemetry.fetch_note import FetchNote
 from sglang_ext.router.tenancy.tenants import ANYBODY, Caller
 
@@ -32,6 +33,8 @@ class Record(msgspec.Struct):
     """Tokens that the router believed the chosen instance to hold."""
     fetch: FetchNote | None = None
     """What another instance holds of its prompt, and what became of fetching that."""
+    estimate: Estimate | None = None
+    """What it was expected to take where it was sent last."""
     cached_tokens: int | None = None
     """Tokens that the instance says it found."""
     tiers: dict[str, int] = {}

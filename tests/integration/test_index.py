@@ -23,7 +23,7 @@ from sglang_ext.protocol.agent import FROM_AGENT, TO_AGENT, Beat, Hello, Welcome
 from sglang_ext.radix_global import RadixTree
 from sglang_ext.radix_global.sync.replica import Replica
 from sglang_ext.router import Router, RouterConfig
-from sglang_ext.router.policies import Match
+from sglang_ext.router.policies import Instance, Match
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.models import model_path
 from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port
@@ -122,6 +122,49 @@ async def generate(client: aiohttp.ClientSession, url: str, tokens: list[int], *
     async with client.post(f"{url}/generate", json=body) as response:
         assert response.status == 200, await response.text()
         await response.read()
+
+
+async def test_what_a_server_says_of_itself_is_what_it_is_expected_to_take(
+    server: ServerProcess, router: Router, client: aiohttp.ClientSession
+) -> None:
+    """Its chunks, its running batch of whoever sent it, and how near the estimate came to what was seen."""
+    await known(router, server)
+    assert router.fleet.batching(server.url).chunk == 512
+
+    def there() -> Instance:
+        (instance,) = router.fleet.usable()
+        return instance
+
+    await until(lambda: router.costs.queue_s(there()) == 0, 10, "an idle server")
+    alone = router.costs.decode_s(there())
+    body = {
+        "input_ids": prompt(),
+        "rid": "direct",
+        "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True},
+    }
+    direct = asyncio.ensure_future(client.post(server.url + "/generate", json=body))
+    await until(
+        lambda: router.costs.queue_s(there()) > 0, 10, "a heartbeat with a request of somebody else's"
+    )
+    assert (router.fleet.in_flight(server.url), router.costs.decode_s(there()) > alone) == (0, True)
+    async with client.post(server.url + "/abort_request", json={"rid": "direct"}) as answer:
+        assert answer.status == 200
+    (await direct).close()
+    await until(lambda: router.costs.queue_s(there()) == 0, 10, "a heartbeat without it")
+
+    body = {"input_ids": prompt(1300), "stream": True, "sampling_params": {"max_new_tokens": 2}}
+    async with client.post(router.url + "/generate", json=body, headers={"x-request-id": "est"}) as answer:
+        assert answer.status == 200
+        await answer.read()
+    async with client.get(router.url + "/explain/est") as answer:
+        estimate = (await answer.json())["routing"][-1]["estimate"]
+    # Three passes, by defaults of 20 ms and 0.1 ms per token.
+    assert estimate["exec_s"] / estimate["correction"] == pytest.approx(3 * 0.02 + 0.13, rel=0.01)
+    assert estimate["observed_s"] > 0
+    shown = router.metrics.registry.get_sample_value
+    labels = {"instance": server.url, "term": "ttft"}
+    observed = shown("sglang_ext_router_estimate_ratio_sum", labels)
+    assert observed == pytest.approx(estimate["observed_s"] / estimate["ttft_s"])
 
 
 async def post(client: aiohttp.ClientSession, url: str, body: dict[str, Any] | None = None) -> None:

@@ -268,8 +268,42 @@ async def test_a_request_is_explained(start_worker, start_router, client) -> Non
     assert again["routing"][0]["holders"] == {worker.url: {"hbm": 64, "dram": 0, "disk": 0}}
     assert "other-salt" in salted["causes"]
     assert salted["same_prompt_under_another_salt"] == 64
+    assert first["routing"][0]["estimate"]["observed_s"] is None, "no first byte can be seen of it"
     async with client.get(router.url + "/explain/none") as answer:
         assert answer.status == 404
+
+
+async def test_an_estimate_is_told_beside_what_was_observed(start_worker, start_router, client) -> None:
+    worker = await start_worker()
+    router = await start_router(worker)
+    body, headers = {**BODY, "stream": True}, {"x-request-id": "one"}
+    async with client.post(router.url + "/generate", json=body, headers=headers) as answer:
+        await answer.read()
+    async with client.get(f"{router.url}/explain/one") as answer:
+        estimate = (await answer.json())["routing"][0]["estimate"]
+    terms = ("queue_s", "load_s", "transfer_s", "exec_s")
+    assert estimate["ttft_s"] == sum(estimate[term] for term in terms) == estimate["exec_s"]
+    assert estimate["correction"] == 1.0
+    assert estimate["observed_queue_s"] == 0
+    ratio = estimate["observed_s"] / estimate["ttft_s"]
+    assert ratio > 0
+
+    async def shown() -> dict[str, float]:
+        async with client.get(router.url + "/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        split = [line.rpartition(" ") for line in lines if "estimate" in line or "correction" in line]
+        return {name: float(value) for name, _, value in split if not name.startswith("#")}
+
+    found, at = await shown(), f'instance="{worker.url}"'
+    for term in ("ttft", "exec"):
+        name = f'sglang_ext_router_estimate_ratio_%s{{{at},term="{term}"}}'
+        assert found[name % "sum"] == pytest.approx(ratio)
+        assert found[name % "count"] == 1
+    # One answer is all that is known: it is believed, within the bounds of defaults.
+    assert found[f"sglang_ext_router_cost_correction{{{at}}}"] == pytest.approx(max(ratio, 1 / 256))
+    assert found[f"sglang_ext_router_queue_estimate_seconds{{{at}}}"] == 0
+    router.costs.forget(worker.url)
+    assert at not in str(await shown()), "who left is not shown any more"
 
 
 def test_evictions_before_the_request_explain_it_and_later_ones_do_not() -> None:
