@@ -165,8 +165,9 @@ class _Rank:
             spec_algorithm=SimpleNamespace(is_none=lambda: True),
         )
         self.ranks = Ranks()
-        self.migration = Migration(SimpleNamespace(scheduler=scheduler, ranks=self.ranks))  # type: ignore[arg-type]
-        self.migration.attach(bytes(16), lambda message: None, lambda message: True)
+        cache = SimpleNamespace(scheduler=scheduler, ranks=self.ranks)
+        desk = SimpleNamespace(epoch=bytes(16), tell=lambda message: None, remind=lambda message: True)
+        self.migration = Migration(cache, desk)  # type: ignore[arg-type]
         self.at = 0.0
 
     def obeys(self, data: bytes) -> None:
