@@ -195,6 +195,12 @@ class KvConfig(Flagged):
         "verbs and tcp by which the other's memory can really be reached.",
         several_of("shm", "cma", "verbs", "tcp"),
     )
+    rdma_devices: str = flag(
+        "",
+        "RDMA devices, or device:port, such as mlx5_0,mlx5_3:2: rank i takes entry i, round and round. Not "
+        "given: each rank takes the one nearest to its GPU or memory, by PCI and NUMA.",
+        metavar="A,B",
+    )
     check: bool = flag(
         False,
         "Verify all invariants of the cache whenever the server is idle. For debugging; slow.",

@@ -25,6 +25,7 @@ SHARED = {
     "hosts",
     "keys",
     "metrics",
+    "numa",
     "tiers",
     "signals",
     "wire",

@@ -6,6 +6,7 @@ import logging
 import secrets
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from sglang_ext.config import KvConfig, with_instance_id
@@ -15,6 +16,7 @@ from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transfer.pools import PoolSpec
 from sglang_ext.disagg.transfer.staging import Staging
 from sglang_ext.disagg.transports import TransportName
+from sglang_ext.disagg.transports.rails import NOWHERE, SYS, Place, pci_place
 from sglang_ext.engine.cache.mempool import SlotRegion
 from sglang_ext.engine.model_identity import config_digest, kv_dtype
 from sglang_ext.engine.pd.bootstrap import listen_host
@@ -69,10 +71,26 @@ def endpoint_config(
         bind=reachable(listen_host(server_args.host, keys)),
         keys=keys,
         transports=tuple(TransportName(name) for name in config.transports.split(",") if name),
+        place=accelerator_place(server_args.device),
+        rdma_devices=tuple(name.strip() for name in config.rdma_devices.split(",") if name.strip()),
         lease_ttl=LEASE_SECONDS,
         heartbeat=HEARTBEAT_SECONDS,
         dead_after=VERDICT_SECONDS,
     )
+
+
+def accelerator_place(device: str, root: Path = SYS) -> Place:
+    """Where this rank's GPU is, as PCI and NUMA have it; on a CPU nowhere: it is the memory that counts."""
+    if device != "cuda":
+        return NOWHERE
+    from torch import cuda
+
+    found = cuda.get_device_properties(cuda.current_device())
+    numbers: list[Any] = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None in numbers:
+        logger.warning("torch does not say where the GPU is: RDMA devices are taken by rank")
+        return NOWHERE
+    return pci_place("{:04x}:{:02x}:{:02x}.0".format(*numbers), root)
 
 
 def kv_namespace(kvcache: Any, model_config: Any) -> str:

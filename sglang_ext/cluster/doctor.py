@@ -24,6 +24,7 @@ from rich.console import Console
 
 from sglang_ext.cluster.doctor_findings import GIB, Finding, Level, as_json, problems, show
 from sglang_ext.cluster.plan import HostFacts
+from sglang_ext.disagg.transports.rails import Topology, choose, topology
 from sglang_ext.flags import Flagged, flag
 from sglang_ext.patches.version import SGLANG_VERSION
 
@@ -61,6 +62,8 @@ class Facts:
     has_lscpu: bool
     has_compiler: bool
     rdma_devices: tuple[str, ...]
+    rails: tuple[str, ...]
+    """Which one each GPU's rank would use, and why."""
     has_pyverbs: bool
     transports: dict[str, str | None]
     """Why this host cannot use each transport between instances; None where it can."""
@@ -71,6 +74,7 @@ def gather() -> Facts:
     host, torch_error = _host()
     patches = _patches()
     temporary = Path(tempfile.gettempdir())
+    found = topology()
     return Facts(
         python=platform.python_version(),
         packages={name: _version(name) for name in PACKAGES},
@@ -86,10 +90,17 @@ def gather() -> Facts:
         temporary_free=_free(temporary),
         has_lscpu=shutil.which("lscpu") is not None,
         has_compiler=any(shutil.which(name) for name in ("cc", "gcc", "clang")),
-        rdma_devices=_names(Path("/sys/class/infiniband")),
+        rdma_devices=tuple(str(nic) for nic in found.nics),
+        rails=_rails(found),
         has_pyverbs=importlib.util.find_spec("pyverbs") is not None,
         transports=_transports(),
     )
+
+
+def _rails(found: Topology) -> tuple[str, ...]:
+    if not found.nics:
+        return ()
+    return tuple(f"GPU {at}: {choose(found, gpu, at)}" for at, gpu in enumerate(found.gpus))
 
 
 def _transports() -> dict[str, str | None]:
@@ -141,13 +152,6 @@ def _free(folder: Path) -> int:
         return shutil.disk_usage(folder).free
     except OSError:
         return 0
-
-
-def _names(folder: Path) -> tuple[str, ...]:
-    try:
-        return tuple(sorted(entry.name for entry in folder.iterdir()))
-    except OSError:
-        return ()
 
 
 def findings(facts: Facts) -> list[Finding]:
@@ -265,7 +269,8 @@ def _rdma(facts: Facts) -> Finding:
         return Finding(Level.OK, "RDMA", "no device")
     devices = ", ".join(facts.rdma_devices)
     if facts.has_pyverbs:
-        return Finding(Level.OK, "RDMA", f"{devices}, pyverbs is there")
+        text = "; ".join((f"{devices}, pyverbs is there", *facts.rails))
+        return Finding(Level.OK, "RDMA", text)
     return Finding(
         Level.WARNING,
         "RDMA",

@@ -31,6 +31,7 @@ HEALTHY = Facts(
     has_lscpu=True,
     has_compiler=False,
     rdma_devices=(),
+    rails=(),
     has_pyverbs=False,
     transports={"shm": None, "cma": None, "verbs": "no RDMA device", "tcp": None},
 )

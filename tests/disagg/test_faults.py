@@ -39,7 +39,6 @@ from sglang_ext.disagg.transfer.leases import LeaseEnd
 from sglang_ext.disagg.transfer.link import Outcome, Silence
 from sglang_ext.disagg.transports import CancelToken, TransportName, _stream, tcp
 from sglang_ext.disagg.transports._guard import GuardPages
-from sglang_ext.disagg.transports._rdma import Nic, choose
 from sglang_ext.disagg.transports.local import ADDRESS
 from sglang_ext.disagg.transports.select import reasons
 from sglang_ext.disagg.transports.tcp import _ANSWER, TcpChannel, TcpTransport, _proof
@@ -730,15 +729,6 @@ def test_every_transport_says_why_it_cannot_be_used() -> None:
     assert found[TransportName.TCP] is None
     verbs = found[TransportName.VERBS]
     assert verbs is None or "pyverbs" in verbs or "RDMA device" in verbs
-
-
-def test_a_rank_takes_the_nearest_adapter() -> None:
-    nics = [Nic("a", 0, "/pci0/sw0/a"), Nic("b", 0, "/pci0/sw1/b"), Nic("c", 1, "/pci1/sw2/c")]
-    assert choose(nics, rank=0, near="/pci0/sw1/gpu") == nics[1]
-    assert choose(nics, rank=5, near="/pci1/sw2/gpu") == nics[2]
-    assert [choose(nics, rank=r, numa=0) for r in range(3)] == [nics[0], nics[1], nics[0]]
-    assert choose(nics, rank=4) == nics[1]
-    assert choose([], rank=0) is None
 
 
 def test_the_error_classes_say_who_must_act() -> None:

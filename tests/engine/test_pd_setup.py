@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import zmq
 
 from sglang_ext.cluster_key import MIN_CHARACTERS
 from sglang_ext.config import KvConfig
+from sglang_ext.disagg.transports.rails import NOWHERE, Place
 from sglang_ext.errors import ConfigError
+from sglang_ext.patches.adapter.build_transfers import accelerator_place
 from sglang_ext.patches.adapter.pd_setup import MetadataBuffers, keys_of, require_supported
 
 
@@ -75,3 +79,19 @@ def test_the_key_file_gives_the_keys(tmp_path: pytest.TempPathFactory) -> None:
     path.chmod(0o644)
     with pytest.raises(ConfigError, match="--kv-cluster-key-file"):
         keys_of(KvConfig(cluster_key_file=str(path)))
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_a_gpu_is_found_on_the_bus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, says: bool) -> None:
+    device = tmp_path / "devices/pci0000:10/0000:10:01.0/0000:1b:00.0"
+    device.mkdir(parents=True)
+    (device / "numa_node").write_text("1\n")
+    link = tmp_path / "bus/pci/devices/0000:1b:00.0"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(device)
+    told = {"pci_domain_id": 0, "pci_bus_id": 0x1B, "pci_device_id": 0} if says else {}
+    monkeypatch.setattr(torch.cuda, "current_device", int)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**told))
+    place = Place(("pci0000:10", "0000:10:01.0", "0000:1b:00.0"), 1) if says else NOWHERE
+    assert accelerator_place("cuda", tmp_path) == place
+    assert accelerator_place("cpu", tmp_path) == NOWHERE

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sglang_ext.disagg.transfer.control import MemberKeys
 from sglang_ext.disagg.transports import TransportName
+from sglang_ext.disagg.transports.rails import NOWHERE, Place
 from sglang_ext.errors import ConfigError
 from sglang_ext.hosts import is_loopback
 
@@ -19,9 +20,9 @@ class EndpointConfig:
     bind: host, or host:port, of the control plane; beyond loopback only with `keys`. data_bind: host of the
         data connections of `tcp`; empty for the host of `bind`.
     transports: which to use, best first; empty for all, in the order of TransportName.
-    numa, near: NUMA node, and path below /sys/devices, of this rank's accelerator: its RDMA adapter is the
-    nearest. lanes: threads, and connections or queue pairs, per connected rank. piece_bytes: what a lane
-    moves at a time. inline_bytes: reads up to this are made by the event loop's own thread, if no lane is at
+    place: of this rank's accelerator: its RDMA adapter is the nearest. rdma_devices: named ones instead.
+    lanes: threads, and connections or queue pairs, per connected rank. piece_bytes: what a lane moves at a
+        time. inline_bytes: reads up to this are made by the event loop's own thread, if no lane is at
         work and the transport waits for nobody (shm up to 32 MiB, cma 16); 0 for never.
     verifications: lanes of all connections that may compare generations at a time.
     dead_after: a peer that is silent for so long is gone: its leases end, reads from it fail.
@@ -34,8 +35,8 @@ class EndpointConfig:
     data_bind: str = ""
     keys: MemberKeys | None = None
     transports: tuple[TransportName, ...] = ()
-    numa: int = -1
-    near: str = ""
+    place: Place = NOWHERE
+    rdma_devices: tuple[str, ...] = ()
     lanes: int = 1
     piece_bytes: int = 8 << 20
     inline_bytes: int = 64 << 20

@@ -62,7 +62,9 @@ from sglang_ext.disagg.transports import (
     TransportName,
     host_identity,
 )
+from sglang_ext.disagg.transports.rails import Rail
 from sglang_ext.disagg.transports.select import make_transports
+from sglang_ext.disagg.transports.verbs import VerbsTransport
 from sglang_ext.wire import pack_ids, unpack_ids
 
 log = logging.getLogger(__name__)
@@ -283,6 +285,12 @@ class Endpoint:
             if instance(link.who.instance):
                 link.doubt()
         self._owner.doubt(instance, self.config.heartbeat)
+
+    @property
+    def rail(self) -> Rail | None:
+        """The RDMA adapter in use, and why it is that one. From any thread."""
+        verbs = self.transports.get(TransportName.VERBS)
+        return verbs.rail if isinstance(verbs, VerbsTransport) else None
 
     def totals(self, use: str = "") -> dict[TransportName, PeerStats]:
         """Counts of a use since the endpoint was started, by transport, also of peers that left. From any

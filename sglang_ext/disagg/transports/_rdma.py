@@ -1,4 +1,4 @@
-"""What `verbs` needs of a device: choosing it, opening it, registering memory, and connecting queue pairs.
+"""What `verbs` needs of a device: opening it, registering memory, and connecting queue pairs.
 
 Everything that touches pyverbs is in this file and in `verbs`; both import it late, so that a host without
 it only loses the transport. Traps of pyverbs 44 that the code works around are named where they are met.
@@ -6,13 +6,10 @@ it only loses the transport. Traps of pyverbs 44 that the code works around are 
 
 from __future__ import annotations
 
-import itertools
 import logging
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -32,56 +29,6 @@ BATCH: Final = 64
 TIMEOUT: Final = 14
 """Acknowledgement timeout, 4.096 us * 2**14: about 67 ms, seven retries."""
 RETRIES: Final = 7
-DEVICE_VARIABLE: Final = "SGLANG_EXT_RDMA_DEVICE"
-PEER_DEVICE_SYS: Final = Path("/sys/class/infiniband")
-
-
-@dataclass(frozen=True)
-class Nic:
-    """An RDMA device. numa: its node, -1 where the system does not say. path: its place on the PCI bus."""
-
-    name: str
-    numa: int
-    path: str
-
-
-def choose(nics: Sequence[Nic], *, rank: int, numa: int = -1, near: str = "") -> Nic | None:
-    """The device of a rank (KVDirect, 4.2: one NIC per rank, the one on the rank's own switch).
-
-    near: PCI path of the rank's accelerator. The NIC that shares most of the path wins, then one on the
-    same NUMA node; ranks that are equally far from several take turns.
-    """
-    if not nics:
-        return None
-    if near:
-        shared = {n.name: _shared(n.path, near) for n in nics}
-        most = max(shared.values())
-        nics = [n for n in nics if shared[n.name] == most]
-    local = [n for n in nics if n.numa == numa >= 0]
-    nics = sorted(local or nics, key=lambda n: n.name)
-    return nics[rank % len(nics)]
-
-
-def _shared(a: str, b: str) -> int:
-    """How many steps two PCI paths have in common, from the root on."""
-    return sum(
-        1 for _ in itertools.takewhile(lambda x: x[0] == x[1], zip(a.split("/"), b.split("/"), strict=False))
-    )
-
-
-def present() -> list[Nic]:
-    """The devices of this host, from sysfs."""
-    found: list[Nic] = []
-    if not PEER_DEVICE_SYS.is_dir():
-        return found
-    for entry in sorted(PEER_DEVICE_SYS.iterdir()):
-        place = entry / "device"
-        try:
-            numa = int((place / "numa_node").read_text())
-        except (OSError, ValueError):
-            numa = -1
-        found.append(Nic(entry.name, numa, str(place.resolve()) if place.exists() else ""))
-    return found
 
 
 def import_pyverbs() -> str | None:
@@ -120,7 +67,7 @@ class QueuePairInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Device:
     """An open device with a protection domain, and every region registered in it."""
 
-    def __init__(self, name: str, regions: RegionTable) -> None:
+    def __init__(self, name: str, port: int, regions: RegionTable) -> None:
         from pyverbs.device import Context
         from pyverbs.mr import MR
         from pyverbs.pd import PD
@@ -129,7 +76,7 @@ class Device:
         e = enums()
         self.name = name
         self.access = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_READ | e.IBV_ACCESS_REMOTE_WRITE
-        self.port = 1
+        self.port = port
         try:
             self.context = Context(name=name)
             self.limits = self.context.query_device()

@@ -9,6 +9,7 @@ from sglang_ext.compiled import COMPILED
 from sglang_ext.disagg.memory import RegionTable
 from sglang_ext.disagg.transports import Transport, TransportName
 from sglang_ext.disagg.transports.local import CmaTransport, ShmTransport
+from sglang_ext.disagg.transports.rails import Place
 from sglang_ext.disagg.transports.tcp import TcpTransport
 from sglang_ext.disagg.transports.verbs import VerbsTransport, verbs_reason
 
@@ -27,9 +28,9 @@ class TransportConfig(Protocol):
     @property
     def rank(self) -> int: ...
     @property
-    def numa(self) -> int: ...
+    def place(self) -> Place: ...
     @property
-    def near(self) -> str: ...
+    def rdma_devices(self) -> Sequence[str]: ...
 
 
 def make_transports(config: TransportConfig, regions: RegionTable) -> dict[TransportName, Transport]:
@@ -45,7 +46,9 @@ def make_transports(config: TransportConfig, regions: RegionTable) -> dict[Trans
             case TransportName.CMA:
                 made[name] = CmaTransport(regions, config.lanes)
             case TransportName.VERBS:
-                made[name] = VerbsTransport(regions, config.lanes, config.rank, config.numa, config.near)
+                made[name] = VerbsTransport(
+                    regions, config.lanes, config.rank, config.place, config.rdma_devices
+                )
             case TransportName.TCP:
                 host = config.data_bind or config.bind.partition(":")[0]
                 made[name] = TcpTransport(regions, host, config.lanes)

@@ -11,8 +11,9 @@ Several lanes are several queue pairs, each with a completion queue of its own, 
 
 from __future__ import annotations
 
-import os
+import logging
 import time
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -25,20 +26,21 @@ from sglang_ext.disagg.errors import (
     TransferError,
     TransportUnavailableError,
 )
-from sglang_ext.disagg.memory import RegionTable
+from sglang_ext.disagg.memory import MemoryKind, RegionTable
 from sglang_ext.disagg.runs import Runs
 from sglang_ext.disagg.transports import CancelToken, Channel, PeerInfo, Served, Transport, TransportName
 from sglang_ext.disagg.transports._rdma import (
     BATCH,
-    DEVICE_VARIABLE,
     Device,
     QueuePair,
     QueuePairInfo,
-    choose,
     import_pyverbs,
-    present,
 )
+from sglang_ext.disagg.transports.rails import NOWHERE, Place, Rail, choose, topology
+from sglang_ext.numa import node_of
 from sglang_ext.wire import Codec, Message, WireError
+
+log = logging.getLogger(__name__)
 
 MAX_MESSAGE: Final = 1 << 30
 """Bytes of one request; the specification allows 2**31."""
@@ -165,7 +167,7 @@ class _Session(Served):
 def verbs_reason() -> str | None:
     """Why this host has no verbs; None when it has a device and pyverbs. Opens nothing."""
     reason = import_pyverbs()
-    if reason is None and not present():
+    if reason is None and not topology().nics:
         reason = "no RDMA device (/sys/class/infiniband is empty)"
     return reason
 
@@ -174,19 +176,27 @@ class VerbsTransport(Transport):
     """See the top of this file.
 
     lanes: queue pairs per connection. rank: of this endpoint, which spreads ranks over equally near adapters.
-    numa, near: NUMA node and PCI path of this rank's accelerator, where they are known.
+    place: of this rank's accelerator; unknown for one whose memory is the host's, which is looked up.
+    devices: as `--kv-rdma-devices` names them.
     """
 
     name = TransportName.VERBS
 
     def __init__(
-        self, regions: RegionTable, lanes: int = 1, rank: int = 0, numa: int = -1, near: str = ""
+        self,
+        regions: RegionTable,
+        lanes: int = 1,
+        rank: int = 0,
+        place: Place = NOWHERE,
+        devices: Sequence[str] = (),
     ) -> None:
         super().__init__(regions)
         self._lanes = lanes
         self._rank = rank
-        self._numa = numa
-        self._near = near
+        self._place = place
+        self._devices = tuple(devices)
+        self.rail: Rail | None = None
+        """The adapter in use, and why it is that one; None before the first peer."""
         self._device: Device | None = None
         self._offered: dict[bytes, list[QueuePair]] = {}
 
@@ -257,12 +267,17 @@ class VerbsTransport(Transport):
 
     def _open(self) -> Device:
         if self._device is None:
-            nics = present()
-            wanted = os.environ.get(DEVICE_VARIABLE)
-            nic = next((n for n in nics if n.name == wanted), None) or choose(
-                nics, rank=self._rank, numa=self._numa, near=self._near
-            )
-            if nic is None:
-                raise TransportUnavailableError("verbs: no RDMA device")
-            self._device = Device(nic.name, self.regions)
+            rail = choose(topology(), self._memory_place(), self._rank, self._devices)
+            self._device = Device(rail.nic.name, rail.nic.port, self.regions)
+            self.rail = rail
+            log.info("rank %d moves KV over RDMA device %s", self._rank, rail)
         return self._device
+
+    def _memory_place(self) -> Place:
+        """Of the accelerator, or of the largest range of host memory."""
+        if self._place != NOWHERE:
+            return self._place
+        largest = max(self.regions, key=lambda region: region.nbytes, default=None)
+        if largest is None or largest.kind is not MemoryKind.HOST:
+            return NOWHERE
+        return Place((), node_of(largest.address, largest.nbytes))

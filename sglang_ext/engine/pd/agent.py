@@ -138,6 +138,7 @@ class Agent:
                 "awaited": len(self.joins.awaited),
             },
             connects=dict(self._peers.connects),
+            rail=self.endpoint.rail,
             transport_bytes={str(name): stats.bytes for name, stats in self.endpoint.totals().items()},
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from sglang_ext.disagg.transports.rails import Rail
 from sglang_ext.metrics import metric_name
 
 
@@ -17,6 +18,7 @@ class AgentState:
     buffers, in use. set_aside: by tier, tokens of places that returns are to fill. unfenced_pages: of pushes
     that are over, whose writers have not yet said that they stopped. prefill_servers: at decode, `connected`
     ones, and such that are `awaited` because routers tell of them. connects: by why (`PrefillPeers`).
+    rail: the RDMA adapter in use.
     """
 
     rooms: Mapping[str, int]
@@ -30,6 +32,7 @@ class AgentState:
     set_aside: Mapping[str, int] = field(default_factory=dict)
     prefill_servers: Mapping[str, int] = field(default_factory=dict)
     connects: Mapping[str, int] = field(default_factory=dict)
+    rail: Rail | None = None
 
 
 class AgentMetrics:
@@ -58,6 +61,9 @@ class AgentMetrics:
             "prefill_servers",
             "Prefill servers that this decode rank is connected to, and such that it tries to reach.",
             "state",
+        )
+        self._rail = gauge(
+            "rdma_device", "1 for the RDMA device and port that this rank uses, and why.", "device", "why"
         )
         self._connects = Counter(
             metric_name("pd", "connects"),
@@ -103,6 +109,8 @@ class AgentMetrics:
             self._aside.labels(tier, self._rank).set(tokens)
         for server_state, servers in state.prefill_servers.items():
             self._servers.labels(server_state, self._rank).set(servers)
+        if state.rail is not None:
+            self._rail.labels(str(state.rail.nic), state.rail.why, self._rank).set(1)
         for why, count in state.connects.items():
             self._connects.labels(why, self._rank).inc(self._more(count, "connects", why))
         for side, ends in state.ends.items():
