@@ -15,6 +15,7 @@ from sglang_ext.router.policies import (
     Match,
     PolicyOptions,
     Reason,
+    Role,
     policy_named,
 )
 from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, FetchNote
@@ -46,9 +47,11 @@ class Fetches:
         return note
 
 
-def choose(end: str | None, *, announced: bool = True) -> tuple[Decision, Any]:
+def choose(
+    end: str | None, *, announced: bool = True, instances: tuple[Instance, ...] = FLEET
+) -> tuple[Decision, Any]:
     metrics: Any = SimpleNamespace(decided=lambda policy, reason: None)
-    fleet: Any = SimpleNamespace(usable=lambda excluded=frozenset(): FLEET)
+    fleet: Any = SimpleNamespace(usable=lambda excluded=frozenset(): instances)
     trees: Any = SimpleNamespace(
         match=lambda namespace, key: dict(HELD), guess=lambda namespace, key, name: None, block_size=16
     )
@@ -85,3 +88,21 @@ def test_an_announced_request_whose_kv_does_not_come_goes_to_who_holds_it() -> N
 def test_without_a_hint_the_policy_decides() -> None:
     decision, _ = choose(UNDER_WAY, announced=False)
     assert (decision.instance, decision.reason) == ("a", Reason.PREFIX)
+
+
+def test_an_estimate_has_what_the_instance_computes_and_what_it_is_sent() -> None:
+    model = CostModel()
+    _, record = choose(None)
+    assert (record.estimate.transfer_s, record.estimate.exec_s) == (0, model.exec_s(1000, 0))
+    _, record = choose(UNDER_WAY)
+    assert (record.estimate.transfer_s, record.estimate.exec_s) == (2.0, model.exec_s(40, 960))
+    _, record = choose(UNDER_WAY, announced=False)
+    assert (record.estimate.transfer_s, record.estimate.exec_s) == (0, model.exec_s(40, 960))
+
+
+def test_an_estimate_of_a_pair_has_the_hand_over() -> None:
+    pair = (Instance("a", 0, 0, 0, 0, Role.PREFILL), Instance("d", 0, 0, 0, 0, Role.DECODE))
+    decision, record = choose(None, announced=False, instances=pair)
+    assert (decision.instance, decision.decode) == ("a", "d")
+    assert record.estimate.transfer_s == CostModel().transfer_s(1000)
+    assert record.estimate.exec_s == CostModel().exec_s(40, 960)

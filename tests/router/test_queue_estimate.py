@@ -12,7 +12,7 @@ from sglang_ext.cost_model import Batch, Batching, CostModel, Passes
 from sglang_ext.protocol.agent import Load
 from sglang_ext.router.dispatch.costs import BOUND_DEFAULT, SAID_S, RouterCosts
 from sglang_ext.router.dispatch.queue_estimate import Computed, QueueEstimate
-from sglang_ext.router.policies import Instance, Role
+from sglang_ext.router.policies import Instance, Match, Role
 from sglang_ext.tiers import Tier
 
 
@@ -293,6 +293,20 @@ def test_what_an_instance_says_of_itself_counts_until_it_is_old() -> None:
     clock.now += SAID_S
     assert costs.queue_s(instance("a")) == 0
     assert costs.decode_s(instance("a")) == pytest.approx(model.decode_s(1))
+
+
+def test_an_estimate_loads_what_is_sooner_loaded_than_computed() -> None:
+    costs, model, there = RouterCosts(CostModel(), Clock()), CostModel(), instance("a")
+    dram = costs.estimate(there, 2000, Match(1600, below={Tier.DRAM: 600}))
+    assert dram.load_s == costs.load_s(there, Tier.DRAM, 600) > 0
+    assert dram.exec_s == model.exec_s(400, 1600)
+    # What is farther is left out where computing it is sooner; what is nearer is loaded all the same.
+    disk = costs.estimate(there, 2000, Match(1616, below={Tier.DRAM: 600, Tier.DISK: 16}))
+    assert disk.load_s + disk.exec_s == min(
+        dram.load_s + model.exec_s(400, 1600),
+        dram.load_s + costs.load_s(there, Tier.DISK, 16) + model.exec_s(384, 1616),
+    )
+    assert costs.estimate(there, 2000, Match(2000)).exec_s == model.exec_s(1, 1999)
 
 
 def test_what_this_router_knows_of_is_not_counted_twice() -> None:
