@@ -5,6 +5,10 @@ shares that calibration has not seen are timed on it, and on a server of the sam
 core each (TP 2): both levels predict it from the profile of one rank, by shapes alone, and with the constants
 of the parallelism, two numbers that six other prefills at TP 2 give (MemServe, sections 5.3.2 and 8.4, figure
 14). The error of a point is |predicted - measured| / measured.
+
+Then batches: behind a prompt that keeps the server busy, so many others are sent, which it computes together
+when that is done. What the line takes beyond the first alone is compared with exec over the batch, and with
+the sum of exec over its prompts.
 """
 
 from __future__ import annotations
@@ -12,7 +16,9 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,19 +33,30 @@ from sglang_ext.calibration.command import run as calibrate
 from sglang_ext.calibration.instance import Instance
 from sglang_ext.calibration.plan import Point, Tokens, anchors, between, points
 from sglang_ext.cluster.guard import descendants
-from sglang_ext.cost_model import ArchLevel, Batch, OperatorLevel, Profile, save
+from sglang_ext.cost_model import ArchLevel, Batch, OperatorLevel, Passes, Profile, save
 from sglang_ext.cost_model.fitting import Timed, merged
 from sglang_ext.flags import flag
 from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 
 NAME = "cost_model"
-FIGURES = ("op_mean_error", "arch_mean_error", "op_mean_error_tp2", "arch_mean_error_tp2")
+FIGURES = ("op_mean_error", "arch_mean_error", "batch_mean_error", "op_mean_error_tp2", "arch_mean_error_tp2")
 AIMS = {figure: at_most(0.1) for figure in FIGURES}
 MODEL = "small"
 LONGEST = 2048
 POOL = 24_000
 """Tokens of the servers' KV pools."""
 AIM = 0.10
+BUSY = 1024
+"""Tokens of the prompt behind which a batch gathers."""
+BATCHES: tuple[tuple[tuple[int, int], ...], ...] = (
+    ((512, 0), (256, 0)),
+    ((256, 512), (128, 0)),
+    ((256, 0),) * 4,
+    ((320, 0), (64, 512), (160, 0), (16, 512)),
+    ((96, 0),) * 8,
+    ((16, 512), (64, 0)) * 4,
+)
+"""(new, context) of the prompts of each batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +84,13 @@ def run(options: CostModelOptions, report: Report) -> None:
         _add_profile(report, profile)
         unseen = between(points(LONGEST, lengths))
         one = _measure(server.url, unseen, rounds)
+        batches = measure_batches(server.url, rounds)
     if profile.operators is None:
         raise SystemExit(f"operators were not measured: {'; '.join(profile.notes)}")
     op, arch = profile.operators, profile.arch
     report.summary["op_mean_error"] = _compare(report, "TP 1, operator level", op, one)
     report.summary["arch_mean_error"] = _compare(report, "TP 1, arch level", arch, one)
+    compare_batches(report, op, batches)
     if len(os.sched_getaffinity(0)) < 2:
         report.note("TP 2 needs two cores; left out")
         return
@@ -144,6 +163,68 @@ def _measure(url: str, unseen: Sequence[Point], rounds: int, run: int = 1) -> li
     finally:
         instance.close()
     return [(one.new, one.context, one.seconds) for one in merged(samples)]
+
+
+def measure_batches(url: str, rounds: int) -> list[float]:
+    """Seconds of each of ``BATCHES``: the median over the rounds."""
+    busy, other = Instance(url), Instance(url)
+    try:
+        facts = other.facts()
+        model = measure.read_model(facts.model_path, facts.dtype)
+        tokens = Tokens(model.vocabulary if model else measure.SAFE_VOCABULARY, os.getpid() + 3)
+        base = tokens.fresh(max(context for batch in BATCHES for _, context in batch))
+        seconds: list[list[float]] = [[] for _ in BATCHES]
+        for _ in range(rounds):
+            other.prefill(base)
+            alone = busy.prefill(tokens.fresh(BUSY)).seconds
+            for batch, found in zip(BATCHES, seconds, strict=True):
+                prompts = [base[:context] + tokens.fresh(new) for new, context in batch]
+                found.append(_behind(busy, other, tokens.fresh(BUSY), prompts, alone / 3) - alone)
+        return [float(np.median(found)) for found in seconds]
+    finally:
+        busy.close()
+        other.close()
+
+
+def _behind(
+    busy: Instance, other: Instance, first: list[int], prompts: list[list[int]], wait_s: float
+) -> float:
+    """From sending ``first`` until all prompts, sent while it is computed, have their first tokens."""
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(busy.prefill, first)
+        time.sleep(wait_s)
+        other.first_tokens(prompts)
+        end = time.perf_counter()
+        sent.result()
+    return end - begin
+
+
+def compare_batches(report: Report, level: OperatorLevel, measured: Sequence[float]) -> None:
+    """Add a row per batch, and the mean errors of both estimates."""
+    errors: dict[str, list[float]] = {"batch": [], "sum": []}
+    for batch, seconds in zip(BATCHES, measured, strict=True):
+        passes = Passes(level.batch_s)
+        for new, context in batch:
+            passes = passes.adding(new, context)
+        # What goes on outside of forward passes went on while the first prompt was computed.
+        singles = [level.seconds(new, context) for new, context in batch]
+        predicted = {"batch": passes.seconds - level.around_s, "sum": sum(singles) - level.around_s}
+        for name, told in predicted.items():
+            errors[name].append(abs(told - seconds) / seconds)
+        report.add(
+            "batches, TP 1, operator level",
+            prompts=len(batch),
+            new=sum(new for new, _ in batch),
+            cached=sum(context for _, context in batch),
+            measured_ms=seconds * 1e3,
+            batch_ms=predicted["batch"] * 1e3,
+            sum_ms=predicted["sum"] * 1e3,
+            batch_error=errors["batch"][-1],
+            sum_error=errors["sum"][-1],
+        )
+    report.summary["batch_mean_error"] = float(np.mean(errors["batch"]))
+    report.summary["batch_mean_error_as_sum"] = float(np.mean(errors["sum"]))
 
 
 def _compare(

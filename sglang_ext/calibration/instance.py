@@ -116,6 +116,11 @@ class Instance:
         cached = int(meta.get("cached_tokens") or 0)
         return Timed(len(prompt) - cached, cached, seconds)
 
+    def first_tokens(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Send prompts at once for one token each; returns when all have it."""
+        for _ in self._stream([list(prompt) for prompt in prompts], 1):
+            pass
+
     def decode_step(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
         """Seconds per step when so many requests are generated for side by side."""
         moments = []
