@@ -1,7 +1,7 @@
 """Time to first token and reuse of every routing policy, over a simulated fleet under real workloads.
 
 Four workloads from the data folder (see `benchmarks.lib.data`): questions about documents at a share ratio of
-1 and 2 (MemServe, section 8.4 and figure 15), conversations, and a production trace; each with caches of any
+1 and 2 (MemServe, section 8.4 and figure 15; the latter at two loads), conversations, and a production trace; each with caches of any
 size, and with caches too small for it. Then a prefix that everybody shares. The policies are the router's own
 code; the fleet is a model (`benchmarks.policies.simulator`), so the figures compare policies and say nothing
 of absolute speed.
@@ -68,6 +68,11 @@ def run(options: PolicyBenchOptions, report: Report) -> None:
         (
             "documents, share ratio 2",
             arriving(repeated(documents, 2), 16.0, SEED),
+            FleetPlan(INSTANCES, model=model),
+        ),
+        (
+            "documents, share ratio 2, busy",
+            arriving(repeated(documents, 2), 24.0, SEED),
             FleetPlan(INSTANCES, model=model),
         ),
         (

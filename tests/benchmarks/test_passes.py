@@ -28,7 +28,7 @@ ALONE: dict[str, tuple[tuple[str, ...], set[str]]] = {
 """Flags, and figures that have to be measured, of what needs nothing else."""
 WITH_SERVERS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "advisory": (("--systems", "ours"), set()),
-    "cost_model": ((), {"op_mean_error"}),
+    "cost_model": ((), {"op_mean_error", "batch_mean_error"}),
     "disagg": (("--designs", "3"), {"wrong_answers"}),
     "router": (("--parts", "serving"), {"p99_ttft_vs_session_share2"}),
     "tiers": (("--parts", "servers"), {"load_hidden_disk", "ttft_disk_vs_hbm_1k"}),
