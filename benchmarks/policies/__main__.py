@@ -1,10 +1,10 @@
 """Time to first token and reuse of every routing policy, over a simulated fleet under real workloads.
 
 Four workloads from the data folder (see `benchmarks.lib.data`): questions about documents at a share ratio of
-1 and 2 (MemServe, section 8.4 and figure 15; the latter at two loads), conversations, and a production trace; each with caches of any
-size, and with caches too small for it. Then a prefix that everybody shares. The policies are the router's own
-code; the fleet is a model (`benchmarks.policies.simulator`), so the figures compare policies and say nothing
-of absolute speed.
+1 and 2 (MemServe, section 8.4 and figure 15; the latter at two loads), conversations, and a production trace;
+each with caches of any size, and with caches too small for it. Then a prefix that everybody shares. The
+policies are the router's own code; the fleet is a model (`benchmarks.policies.simulator`), so the figures
+compare policies and say nothing of absolute speed.
 """
 
 from __future__ import annotations
