@@ -301,7 +301,7 @@ class Endpoint:
         return totals
 
     async def leave(self) -> None:
-        """Disconnect from everyone, and end what they were exported; who connects again is served."""
+        """Disconnect from everyone, and end their leases; who connects again is served."""
         for instance in list(self.instances):
             await instance.close()
         await self._owner.close()
