@@ -29,6 +29,17 @@ def parse_id(text: str) -> str:
     return text
 
 
+def parse_numa(text: str) -> str:
+    """``auto``, ``none`` or the number of a NUMA node.
+
+    Raises:
+        ValueError: when it is none of these.
+    """
+    if not re.fullmatch(r"auto|none|\d{1,3}", text):
+        raise ValueError(f"{text!r} is not auto, none or the number of a node")
+    return text
+
+
 def parse_urls(text: str) -> str:
     """URLs of routers, with commas between them.
 
@@ -58,6 +69,12 @@ class KvConfig(Flagged):
         "The size of the DRAM tier per rank, such as 512MB, 4GB or 4GiB. "
         "0 means no DRAM tier: KV that leaves the device is recomputed.",
         SIZE,
+    )
+    numa: str = flag(
+        "auto",
+        "On which NUMA node the DRAM tier of a rank lies: auto is that of its GPU, or of the processors that "
+        "it is confined to; none is wherever the kernel puts it.",
+        Parser(parse_numa, "auto|none|NODE"),
     )
     disk_path: str | None = flag(
         None,

@@ -7,6 +7,7 @@ import logging
 import secrets
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,7 @@ from sglang_ext.geometry import Geometry
 from sglang_ext.keys import Namespace
 from sglang_ext.mempool import MemPool
 from sglang_ext.mempool.store import Store
+from sglang_ext.numa import place_arena
 from sglang_ext.patches.adapter.build_agent import Desks, attach_agent, naming_of
 from sglang_ext.patches.adapter.build_disk import (
     RankFacts,
@@ -42,6 +44,7 @@ from sglang_ext.patches.adapter.build_disk import (
     promotions_from,
 )
 from sglang_ext.patches.adapter.build_transfers import (
+    accelerator_place,
     endpoint_config,
     hands_over,
     kv_namespace,
@@ -101,7 +104,12 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         runner = ctx.tp_worker.model_runner
         weights = Weights(identity.weights_version, lambda: weights_digest(runner.model))
     if config.dram_size:
-        arena = DramArena(geometry.layout, config.dram_size, name=f"dram {instance} tp{ctx.tp_rank}")
+        arena = DramArena(
+            geometry.layout,
+            config.dram_size,
+            name=f"dram {instance} tp{ctx.tp_rank}",
+            place=partial(place_arena, config.numa, accelerator_place(ctx.server_args.device).numa),
+        )
         mover = _mover_for(ctx, planes, geometry, arena)
         holder = Holder.of(instance, epoch, Tier.DRAM)
         if disk is not None and identity is not None:

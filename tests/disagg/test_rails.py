@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from pathlib import Path
 
 import numpy as np
@@ -182,18 +181,6 @@ def test_devices_may_be_named(sysfs: Sysfs) -> None:
 def test_a_host_without_adapters(sysfs: Sysfs) -> None:
     with pytest.raises(TransportUnavailableError, match="no RDMA device"):
         choose(topology(sysfs.root), NOWHERE, 0)
-
-
-def test_the_node_of_memory_that_is_there_is_known() -> None:
-    memory = np.ones(1 << 20, np.uint8)
-    node = node_of(memory.ctypes.data, memory.nbytes)
-    nodes = [int(entry.name[4:]) for entry in Path("/sys/devices/system/node").glob("node[0-9]*")]
-    assert node in (nodes or [0])
-    # What was never written has no memory anywhere yet.
-    with mmap.mmap(-1, 1 << 20) as untouched:
-        address = np.frombuffer(untouched, np.uint8).ctypes.data
-        assert node_of(address, 1 << 20) == -1
-    assert node_of(memory.ctypes.data, 0) == -1
 
 
 def test_a_transport_looks_where_its_memory_is() -> None:

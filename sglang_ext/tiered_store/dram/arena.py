@@ -15,7 +15,7 @@ whoever allocated it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,7 @@ class DramArena:
         pin: register the memory with CUDA if there is a device.
         touch: give every page its memory now; off only where a test wants an arena larger than memory.
         name: for logs and /proc/PID/maps.
+        place: says where the memory shall lie, by address and bytes, before it is touched.
 
     Raises:
         ConfigError: not even one block fits into `nbytes`.
@@ -56,6 +57,7 @@ class DramArena:
         pin: bool = True,
         touch: bool = True,
         name: str = "dram",
+        place: Callable[[int, int], None] = lambda address, nbytes: None,
         progress: Progress | None = None,
     ) -> None:
         self.layout = layout
@@ -70,6 +72,7 @@ class DramArena:
         used = _generations_at(self.n_blocks, self.block_bytes) + self.n_blocks * _GENERATION_BYTES
         self.memory = ArenaMemory(used, shared=shared, name=name)
         try:
+            place(self.memory.address, self.memory.nbytes)
             if touch:
                 self.memory.touch(progress=progress)
             if pin:
