@@ -57,8 +57,9 @@ AIMS = {
     "ttft_c3_vs_c1_turn3": at_most(0.6),
     "jct_c3_vs_basic": at_most(1.0),
     "ttft_c3_vs_stock_mooncake_tcp": at_most(0.8),
+    "ttft_new_pair_vs_warm": at_most(1.1),
 }
-FIGURES = ("pull_vs_push", "layers", "xpyd")
+FIGURES = ("pull_vs_push", "layers", "xpyd", "joins")
 ALL = {design.name: design for design in (*DESIGNS, ROUTED, STOCK_ROUTED, STOCK_DESIGN)}
 TIE = 1e-4
 """How close two log probabilities are between which rounding may decide."""
@@ -175,6 +176,7 @@ class DisaggOptions(Options):
     pull_vs_push: bool = flag(False, "Only compare pull with push (KVDirect, figure 16).")
     layers: bool = flag(False, "Only compare by layer, by request and aggregated (MemServe 12).")
     xpyd: bool = flag(False, "Only compare numbers of servers (KVDirect, figure 12).")
+    joins: bool = flag(False, "Only compare the first request through a new pair with later ones.")
 
 
 def chosen(given: str | None, known: Sequence[str], field: str) -> list[str]:
@@ -297,7 +299,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         report.note(designs.conditions())
         report_on(report, designs.legs)
     complete_summary(
-        report, {"pull_vs_push_jct": "--pull-vs-push measures it, or the form without choices"} | why
+        report,
+        {
+            "pull_vs_push_jct": "--pull-vs-push measures it, or the form without choices",
+            "ttft_new_pair_vs_warm": "--joins measures it",
+        }
+        | why,
     )
     return report.finish(options)
 

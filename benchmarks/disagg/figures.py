@@ -11,13 +11,18 @@ import asyncio
 import math
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from benchmarks.disagg.loads import FIRST_ID, LAST_ID
-from benchmarks.disagg.servers import Asked, Group, GroupSpec, ask, pair, running
+from benchmarks.disagg.servers import Asked, Group, GroupSpec, ask, pair, routed, running
 from benchmarks.lib.common import SEED, Options, Report, percentile
+from sglang_ext.cluster.plan import LOOPBACK
+from sglang_ext.testing.servers.server import free_port, wait_until
 
 SHARES = (0.9, 0.4)
 """Of one pair's capacity."""
@@ -82,6 +87,62 @@ def xpyd(options: Options, report: Report, until: float = math.inf) -> None:
                 asked = play(group, load, rate, (prefill, decode))
                 name = f"{prefill}P{decode}D"
                 _row(report, f"{load.prompt}-{load.answer}", name, rate, mean(asked), len(asked))
+
+
+def joins(options: Options, report: Report, until: float = math.inf) -> None:
+    """KVDirect, section 4.2: the first requests of pairs whose servers have served others, beside later ones
+    of the same pairs; decode was told of prefill servers by a router, or was not. until: as in
+    `pull_vs_push`.
+    """
+    load = Load(16, 2, options.rounds(20, quick=10))  # longer prompts hide a connection behind their prefill
+    seen: dict[tuple[str, str], list[float]] = {}
+    for number in range(options.rounds(3, quick=1)):
+        for name in ("told by a router", "not told"):
+            if seen and number and time.monotonic() > until:
+                report.note(f"round {number + 1} was left out: --minutes are over")
+                break
+            for when, seconds in _new_pairs(load, told=name != "not told").items():
+                seen.setdefault((name, when), []).extend(seconds)
+    for name in dict.fromkeys(name for name, _ in seen):
+        first, later = (statistics.median(seen[name, when]) for when in ("first", "later"))
+        report.add(
+            "joins",
+            design=name,
+            first_ttft_ms=first * 1e3,
+            later_ttft_ms=later * 1e3,
+            ratio=first / later,
+            pairs=len(seen[name, "first"]),
+            requests=len(seen[name, "later"]),
+        )
+        if name != "not told":
+            report.summary["ttft_new_pair_vs_warm"] = first / later
+
+
+def _new_pairs(load: Load, *, told: bool) -> dict[str, list[float]]:
+    """Times to the first token, in seconds, over two pairs that are new to each other and to no one else."""
+    port, prompts = free_port(), iter(_prompts(random.Random(SEED), load, 10 + 2 + load.requests))
+    flags = ("--kv-router", f"http://{LOOPBACK}:{port}") if told else ()
+
+    def ttft(group: Group, prefill: int, decode: int) -> float:
+        room = random.getrandbits(62) + 1
+        found = asyncio.run(ask(group, next(prompts), load.answer, room, which=(prefill, decode)))
+        group.settle()
+        return found.ttft
+
+    with running({"all": pair(*flags, prefill=2, decode=2)}) as groups, ExitStack() as stack:
+        group = groups["all"]
+        if told:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="disagg-routers-")))
+            stack.enter_context(routed(group, folder, port=port))
+            wait_until(lambda: group.connected() == 4, seconds=60, what="decode to connect to both")
+        for _ in range(5):
+            for each in range(2):
+                ttft(group, each, each)
+        assert group.connected() == (4 if told else 2)
+        crossed = [(0, 1), (1, 0)]
+        first = [ttft(group, *each) for each in crossed]
+        later = [ttft(group, *crossed[number % 2]) for number in range(load.requests)]
+    return {"first": first, "later": later}
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ SUMMARY = (
     "bytes_per_turn_growth_c1",
     "bytes_per_turn_growth_c3",
     "pull_vs_push_jct",
+    "ttft_new_pair_vs_warm",
     "wrong_answers",
 )
 """What the summary has, in each form of the benchmark; what was not measured is null."""

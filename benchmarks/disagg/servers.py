@@ -38,6 +38,7 @@ from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_po
 MODEL = "small"
 POOL_TOKENS = 64_000
 READ_BYTES = "sglang_ext_pd_read_bytes"
+CONNECTED = 'sglang_ext_pd_prefill_servers{state="connected"'
 BUSY = ("sglang_ext_pd_rooms", "sglang_ext_pd_leased_pages")
 SHOWN_SECONDS = 0.3
 """How old what `/metrics` shows may be."""
@@ -113,6 +114,10 @@ class Group:
         if not self.prefill or not self.ours:
             return 0.0
         return sum(_sum(server.metrics(), READ_BYTES) for server in self.decode)
+
+    def connected(self) -> float:
+        """Connections from decode to prefill servers that stand."""
+        return sum(_sum(server.metrics(), CONNECTED) for server in self.decode)
 
     def settle(self) -> None:
         """Wait until nothing of the last request goes on, returns included."""
@@ -247,9 +252,11 @@ def running(specs: Mapping[str, GroupSpec]) -> Iterator[dict[str, Group]]:
 
 
 @contextmanager
-def routed(group: Group, folder: Path, peer_python: Path | None = None) -> Iterator[None]:
-    """A router in front of a pair: sglang-router of another interpreter, or ours."""
-    port, log = free_port(), folder / f"router-{len(list(folder.iterdir()))}.log"
+def routed(
+    group: Group, folder: Path, peer_python: Path | None = None, port: int | None = None
+) -> Iterator[None]:
+    """A router in front of a pair: sglang-router of another interpreter, or ours. port: any if not given."""
+    port, log = port or free_port(), folder / f"router-{len(list(folder.iterdir()))}.log"
     if peer_python is None:
         command = our_router(port, [server.url for server in group.servers])
     else:

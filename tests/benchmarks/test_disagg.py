@@ -23,6 +23,7 @@ ASKED = {
     "bytes_per_turn_growth_c1",
     "bytes_per_turn_growth_c3",
     "pull_vs_push_jct",
+    "ttft_new_pair_vs_warm",
     "wrong_answers",
 }
 
