@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from sglang_ext.engine.tiers.load_report import Decision, Reason, begin_report
 from sglang_ext.patches.hooks import load_details
-from sglang_ext.patches.hooks import scheduler as scheduler_calls
+from sglang_ext.patches.process import PROCESS
 from sglang_ext.tiers import Tier
 
 
 @pytest.fixture
 def streamer(monkeypatch: pytest.MonkeyPatch) -> Any:
     cache = SimpleNamespace()
-    monkeypatch.setattr(scheduler_calls, "_called", cast(Any, cache))
+    monkeypatch.setattr(PROCESS, "cache", cache)
     return SimpleNamespace(tree_cache=cache)
 
 
