@@ -28,6 +28,7 @@ SHARED = {
     "numa",
     "tiers",
     "signals",
+    "stages",
     "wire",
 }
 """Modules of sglang_ext that every part may import."""

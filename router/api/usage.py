@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sglang_ext.router.api.sse import DONE, EventSplitter, parsed
+from sglang_ext.stages import StageTimes
 from sglang_ext.tiers import Tier, tiers_below
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class Usage(msgspec.Struct):
     completion_tokens: int | None = None
     tiers: dict[str, int] = {}
     """Name of a tier -> cached tokens that were found there, where the worker tells."""
+    stages: StageTimes | None = None
+    """How long it spent in each stage at its instances, where they tell; of a batch, the longest."""
     response_id: str | None = None
     """The name under which the worker keeps the answer, where it does."""
     output_keys: dict[int, bytes] = {}
@@ -44,6 +47,9 @@ class Usage(msgspec.Struct):
         """Take in SGLang's ``cached_tokens_details``."""
         if not isinstance(details, dict):
             return
+        stages = StageTimes.of_details(details)
+        if stages is not None and (self.stages is None or stages.total > self.stages.total):
+            self.stages = stages
         found = {tier: count(details.get(theirs)) or 0 for theirs, tier in _MEMORY.items()}
         left = count(details.get("storage")) or 0
         nearest, *others = tiers_below(Tier.DRAM)

@@ -277,6 +277,7 @@ def told(
             "queued": record.queued_s,
             "first_byte": None if record.first_byte is None else record.first_byte - record.started,
             **record.stages,
+            "instances": None if record.instance_stages is None else dict(record.instance_stages.items()),
         },
         "error": record.error,
     }

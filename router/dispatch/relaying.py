@@ -378,6 +378,11 @@ class Relay:
                 headers |= record.fetch.headers()
         if usage.cached_tokens is not None:
             headers["x-kv-cached-tokens"] = str(usage.cached_tokens)
+        if record.instance_stages is not None:
+            # As web clients know it (W3C Server Timing), in milliseconds. A stream's end comes too late.
+            headers["server-timing"] = ", ".join(
+                f"{stage};dur={seconds * 1e3:.3f}" for stage, seconds in record.timings()
+            )
         return headers
 
 
@@ -395,4 +400,5 @@ def _note(record: Record, usage: Usage) -> None:
     record.prompt_tokens = usage.prompt_tokens if usage.prompt_tokens is not None else record.prompt_tokens
     record.cached_tokens = usage.cached_tokens
     record.tiers = usage.tiers
+    record.instance_stages = usage.stages
     record.completion_tokens = usage.completion_tokens

@@ -45,6 +45,12 @@ class RouterMetrics:
         self.stage = self._local_histograms(
             "stage_seconds", "Time added by the router before a request is sent on", STAGE_BUCKETS, "stage"
         )
+        self.instance_stage = self._local_histograms(
+            "instance_stage_seconds",
+            "Time that answered requests spent at their instances, by stage, where these tell",
+            REQUEST_BUCKETS,
+            "stage",
+        )
         self.queue_wait = self._local_histograms(
             "queue_wait_seconds", "Time that requests waited for an instance with room", REQUEST_BUCKETS
         )
@@ -120,6 +126,10 @@ class RouterMetrics:
         self._matched_tokens.value += record.matched_tokens or 0
         self._cached_tokens.value += cached
         self._completion_tokens.value += completion
+        if record.instance_stages is not None:
+            for stage, seconds in record.instance_stages.items():
+                if seconds:
+                    self.instance_stage.of(stage).add(seconds)
         for tier, tokens in record.tiers.items():
             self.tier_tokens.of(tier).add(tokens)
         tenant = record.caller.tenant

@@ -7,6 +7,7 @@ import msgspec
 from sglang_ext.router.telemetry.estimate import Estimate
 from sglang_ext.router.telemetry.fetch_note import FetchNote
 from sglang_ext.router.tenancy.tenants import ANYBODY, Caller
+from sglang_ext.stages import StageTimes
 
 CLIENT_GONE = 499
 """Status under which a request is counted whose client went away (nginx's number)."""
@@ -45,7 +46,18 @@ class Record(msgspec.Struct):
     attempts: int = 0
     stages: dict[str, float] = {}
     """Seconds the router itself spent, by stage; waiting for a place is not one of them."""
+    instance_stages: StageTimes | None = None
+    """Seconds at the instances, by stage, where they tell."""
     queued_s: float = 0.0
     first_byte: float | None = None
     error: str | None = None
     trace_id: str | None = None
+
+    def timings(self) -> list[tuple[str, float]]:
+        """(stage, seconds) as far as they are known, in the order in which a request passes them."""
+        own = dict(self.stages)
+        route = own.pop("route", None)
+        found = [*own.items(), ("router_queue", self.queued_s)]
+        if route is not None:
+            found.append(("route", route))
+        return found if self.instance_stages is None else [*found, *self.instance_stages.items()]

@@ -18,6 +18,7 @@ from sglang_ext.router.telemetry.local_metrics import LocalCounters, LocalHistog
 from sglang_ext.router.telemetry.logs import JsonFormatter, configure_logging
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.tracing import NO_TRACING, OpenTelemetry, open_tracing
+from sglang_ext.stages import StageTimes
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "router.json"
 BODY = {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 2}}
@@ -141,7 +142,7 @@ async def test_a_span_per_request_continues_the_clients_trace_and_goes_on_to_the
     headers = {"traceparent": f"00-{trace}-{parent}-01", "authorization": "Bearer hush"}
     async with client.post(router.url + "/generate", json=BODY, headers=headers) as answer:
         assert answer.status == 200
-    (span,) = exporter.get_finished_spans()
+    (span,) = whole(exporter)
     context = span.get_span_context()
     assert format(context.trace_id, "032x") == trace
     assert format(span.parent.span_id, "016x") == parent
@@ -152,6 +153,68 @@ async def test_a_span_per_request_continues_the_clients_trace_and_goes_on_to_the
     version, passed_trace, passed_parent, _ = worker.requests[-1][2]["traceparent"].split("-")
     assert (version, passed_trace) == ("00", trace)
     assert passed_parent == format(context.span_id, "016x")
+
+
+def whole(exporter: Any) -> list[Any]:
+    """Spans of whole requests."""
+    return [span for span in exporter.get_finished_spans() if not span.name.startswith("stage ")]
+
+
+STAGES_TOLD = StageTimes(0.5, 0.25, 0.0625, 0.0, 1.0)
+
+
+async def test_what_instances_tell_of_stages_is_seen_everywhere(start_worker, start_router, client) -> None:
+    tracing, exporter = in_memory()
+    worker = await start_worker()
+    worker.stages = STAGES_TOLD
+    router = await traced(start_router, tracing, worker)
+    message = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    asked = 0
+    for path, body in (("/generate", BODY), ("/v1/chat/completions", message)):
+        for stream in (False, True):
+            asked += 1
+            headers = {"x-request-id": str(asked)}
+            async with client.post(
+                router.url + path, json={**body, "stream": stream}, headers=headers
+            ) as got:
+                assert got.status == 200
+                await got.read()
+                timing = got.headers.get("server-timing")
+            # A stream's head is sent before its stages are known.
+            assert (timing is None) is stream
+            if timing is not None:
+                assert timing.endswith(
+                    "prefill_queue;dur=500.000, prefill;dur=250.000, transfer;dur=62.500, "
+                    "decode_queue;dur=0.000, decode;dur=1000.000"
+                )
+                assert "router_queue;dur=" in timing
+            async with client.get(f"{router.url}/explain/{asked}") as got:
+                assert (await got.json())["seconds"]["instances"] == dict(STAGES_TOLD.items())
+    value = router.metrics.registry.get_sample_value
+    name = "sglang_ext_router_instance_stage_seconds"
+    assert value(f"{name}_sum", {"stage": "prefill"}) == asked * 0.25
+    assert value(f"{name}_count", {"stage": "transfer"}) == asked
+    assert not value(f"{name}_count", {"stage": "decode_queue"}), "nobody passed it"
+    posts = [span for span in whole(exporter) if span.name.startswith("POST ")]
+    assert len(posts) == asked
+    for request in posts:
+        parts = {
+            span.name: (span.end_time - span.start_time) / 1e9
+            for span in exporter.get_finished_spans()
+            if span.parent is not None and span.parent.span_id == request.get_span_context().span_id
+        }
+        assert {"stage tokenize", "stage route"} <= parts.keys()
+        assert parts["stage decode"] == pytest.approx(1.0)
+        assert "stage decode_queue" not in parts
+
+
+async def test_an_instance_that_tells_no_stages_has_none(start_worker, start_router, client) -> None:
+    """The twin."""
+    router = await start_router(await start_worker())
+    async with client.post(router.url + "/generate", json=BODY, headers={"x-request-id": "q"}) as answer:
+        assert "server-timing" not in answer.headers
+    async with client.get(router.url + "/explain/q") as answer:
+        assert (await answer.json())["seconds"]["instances"] is None
 
 
 async def test_concurrent_requests_have_their_own_spans(start_worker, start_router, client) -> None:
@@ -166,7 +229,7 @@ async def test_concurrent_requests_have_their_own_spans(start_worker, start_rout
             assert answer.status == 200
 
     await asyncio.gather(*(ask() for _ in range(8)))
-    spans = exporter.get_finished_spans()
+    spans = whole(exporter)
     assert len({span.get_span_context().trace_id for span in spans}) == 8
     passed = {request[2]["traceparent"].split("-")[2] for request in worker.requests}
     assert passed == {format(span.get_span_context().span_id, "016x") for span in spans}

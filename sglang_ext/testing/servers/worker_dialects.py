@@ -31,11 +31,11 @@ def _conversation(body: Json) -> list[Json]:
     return system + [{"role": m["role"], "content": plain(m["content"])} for m in body["messages"]]
 
 
-def told_on_the_side(body: Json, cached: int) -> Json:
-    """What ``return_cached_tokens_details`` puts into an answer: nothing when nothing was cached."""
-    if not body.get("return_cached_tokens_details") or not cached:
+def told_on_the_side(body: Json, details: Json | None) -> Json:
+    """What ``return_cached_tokens_details`` puts into an answer."""
+    if not body.get("return_cached_tokens_details") or details is None:
         return {}
-    return {"sglext": {"cached_tokens_details": {"device": cached, "host": 0}}}
+    return {"sglext": {"cached_tokens_details": details}}
 
 
 def error(message: str) -> web.Response:

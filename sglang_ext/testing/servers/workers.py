@@ -22,6 +22,7 @@ from aiohttp import web
 
 from sglang_ext.keys import encode_tokens
 from sglang_ext.radix_global import Holder, RadixTree
+from sglang_ext.stages import StageTimes
 from sglang_ext.testing.servers import worker_dialects as dialects
 from sglang_ext.testing.servers.worker_dialects import Json, error, headers_of, plain
 from sglang_ext.tiers import Tier
@@ -113,6 +114,8 @@ class StandInWorker:
         self.refuses_tools = False
         self.skew_tokens = False
         """``/v1/tokenize`` answers something else than what is served."""
+        self.stages: StageTimes | None = None
+        """What answers tell of their requests' stages."""
 
         self.requests: list[tuple[str, Json, dict[str, str]]] = []
         """(path, body, headers) of every generation request."""
@@ -141,6 +144,12 @@ class StandInWorker:
         """Let ``until`` look again."""
         async with self._changed:
             self._changed.notify_all()
+
+    def details(self, cached: int) -> Json | None:
+        """``cached_tokens_details`` of an answer: none when there is nothing to tell."""
+        if not cached and self.stages is None:
+            return None
+        return {"device": cached, "host": 0, **(self.stages.details() if self.stages is not None else {})}
 
     # -- tokens -----------------------------------------------------------------------------------
 
@@ -282,6 +291,7 @@ class StandInWorker:
                     "prompt_tokens": len(prompts[index]),
                     "completion_tokens": upto,
                     "cached_tokens": cached,
+                    "cached_tokens_details": self.details(cached),
                 },
             }
             return {**answer, "index": index} if is_batch and body.get("stream") else answer
@@ -311,7 +321,7 @@ class StandInWorker:
         }
         kind = "chat.completion" if is_chat else "text_completion"
         base: Json = {"id": "x", "object": kind, "created": 0, "model": body.get("model", "default")}
-        side = dialects.told_on_the_side(body, cached)
+        side = dialects.told_on_the_side(body, self.details(cached))
 
         def choice(content: Json, finish: str | None) -> Json:
             return {"index": 0, **content, "finish_reason": finish}
