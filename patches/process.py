@@ -34,6 +34,8 @@ class Process:
     """The transfer backend's manager, while the server prefills or decodes."""
     config: KvConfig | None = None
     """The server's settings, for the transfer backend, whose bootstrap port is in the server's process."""
+    stages: Any = None
+    """Counts and tells requests' stages, once one has ended (``hooks/stages.py``)."""
     checks_vocabulary: bool = False
     """Whether token ids are checked (``hooks/vocabulary.py``)."""
     expected: list[Patch] = field(default_factory=list)

@@ -38,6 +38,7 @@ from sglang_ext.patches.hooks import (
     load_details,
     migration,
     restarts,
+    stages,
     vocabulary,
 )
 from sglang_ext.patches.hooks import (
@@ -70,6 +71,7 @@ PATCHES: tuple[Patch, ...] = (
     scheduler_calls.PATCH,
     restarts.PATCH,
     load_details.PATCH,
+    stages.PATCH,
     commands.PATCH,
     migration.PATCH,
     role_switch.PATCH,

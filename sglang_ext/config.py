@@ -218,6 +218,18 @@ class KvConfig(Flagged):
         "given: each rank takes the one nearest to its GPU or memory, by PCI and NUMA.",
         metavar="A,B",
     )
+    transfer_coalescing: str = flag(
+        "on",
+        "Whether adjacent ranges of KV are read or written as one (KVDirect, section 4.2). off is for "
+        "measuring what that is worth.",
+        one_of("on", "off"),
+    )
+    stage_times: str = flag(
+        "on",
+        "Whether each answer tells how long its request spent in each stage: prefill queue, prefill, "
+        "transfer, decode queue and decode.",
+        one_of("on", "off"),
+    )
     check: bool = flag(
         False,
         "Verify all invariants of the cache whenever the server is idle. For debugging; slow.",

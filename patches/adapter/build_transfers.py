@@ -70,6 +70,7 @@ def endpoint_config(
         rank=rank,
         bind=reachable(listen_host(server_args.host, keys)),
         keys=keys,
+        coalescing=config.transfer_coalescing == "on",
         transports=tuple(TransportName(name) for name in config.transports.split(",") if name),
         place=accelerator_place(server_args.device),
         rdma_devices=tuple(name.strip() for name in config.rdma_devices.split(",") if name.strip()),

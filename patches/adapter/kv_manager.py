@@ -8,6 +8,7 @@ in `engine/pd/agent.py`, on a thread of its own; SGLang polls.
 from __future__ import annotations
 
 import logging
+import time
 from functools import partial
 from typing import Any
 
@@ -59,7 +60,9 @@ from sglang_ext.patches.adapter.pd_setup import (
     weights_of,
 )
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
+from sglang_ext.patches.adapter.request_stages import request_stages
 from sglang_ext.patches.process import PROCESS
+from sglang_ext.stages import NO_STAGES, Handed
 from sglang_ext.tiers import Tier
 
 logger = logging.getLogger(__name__)
@@ -278,6 +281,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
             sender = req.disagg_kv_sender
             if isinstance(sender, GlobalKVSender) and sender._room is not None:
                 self.agent.giving.computing(sender._room)
+                sender.req = req
 
     @property
     def supports_role_switch(self) -> bool:
@@ -332,6 +336,8 @@ class GlobalKVSender(BaseKVSender):  # type: ignore[misc]
         self._last = False
         self._error = ""
         self._room: Room | None = None
+        self.req: Any = None
+        """Whose KV it is, once that is computed."""
         try:
             self._room = mgr.agent.giving.open(bootstrap_room)
         except RefusedError as error:
@@ -353,7 +359,10 @@ class GlobalKVSender(BaseKVSender):  # type: ignore[misc]
             return
         assert self._row is not None
         self.kv_mgr.agent.giving.complete(
-            self._room, np.concatenate(self._pages), self.kv_mgr.buffers.read(self._row)
+            self._room,
+            np.concatenate(self._pages),
+            self.kv_mgr.buffers.read(self._row),
+            NO_STAGES if self.req is None else request_stages(self.req),
         )
 
     def poll(self) -> int:
@@ -437,6 +446,13 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
         if FACTS[self._room.state].end and self._incoming is not None:
             self._incoming.end()
         return int(_TAKING_POLL[self._room.state])
+
+    @property
+    def handed(self) -> Handed:
+        """What is known of the stages of a request whose KV has just come."""
+        room = self._room
+        now = time.perf_counter()
+        return Handed(now) if room is None else Handed(now, room.stages, room.waited, room.seconds)
 
     def failure_exception(self) -> None:
         """Raise why it failed, when nothing uses the slots any more: SGLang frees them next."""

@@ -58,6 +58,7 @@ from sglang_ext.engine.resume import (
     state_of,
 )
 from sglang_ext.keys import TOKEN_BYTES, encode_tokens
+from sglang_ext.patches.adapter.request_stages import request_stages, set_former
 from sglang_ext.protocol.agent import (
     TO_AGENT,
     Expecting,
@@ -286,7 +287,7 @@ class Migration:
             Parked(
                 self.epoch,
                 parked.id,
-                resume=state_of(req, received=True),
+                resume=state_of(req, received=True, stages=request_stages(req)),
                 meeting=manager.meeting,
                 room=number,
             )
@@ -346,7 +347,7 @@ class Migration:
             Parked(
                 self.epoch,
                 parked.id,
-                resume=state_of(req, received=False),
+                resume=state_of(req, received=False, stages=request_stages(req)),
                 tokens=parked.tokens,
                 extra_key=req.extra_key,
                 cache_salt=req.cache_salt,
@@ -434,6 +435,7 @@ class Migration:
             return why
         if not self._has_room() or req.rid in self._arriving:
             return "too many are on their way here"
+        set_former(req, resume.stages)
         replay(req, resume, scheduler.batch_result_processor._maybe_update_reasoning_tokens)
         if manager is None:
             put_back(req, resume)

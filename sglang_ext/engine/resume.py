@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from sglang_ext.keys import TOKEN_BYTES, decode_tokens, encode_tokens
 from sglang_ext.protocol.agent import MAX_OUTPUT_BYTES, Resume, Watch
+from sglang_ext.stages import StageTimes
 
 FIELD: Final = "sglang_ext_resume"
 """Key in ``custom_params`` of a request: the ticket of its `Resume`. Routers refuse it from clients."""
@@ -157,7 +158,7 @@ def _kept(req: Any) -> str:
     return next((why for so, why in found if so), "")
 
 
-def state_of(req: Any, *, received: bool) -> Resume:
+def state_of(req: Any, *, received: bool, stages: StageTimes) -> Resume:
     """The state of a stopped request."""
     return Resume(
         encode_tokens(req.output_ids),
@@ -170,6 +171,7 @@ def state_of(req: Any, *, received: bool) -> Resume:
         ),
         received,
         (req.bootstrap_host, int(req.bootstrap_port)) if received and req.bootstrap_host else None,
+        stages,
     )
 
 

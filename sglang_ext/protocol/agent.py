@@ -41,10 +41,11 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
+from sglang_ext.stages import NO_STAGES, StageTimes
 from sglang_ext.tiers import MAX_LEVEL
 from sglang_ext.wire import Blob, Codec, Count, Epoch, Message, Name
 
-AGENT_PROTOCOL: Final = 3
+AGENT_PROTOCOL: Final = 4
 """Changes when one side would misunderstand the other."""
 
 MAX_EVENTS: Final = 20_000
@@ -299,6 +300,7 @@ class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cached: tokens that were found cached: in all, in HBM, in DRAM and below.
     received: whether its KV comes through a room. home: bootstrap host and port of who prefilled it, to which
     its KV returns.
+    stages: how long it took up to here.
     """
 
     output: Annotated[bytes, msgspec.Meta(min_length=4, max_length=MAX_OUTPUT_BYTES)]
@@ -306,6 +308,7 @@ class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cached: tuple[Count, Count, Count, Count] = (0, 0, 0, 0)
     received: bool = False
     home: tuple[Host, Port] | None = None
+    stages: StageTimes = NO_STAGES
 
 
 class Watch(Message, frozen=True, tag="watch"):

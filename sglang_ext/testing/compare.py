@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from math import nan
 from typing import Any
 
+from sglang_ext.stages import StageTimes
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -22,6 +24,8 @@ class Answer:
     disk_tokens: int
     seconds: float
     """End to end, as the server measured it."""
+    stages: StageTimes | None = None
+    """Where that went, where the server tells it."""
     margins: list[float] = field(default_factory=list)
     """How far each token's log probability is above the second best; empty when that was not asked for."""
 
@@ -43,6 +47,7 @@ class Answer:
             dram_tokens=details.get("host", 0),
             disk_tokens=details.get("storage", 0),
             seconds=meta["e2e_latency"],
+            stages=StageTimes.of_details(details),
             margins=[
                 logprob(best) - logprob(second) for best, second in meta.get("output_top_logprobs") or ()
             ],

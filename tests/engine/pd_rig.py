@@ -102,6 +102,7 @@ def transfer_thread(
     keys: CurveKeys | None = None,
     transports: tuple[TransportName, ...] = (),
     staging: Staging | None = None,
+    coalescing: bool = True,
 ) -> TransferThread:
     """A rank's endpoint, as a server of this name has it."""
     config = EndpointConfig(
@@ -110,6 +111,7 @@ def transfer_thread(
         rank=rank,
         keys=keys,
         transports=transports,
+        coalescing=coalescing,
         lease_ttl=LEASE_SECONDS,
         heartbeat=HEARTBEAT_SECONDS,
         dead_after=VERDICT_SECONDS,
@@ -147,6 +149,7 @@ def rig(
     decode_keys: CurveKeys | None = None,
     transports: tuple[TransportName, ...] = (),
     staging: tuple[int, int] | None = None,
+    coalescing: bool = True,
 ) -> Iterator[Rig]:
     """Servers with so many ranks, each over a pool of its own. decode_keys: where they are not `keys`.
     staging: with the layout `aggregated`, how many pages prefill's and decode's ranks have for it.
@@ -173,6 +176,7 @@ def rig(
                 keys=keys if name == "prefill" else decode_keys or keys,
                 transports=transports,
                 staging=room,
+                coalescing=coalescing,
             )
             stack.callback(transfers.close)
             agent = Agent(config, transfers, rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -23,6 +24,7 @@ from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import RankInfo
 from sglang_ext.engine.pd.prefill_sender import Room
 from sglang_ext.engine.pd.pushing import Computing
+from sglang_ext.stages import StageTimes
 from sglang_ext.testing.fakes import FakeClock
 from sglang_ext.wire import pack_ids
 
@@ -63,6 +65,20 @@ def test_what_prefill_computed_is_what_decode_gets(one: Rig) -> None:
     one.check()
 
 
+def test_decode_is_told_what_it_took_and_knows_what_it_waited(one: Rig) -> None:
+    number = next(NUMBERS)
+    taking = one.decode[0].agent.taking.open(one.address, number)
+    giving = one.prefill[0].agent.giving.open(number)
+    one.prefill[0].agent.giving.complete(giving, np.array([1, 2]), ROWS, StageTimes(0.5, 0.25))
+    one.wait(lambda: taking.state is Taking.READY, "an offer")
+    asked = time.monotonic() + 0.3
+    one.wait(lambda: time.monotonic() > asked, "slots")
+    one.decode[0].agent.taking.read(taking, Wanted(np.array([30, 31]), 0, 0))
+    one.wait(lambda: taking.state is Taking.HELD, "the KV")
+    assert taking.stages == StageTimes(0.5, 0.25)
+    assert taking.waited >= 0.3 > taking.seconds > 0.0
+
+
 def test_a_cached_prefix_is_not_sent(one: Rig) -> None:
     here, there = [1, 2, 3, 4], [50, 51]
     side = one.decode[0]
@@ -73,6 +89,19 @@ def test_a_cached_prefix_is_not_sent(one: Rig) -> None:
     page_bytes = side.kv([0], one.page).nbytes
     moved = sum(after.values()) - sum(before.values())
     assert 2 * page_bytes <= moved < 3 * page_bytes
+
+
+def test_without_coalescing_the_same_comes_in_more_ranges() -> None:
+    here, there = [4, 5, 6, 7], [40, 41, 42, 43]
+    ranges = []
+    for coalescing in (True, False):
+        with rig(coalescing=coalescing) as servers:
+            hand_over(servers, here, there)
+            kv = servers.decode[0].kv(there, servers.page)
+            assert np.array_equal(servers.prefill[0].kv(here, servers.page), kv)
+            ranges.append(sum(servers.decode[0].agent.state().transactions.values()))
+    together, apart = ranges
+    assert apart == together * len(here) > 0
 
 
 def test_everything_may_be_cached(one: Rig) -> None:

@@ -747,6 +747,14 @@ def test_which_servers_exchange_kv(
     assert may_fetch(config, SimpleNamespace(disaggregation_mode=mode), adapters=adapters) is expected
 
 
+@pytest.mark.parametrize(("flag", "coalesces"), [("on", True), ("off", False)])
+def test_the_flag_decides_whether_ranges_are_coalesced(flag: str, coalesces: bool) -> None:
+    config = KvConfig(transfer_coalescing=flag)
+    server = SimpleNamespace(host="127.0.0.1", port=1, device="cpu")
+    endpoint = endpoint_config(config, server, "model", epoch=EPOCH, rank=0)
+    assert endpoint.coalescing is coalesces
+
+
 def fetching(rank: Rank, config: KvConfig, host: str) -> TransferThread | None:
     """What a server that listens at a host fetches by."""
     assert rank.arena is not None

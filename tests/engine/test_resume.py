@@ -25,6 +25,7 @@ from sglang_ext.engine.resume import (
 from sglang_ext.keys import encode_tokens
 from sglang_ext.patches.adapter.migration import MOST_COMING, Migration, MoveDesk
 from sglang_ext.protocol.agent import MAX_OUTPUT_BYTES, TO_AGENT, Expecting, Resume, Unpark, Watch
+from sglang_ext.stages import StageTimes
 from sglang_ext.wire import WireError
 
 
@@ -84,8 +85,10 @@ def over_the_wire(state: Resume) -> Resume:
 
 def test_what_is_taken_along_comes_back() -> None:
     req = request(bootstrap_host="10.0.0.1", min_new_tokens=5)
-    state = over_the_wire(state_of(req, received=True))
-    assert state == resume([8, 9], cached=(3, 2, 1, 0), received=True, home=("10.0.0.1", 8998))
+    stages = StageTimes(0.1, 0.2, 0.3, 0.4, 0.5)
+    state = over_the_wire(state_of(req, received=True, stages=stages))
+    home = ("10.0.0.1", 8998)
+    assert state == resume([8, 9], cached=(3, 2, 1, 0), received=True, home=home, stages=stages)
     other = request(output_ids=array("q"), cached_tokens=0, cached_tokens_device=0, min_new_tokens=5)
     put_back(other, state)
     assert list(other.output_ids) == [8, 9]

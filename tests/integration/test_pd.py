@@ -6,7 +6,9 @@ answers are the truth.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +35,7 @@ from token_requests import GREEDY, generate
 from tuned_model import tuned
 
 from sglang_ext.router import Router, RouterConfig
+from sglang_ext.stages import STAGES, StageTimes
 from sglang_ext.testing.compare import assert_same
 from sglang_ext.testing.models import model_path
 from sglang_ext.testing.servers.pd_servers import pd_servers
@@ -104,6 +107,65 @@ def test_prefill_computes_while_decode_holds_nothing(rig: Rig) -> None:
         wait_until(lambda: at.exists() and computed.exists(), seconds=30, what="prefill done, decode waiting")
         assert not answer.done()
     assert_same(rig.expected(prompt), answer.result(30))
+
+
+def took(rig: Rig, prompt: list[int], held: str = "", side: str = "decode") -> tuple[StageTimes, float]:
+    """The stages of a request that is held at a step for half a second, and how long its client waited."""
+    rig.pd.wait_idle()
+    folder = rig.decode_faults[0] if side == "decode" else rig.prefill_faults[0]
+    since = time.monotonic()
+    with fault(folder, f"hold-{held}") if held else nullcontext() as at:
+        _, answer = rig.pd.start(prompt, max_new_tokens=100)
+        if at is not None:
+            wait_until(at.exists, seconds=30, what=held)
+            until = time.monotonic() + HELD
+            wait_until(lambda: time.monotonic() > until, seconds=10, what="half a second")
+    stages = answer.result(60).stages
+    assert stages is not None
+    return stages, time.monotonic() - since
+
+
+HELD = 0.5
+
+
+def test_the_stages_of_a_request_add_up_over_both_servers(rig: Rig) -> None:
+    stages, seconds = took(rig, prompt_of(90, 600))
+    assert 0.9 * seconds <= stages.total <= seconds, stages
+    assert (
+        min(stages.prefill_queue, stages.prefill, stages.transfer, stages.decode_queue, stages.decode) > 0.0
+    )
+    counted = {
+        (stage, role): sum(
+            value
+            for name, value in server.metrics().items()
+            if name.startswith("sglang_ext_request_stage_seconds_count")
+            and f'"{stage}"' in name
+            and f'"{role}"' in name
+        )
+        for server, role in zip(rig.pd.servers, ("prefill", "decode"), strict=True)
+        for stage in STAGES
+    }
+    assert all(
+        (counted[stage, "prefill"] > 0, counted[stage, "decode"] > 0) == where
+        for stage, where in {
+            "prefill_queue": (True, False),
+            "prefill": (True, False),
+            "transfer": (True, True),
+            "decode_queue": (False, True),
+            "decode": (False, True),
+        }.items()
+    ), counted
+
+
+@pytest.mark.parametrize(("step", "stage"), [("ready", "decode_queue"), ("reading", "transfer")])
+def test_a_delay_shows_in_its_stage_only(rig: Rig, step: str, stage: str) -> None:
+    if not pulls(rig):
+        pytest.skip("these are steps of reading")
+    usual, _ = took(rig, prompt_of(91, 300))
+    stages, seconds = took(rig, prompt_of(92, 300), step)
+    assert stages.total <= seconds
+    for name, longer in ((name, value - dict(usual.items())[name]) for name, value in stages.items()):
+        assert (longer > 0.8 * HELD) is (name == stage), (name, stages, usual)
 
 
 STEPS = {

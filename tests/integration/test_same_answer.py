@@ -131,6 +131,15 @@ def test_hits_of_every_kind_give_the_cold_answer(server: ServerProcess, long_run
     assert reuse.dram + reuse.disk > 0.05 * reuse.prompt, reuse
 
 
+def test_the_stages_of_a_request_add_up(server: ServerProcess) -> None:
+    rng = random.Random(11)
+    answer = server.generate([rng.randrange(100, 30_000) for _ in range(300)], max_new_tokens=60)
+    assert answer.stages is not None
+    assert 0.9 * answer.seconds <= answer.stages.total <= answer.seconds, answer
+    assert min(answer.stages.prefill_queue, answer.stages.prefill, answer.stages.decode) > 0.0
+    assert answer.stages.transfer == answer.stages.decode_queue == 0.0
+
+
 def fill(server: ServerProcess, tokens: int, seed: int) -> None:
     """Other prompts of so many tokens, so that everything before them has left the tiers that hold fewer."""
     rng = random.Random(seed)

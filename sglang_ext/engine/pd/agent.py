@@ -120,6 +120,7 @@ class Agent:
 
     def state(self) -> AgentState:
         """What is going on, counted."""
+        moved = self.endpoint.totals()
         return AgentState(
             rooms={"prefill": self.giving.live, "decode": self.taking.live},
             ends={"prefill": dict(self.giving.ends), "decode": dict(self.taking.ends)},
@@ -139,7 +140,8 @@ class Agent:
             },
             connects=dict(self._peers.connects),
             rail=self.endpoint.rail,
-            transport_bytes={str(name): stats.bytes for name, stats in self.endpoint.totals().items()},
+            transport_bytes={str(name): stats.bytes for name, stats in moved.items()},
+            transactions={str(name): stats.transactions for name, stats in moved.items()},
         )
 
     def prefill_servers(self, message: PrefillServers) -> None:

@@ -43,6 +43,7 @@ from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import Ready, Weights
 from sglang_ext.engine.pd.peers import PrefillPeer, PrefillPeers
 from sglang_ext.errors import SglangExtError
+from sglang_ext.stages import NO_STAGES, StageTimes
 from sglang_ext.wire import pack_ids, unpack_ids
 
 SETTLE_SECONDS = 30.0
@@ -84,6 +85,10 @@ class TakingRoom:
     stopped: threading.Event = field(default_factory=threading.Event)
     seconds: float = 0.0
     """How long the read took."""
+    waited: float = 0.0
+    """How long the KV could be read and had no slots."""
+    stages: StageTimes = NO_STAGES
+    """What the request took before, as prefill tells."""
     claimed: bool = False
     """Whether a peer may be writing to its pages (push)."""
     unclaimed: asyncio.Event | None = None
@@ -277,8 +282,10 @@ class TakingRooms:
             if room.read:
                 ready = await peer.join(room.number, self._epoch, self.weights)
                 self._moved(room, Event.OFFER)
+                offered = self._clock.monotonic()
                 await self._asked(room, peer, ready)
                 started = self._clock.monotonic()
+                room.stages, room.waited = ready[0].stages, started - offered
                 await self._read(room, peer, ready)
                 room.seconds = self._clock.monotonic() - started
             else:
@@ -318,6 +325,7 @@ class TakingRooms:
             ready = await self._claimed(room, peer, claims, control, *into)
             if staged is not None and self._staging is not None:
                 await self._staging.unpack(staged, wanted.pages)
+        room.stages = ready.stages
         self._rows.write(wanted.row, ready.metadata)
 
     @contextlib.contextmanager

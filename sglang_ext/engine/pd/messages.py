@@ -17,9 +17,10 @@ import msgspec
 from sglang_ext.disagg import messages as transfers
 from sglang_ext.disagg.messages import Offer, Refused, Session
 from sglang_ext.disagg.transfer.control import Messages
+from sglang_ext.stages import NO_STAGES, StageTimes
 from sglang_ext.wire import Blob, Codec, Epoch, Message, Name
 
-PROTOCOL: Final = 6
+PROTOCOL: Final = 7
 
 MAX_ROOM: Final = (1 << 63) - 1
 
@@ -83,10 +84,12 @@ class Ready(Message, frozen=True, tag="ready"):
     """The request is computed. offer: pages of the whole prompt, leased; None for who reads nothing here.
 
     metadata: SGLang's metadata row (first token, log probabilities, counts), buffer after buffer.
+    stages: how long the request took up to here.
     """
 
     offer: Offer | None
     metadata: Blob
+    stages: StageTimes = NO_STAGES
 
 
 class Meet(Message, frozen=True, tag="meet"):

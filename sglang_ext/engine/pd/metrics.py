@@ -13,7 +13,8 @@ from sglang_ext.metrics import metric_name
 class AgentState:
     """What one rank's agent is doing, and what it has done since it was started.
 
-    rooms: by side, those that have not ended. ends: by side and by how. transport_bytes: read from peers.
+    rooms: by side, those that have not ended. ends: by side and by how. transport_bytes, transactions:
+    read from peers, and in how many ranges.
     returns: by side and outcome. returned_tokens: given (decode), got (prefill). metadata_rows: of SGLang's
     buffers, in use. set_aside: by tier, tokens of places that returns are to fill. unfenced_pages: of pushes
     that are over, whose writers have not yet said that they stopped. prefill_servers: at decode, `connected`
@@ -26,6 +27,7 @@ class AgentState:
     leased_pages: int
     unfenced_pages: int = 0
     transport_bytes: Mapping[str, int] = field(default_factory=dict)
+    transactions: Mapping[str, int] = field(default_factory=dict)
     returns: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     returned_tokens: int = 0
     metadata_rows: int = 0
@@ -84,7 +86,12 @@ class AgentMetrics:
             ["transport", "tp_rank"],
             registry=registry,
         )
-
+        self._transactions = Counter(
+            metric_name("pd", "transactions"),
+            "Ranges of KV read from other servers, after coalescing.",
+            ["transport", "tp_rank"],
+            registry=registry,
+        )
         self._returns = Counter(
             metric_name("pd", "returns"),
             "Requests whose KV went back to prefill (returned), or why not.",
@@ -122,6 +129,9 @@ class AgentMetrics:
                     self._more(count, "return", side, outcome)
                 )
         self._returned.labels(self._rank).inc(self._more(state.returned_tokens, "returned"))
+        for transport, count in state.transactions.items():
+            more = self._more(count, "transactions", transport)
+            self._transactions.labels(transport, self._rank).inc(more)
         for transport, count in state.transport_bytes.items():
             self._bytes.labels(transport, self._rank).inc(self._more(count, "bytes", transport))
 

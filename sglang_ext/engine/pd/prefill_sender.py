@@ -35,6 +35,7 @@ from sglang_ext.engine.pd.leases import LeaseBook
 from sglang_ext.engine.pd.messages import MAX_ROOM, Join, Meet, Push, Ready, Weights, alike
 from sglang_ext.engine.pd.pushing import Writing
 from sglang_ext.errors import SglangExtError
+from sglang_ext.stages import NO_STAGES, StageTimes
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class Room:
     weights: Weights | None = None
     pages: Ids = field(default_factory=lambda: np.empty(0, np.int64))
     metadata: bytes = b""
+    stages: StageTimes = NO_STAGES
     readers: dict[bytes, Reader] = field(default_factory=dict)
     expected: int = 0
     writing: asyncio.Task[None] | None = None
@@ -177,13 +179,23 @@ class GivingRooms:
                 room, Event.FAULT, "the weights of the prefill server were changed during the hand-over"
             )
 
-    def complete(self, room: Room, pages: Ids, metadata: bytes) -> None:
-        """The KV of the whole prompt is in `pages`, which stay as they are until the room has ended."""
+    def complete(
+        self,
+        room: Room,
+        pages: Ids,
+        metadata: bytes,
+        stages: StageTimes = NO_STAGES,
+    ) -> None:
+        """The KV of the whole prompt is in `pages`, which stay as they are until the room has ended.
+
+        Args:
+            stages: how long the request took up to here; decode is told.
+        """
         self.computing(room)
         with self._lock:
             if FACTS[room.state].end:
                 return
-            room.pages, room.metadata = np.asarray(pages, np.int64), metadata
+            room.pages, room.metadata, room.stages = np.asarray(pages, np.int64), metadata, stages
             self._move(room, Event.COMPUTED)
             if any(reader.target is not None for reader in room.readers.values()):
                 self._move(room, Event.WRITE)
@@ -421,7 +433,7 @@ class GivingRooms:
                 lambda how: self._lease_ended(room, reader, how),
             )
             reader.lease = offer.lease
-        return Ready(offer, room.metadata)
+        return Ready(offer, room.metadata, room.stages)
 
     def _offer_all(self, room: Room) -> None:
         """Answer those that have joined. Under the lock."""
@@ -487,7 +499,7 @@ class GivingRooms:
             for reader in room.readers.values():
                 reader.done = True
                 if reader.answer is not None:
-                    _settle(reader.answer, Ready(None, room.metadata))
+                    _settle(reader.answer, Ready(None, room.metadata, room.stages))
             self._release_if_all_done(room)
 
     def _withdraw(self, reader: Reader) -> None:

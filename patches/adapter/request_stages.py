@@ -1,0 +1,70 @@
+"""The stages of one of SGLang's requests, from its time stats and from what came with its KV.
+
+What is measured of a request stands in two attributes of it: `Handed` since its KV has come from another
+instance, and the stages that it had where it ran before it moved.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+from sglang_ext.metrics import REQUEST_BUCKETS, metric_name
+from sglang_ext.stages import Handed, Moments, StageTimes, computed, received
+
+_HANDED: Final = "sglang_ext_handed"
+_FORMER: Final = "sglang_ext_former_stages"
+
+
+def set_handed(req: Any, handed: Handed) -> None:
+    """A request's KV has come."""
+    setattr(req, _HANDED, handed)
+
+
+def set_former(req: Any, stages: StageTimes) -> None:
+    """A request goes on here, after it took so long elsewhere."""
+    setattr(req, _FORMER, stages)
+
+
+def own_stages(req: Any) -> tuple[str, StageTimes]:
+    """(role of this instance, what of a request's stages was measured here up to now)."""
+    stats, now = req.time_stats, time.perf_counter()
+    at = Moments(stats.scheduler_recv_time, stats.forward_entry_time, stats.prefill_finished_time)
+    if req.disagg_kv_sender is not None:
+        return "prefill", computed(at, now, hands_over=True)
+    handed: Handed | None = getattr(req, _HANDED, None)
+    if handed is not None or req.bootstrap_room is not None:
+        return "decode", received(at, now, handed)
+    return "colocated", computed(at, now, hands_over=False)
+
+
+def request_stages(req: Any) -> StageTimes:
+    """All stages of a request up to now, also those at other instances."""
+    _, stages = own_stages(req)
+    handed: Handed | None = getattr(req, _HANDED, None)
+    former: StageTimes | None = getattr(req, _FORMER, None)
+    if handed is not None:
+        stages = handed.before + stages
+    return stages if former is None else former + stages
+
+
+class StageMetrics:
+    """Histograms of the stages of requests that have ended here, each instance's own."""
+
+    def __init__(self) -> None:
+        from prometheus_client import CollectorRegistry, Histogram
+
+        self._seconds = Histogram(
+            metric_name("request", "stage_seconds"),
+            "Time that requests spent at this server, by stage.",
+            ["stage", "role"],
+            buckets=REQUEST_BUCKETS,
+            registry=CollectorRegistry(),
+        )
+
+    def observe(self, req: Any) -> None:
+        """A request has ended. Stages that it did not pass here are not counted."""
+        role, stages = own_stages(req)
+        for stage, seconds in stages.items():
+            if seconds:
+                self._seconds.labels(stage, role).observe(seconds)
