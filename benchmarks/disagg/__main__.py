@@ -59,7 +59,7 @@ AIMS = {
     "ttft_c3_vs_stock_mooncake_tcp": at_most(0.8),
     "ttft_new_pair_vs_warm": at_most(1.1),
 }
-FIGURES = ("pull_vs_push", "layers", "xpyd", "joins")
+FIGURES = ("pull_vs_push", "layers", "xpyd", "joins", "coalescing")
 ALL = {design.name: design for design in (*DESIGNS, ROUTED, STOCK_ROUTED, STOCK_DESIGN)}
 TIE = 1e-4
 """How close two log probabilities are between which rounding may decide."""
@@ -135,6 +135,7 @@ def _turn(
             found.tpot,
             found.cached,
             group.read_bytes() - before,
+            found.stages,
         )
     )
     return found.tokens
@@ -175,6 +176,7 @@ class DisaggOptions(Options):
     minutes: float = flag(9.0, "How long a run may take, about; fewer sessions or rounds are played in less.")
     pull_vs_push: bool = flag(False, "Only compare pull with push (KVDirect, figure 16).")
     layers: bool = flag(False, "Only compare by layer, by request and aggregated (MemServe 12).")
+    coalescing: bool = flag(False, "Only compare with and without coalescing (KVDirect, figure 17).")
     xpyd: bool = flag(False, "Only compare numbers of servers (KVDirect, figure 12).")
     joins: bool = flag(False, "Only compare the first request through a new pair with later ones.")
 

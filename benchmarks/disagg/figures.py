@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.disagg.loads import FIRST_ID, LAST_ID
+from benchmarks.disagg.report import breakdown
 from benchmarks.disagg.servers import Asked, Group, GroupSpec, ask, pair, routed, running
 from benchmarks.lib.common import SEED, Options, Report, percentile
 from sglang_ext.cluster.plan import LOOPBACK
@@ -66,6 +67,14 @@ def layers(options: Options, report: Report, until: float = math.inf) -> None:
     means = _compare(report, "layers", specs, load, SHARES, options.rounds(3, quick=1), until)
     for name in ("by layer", "by request"):
         _over(report, means, "by request, aggregated", name)
+
+
+def coalescing(options: Options, report: Report, until: float = math.inf) -> None:
+    """KVDirect, figure 17, in serving: its worth is in the stage `transfer`. until: as in `pull_vs_push`."""
+    load = Load(options.rounds(1024, quick=512), 8, options.rounds(32, quick=8))
+    specs = {name: pair("--kv-transfer-coalescing", name) for name in ("on", "off")}
+    means = _compare(report, "coalescing", specs, load, SHARES[1:], options.rounds(3, quick=1), until)
+    _over(report, means, "on", "off")
 
 
 def xpyd(options: Options, report: Report, until: float = math.inf) -> None:
@@ -235,6 +244,8 @@ def _compare(
             means = {key: mean(asked) for key, asked in found.items()}
             for (name, share), value in means.items():
                 _row(report, case, name, share * rate, value, len(found[name, share]))
+                told = [(one.stages, one.jct) for one in found[name, share]]
+                breakdown(report, f"{case}, breakdown", f"{name} at {share * rate:.1f}/s", told)
     return means
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.disagg.servers import ROUTED, STOCK, STOCK_ROUTED, TRUTH, Design
 from benchmarks.lib.common import SEED, Report, percentile
+from sglang_ext.stages import STAGES, StageTimes
 
 LATE = 3
 """From this turn on a conversation has grown beyond its first prompts (the aims' "third turn and later")."""
@@ -50,6 +51,7 @@ class Turn:
     tpot: float
     cached: int
     sent: float
+    stages: StageTimes | None = None
 
 
 @dataclass
@@ -142,6 +144,10 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
 def report_on(report: Report, legs: Sequence[Leg]) -> None:
     """Rows of times by load and design, of bytes and reuse by turn, of pairs, and the summary."""
     _times(report, legs)
+    for leg in legs:
+        for load in sorted({turn.load for turn in leg.turns}):
+            told = [(turn.stages, turn.jct) for turn in leg.turns if turn.load == load]
+            breakdown(report, f"{load}, breakdown", leg.design.name, told)
     _turns(report, legs)
     by = {leg.design.name: leg for leg in legs}
     through = (
@@ -176,6 +182,25 @@ def complete_summary(report: Report, why: Mapping[str, str]) -> None:
     for key, value in report.summary.items():
         if value is None:
             report.note(f"{key}: {why.get(key, 'not measured in this form, or by what was chosen')}")
+
+
+def breakdown(
+    report: Report, case: str, design: str, asked: Sequence[tuple[StageTimes | None, float]]
+) -> None:
+    """Where the time of requests goes, in means (KVDirect, figures 3 and 13).
+
+    Args:
+        asked: (stages, seconds to the last token). What no stage has are HTTP, tokenizer and detokenizer.
+    """
+    told = [(stages, jct) for stages, jct in asked if stages is not None]
+    if not told:
+        return
+    means = {
+        f"{stage}_ms": statistics.mean(dict(stages.items())[stage] for stages, _ in told) * 1e3
+        for stage in STAGES
+    }
+    rest = statistics.mean(jct - stages.total for stages, jct in told) * 1e3
+    report.add(case, design=design, **means, outside_ms=rest, requests=len(told))
 
 
 def _times(report: Report, legs: Sequence[Leg]) -> None:

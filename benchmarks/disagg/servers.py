@@ -31,6 +31,7 @@ from benchmarks.router.processes import our_router, process, wait_for
 from sglang_ext.cluster.guard import descendants
 from sglang_ext.cluster.plan import LOOPBACK
 from sglang_ext.cluster.process import tail
+from sglang_ext.stages import StageTimes
 from sglang_ext.testing.compare import Answer
 from sglang_ext.testing.servers.pd_servers import BACKEND
 from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port, wait_until
@@ -291,6 +292,8 @@ class Asked:
     ttft: float
     jct: float
     margins: list[float]
+    stages: StageTimes | None = None
+    """Where that went, where the servers tell it."""
 
     @property
     def tpot(self) -> float:
@@ -350,4 +353,6 @@ async def ask(
                 raise AskError(f"{text}\n{group.log_ends()}")
     answer = json.loads(last)
     best = Answer.of(answer).margins if margins else []
-    return Asked(list(answer["output_ids"]), answer["meta_info"]["cached_tokens"], first, whole, best)
+    meta = answer["meta_info"]
+    stages = StageTimes.of_details(meta.get("cached_tokens_details") or {})
+    return Asked(list(answer["output_ids"]), meta["cached_tokens"], first, whole, best, stages)
