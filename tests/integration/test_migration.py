@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from sglang_ext.protocol.cluster import instance_path
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.fleet.lifecycle import State
 from sglang_ext.router.tokens.tokenizer_check import EVERYTHING
+from sglang_ext.stages import StageTimes
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.servers.pd_servers import pd_servers
 from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port
@@ -130,6 +132,9 @@ class Heard:
     instance: str = ""
     names: set[str] = field(default_factory=set)
     error: str = ""
+    stages: StageTimes | None = None
+    """As its answer tells, in /generate."""
+    seconds: float = 0.0
 
     @property
     def said(self) -> tuple[str, tuple[int, ...], int | None]:
@@ -147,6 +152,7 @@ class Client:
     async def ask(self, path: str, body: Json) -> Heard:
         heard = Heard()
         self.heard.append(heard)
+        since = time.monotonic()
         async with self._session.post(self._url + path, json=body) as answer:
             heard.instance = answer.headers.get("x-kv-instance", "")
             if answer.status != 200:
@@ -158,6 +164,7 @@ class Client:
                     if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
                         heard.events += 1
                         _take(heard, json.loads(line[6:]))
+        heard.seconds = time.monotonic() - since
         return heard
 
 
@@ -170,6 +177,7 @@ def _take(heard: Heard, event: Json) -> None:
         heard.text, heard.ids = event["text"], event["output_ids"]
         heard.tokens = event["meta_info"]["completion_tokens"]
         heard.names.add(event["meta_info"]["id"])
+        heard.stages = StageTimes.of_details(event["meta_info"].get("cached_tokens_details") or {})
         return
     heard.names.add(event["id"])
     for choice in event.get("choices", ()):
@@ -237,6 +245,11 @@ async def test_every_answer_is_the_undisturbed_one(router: Router, fleet: Fleet)
     for heard, true in zip(got, expected, strict=True):
         assert heard.said == true.said
         assert len(heard.names) == 1, "the answer changed its name in the middle"
+        if heard.stages is not None:  # of /generate
+            # A decode server computes no prompt: where a request has moved, this came with its state.
+            assert heard.stages.prefill > 0.0
+            assert heard.stages.total <= heard.seconds
+    assert any(heard.stages is not None and heard.instance == url for heard in got)
     server = next(server for server in fleet.servers if server.url == url)
     await until(lambda: running([server]) == 0)
     target = next(server for server in fleet.servers[-2:] if server.url != url)
