@@ -142,10 +142,10 @@ def test_property_tests_look_for_new_examples_at_night(options: list[str], same:
 
 TWINS = {
     # They have to find what was planted, in every run.
-    "engine/test_store_model.py",
+    "engine/cache/test_store_model.py",
     "radix_global/test_events_model.py",
     "radix_global/test_model.py",
-    "router/test_members.py",
+    "router/cluster/test_members.py",
     "conftest.py",  # the profile
     "test_run_tests.py",  # this
 }

@@ -3,7 +3,7 @@
 The cache keeps the KV of whole prefixes of full-attention layers: one slot per token in one pool, MHA, GQA
 or MLA. Whatever keeps KV otherwise, or brings a prefix cache of its own, is refused at start by name, with
 what to use instead. So is every mode in which a forward pass would not wait for KV that is being loaded;
-``tests/engine/test_hicache_guards.py`` says for each of SGLang's own guards why ours is, or is not, here.
+``tests/engine/cache/test_hicache_guards.py`` says for each of SGLang's own guards why ours is here, or not.
 """
 
 from __future__ import annotations

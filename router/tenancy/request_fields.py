@@ -1,10 +1,10 @@
 """Every field that SGLang 0.5.21 takes in a request, and who may set it.
 
-``tests/engine/test_request_fields.py`` holds the tables to SGLang's classes: a field of a newer version fails
-there until somebody has judged it. Until then it reaches no server. SGLang ignores top-level fields that it
-does not know, and client libraries rely on that, so the router leaves them out of the body. Unknown sampling
-parameters, which SGLang refuses, and unknown fields of an image are refused. ``--trusted-fields`` lets a
-field through.
+``tests/engine/cache/test_request_fields.py`` holds the tables to SGLang's classes: a field of a newer version
+fails there until somebody has judged it. Until then it reaches no server. SGLang ignores top-level fields
+that it does not know, and client libraries rely on that, so the router leaves them out of the body. Unknown
+sampling parameters, which SGLang refuses, and unknown fields of an image are refused. ``--trusted-fields``
+lets a field through.
 
 Prompts are cached under their tokens and the request's namespace, media under a hash. A client that chooses
 such a hash, or the adapter's id that goes into the namespace, puts its own KV where another client's is

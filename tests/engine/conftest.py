@@ -14,8 +14,9 @@ import pytest
 from sglang_ext.patches.cpu import allocator as paged_allocator
 from sglang_ext.patches.cpu import runtime
 
-# The helpers beside the tests (engine_*.py) are imported by their own names.
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+# Helpers in this folder, and what tests of a room take from each other, are imported by their own names.
+sys.path[:0] = map(str, (HERE, *sorted(HERE.glob("[a-z]*/"))))
 
 runtime.prepare_process(os.environ)
 with warnings.catch_warnings():

@@ -16,7 +16,9 @@ import pytest
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.testing.servers.workers import StandInWorker, running_worker
 
-sys.path.insert(0, str(Path(__file__).parent))  # for http_rig.py, which several tests share
+HERE = Path(__file__).parent
+# Helpers in this folder, and what tests of a room take from each other, are imported by their own names.
+sys.path[:0] = map(str, (HERE, *sorted(HERE.glob("[a-z]*/"))))
 
 StartWorker = Callable[..., Awaitable[StandInWorker]]
 StartRouter = Callable[..., Awaitable[Router]]

@@ -19,7 +19,7 @@ from sglang_ext.router.cluster.roster import Intent
 from sglang_ext.testing.fakes import FakeClock
 from sglang_ext.testing.servers.redis_server import HOW_TO_GET_IT, RedisServer, redis_is_installed
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from membership_contract import Ear, Make, MembershipContract, SharedMembershipContract, member, until
 

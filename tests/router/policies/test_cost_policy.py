@@ -438,7 +438,7 @@ def test_a_policy_that_fails_costs_no_request(module, caplog, answer, said) -> N
 
 
 def test_the_example_in_the_documentation_is_a_policy(module) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "cost_model.md").read_text("utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "cost_model.md").read_text("utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(example, module.__dict__)
     policy = policy_named("a_policy_of_ones_own:shortest_queue")

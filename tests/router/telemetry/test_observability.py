@@ -20,7 +20,7 @@ from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.tracing import NO_TRACING, OpenTelemetry, open_tracing
 from sglang_ext.stages import StageTimes
 
-DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "router.json"
+DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana" / "router.json"
 BODY = {"input_ids": list(range(64)), "sampling_params": {"max_new_tokens": 2}}
 _METRIC = re.compile(r"\bsglang_ext_\w+")
 

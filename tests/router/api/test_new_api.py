@@ -21,7 +21,7 @@ from sglang_ext.router.http.types import RequestRefused
 from sglang_ext.testing.servers.worker_dialects import headers_of
 from sglang_ext.testing.servers.workers import StandInWorker, running_worker
 
-ROUTER = Path(__file__).parents[2] / "router"
+ROUTER = Path(__file__).parents[3] / "router"
 
 # -- the module -----------------------------------------------------------------------------------------
 

@@ -116,6 +116,6 @@ def test_every_flag_has_a_home_in_the_documentation() -> None:
         "-h",
         "--help",
     }
-    text = (Path(__file__).parents[2] / "docs" / "router.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "router.md").read_text(encoding="utf-8")
     named = set(re.findall(r"--[a-z][a-z-]*", text))
     assert flags - named == set()

@@ -226,7 +226,7 @@ async def test_sglangs_own_kits_pass(
     config = RouterConfig(worker_urls=(prefill.url, decode.url), port=0)
     async with Router(config) as router:
         urls = (router.url, prefill.url, decode.url, alone.url)
-        script = str(Path(__file__).with_name("pd_kits.py"))
+        script = str(Path(__file__).parents[1].joinpath("pd_kits.py"))
         size = "8" if long_run else "2"
         out = await sglang_program(
             "script", script, kit, *urls, str(model_path("tiny")), str(data), size, cwd=tmp_path

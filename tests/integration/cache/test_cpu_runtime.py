@@ -26,7 +26,7 @@ pytestmark = pytest.mark.integration
 
 GetServer = Callable[[ServerSpec], ServerProcess]
 
-ORACLE = Path(__file__).with_name("transformers_oracle.py")
+ORACLE = Path(__file__).parents[1].joinpath("transformers_oracle.py")
 COMMON = ("--max-total-tokens", "2048", "--chunked-prefill-size", "128")
 ANSWER_TOKENS = 12
 # Around the borders of a page of 16 and of a chunk of 128 tokens.

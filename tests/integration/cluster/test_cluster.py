@@ -32,7 +32,7 @@ END_S = 60.0
 BLOCK = 16
 PROMPT_TOKENS = 40 * BLOCK
 PROMPTS = 4
-NOBODY = Path(__file__).with_name("nobody.py")
+NOBODY = Path(__file__).parents[1].joinpath("nobody.py")
 
 pytestmark = pytest.mark.timeout(2 * START_S)
 

@@ -40,7 +40,7 @@ class Victim:
     def __init__(self, role: str, mode: str, address: str) -> None:
         options = json.dumps({"role": role, "mode": mode, "address": address})
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("pd_process.py")), options],
+            [sys.executable, str(Path(__file__).parents[1].joinpath("pd_process.py")), options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -21,7 +21,7 @@ from sglang_ext.router.fleet.lifecycle import State
 from sglang_ext.testing.fakes import Stopwatch
 from sglang_ext.testing.servers.server import free_port
 
-PROGRAM = Path(__file__).with_name("instance_process.py")
+PROGRAM = Path(__file__).parents[1].joinpath("instance_process.py")
 PATIENCE = {"health_check_interval_secs": 0.5, "health_check_timeout_secs": 60.0}
 """Probes that never give up: what is found out is found out by heartbeats."""
 
