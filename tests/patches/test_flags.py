@@ -14,6 +14,7 @@ from sglang_ext.errors import ConfigError
 from sglang_ext.patches import readiness
 from sglang_ext.patches.cpu import runtime
 from sglang_ext.patches.hooks.flags import ATTRIBUTE, add_flags, carried_config, carry_flags, read_flags
+from sglang_ext.patches.process import PROCESS
 
 GLOBAL = ["--radix-cache-backend", "global"]
 
@@ -106,8 +107,8 @@ def record(**attributes: Any) -> SimpleNamespace:
 
 
 def test_settings_ride_on_the_servers_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readiness, "_problems", [])
-    monkeypatch.setattr(readiness, "_expected", [])
+    monkeypatch.setattr(PROCESS, "problems", [])
+    monkeypatch.setattr(PROCESS, "expected", [])
     server_args = record(_launch_command="...")
     carry_flags(server_args, object, parser().parse_args([*GLOBAL, "--kv-dram-size", "5"]))
     assert getattr(server_args, ATTRIBUTE)["dram_size"] == 5
@@ -121,8 +122,8 @@ def test_settings_ride_on_the_servers_record(monkeypatch: pytest.MonkeyPatch) ->
 def test_replicas_in_one_server_are_refused_on_the_command_line(
     flag: str, chosen: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readiness, "_problems", [])
-    monkeypatch.setattr(readiness, "_expected", [])
+    monkeypatch.setattr(PROCESS, "problems", [])
+    monkeypatch.setattr(PROCESS, "expected", [])
     given = parser()
     given.add_argument("--disaggregation-transfer-backend")
     args = given.parse_args([*chosen])
@@ -134,7 +135,7 @@ def test_replicas_in_one_server_are_refused_on_the_command_line(
 
 
 def test_choosing_our_backend_needs_every_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readiness, "_problems", ["'flags' is off"])
+    monkeypatch.setattr(PROCESS, "problems", ["'flags' is off"])
     with pytest.raises(readiness.NotReadyError, match="'flags' is off"):
         carry_flags(record(), object, parser().parse_args(GLOBAL))
     stock = record()
