@@ -758,7 +758,9 @@ def test_the_flag_decides_whether_ranges_are_coalesced(flag: str, coalesces: boo
 def fetching(rank: Rank, config: KvConfig, host: str) -> TransferThread | None:
     """What a server that listens at a host fetches by."""
     assert rank.arena is not None
-    endpoint = endpoint_config(config, SimpleNamespace(host=host), "model float32", epoch=EPOCH, rank=0)
+    endpoint = endpoint_config(
+        config, SimpleNamespace(host=host, device="cpu"), "model float32", epoch=EPOCH, rank=0
+    )
     namespace = Namespace("model", "weights", "float32", "layout").digest().hex()
     return start_fetching(endpoint, arena_pool(rank.arena, rank.pools.geometry(), namespace))
 
