@@ -63,6 +63,7 @@ class Node:
         arguments = SimpleNamespace(
             host="127.0.0.1",
             port=port,
+            device="cpu",
             disaggregation_mode="null",
             served_model_name="m",
             tp_size=1,

@@ -86,8 +86,8 @@ def make_rank(tmp_path: Path) -> Iterator[Callable[[], Rank]]:
 
     def make() -> Rank:
         if ranks:
-            ranks[-1].close()
-        ranks.append(Rank(SCENARIO, disk_class=below))
+            ranks.pop().close()
+        ranks.append(Rank(SCENARIO, disk_class=below, routed=True))
         return ranks[-1]
 
     yield make
@@ -227,14 +227,14 @@ async def test_a_router_finds_prices_chooses_and_shows_it(make_rank: Callable[[]
             pp_size=1,
         )
         assert rank.promotions is not None
+        assert rank.desks is not None
         facts = AgentFacts("simulated", (1).to_bytes(16, "big"), BLOCK, naming_of(names))
         attach_agent(
             rank.cache,
             arguments,
             KvConfig(router=f"http://127.0.0.1:{port}"),
             facts,
-            epoch=1,
-            names=names,
+            desks=rank.desks,
             named=names_on(rank.promotions._tier),
             namespace=IDENTITY,
         )
@@ -264,8 +264,9 @@ async def test_a_router_finds_prices_chooses_and_shows_it(make_rank: Callable[[]
         model = router.costs.of(holder.url)
         loading = router.costs.load_s(here, ARCHIVE, 24 * BLOCK)
         assert loading == pytest.approx(0.004 + 24 * BLOCK * model.kv_bytes_per_token / 1e9)
-        prompt, options = Prompt(len(PROMPT)), PolicyOptions(tie_tokens=0)
-        matches = {holder.url: Match(24 * BLOCK, own=True, below={ARCHIVE: 24 * BLOCK})}
+        # Long enough for loading to be sooner than computing.
+        long, options = 1024 * BLOCK, PolicyOptions(tie_tokens=0)
+        prompt, matches = Prompt(long), {holder.url: Match(long, own=True, below={ARCHIVE: long})}
         for _ in range(2):
             fleet = (*fleet[1:], fleet[0])
             decision = cost(prompt, fleet, matches, router.costs, options)
