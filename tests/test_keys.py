@@ -191,4 +191,4 @@ def test_keys_of_another_namespace_differ() -> None:
 
 
 def test_tiers_are_ordered_by_distance() -> None:
-    assert sorted(Tier) == [Tier.HBM, Tier.DRAM, Tier.DISK]
+    assert sorted((Tier.DISK, Tier.DRAM, Tier.HBM)) == [Tier.HBM, Tier.DRAM, Tier.DISK]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from sglang_ext.stages import StageTimes
 from sglang_ext.testing.servers.dialect import EXCHANGES, differences, record, shape_of
 from sglang_ext.testing.servers.workers import running_worker
 
@@ -24,6 +25,7 @@ def test_everything_is_recorded() -> None:
 
 async def test_a_stand_in_says_what_a_server_says() -> None:
     async with running_worker() as worker:
+        worker.stages = StageTimes()
         found = await asyncio.to_thread(record, worker.url)
     assert [line for name in RECORDING for line in differences(RECORDING[name], found[name], name)] == []
 

@@ -291,7 +291,10 @@ class StandInWorker:
                     "prompt_tokens": len(prompts[index]),
                     "completion_tokens": upto,
                     "cached_tokens": cached,
-                    "cached_tokens_details": self.details(cached),
+                    # Stages are told at the end.
+                    "cached_tokens_details": self.details(cached)
+                    if finished or self.stages is None
+                    else None,
                 },
             }
             return {**answer, "index": index} if is_batch and body.get("stream") else answer
