@@ -1,4 +1,4 @@
-"""Print what each room and module is: the first line of its docstring, where the truth stands.
+"""Print what each folder and module is: the first line of its docstring, where the truth stands.
 
 python scripts/module_map.py [FOLDER ...]
 """
@@ -19,25 +19,25 @@ def first_line(path: Path) -> str:
     return (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").partition("\n")[0]
 
 
-def rooms() -> Iterator[Path]:
+def folders() -> Iterator[Path]:
     """Every folder with modules, relative to the repository."""
     for package in PACKAGES:
         for init in sorted((ROOT / package).rglob("__init__.py")):
             yield init.parent.relative_to(ROOT)
 
 
-def modules(room: Path) -> Iterator[Path]:
-    """The modules of a room, without its ``__init__``."""
-    return (path for path in sorted((ROOT / room).glob("*.py")) if path.name != "__init__.py")
+def modules(folder: Path) -> Iterator[Path]:
+    """The modules of a folder, without its ``__init__``."""
+    return (path for path in sorted((ROOT / folder).glob("*.py")) if path.name != "__init__.py")
 
 
 def main() -> int:
-    """Print the rooms below the folders that are named, or all."""
+    """Print the folders that are named with those below, or all."""
     wanted = sys.argv[1:] or list(PACKAGES)
-    for room in rooms():
-        if any(str(room) == name or str(room).startswith(f"{name}/") for name in wanted):
-            print(f"{room}/  {first_line(ROOT / room / '__init__.py')}")
-            for path in modules(room):
+    for folder in folders():
+        if any(str(folder) == name or str(folder).startswith(f"{name}/") for name in wanted):
+            print(f"{folder}/  {first_line(ROOT / folder / '__init__.py')}")
+            for path in modules(folder):
                 print(f"    {path.name:24} {first_line(path)}")
     return 0
 

@@ -14,14 +14,22 @@ PACKAGES = ("sglang_ext", "router", "patches")
 
 RETIRED = {
     "HbmRoom": "HbmTier",
+    "Giving": "SenderState",
+    "GivingRooms": "PrefillSender",
     "Hinted": "Retention",
     "Inbox": "RankCommandQueue",
     "Lend": "Export",
     "Lending": "Exports",
+    "ReturnGiver": "ReturnSender",
+    "ReturnTaker": "ReturnReceiver",
+    "Room": "SendingHandover",
     "Row": "InstanceRecord",
     "Seam": "StreamSplice",
     "Spread": "LocalHistogram",
     "StraightLoads": "DirectLoads",
+    "Taking": "ReceiverState",
+    "TakingRoom": "ReceivingHandover",
+    "TakingRooms": "DecodeReceiver",
     "Tally": "LocalCounter",
     "Theirs": "ServerTokenizer",
     "CacheLifecycle": "RankCache",
@@ -30,6 +38,8 @@ RETIRED = {
     "min_over_ranks": "Ranks.each_pass",
     "nonsense": "invalid_reason",
     "obey": "handle_command",
+    "room": "handover or reservation",
+    "rooms": "handovers or reservations",
 }
 """Retired name -> the name of today."""
 MODULES = {

@@ -34,8 +34,8 @@ SHARED = {
 """Modules of sglang_ext that every part may import."""
 
 
-def rooms(package: str, *names: str, below: Iterable[str]) -> dict[str, set[str]]:
-    """The rooms of a package in the order in which the right may import the left, and what all may import."""
+def folders(package: str, *names: str, below: Iterable[str]) -> dict[str, set[str]]:
+    """A package's folders in the order in which the right may import the left, and what all may import."""
     table: dict[str, set[str]] = {}
     for name in names:
         table[f"{package}.{name}" if name else package] = {*below, *table}
@@ -48,17 +48,17 @@ PARTS = {"radix_global", "radix_global.sync", "disagg", "disagg.transports", "di
     "tiered_store.disk",
     "tiered_store.loading",
 }
-ENGINE = rooms(
+ENGINE = folders(
     "engine",
     *("", "tiers", "peers", "prefetch", "events", "cache", "pd"),
     below=PARTS | {"protocol", "mempool", "cost_model"},
 )
-PATCHES = rooms(
+PATCHES = folders(
     "patches",
     *("version", "base", "process", "plugin_hooks", "readiness", "cpu", "adapter", "hooks", ""),
     below=set(ENGINE).union(*ENGINE.values()),
 )
-ROUTER = rooms(
+ROUTER = folders(
     "router",
     *("http", "api", "tenancy", "telemetry", "policies", "index", "fleet", "tokens", "cluster", "dispatch"),
     *("hints", "endpoints", "app", ""),
@@ -93,7 +93,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "benchmarks": {"*"},
 }
 """What each part may import of this project, beside itself and the shared modules. A package's own modules
-and its rooms are parts of their own."""
+and its folders are parts of their own."""
 
 SGLANG_PARTS = {*PATCHES, "launch_server", "benchmarks"}
 """Parts that may import sglang."""
@@ -105,10 +105,10 @@ LAZY_TORCH_PARTS = {"calibration", "tiered_store.dram", "cluster", "testing", "t
 STILL_TO_CUT = {
     ("router.app", "router"),
 }
-"""Breaches from before there were rooms. Nothing is added here."""
+"""Breaches from before this test. Nothing is added here."""
 
 MOST_MODULES = 20
-"""A folder with more wants rooms."""
+"""A folder with more wants folders."""
 
 PROJECT = ("sglang_ext", "benchmarks", "tests")
 FOLDERS = {"sglang_ext": "sglang_ext", "router": "sglang_ext.router", "patches": "sglang_ext.patches"} | {
@@ -125,8 +125,8 @@ def part_of(module: str) -> str | None:
     if top != "sglang_ext":
         return top if top in PROJECT else None
     name, _, inner = rest.partition(".")
-    room = f"{name}.{inner.partition('.')[0]}"
-    return room if room in MAY_IMPORT else "shared" if name in SHARED or not name else name
+    folder = f"{name}.{inner.partition('.')[0]}"
+    return folder if folder in MAY_IMPORT else "shared" if name in SHARED or not name else name
 
 
 def imports(source: str, module: str, *, is_package: bool) -> Iterator[tuple[int, str, bool]]:
@@ -214,7 +214,7 @@ def test_no_folder_is_crowded() -> None:
             modules = [file.name for file in path.glob("*.py") if file.name != "__init__.py"]
             if len(modules) > MOST_MODULES:
                 crowded[path.relative_to(ROOT).as_posix()] = len(modules)
-    assert not crowded, "make rooms of these folders"
+    assert not crowded, "split these folders"
 
 
 def test_the_table_has_no_cycle() -> None:

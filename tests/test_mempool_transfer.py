@@ -191,7 +191,7 @@ async def test_the_type_decides_where_and_mixed_falls_back(pair: Pair) -> None:
     sent = await pair.one.transfer(pair.peer, mine, id="r", type=MemType.DRAM)
     assert [tier for tier, _ in sent.blocks] == [Tier.DRAM] * 2
     pair.two.alloc_mem(8, id="full")
-    with pytest.raises(RefusedError, match="room"):
+    with pytest.raises(RefusedError, match="no_room"):
         await pair.one.transfer(pair.peer, mine, id="r")
     sent = await pair.one.transfer(pair.peer, mine, id="r", type=MemType.MIXED)
     assert [tier for tier, _ in sent.blocks] == [Tier.DRAM] * 2

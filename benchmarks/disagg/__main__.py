@@ -118,9 +118,9 @@ def _turn(
     design = leg.design
     group = groups[design.servers]
     before = group.read_bytes()
-    room = rng.randrange(1, 1 << 62)
+    bootstrap_room = rng.randrange(1, 1 << 62)
     found = asyncio.run(
-        ask(group, prompt, said.answer, room, design.keys(name, number), by_router=design.routed)
+        ask(group, prompt, said.answer, bootstrap_room, design.keys(name, number), by_router=design.routed)
     )
     group.settle()
     leg.turns.append(

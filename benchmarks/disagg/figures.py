@@ -46,10 +46,10 @@ def pull_vs_push(options: Options, report: Report, until: float = math.inf, *, s
         short: once, and at the highest rate only.
     """
     load = Load(options.rounds(1024, quick=768), options.rounds(48, quick=24), options.rounds(16, quick=8))
-    room = ("--max-total-tokens", str(6 * (load.prompt + load.answer)))
+    slots = ("--max-total-tokens", str(6 * (load.prompt + load.answer)))
     specs = {
-        "pull": pair(*room, "--kv-transfer-mode", "pull"),
-        "push": pair(*room, "--kv-transfer-mode", "push"),
+        "pull": pair(*slots, "--kv-transfer-mode", "pull"),
+        "push": pair(*slots, "--kv-transfer-mode", "push"),
     }
     shares, rounds = (SHARES[:1], 1) if short else (SHARES, options.rounds(3, quick=1))
     means = _compare(report, "pull vs push", specs, load, shares, rounds, until)
@@ -133,8 +133,8 @@ def _new_pairs(load: Load, *, told: bool) -> dict[str, list[float]]:
     flags = ("--kv-router", f"http://{LOOPBACK}:{port}") if told else ()
 
     def ttft(group: Group, prefill: int, decode: int) -> float:
-        room = random.getrandbits(62) + 1
-        found = asyncio.run(ask(group, next(prompts), load.answer, room, which=(prefill, decode)))
+        number = random.getrandbits(62) + 1
+        found = asyncio.run(ask(group, next(prompts), load.answer, number, which=(prefill, decode)))
         group.settle()
         return found.ttft
 

@@ -40,7 +40,7 @@ MODEL = "small"
 POOL_TOKENS = 64_000
 READ_BYTES = "sglang_ext_pd_read_bytes"
 CONNECTED = 'sglang_ext_pd_prefill_servers{state="connected"'
-BUSY = ("sglang_ext_pd_rooms", "sglang_ext_pd_leased_pages")
+BUSY = ("sglang_ext_pd_live_handovers", "sglang_ext_pd_leased_pages")
 SHOWN_SECONDS = 0.3
 """How old what `/metrics` shows may be."""
 STOCK = "stock-mooncake_tcp"
@@ -305,7 +305,7 @@ async def ask(
     group: Group,
     prompt: Sequence[int],
     tokens: int,
-    room: int,
+    number: int,
     keys: tuple[str, str] = ("", ""),
     *,
     by_router: bool = False,
@@ -327,7 +327,7 @@ async def ask(
         body |= {
             "bootstrap_host": LOOPBACK,
             "bootstrap_port": group.bootstrap_ports[which[0]],
-            "bootstrap_room": room,
+            "bootstrap_room": number,
         }
     async with httpx.AsyncClient(timeout=180, trust_env=False, verify=False) as client:
         began = time.perf_counter()

@@ -31,17 +31,17 @@ from sglang.srt.runtime_context import get_parallel
 from zmq.constants import POLLIN
 
 from sglang_ext.disagg.errors import RefusedError
-from sglang_ext.disagg.handover import FACTS, Giving, Taking
+from sglang_ext.disagg.handover import FACTS, ReceiverState, SenderState
 from sglang_ext.engine.cache.listeners import Listener
 from sglang_ext.engine.forward_fence import ForwardFence
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.bootstrap import BootstrapService
-from sglang_ext.engine.pd.decode_receiver import TakingRoom, Wanted, pages_of
+from sglang_ext.engine.pd.decode_receiver import ReceivingHandover, Wanted, pages_of
 from sglang_ext.engine.pd.disk_loads import DiskAhead
 from sglang_ext.engine.pd.joins import prefill_servers_of
-from sglang_ext.engine.pd.kv_writeback import ReturnGiver, ReturnTaker
+from sglang_ext.engine.pd.kv_writeback import ReturnReceiver, ReturnSender
 from sglang_ext.engine.pd.peers import Local
-from sglang_ext.engine.pd.prefill_sender import Room
+from sglang_ext.engine.pd.prefill_sender import SendingHandover
 from sglang_ext.engine.pd.pushing import Computing, LayerFeed
 from sglang_ext.engine.pd.reservations import Blocks, Reservations
 from sglang_ext.engine.peers.fetch_link import DRAM_POOL
@@ -70,24 +70,24 @@ logger = logging.getLogger(__name__)
 IDLE_MILLISECONDS = 5
 """How long a scheduler that only waits for transfers sleeps at most before it looks again."""
 
-_GIVING_POLL = {
-    Giving.COMPUTING: KVPoll.WaitingForInput,
-    Giving.COMPLETE: KVPoll.Transferring,
-    Giving.OFFERED: KVPoll.Transferring,
-    Giving.WRITING: KVPoll.Transferring,
-    Giving.RELEASED: KVPoll.Success,
-    Giving.LOST: KVPoll.Failed,
+_SENDER_POLL = {
+    SenderState.COMPUTING: KVPoll.WaitingForInput,
+    SenderState.COMPLETE: KVPoll.Transferring,
+    SenderState.OFFERED: KVPoll.Transferring,
+    SenderState.WRITING: KVPoll.Transferring,
+    SenderState.RELEASED: KVPoll.Success,
+    SenderState.LOST: KVPoll.Failed,
 }
-_TAKING_POLL = {
-    Taking.JOINING: KVPoll.Bootstrapping,
-    Taking.WAITING: KVPoll.Bootstrapping,
-    Taking.READY: KVPoll.WaitingForInput,
-    Taking.GRANTED: KVPoll.Transferring,
-    Taking.READING: KVPoll.Transferring,
+_RECEIVER_POLL = {
+    ReceiverState.JOINING: KVPoll.Bootstrapping,
+    ReceiverState.WAITING: KVPoll.Bootstrapping,
+    ReceiverState.READY: KVPoll.WaitingForInput,
+    ReceiverState.GRANTED: KVPoll.Transferring,
+    ReceiverState.READING: KVPoll.Transferring,
     # Its slots are in use until the transport has stopped, so SGLang must not take them back yet.
-    Taking.STOPPING: KVPoll.Transferring,
-    Taking.HELD: KVPoll.Success,
-    Taking.FAILED: KVPoll.Failed,
+    ReceiverState.STOPPING: KVPoll.Transferring,
+    ReceiverState.HELD: KVPoll.Success,
+    ReceiverState.FAILED: KVPoll.Failed,
 }
 
 
@@ -103,32 +103,32 @@ class AnyPrefill:
         return self
 
 
-class _ReturnsTaken(Listener):
+class _ReturnsReceived(Listener):
     """On prefill: what decode returns is taken by command, and given up when the cache is emptied."""
 
-    def __init__(self, taker: ReturnTaker) -> None:
-        self._taker = taker
+    def __init__(self, return_receiver: ReturnReceiver) -> None:
+        self._receiver = return_receiver
 
     def takes_command(self, payload: bytes) -> bool:
-        return self._taker.handle_command(payload)
+        return self._receiver.handle_command(payload)
 
     def before_clear(self) -> None:
-        self._taker.clear()
+        self._receiver.clear()
 
 
-class _ReturnsGiven(Listener):
+class _ReturnsSent(Listener):
     """On decode: what of a request is in the tree goes back to prefill."""
 
-    def __init__(self, giver: ReturnGiver) -> None:
-        self._giver = giver
+    def __init__(self, return_sender: ReturnSender) -> None:
+        self._sender = return_sender
 
     def request_ended(self, req: Any, tokens: Any) -> None:
         taken = req.finished() and not isinstance(req.finished_reason, FINISH_ABORT)
         if taken and req.bootstrap_host not in (None, FAKE_BOOTSTRAP_HOST):
-            self._giver.ended(req, tokens)
+            self._sender.ended(req, tokens)
 
     def before_clear(self) -> None:
-        self._giver.clear()
+        self._sender.clear()
 
 
 class _PrefillServersTold(Listener):
@@ -231,21 +231,21 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
                 places = Reservations(blocks, into_dram=DRAM_POOL in transfers.endpoint.pools)
                 several = parallel.attn_tp_size > 1
                 tell_all = cache.command_queue.put if several and cache.command_queue is not None else None
-                taker = ReturnTaker(
+                return_receiver = ReturnReceiver(
                     places,
                     self.agent,
                     lambda: bool(scheduler.waiting_queue),
                     tell_all,
                     self.fence,
                 )
-                self.agent.take_returns(taker)
-                self._listeners.append(_ReturnsTaken(taker))
-                self._parts.append(taker)
+                self.agent.receive_returns(return_receiver)
+                self._listeners.append(_ReturnsReceived(return_receiver))
+                self._parts.append(return_receiver)
             else:
-                giver = ReturnGiver(blocks, self.agent)
-                self.agent.give_returns(giver)
-                self._listeners.append(_ReturnsGiven(giver))
-                self._parts.append(giver)
+                return_sender = ReturnSender(blocks, self.agent)
+                self.agent.send_returns(return_sender)
+                self._listeners.append(_ReturnsSent(return_sender))
+                self._parts.append(return_sender)
         if isinstance(cache, GlobalRadixCache):
             for listener in self._listeners:
                 cache.listeners.add(listener)
@@ -262,25 +262,25 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         found: list[Computing] = []
         for req in batch.reqs:
             sender = req.disagg_kv_sender
-            room = getattr(sender, "_room", None)
-            if not isinstance(sender, GlobalKVSender) or room is None:
+            handover = getattr(sender, "_handover", None)
+            if not isinstance(sender, GlobalKVSender) or handover is None:
                 continue
-            skip = self.agent.giving.granted(room)
+            skip = self.agent.sender.granted(handover)
             first, last = -(-len(req.prefix_indices) // page), req.extend_range.end // page
             if skip is None or last <= max(first, skip):
                 continue
             numbers = np.arange(max(first, skip), last)
             row = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
             pages = row[numbers * page].numpy().astype(np.int64) // page
-            found.append(Computing(numbers - skip, pages, partial(self.agent.giving.writings, room)))
+            found.append(Computing(numbers - skip, pages, partial(self.agent.sender.writings, handover)))
         return found
 
     def computes(self, batch: Any) -> None:
         """A prefill batch is about to run: by which weights its requests' KV is."""
         for req in batch.reqs:
             sender = req.disagg_kv_sender
-            if isinstance(sender, GlobalKVSender) and sender._room is not None:
-                self.agent.giving.computing(sender._room)
+            if isinstance(sender, GlobalKVSender) and sender._handover is not None:
+                self.agent.sender.computing(sender._handover)
                 sender.req = req
 
     @property
@@ -289,8 +289,8 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         return PROCESS.settings().transfer_mode != "push-by-layer"
 
     def teardown(self) -> None:
-        """The server changes its role, and is idle, or ends: end connections and rooms. The cache stays as it
-        is, and the transfer thread with it."""
+        """The server changes its role, and is idle, or ends: end connections and hand-overs. The cache stays
+        as it is, and the transfer thread with it."""
         cache, scheduler = PROCESS.scheduler.tree_cache, PROCESS.scheduler
         poller = getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)
         if poller is not None:
@@ -335,11 +335,11 @@ class GlobalKVSender(BaseKVSender):  # type: ignore[misc]
         self._row: int | None = None
         self._last = False
         self._error = ""
-        self._room: Room | None = None
+        self._handover: SendingHandover | None = None
         self.req: Any = None
         """Whose KV it is, once that is computed."""
         try:
-            self._room = mgr.agent.giving.open(bootstrap_room)
+            self._handover = mgr.agent.sender.open(bootstrap_room)
         except RefusedError as error:
             self._error = str(error)
 
@@ -355,30 +355,30 @@ class GlobalKVSender(BaseKVSender):  # type: ignore[misc]
     ) -> None:
         """Pages of a chunk are computed; with the last one the request is offered."""
         self._pages.append(pages_of(kv_indices))
-        if not self._last or self._room is None:
+        if not self._last or self._handover is None:
             return
         assert self._row is not None
-        self.kv_mgr.agent.giving.complete(
-            self._room,
+        self.kv_mgr.agent.sender.complete(
+            self._handover,
             np.concatenate(self._pages),
             self.kv_mgr.buffers.read(self._row),
             NO_STAGES if self.req is None else request_stages(self.req),
         )
 
     def poll(self) -> int:
-        if self._room is None:
+        if self._handover is None:
             return int(KVPoll.Failed)
-        if self._room.state is Giving.COMPUTING and self.kv_mgr.pushes:
+        if self._handover.state is SenderState.COMPUTING and self.kv_mgr.pushes:
             # Push: prefill has to know decode's slots before it computes.
-            granted = self.kv_mgr.agent.giving.granted(self._room) is not None
+            granted = self.kv_mgr.agent.sender.granted(self._handover) is not None
             return int(KVPoll.WaitingForInput if granted else KVPoll.Bootstrapping)
-        return int(_GIVING_POLL[self._room.state])
+        return int(_SENDER_POLL[self._handover.state])
 
     def pop_decode_prefix_len(self) -> int:
         """Tokens that decode has, which need not be sent. Pulling, decode leaves them out by itself."""
-        if self._room is None or not self.kv_mgr.pushes:
+        if self._handover is None or not self.kv_mgr.pushes:
             return 0
-        pages = self.kv_mgr.agent.giving.granted(self._room) or 0
+        pages = self.kv_mgr.agent.sender.granted(self._handover) or 0
         return int(pages * self.kv_mgr.kv_args.page_size)
 
     def get_transfer_metric(self) -> KVTransferMetric:
@@ -388,15 +388,17 @@ class GlobalKVSender(BaseKVSender):  # type: ignore[misc]
     def failure_exception(self) -> None:
         """Raise why it failed. SGLang frees the slots next: nobody may read them as this request's then."""
         self.clear()
-        raise KVTransferError(self.bootstrap_room, self._error or (self._room.reason if self._room else ""))
+        raise KVTransferError(
+            self.bootstrap_room, self._error or (self._handover.reason if self._handover else "")
+        )
 
     def clear(self) -> None:
-        if self._room is not None:
-            self.kv_mgr.agent.giving.forget(self._room)
+        if self._handover is not None:
+            self.kv_mgr.agent.sender.forget(self._handover)
 
     def abort(self) -> None:
-        if self._room is not None:
-            self.kv_mgr.agent.giving.abort(self._room, "the request was aborted on prefill")
+        if self._handover is not None:
+            self.kv_mgr.agent.sender.abort(self._handover, "the request was aborted on prefill")
 
 
 class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
@@ -409,14 +411,16 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
         self.kv_mgr = mgr
         self.bootstrap_addr = bootstrap_addr
         self.bootstrap_room = bootstrap_room
-        self._room: TakingRoom | None = None
+        self._handover: ReceivingHandover | None = None
         self._incoming: Incoming | None = None
 
     def init(self, prefill_dp_rank: int) -> None:
         assert self.bootstrap_room is not None
         migration = self.kv_mgr.migration
         comes_over = migration is not None and migration.comes_over(self.bootstrap_room)
-        self._room = self.kv_mgr.agent.taking.open(self.bootstrap_addr, self.bootstrap_room, read=comes_over)
+        self._handover = self.kv_mgr.agent.receiver.open(
+            self.bootstrap_addr, self.bootstrap_room, read=comes_over
+        )
 
     def send_metadata(
         self,
@@ -427,7 +431,7 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
         destination: Any = KVTransferDestination.DEVICE,
     ) -> None:
         """Slots are there: read into them what follows the prefix that is here already."""
-        assert self._room is not None
+        assert self._handover is not None
         assert aux_index is not None
         skip, rest = divmod(decode_prefix_len or 0, self.kv_mgr.kv_args.page_size)
         assert rest == 0, "a cached prefix is whole pages"
@@ -435,45 +439,49 @@ class GlobalKVReceiver(BaseKVReceiver):  # type: ignore[misc]
         if self.kv_mgr.store is not None:
             tokens = wanted.pages.size * self.kv_mgr.kv_args.page_size
             self._incoming = self.kv_mgr.store.transfer(Tier.HBM, tokens, self.bootstrap_addr)
-        self.kv_mgr.agent.taking.read(self._room, wanted)
+        self.kv_mgr.agent.receiver.read(self._handover, wanted)
 
     def poll(self) -> int:
-        if self._room is None:
+        if self._handover is None:
             return int(KVPoll.Bootstrapping)
-        if self._room.state is Taking.WAITING and not self._room.read:
+        if self._handover.state is ReceiverState.WAITING and not self._handover.read:
             # Push: decode allocates before prefill computes.
             return int(KVPoll.WaitingForInput)
-        if FACTS[self._room.state].end and self._incoming is not None:
+        if FACTS[self._handover.state].end and self._incoming is not None:
             self._incoming.end()
-        return int(_TAKING_POLL[self._room.state])
+        return int(_RECEIVER_POLL[self._handover.state])
 
     @property
     def handed(self) -> Handed:
         """What is known of the stages of a request whose KV has just come."""
-        room = self._room
+        handover = self._handover
         now = time.perf_counter()
-        return Handed(now) if room is None else Handed(now, room.stages, room.waited, room.seconds)
+        return (
+            Handed(now)
+            if handover is None
+            else Handed(now, handover.stages, handover.waited, handover.seconds)
+        )
 
     def failure_exception(self) -> None:
         """Raise why it failed, when nothing uses the slots any more: SGLang frees them next."""
         self.clear()
-        raise KVTransferError(self.bootstrap_room, self._room.reason if self._room else "not started")
+        raise KVTransferError(self.bootstrap_room, self._handover.reason if self._handover else "not started")
 
     def clear(self) -> None:
-        if self._room is not None:
-            self.kv_mgr.agent.taking.settle(self._room)
+        if self._handover is not None:
+            self.kv_mgr.agent.receiver.settle(self._handover)
         if self._incoming is not None:
             self._incoming.end()
 
     def abort(self) -> None:
-        if self._room is None:
+        if self._handover is None:
             # It never began; from now on it polls as failed.
             assert self.bootstrap_room is not None
-            self._room = TakingRoom(
-                self.bootstrap_addr, self.bootstrap_room, state=Taking.FAILED, reason="aborted"
+            self._handover = ReceivingHandover(
+                self.bootstrap_addr, self.bootstrap_room, state=ReceiverState.FAILED, reason="aborted"
             )
             return
-        self.kv_mgr.agent.taking.abort(self._room, "the request was aborted on decode")
+        self.kv_mgr.agent.receiver.abort(self._handover, "the request was aborted on decode")
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """The agent tells prefill."""

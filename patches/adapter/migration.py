@@ -16,8 +16,8 @@ client has of it, the router leaves out.
 How the KV goes over is what the two kinds of instances have anyway:
 
     decode       the source gives it as a prefill server does (`engine/pd/prefill_sender.py`): all pages of
-                 prompt and answer in a room, which the target joins as if they were a prompt. It reads what
-                 it lacks, also where prefill pushes; nothing is computed again.
+                 prompt and answer in a hand-over, which the target joins as if they were a prompt. It reads
+                 what it lacks, also where prefill pushes; nothing is computed again.
     colocated    the source puts the whole blocks into its tree, waits for their copies in DRAM, and exports
                  them (`peers/export.py`). The target fetches them (`peers/fetches.py`), and computes the
                  rest: the end of the last block, or all, if nothing was to be had.
@@ -74,7 +74,7 @@ from sglang_ext.protocol.agent import (
 from sglang_ext.wire import WireError
 
 if TYPE_CHECKING:
-    from sglang_ext.engine.pd.prefill_sender import Room
+    from sglang_ext.engine.pd.prefill_sender import SendingHandover
     from sglang_ext.patches.adapter.kv_manager import GlobalKVManager
     from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 
@@ -86,19 +86,19 @@ COPY_SECONDS: Final = 1.0
 """For copies in DRAM of what was generated last; what is not there then is computed again."""
 EXPORT_SECONDS: Final = 20.0
 MOST_COMING: Final = 1000
-ROOMS: Final = 1 << 47
+BOOTSTRAP_ROOMS: Final = 1 << 47
 GOES_ON: Final = "the request goes on at another instance"
 
 
 @dataclass(eq=False)
 class _Parked:
-    """A request that was stopped. room: where its KV is given, on decode. tokens: whose KV there is."""
+    """A request that was stopped. handover: where its KV is given, on decode. tokens: whose KV there is."""
 
     id: str
     req: Any
     since: float
     tokens: bytes
-    room: Room | None = None
+    handover: SendingHandover | None = None
     told: bool = False
     reminded: bool = False
 
@@ -269,12 +269,14 @@ class Migration:
         return True
 
     def _give(self, parked: _Parked, manager: GlobalKVManager) -> None:
-        """Offer all pages of a request in a room, as prefill does when it has computed a prompt."""
+        """Offer all pages of a request in a hand-over, as prefill does when it has computed a prompt."""
         scheduler, req = self._cache.scheduler, parked.req
-        number = 1 + int.from_bytes(hashlib.blake2b(parked.id.encode(), digest_size=8).digest()) % (ROOMS - 1)
-        giving = manager.agent.giving
+        number = 1 + int.from_bytes(hashlib.blake2b(parked.id.encode(), digest_size=8).digest()) % (
+            BOOTSTRAP_ROOMS - 1
+        )
+        sender = manager.agent.sender
         try:
-            parked.room = giving.open(number, read=True)
+            parked.handover = sender.open(number, read=True)
         except RefusedError as error:
             self._unpark(parked, stay=True)
             self._say(Parked(self.epoch, parked.id, str(error)))
@@ -282,14 +284,14 @@ class Migration:
         row = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : req.kv.kv_committed_len]
         page = self._cache.page_size
         pages = row[::page].cpu().numpy().astype(np.int64) // page
-        giving.complete(parked.room, pages, self._row(number, req))
+        sender.complete(parked.handover, pages, self._row(number, req))
         self._say(
             Parked(
                 self.epoch,
                 parked.id,
                 resume=state_of(req, received=True, stages=request_stages(req)),
                 meeting=manager.meeting,
-                room=number,
+                bootstrap_room=number,
             )
         )
         parked.told = True
@@ -358,9 +360,9 @@ class Migration:
     def _unpark(self, parked: _Parked, *, stay: bool) -> None:
         scheduler, req, manager = self._cache.scheduler, parked.req, self.manager
         del self._parked[parked.id]
-        if parked.room is not None and manager is not None:
+        if parked.handover is not None and manager is not None:
             # Its pages are open from here on, whatever becomes of the request.
-            manager.agent.giving.forget(parked.room)
+            manager.agent.sender.forget(parked.handover)
         self._count("stayed" if stay else "left")
         if stay and manager is None:
             scheduler._add_request_to_queue(req)
@@ -457,9 +459,9 @@ class Migration:
             del self._arriving[lost]
         return lost is not None
 
-    def comes_over(self, room: int) -> bool:
-        """Whether a room is of a request that another decode instance has stopped."""
-        return any(arriving.req.bootstrap_room == room for arriving in self._arriving.values())
+    def comes_over(self, number: int) -> bool:
+        """Whether the hand-over of this number is of a request that another decode instance has stopped."""
+        return any(arriving.req.bootstrap_room == number for arriving in self._arriving.values())
 
     def committed(self, req: Any) -> None:
         """The KV of a request has come, on decode."""

@@ -49,7 +49,7 @@ class MetadataBuffers:
         return b"".join(ctypes.string_at(at + row * size, size) for at, size in self._buffers)
 
     def write(self, row: int, metadata: bytes) -> None:
-        """Fill one row. Its last buffer holds the room, by which SGLang sees that the row is complete.
+        """Fill one row. Its last buffer holds bootstrap_room, by which SGLang sees that the row is complete.
 
         Raises:
             ValueError: it has another size.

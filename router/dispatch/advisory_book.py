@@ -133,14 +133,14 @@ class HintBook:
         if len(live) >= limits.live:
             first = min(entry.expires for entry in live.values())
             return Answer(Verdict.REFUSED, "too many hints at once", retry_after_s=max(0.0, first - now))
-        room = limits.moving_tokens - self._moving[hint.tenant]
+        left = limits.moving_tokens - self._moving[hint.tenant]
         asked = hint.tokens
         hint = hint.clipped(min(asked, limits.moving_tokens))
-        if room > 0:
-            hint = hint.clipped(min(hint.tokens, room))
+        if left > 0:
+            hint = hint.clipped(min(hint.tokens, left))
         entry = Entry(id, hint, State.DEFERRED, now, expires)
         self._add(entry)
-        if room <= 0 and hint.tokens:
+        if left <= 0 and hint.tokens:
             self._deferred.setdefault(hint.tenant, deque()).append(entry)
             return Answer(Verdict.DEFERRED, "the budget of tokens being moved is used up", entry)
         self._start(entry)

@@ -384,7 +384,11 @@ def _body(leg: Leg, parked: Parked, ticket: str) -> bytes:
     holder["custom_params"] = custom
     if parked.meeting:
         host, _, port = parked.meeting.rpartition(":")
-        payload |= {"bootstrap_host": host, "bootstrap_port": int(port), "bootstrap_room": parked.room}
+        payload |= {
+            "bootstrap_host": host,
+            "bootstrap_port": int(port),
+            "bootstrap_room": parked.bootstrap_room,
+        }
     return orjson.dumps(payload)
 
 

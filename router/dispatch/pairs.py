@@ -17,8 +17,8 @@ from sglang_ext.router.api.validation import Json
 from sglang_ext.router.fleet.facts import InstanceFacts, bootstrap_of
 from sglang_ext.router.http.types import ConnectionLost
 
-ROOMS = 1 << 62
-"""SGLang counts upwards from the room for the prompts of a batch, and keeps it in 63 bits."""
+BOOTSTRAP_ROOMS = 1 << 62
+"""SGLang counts upwards from the bootstrap_room for the prompts of a batch, and keeps it in 63 bits."""
 
 
 def meeting_point(prefill: str, facts: InstanceFacts | None) -> Json:
@@ -32,7 +32,7 @@ def meeting_point(prefill: str, facts: InstanceFacts | None) -> Json:
     return {
         "bootstrap_host": host,
         "bootstrap_port": port,
-        "bootstrap_room": 1 + secrets.randbelow(ROOMS),
+        "bootstrap_room": 1 + secrets.randbelow(BOOTSTRAP_ROOMS),
     }
 
 

@@ -99,8 +99,8 @@ def price(
         holders: those of the fleet that hold any of the prompt.
     """
     held = matches.get(instance.name, NOTHING)
-    room = options.balance_cache_factor * held.tokens
-    crowded = bool(held.tokens) and not held.own and instance.cached_tokens - emptiest > room
+    slack = options.balance_cache_factor * held.tokens
+    crowded = bool(held.tokens) and not held.own and instance.cached_tokens - emptiest > slack
     counted = NOTHING if crowded else held
     weight = options.exec_weight
     seconds = _prefill_s(prompt, instance, counted, costs, weight)

@@ -81,8 +81,8 @@ def _holders(
         if longest < options.cache_threshold * prompt.tokens:
             return (), Reason.SHORT_PREFIX
         emptiest = min([instance.cached_tokens for instance in candidates])
-        room = options.balance_cache_factor * longest
-        best = [instance for instance in best if instance.cached_tokens - emptiest <= room]
+        slack = options.balance_cache_factor * longest
+        best = [instance for instance in best if instance.cached_tokens - emptiest <= slack]
         if not best:
             return (), Reason.SPREAD
     return tuple(best), Reason.PREFIX if len(best) == 1 else Reason.PREFIX_SHARED

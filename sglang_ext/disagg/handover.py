@@ -4,7 +4,7 @@ Pull (KVDirect, section 4.3): prefill computes at once, nothing is held on decod
 when the KV is complete, reads it one-sidedly, and its COMPLETE releases it. Push: decode allocates first, and
 prefill writes.
 
-Prefill's side of a room (`Giving`):
+Prefill's side of a hand-over (`SenderState`):
 
     state      what is pinned on prefill            ends by itself when
     COMPUTING  what the engine holds to compute     never: the engine ends it; pushing, no decode rank has
@@ -15,7 +15,7 @@ Prefill's side of a room (`Giving`):
     RELEASED   nothing
     LOST       nothing
 
-Decode's side (`Taking`):
+Decode's side (`ReceiverState`):
 
     state      what is pinned on decode             ends by itself when
     JOINING    nothing                              the prefill rank is not found: CONNECT_SECONDS
@@ -29,13 +29,13 @@ Decode's side (`Taking`):
 
 Rules on top:
 
-- A side's death is known to the other within VERDICT_SECONDS; it moves every room of that peer
-  (`PEER_DEAD`). A room belongs to one connection: a side that only stood still finds the connection ended by
-  the other, and its rooms are over too, even if there is a new one at once.
+- A side's death is known to the other within VERDICT_SECONDS; it moves every hand-over of that peer
+  (`PEER_DEAD`). A hand-over belongs to one connection: a side that only stood still finds the connection
+  ended by the other, and its hand-overs are over too, even if there is a new one at once.
 - Slots are free only in a state that pins nothing. On decode that is why STOPPING exists: what still reads
   into, or is written to, slots keeps them.
-- The end states take no event but those that change nothing: a late message moves no room.
-- A message for a room that is not there is refused; it never makes one.
+- The end states take no event but those that change nothing: a late message moves no hand-over.
+- A message for a hand-over that is not there is refused; it never makes one.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from typing import Final
 HEARTBEAT_SECONDS: Final = 1.0
 VERDICT_SECONDS: Final = 2.5
 JOIN_SECONDS: Final = 10.0
-"""How long complete KV waits for a decode rank to join, and a decode rank for its room to appear. Pushing,
-also how long a request waits for a decode rank before it is computed."""
+"""How long complete KV waits for a decode rank to join, and a decode rank for its hand-over to appear.
+Pushing, also how long a request waits for a decode rank before it is computed."""
 CONNECT_SECONDS: Final = 10.0
 LEASE_SECONDS: Final = 10.0
 RENEW_SECONDS: Final = 1.0
@@ -64,8 +64,8 @@ def moving_seconds(least: float, nbytes: int) -> float:
     return least + nbytes / SLOWEST_BYTES_PER_SECOND
 
 
-class Giving(enum.Enum):
-    """Prefill's side of a room."""
+class SenderState(enum.Enum):
+    """Prefill's side of a hand-over."""
 
     COMPUTING = "computing"
     COMPLETE = "complete"
@@ -75,8 +75,8 @@ class Giving(enum.Enum):
     LOST = "lost"
 
 
-class Taking(enum.Enum):
-    """Decode's side of a room."""
+class ReceiverState(enum.Enum):
+    """Decode's side of a hand-over."""
 
     JOINING = "joining"
     WAITING = "waiting"
@@ -89,7 +89,7 @@ class Taking(enum.Enum):
 
 
 class Event(enum.Enum):
-    """What moves a room. Who says so is in brackets."""
+    """What moves a hand-over. Who says so is in brackets."""
 
     COMPUTED = "computed"
     """[prefill's engine] the KV of the whole prompt is there"""
@@ -117,7 +117,7 @@ class Event(enum.Enum):
     """[own transport] nothing reads or writes the slots any more"""
 
 
-State = Giving | Taking
+State = SenderState | ReceiverState
 
 
 @dataclass(frozen=True)
@@ -135,62 +135,69 @@ class Facts:
 
 
 FACTS: Final[dict[State, Facts]] = {
-    Giving.COMPUTING: Facts(True),
-    Giving.COMPLETE: Facts(True, JOIN_SECONDS),
-    Giving.OFFERED: Facts(True),
-    Giving.WRITING: Facts(True, WRITE_SECONDS),
-    Giving.RELEASED: Facts(False, end=True),
-    Giving.LOST: Facts(False, end=True),
-    Taking.JOINING: Facts(False, CONNECT_SECONDS),
-    Taking.WAITING: Facts(False),
-    Taking.READY: Facts(False),
-    Taking.GRANTED: Facts(True),
-    Taking.READING: Facts(True, READ_SECONDS),
-    Taking.STOPPING: Facts(True),
-    Taking.HELD: Facts(True, end=True),
-    Taking.FAILED: Facts(False, end=True),
+    SenderState.COMPUTING: Facts(True),
+    SenderState.COMPLETE: Facts(True, JOIN_SECONDS),
+    SenderState.OFFERED: Facts(True),
+    SenderState.WRITING: Facts(True, WRITE_SECONDS),
+    SenderState.RELEASED: Facts(False, end=True),
+    SenderState.LOST: Facts(False, end=True),
+    ReceiverState.JOINING: Facts(False, CONNECT_SECONDS),
+    ReceiverState.WAITING: Facts(False),
+    ReceiverState.READY: Facts(False),
+    ReceiverState.GRANTED: Facts(True),
+    ReceiverState.READING: Facts(True, READ_SECONDS),
+    ReceiverState.STOPPING: Facts(True),
+    ReceiverState.HELD: Facts(True, end=True),
+    ReceiverState.FAILED: Facts(False, end=True),
 }
 
 _OVER: Final = (Event.FAULT, Event.ABORT, Event.PEER_ABORT, Event.PEER_DEAD)
 
 TABLE: Final[dict[tuple[State, Event], State]] = {
-    (Giving.COMPUTING, Event.COMPUTED): Giving.COMPLETE,
-    # Decode may be first: the room remembers it, and is complete later.
-    (Giving.COMPUTING, Event.JOINED): Giving.COMPUTING,
-    (Giving.COMPLETE, Event.JOINED): Giving.OFFERED,
-    (Giving.COMPLETE, Event.WRITE): Giving.WRITING,
-    (Giving.COMPUTING, Event.WRITE): Giving.COMPUTING,
+    (SenderState.COMPUTING, Event.COMPUTED): SenderState.COMPLETE,
+    # Decode may be first: the hand-over remembers it, and is complete later.
+    (SenderState.COMPUTING, Event.JOINED): SenderState.COMPUTING,
+    (SenderState.COMPLETE, Event.JOINED): SenderState.OFFERED,
+    (SenderState.COMPLETE, Event.WRITE): SenderState.WRITING,
+    (SenderState.COMPUTING, Event.WRITE): SenderState.COMPUTING,
     # By layer, writing begins before all is computed; and an offer may be asked for again.
-    (Giving.OFFERED, Event.JOINED): Giving.OFFERED,
-    (Giving.WRITING, Event.WRITE): Giving.WRITING,
-    (Giving.OFFERED, Event.RELEASE): Giving.RELEASED,
-    (Giving.WRITING, Event.RELEASE): Giving.RELEASED,
+    (SenderState.OFFERED, Event.JOINED): SenderState.OFFERED,
+    (SenderState.WRITING, Event.WRITE): SenderState.WRITING,
+    (SenderState.OFFERED, Event.RELEASE): SenderState.RELEASED,
+    (SenderState.WRITING, Event.RELEASE): SenderState.RELEASED,
     **{
-        (state, event): Giving.LOST
-        for state in (Giving.COMPUTING, Giving.COMPLETE, Giving.OFFERED, Giving.WRITING)
+        (state, event): SenderState.LOST
+        for state in (SenderState.COMPUTING, SenderState.COMPLETE, SenderState.OFFERED, SenderState.WRITING)
         for event in _OVER
     },
-    (Taking.JOINING, Event.JOINED): Taking.WAITING,
-    (Taking.WAITING, Event.OFFER): Taking.READY,
-    (Taking.READY, Event.ALLOCATED): Taking.READING,
-    (Taking.WAITING, Event.ALLOCATED): Taking.GRANTED,
-    (Taking.READING, Event.ARRIVED): Taking.HELD,
-    (Taking.GRANTED, Event.ARRIVED): Taking.HELD,
+    (ReceiverState.JOINING, Event.JOINED): ReceiverState.WAITING,
+    (ReceiverState.WAITING, Event.OFFER): ReceiverState.READY,
+    (ReceiverState.READY, Event.ALLOCATED): ReceiverState.READING,
+    (ReceiverState.WAITING, Event.ALLOCATED): ReceiverState.GRANTED,
+    (ReceiverState.READING, Event.ARRIVED): ReceiverState.HELD,
+    (ReceiverState.GRANTED, Event.ARRIVED): ReceiverState.HELD,
     **{
-        (state, event): Taking.FAILED
-        for state in (Taking.JOINING, Taking.WAITING, Taking.READY)
+        (state, event): ReceiverState.FAILED
+        for state in (ReceiverState.JOINING, ReceiverState.WAITING, ReceiverState.READY)
         for event in _OVER
     },
-    **{(state, event): Taking.STOPPING for state in (Taking.GRANTED, Taking.READING) for event in _OVER},
+    **{
+        (state, event): ReceiverState.STOPPING
+        for state in (ReceiverState.GRANTED, ReceiverState.READING)
+        for event in _OVER
+    },
     # Whatever else happens meanwhile: the slots stay until the transport has stopped.
-    **{(Taking.STOPPING, event): Taking.STOPPING for event in (*_OVER, Event.ARRIVED, Event.OFFER)},
-    (Taking.STOPPING, Event.STOPPED): Taking.FAILED,
+    **{
+        (ReceiverState.STOPPING, event): ReceiverState.STOPPING
+        for event in (*_OVER, Event.ARRIVED, Event.OFFER)
+    },
+    (ReceiverState.STOPPING, Event.STOPPED): ReceiverState.FAILED,
 }
 
 _LATE: Final = frozenset(
     {Event.JOINED, Event.OFFER, Event.WRITE, Event.ARRIVED, Event.RELEASE, Event.STOPPED, *_OVER}
 )
-"""What may still come for a room that has ended: messages on their way, a second abort, a death."""
+"""What may still come for a hand-over that has ended: messages on their way, a second abort, a death."""
 
 
 class HandoverError(Exception):
@@ -208,7 +215,7 @@ def after(state: State, event: Event) -> State:
         return found
     if FACTS[state].end and event in _LATE:
         return state
-    raise HandoverError(f"{event.value} cannot come to a room that is {state.value}")
+    raise HandoverError(f"{event.value} cannot come to a hand-over that is {state.value}")
 
 
 def pins(state: State) -> bool:
@@ -217,5 +224,5 @@ def pins(state: State) -> bool:
 
 
 def ended(state: State) -> bool:
-    """Whether the room is over on this side."""
+    """Whether the hand-over is over on this side."""
     return FACTS[state].end

@@ -101,8 +101,8 @@ def misfit(resume: Resume, req: Any, *, vocabulary: int, receives: bool) -> str:
     """Why a request cannot resume from a state; empty when it can. A token id that the model lacks, or more
     tokens than a request may have, would end the scheduler.
 
-    req: has been checked by SGLang, which has set its ``max_new_tokens``. receives: whether KV comes through
-    rooms here.
+    req: has been checked by SGLang, which has set its ``max_new_tokens``. receives: whether KV comes by a
+    hand-over here.
     """
     if resume.received is not receives:
         return "colocated and decode instances do not go on with each other's requests"

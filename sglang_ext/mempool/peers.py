@@ -27,6 +27,7 @@ from sglang_ext.mempool.envelope import request_of, seal
 from sglang_ext.mempool.grants import Hold
 from sglang_ext.mempool.receiving import PoolReceiver, Received
 from sglang_ext.mempool.regions import Ids
+from sglang_ext.mempool.store import Refusal
 from sglang_ext.tiers import Tier, tier_named
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ async def alloc(
             places = region.from_ids(ids)
             return [Address(receiver.name, epoch, target, place) for place in places]
         except RefusedError as error:
-            if error.reason != "room" or target is tries[-1]:
+            if error.reason != Refusal.NO_ROOM.value or target is tries[-1]:
                 raise
     raise AssertionError("unreachable: the last try returns or raises")
 
@@ -283,6 +284,6 @@ async def _send_run(
             )
             return target, placed.blocks, placed.inserted
         except RefusedError as error:
-            if error.reason != "room" or target is tries[-1]:
+            if error.reason != Refusal.NO_ROOM.value or target is tries[-1]:
                 raise
     raise AssertionError("unreachable: the last try returns or raises")

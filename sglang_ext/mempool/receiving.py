@@ -12,6 +12,7 @@ from sglang_ext.errors import UserError
 from sglang_ext.mempool.address import Address, MemType
 from sglang_ext.mempool.envelope import owner_of, unseal
 from sglang_ext.mempool.regions import Ids, OutOfBlocksError, Region
+from sglang_ext.mempool.store import Refusal
 from sglang_ext.tiers import tier_named
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class PoolReceiver:
         try:
             found = self._pool.alloc_mem(blocks, MemType(pool), id=owner_of(request))
         except OutOfBlocksError as error:
-            raise RefusedError("room", error.message) from None
+            raise RefusedError(Refusal.NO_ROOM.value, error.message) from None
         self._pool.begin_use(found)
         ids = region.to_ids([address.place for address in found])
         firsts = ids[:: region.ids_per_block].tolist()
@@ -82,7 +83,7 @@ class PoolReceiver:
     def _region(self, pool: str) -> Region:
         region = next((held for tier, held in self._pool.tiers.regions.items() if tier.name == pool), None)
         if region is None:
-            raise RefusedError("room", f"there is no {pool} here")
+            raise RefusedError(Refusal.NO_ROOM.value, f"there is no {pool} here")
         return region
 
     async def insert(

@@ -217,16 +217,16 @@ class Tiers:
         missing = len(key) // self.step - start
         if not missing:
             return True
-        room = self.store.reserve_behind(
+        reservation = self.store.reserve_behind(
             Tier.DRAM, node.namespace, key, Use.SWAP_OUT, before, start, missing, whole=True, lose=False
         )
-        if isinstance(room, Refusal):
+        if isinstance(reservation, Refusal):
             return False
         # Looked at after: making room may have cut nodes of the path.
         source = self.held(path_to(node), Tier.HBM)[start:]
         dram = self.regions[Tier.DRAM]
-        move(self.regions[Tier.HBM], source, dram, dram.unpack(room.places, room.blocks))
-        room.commit(onward=False)
+        move(self.regions[Tier.HBM], source, dram, dram.unpack(reservation.places, reservation.blocks))
+        reservation.commit(onward=False)
         self.counters.copied_down += missing
         return True
 
@@ -308,15 +308,15 @@ class Tiers:
         self.tree.lock(*locked)
         try:
             self.store.tiers[Tier.HBM].make_room(total - before)
-            room = self.store.reserve(Tier.HBM, namespace, key, Use.SWAP_IN, lose=False)
-            if isinstance(room, Refusal):
-                got, outcome = 0, Outcome.DONE if room is Refusal.KNOWN else Outcome.FULL
+            reservation = self.store.reserve(Tier.HBM, namespace, key, Use.SWAP_IN, lose=False)
+            if isinstance(reservation, Refusal):
+                got, outcome = 0, Outcome.DONE if reservation is Refusal.KNOWN else Outcome.FULL
             else:
-                places = self.regions[Tier.HBM].unpack(room.places, room.blocks)
+                places = self.regions[Tier.HBM].unpack(reservation.places, reservation.blocks)
                 got, outcome = self._copy_up(namespace, key, before, places)
                 if outcome is Outcome.DONE and before + got < total:
                     outcome = Outcome.FULL
-                room.commit(got, onward=False)
+                reservation.commit(got, onward=False)
         finally:
             self.tree.unlock(*locked)
         self.counters.brought_in += got

@@ -45,7 +45,7 @@ from sglang_ext.stages import NO_STAGES, StageTimes
 from sglang_ext.tiers import MAX_LEVEL
 from sglang_ext.wire import Blob, Codec, Count, Epoch, Message, Name
 
-AGENT_PROTOCOL: Final = 4
+AGENT_PROTOCOL: Final = 5
 """Changes when one side would misunderstand the other."""
 
 MAX_EVENTS: Final = 20_000
@@ -298,7 +298,7 @@ class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     no KV yet.
     prompt: digest of the prompt's tokens, to compare (``engine.resume.prompt_digest``).
     cached: tokens that were found cached: in all, in HBM, in DRAM and below.
-    received: whether its KV comes through a room. home: bootstrap host and port of who prefilled it, to which
+    received: whether its KV comes by a hand-over. home: bootstrap host and port of who prefilled it, to which
     its KV returns.
     stages: how long it took up to here.
     """
@@ -409,7 +409,8 @@ class Parked(Message, frozen=True, tag="parked"):
     resume: what the other instance gets in `Watch`; always there when ``why`` is empty.
     tokens: prompt and answer, encoded; extra_key, cache_salt: whose they are.
     export: under which DRAM exports their KV; empty when it exports none.
-    meeting: ``host:port`` where a decode instance joins ``room`` for the KV; empty on colocated ones.
+    meeting: ``host:port`` where a decode instance joins ``bootstrap_room`` for the KV; empty on
+    colocated ones.
     """
 
     epoch: Epoch
@@ -421,7 +422,7 @@ class Parked(Message, frozen=True, tag="parked"):
     cache_salt: Tag | None = None
     export: Name = ""
     meeting: Name = ""
-    room: Count = 0
+    bootstrap_room: Count = 0
 
 
 class Running(Message, frozen=True, tag="running"):

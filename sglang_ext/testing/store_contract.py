@@ -113,17 +113,17 @@ class StoreContract(abc.ABC):
         rig.store.free_mem(rig.level, third, Use.OWNER)
 
     def test_a_committed_reservation_is_known(self, rig: Rig) -> None:
-        room = rig.reserve(prompt(1, 4))
-        assert (room.start, room.blocks) == (0, 4)
+        reservation = rig.reserve(prompt(1, 4))
+        assert (reservation.start, reservation.blocks) == (0, 4)
         assert rig.blocks_of(prompt(1, 4)) == 0
-        done = room.commit(onward=False)
+        done = reservation.commit(onward=False)
         assert done is not None
         assert (done.fresh, done.held, rig.blocks_of(prompt(1, 5))) == (4, 0, 4)
         assert rig.store.reserved(rig.level) == 0
         assert rig.store.reserve(rig.level, NAMESPACE, prompt(1, 4), Use.FETCH) is Refusal.KNOWN
         assert rig.store.reserve(rig.level, ("other",), prompt(1, 4), Use.FETCH) is not Refusal.KNOWN
         with pytest.raises(ValueError, match="has ended already"):
-            room.abort()
+            reservation.abort()
 
     def test_what_was_not_filled_is_free_again(self, rig: Rig) -> None:
         assert rig.reserve(prompt(1, 4)).commit(3, onward=False) is not None
@@ -134,13 +134,13 @@ class StoreContract(abc.ABC):
 
     def test_a_reservation_continues_what_is_there_and_keeps_it(self, rig: Rig) -> None:
         rig.put(prompt(1, 3))
-        room = rig.reserve(prompt(1, 5))
-        assert (room.start, room.blocks) == (3, 2)
+        reservation = rig.reserve(prompt(1, 5))
+        assert (reservation.start, reservation.blocks) == (3, 2)
         rig.put(prompt(2, CAPACITY - 5))
         taken = rig.store.alloc_mem(rig.level, CAPACITY, Use.OWNER)
         assert rig.tier.count(taken) == CAPACITY - 5, "all but what the reservation has and continues"
         assert (rig.blocks_of(prompt(1, 3)), rig.blocks_of(prompt(2, 1))) == (3, 0)
-        assert room.commit(onward=False) is not None
+        assert reservation.commit(onward=False) is not None
         assert rig.blocks_of(prompt(1, 5)) == 5
         rig.store.free_mem(rig.level, taken, Use.OWNER)
 
@@ -165,27 +165,27 @@ class StoreContract(abc.ABC):
         assert rig.blocks_of(prompt(1, CAPACITY)) == CAPACITY - 2
 
     def test_what_somebody_else_has_inserted_is_kept_once(self, rig: Rig) -> None:
-        room = rig.reserve(prompt(1, 5))
+        reservation = rig.reserve(prompt(1, 5))
         rig.put(prompt(1, 3))
-        done = room.commit(onward=False)
+        done = reservation.commit(onward=False)
         assert done is not None
         assert (done.fresh, done.held, rig.blocks_of(prompt(1, 5))) == (2, 3, 5)
         assert rig.tier.free_blocks == CAPACITY - 5
 
     def test_a_use_has_its_share(self, rig: Rig) -> None:
-        room = rig.reserve(prompt(1, 5), share=4)
-        assert room.blocks == CAPACITY // 4
+        reservation = rig.reserve(prompt(1, 5), share=4)
+        assert reservation.blocks == CAPACITY // 4
         budget = rig.store.reserve(rig.level, NAMESPACE, prompt(2, 1), Use.FETCH, share=4)
         assert budget is Refusal.BUDGET
         assert rig.reserve(prompt(2, 1), Use.RETURN, share=4).blocks == 1, "another use has its own"
 
     def test_what_gives_way_is_given_up_once_nobody_fills_it(self, rig: Rig) -> None:
         told: list[str] = []
-        room = rig.store.reserve_spare(rig.level, NAMESPACE, prompt(1, 4), Use.PREFETCH, 0, 4)
-        assert isinstance(room, Reservation)
-        room.on_surrender = lambda: told.append("surrendered")
+        reservation = rig.store.reserve_spare(rig.level, NAMESPACE, prompt(1, 4), Use.PREFETCH, 0, 4)
+        assert isinstance(reservation, Reservation)
+        reservation.on_surrender = lambda: told.append("surrendered")
         assert (rig.store.yielding(rig.level), rig.store.surrender(rig.level)) == (4, 0)
-        room.gives_way = True
+        reservation.gives_way = True
         assert (rig.store.surrender(rig.level), told) == (4, ["surrendered"])
         assert (rig.store.yielding(rig.level), rig.tier.free_blocks) == (0, CAPACITY)
         late = rig.store.reserve_spare(rig.level, NAMESPACE, prompt(1, 4), Use.PREFETCH, 2, 2)
@@ -199,7 +199,7 @@ class StoreContract(abc.ABC):
 
     def test_a_ledger_that_does_not_fit_is_found(self, rig: Rig) -> None:
         """The twin of every check above."""
-        room = rig.reserve(prompt(1, 2))
+        reservation = rig.reserve(prompt(1, 2))
         rig.store._taken[rig.level, Use.FETCH] += 1
         with pytest.raises(AssertionError, match=r"3 blocks of .* are taken for fetch, 2 reserved"):
             rig.store.check()
@@ -209,7 +209,7 @@ class StoreContract(abc.ABC):
             with pytest.raises(AssertionError, match="index and ledger know of"):
                 rig.store.check()
         rig.tier.give_back(stolen)
-        room.abort()
+        reservation.abort()
 
 
 class StoreModel(RuleBasedStateMachine):
@@ -220,7 +220,7 @@ class StoreModel(RuleBasedStateMachine):
         self.rig = rig
         self.written: dict[str, bytes] = {}
         """Of each place, the prompt's beginning whose last block was written there."""
-        self.rooms: list[Reservation] = []
+        self.reservations: list[Reservation] = []
         self.taken: list[Any] = []
 
     keys = st.lists(st.booleans(), min_size=1, max_size=6).map(
@@ -231,38 +231,38 @@ class StoreModel(RuleBasedStateMachine):
     def reserve(self, key: bytes, whole: bool, lose: bool) -> None:
         store, level = self.rig.store, self.rig.level
         total, known = len(key) // STEP, self.rig.blocks_of(key)
-        room = store.reserve(level, NAMESPACE, key, Use.FETCH, whole=whole, lose=lose)
-        if isinstance(room, Refusal):
-            if room is Refusal.KNOWN:
+        reservation = store.reserve(level, NAMESPACE, key, Use.FETCH, whole=whole, lose=lose)
+        if isinstance(reservation, Refusal):
+            if reservation is Refusal.KNOWN:
                 assert known == total
             else:
                 # Its own beginning was locked meanwhile.
-                assert room is Refusal.NO_ROOM
+                assert reservation is Refusal.NO_ROOM
                 wanted = total - known if whole else 1
                 assert not lose or store.available(level) < wanted + known
             return
-        assert room.start == known
-        assert room.blocks == total - known if whole else 0 < room.blocks <= total - known
-        for at, place in enumerate(self._places(room.places)):
+        assert reservation.start == known
+        assert reservation.blocks == total - known if whole else 0 < reservation.blocks <= total - known
+        for at, place in enumerate(self._places(reservation.places)):
             self.written[place] = key[: (known + at + 1) * STEP]
-        self.rooms.append(room)
+        self.reservations.append(reservation)
 
-    @precondition(lambda self: self.rooms)
+    @precondition(lambda self: self.reservations)
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
-        room = self.rooms.pop(data.draw(st.integers(0, len(self.rooms) - 1)))
-        blocks = data.draw(st.integers(0, room.blocks))
-        before = self.rig.blocks_of(room.key)
-        done = room.commit(blocks, onward=False)
+        reservation = self.reservations.pop(data.draw(st.integers(0, len(self.reservations) - 1)))
+        blocks = data.draw(st.integers(0, reservation.blocks))
+        before = self.rig.blocks_of(reservation.key)
+        done = reservation.commit(blocks, onward=False)
         assert (done is None) is (blocks == 0)
         if done is not None:
             assert done.fresh + done.held == blocks
-            assert self.rig.blocks_of(room.key) == max(before, room.start + blocks)
+            assert self.rig.blocks_of(reservation.key) == max(before, reservation.start + blocks)
 
-    @precondition(lambda self: self.rooms)
+    @precondition(lambda self: self.reservations)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        self.rooms.pop(data.draw(st.integers(0, len(self.rooms) - 1))).abort()
+        self.reservations.pop(data.draw(st.integers(0, len(self.reservations) - 1))).abort()
 
     @rule(blocks=st.integers(1, CAPACITY))
     def take(self, blocks: int) -> None:
@@ -288,7 +288,7 @@ class StoreModel(RuleBasedStateMachine):
     @invariant()
     def all_is_where_it_was_written(self) -> None:
         self.rig.check()
-        held = [self._places(room.places) for room in self.rooms] + [
+        held = [self._places(reservation.places) for reservation in self.reservations] + [
             self._places(each) for each in self.taken
         ]
         beginnings: dict[Node, bytes] = {}
@@ -305,8 +305,8 @@ class StoreModel(RuleBasedStateMachine):
         assert len(every) == self.rig.tier.n_blocks - self.rig.tier.free_blocks
 
     def teardown(self) -> None:
-        for room in self.rooms:
-            room.abort()
+        for reservation in self.reservations:
+            reservation.abort()
         for taken in self.taken:
             self.rig.store.free_mem(self.rig.level, taken, Use.OWNER)
         self.rig.close()

@@ -118,8 +118,8 @@ class MemoryTier(BlockTier):
             return Outcome.CLOSED
         new = [i for i, key in enumerate(put.wanted) if (put.namespace, key) not in self._blocks]
         self._evict(len(self._blocks) + len(new) - self.capacity, {(put.namespace, key) for key in put.keys})
-        room = self.capacity - len(self._blocks)
-        if len(new) > room:
+        left = self.capacity - len(self._blocks)
+        if len(new) > left:
             self._put[Outcome.FULL] += len(put.missing)
             return Outcome.FULL
         for i in new:

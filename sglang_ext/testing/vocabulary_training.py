@@ -93,7 +93,7 @@ def train() -> list[str]:
     counts = Counter(word for text in corpus for word in _WORD_IN_PROSE.findall(text))
     ranked = sorted(counts, key=lambda word: (-counts[word], word))
     words = ["Ġ" + word for word in ranked if "Ġ" + word not in taken]
-    room = VOCAB_SIZE - len(SPECIAL_TOKENS) - 256 - len(taken)
-    if len(words) < room:
-        raise ValueError(f"the corpus has {len(words)} further words, {room} are needed")
-    return merges + words[:room]
+    left = VOCAB_SIZE - len(SPECIAL_TOKENS) - 256 - len(taken)
+    if len(words) < left:
+        raise ValueError(f"the corpus has {len(words)} further words, {left} are needed")
+    return merges + words[:left]

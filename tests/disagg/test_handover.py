@@ -11,18 +11,18 @@ from sglang_ext.disagg.handover import (
     TABLE,
     VERDICT_SECONDS,
     Event,
-    Giving,
     HandoverError,
+    ReceiverState,
+    SenderState,
     State,
-    Taking,
     after,
     ended,
     pins,
 )
 
-STATES: list[State] = [*Giving, *Taking]
+STATES: list[State] = [*SenderState, *ReceiverState]
 OVER = (Event.FAULT, Event.ABORT, Event.PEER_ABORT, Event.PEER_DEAD)
-START: dict[type, State] = {Giving: Giving.COMPUTING, Taking: Taking.JOINING}
+START: dict[type, State] = {SenderState: SenderState.COMPUTING, ReceiverState: ReceiverState.JOINING}
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(STATES, Event)), ids=str)
@@ -34,7 +34,7 @@ def test_every_pair_stays_on_its_side_or_is_refused(state: State, event: Event) 
         return
     assert type(found) is type(state)
     if ended(state):
-        assert found is state, "nothing moves a room that is over"
+        assert found is state, "nothing moves a hand-over that is over"
 
 
 @pytest.mark.parametrize("state", STATES, ids=str)
@@ -42,12 +42,12 @@ def test_every_pair_stays_on_its_side_or_is_refused(state: State, event: Event) 
 def test_an_end_can_come_in_every_state(state: State, event: Event) -> None:
     found = after(state, event)
     if not ended(state):
-        assert found in (Giving.LOST, Taking.FAILED, Taking.STOPPING)
+        assert found in (SenderState.LOST, ReceiverState.FAILED, ReceiverState.STOPPING)
 
 
 @pytest.mark.parametrize("event", OVER, ids=str)
 def test_slots_that_a_transport_uses_are_not_free_before_it_stopped(event: Event) -> None:
-    for state in (Taking.READING, Taking.GRANTED):
+    for state in (ReceiverState.READING, ReceiverState.GRANTED):
         stopping = after(state, event)
         assert pins(stopping)
         assert not ended(stopping)
@@ -55,27 +55,27 @@ def test_slots_that_a_transport_uses_are_not_free_before_it_stopped(event: Event
 
 
 def test_pull_holds_nothing_on_decode_before_prefill_is_done() -> None:
-    state: State = Taking.JOINING
+    state: State = ReceiverState.JOINING
     for event in (Event.JOINED, Event.OFFER):
         assert not pins(state)
         state = after(state, event)
-    assert state is Taking.READY
+    assert state is ReceiverState.READY
     assert not pins(state)
-    assert after(after(state, Event.ALLOCATED), Event.ARRIVED) is Taking.HELD
+    assert after(after(state, Event.ALLOCATED), Event.ARRIVED) is ReceiverState.HELD
 
 
 @pytest.mark.parametrize(
     "order", [(Event.JOINED, Event.COMPUTED, Event.JOINED), (Event.COMPUTED, Event.JOINED)], ids=str
 )
 def test_it_does_not_matter_which_side_is_first(order: tuple[Event, ...]) -> None:
-    state: State = Giving.COMPUTING
+    state: State = SenderState.COMPUTING
     for event in order:
         state = after(state, event)
-    assert state is Giving.OFFERED
-    assert after(state, Event.RELEASE) is Giving.RELEASED
+    assert state is SenderState.OFFERED
+    assert after(state, Event.RELEASE) is SenderState.RELEASED
 
 
-@pytest.mark.parametrize("side", [Giving, Taking])
+@pytest.mark.parametrize("side", [SenderState, ReceiverState])
 def test_every_state_is_reached_and_can_end(side: type) -> None:
     reached = {START[side]}
     while True:
@@ -90,13 +90,13 @@ def test_every_state_is_reached_and_can_end(side: type) -> None:
 
 def test_facts_are_complete_and_nothing_that_is_lost_stays_pinned() -> None:
     assert set(FACTS) == set(STATES)
-    for state in (Giving.LOST, Giving.RELEASED, Taking.FAILED):
+    for state in (SenderState.LOST, SenderState.RELEASED, ReceiverState.FAILED):
         assert ended(state)
         assert not pins(state)
     # A death is noticed, and what it pinned is free, within five seconds; nothing else is waited for.
     assert VERDICT_SECONDS < 5
 
 
-def test_a_late_message_to_a_live_room_is_a_bug() -> None:
-    with pytest.raises(HandoverError, match="release cannot come to a room that is computing"):
-        after(Giving.COMPUTING, Event.RELEASE)
+def test_a_late_message_to_a_live_handover_is_a_bug() -> None:
+    with pytest.raises(HandoverError, match="release cannot come to a hand-over that is computing"):
+        after(SenderState.COMPUTING, Event.RELEASE)

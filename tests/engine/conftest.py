@@ -15,7 +15,7 @@ from sglang_ext.patches.cpu import allocator as paged_allocator
 from sglang_ext.patches.cpu import runtime
 
 HERE = Path(__file__).parent
-# Helpers in this folder, and what tests of a room take from each other, are imported by their own names.
+# Helpers in this folder, and what tests of a folder take from each other, are imported by their own names.
 sys.path[:0] = map(str, (HERE, *sorted(HERE.glob("[a-z]*/"))))
 
 runtime.prepare_process(os.environ)

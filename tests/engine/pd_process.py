@@ -1,6 +1,6 @@
 """One side of hand-overs in a process of its own, for tests that kill or stop it: `pd_process.py JSON`.
 
-Reads commands from stdin, a line each, and answers each with a line: what the room's state is then.
+Reads commands from stdin, a line each, and answers each with a line: what the hand-over's state is then.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ def main() -> None:
     bootstrap = options["address"] if prefills else ""
     transfers = transfer_thread(options["role"], [spec])
     agent = Agent(AgentConfig(local, "weights", bootstrap=bootstrap), transfers, Rows())
-    room = None
+    handover = None
     print("started", flush=True)
     for line in sys.stdin:
         match line.split():
             case ["open", number]:
                 if prefills:
-                    room = agent.giving.open(int(number))
+                    handover = agent.sender.open(int(number))
                 else:
-                    room = agent.taking.open(options["address"], int(number))
+                    handover = agent.receiver.open(options["address"], int(number))
             case ["complete"]:
-                agent.giving.complete(room, np.array([1, 2]), bytes(METADATA))
+                agent.sender.complete(handover, np.array([1, 2]), bytes(METADATA))
             case ["read"]:
-                agent.taking.read(room, Wanted(np.array([3, 4]), 0, 0))
-        print(room.state.value if room is not None else "none", flush=True)
+                agent.receiver.read(handover, Wanted(np.array([3, 4]), 0, 0))
+        print(handover.state.value if handover is not None else "none", flush=True)
 
 
 if __name__ == "__main__":

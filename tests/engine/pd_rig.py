@@ -134,7 +134,7 @@ class Rig:
     def check(self) -> None:
         for side in (*self.prefill, *self.decode):
             side.agent.endpoint.check()
-            side.agent.giving.check()
+            side.agent.sender.check()
             staging = side.agent.transfers.staging
             assert staging is None or staging.used == 0, "staging that nobody gave back"
 
@@ -165,17 +165,17 @@ def rig(
             config = AgentConfig(
                 Local(rank, ranks, page, METADATA, mode, layout), "weights", bootstrap=address
             )
-            room: Staging | None = None
+            handover: Staging | None = None
             if staging is not None:
                 blocks = staging[0 if name == "prefill" else 1]
-                room = Staging(geometry, blocks * geometry.layout.block_bytes)
+                handover = Staging(geometry, blocks * geometry.layout.block_bytes)
             transfers = transfer_thread(
                 name,
                 [spec],
                 rank=rank,
                 keys=keys if name == "prefill" else decode_keys or keys,
                 transports=transports,
-                staging=room,
+                staging=handover,
                 coalescing=coalescing,
             )
             stack.callback(transfers.close)

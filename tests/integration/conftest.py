@@ -17,7 +17,7 @@ from sglang_ext.testing.servers import preloaded
 from sglang_ext.testing.servers.server import ServerPool, ServerProcess, ServerSpec
 
 HERE = Path(__file__).parent
-# Helpers in this folder, and what tests of a room take from each other, are imported by their own names.
+# Helpers in this folder, and what tests of a folder take from each other, are imported by their own names.
 sys.path[:0] = map(str, (HERE, *sorted(HERE.glob("[a-z]*/"))))
 sys.path.append(str(Path(__file__).parents[1] / "router"))  # for api_fuzz.py
 sys.path.append(str(Path(__file__).parents[1] / "fuzz"))  # for http_bodies.py

@@ -22,7 +22,7 @@ STEPS = ("joining", "waiting", "ready", "reading", "held", "granted", "layers", 
 def make_faulty(folder: Path) -> None:
     """Disturb the hand-overs of this process."""
     from sglang_ext.disagg.transfer.instance import Instance
-    from sglang_ext.engine.pd.decode_receiver import TakingRooms
+    from sglang_ext.engine.pd.decode_receiver import DecodeReceiver
     from sglang_ext.engine.pd.peers import PrefillPeer, PrefillPeers
     from sglang_ext.engine.pd.pushing import LayerFeed, Writing
     from sglang_ext.patches.adapter.kv_manager import GlobalKVReceiver, GlobalKVSender
@@ -78,19 +78,19 @@ def make_faulty(folder: Path) -> None:
     GlobalKVSender.poll = sender_poll  # type: ignore[method-assign]
     GlobalKVReceiver.poll = receiver_poll  # type: ignore[method-assign]
 
-    read, let_write = TakingRooms._read, TakingRooms._let_write
+    read, let_write = DecodeReceiver._read, DecodeReceiver._let_write
 
-    async def read_and_damage(self: TakingRooms, room: Any, *args: Any) -> None:
-        await read(self, room, *args)
-        damage(room)
+    async def read_and_damage(self: DecodeReceiver, handover: Any, *args: Any) -> None:
+        await read(self, handover, *args)
+        damage(handover)
 
-    async def let_write_and_damage(self: TakingRooms, room: Any, *args: Any) -> None:
-        await let_write(self, room, *args)
-        damage(room)
+    async def let_write_and_damage(self: DecodeReceiver, handover: Any, *args: Any) -> None:
+        await let_write(self, handover, *args)
+        damage(handover)
 
-    def damage(room: Any) -> None:
-        if (folder / "damage").exists() and room.wanted.pages.size:
-            flip(int(room.wanted.pages[-1]))
+    def damage(handover: Any) -> None:
+        if (folder / "damage").exists() and handover.wanted.pages.size:
+            flip(int(handover.wanted.pages[-1]))
 
     def flip(page: int) -> None:
         from sglang_ext.patches.process import PROCESS
@@ -102,8 +102,8 @@ def make_faulty(folder: Path) -> None:
         first = values[page * allocator.page_size].view(-1)[:1].numpy().view("uint32")
         first ^= 1 << 30
 
-    TakingRooms._read = read_and_damage  # type: ignore[assignment,method-assign]
-    TakingRooms._let_write = let_write_and_damage  # type: ignore[assignment,method-assign]
+    DecodeReceiver._read = read_and_damage  # type: ignore[assignment,method-assign]
+    DecodeReceiver._let_write = let_write_and_damage  # type: ignore[assignment,method-assign]
 
 
 if __name__ == "__main__":

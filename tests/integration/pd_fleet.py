@@ -204,9 +204,10 @@ def assert_failed(answer: Future[Answer], *because: str, seconds: float = 30) ->
 
 
 def nothing_is_left(servers: Sequence[ServerProcess], seconds: float = 5) -> bool:
-    """Whether no room, lease, metadata row or place of a hand-over is left; metrics are a moment old."""
+    """Whether no hand-over, lease, metadata row or place of a hand-over is left; metrics are a moment old."""
     names = tuple(
-        f"sglang_ext_pd_{name}" for name in ("rooms", "leased_pages", "metadata_rows", "set_aside_tokens")
+        f"sglang_ext_pd_{name}"
+        for name in ("live_handovers", "leased_pages", "metadata_rows", "set_aside_tokens")
     )
 
     def held() -> float:

@@ -17,7 +17,7 @@ from sglang_ext.router import Router, RouterConfig
 from sglang_ext.testing.servers.workers import StandInWorker, running_worker
 
 HERE = Path(__file__).parent
-# Helpers in this folder, and what tests of a room take from each other, are imported by their own names.
+# Helpers in this folder, and what tests of a folder take from each other, are imported by their own names.
 sys.path[:0] = map(str, (HERE, *sorted(HERE.glob("[a-z]*/"))))
 
 StartWorker = Callable[..., Awaitable[StandInWorker]]

@@ -1,7 +1,7 @@
-"""One rank's part in prefill-decode disaggregation: its rooms, and what others ask about them.
+"""One rank's part in prefill-decode disaggregation: its hand-overs, and what others ask about them.
 
-Everything here runs on the rank's transfer thread; the scheduler only looks at the states of rooms.
-`wake_fd` becomes readable when a room has moved, so that an idle scheduler need not spin.
+Everything here runs on the rank's transfer thread; the scheduler only looks at the states of hand-overs.
+`wake_fd` becomes readable when a hand-over has moved, so that an idle scheduler need not spin.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.disagg.errors import PeerProtocolError, TransferError
 from sglang_ext.disagg.transfer.staging import STAGING, Staging
 from sglang_ext.engine.pd.bootstrap import REGISTER_SECONDS, Registry
-from sglang_ext.engine.pd.decode_receiver import Claims, MetadataRows, TakingRooms
+from sglang_ext.engine.pd.decode_receiver import Claims, DecodeReceiver, MetadataRows
 from sglang_ext.engine.pd.joins import PrefillJoins
-from sglang_ext.engine.pd.kv_writeback import ReturnGiver, ReturnTaker, refused
+from sglang_ext.engine.pd.kv_writeback import ReturnReceiver, ReturnSender, refused
 from sglang_ext.engine.pd.leases import POOL, LeaseBook
 from sglang_ext.engine.pd.messages import (
     Abort,
@@ -39,7 +39,7 @@ from sglang_ext.engine.pd.messages import (
 )
 from sglang_ext.engine.pd.metrics import AgentMetrics, AgentState
 from sglang_ext.engine.pd.peers import Local, PrefillPeer, PrefillPeers
-from sglang_ext.engine.pd.prefill_sender import GivingRooms
+from sglang_ext.engine.pd.prefill_sender import PrefillSender
 from sglang_ext.engine.pd.pushing import LayerFeed, Writing
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.protocol.agent import PrefillServers
@@ -63,10 +63,10 @@ class AgentConfig:
 
 
 class Agent:
-    """Hand-overs and returns of one rank. `giving` on prefill, `taking` on decode."""
+    """Hand-overs and returns of one rank. `sender` on prefill, `receiver` on decode."""
 
-    giving: GivingRooms
-    taking: TakingRooms
+    sender: PrefillSender
+    receiver: DecodeReceiver
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class Agent:
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._tasks: list[asyncio.Task[None]] = []
         self._started: set[asyncio.Future[Any]] = set()
-        self.returns: ReturnTaker | None = None
-        self.giver: ReturnGiver | None = None
+        self.returns: ReturnReceiver | None = None
+        self.return_sender: ReturnSender | None = None
         self.weights: Weights = ""
         """With which this rank computes."""
         self._metadata_rows = metadata_rows
@@ -100,38 +100,40 @@ class Agent:
             raise
         self.weights_changed(config.weights)
 
-    def take_returns(self, taker: ReturnTaker) -> None:
+    def receive_returns(self, return_receiver: ReturnReceiver) -> None:
         """Prefill takes KV back from now on."""
-        self.returns = taker
+        self.returns = return_receiver
 
-    def give_returns(self, giver: ReturnGiver) -> None:
+    def send_returns(self, return_sender: ReturnSender) -> None:
         """Decode gives KV back from now on."""
-        self.giver = giver
+        self.return_sender = return_sender
 
     def weights_changed(self, weights: Weights) -> None:
         """From now on this rank computes with these; what is on its way of others is given up. In the
         scheduler's thread, on all ranks alike."""
         self.weights = weights
-        self.giving.weights_changed(weights)
-        self.taking.weights_changed(weights)
+        self.sender.weights_changed(weights)
+        self.receiver.weights_changed(weights)
 
     def __repr__(self) -> str:
-        return f"<Agent {self.giving!r} {self.taking!r} {self.endpoint!r}>"
+        return f"<Agent {self.sender!r} {self.receiver!r} {self.endpoint!r}>"
 
     def state(self) -> AgentState:
         """What is going on, counted."""
         moved = self.endpoint.totals()
         return AgentState(
-            rooms={"prefill": self.giving.live, "decode": self.taking.live},
-            ends={"prefill": dict(self.giving.ends), "decode": dict(self.taking.ends)},
+            live={"prefill": self.sender.live, "decode": self.receiver.live},
+            ends={"prefill": dict(self.sender.ends), "decode": dict(self.receiver.ends)},
             leased_pages=sum(book.pool.pinned for book in self._books.values()),
             unfenced_pages=self.endpoint.owner.set_aside,
             returns={
                 side: dict(part.outcomes)
-                for side, part in (("prefill", self.returns), ("decode", self.giver))
+                for side, part in (("prefill", self.returns), ("decode", self.return_sender))
                 if part is not None
             },
-            returned_tokens=sum(part.tokens for part in (self.returns, self.giver) if part is not None),
+            returned_tokens=sum(
+                part.tokens for part in (self.returns, self.return_sender) if part is not None
+            ),
             metadata_rows=self._metadata_rows(),
             set_aside=self.returns.set_aside if self.returns is not None else {},
             prefill_servers={
@@ -197,8 +199,8 @@ class Agent:
         return task
 
     def close(self) -> None:
-        """Leave: end rooms, leases and connections. The transfer thread goes on, and others may take part by
-        it. Safe to call again."""
+        """Leave: end hand-overs, leases and connections. The transfer thread goes on, and others may take
+        part by it. Safe to call again."""
         if self.wake_fd < 0:
             return
         self.transfers.run(self._stop())
@@ -219,12 +221,12 @@ class Agent:
             staged = staging, self._books[STAGING]
         for name, book in self._books.items():
             self.transfers.watch_leases(name, book.ended)
-        self.giving = GivingRooms(
+        self.sender = PrefillSender(
             self.book, self._clock, loop, self.wake, self._claim, pushes, staged, pool.block_bytes
         )
         self._peers = PrefillPeers(self.endpoint, config.local)
         self.joins = PrefillJoins(self._peers, self._clock)
-        self.taking = TakingRooms(
+        self.receiver = DecodeReceiver(
             self._peers,
             self.endpoint.epoch,
             self._rows,
@@ -250,7 +252,7 @@ class Agent:
         for started in list(self._started):
             started.cancel()
         await asyncio.gather(*self._started, return_exceptions=True)
-        await self.taking.close()
+        await self.receiver.close()
         await self.joins.close()
         await self._peers.close()
         await self.endpoint.leave()
@@ -258,14 +260,14 @@ class Agent:
         for name in self._books:
             self.transfers.watch_leases(name, None)
 
-    async def _claim(self, room: int, target: Push) -> Writing | None:
+    async def _claim(self, handover: int, target: Push) -> Writing | None:
         """Make a decode rank's pages ours to write."""
         wanted = unpack_ids(target.pages)
         if not wanted.size:
             return None
         instance = await self.endpoint.reach(target.control)
         staging = self.transfers.staging
-        return await Writing.begin(self.endpoint, instance, f"{room:x}", wanted, target.pool, staging)
+        return await Writing.begin(self.endpoint, instance, f"{handover:x}", wanted, target.pool, staging)
 
     async def _answered(self, identity: bytes, message: Ask) -> Any:
         """As `_answer`, for as long as this rank takes part."""
@@ -279,17 +281,17 @@ class Agent:
             case Lookup():
                 return Topology(self.registry.topology())
             case Join():
-                return await self.giving.join(message)
+                return await self.sender.join(message)
             case Meet():
-                await self.giving.meet(message)
+                await self.sender.meet(message)
                 return Ok()
             case Push():
-                return await self.giving.push(message)
+                return await self.sender.push(message)
             case Done():
-                self.giving.done(message.room, message.reader)
+                self.sender.done(message.handover, message.reader)
                 return Ok()
             case Abort():
-                self.giving.peer_aborts(message.room, message.reader, message.reason)
+                self.sender.peer_aborts(message.handover, message.reader, message.reason)
                 return Ok()
             case Return():
                 if self.returns is None:
@@ -302,12 +304,12 @@ class Agent:
         while True:
             try:
                 self.joins.tick()
-                self.giving.tick([session.number for session in self.endpoint.owner.sessions])
+                self.sender.tick([session.number for session in self.endpoint.owner.sessions])
                 if metrics is not None:
                     metrics.update(self.state())
             except Exception:
-                # Rooms must go on ending whatever one of them does.
-                log.exception("a room could not be ended")
+                # Hand-overs must go on ending whatever one of them does.
+                log.exception("a hand-over could not be ended")
             await self._clock.sleep(TICK_SECONDS)
 
     async def _registering(self, bootstrap: str) -> None:

@@ -1,8 +1,8 @@
-"""Decode's side of hand-overs: rooms of one rank. `disagg.handover` is the table; this applies it.
+"""Decode's side of a rank's hand-overs. `disagg.handover` is the table; this applies it.
 
-The scheduler's thread calls `open`, `read`, `abort` and `settle`, and looks at `TakingRoom.state`; the rest
-is one task per room on the transfer thread's event loop. Slots and metadata row that `read` names are used
-until the room has ended.
+The scheduler's thread calls `open`, `read`, `abort` and `settle`, and looks at `ReceivingHandover.state`; the
+rest is one task per hand-over on the transfer thread's event loop. Slots and metadata row that `read` names
+are used until the hand-over has ended.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sglang_ext.disagg.handover import (
     READ_SECONDS,
     RENEW_SECONDS,
     Event,
-    Taking,
+    ReceiverState,
     after,
     moving_seconds,
 )
@@ -69,7 +69,7 @@ class Wanted:
 
 
 @dataclass(slots=True, eq=False)
-class TakingRoom:
+class ReceivingHandover:
     """One request. read: whether its KV is read, or written by the other side. `stopped` is set when nothing
     uses its slots any more, and will not.
     """
@@ -77,7 +77,7 @@ class TakingRoom:
     address: str
     number: int
     read: bool = True
-    state: Taking = Taking.JOINING
+    state: ReceiverState = ReceiverState.JOINING
     reason: str = ""
     wanted: Wanted | None = None
     asked: asyncio.Event | None = None
@@ -98,7 +98,7 @@ class Claims:
     """Pages that prefill ranks may write (push): an `owner.Receiver` for pages that were named beforehand."""
 
     def __init__(self) -> None:
-        self._rooms: dict[str, tuple[TakingRoom, str, Ids]] = {}
+        self._handovers: dict[str, tuple[ReceivingHandover, str, Ids]] = {}
         self._over: set[str] = set()
         self._revoke: Callable[[str], Awaitable[None]] | None = None
 
@@ -106,31 +106,31 @@ class Claims:
         """The endpoint is there, which grants claims: how it ends the grants of one (`Owner.revoke`)."""
         self._revoke = revoke
 
-    def add(self, name: str, room: TakingRoom, pool: str, blocks: Ids) -> None:
-        """From now on a prefill rank may claim these blocks for a room, under this name."""
-        room.unclaimed = asyncio.Event()
-        self._rooms[name] = room, pool, blocks
+    def add(self, name: str, handover: ReceivingHandover, pool: str, blocks: Ids) -> None:
+        """From now on a prefill rank may claim these blocks for a hand-over, under this name."""
+        handover.unclaimed = asyncio.Event()
+        self._handovers[name] = handover, pool, blocks
 
     async def remove(self, name: str) -> None:
         """Nobody may claim them any more; returns when who has claimed them writes no more."""
-        room, _, _ = self._rooms[name]
+        handover, _, _ = self._handovers[name]
         self._over.add(name)
         try:
-            if room.claimed and self._revoke is not None:
+            if handover.claimed and self._revoke is not None:
                 await self._revoke(name)
-            while room.claimed:
-                assert room.unclaimed is not None
-                await room.unclaimed.wait()
+            while handover.claimed:
+                assert handover.unclaimed is not None
+                await handover.unclaimed.wait()
         finally:
             self._over.discard(name)
-            del self._rooms[name]
+            del self._handovers[name]
 
     async def allocate(self, pool: str, count: int, request: str, private: bytes) -> Ids:
         raise RefusedError("blocks", "name the pages: SGLang allocates them here")
 
     async def claim(self, pool: str, blocks: Ids, request: str, private: bytes) -> float:
-        """Until the room ends: prefill may compute for longer than any fixed time."""
-        known = self._rooms.get(request) if request not in self._over else None
+        """Until the hand-over ends: prefill may compute for longer than any fixed time."""
+        known = self._handovers.get(request) if request not in self._over else None
         if known is None or known[1] != pool or not np.array_equal(known[2], blocks):
             raise RefusedError("blocks", f"no such pages were set aside for {request!r}")
         known[0].claimed = True
@@ -146,14 +146,14 @@ class Claims:
         self._unclaim(request)
 
     def _unclaim(self, name: str) -> None:
-        known = self._rooms.get(name)
+        known = self._handovers.get(name)
         if known is not None and known[0].unclaimed is not None:
             known[0].claimed = False
             known[0].unclaimed.set()
 
 
-class TakingRooms:
-    """All rooms of one decode rank."""
+class DecodeReceiver:
+    """All hand-overs of one decode rank."""
 
     def __init__(
         self,
@@ -182,150 +182,154 @@ class TakingRooms:
         self._loop = loop
         self._wake = wake
         self._lock = threading.Lock()
-        self._live: set[TakingRoom] = set()
+        self._live: set[ReceivingHandover] = set()
         self.ends: Counter[str] = Counter()
-        """Rooms that have ended, by how: `held`, or the event by which they failed."""
+        """Hand-overs that have ended, by how: `held`, or the event by which they failed."""
 
     def __repr__(self) -> str:
-        return f"<TakingRooms live={len(self._live)}>"
+        return f"<DecodeReceiver live={len(self._live)}>"
 
     @property
     def live(self) -> int:
-        """Rooms that have a task."""
+        """Hand-overs that have a task."""
         return len(self._live)
 
     # -- the scheduler's thread -----------------------------------------------------------------
 
-    def open(self, address: str, number: int, *, read: bool = False) -> TakingRoom:
+    def open(self, address: str, number: int, *, read: bool = False) -> ReceivingHandover:
         """A request has come, whose prefill server is found at a bootstrap address.
 
         Args:
             read: its KV is read also where servers push: it comes from another decode server.
         """
-        room = TakingRoom(address, number, read or self._pushed is None)
-        self._loop.call_soon_threadsafe(self._start, room)
-        return room
+        handover = ReceivingHandover(address, number, read or self._pushed is None)
+        self._loop.call_soon_threadsafe(self._start, handover)
+        return handover
 
-    def read(self, room: TakingRoom, wanted: Wanted) -> None:
-        """Slots and row are set aside: have them filled. The room is `Taking.READY`, or `WAITING` where the
-        other side writes.
+    def read(self, handover: ReceivingHandover, wanted: Wanted) -> None:
+        """Slots and row are set aside: have them filled. The hand-over is `ReceiverState.READY`, or `WAITING`
+        where the other side writes.
         """
         with self._lock:
-            if room.state is not (Taking.READY if room.read else Taking.WAITING):
+            if handover.state is not (ReceiverState.READY if handover.read else ReceiverState.WAITING):
                 return
-            room.wanted = wanted
-            self._move(room, Event.ALLOCATED)
-            asked = room.asked
+            handover.wanted = wanted
+            self._move(handover, Event.ALLOCATED)
+            asked = handover.asked
         assert asked is not None
         self._loop.call_soon_threadsafe(asked.set)
 
-    def abort(self, room: TakingRoom, reason: str) -> None:
+    def abort(self, handover: ReceivingHandover, reason: str) -> None:
         """The engine gives the request up; its slots are free once the state says so."""
         with self._lock:
-            if FACTS[room.state].end:
+            if FACTS[handover.state].end:
                 return
-            room.reason = room.reason or reason
-            self._move(room, Event.ABORT)
-        self._loop.call_soon_threadsafe(self._cancel, room)
+            handover.reason = handover.reason or reason
+            self._move(handover, Event.ABORT)
+        self._loop.call_soon_threadsafe(self._cancel, handover)
 
     def weights_changed(self, weights: Weights) -> None:
         """From now on requests go on with these: what is on its way is KV of others."""
         self.weights = weights
-        for room in list(self._live):
-            self.abort(room, "the weights of the decode server were changed during the hand-over")
+        for handover in list(self._live):
+            self.abort(handover, "the weights of the decode server were changed during the hand-over")
 
-    def settle(self, room: TakingRoom) -> None:
-        """Return when nothing of ours uses the room's slots any more; give it up if it has not ended."""
+    def settle(self, handover: ReceivingHandover) -> None:
+        """Return when nothing of ours uses the hand-over's slots any more; give it up if it has not ended."""
         with self._lock:
-            busy = FACTS[room.state].pins and not FACTS[room.state].end
-        self.abort(room, "another rank has lost the request")
-        if busy and not room.stopped.wait(SETTLE_SECONDS):
-            raise RuntimeError(f"room {room.number}: a read did not stop within {SETTLE_SECONDS:.0f} s")
+            busy = FACTS[handover.state].pins and not FACTS[handover.state].end
+        self.abort(handover, "another rank has lost the request")
+        if busy and not handover.stopped.wait(SETTLE_SECONDS):
+            raise RuntimeError(
+                f"hand-over {handover.number}: a read did not stop within {SETTLE_SECONDS:.0f} s"
+            )
 
     # -- the event loop ---------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """End all rooms."""
-        tasks = [room.task for room in self._live if room.task is not None]
-        for room in list(self._live):
-            self.abort(room, "the server stops")
-            self._cancel(room)
+        """End all hand-overs."""
+        tasks = [handover.task for handover in self._live if handover.task is not None]
+        for handover in list(self._live):
+            self.abort(handover, "the server stops")
+            self._cancel(handover)
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _start(self, room: TakingRoom) -> None:
-        if FACTS[room.state].end:
-            room.stopped.set()
+    def _start(self, handover: ReceivingHandover) -> None:
+        if FACTS[handover.state].end:
+            handover.stopped.set()
             return
-        room.asked = asyncio.Event()
-        self._live.add(room)
-        room.task = asyncio.create_task(self._run(room))
+        handover.asked = asyncio.Event()
+        self._live.add(handover)
+        handover.task = asyncio.create_task(self._run(handover))
         # Also when it is cancelled before its first step.
-        room.task.add_done_callback(lambda _: self._leave(room))
+        handover.task.add_done_callback(lambda _: self._leave(handover))
 
-    def _leave(self, room: TakingRoom) -> None:
-        self._live.discard(room)
-        room.stopped.set()
+    def _leave(self, handover: ReceivingHandover) -> None:
+        self._live.discard(handover)
+        handover.stopped.set()
         self._wake()
 
-    def _cancel(self, room: TakingRoom) -> None:
-        if room.task is not None:
-            room.task.cancel()
+    def _cancel(self, handover: ReceivingHandover) -> None:
+        if handover.task is not None:
+            handover.task.cancel()
 
-    async def _run(self, room: TakingRoom) -> None:
+    async def _run(self, handover: ReceivingHandover) -> None:
         peer: PrefillPeer | None = None
         refused = False
         try:
-            peer = await self._peers.get(room.address)
-            if not room.read:
-                await peer.meet(room.number, self._epoch, self.weights)
-            self._moved(room, Event.JOINED)
-            if room.read:
-                ready = await peer.join(room.number, self._epoch, self.weights)
-                self._moved(room, Event.OFFER)
+            peer = await self._peers.get(handover.address)
+            if not handover.read:
+                await peer.meet(handover.number, self._epoch, self.weights)
+            self._moved(handover, Event.JOINED)
+            if handover.read:
+                ready = await peer.join(handover.number, self._epoch, self.weights)
+                self._moved(handover, Event.OFFER)
                 offered = self._clock.monotonic()
-                await self._asked(room, peer, ready)
+                await self._asked(handover, peer, ready)
                 started = self._clock.monotonic()
-                room.stages, room.waited = ready[0].stages, started - offered
-                await self._read(room, peer, ready)
-                room.seconds = self._clock.monotonic() - started
+                handover.stages, handover.waited = ready[0].stages, started - offered
+                await self._read(handover, peer, ready)
+                handover.seconds = self._clock.monotonic() - started
             else:
                 assert self._pushed is not None
-                await self._let_write(room, peer, *self._pushed)
-            self._moved(room, Event.ARRIVED)
+                await self._let_write(handover, peer, *self._pushed)
+            self._moved(handover, Event.ARRIVED)
             self.ends["held"] += 1
         except asyncio.CancelledError:
-            self._ends(room, Event.ABORT, "aborted")
+            self._ends(handover, Event.ABORT, "aborted")
         except PeerGoneError as error:
-            self._ends(room, Event.PEER_DEAD, str(error))
+            self._ends(handover, Event.PEER_DEAD, str(error))
         except SglangExtError as error:
             refused = isinstance(error, RefusedError)
-            self._ends(room, Event.FAULT, str(error))
-        except Exception as error:  # noqa: BLE001 - a room that ends silently would keep its slots
-            self._ends(room, Event.FAULT, f"{type(error).__name__}: {error}")
+            self._ends(handover, Event.FAULT, str(error))
+        except Exception as error:  # noqa: BLE001 - a hand-over that ends silently would keep its slots
+            self._ends(handover, Event.FAULT, f"{type(error).__name__}: {error}")
         finally:
-            self._leave(room)
-        # A room that refused us may be another request's: leave it alone.
-        if room.state is Taking.FAILED and not refused and peer is not None and not peer.gone:
-            await peer.abort(room.number, self._epoch, room.reason)
+            self._leave(handover)
+        # A hand-over that refused us may be another request's: leave it alone.
+        if handover.state is ReceiverState.FAILED and not refused and peer is not None and not peer.gone:
+            await peer.abort(handover.number, self._epoch, handover.reason)
 
-    async def _let_write(self, room: TakingRoom, peer: PrefillPeer, claims: Claims, control: str) -> None:
+    async def _let_write(
+        self, handover: ReceivingHandover, peer: PrefillPeer, claims: Claims, control: str
+    ) -> None:
         """Push: wait for slots, name them to prefill, and return when they are filled."""
-        assert room.asked is not None
-        while not room.asked.is_set():
+        assert handover.asked is not None
+        while not handover.asked.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RENEW_SECONDS):
-                    await room.asked.wait()
+                    await handover.asked.wait()
             if peer.gone:
                 raise PeerGoneError("the prefill server is gone")
-        wanted = room.wanted
+        wanted = handover.wanted
         assert wanted is not None
         await until_passed(wanted.passed)
         with self._staged(wanted) as staged:
             into = (POOL, wanted.pages) if staged is None else (STAGING, staged)
-            ready = await self._claimed(room, peer, claims, control, *into)
+            ready = await self._claimed(handover, peer, claims, control, *into)
             if staged is not None and self._staging is not None:
                 await self._staging.unpack(staged, wanted.pages)
-        room.stages = ready.stages
+        handover.stages = ready.stages
         self._rows.write(wanted.row, ready.metadata)
 
     @contextlib.contextmanager
@@ -339,42 +343,50 @@ class TakingRooms:
                 self._staging.give(staged)
 
     async def _claimed(
-        self, room: TakingRoom, peer: PrefillPeer, claims: Claims, control: str, pool: str, blocks: Ids
+        self,
+        handover: ReceivingHandover,
+        peer: PrefillPeer,
+        claims: Claims,
+        control: str,
+        pool: str,
+        blocks: Ids,
     ) -> Ready:
         """Have blocks of ours filled by prefill; nothing writes to them when this returns or raises."""
-        wanted = room.wanted
+        wanted = handover.wanted
         assert wanted is not None
-        name = f"{room.number:x}"
-        claims.add(name, room, pool, blocks)
+        name = f"{handover.number:x}"
+        claims.add(name, handover, pool, blocks)
         try:
-            (ready,) = await peer.push(room.number, self._epoch, control, pack_ids(blocks), wanted.skip, pool)
+            (ready,) = await peer.push(
+                handover.number, self._epoch, control, pack_ids(blocks), wanted.skip, pool
+            )
         except BaseException as error:
             # It has failed, but its slots are in use until nobody writes there.
-            self._stops(room, error)
+            self._stops(handover, error)
             removing = asyncio.ensure_future(_at_last(claims.remove(name)))
             if not isinstance(error, RefusedError) and not peer.gone:
-                await peer.abort(room.number, self._epoch, "given up")
+                await peer.abort(handover.number, self._epoch, "given up")
             await _at_last(_wait_for(removing))
             raise
         await _at_last(claims.remove(name))
         return ready
 
-    async def _asked(self, room: TakingRoom, peer: PrefillPeer, ready: Sequence[Ready]) -> None:
+    async def _asked(self, handover: ReceivingHandover, peer: PrefillPeer, ready: Sequence[Ready]) -> None:
         """Wait until the engine has slots; meanwhile the KV stays leased."""
-        assert room.asked is not None
+        assert handover.asked is not None
         while True:
             try:
                 async with asyncio.timeout(RENEW_SECONDS):
-                    await room.asked.wait()
+                    await handover.asked.wait()
                     return
             except TimeoutError:
                 offers = [each.offer for each in ready if each.offer is not None]
                 await peer.instance.keep(offers, LEASE_SECONDS)
 
-    async def _read(self, room: TakingRoom, peer: PrefillPeer, ready: Sequence[Ready]) -> None:
-        wanted = room.wanted
+    async def _read(self, handover: ReceivingHandover, peer: PrefillPeer, ready: Sequence[Ready]) -> None:
+        wanted = handover.wanted
         assert wanted is not None
-        name = f"{room.number:x}"
+        name = f"{handover.number:x}"
         offers = [after_skip(each.offer, wanted) for each in ready if each.offer is not None]
         reading: list[int] = []
         await until_passed(wanted.passed)
@@ -395,35 +407,35 @@ class TakingRooms:
         self._rows.write(wanted.row, ready[0].metadata)
         rest = [at for at in range(len(ready)) if at not in reading]
         if rest:
-            await peer.done(room.number, self._epoch, rest)
+            await peer.done(handover.number, self._epoch, rest)
 
-    def _moved(self, room: TakingRoom, event: Event) -> None:
-        """Move on; a room that was given up meanwhile ends as a cancelled one."""
+    def _moved(self, handover: ReceivingHandover, event: Event) -> None:
+        """Move on; a hand-over that was given up meanwhile ends as a cancelled one."""
         with self._lock:
-            if FACTS[room.state].end or room.state is Taking.STOPPING:
+            if FACTS[handover.state].end or handover.state is ReceiverState.STOPPING:
                 raise asyncio.CancelledError
-            self._move(room, event)
+            self._move(handover, event)
         self._wake()
 
-    def _stops(self, room: TakingRoom, error: BaseException) -> None:
+    def _stops(self, handover: ReceivingHandover, error: BaseException) -> None:
         with self._lock:
-            if not FACTS[room.state].end:
-                room.reason = room.reason or str(error)
-                self._move(room, Event.PEER_DEAD if isinstance(error, PeerGoneError) else Event.FAULT)
+            if not FACTS[handover.state].end:
+                handover.reason = handover.reason or str(error)
+                self._move(handover, Event.PEER_DEAD if isinstance(error, PeerGoneError) else Event.FAULT)
 
-    def _ends(self, room: TakingRoom, event: Event, reason: str) -> None:
+    def _ends(self, handover: ReceivingHandover, event: Event, reason: str) -> None:
         with self._lock:
             self.ends[event.value] += 1
-            room.reason = room.reason or reason
-            self._move(room, event)
-            if room.state is Taking.STOPPING:
-                self._move(room, Event.STOPPED)
+            handover.reason = handover.reason or reason
+            self._move(handover, event)
+            if handover.state is ReceiverState.STOPPING:
+                self._move(handover, Event.STOPPED)
 
     @staticmethod
-    def _move(room: TakingRoom, event: Event) -> None:
-        state = after(room.state, event)
-        assert isinstance(state, Taking)
-        room.state = state
+    def _move(handover: ReceivingHandover, event: Event) -> None:
+        state = after(handover.state, event)
+        assert isinstance(state, ReceiverState)
+        handover.state = state
 
 
 async def _wait_for(task: asyncio.Future[None]) -> None:

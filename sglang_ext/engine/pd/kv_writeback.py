@@ -81,7 +81,7 @@ class _Going:
     over: bool = False
 
 
-class ReturnGiver:
+class ReturnSender:
     """Decode's side of one rank."""
 
     def __init__(self, blocks: Blocks, agent: Agent) -> None:
@@ -209,7 +209,7 @@ class _Coming:
     parts: tuple[Return, ...]
     gathering: _Gathering | None = None
     """At the first rank."""
-    room: Reservation | None = None
+    reservation: Reservation | None = None
     reading: asyncio.Task[None] | None = None
     stopped: threading.Event = field(default_factory=threading.Event)
     """Nothing writes to its place any more."""
@@ -218,7 +218,7 @@ class _Coming:
     good: bool = False
 
 
-class ReturnTaker:
+class ReturnReceiver:
     """Prefill's side of one rank.
 
     Args:
@@ -334,21 +334,21 @@ class ReturnTaker:
             self.outcomes[why] += 1
             self._answer(coming, Returned(0, why))
             return
-        coming.room = found
+        coming.reservation = found
         self._placed.append(coming)
         self._agent.start(self._read(coming, found, self._fence()))
 
     def _finish(self, coming: _Coming, *, good: bool) -> None:
-        room = coming.room
-        assert room is not None
+        reservation = coming.reservation
+        assert reservation is not None
         if good:
-            done = room.commit()
+            done = reservation.commit()
             fresh = 0 if done is None else done.fresh * self._places.blocks.step
             self.tokens += fresh
-            self.outcomes["returned" if room.tier is Tier.HBM else "dram"] += 1
+            self.outcomes["returned" if reservation.tier is Tier.HBM else "dram"] += 1
             self._answer(coming, Returned(fresh))
         else:
-            room.abort()
+            reservation.abort()
             self.outcomes["unread"] += 1
             self._answer(coming, Returned(0, "unread"))
 
@@ -359,11 +359,11 @@ class ReturnTaker:
 
     # -- reading, on the event loop -----------------------------------------------------------------
 
-    async def _read(self, coming: _Coming, room: Reservation, passed: Passed) -> None:
+    async def _read(self, coming: _Coming, reservation: Reservation, passed: Passed) -> None:
         """Fill a reservation. When this ends, however it does, nothing writes there."""
         try:
             if not coming.unwanted:
-                coming.reading = asyncio.ensure_future(self._fill(coming, room, passed))
+                coming.reading = asyncio.ensure_future(self._fill(coming, reservation, passed))
                 await asyncio.wait({coming.reading})
         finally:
             if coming.reading is not None and not coming.reading.done():
@@ -372,9 +372,9 @@ class ReturnTaker:
             coming.stopped.set()
             self._agent.wake()
 
-    async def _fill(self, coming: _Coming, room: Reservation, passed: Passed) -> None:
+    async def _fill(self, coming: _Coming, reservation: Reservation, passed: Passed) -> None:
         blocks, name = self._places.blocks, f"return {coming.parts[0].name}"
-        skip = room.start * blocks.step // blocks.page
+        skip = reservation.start * blocks.step // blocks.page
         lacking = np.empty(blocks.pages_of(coming.parts[0].tokens) - skip, np.int64)
         instance: Instance | None = None
         try:
@@ -382,7 +382,7 @@ class ReturnTaker:
             mine = (part.offers[self._agent.config.local.rank] for part in coming.parts)
             offers = [after_skip(offer, Wanted(lacking, skip, 0)) for offer in mine]
             await until_passed(passed)
-            instance.transfer(name, offers, *self._places.target(room))
+            instance.transfer(name, offers, *self._places.target(reservation))
             async with instance.keeping(offers, LEASE_SECONDS):
                 await instance.complete(name, moving_seconds(READ_SECONDS, self._nbytes(coming.parts[0])))
             coming.good = True

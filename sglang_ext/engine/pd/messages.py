@@ -20,11 +20,12 @@ from sglang_ext.disagg.transfer.control import Messages
 from sglang_ext.stages import NO_STAGES, StageTimes
 from sglang_ext.wire import Blob, Codec, Epoch, Message, Name
 
-PROTOCOL: Final = 7
+PROTOCOL: Final = 8
 
-MAX_ROOM: Final = (1 << 63) - 1
+MAX_NUMBER: Final = (1 << 63) - 1
 
-Room = Annotated[int, msgspec.Meta(ge=1, le=MAX_ROOM)]
+Number = Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER)]
+"""Of a hand-over: SGLang's bootstrap_room."""
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 Weights = Annotated[str, msgspec.Meta(max_length=128)]
@@ -64,14 +65,14 @@ class Topology(Message, frozen=True, tag="topology"):
 
 
 class Join(Message, frozen=True, tag="join"):
-    """A decode rank takes part in a room. Answered by Ready when prefill is done; that may take long.
+    """A decode rank takes part in a hand-over. Answered by Ready when prefill is done; that may take long.
 
     reader: epoch of its endpoint, which is connected already. session: of that connection; with it, its part
     is over. ranks: how many decode ranks take part. reads: whether it needs bytes of this prefill rank.
     weights: with which decode will go on.
     """
 
-    room: Room
+    handover: Number
     reader: Epoch
     session: Session
     rank: Rank
@@ -93,13 +94,13 @@ class Ready(Message, frozen=True, tag="ready"):
 
 
 class Meet(Message, frozen=True, tag="meet"):
-    """A decode rank takes part in a room, and will name pages to be filled (push). Answered by Ok.
+    """A decode rank takes part in a hand-over, and will name pages to be filled (push). Answered by Ok.
 
     So prefill knows whose death ends the request, however long decode has no room for it. reader, session: as
     in `Join`, as weights. readers: how many decode ranks this prefill rank fills.
     """
 
-    room: Room
+    handover: Number
     reader: Epoch
     session: Session
     readers: Ranks
@@ -113,7 +114,7 @@ class Push(Message, frozen=True, tag="push"):
     decode, in which they are.
     """
 
-    room: Room
+    handover: Number
     reader: Epoch
     control: Name
     pages: Blob
@@ -122,16 +123,16 @@ class Push(Message, frozen=True, tag="push"):
 
 
 class Done(Message, frozen=True, tag="done"):
-    """A decode rank needs nothing more of a room; its lease, if it has one, ends. Answered by Ok."""
+    """A decode rank needs nothing more of a hand-over; its lease, if it has one, ends. Answered by Ok."""
 
-    room: Room
+    handover: Number
     reader: Epoch
 
 
 class Abort(Message, frozen=True, tag="abort"):
     """The request is over on decode. Answered by Ok."""
 
-    room: Room
+    handover: Number
     reader: Epoch
     reason: Name
 

@@ -13,7 +13,7 @@ from sglang_ext.metrics import metric_name
 class AgentState:
     """What one rank's agent is doing, and what it has done since it was started.
 
-    rooms: by side, those that have not ended. ends: by side and by how. transport_bytes, transactions:
+    live: by side, hand-overs that have not ended. ends: by side and by how. transport_bytes, transactions:
     read from peers, and in how many ranges.
     returns: by side and outcome. returned_tokens: given (decode), got (prefill). metadata_rows: of SGLang's
     buffers, in use. set_aside: by tier, tokens of places that returns are to fill. unfenced_pages: of pushes
@@ -22,7 +22,7 @@ class AgentState:
     rail: the RDMA adapter in use.
     """
 
-    rooms: Mapping[str, int]
+    live: Mapping[str, int]
     ends: Mapping[str, Mapping[str, int]]
     leased_pages: int
     unfenced_pages: int = 0
@@ -51,14 +51,16 @@ class AgentMetrics:
             name = metric_name("pd", name)
             return Gauge(name, text, [*labels, "tp_rank"], registry=registry, multiprocess_mode="mostrecent")
 
-        self._rooms = gauge("rooms", "Requests whose hand-over has not ended.", "side")
+        self._live = gauge("live_handovers", "Requests whose hand-over has not ended.", "side")
         self._leased = gauge("leased_pages", "Pages that peers may be reading.")
         self._unfenced = gauge(
             "unfenced_pages",
             "Pages of pushes that are over, kept until their writer is known to have stopped.",
         )
         self._metadata = gauge("metadata_rows", "Rows of SGLang's metadata buffers that requests have.")
-        self._aside = gauge("set_aside_tokens", "Room that KV on its way back is to fill, in tokens.", "tier")
+        self._aside = gauge(
+            "set_aside_tokens", "Memory that KV on its way back is to fill, in tokens.", "tier"
+        )
         self._servers = gauge(
             "prefill_servers",
             "Prefill servers that this decode rank is connected to, and such that it tries to reach.",
@@ -107,8 +109,8 @@ class AgentMetrics:
 
     def update(self, state: AgentState) -> None:
         """Publish it."""
-        for side, rooms in state.rooms.items():
-            self._rooms.labels(side, self._rank).set(rooms)
+        for side, live in state.live.items():
+            self._live.labels(side, self._rank).set(live)
         self._leased.labels(self._rank).set(state.leased_pages)
         self._unfenced.labels(self._rank).set(state.unfenced_pages)
         self._metadata.labels(self._rank).set(state.metadata_rows)

@@ -66,15 +66,15 @@ class PrefillPeer:
         """Whether it has to be connected again."""
         return self.instance.gone
 
-    async def join(self, room: int, epoch: bytes, weights: Weights) -> list[Ready]:
-        """Take part in a room at every rank; returns when all have computed it, with our `weights`.
+    async def join(self, handover: int, epoch: bytes, weights: Weights) -> list[Ready]:
+        """Take part in a hand-over at every rank; returns when all have computed it, with our `weights`.
 
         Raises:
-            RefusedError: a rank knows no such room, or has lost it. PeerGoneError.
+            RefusedError: a rank knows no such hand-over, or has lost it. PeerGoneError.
         """
         local = self._local
         joins = [
-            Join(room, epoch, link.session, local.rank, local.ranks, at in self._needed, weights)
+            Join(handover, epoch, link.session, local.rank, local.ranks, at in self._needed, weights)
             for at, link in enumerate(self.instance.links)
         ]
         asks = [
@@ -92,8 +92,9 @@ class PrefillPeer:
             raise PeerProtocolError("a prefill rank answers a join with something else")
         return list(answers)
 
-    async def meet(self, room: int, epoch: bytes, weights: Weights) -> None:
-        """Take part in a room whose KV will be pushed, at the rank that fills our pages; `weights` are ours.
+    async def meet(self, handover: int, epoch: bytes, weights: Weights) -> None:
+        """Take part in a hand-over whose KV will be pushed, at the rank that fills our pages; `weights` are
+        ours.
 
         Raises:
             RefusedError: several prefill ranks would have to fill one of ours. As `join`.
@@ -101,18 +102,18 @@ class PrefillPeer:
         readers = max(1, self._local.ranks // len(self.ranks))
         at = self._filler()
         link = self.instance.links[at]
-        if not isinstance(await link.ask(Meet(room, epoch, link.session, readers, weights), None), Ok):
+        if not isinstance(await link.ask(Meet(handover, epoch, link.session, readers, weights), None), Ok):
             raise PeerProtocolError("a prefill rank answers a meeting with something else")
 
     async def push(
-        self, room: int, epoch: bytes, control: str, pages: bytes, skip: int, pool: str
+        self, handover: int, epoch: bytes, control: str, pages: bytes, skip: int, pool: str
     ) -> list[Ready]:
-        """Have pages of a pool of ours filled, in a room that was met; returns when they are.
+        """Have pages of a pool of ours filled, in a hand-over that was met; returns when they are.
 
         Raises:
             RefusedError, PeerGoneError: as `join`.
         """
-        push = Push(room, epoch, control, pages, skip, pool)
+        push = Push(handover, epoch, control, pages, skip, pool)
         answer = await self.instance.links[self._filler()].ask(push, None)
         if not isinstance(answer, Ready):
             raise PeerProtocolError("a prefill rank answers a push with something else")
@@ -125,11 +126,11 @@ class PrefillPeer:
         (at,) = self._needed
         return at
 
-    async def done(self, room: int, epoch: bytes, ranks: Sequence[int]) -> None:
-        """Say to some ranks that nothing more is needed of a room."""
+    async def done(self, handover: int, epoch: bytes, ranks: Sequence[int]) -> None:
+        """Say to some ranks that nothing more is needed of a hand-over."""
         for at in ranks:
             with contextlib.suppress(TransferError):
-                await self.instance.links[at].ask(Done(room, epoch), LOOKUP_SECONDS)
+                await self.instance.links[at].ask(Done(handover, epoch), LOOKUP_SECONDS)
 
     async def give_back(self, message: Return, seconds: float) -> Returned:
         """Offer this rank's part of a request's KV; returns when it has been read, or is not wanted.
@@ -142,11 +143,11 @@ class PrefillPeer:
             raise PeerProtocolError("a prefill rank answers a return with something else")
         return answer
 
-    async def abort(self, room: int, epoch: bytes, reason: str) -> None:
+    async def abort(self, handover: int, epoch: bytes, reason: str) -> None:
         """Say to every rank that the request is over here."""
         for link in self.instance.links:
             with contextlib.suppress(TransferError):
-                await link.ask(Abort(room, epoch, reason[:500]), LOOKUP_SECONDS)
+                await link.ask(Abort(handover, epoch, reason[:500]), LOOKUP_SECONDS)
 
     async def ended(self) -> None:
         """Return when it is gone, or disconnected."""

@@ -81,11 +81,11 @@ class Reservations:
             Tier.DRAM, namespace, key, Use.RETURN, whole=True, share=self.dram_budget, source=source
         )
 
-    def target(self, room: Reservation) -> tuple[str, Ids]:
+    def target(self, reservation: Reservation) -> tuple[str, Ids]:
         """The endpoint's pool that a reservation is in, and its blocks there."""
-        if room.tier is Tier.DRAM:
-            return DRAM_POOL, room.places
-        return POOL, self.blocks.pages(room.places)
+        if reservation.tier is Tier.DRAM:
+            return DRAM_POOL, reservation.places
+        return POOL, self.blocks.pages(reservation.places)
 
     @property
     def tokens(self) -> dict[str, int]:

@@ -53,7 +53,7 @@ class PdServers:
 
     prefill: list[Prefill]
     decode: list[ServerProcess]
-    rooms: random.Random = field(default_factory=lambda: random.Random())
+    numbers: random.Random = field(default_factory=lambda: random.Random())
     pool: ThreadPoolExecutor = field(default_factory=lambda: _started_pool(THREADS))
 
     @property
@@ -65,7 +65,7 @@ class PdServers:
         return {
             "bootstrap_host": LOOPBACK,
             "bootstrap_port": self.prefill[prefill].bootstrap_port,
-            "bootstrap_room": self.rooms.randrange(1, 1 << 63),
+            "bootstrap_room": self.numbers.randrange(1, 1 << 63),
         }
 
     def start(

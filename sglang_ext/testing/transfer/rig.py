@@ -173,7 +173,7 @@ class ListReceiver:
     async def allocate(self, pool: str, count: int, request: str, private: bytes) -> Ids:
         """The first free blocks."""
         if len(self.free) < count:
-            raise RefusedError("room", f"{count} blocks asked for, {len(self.free)} free")
+            raise RefusedError("no_room", f"{count} blocks asked for, {len(self.free)} free")
         taken, self.free = self.free[:count], self.free[count:]
         return np.array(taken, np.int64)
 

@@ -365,7 +365,7 @@ class TransportConformance:
                     destination=np.array([5]), flags=TransferFlag.PUSH,
                 )  # fmt: skip
                 assert (placed.blocks.tolist(), placed.inserted) == ([5], False)
-                with pytest.raises(RefusedError, match="room"):
+                with pytest.raises(RefusedError, match="no_room"):
                     await transfer(
                         endpoint, links[0], "t", "hbm", here, "hbm", seconds=SECONDS, flags=TransferFlag.PUSH
                     )
@@ -410,7 +410,7 @@ class TransportConformance:
                 assert np.array_equal(plane[[9, 8]], source[key][[3, 4]])
             assert senders[0].owned.pinned == 0
             assert [e.how for e in senders[0].ended] == [LeaseEnd.COMPLETED]
-            with pytest.raises(RefusedError, match="room"):
+            with pytest.raises(RefusedError, match="no_room"):
                 await transfer(
                     senders[0].endpoint, links[0], "s", "hbm", np.array([3]), "hbm", seconds=SECONDS
                 )

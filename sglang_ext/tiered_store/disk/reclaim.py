@@ -94,13 +94,13 @@ def _loss(segment: SegmentFacts, moves: Sequence[RunFacts], now: float) -> float
     return lost / max(1, segment.nbytes - sum(run.nbytes for run in moves))
 
 
-def _moves(segment: SegmentFacts, median: float, room: int, now: float) -> list[RunFacts]:
-    room = min(room, int(segment.nbytes * MOVE_SHARE))
+def _moves(segment: SegmentFacts, median: float, left: int, now: float) -> list[RunFacts]:
+    left = min(left, int(segment.nbytes * MOVE_SHARE))
     ranked = sorted(segment.runs, key=lambda run: -run.value(now) / run.nbytes)
     chosen: list[RunFacts] = []
     for run in ranked:
-        if run.value(now) / run.nbytes <= MOVE_FACTOR * median or run.nbytes > room:
+        if run.value(now) / run.nbytes <= MOVE_FACTOR * median or run.nbytes > left:
             continue
-        room -= run.nbytes
+        left -= run.nbytes
         chosen.append(run)
     return chosen

@@ -50,8 +50,8 @@ class Reclaimer:
         target = config.soft_limit_bytes - need - config.limit_bytes // _SPARE_PART
         for _ in range(len(state.segments.by_number) + 1):
             excess = state.segments.used_bytes - target
-            room = max(0, config.limit_bytes - state.segments.used_bytes)
-            victims = choose_victims(self._facts(), excess, state.clock.wall(), room_for_moves=room)
+            left = max(0, config.limit_bytes - state.segments.used_bytes)
+            victims = choose_victims(self._facts(), excess, state.clock.wall(), room_for_moves=left)
             if excess <= 0 or not victims or not all(self._drop(victim) for victim in victims):
                 break
         return state.segments.used_bytes + need <= config.soft_limit_bytes

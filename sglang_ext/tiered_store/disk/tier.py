@@ -337,15 +337,15 @@ def _fitted(config: DiskConfig, files: Files) -> DiskConfig:
     """The configuration with a limit that the disk can hold. The index needs some of its room too."""
     ours = sum(file_size(file) for file in config.path.glob(f"*{SUFFIX}"))
     try:
-        room = ours + int(files.free_bytes(config.path) * _USABLE_SHARE)
+        usable = ours + int(files.free_bytes(config.path) * _USABLE_SHARE)
     except OSError:
         return config
-    if config.limit_bytes <= room:
+    if config.limit_bytes <= usable:
         return config
-    fitted = dataclasses.replace(config, limit_bytes=room)
+    fitted = dataclasses.replace(config, limit_bytes=usable)
     if fitted.limit_bytes < 4 * fitted.segment_size:
         raise ConfigError(
-            f"the disk of {config.path} has room for {room} bytes, not for {config.limit_bytes}",
+            f"the disk of {config.path} has room for {usable} bytes, not for {config.limit_bytes}",
             field="--kv-disk-size",
             hint="Free space there, or name another disk with --kv-disk-path",
         )
@@ -353,7 +353,7 @@ def _fitted(config: DiskConfig, files: Files) -> DiskConfig:
         "the disk of %s has room for %.1f GiB, so that is the limit, not %.1f GiB; free space there and "
         "restart, or make --kv-disk-size smaller",
         config.path,
-        room / 2**30,
+        usable / 2**30,
         config.limit_bytes / 2**30,
     )
     return fitted

@@ -107,16 +107,16 @@ class DiskWriter:
         """Cut missing blocks into runs; how many blocks they take together, at most half of the tier."""
         state = self._state
         runs: list[NewRun] = []
-        count, room = 0, state.config.soft_limit_bytes // 2
+        count, left = 0, state.config.soft_limit_bytes // 2
         while count < len(missing) and self._run_blocks:
             blocks = min(self._run_blocks, len(missing) - count)
             shape = RunShape.of(state.layer_sizes, blocks)
-            if shape.length + PAGE > room:
-                blocks = min(blocks, largest_run(state.layout, room - PAGE))
+            if shape.length + PAGE > left:
+                blocks = min(blocks, largest_run(state.layout, left - PAGE))
                 if not blocks:
                     break
                 shape = RunShape.of(state.layer_sizes, blocks)
-            room -= shape.length + PAGE
+            left -= shape.length + PAGE
             wanted = tuple(keys[i] for i in missing[count : count + blocks])
             sums = np.zeros((len(state.layer_sizes), blocks), dtype=np.uint64)
             runs.append(NewRun(count, wanted, shape, sums))

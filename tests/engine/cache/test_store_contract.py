@@ -120,10 +120,10 @@ class LosesWhatIsContinued(Store):
     """What a reservation continues is not kept for it."""
 
     def reserve_behind(self, level: Tier, *args: Any, **options: Any) -> Any:
-        room = super().reserve_behind(level, *args, **options)
-        if isinstance(room, Reservation) and room.parent is not None:
-            self.tree.unlock(room.parent, self.tiers[level].holder)
-        return room
+        reservation = super().reserve_behind(level, *args, **options)
+        if isinstance(reservation, Reservation) and reservation.parent is not None:
+            self.tree.unlock(reservation.parent, self.tiers[level].holder)
+        return reservation
 
     def end(self, reservation: Reservation, blocks: int, *, onward: bool = True) -> Committed | None:
         if reservation.parent is not None:

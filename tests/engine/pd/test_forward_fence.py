@@ -11,11 +11,11 @@ import pytest
 import torch
 from pd_rig import METADATA, Rig, Side, rig
 
-from sglang_ext.disagg.handover import Taking
+from sglang_ext.disagg.handover import ReceiverState
 from sglang_ext.engine.cache.mempool import SlotRegion
 from sglang_ext.engine.forward_fence import ForwardFence, nothing_runs
-from sglang_ext.engine.pd.decode_receiver import TakingRoom, Wanted
-from sglang_ext.engine.pd.prefill_sender import Room
+from sglang_ext.engine.pd.decode_receiver import ReceivingHandover, Wanted
+from sglang_ext.engine.pd.prefill_sender import SendingHandover
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.slots import HostSlots
 from sglang_ext.geometry import mha_geometry
@@ -51,21 +51,21 @@ class GatedPass:
         return self._ended
 
 
-def open_both(servers: Rig) -> tuple[Room, TakingRoom]:
+def open_both(servers: Rig) -> tuple[SendingHandover, ReceivingHandover]:
     """A request has come to both servers."""
     number = next(NUMBERS)
-    given = servers.prefill[0].agent.giving.open(number)
-    return given, servers.decode[0].agent.taking.open(servers.address, number)
+    given = servers.prefill[0].agent.sender.open(number)
+    return given, servers.decode[0].agent.receiver.open(servers.address, number)
 
 
-def compute(servers: Rig, given: Room, taken: TakingRoom) -> None:
+def compute(servers: Rig, given: SendingHandover, taken: ReceivingHandover) -> None:
     """Prefill's scheduler computes; pushing, as soon as it knows decode's slots."""
-    giving = servers.prefill[0].agent.giving
+    sender = servers.prefill[0].agent.sender
     if not taken.read:
-        servers.wait(lambda: giving.granted(given) is not None, "decode's slots")
-    giving.complete(given, np.array(HERE), ROWS)
+        servers.wait(lambda: sender.granted(given) is not None, "decode's slots")
+    sender.complete(given, np.array(HERE), ROWS)
     if taken.read:
-        servers.wait(lambda: taken.state is Taking.READY, "an offer")
+        servers.wait(lambda: taken.state is ReceiverState.READY, "an offer")
 
 
 @pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "twin"])
@@ -74,24 +74,24 @@ def test_a_pass_under_way_does_not_damage_what_arrives(mode: str, fenced: bool) 
     """The twin has no fence: the KV arrives first, and the pass stores over it."""
     with rig(mode=mode) as servers:
         decode = servers.decode[0]
-        taking, before = decode.agent.taking, decode.kv(THERE, servers.page)
+        receiving, before = decode.agent.receiver, decode.kv(THERE, servers.page)
         gate = GatedPass(decode, THERE, servers.page)
-        given, room = open_both(servers)
+        given, handover = open_both(servers)
         wanted = Wanted(np.array(THERE), 0, 0, gate.passed if fenced else nothing_runs)
         if mode == "push":
-            servers.wait(lambda: room.state is Taking.WAITING, "a connection")
+            servers.wait(lambda: handover.state is ReceiverState.WAITING, "a connection")
         else:
-            compute(servers, given, room)
-        taking.read(room, wanted)
+            compute(servers, given, handover)
+        receiving.read(handover, wanted)
         if fenced:
             # Decode has everything that it needs to begin, and looks at nothing but the pass.
             servers.wait(lambda: gate.looks > 3, "decode to wait")
-            assert room.state in (Taking.READING, Taking.GRANTED)
+            assert handover.state in (ReceiverState.READING, ReceiverState.GRANTED)
             assert np.array_equal(decode.kv(THERE, servers.page), before)
             gate.go()
         if mode == "push":
-            compute(servers, given, room)
-        servers.wait(lambda: room.state is Taking.HELD, f"the KV ({room.reason})")
+            compute(servers, given, handover)
+        servers.wait(lambda: handover.state is ReceiverState.HELD, f"the KV ({handover.reason})")
         if not fenced:
             gate.go()
         whole = np.array_equal(servers.prefill[0].kv(HERE, servers.page), decode.kv(THERE, servers.page))
@@ -103,13 +103,13 @@ def test_a_request_that_ends_while_it_waits_for_a_pass_frees_its_slots() -> None
     with rig() as servers:
         decode = servers.decode[0]
         gate = GatedPass(decode, THERE, servers.page)
-        given, room = open_both(servers)
-        compute(servers, given, room)
+        given, handover = open_both(servers)
+        compute(servers, given, handover)
         before = decode.kv(THERE, servers.page)
-        decode.agent.taking.read(room, Wanted(np.array(THERE), 0, 0, gate.passed))
+        decode.agent.receiver.read(handover, Wanted(np.array(THERE), 0, 0, gate.passed))
         servers.wait(lambda: gate.looks > 3, "decode to wait")
-        decode.agent.taking.abort(room, "the client is gone")
-        servers.wait(lambda: room.state is Taking.FAILED, "the end")
+        decode.agent.receiver.abort(handover, "the client is gone")
+        servers.wait(lambda: handover.state is ReceiverState.FAILED, "the end")
         assert np.array_equal(decode.kv(THERE, servers.page), before)
         servers.check()
 
@@ -178,14 +178,14 @@ def test_sglangs_slots_come_with_a_fence_that_is_set_when_they_come() -> None:
         )
         receiver = GlobalKVReceiver(manager, servers.address, number)
         receiver.init(0)
-        room = receiver._room
-        assert room is not None
-        compute(servers, servers.prefill[0].agent.giving.open(number), room)
+        handover = receiver._handover
+        assert handover is not None
+        compute(servers, servers.prefill[0].agent.sender.open(number), handover)
         receiver.send_metadata(np.array(THERE, np.int32), 0)
         servers.wait(lambda: gate.looks > 3, "the read to wait")
-        assert room.state is Taking.READING
+        assert handover.state is ReceiverState.READING
         gate.go()
-        servers.wait(lambda: room.state is Taking.HELD, "the KV")
+        servers.wait(lambda: handover.state is ReceiverState.HELD, "the KV")
 
 
 def test_the_memory_pool_hands_out_slots_after_the_passes_that_store_to_them() -> None:

@@ -14,7 +14,7 @@ from pd_rig import METADATA, Rig, rig
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import KVTransferError
 
-from sglang_ext.disagg.handover import Giving, Taking
+from sglang_ext.disagg.handover import ReceiverState, SenderState
 from sglang_ext.engine.forward_fence import nothing_runs
 from sglang_ext.mempool.store import Call, Store
 from sglang_ext.patches.adapter import kv_manager as kv_transfer
@@ -107,23 +107,23 @@ def test_a_request_goes_through_the_states_that_sglangs_queues_wait_for(servers:
     assert taken.rows.written == {1: ROW}
     for end in (sender, receiver):
         end.clear()
-    assert given.agent.giving.live == taken.agent.taking.live == 0
+    assert given.agent.sender.live == taken.agent.receiver.live == 0
 
 
 def test_a_request_that_leaves_another_decode_server_is_read_whatever_the_mode(servers: Rig) -> None:
     _, decode = managers(servers)
     number = next(NUMBERS)
-    decode.migration = SimpleNamespace(comes_over=lambda room: room == number)
+    decode.migration = SimpleNamespace(comes_over=lambda asked: asked == number)
     source, here = servers.prefill[0], servers.decode[0]
-    room = source.agent.giving.open(number, read=True)
-    source.agent.giving.complete(room, np.array([5, 3, 9]), ROW)
+    handover = source.agent.sender.open(number, read=True)
+    source.agent.sender.complete(handover, np.array([5, 3, 9]), ROW)
     receiver = GlobalKVReceiver(decode, servers.address, number)
     receiver.init(0)
     until(servers, receiver, KVPoll.WaitingForInput)
-    assert room.state is Giving.OFFERED
+    assert handover.state is SenderState.OFFERED
     receiver.send_metadata(np.array([2, 7], np.int32), 1, decode_prefix_len=4)
     until(servers, receiver, KVPoll.Success)
-    servers.wait(lambda: room.state is Giving.RELEASED, "the release")
+    servers.wait(lambda: handover.state is SenderState.RELEASED, "the release")
     assert np.array_equal(source.kv([3, 9], 4), here.kv([2, 7], 4))
     assert here.rows.written == {1: ROW}
 
@@ -135,12 +135,12 @@ def test_a_failure_has_freed_everything_when_sglang_is_told(servers: Rig) -> Non
     with pytest.raises(KVTransferError, match="aborted on prefill"):
         sender.failure_exception()
     if sender.kv_mgr.pushes:
-        receiver.abort()  # it has not asked for the room yet
+        receiver.abort()  # it has not asked for the hand-over yet
     until(servers, receiver, KVPoll.Failed)
     with pytest.raises(KVTransferError):
         receiver.failure_exception()
-    assert receiver._room is not None
-    assert receiver._room.stopped.wait(5)
+    assert receiver._handover is not None
+    assert receiver._handover.stopped.wait(5)
 
 
 def test_a_receiver_that_is_aborted_before_it_began(servers: Rig) -> None:
@@ -152,7 +152,7 @@ def test_a_receiver_that_is_aborted_before_it_began(servers: Rig) -> None:
         receiver.failure_exception()
 
 
-def test_a_room_that_is_in_use_fails_its_second_request_only(servers: Rig) -> None:
+def test_a_handover_that_is_in_use_fails_its_second_request_only(servers: Rig) -> None:
     prefill, _ = managers(servers)
     number = next(NUMBERS)
     first = GlobalKVSender(prefill, "unused", number, [0], 0)
@@ -165,10 +165,10 @@ def test_a_room_that_is_in_use_fails_its_second_request_only(servers: Rig) -> No
 
 
 def test_every_state_has_a_poll() -> None:
-    assert set(kv_transfer._GIVING_POLL) == set(Giving)
-    assert set(kv_transfer._TAKING_POLL) == set(Taking)
+    assert set(kv_transfer._SENDER_POLL) == set(SenderState)
+    assert set(kv_transfer._RECEIVER_POLL) == set(ReceiverState)
     # Slots that a transport may use are never given back.
-    assert kv_transfer._TAKING_POLL[Taking.STOPPING] == KVPoll.Transferring
+    assert kv_transfer._RECEIVER_POLL[ReceiverState.STOPPING] == KVPoll.Transferring
 
 
 def test_another_cache_is_matched_as_sglang_does() -> None:

@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 from pd_rig import METADATA, PAGES, Planes, Rows, pool, transfer_thread
 
-from sglang_ext.disagg.handover import VERDICT_SECONDS, Giving, Taking, pins
+from sglang_ext.disagg.handover import VERDICT_SECONDS, ReceiverState, SenderState, pins
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.bootstrap import BootstrapService
-from sglang_ext.engine.pd.decode_receiver import TakingRoom, Wanted
+from sglang_ext.engine.pd.decode_receiver import ReceivingHandover, Wanted
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.peers import Local
-from sglang_ext.engine.pd.prefill_sender import Room
+from sglang_ext.engine.pd.prefill_sender import SendingHandover
 from sglang_ext.testing.servers.server import wait_until
 
 PAGE = 4
@@ -53,7 +53,7 @@ class Victim:
         return self.process.stdout.readline().strip()
 
     def do(self, command: str = "") -> str:
-        """Send a command; the state of the room after it."""
+        """Send a command; the state of the hand-over after it."""
         assert self.process.stdin is not None
         self.process.stdin.write(command + "\n")
         self.process.stdin.flush()
@@ -120,42 +120,46 @@ def same_kv(planes: Planes, pages: list[int], other: Planes, other_pages: list[i
 
 
 @pytest.mark.parametrize("how", SIGNALS, ids=lambda how: how.name)
-@pytest.mark.parametrize("state", [Giving.COMPUTING, Giving.OFFERED])
-def test_prefill_survives_decode(stage: ExitStack, state: Giving, how: signal.Signals) -> None:
+@pytest.mark.parametrize("state", [SenderState.COMPUTING, SenderState.OFFERED])
+def test_prefill_survives_decode(stage: ExitStack, state: SenderState, how: signal.Signals) -> None:
     found = scene(stage, "decode", "pull")
-    giving = found.survivor.giving
-    room = giving.open(found.number)
+    sender = found.survivor.sender
+    handover = sender.open(found.number)
     found.victim.do(f"open {found.number}")
-    wait_until(lambda: room.readers, seconds=20, what="decode to join")
-    if state is Giving.OFFERED:
-        giving.complete(room, np.array([1, 2]), bytes(METADATA))
+    wait_until(lambda: handover.readers, seconds=20, what="decode to join")
+    if state is SenderState.OFFERED:
+        sender.complete(handover, np.array([1, 2]), bytes(METADATA))
         found.victim.until("ready")
-    assert room.state is state
-    assert_over(found, room, found.die(how))
+    assert handover.state is state
+    assert_over(found, handover, found.die(how))
 
 
 @pytest.mark.parametrize("how", SIGNALS, ids=lambda how: how.name)
-@pytest.mark.parametrize("state", [Taking.WAITING, Taking.READY])
-def test_decode_survives_prefill(stage: ExitStack, state: Taking, how: signal.Signals) -> None:
+@pytest.mark.parametrize("state", [ReceiverState.WAITING, ReceiverState.READY])
+def test_decode_survives_prefill(stage: ExitStack, state: ReceiverState, how: signal.Signals) -> None:
     found = scene(stage, "prefill", "pull")
     found.victim.do(f"open {found.number}")
-    room = found.survivor.taking.open(found.address, found.number)
-    if state is Taking.READY:
+    handover = found.survivor.receiver.open(found.address, found.number)
+    if state is ReceiverState.READY:
         found.victim.do("complete")
-    wait_until(lambda: room.state is state, seconds=20, what=state.value)
+    wait_until(lambda: handover.state is state, seconds=20, what=state.value)
     died = found.die(how)
-    if state is Taking.READY:
+    if state is ReceiverState.READY:
         # SGLang may find slots for it in this very moment: what is read then is read from memory that is
         # there, or fails.
-        found.survivor.taking.read(room, Wanted(np.array([3, 4]), 0, 0))
-        wait_until(lambda: room.state in (Taking.HELD, Taking.FAILED), seconds=FREED_SECONDS, what="an end")
+        found.survivor.receiver.read(handover, Wanted(np.array([3, 4]), 0, 0))
+        wait_until(
+            lambda: handover.state in (ReceiverState.HELD, ReceiverState.FAILED),
+            seconds=FREED_SECONDS,
+            what="an end",
+        )
         assert_nothing_is_held(found)
-        if room.state is Taking.HELD:
+        if handover.state is ReceiverState.HELD:
             # All of it came: what was said to be there is what the other side's pages hold.
             assert same_kv(found.planes, [3, 4], pool(0, 1, PAGE, seed=1)[1], [1, 2])
             assert not same_kv(found.planes, [3, 4], pool(0, 1, PAGE, seed=2)[1], [3, 4])
         return
-    assert_over(found, room, died)
+    assert_over(found, handover, died)
 
 
 @pytest.mark.parametrize("how", SIGNALS, ids=lambda how: how.name)
@@ -163,39 +167,39 @@ def test_decode_survives_prefill(stage: ExitStack, state: Taking, how: signal.Si
 def test_pushing_survives(stage: ExitStack, victim: str, how: signal.Signals) -> None:
     """The pages are decode's to write for prefill when one of them dies."""
     found = scene(stage, victim, "push")
-    room: Room | TakingRoom
+    handover: SendingHandover | ReceivingHandover
     if victim == "decode":
-        room = given = found.survivor.giving.open(found.number)
+        handover = given = found.survivor.sender.open(found.number)
         found.victim.do(f"open {found.number}")
         found.victim.until("waiting")
         found.victim.do("read")
         wait_until(
-            lambda: found.survivor.giving.granted(given) is not None, seconds=20, what="decode's pages"
+            lambda: found.survivor.sender.granted(given) is not None, seconds=20, what="decode's pages"
         )
     else:
         found.victim.do(f"open {found.number}")
-        room = taken = found.survivor.taking.open(found.address, found.number)
-        wait_until(lambda: taken.state is Taking.WAITING, seconds=20, what="a connection")
-        found.survivor.taking.read(taken, Wanted(np.array([3, 4]), 0, 0))
+        handover = taken = found.survivor.receiver.open(found.address, found.number)
+        wait_until(lambda: taken.state is ReceiverState.WAITING, seconds=20, what="a connection")
+        found.survivor.receiver.read(taken, Wanted(np.array([3, 4]), 0, 0))
         wait_until(lambda: taken.claimed, seconds=20, what="prefill's claim")
     died = found.die(how)
     # Over cma, a writer that only stands still is kept from going on by its guard page.
-    assert_over(found, room, died)
+    assert_over(found, handover, died)
 
 
 def given_up(stage: ExitStack, mode: str) -> Scene:
     """Prefill stands still, and decode has taken it for dead."""
     found = scene(stage, "prefill", mode)
     found.victim.do(f"open {found.number}")
-    room = found.survivor.taking.open(found.address, found.number)
-    wait_until(lambda: room.state is Taking.WAITING, seconds=20, what="a connection")
+    handover = found.survivor.receiver.open(found.address, found.number)
+    wait_until(lambda: handover.state is ReceiverState.WAITING, seconds=20, what="a connection")
     found.die(signal.SIGSTOP)
-    wait_until(lambda: room.state is Taking.FAILED, seconds=FREED_SECONDS, what="decode's verdict")
+    wait_until(lambda: handover.state is ReceiverState.FAILED, seconds=FREED_SECONDS, what="decode's verdict")
     return found
 
 
 def gives_up(found: Scene, seconds: float) -> None:
-    """Prefill goes on, and ends its room."""
+    """Prefill goes on, and ends its hand-over."""
     os.kill(found.victim.process.pid, signal.SIGCONT)
     wait_until(lambda: found.victim.do("look") == "lost", seconds=seconds, what="prefill's verdict")
 
@@ -203,7 +207,7 @@ def gives_up(found: Scene, seconds: float) -> None:
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_prefill_that_stood_still_gives_up_though_decode_connects_again(stage: ExitStack, mode: str) -> None:
     found = given_up(stage, mode)
-    found.survivor.taking.open(found.address, next(NUMBERS))
+    found.survivor.receiver.open(found.address, next(NUMBERS))
     gives_up(found, FREED_SECONDS)
 
 
@@ -219,21 +223,21 @@ def test_prefill_that_stands_still_again_and_again_gives_up_too(stage: ExitStack
     pytest.fail("prefill keeps a request that nobody waits for")
 
 
-def assert_over(found: Scene, room: Room | TakingRoom, died: float) -> None:
-    """The room has ended within the time, and nothing of it is held."""
+def assert_over(found: Scene, handover: SendingHandover | ReceivingHandover, died: float) -> None:
+    """The hand-over has ended within the time, and nothing of it is held."""
     wait_until(
-        lambda: not pins(room.state) and room.state in (Giving.LOST, Taking.FAILED),
+        lambda: not pins(handover.state) and handover.state in (SenderState.LOST, ReceiverState.FAILED),
         seconds=FREED_SECONDS - (time.monotonic() - died),
-        what=f"the end of a room that is {room.state.value}",
+        what=f"the end of a hand-over that is {handover.state.value}",
     )
     assert_nothing_is_held(found)
 
 
 def assert_nothing_is_held(found: Scene) -> None:
-    """No room has a task, no page is sealed or granted."""
+    """No hand-over has a task, no page is sealed or granted."""
     agent = found.survivor
-    wait_until(lambda: agent.giving.live == agent.taking.live == 0, seconds=5, what="rooms to end")
+    wait_until(lambda: agent.sender.live == agent.receiver.live == 0, seconds=5, what="hand-overs to end")
     pages = agent.endpoint.pools[POOL]
     assert not pages.is_sealed(np.arange(PAGES)).any()
     assert pages.granted == 0
-    agent.giving.check()
+    agent.sender.check()

@@ -15,7 +15,7 @@ from pd_rig import METADATA, Rig, Rows, pool, rig, transfer_thread
 from test_pd_deaths import PAGE, Victim
 
 from sglang_ext.disagg.errors import PeerGoneError, RefusedError
-from sglang_ext.disagg.handover import VERDICT_SECONDS, Taking
+from sglang_ext.disagg.handover import VERDICT_SECONDS, ReceiverState
 from sglang_ext.engine.pd import joins
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.bootstrap import BootstrapService
@@ -187,12 +187,12 @@ def connects(agent: Agent) -> dict[str, int]:
 
 
 def hand_over(servers: Rig, number: int) -> None:
-    taking, giving = servers.decode[0].agent.taking, servers.prefill[0].agent.giving
-    there = taking.open(servers.address, number)
-    giving.complete(giving.open(number), np.array([1, 2]), bytes(METADATA))
-    servers.wait(lambda: there.state is Taking.READY, "an offer")
-    taking.read(there, Wanted(np.array([3, 4]), 0, row=1))
-    servers.wait(lambda: there.state is Taking.HELD, "the KV")
+    receiver, sender = servers.decode[0].agent.receiver, servers.prefill[0].agent.sender
+    there = receiver.open(servers.address, number)
+    sender.complete(sender.open(number), np.array([1, 2]), bytes(METADATA))
+    servers.wait(lambda: there.state is ReceiverState.READY, "an offer")
+    receiver.read(there, Wanted(np.array([3, 4]), 0, row=1))
+    servers.wait(lambda: there.state is ReceiverState.HELD, "the KV")
     assert np.array_equal(servers.prefill[0].kv([1, 2], 4), servers.decode[0].kv([3, 4], 4))
 
 

@@ -12,7 +12,7 @@ import pytest
 from pd_rig import METADATA, Rig, rig
 
 from sglang_ext.disagg import handover
-from sglang_ext.disagg.handover import Giving, Taking, moving_seconds
+from sglang_ext.disagg.handover import ReceiverState, SenderState, moving_seconds
 from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.disagg.transfer.leases import LeaseTable
 from sglang_ext.disagg.transports import TransportName
@@ -46,25 +46,25 @@ def test_a_read_may_take_longer_than_a_lease(renewed: bool, monkeypatch: pytest.
     with rig(transports=(TransportName.CMA,)) as servers:
         number = next(NUMBERS)
         prefill, decode = servers.prefill[0].agent, servers.decode[0].agent
-        given, taken = prefill.giving.open(number), decode.taking.open(servers.address, number)
-        prefill.giving.complete(given, np.array(HERE), ROWS)
-        servers.wait(lambda: taken.state is Taking.READY, "an offer")
+        given, taken = prefill.sender.open(number), decode.receiver.open(servers.address, number)
+        prefill.sender.complete(given, np.array(HERE), ROWS)
+        servers.wait(lambda: taken.state is ReceiverState.READY, "an offer")
         (link,) = decode.endpoint.instances[0].links
         gate = Gate(link.peer, "read")
         table: LeaseTable = prefill.endpoint.pools[POOL]._leases
         (lease,) = table._leases
         granted = table._leases[lease].deadline
-        decode.taking.read(taken, Wanted(np.array(THERE), 0, 0))
+        decode.receiver.read(taken, Wanted(np.array(THERE), 0, 0))
         try:
             servers.wait(gate.reached.is_set, "the read")
             if renewed:
                 # Longer than a lease lives, and it still does.
                 servers.wait(lambda: table._leases[lease].deadline > granted + 1.0, "renewals")
             else:
-                servers.wait(lambda: given.state is Giving.LOST, "the end of the lease")
+                servers.wait(lambda: given.state is SenderState.LOST, "the end of the lease")
         finally:
             gate.go.set()
-        end = Taking.HELD if renewed else Taking.FAILED
+        end = ReceiverState.HELD if renewed else ReceiverState.FAILED
         servers.wait(lambda: taken.state is end, f"the end ({taken.state}, {taken.reason})")
         if renewed:
             given_kv = servers.prefill[0].kv(HERE, servers.page)
@@ -87,30 +87,30 @@ def test_a_large_request_has_longer(mode: str, counted: bool, monkeypatch: pytes
     with rig(mode=mode, transports=(TransportName.CMA,)) as servers:
         number = next(NUMBERS)
         prefill, decode = servers.prefill[0].agent, servers.decode[0].agent
-        given, taken = prefill.giving.open(number), decode.taking.open(servers.address, number)
+        given, taken = prefill.sender.open(number), decode.receiver.open(servers.address, number)
         wanted = Wanted(np.array(THERE), 0, 0)
         if mode == "pull":
-            prefill.giving.complete(given, np.array(HERE), ROWS)
-            servers.wait(lambda: taken.state is Taking.READY, "an offer")
+            prefill.sender.complete(given, np.array(HERE), ROWS)
+            servers.wait(lambda: taken.state is ReceiverState.READY, "an offer")
             mover = decode
         else:
-            servers.wait(lambda: taken.state is Taking.WAITING, "a connection")
+            servers.wait(lambda: taken.state is ReceiverState.WAITING, "a connection")
             mover = prefill
-            decode.taking.read(taken, wanted)
-            servers.wait(lambda: prefill.giving.granted(given) is not None, "decode's pages")
+            decode.receiver.read(taken, wanted)
+            servers.wait(lambda: prefill.sender.granted(given) is not None, "decode's pages")
         (link,) = mover.endpoint.instances[0].links
         gate = Gate(link.peer, "read" if mode == "pull" else "write")
         try:
             if mode == "pull":
-                decode.taking.read(taken, wanted)
+                decode.receiver.read(taken, wanted)
             else:
-                prefill.giving.complete(given, np.array(HERE), ROWS)
+                prefill.sender.complete(given, np.array(HERE), ROWS)
             servers.wait(gate.reached.is_set, "the transfer")
             late = time.monotonic() + 0.6
             servers.wait(lambda: time.monotonic() > late, "the fixed part to be over")
         finally:
             gate.go.set()
-        end = Taking.HELD if counted else Taking.FAILED
+        end = ReceiverState.HELD if counted else ReceiverState.FAILED
         servers.wait(lambda: taken.state is end, f"the end ({taken.state}, {taken.reason})")
 
 
@@ -124,7 +124,7 @@ def test_a_push_that_comes_late_harms_no_other_request(
         stock = Claims.remove
 
         async def remove(self: Claims, name: str) -> None:
-            self._rooms[name][0].claimed = False
+            self._handovers[name][0].claimed = False
             self._revoke = None
             await stock(self, name)
 
@@ -133,32 +133,32 @@ def test_a_push_that_comes_late_harms_no_other_request(
     with rig(mode="push", transports=(transport,)) as servers:
         number = next(NUMBERS)
         prefill, decode = servers.prefill[0].agent, servers.decode[0].agent
-        given, taken = prefill.giving.open(number), decode.taking.open(servers.address, number)
-        servers.wait(lambda: taken.state is Taking.WAITING, "a connection")
-        decode.taking.read(taken, Wanted(np.array(THERE), 0, 0))
-        servers.wait(lambda: prefill.giving.granted(given) is not None, "decode's pages")
+        given, taken = prefill.sender.open(number), decode.receiver.open(servers.address, number)
+        servers.wait(lambda: taken.state is ReceiverState.WAITING, "a connection")
+        decode.receiver.read(taken, Wanted(np.array(THERE), 0, 0))
+        servers.wait(lambda: prefill.sender.granted(given) is not None, "decode's pages")
         writes = [link for instance in prefill.endpoint.instances for link in instance.links]
         gate = Gate(writes[0].peer, "write")
         slots = (np.array(THERE)[:, None] * servers.page + np.arange(servers.page)).ravel()
         try:
-            prefill.giving.complete(given, np.array(HERE), ROWS)
+            prefill.sender.complete(given, np.array(HERE), ROWS)
             servers.wait(gate.reached.is_set, "the push")
-            decode.taking.abort(taken, "the client is gone")
+            decode.receiver.abort(taken, "the client is gone")
             if fenced:
                 servers.wait(lambda: decode.state().unfenced_pages == 3, "the pages to be set aside")
-                assert taken.state is Taking.STOPPING
+                assert taken.state is ReceiverState.STOPPING
             if fenced and transport is TransportName.CMA:
                 # The writer runs, for all decode knows: as long as it says nothing they are nobody's.
                 go_on(gate, servers)
-                servers.wait(lambda: taken.state is Taking.FAILED, "the end, by the writer's word")
+                servers.wait(lambda: taken.state is ReceiverState.FAILED, "the end, by the writer's word")
                 reuse(servers, slots)
             else:
                 # Over tcp decode has cut it off.
-                servers.wait(lambda: taken.state is Taking.FAILED, "the end")
+                servers.wait(lambda: taken.state is ReceiverState.FAILED, "the end")
                 reuse(servers, slots)
         finally:
             gate.go.set()
-        servers.wait(lambda: given.state is Giving.LOST, "the end on prefill")
+        servers.wait(lambda: given.state is SenderState.LOST, "the end on prefill")
         servers.wait(lambda: not writes[0].peer._requests, "the late write")
         intact = all((plane[slots] == ANOTHERS).all() for plane in servers.decode[0].planes.values())
         assert intact is fenced

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from pd_rig import METADATA, PAGES, Rig, rig
 
-from sglang_ext.disagg.handover import Giving, State, Taking, ended
-from sglang_ext.engine.pd.decode_receiver import TakingRoom, Wanted
+from sglang_ext.disagg.handover import ReceiverState, SenderState, State, ended
+from sglang_ext.engine.pd.decode_receiver import ReceivingHandover, Wanted
 from sglang_ext.engine.pd.leases import POOL
-from sglang_ext.engine.pd.prefill_sender import Room
+from sglang_ext.engine.pd.prefill_sender import SendingHandover
 
 AT_ONCE = 8
-ABORTS: list[State] = [state for state in (*Giving, *Taking) if not ended(state)]
+ABORTS: list[State] = [state for state in (*SenderState, *ReceiverState) if not ended(state)]
 REQUEST_PAGES = 4
 SECONDS = 120.0
 
@@ -24,8 +24,8 @@ SECONDS = 120.0
 @dataclass
 class Request:
     number: int
-    giving: Room
-    taking: TakingRoom
+    sending: SendingHandover
+    receiving: ReceivingHandover
     here: list[int]
     skip: int
     abort_at: State | None = None
@@ -35,7 +35,7 @@ class Request:
 
     @property
     def over(self) -> bool:
-        return ended(self.giving.state) and ended(self.taking.state)
+        return ended(self.sending.state) and ended(self.receiving.state)
 
 
 class Scheduler:
@@ -45,45 +45,45 @@ class Scheduler:
         self.servers = servers
         self.rng = random.Random(seed)
         self.mode = mode
-        self.giving = servers.prefill[0].agent.giving
-        self.taking = servers.decode[0].agent.taking
+        self.sender = servers.prefill[0].agent.sender
+        self.receiver = servers.decode[0].agent.receiver
         self.free = list(range(PAGES))
         self.held = self.lost = 0
 
     def start(self, number: int) -> Request:
-        room = self.giving.open(number)
+        handover = self.sender.open(number)
         # Prefill's pages are shared, as cached prefixes are.
         here = self.rng.sample(range(PAGES), REQUEST_PAGES)
         skip = self.rng.randrange(REQUEST_PAGES)
-        taking = self.taking.open(self.servers.address, number)
+        receiving = self.receiver.open(self.servers.address, number)
         abort_at = self.rng.choice(ABORTS) if self.rng.random() < 0.5 else None
-        return Request(number, room, taking, here, skip, abort_at)
+        return Request(number, handover, receiving, here, skip, abort_at)
 
     def step(self, request: Request) -> None:
-        waits = Taking.READY if self.mode == "pull" else Taking.WAITING
-        if request.taking.state is waits and request.there is None and len(self.free) >= REQUEST_PAGES:
+        waits = ReceiverState.READY if self.mode == "pull" else ReceiverState.WAITING
+        if request.receiving.state is waits and request.there is None and len(self.free) >= REQUEST_PAGES:
             request.there = [self.free.pop() for _ in range(REQUEST_PAGES - request.skip)]
-            self.taking.read(request.taking, Wanted(np.array(request.there), request.skip, 0))
-        may_compute = self.mode == "pull" or self.giving.granted(request.giving) is not None
+            self.receiver.read(request.receiving, Wanted(np.array(request.there), request.skip, 0))
+        may_compute = self.mode == "pull" or self.sender.granted(request.sending) is not None
         if may_compute and not request.computed and self.rng.random() < 0.3:
             request.computed = True
             pages = request.here if self.mode == "pull" else request.here[request.skip :]
-            self.giving.complete(request.giving, np.array(pages), bytes(METADATA))
-        if request.abort_at is request.giving.state:
-            self.giving.abort(request.giving, "prefill's client is gone")
-        elif request.abort_at is request.taking.state:
-            self.taking.abort(request.taking, "decode's client is gone")
+            self.sender.complete(request.sending, np.array(pages), bytes(METADATA))
+        if request.abort_at is request.sending.state:
+            self.sender.abort(request.sending, "prefill's client is gone")
+        elif request.abort_at is request.receiving.state:
+            self.receiver.abort(request.receiving, "decode's client is gone")
 
     def finish(self, request: Request) -> None:
-        if request.taking.state is Taking.HELD:
+        if request.receiving.state is ReceiverState.HELD:
             self.held += 1
             sent = self.servers.prefill[0].kv(request.here[request.skip :], self.servers.page)
             assert request.there is not None
             assert np.array_equal(sent, self.servers.decode[0].kv(request.there, self.servers.page))
         else:
             self.lost += 1
-        self.taking.settle(request.taking)
-        self.giving.forget(request.giving)
+        self.receiver.settle(request.receiving)
+        self.sender.forget(request.sending)
         if request.there is not None:
             # Others' bytes come here next: whoever still wrote would damage them.
             self.servers.decode[0].planes[0, "k"][np.array(request.there) * self.servers.page] = 0
@@ -98,7 +98,7 @@ def test_random_aborts_leave_nothing_and_damage_nothing(mode: str, long_run: boo
         active: list[Request] = []
         number, deadline = 0, time.monotonic() + SECONDS
         while number < count or active:
-            assert time.monotonic() < deadline, [(r.giving.state, r.taking.state) for r in active]
+            assert time.monotonic() < deadline, [(r.sending.state, r.receiving.state) for r in active]
             if number < count and len(active) < AT_ONCE:
                 number += 1
                 active.append(scheduler.start(number))
@@ -109,16 +109,16 @@ def test_random_aborts_leave_nothing_and_damage_nothing(mode: str, long_run: boo
                     scheduler.finish(request)
                     continue
                 going.append(request)
-                if request.giving.state is Giving.LOST and not ended(request.taking.state):
+                if request.sending.state is SenderState.LOST and not ended(request.receiving.state):
                     # The router tells the other side, too.
-                    scheduler.taking.abort(request.taking, "prefill has lost it")
-                elif request.taking.state is Taking.FAILED and not ended(request.giving.state):
-                    scheduler.giving.abort(request.giving, "decode has lost it")
+                    scheduler.receiver.abort(request.receiving, "prefill has lost it")
+                elif request.receiving.state is ReceiverState.FAILED and not ended(request.sending.state):
+                    scheduler.sender.abort(request.sending, "decode has lost it")
             active = going
         assert scheduler.held > count / 4
         assert scheduler.lost > count / 50
         assert sorted(scheduler.free) == list(range(PAGES))
-        servers.wait(lambda: scheduler.taking.live == scheduler.giving.live == 0, "rooms to end")
+        servers.wait(lambda: scheduler.receiver.live == scheduler.sender.live == 0, "hand-overs to end")
         for side in (*servers.prefill, *servers.decode):
             pages = side.agent.endpoint.pools[POOL]
             servers.wait(lambda pages=pages: pages.granted == 0, "grants to end")

@@ -23,7 +23,7 @@ from sglang_ext.disagg.transfer.pools import MemoryRange, PoolSpec
 from sglang_ext.engine.pd import kv_writeback
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.bootstrap import BootstrapService
-from sglang_ext.engine.pd.kv_writeback import ReturnGiver, ReturnTaker
+from sglang_ext.engine.pd.kv_writeback import ReturnReceiver, ReturnSender
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.peers import Local
 from sglang_ext.engine.pd.reservations import Blocks, Reservations
@@ -73,8 +73,8 @@ class Pair:
 
     prefill: Rank
     decode: Rank
-    taker: ReturnTaker
-    giver: ReturnGiver
+    return_receiver: ReturnReceiver
+    return_sender: ReturnSender
     address: str
 
     def request(self, address: str | None = None) -> Any:
@@ -85,8 +85,8 @@ class Pair:
         """Let both schedulers pass until returns have ended so, as decode sees it."""
 
         def there() -> bool:
-            each_pass(self.taker, self.giver)
-            return self.giver.outcomes[outcome] >= times
+            each_pass(self.return_receiver, self.return_sender)
+            return self.return_sender.outcomes[outcome] >= times
 
         try:
             wait_until(there, seconds=20, what=outcome)
@@ -95,7 +95,7 @@ class Pair:
 
     def compare(self, tokens: list[int]) -> None:
         """Prefill has all whole blocks of a prompt, and their KV is what the model computes."""
-        compare_with_model(self.prefill, self.taker._places.blocks, tokens)
+        compare_with_model(self.prefill, self.return_receiver._places.blocks, tokens)
 
 
 def compare_with_model(rank: Rank, blocks: Blocks, tokens: list[int]) -> None:
@@ -126,9 +126,11 @@ def pair(request: pytest.FixtureRequest, sglang_config: None) -> Iterator[Pair]:
             stack.callback(agent.close)
         agents[1].transfers.run(agents[1]._peers.get(bootstrap.address))
         blocks = [Blocks(rank.cache) for rank in ranks]
-        taker = ReturnTaker(Reservations(blocks[0], into_dram=True), agents[0], lambda: False)
-        agents[0].take_returns(taker)
-        found = Pair(ranks[0], ranks[1], taker, ReturnGiver(blocks[1], agents[1]), bootstrap.address)
+        return_receiver = ReturnReceiver(Reservations(blocks[0], into_dram=True), agents[0], lambda: False)
+        agents[0].receive_returns(return_receiver)
+        found = Pair(
+            ranks[0], ranks[1], return_receiver, ReturnSender(blocks[1], agents[1]), bootstrap.address
+        )
         # pytest keeps what a fixture has yielded; the agents' memory has to go with it.
         stack.callback(vars(found).clear)
         yield found
@@ -137,11 +139,15 @@ def pair(request: pytest.FixtureRequest, sglang_config: None) -> Iterator[Pair]:
 def test_prefill_gets_what_it_lacks(pair: Pair) -> None:
     pair.prefill.serve(PROMPT)
     pair.decode.serve(ANSWERED)
-    pair.giver.ended(pair.request(), ANSWERED)
+    pair.return_sender.ended(pair.request(), ANSWERED)
     pair.until("returned")
     pair.compare(ANSWERED)
     block = pair.prefill.scenario.block
-    assert pair.taker.tokens == pair.giver.tokens == (len(ANSWERED) // block - len(PROMPT) // block) * block
+    assert (
+        pair.return_receiver.tokens
+        == pair.return_sender.tokens
+        == (len(ANSWERED) // block - len(PROMPT) // block) * block
+    )
     for rank in (pair.prefill, pair.decode):
         rank.check()
 
@@ -153,17 +159,19 @@ def test_a_return_may_be_read_for_longer_than_a_lease(
     monkeypatch.setattr(kv_writeback, "LEASE_SECONDS", 0.6)
     if not renewed:
         monkeypatch.setattr(Instance, "keeping", lambda *_: nullcontext())
-    prefill, decode = pair.taker._agent, pair.giver._agent
+    prefill, decode = pair.return_receiver._agent, pair.return_sender._agent
     (link,) = prefill.transfers.run(prefill.endpoint.reach(decode.address)).links
     gate = Gate(link.peer, "read")
     pair.decode.serve(ANSWERED)
-    pair.giver.ended(pair.request(), ANSWERED)
+    pair.return_sender.ended(pair.request(), ANSWERED)
     leases = decode.endpoint.pools[POOL]._leases._leases
     (number,) = leases
     granted = leases[number].deadline
     try:
         wait_until(
-            lambda: each_pass(pair.taker) or gate.reached.is_set(), seconds=20, what="the read to begin"
+            lambda: each_pass(pair.return_receiver) or gate.reached.is_set(),
+            seconds=20,
+            what="the read to begin",
         )
         if renewed:
             # Longer than a lease lives, and it still does.
@@ -181,41 +189,41 @@ def test_a_return_may_be_read_for_longer_than_a_lease(
 def test_what_prefill_has_is_not_sent(pair: Pair) -> None:
     for rank in (pair.prefill, pair.decode):
         rank.serve(ANSWERED)
-    pair.giver.ended(pair.request(), ANSWERED)
+    pair.return_sender.ended(pair.request(), ANSWERED)
     pair.until("known")
-    assert pair.taker.tokens == 0
+    assert pair.return_receiver.tokens == 0
 
 
-@pytest.mark.parametrize("side", ["giver", "taker"])
+@pytest.mark.parametrize("side", ["return_sender", "return_receiver"])
 def test_unlike_weights_return_nothing_until_they_are_alike(pair: Pair, side: str) -> None:
     pair.decode.serve(ANSWERED)
-    others = {"giver": pair.taker, "taker": pair.giver}
+    others = {"return_sender": pair.return_receiver, "return_receiver": pair.return_sender}
     getattr(pair, side)._agent.weights_changed("tuned")
-    pair.giver.ended(pair.request(), ANSWERED)
+    pair.return_sender.ended(pair.request(), ANSWERED)
     pair.until("weights")
-    assert pair.taker.outcomes["weights"] == 1
-    assert pair.taker.tokens == 0
+    assert pair.return_receiver.outcomes["weights"] == 1
+    assert pair.return_receiver.tokens == 0
     others[side]._agent.weights_changed("tuned")
-    pair.giver.ended(pair.request(), ANSWERED)
+    pair.return_sender.ended(pair.request(), ANSWERED)
     pair.until("returned")
     pair.compare(ANSWERED)
 
 
 def test_what_prefill_computes_meanwhile_is_not_there_twice(pair: Pair) -> None:
     pair.decode.serve(ANSWERED)
-    pair.giver.ended(pair.request(), ANSWERED)
+    pair.return_sender.ended(pair.request(), ANSWERED)
     # Set aside, and read, and then not needed any more.
     wait_until(
-        lambda: each_pass(pair.taker) or pair.taker.set_aside["hbm"],
+        lambda: each_pass(pair.return_receiver) or pair.return_receiver.set_aside["hbm"],
         seconds=20,
         what="slots to be set aside",
     )
-    wait_until(lambda: pair.taker._placed[0].stopped.is_set(), seconds=20, what="the read")
+    wait_until(lambda: pair.return_receiver._placed[0].stopped.is_set(), seconds=20, what="the read")
     pair.prefill.scheduler.submit(ANSWERED, new_tokens=1)
     while not pair.prefill.scheduler.idle:
         pair.prefill.scheduler.step()
     pair.until("returned")
-    assert pair.taker.tokens == 0
+    assert pair.return_receiver.tokens == 0
     pair.compare(ANSWERED)
     pair.prefill.check()
 
@@ -223,22 +231,22 @@ def test_what_prefill_computes_meanwhile_is_not_there_twice(pair: Pair) -> None:
 def test_a_return_has_a_budget_on_both_sides(pair: Pair) -> None:
     long = list(range(1000, 1100))
     pair.decode.serve(long)
-    pair.giver.ended(pair.request(), long)
-    assert pair.giver.outcomes["budget"] == 1
+    pair.return_sender.ended(pair.request(), long)
+    assert pair.return_sender.outcomes["budget"] == 1
     pair.prefill.cache.token_to_kv_pool_allocator.size, size = 64, pair.prefill.pools.allocator.size
     try:
         pair.decode.serve(ANSWERED)
-        pair.giver.ended(pair.request(), ANSWERED)
+        pair.return_sender.ended(pair.request(), ANSWERED)
         pair.until("budget", times=2)
     finally:
         pair.prefill.cache.token_to_kv_pool_allocator.size = size
-    assert pair.taker.outcomes["budget"] == 1
-    assert pair.giver._pinned == 0
+    assert pair.return_receiver.outcomes["budget"] == 1
+    assert pair.return_sender._pinned == 0
 
 
 def fill_hbm(pair: Pair) -> None:
     """Prefill's requests wait for memory, and HBM is full of what others may still want."""
-    pair.taker._busy = lambda: True
+    pair.return_receiver._busy = lambda: True
     for number in range(4):
         pair.prefill.serve(list(range(2000 + 100 * number, 2060 + 100 * number)))
     pair.prefill.cache.settle()
@@ -246,11 +254,11 @@ def fill_hbm(pair: Pair) -> None:
 
 def test_requests_of_prefill_come_before_returns(pair: Pair) -> None:
     fill_hbm(pair)
-    pair.taker._places._into_dram = False
+    pair.return_receiver._places._into_dram = False
     pair.decode.serve(ANSWERED)
-    pair.giver.ended(pair.request(), ANSWERED)
+    pair.return_sender.ended(pair.request(), ANSWERED)
     pair.until("memory")
-    assert pair.taker.tokens == 0
+    assert pair.return_receiver.tokens == 0
 
 
 @pytest.mark.parametrize("known", [0, 8, 33], ids=lambda n: f"prefill knows {n}")
@@ -260,16 +268,16 @@ def test_what_finds_no_room_in_hbm_goes_to_dram(pair: Pair, known: int) -> None:
         prefill.serve(PROMPT[:known])
     fill_hbm(pair)
     # All of DRAM may be used for it: what is there is the least recently used.
-    pair.taker._places.dram_budget = 1
+    pair.return_receiver._places.dram_budget = 1
     pair.decode.serve(ANSWERED)
     free = prefill.pools.allocator.available_size()
-    pair.giver.ended(pair.request(), ANSWERED)
+    pair.return_sender.ended(pair.request(), ANSWERED)
     pair.until("returned")
-    assert pair.taker.outcomes["dram"] == 1
+    assert pair.return_receiver.outcomes["dram"] == 1
     assert prefill.pools.allocator.available_size() == free
     prefill.check()
     # A request finds it there, with the KV that the model computes: the simulation compares each pass.
-    pair.taker._busy = lambda: False
+    pair.return_receiver._busy = lambda: False
     match = prefill.tree.match(NAMESPACE, key_of(ANSWERED))
     assert match.blocks == len(ANSWERED) // prefill.scenario.block
     before = prefill.tier.counters.loaded if prefill.tier is not None else 0
@@ -281,9 +289,9 @@ def test_what_finds_no_room_in_hbm_goes_to_dram(pair: Pair, known: int) -> None:
 def test_dram_has_a_budget_too(pair: Pair) -> None:
     fill_hbm(pair)
     pair.decode.serve(ANSWERED)
-    pair.giver.ended(pair.request(), ANSWERED)
+    pair.return_sender.ended(pair.request(), ANSWERED)
     pair.until("budget")
-    assert pair.taker.set_aside["dram"] == 0
+    assert pair.return_receiver.set_aside["dram"] == 0
 
 
 @pytest.mark.parametrize("into_dram", [False, True])
@@ -306,32 +314,34 @@ def test_an_emptied_cache_ends_returns(
     monkeypatch.setattr(Instance, "complete", waits)
     if into_dram:
         fill_hbm(pair)
-        pair.taker._places.dram_budget = 1
+        pair.return_receiver._places.dram_budget = 1
     pair.decode.serve(ANSWERED)
-    pair.giver.ended(pair.request(), ANSWERED)
-    wait_until(lambda: each_pass(pair.taker) or held.is_set(), seconds=20, what="the read")
-    rank, part = (pair.prefill, pair.taker) if side == "prefill" else (pair.decode, pair.giver)
+    pair.return_sender.ended(pair.request(), ANSWERED)
+    wait_until(lambda: each_pass(pair.return_receiver) or held.is_set(), seconds=20, what="the read")
+    rank, part = (
+        (pair.prefill, pair.return_receiver) if side == "prefill" else (pair.decode, pair.return_sender)
+    )
     rank.cache.settle()
     part.clear()
     if side == "decode":
         # Its pages are open: what is read from now on is discarded.
-        assert pair.giver._agent.endpoint.pools[POOL].pinned == 0
+        assert pair.return_sender._agent.endpoint.pools[POOL].pinned == 0
         gone.set()
     assert not any(node.locks for node in rank.tree.nodes())
     rank.check()
     gone.set()
     pair.until("unread")
-    assert pair.taker.tokens == 0
+    assert pair.return_receiver.tokens == 0
     for each in (pair.prefill, pair.decode):
         each.check()
 
 
 def test_a_server_that_is_not_connected_gets_nothing(pair: Pair) -> None:
     pair.decode.serve(ANSWERED)
-    pair.giver.ended(pair.request("127.0.0.1:9"), ANSWERED)
+    pair.return_sender.ended(pair.request("127.0.0.1:9"), ANSWERED)
     pair.until("prefill_gone")
-    pair.giver.ended(pair.request(), ANSWERED[:3])
-    assert pair.giver.outcomes["short"] == 1
+    pair.return_sender.ended(pair.request(), ANSWERED[:3])
+    assert pair.return_sender.outcomes["short"] == 1
 
 
 @pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "twin"])
@@ -344,25 +354,25 @@ def test_a_return_waits_for_the_pass_that_stores_to_its_slots(pair: Pair, fenced
         return ended.is_set()
 
     if fenced:
-        pair.taker._fence = lambda: passed
+        pair.return_receiver._fence = lambda: passed
     pair.decode.serve(ANSWERED)
-    pair.giver.ended(pair.request(), ANSWERED)
+    pair.return_sender.ended(pair.request(), ANSWERED)
 
     def placed() -> bool:
-        each_pass(pair.taker, pair.giver)
-        return bool(pair.taker._placed)
+        each_pass(pair.return_receiver, pair.return_sender)
+        return bool(pair.return_receiver._placed)
 
     wait_until(placed, seconds=20, what="a place")
-    (coming,) = pair.taker._placed
-    room = coming.room
-    assert room is not None
-    assert room.tier is Tier.HBM
+    (coming,) = pair.return_receiver._placed
+    reservation = coming.reservation
+    assert reservation is not None
+    assert reservation.tier is Tier.HBM
     if fenced:
         wait_until(lambda: len(looks) > 3, seconds=20, what="the read to wait")
         assert not coming.stopped.is_set()
     else:
         assert coming.stopped.wait(20)
-    slots = np.asarray(room.places)
+    slots = np.asarray(reservation.places)
     planes = [plane for layer in pair.prefill.pools.tensors for plane in layer]
     arrived = [plane[slots].clone() for plane in planes]
     for plane in planes:
@@ -387,7 +397,7 @@ def test_a_read_that_fails_frees_what_was_set_aside(pair: Pair, monkeypatch: pyt
     monkeypatch.setattr(Instance, "complete", fails)
     pair.decode.serve(ANSWERED)
     free = pair.prefill.pools.allocator.available_size()
-    pair.giver.ended(pair.request(), ANSWERED)
+    pair.return_sender.ended(pair.request(), ANSWERED)
     pair.until("unread")
     assert pair.prefill.pools.allocator.available_size() == free
     pair.prefill.check()
@@ -446,7 +456,7 @@ class Instances:
             return True
 
         self.takers = [
-            ReturnTaker(
+            ReturnReceiver(
                 Reservations(blocks["p"][i]),
                 agent,
                 lambda: False,
@@ -454,9 +464,9 @@ class Instances:
             )
             for i, agent in enumerate(self.agents["p"])
         ]
-        for agent, taker in zip(self.agents["p"], self.takers, strict=True):
-            agent.take_returns(taker)
-        self.givers = [ReturnGiver(blocks["d"][i], agent) for i, agent in enumerate(self.agents["d"])]
+        for agent, return_receiver in zip(self.agents["p"], self.takers, strict=True):
+            agent.receive_returns(return_receiver)
+        self.givers = [ReturnSender(blocks["d"][i], agent) for i, agent in enumerate(self.agents["d"])]
 
         self._passes = []
         for name, parts in (("p", self.takers), ("d", self.givers)):
@@ -483,15 +493,15 @@ class Instances:
     def ended(self) -> None:
         """A request ends on decode, on both ranks between the same two passes."""
         host, _, port = str(self._bootstrap.address).rpartition(":")
-        for giver in self.givers:
-            giver.ended(request_from(host, port), ANSWERED)
+        for return_sender in self.givers:
+            return_sender.ended(request_from(host, port), ANSWERED)
 
     def each_pass(self) -> None:
         """All schedulers pass once."""
         commands, self._commands = self._commands, []
-        for taker in self.takers:
+        for return_receiver in self.takers:
             for command in commands:
-                assert taker.handle_command(command)
+                assert return_receiver.handle_command(command)
         threads = [threading.Thread(target=ranks.each_pass) for ranks in self._passes]
         for thread in threads:
             thread.start()
@@ -506,7 +516,7 @@ class Instances:
 
         def there() -> bool:
             self.each_pass()
-            return all(giver.outcomes[outcome] for giver in self.givers)
+            return all(return_sender.outcomes[outcome] for return_sender in self.givers)
 
         wait_until(there, seconds=30, what=outcome)
 
@@ -551,8 +561,8 @@ def test_ranks_take_a_return_in_the_same_pass(instances: Instances, monkeypatch:
     assert not second._placed[0].stopped.is_set()
     go_on.set()
     instances.until("returned")
-    for rank, taker in zip(instances.ranks["p"], instances.takers, strict=True):
-        compare_with_model(rank, taker._places.blocks, ANSWERED)
+    for rank, return_receiver in zip(instances.ranks["p"], instances.takers, strict=True):
+        compare_with_model(rank, return_receiver._places.blocks, ANSWERED)
     assert first.tokens == second.tokens > 0
     for rank in (*instances.ranks["p"], *instances.ranks["d"]):
         rank.check()
@@ -576,7 +586,7 @@ def test_what_one_rank_cannot_read_no_rank_keeps(
     free = [rank.pools.allocator.available_size() for rank in instances.ranks["p"]]
     instances.ended()
     instances.until("unread")
-    assert [taker.tokens for taker in instances.takers] == [0, 0]
+    assert [return_receiver.tokens for return_receiver in instances.takers] == [0, 0]
     assert [rank.pools.allocator.available_size() for rank in instances.ranks["p"]] == free
 
 
@@ -590,10 +600,10 @@ def test_a_part_that_does_not_come_ends_the_return(
     wait_until(
         lambda: instances.each_pass() or not instances.givers[0]._going, seconds=20, what="the return's end"
     )
-    assert [giver._going for giver in instances.givers] == [[], []]
-    assert [giver.tokens for giver in instances.givers] == [0, 0]
+    assert [return_sender._going for return_sender in instances.givers] == [[], []]
+    assert [return_sender.tokens for return_sender in instances.givers] == [0, 0]
     assert not instances.takers[0]._gathering
-    assert [giver._pinned for giver in instances.givers] == [0, 0]
+    assert [return_sender._pinned for return_sender in instances.givers] == [0, 0]
     for rank in instances.ranks["d"]:
         rank.cache.settle()
         assert not any(node.locks for node in rank.tree.nodes())

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from engine_pools import PoolKind, Pools
 from pd_rig import LAYERS, PAGES, Rig, pool_and_geometry, rig
-from test_pd_rooms import ROWS, hand_over, push
+from test_pd_handovers import ROWS, hand_over, push
 
 from sglang_ext.config import KvConfig
-from sglang_ext.disagg.handover import Giving, Taking
+from sglang_ext.disagg.handover import ReceiverState, SenderState
 from sglang_ext.disagg.memory import MemoryKind
 from sglang_ext.disagg.transfer.staging import STAGING, Staging
 from sglang_ext.engine.pd.decode_receiver import Wanted
@@ -127,14 +127,14 @@ def test_a_cached_prefix_is_neither_sent_nor_unpacked() -> None:
 def test_the_engines_pages_are_not_leased_while_packed_ones_are_read() -> None:
     with rig(staging=(8, 8)) as servers:
         agent, number = servers.prefill[0].agent, next(NUMBERS)
-        room = agent.giving.open(number)
-        taking = servers.decode[0].agent.taking.open(servers.address, number)
-        agent.giving.complete(room, np.array([1, 2, 3]), ROWS)
-        servers.wait(lambda: taking.state is Taking.READY, "an offer")
+        handover = agent.sender.open(number)
+        receiving = servers.decode[0].agent.receiver.open(servers.address, number)
+        agent.sender.complete(handover, np.array([1, 2, 3]), ROWS)
+        servers.wait(lambda: receiving.state is ReceiverState.READY, "an offer")
         pools = agent.endpoint.pools
         assert (pools[POOL].pinned, pools[STAGING].pinned) == (0, 3)
-        servers.decode[0].agent.taking.abort(taking, "the client is gone")
-        servers.wait(lambda: room.state is Giving.LOST, "the end on prefill")
+        servers.decode[0].agent.receiver.abort(receiving, "the client is gone")
+        servers.wait(lambda: handover.state is SenderState.LOST, "the end on prefill")
         assert pools[STAGING].pinned == 0
         servers.check()
 
@@ -158,22 +158,22 @@ def test_staging_is_kept_until_a_copy_has_ended(side: str, monkeypatch: pytest.M
 
         monkeypatch.setattr(packer, "pack" if side == "prefill" else "unpack", held)
         number = next(NUMBERS)
-        room, taking = agents[0].giving.open(number), agents[1].taking.open(servers.address, number)
-        agents[0].giving.complete(room, np.array([1, 2, 3]), ROWS)
+        handover, receiving = agents[0].sender.open(number), agents[1].receiver.open(servers.address, number)
+        agents[0].sender.complete(handover, np.array([1, 2, 3]), ROWS)
         if side == "decode":
-            servers.wait(lambda: taking.state is Taking.READY, "an offer")
-            agents[1].taking.read(taking, Wanted(np.array([4, 5, 6]), 0, 0))
+            servers.wait(lambda: receiving.state is ReceiverState.READY, "an offer")
+            agents[1].receiver.read(receiving, Wanted(np.array([4, 5, 6]), 0, 0))
         servers.wait(begun.is_set, "a copy")
         if side == "prefill":
-            agents[0].giving.abort(room, "gone")
+            agents[0].sender.abort(handover, "gone")
         else:
-            agents[1].taking.abort(taking, "gone")
-            assert taking.state is Taking.STOPPING, "its pages are still written to"
+            agents[1].receiver.abort(receiving, "gone")
+            assert receiving.state is ReceiverState.STOPPING, "its pages are still written to"
         assert staging.used == 3
         go_on.set()
         servers.wait(lambda: staging.used == 0, "the end of the copy")
-        servers.wait(lambda: taking.state is Taking.FAILED, "the end on decode")
-        servers.wait(lambda: room.state in (Giving.LOST, Giving.RELEASED), "the end on prefill")
+        servers.wait(lambda: receiving.state is ReceiverState.FAILED, "the end on decode")
+        servers.wait(lambda: handover.state in (SenderState.LOST, SenderState.RELEASED), "the end on prefill")
         servers.check()
 
 
@@ -202,9 +202,9 @@ def test_blocks_are_given_side_by_side_and_again() -> None:
 
 def test_layouts_that_differ_are_refused() -> None:
     with rig() as servers, rig(staging=(4, 4)) as others:
-        taking = others.decode[0].agent.taking.open(servers.address, next(NUMBERS))
-        servers.wait(lambda: taking.state is Taking.FAILED, "the refusal")
-        assert "--kv-transfer-layout" in taking.reason
+        receiving = others.decode[0].agent.receiver.open(servers.address, next(NUMBERS))
+        servers.wait(lambda: receiving.state is ReceiverState.FAILED, "the refusal")
+        assert "--kv-transfer-layout" in receiving.reason
 
 
 def test_by_layer_and_aggregated_exclude_each_other() -> None:

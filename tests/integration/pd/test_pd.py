@@ -213,7 +213,7 @@ def test_an_abort_at_any_step_frees_both_sides(rig: Rig, number: int, side: str)
     assert_same(rig.expected(prompt), rig.pd.generate(prompt, max_new_tokens=ANSWER_TOKENS))
 
 
-def test_a_room_that_nobody_else_hears_of_is_given_up(rig: Rig) -> None:
+def test_a_handover_that_nobody_else_hears_of_is_given_up(rig: Rig) -> None:
     """Prefill gets a request, decode does not; then decode gets one, prefill does not."""
     for server in rig.pd.servers:
         lonely = rig.pd.pool.submit(
@@ -224,17 +224,17 @@ def test_a_room_that_nobody_else_hears_of_is_given_up(rig: Rig) -> None:
     assert nothing_is_left(rig.pd.servers)
 
 
-def test_two_requests_cannot_have_one_room(rig: Rig) -> None:
+def test_two_requests_cannot_have_one_handover(rig: Rig) -> None:
     if not pulls(rig):
-        pytest.skip("pushing, the second would wait for slots before it asks for the room")
-    room = rig.pd.pair()["bootstrap_room"]
+        pytest.skip("pushing, the second would wait for slots before it asks for the hand-over")
+    number = rig.pd.pair()["bootstrap_room"]
     with fault(rig.decode_faults[0], "hold-ready") as at:
         prompt = prompt_of(9, 80)
-        first = rig.pd.start(prompt, max_new_tokens=ANSWER_TOKENS, bootstrap_room=room)
+        first = rig.pd.start(prompt, max_new_tokens=ANSWER_TOKENS, bootstrap_room=number)
         wait_until(at.exists, seconds=30, what="the first request")
-        second = rig.pd.start(prompt_of(10, 80), max_new_tokens=2, bootstrap_room=room)
+        second = rig.pd.start(prompt_of(10, 80), max_new_tokens=2, bootstrap_room=number)
         assert_failed(second[0], "is in use by another request")
-        assert_failed(second[1], "another decode server takes part in this room")
+        assert_failed(second[1], "another decode server takes part in this hand-over")
     assert_same(rig.expected(prompt), first[1].result(30))
 
 

@@ -66,7 +66,9 @@ class Agents(AgentChannels):
         answer: FromAgent | None = None
         if isinstance(message, Park):
             export = message.id if self.endpoints else ""
-            answer = Parked(EPOCH, message.id, self.why, STATE, meeting="127.0.0.1:7", room=5, export=export)
+            answer = Parked(
+                EPOCH, message.id, self.why, STATE, meeting="127.0.0.1:7", bootstrap_room=5, export=export
+            )
         elif isinstance(message, Advise):
             answer = Advised(EPOCH, message.id, "done", 0, 0, 0)
         elif isinstance(message, Fetch):
