@@ -3,7 +3,8 @@
 Both get the same body, with where the prefill instance is asked for the KV (``bootstrap_host`` and
 ``bootstrap_port``) and a number that only this request has (``bootstrap_room``), as SGLang's own balancer
 puts them in. What the prefill instance answers is read and thrown away; if it fails while the client has been
-sent nothing, what runs at the decode instance is given up, because it would wait for the KV in vain.
+sent nothing, what runs at the decode instance is given up, because it would wait for the KV in vain. A half that
+answers with an error of its own (5xx) has the request tried at another pair, as one that dies has.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from contextlib import asynccontextmanager
 
 from sglang_ext.router.api.validation import Json
 from sglang_ext.router.fleet.facts import InstanceFacts, bootstrap_of
-from sglang_ext.router.http.types import ConnectionLost
+from sglang_ext.router.http.types import ConnectionLost, RequestRefused
 
 BOOTSTRAP_ROOMS = 1 << 62
 """SGLang counts upwards from the bootstrap_room for the prompts of a batch, and keeps it in 63 bits."""
+MAX_ERROR_BYTES = 1000
+"""Of an instance's error, so much is told to the client."""
 
 
 def meeting_point(prefill: str, facts: InstanceFacts | None) -> Json:
@@ -34,6 +37,28 @@ def meeting_point(prefill: str, facts: InstanceFacts | None) -> Json:
         "bootstrap_port": port,
         "bootstrap_room": 1 + secrets.randbelow(BOOTSTRAP_ROOMS),
     }
+
+
+class HalfFailed(ConnectionLost):
+    """One half of a pair answered with an error of its own (5xx): another pair may serve the request.
+
+    Whichever half is heard first, the client hears the same: the answer of another pair, or this error.
+
+    Args:
+        instance: URL of the half that failed.
+        does: ``"prefills"`` or ``"decodes"``.
+        status: what it answered, 500 or above.
+        answer: the body of that.
+    """
+
+    def __init__(self, instance: str, does: str, status: int, answer: bytes) -> None:
+        text = answer[:MAX_ERROR_BYTES].decode("utf-8", "replace")
+        super().__init__(f"{instance}, which {does}, answered {status}: {text}")
+        self.status = status
+
+    def refused(self) -> RequestRefused:
+        """What the client is told when no other pair was left."""
+        return RequestRefused(self.message, status=self.status, kind="server_error", code="pair_failed")
 
 
 @asynccontextmanager

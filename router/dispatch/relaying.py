@@ -15,7 +15,7 @@ from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.dispatch.flight import Flight, Homes
 from sglang_ext.router.dispatch.forwarding import Forwarding
 from sglang_ext.router.dispatch.moving import GoesOnElsewhere, Leg, Mover
-from sglang_ext.router.dispatch.pairs import beside, meeting_point
+from sglang_ext.router.dispatch.pairs import MAX_ERROR_BYTES, HalfFailed, beside, meeting_point
 from sglang_ext.router.fleet.fleet import Fleet, Load
 from sglang_ext.router.http.types import (
     EVENT_STREAM_TYPE,
@@ -131,12 +131,12 @@ class Relay:
                 finally:
                     response.close()
             if status >= 500:
-                raise ConnectionLost(f"prefill at {decision.instance} answered {status}")
+                raise HalfFailed(decision.instance, "prefills", status, answer)
         except (ConnectFailed, ConnectionLost):
             flight.failed = decision.instance
             raise
         if status != 200:
-            text = answer[:1000].decode("utf-8", "replace")
+            text = answer[:MAX_ERROR_BYTES].decode("utf-8", "replace")
             raise RequestRefused(
                 f"{decision.instance}, which prefills, refused the request: {text}", status=status
             )
@@ -186,6 +186,8 @@ class Relay:
         """Pass on an answer in one piece; until it is complete, another instance can be tried."""
         with load.until_lost():
             body = await response.read()
+        if response.status >= 500 and decision.decode is not None:
+            raise HalfFailed(decision.decode, "decodes", response.status, body)
         load.answered()
         record = flight.record
         record.first_byte = self._clock.monotonic()

@@ -27,6 +27,7 @@ from sglang_ext.router.api.validation import LARGE_JSON_BYTES, Json, Limits, che
 from sglang_ext.router.dispatch.choosing import RETRY_AFTER_S, Chooser, no_worker
 from sglang_ext.router.dispatch.explain import Choice, Stories, Story
 from sglang_ext.router.dispatch.flight import Flight, Flights, Homes
+from sglang_ext.router.dispatch.pairs import HalfFailed
 from sglang_ext.router.dispatch.queueing import Admission, QueueFull, QueueTimeout
 from sglang_ext.router.dispatch.relaying import Relay
 from sglang_ext.router.dispatch.retry_budget import RetryBudget
@@ -223,6 +224,8 @@ class Generation:
                 lost += 1
                 if lost > 1:
                     break
+        if isinstance(failure, HalfFailed):
+            raise failure.refused() from failure
         if isinstance(failure, ConnectionLost):
             raise worker_lost(f"the worker went away while it worked on the request: {failure}") from failure
         raise no_worker(self._fleet) from failure

@@ -104,6 +104,8 @@ class StandInWorker:
         self.chunks_before_gate = 1
         self.deaths_before_head = 0
         """So many requests are answered by closing the connection."""
+        self.fails: str | None = None
+        """Requests are answered 500 with it."""
         self.die_after_chunks: int | None = None
         """Streams are cut after so many chunks, in the middle of an event."""
         self.hang_probes: Gate | None = None
@@ -368,6 +370,8 @@ class StandInWorker:
             if self.deaths_before_head > 0:
                 self.deaths_before_head -= 1
                 _cut(request)
+            if self.fails is not None:
+                return web.json_response({"error": {"message": self.fails}}, status=500)
             response = await self._stream(request, answer) if stream else web.json_response(answer)
         except asyncio.CancelledError:
             self.aborted += 1

@@ -111,6 +111,33 @@ async def test_either_half_may_die_before_the_first_byte(
     assert all(row.in_flight == 0 for row in router.fleet.rows.values())
 
 
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+async def test_a_pair_of_which_a_half_answers_with_an_error_is_not_the_last(
+    first: str, start_pair, start_router, client, eventually
+) -> None:
+    """Both halves fail, as when their weights differ: it does not matter which of them is heard first."""
+    pair = {role: await start_pair(role) for role in ("prefill", "decode")}
+    router = await start_router(*pair.values())
+    late = next(worker for role, worker in pair.items() if role != first)
+
+    async def asked(url: str) -> tuple[int, str]:
+        request = asyncio.ensure_future(client.post(url, json=BODIES["/generate"]))
+        async with await request as answer:
+            return answer.status, await answer.text()
+
+    for worker in pair.values():
+        worker.fails = "the weights differ"
+    late.before_head = Gate()
+    status, text = await asked(router.url + "/generate")
+    assert (status, '"pair_failed"' in text, "the weights differ" in text) == (500, True, True), text
+    assert pair[first].url in text
+    assert all(row.in_flight == 0 for row in router.fleet.rows.values())
+
+    # With another pair to go to, nobody hears of it.
+    other = await start_router(*pair.values(), await start_pair("prefill"), await start_pair("decode"))
+    assert [(await asked(other.url + "/generate"))[0] for _ in range(2)] == [200, 200]
+
+
 async def test_decode_does_not_wait_for_a_prefill_that_failed(
     start_pair, start_router, client, eventually
 ) -> None:
