@@ -2,9 +2,10 @@
 
 Both get the same body, with where the prefill instance is asked for the KV (``bootstrap_host`` and
 ``bootstrap_port``) and a number that only this request has (``bootstrap_room``), as SGLang's own balancer
-puts them in. What the prefill instance answers is read and thrown away; if it fails while the client has been
-sent nothing, what runs at the decode instance is given up, because it would wait for the KV in vain. A half that
-answers with an error of its own (5xx) has the request tried at another pair, as one that dies has.
+puts them in. What the prefill instance answers is read and thrown away; if it fails while the client has
+been sent nothing, what runs at the decode instance is given up, because it would wait for the KV in vain.
+After a half that answers with an error of its own (5xx) the request is tried at another pair, as after one
+that dies.
 """
 
 from __future__ import annotations
