@@ -36,6 +36,8 @@ class Process:
     """The server's settings, for the transfer backend, whose bootstrap port is in the server's process."""
     stages: Any = None
     """Counts and tells requests' stages, once one has ended (``hooks/stages.py``)."""
+    held_ends: Any = None
+    """Keeps finished requests until their answers are durable (``hooks/durability.py``)."""
     checks_vocabulary: bool = False
     """Whether token ids are checked (``hooks/vocabulary.py``)."""
     expected: list[Patch] = field(default_factory=list)

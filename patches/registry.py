@@ -33,6 +33,7 @@ from sglang_ext.patches.cpu import (
     torchvision as torchvision_operators,
 )
 from sglang_ext.patches.hooks import (
+    durability,
     early_send,
     flags,
     load_details,
@@ -72,6 +73,7 @@ PATCHES: tuple[Patch, ...] = (
     restarts.PATCH,
     load_details.PATCH,
     stages.PATCH,
+    durability.PATCH,
     commands.PATCH,
     migration.PATCH,
     role_switch.PATCH,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sglang_ext.errors import ConfigError
-from sglang_ext.flags import COUNT, PATH, PORT, SIZE, Flagged, Parser, flag, one_of, several_of
+from sglang_ext.flags import COUNT, PATH, PORT, SECONDS, SIZE, Flagged, Parser, flag, one_of, several_of
 
 MAX_BLOCK_SIZE = 1024
 MAX_ID_CHARS = 200
@@ -37,6 +37,17 @@ def parse_numa(text: str) -> str:
     """
     if not re.fullmatch(r"auto|none|\d{1,3}", text):
         raise ValueError(f"{text!r} is not auto, none or the number of a node")
+    return text
+
+
+def parse_durability(text: str) -> str:
+    """``off``, ``dram``, ``disk``, ``acked``, or ``acked:N`` with a number of answers.
+
+    Raises:
+        ValueError: when it is none of these.
+    """
+    if not re.fullmatch(r"off|dram|disk|acked(:\d{1,4})?", text):
+        raise ValueError(f"{text!r} is not off, dram, disk, acked, or acked:N with a number of answers")
     return text
 
 
@@ -89,9 +100,16 @@ class KvConfig(Flagged):
     )
     durability: str = flag(
         "disk",
-        "How far new KV is written by itself: off (nowhere), dram, or disk. What is there already is used in "
-        "any case.",
-        one_of("off", "dram", "disk"),
+        "How far new KV is written by itself: off (nowhere), dram, or disk. With acked, the end of an answer "
+        "is held back until the KV of its prompt and itself is on disk; with acked:N, until that holds for "
+        "all answers of its conversation but the newest N. What is there already is used in any case.",
+        Parser(parse_durability, "off|dram|disk|acked[:N]"),
+    )
+    durability_timeout: float = flag(
+        10.0,
+        "With --kv-durability acked: how long the end of an answer is held back at most. It is then told "
+        "all the same, with durability_end late, and counted.",
+        SECONDS.positive(),
     )
     disk_lag: str = flag(
         "skip",
@@ -243,7 +261,12 @@ class KvConfig(Flagged):
                 field="--kv-disk-path",
                 hint="Give the DRAM tier a size too, such as --kv-dram-size 4GB",
             )
-
+        if self.acked_behind is not None and self.disk_path is None:
+            raise ConfigError(
+                "without a disk tier no answer becomes durable",
+                field="--kv-durability",
+                hint="Give --kv-disk-path too, or choose dram or off",
+            )
         if self.agent_port and self.router is None:
             raise ConfigError(
                 "there is no agent without a router", field="--kv-agent-port", hint="Give --kv-router"
@@ -275,7 +298,15 @@ class KvConfig(Flagged):
     @property
     def writes_disk(self) -> bool:
         """Whether it goes on to the disk."""
-        return self.durability == "disk"
+        return self.durability == "disk" or self.acked_behind is not None
+
+    @property
+    def acked_behind(self) -> int | None:
+        """Of each conversation, how many answers need not be durable when the end of the newest is told; None
+        where no end waits for that.
+        """
+        word, _, behind = self.durability.partition(":")
+        return int(behind or 0) if word == "acked" else None
 
 
 def check_block_size(config: KvConfig, page_size: int) -> None:

@@ -94,6 +94,30 @@ def test_a_bad_value_is_refused_by_the_name_of_its_flag(field: str, value: Any, 
     assert caught.value.field == flag
 
 
+@pytest.mark.parametrize(
+    ("durability", "behind"), [("off", None), ("disk", None), ("acked", 0), ("acked:0", 0), ("acked:12", 12)]
+)
+def test_how_many_answers_may_be_behind(durability: str, behind: int | None) -> None:
+    config = KvConfig(dram_size=10, disk_path="/kv", durability=durability)
+    assert config.acked_behind == behind
+    assert config.writes_disk is (durability != "off")
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"durability": "acked:"}, "acked:N"),
+        ({"durability": "acked:-1"}, "acked:N"),
+        ({"durability": "disk:1"}, "acked:N"),
+        ({"durability": "acked"}, "Give --kv-disk-path too"),
+    ],
+)
+def test_a_durability_that_cannot_be_is_refused(values: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as refused:
+        KvConfig.from_values({"dram_size": 10, **values})
+    assert refused.value.field == "--kv-durability"
+
+
 def test_an_unknown_setting_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"unknown setting 'dram'.*dram_size"):
         KvConfig.from_values({"dram": 1})

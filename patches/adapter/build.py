@@ -38,6 +38,7 @@ from sglang_ext.numa import place_arena
 from sglang_ext.patches.adapter.build_agent import Desks, attach_agent, naming_of
 from sglang_ext.patches.adapter.build_disk import (
     RankFacts,
+    acked_by,
     disk_below,
     identity_of,
     names_on,
@@ -92,7 +93,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     geometry = engine_geometry(
         kvcache, ctx.model_config, block_tokens=config.block_size, page_tokens=params.page_size
     )
-    dram = promotions = arena = below = disk = feed = desks = peers = None
+    dram = promotions = answers = arena = below = disk = feed = desks = peers = None
     commands = RankCommandQueue() if ctx.tp_rank == 0 and params.pp_rank == 0 else None
     shard = f"tp{ctx.tp_rank}of{ctx.tp_size}"
     fetches = may_fetch(config, ctx.server_args, adapters=_uses_adapters())
@@ -136,6 +137,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             # The parts of a PD server have loops of their own, in which a batch cannot be run again.
             stream = ctx.server_args.disaggregation_mode == "null"
             promotions = promotions_from(disk, below, config, tree, dram, holder, arena, ranks, stream=stream)
+            answers = acked_by(disk, below, config, tree, dram, ranks)
         gate = LayerGate(mover)
         kvcache.register_layer_transfer_counter(gate)
         ctx.tp_worker.register_hicache_layer_transfer_counter(gate)
@@ -166,6 +168,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             hbm,
             dram,
             promotions,
+            answers=answers,
             transfers=transfers,
             peers=peers,
             feed=feed,

@@ -9,12 +9,14 @@ from sglang_ext.config import KvConfig
 from sglang_ext.engine.events.agent import ListsNames
 from sglang_ext.engine.model_identity import config_digest, kv_dtype, weights_digest
 from sglang_ext.engine.ranks import Ranks
+from sglang_ext.engine.tiers.acked_answers import AckedAnswers
 from sglang_ext.engine.tiers.block_names import BlockNames
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.load_policy import DiskPolicy
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.weights import Weights
+from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import Geometry
 from sglang_ext.keys import Namespace
 from sglang_ext.radix_global import Holder, RadixTree
@@ -124,4 +126,37 @@ def promotions_from(
         policy,
         ranks,
         stream=stream,
+    )
+
+
+def acked_by(
+    disk: BlockTier, below: DiskWrites, config: KvConfig, tree: RadixTree, dram_tier: DramTier, ranks: Ranks
+) -> AckedAnswers | None:
+    """What knows which answers are durable, where their ends wait for that.
+
+    Raises:
+        ConfigError: what is on ``disk`` would not be found after a restart.
+    """
+    if config.acked_behind is None:
+        return None
+    for lost, why, way_out in (
+        (
+            not disk.durable,
+            f"{disk.tier.title} does not outlive the server",
+            "Choose another tier below DRAM",
+        ),
+        (below.names.adapters, "a restart does not find the KV of LoRA adapters", "Drop --enable-lora"),
+    ):
+        if lost:
+            raise ConfigError(
+                why, field="--kv-durability", hint=f"{way_out}, or choose disk instead of acked"
+            )
+    return AckedAnswers(
+        tree,
+        dram_tier,
+        below,
+        disk,
+        ranks,
+        behind=config.acked_behind,
+        timeout=config.durability_timeout,
     )

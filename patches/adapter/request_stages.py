@@ -1,7 +1,7 @@
 """The stages of one of SGLang's requests, from its time stats and from what came with its KV.
 
-What is measured of a request stands in two attributes of it: `Handed` since its KV has come from another
-instance, and the stages that it had where it ran before it moved.
+What is measured of a request stands in attributes of it: `Handed` since its KV has come from another
+instance, the stages that it had where it ran before it moved, and when it ended if its answer came later.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from sglang_ext.stages import Handed, Moments, StageTimes, computed, received
 
 _HANDED: Final = "sglang_ext_handed"
 _FORMER: Final = "sglang_ext_former_stages"
+_ENDED: Final = "sglang_ext_ended"
 
 
 def set_handed(req: Any, handed: Handed) -> None:
@@ -26,9 +27,14 @@ def set_former(req: Any, stages: StageTimes) -> None:
     setattr(req, _FORMER, stages)
 
 
+def end_stages(req: Any) -> None:
+    """A request has ended, and its answer is held back: what follows is none of its stages."""
+    setattr(req, _ENDED, time.perf_counter())
+
+
 def own_stages(req: Any) -> tuple[str, StageTimes]:
     """(role of this instance, what of a request's stages was measured here up to now)."""
-    stats, now = req.time_stats, time.perf_counter()
+    stats, now = req.time_stats, getattr(req, _ENDED, None) or time.perf_counter()
     at = Moments(stats.scheduler_recv_time, stats.forward_entry_time, stats.prefill_finished_time)
     if req.disagg_kv_sender is not None:
         return "prefill", computed(at, now, hands_over=True)

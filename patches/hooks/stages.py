@@ -19,6 +19,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from sglang_ext.engine.tiers.acked_answers import DETAIL_PREFIX as DURABILITY_PREFIX
 from sglang_ext.patches.base import Patch, Target, resolve
 from sglang_ext.patches.hooks import flags
 from sglang_ext.patches.hooks.scheduler import called_cache
@@ -96,7 +97,7 @@ def before_commit(_queue: Any, decode_req: Any) -> None:
 def after_model(result: Any, details: Mapping[str, Any]) -> None:
     """After ``cached_tokens_details_from_dict``, which knows SGLang's own entries only."""
     for name, value in details.items():
-        if name.startswith(DETAIL_PREFIX):
+        if name.startswith((DETAIL_PREFIX, DURABILITY_PREFIX)):
             setattr(result, name, value)
 
 

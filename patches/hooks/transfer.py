@@ -72,6 +72,12 @@ def choose_caches(_cls: type, args: argparse.Namespace) -> None:
         if args.disaggregation_decode_retraction_backup is None:
             args.disaggregation_decode_retraction_backup = "cpu_tensor"
     if not caches:
+        if mode == "decode" and config.acked_behind is not None:
+            raise ConfigError(
+                f"a decode server with --kv-pd-caching {config.pd_caching} makes no answer durable",
+                field="--kv-durability",
+                hint="Choose --kv-pd-caching 2 or 3, or disk instead of acked",
+            )
         if getattr(args, "radix_cache_backend", None) == CACHE_BACKEND:
             raise ConfigError(
                 f"a {mode} server keeps nothing with {config.pd_caching}",

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MAX_TEXT_BYTES = 1 << 20
 """Events of a stream that are kept to learn what was generated."""
+DURABILITY = "durability_end"
+"""In ``cached_tokens_details``: see `engine/tiers/acked_answers.py`."""
 _ID = re.compile(rb'"id"\s*:\s*"([\x21\x23-\x5b\x5d-\x7e]{1,200})"')
 _MEMORY = {"device": Tier.HBM, "host": Tier.DRAM}
 """What SGLang calls tiers in ``cached_tokens_details``; all below are its ``storage``."""
@@ -36,6 +38,8 @@ class Usage(msgspec.Struct):
     """Name of a tier -> cached tokens that were found there, where the worker tells."""
     stages: StageTimes | None = None
     """How long it spent in each stage at its instances, where they tell; of a batch, the longest."""
+    durability: str | None = None
+    """With what its end was told where that waits for the disk; of a batch, the first that is not durable."""
     response_id: str | None = None
     """The name under which the worker keeps the answer, where it does."""
     output_keys: dict[int, bytes] = {}
@@ -50,6 +54,9 @@ class Usage(msgspec.Struct):
         stages = StageTimes.of_details(details)
         if stages is not None and (self.stages is None or stages.total > self.stages.total):
             self.stages = stages
+        end = details.get(DURABILITY)
+        if isinstance(end, str) and self.durability in (None, "durable"):
+            self.durability = end[:20]
         found = {tier: count(details.get(theirs)) or 0 for theirs, tier in _MEMORY.items()}
         left = count(details.get("storage")) or 0
         nearest, *others = tiers_below(Tier.DRAM)

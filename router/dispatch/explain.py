@@ -253,6 +253,7 @@ def told(
             "prompts": len(story.prompts),
         },
         "cached": {"tokens": record.cached_tokens, "tiers": record.tiers or None},
+        "durability": record.durability,
         "routing": [
             {
                 "instance": choice.instance,

@@ -403,4 +403,5 @@ def _note(record: Record, usage: Usage) -> None:
     record.cached_tokens = usage.cached_tokens
     record.tiers = usage.tiers
     record.instance_stages = usage.stages
+    record.durability = usage.durability
     record.completion_tokens = usage.completion_tokens

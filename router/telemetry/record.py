@@ -48,6 +48,8 @@ class Record(msgspec.Struct):
     """Seconds the router itself spent, by stage; waiting for a place is not one of them."""
     instance_stages: StageTimes | None = None
     """Seconds at the instances, by stage, where they tell."""
+    durability: str | None = None
+    """With what its end was told, where that waited for the instance's disk."""
     queued_s: float = 0.0
     first_byte: float | None = None
     error: str | None = None

@@ -26,6 +26,8 @@ class Answer:
     """End to end, as the server measured it."""
     stages: StageTimes | None = None
     """Where that went, where the server tells it."""
+    durability: str | None = None
+    """With what its end was told, where that waits for the disk."""
     margins: list[float] = field(default_factory=list)
     """How far each token's log probability is above the second best; empty when that was not asked for."""
 
@@ -48,6 +50,7 @@ class Answer:
             disk_tokens=details.get("storage", 0),
             seconds=meta["e2e_latency"],
             stages=StageTimes.of_details(details),
+            durability=details.get("durability_end"),
             margins=[
                 logprob(best) - logprob(second) for best, second in meta.get("output_top_logprobs") or ()
             ],

@@ -2,7 +2,8 @@
 
 Its folder (`hooked_server`) says what is wrong now: with a file ``damage`` in it, the upper half of every
 read does not verify in the last layer; with a file ``blind``, the cache does not look whether what streamed
-held.
+held. A file ``slow-writes`` has the seconds that each group of writes takes longer, and with a file ``full``
+nothing is written.
 """
 
 from __future__ import annotations
@@ -38,7 +39,20 @@ def make_faulty(folder: Path) -> None:
     def streams_hold(self: GlobalRadixCache) -> bool:
         return look(self) or (folder / "blind").exists()
 
+    prepare, complete = DiskTier.prepare_put, DiskTier.complete_puts
+
+    def prepare_put(self: DiskTier, namespace: bytes, keys: Any) -> Any:
+        return Outcome.FULL if (folder / "full").exists() else prepare(self, namespace, keys)
+
+    def complete_puts(self: DiskTier, puts: Any) -> list[Outcome]:
+        slow = folder / "slow-writes"
+        if slow.exists():
+            time.sleep(float(slow.read_text()))
+        return complete(self, puts)
+
     DiskTier.get_layer = get_layer  # type: ignore[method-assign]
+    DiskTier.prepare_put = prepare_put  # type: ignore[method-assign]
+    DiskTier.complete_puts = complete_puts  # type: ignore[method-assign]
     GlobalRadixCache.streams_hold = streams_hold  # type: ignore[method-assign]
 
 

@@ -85,6 +85,15 @@ def test_a_cache_for_who_keeps_nothing_is_refused() -> None:
         patch.choose_caches(object, arguments("decode", "1", radix_cache_backend="global"))
 
 
+def test_a_decode_server_that_keeps_nothing_makes_no_answer_durable() -> None:
+    acked = {"kv_durability": "acked", "kv_dram_size": 1 << 20, "kv_disk_path": "/kv"}
+    with pytest.raises(ConfigError, match="makes no answer durable") as refused:
+        patch.choose_caches(object, arguments("decode", "1", **acked))
+    assert refused.value.field == "--kv-durability"
+    for mode, caching in (("decode", "2"), ("prefill", "1")):
+        patch.choose_caches(object, arguments(mode, caching, **acked))
+
+
 def test_a_retraction_backup_of_the_users_choice_stays() -> None:
     args = arguments("decode", "3", disaggregation_decode_retraction_backup="host_pool")
     patch.choose_caches(object, args)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.tiers.load_report import LoadDecisions
 from sglang_ext.mempool.store import Call
-from sglang_ext.metrics import metric_name
+from sglang_ext.metrics import REQUEST_BUCKETS, metric_name
 from sglang_ext.tiers import Tier, tiers_below
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class CacheMetrics:
     """
 
     def __init__(self, rank: int, clock: Clock | None = None) -> None:
-        from prometheus_client import CollectorRegistry, Counter, Gauge
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
         registry = CollectorRegistry()
         self._clock = clock or SystemClock()
@@ -78,6 +78,20 @@ class CacheMetrics:
             "Blocks that a tier below DRAM was to take (put) or to give (got), by how that ended, and those "
             "that it evicted.",
             ["tier", "event", "tp_rank"],
+            registry=registry,
+        )
+        self._answers = Counter(
+            metric_name("cache", "acked_answers"),
+            "Answers whose end waited for the disk (--kv-durability acked), by what it was told with: "
+            "durable, behind (as the flag allows), late, refused (by the disk), lost, or uncached.",
+            ["end", "tp_rank"],
+            registry=registry,
+        )
+        self._waits = Histogram(
+            metric_name("cache", "durability_wait_seconds"),
+            "How long ends of answers were held back until they were durable.",
+            ["tp_rank"],
+            buckets=REQUEST_BUCKETS,
             registry=registry,
         )
         self._fetched = Counter(
@@ -151,6 +165,14 @@ class CacheMetrics:
                 self._count_tier(tier, "evicted", stats.evicted)
         if cache.load_back is not None:
             self._decide(Tier.DRAM, cache.load_back.decisions)
+        if cache.answers is not None:
+            for end, count in cache.answers.counters.items():
+                self._answers.labels(end.value, self._rank).inc(
+                    count - self._seen.get(("answers", end.value), 0)
+                )
+                self._seen["answers", end.value] = count
+            while cache.answers.waits:
+                self._waits.labels(self._rank).observe(cache.answers.waits.popleft())
         if cache.peers is not None:
             self._count("peers", cache.peers.fetches.counts())
             self._count("peers", dataclasses.asdict(cache.peers.exports.counters))

@@ -17,6 +17,7 @@ from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.prefetch.advice import Advice, Computes, Tell
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
 from sglang_ext.engine.ranks import Ranks
+from sglang_ext.engine.tiers.acked_answers import AckedAnswers
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.load_back import LoadBack
@@ -51,6 +52,8 @@ class CacheParts:
     """A tier of the store; ``None`` for HBM only."""
     promotions: Promotions | None = None
     """Bring blocks from disk to DRAM; ``None`` without a disk."""
+    answers: AckedAnswers | None = None
+    """Knows which answers are durable; ``None`` where their ends do not wait for that."""
     transfers: TransferThread | None = None
     """Moves KV to and from other servers; ``None`` where none are known. The cache ends it."""
     peers: PeerKv | None = None
@@ -100,6 +103,7 @@ class RankCache:
         self.hbm = parts.hbm
         self.dram = dram = parts.dram
         self.promotions = promotions = parts.promotions
+        self.answers = parts.answers
         self.transfers = parts.transfers
         self.peers = parts.peers
         self.feed = parts.feed
@@ -171,12 +175,13 @@ class RankCache:
 
     @property
     def keeps_awake(self) -> bool:
-        """Whether an idle scheduler must not sleep, because something is brought in ahead of a request, or a
-        router is being told all there is.
+        """Whether an idle scheduler must not sleep, because something is brought in ahead of a request, the
+        end of an answer is held back, or a router is being told all there is.
         """
         brings = self.prefetcher is not None and self.prefetcher.busy
         brings = brings or (self.peers is not None and self.peers.busy)
         brings = brings or (self.advice is not None and self.advice.busy)
+        brings = brings or (self.answers is not None and self.answers.holding)
         return brings or (self.feed is not None and self.feed.busy)
 
     def reset(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,6 +27,10 @@ from sglang_ext.tiered_store.tier import BlockMemory, Outcome
 
 _MOST_COMPLETED: Final = 64
 """Writes that are taken note of in one pass."""
+
+Refused = Callable[[Sequence[bytes], int, Outcome], None]
+"""Takes the names of a write's blocks, how many leading ones are durable, and why the next one is not on this
+rank; `DONE` where it is."""
 
 
 @dataclass
@@ -96,6 +100,13 @@ class DiskWrites:
         # Holds nothing: its locks mark what is being written, on the right nodes however they are split.
         self._mark = Holder.of(f"{disk.instance} disk writes", disk.epoch, disk.tier)
         self.counters = DiskWriteCounters()
+        self.ended = 0
+        """Writes that have ended, since the start."""
+        self._tell_refused: Refused | None = None
+
+    def tell_refused(self, to: Refused) -> None:
+        """Tell of each write that not every rank has whole from now on."""
+        self._tell_refused = to
 
     def submit(self, node: Node, blocks: int) -> bool:
         """Write the last ``blocks`` blocks of the path that ends at ``node``, and what before them is not on
@@ -109,7 +120,7 @@ class DiskWrites:
         path: list[Node] = []
         count = 0
         current = node
-        while current.parent is not None and (count < blocks or self._was_left_out(current)):
+        while current.parent is not None and (count < blocks or self.left_out(current)):
             path.append(current)
             count += current.blocks
             current = current.parent
@@ -138,7 +149,8 @@ class DiskWrites:
             write.written = Written(digest, keys, (outcome,) * count)
         return True
 
-    def _was_left_out(self, node: Node) -> bool:
+    def left_out(self, node: Node) -> bool:
+        """Whether ``node`` is neither on disk nor being written there."""
         return self._disk not in node.placements and not node.locks.get(self._mark)
 
     def propose(self) -> Sequence[int]:
@@ -152,14 +164,16 @@ class DiskWrites:
 
     def _complete(self, write: _Write, durable: int) -> None:
         assert write.written is not None
-        outcomes = write.written.outcomes
+        self.ended += 1
         self.counters.written += durable
         if durable < write.blocks:
-            behind = outcomes[min(durable, len(outcomes) - 1)] is Outcome.BEHIND
-            if behind:
+            outcome = write.written.outcomes[durable]
+            if outcome is Outcome.BEHIND:
                 self.counters.write_skipped += write.blocks - durable
             else:
                 self.counters.write_failed += write.blocks - durable
+            if self._tell_refused is not None:
+                self._tell_refused(write.written.keys, durable, outcome)
         self._place(write, durable)
         self._tree.unlock(write.node, self._mark)
         self._tree.unlock(write.node, self._dram)

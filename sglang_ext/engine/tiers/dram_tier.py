@@ -269,6 +269,20 @@ class DramTier:
         self._tree.lock(node, self._dram)
         return self.below.submit(node, blocks)
 
+    def push_on(self, path: Sequence[Node]) -> None:
+        """Start what of a path, from its top, has not begun to go down, because there was no room for it."""
+        in_hbm = [node for node in path if self._hbm in node.placements]
+        if in_hbm and self._dram not in in_hbm[-1].placements:
+            self.write_through(in_hbm[-1])
+        below, last = self.below, None
+        for node in path:
+            if self._dram not in node.placements or node.locks.get(self._copying):
+                break
+            last = node
+        if below is not None and last is not None and below.left_out(last):
+            self._tree.lock(last, self._dram)
+            below.submit(last, 0)
+
     # -- DRAM to HBM ----------------------------------------------------------------------------
 
     def load(self, what: list[Node], places: Any, landed: Callable[[], None] | None = None) -> None:
@@ -341,6 +355,11 @@ class DramTier:
     @property
     def writing(self) -> bool:
         return bool(self._writes.pending)
+
+    @property
+    def copies_ended(self) -> int:
+        """Copies to DRAM, and those ahead of requests to HBM, that have ended since the start."""
+        return self._writes.completed
 
     # -- completion -----------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ from aiohttp import web
 
 from sglang_ext.keys import encode_tokens
 from sglang_ext.radix_global import Holder, RadixTree
-from sglang_ext.stages import StageTimes
 from sglang_ext.testing.servers import worker_dialects as dialects
 from sglang_ext.testing.servers.worker_dialects import Json, error, headers_of, plain
 from sglang_ext.tiers import Tier
@@ -116,8 +115,8 @@ class StandInWorker:
         self.refuses_tools = False
         self.skew_tokens = False
         """``/v1/tokenize`` answers something else than what is served."""
-        self.stages: StageTimes | None = None
-        """What answers tell of their requests' stages."""
+        self.told_at_end: dict[str, int | str] = {}
+        """What answers tell of their requests at the end: stages, for example."""
 
         self.requests: list[tuple[str, Json, dict[str, str]]] = []
         """(path, body, headers) of every generation request."""
@@ -149,9 +148,9 @@ class StandInWorker:
 
     def details(self, cached: int) -> Json | None:
         """``cached_tokens_details`` of an answer: none when there is nothing to tell."""
-        if not cached and self.stages is None:
+        if not cached and not self.told_at_end:
             return None
-        return {"device": cached, "host": 0, **(self.stages.details() if self.stages is not None else {})}
+        return {"device": cached, "host": 0, **self.told_at_end}
 
     # -- tokens -----------------------------------------------------------------------------------
 
@@ -293,9 +292,8 @@ class StandInWorker:
                     "prompt_tokens": len(prompts[index]),
                     "completion_tokens": upto,
                     "cached_tokens": cached,
-                    # Stages are told at the end.
                     "cached_tokens_details": self.details(cached)
-                    if finished or self.stages is None
+                    if finished or not self.told_at_end
                     else None,
                 },
             }

@@ -129,7 +129,8 @@ WITH_DISK = Scenario("durability", hbm_tokens=240, dram_blocks=60, disk_blocks=4
 
 
 @pytest.mark.parametrize(
-    ("durability", "in_dram", "on_disk"), [("off", 0, 0), ("dram", BLOCKS, 0), ("disk", BLOCKS, BLOCKS)]
+    ("durability", "in_dram", "on_disk"),
+    [("off", 0, 0), ("dram", BLOCKS, 0), ("disk", BLOCKS, BLOCKS), ("acked:2", BLOCKS, BLOCKS)],
 )
 def test_new_kv_is_written_so_far_and_no_further(durability: str, in_dram: int, on_disk: int) -> None:
     disks: list[BlockTier] = []

@@ -80,8 +80,9 @@ def cold(folder: Path, prompts: list[list[int]]) -> list[Answer]:
 
 @pytest.fixture(scope="module")
 def server(folder: Path, cold: list[Answer]) -> Iterator[ServerProcess]:
-    """The next server on the same directory."""
-    with ServerProcess(spec(folder, "--kv-instance-id", "second-life")) as server:
+    """The next server on the same directory, which tells of no end before its answer is on disk."""
+    acked = ("--kv-durability", "acked")
+    with ServerProcess(spec(folder, "--kv-instance-id", "second-life", *acked)) as server:
         yield server
 
 
@@ -172,6 +173,7 @@ def test_weights_updated_in_place_neither_use_nor_leave_kv_of_others(
     known, running = ([rng.randrange(100, 30_000) for _ in range(20 * BLOCK + 4)] for _ in range(2))
     before = on_disk(server)
     with_first = server.generate(known, max_new_tokens=8)
+    assert with_first.durability == "durable"
     wait_until(lambda: on_disk(server) >= before + 20, seconds=20, what="the prompt on disk")
     fine_tune = tuned(model_path("tiny"), tmp_path / "tuned")
     with ThreadPoolExecutor() as pool:
@@ -184,6 +186,7 @@ def test_weights_updated_in_place_neither_use_nor_leave_kv_of_others(
         with_tuned = server.generate(known, max_new_tokens=8)
         through = answer.result()
     assert with_tuned.cached_tokens == 0
+    assert (with_tuned.durability, through.durability) == ("durable", "uncached")
     with ServerProcess(ServerSpec(flags=("--model-path", str(fine_tune)))) as fresh:
         assert_same(fresh.generate(known, max_new_tokens=8), with_tuned)
     with pytest.raises(AssertionError):

@@ -166,7 +166,7 @@ STAGES_TOLD = StageTimes(0.5, 0.25, 0.0625, 0.0, 1.0)
 async def test_what_instances_tell_of_stages_is_seen_everywhere(start_worker, start_router, client) -> None:
     tracing, exporter = in_memory()
     worker = await start_worker()
-    worker.stages = STAGES_TOLD
+    worker.told_at_end = {**STAGES_TOLD.details(), "durability_end": "behind"}
     router = await traced(start_router, tracing, worker)
     message = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     asked = 0
@@ -189,7 +189,9 @@ async def test_what_instances_tell_of_stages_is_seen_everywhere(start_worker, st
                 )
                 assert "router_queue;dur=" in timing
             async with client.get(f"{router.url}/explain/{asked}") as got:
-                assert (await got.json())["seconds"]["instances"] == dict(STAGES_TOLD.items())
+                explained = await got.json()
+                assert explained["seconds"]["instances"] == dict(STAGES_TOLD.items())
+                assert explained["durability"] == "behind"
     value = router.metrics.registry.get_sample_value
     name = "sglang_ext_router_instance_stage_seconds"
     assert value(f"{name}_sum", {"stage": "prefill"}) == asked * 0.25
@@ -214,7 +216,8 @@ async def test_an_instance_that_tells_no_stages_has_none(start_worker, start_rou
     async with client.post(router.url + "/generate", json=BODY, headers={"x-request-id": "q"}) as answer:
         assert "server-timing" not in answer.headers
     async with client.get(router.url + "/explain/q") as answer:
-        assert (await answer.json())["seconds"]["instances"] is None
+        explained = await answer.json()
+        assert explained["seconds"]["instances"] is explained["durability"] is None
 
 
 async def test_concurrent_requests_have_their_own_spans(start_worker, start_router, client) -> None:

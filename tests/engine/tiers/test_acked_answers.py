@@ -1,0 +1,252 @@
+"""When the end of an answer may be told: never before it is durable, and never later than it has to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from test_disk_writes import BLOCK, LAYOUT, PLAIN, Setup
+
+from sglang_ext.engine.tiers.acked_answers import Acked, AckedAnswers, AckEnd
+from sglang_ext.keys import encode_tokens
+from sglang_ext.testing.fakes import FakeClock
+from sglang_ext.testing.tiers import MemoryTier
+from sglang_ext.tiered_store.tier import Outcome, Put
+from sglang_ext.tiers import Tier
+
+TIMEOUT = 10.0
+
+
+class Acking(Setup):
+    """With what acknowledges answers."""
+
+    def __init__(self, *, behind: int = 0, disk_blocks: int = 100, backlog: int = 100) -> None:
+        super().__init__(disk_blocks, backlog)
+        self.clock = FakeClock()
+        self.answers = AckedAnswers(
+            self.tree,
+            self.tier,
+            self.writes,
+            self.below,
+            self.ranks,
+            behind=behind,
+            timeout=TIMEOUT,
+            clock=self.clock,
+        )
+
+    def answer(self, tokens: Sequence[int]) -> Acked:
+        """A request has ended that had these tokens, its answer included."""
+        self.insert(list(tokens[: len(tokens) // BLOCK * BLOCK]))
+        return self.answers.ended(PLAIN, encode_tokens(list(tokens)))
+
+    def passes(self, count: int = 2) -> None:
+        for _ in range(count):
+            self.ranks.each_pass()
+
+    def on_disk(self, answer: Acked) -> bool:
+        return self.below.match(self.names.digest(PLAIN), answer.names) == len(answer.names)
+
+
+@pytest.fixture
+def setup() -> Iterator[Acking]:
+    setup = Acking()
+    yield setup
+    setup.close()
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Acking]]:
+    made: list[Acking] = []
+
+    def make(**how: int) -> Acking:
+        made.append(Acking(**how))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_an_end_is_told_when_prompt_and_answer_are_on_disk_and_not_before(setup: Acking) -> None:
+    answer = setup.answer(range(14))
+    for step in (setup.passes, setup.to_dram, setup.passes):
+        step()
+        assert not setup.answers.may_tell(answer)
+        assert not setup.on_disk(answer)
+    assert setup.answers.holding
+    setup.clock.advance(0.5)
+    setup.to_disk()
+    setup.passes()
+    assert setup.answers.may_tell(answer)
+    assert setup.on_disk(answer)
+    assert answer.details() == {
+        "durability_end": "durable",
+        "durability_tokens": 12,
+        "durability_wait_us": 500_000,
+    }
+    assert not setup.answers.holding
+    assert list(setup.answers.waits) == [0.5]
+    assert setup.answers.counters == {AckEnd.DURABLE: 1}
+
+
+def test_what_has_no_whole_block_waits_for_nothing(setup: Acking) -> None:
+    assert setup.answers.may_tell(setup.answer(range(3)))
+
+
+def test_a_known_answer_is_told_again_at_once(setup: Acking) -> None:
+    setup.answer(range(12))
+    setup.to_dram()
+    setup.to_disk()
+    again = setup.answer(range(12))
+    setup.passes()
+    assert setup.answers.may_tell(again)
+
+
+def test_a_turn_may_be_behind_and_the_one_before_it_may_not(make: Callable[..., Acking]) -> None:
+    setup = make(behind=1)
+    first, other = setup.answer(range(8)), setup.answer(range(50, 54))
+    assert setup.answers.may_tell(first)
+    assert first.told is AckEnd.BEHIND
+    assert first.details()["durability_tokens"] == 0
+    second = setup.answer(range(16))
+    setup.passes()
+    assert not setup.answers.may_tell(second)
+    assert setup.answers.may_tell(other)  # another conversation
+    setup.tier.settle()
+    setup.writer.group_bytes = 1
+    setup.writer.step()  # the first turn, which was submitted first
+    setup.passes()
+    assert first.outcome is AckEnd.DURABLE
+    assert setup.answers.may_tell(second)
+    assert second.told is AckEnd.BEHIND
+    assert not setup.on_disk(second)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FULL, Outcome.READ_ONLY, Outcome.IO_ERROR])
+def test_a_disk_that_refuses_is_said_at_once(setup: Acking, outcome: Outcome) -> None:
+    class Refusing(MemoryTier):
+        def prepare_put(self, namespace: bytes, keys: Sequence[bytes]) -> Put | Outcome:
+            return outcome
+
+    setup.writer.tier = Refusing(LAYOUT, 10)
+    answer, short = setup.answer(range(12)), setup.answer(range(60, 64))
+    setup.to_dram()
+    assert not setup.answers.may_tell(answer)
+    setup.to_disk()
+    setup.passes()
+    assert setup.answers.may_tell(answer)
+    assert setup.answers.may_tell(short)
+    assert answer.told is short.told is AckEnd.REFUSED
+    assert answer.details()["durability_tokens"] == 0
+
+
+def test_what_the_writer_skipped_is_tried_again(make: Callable[..., Acking]) -> None:
+    setup = make(backlog=2)
+    first, second = setup.answer([1] * 8), setup.answer([2] * 8)
+    setup.to_dram()
+    for answer in (first, second):
+        setup.to_disk()
+        setup.passes()
+        assert setup.writes.counters.write_skipped == 2
+        assert setup.answers.may_tell(answer)
+        assert answer.told is AckEnd.DURABLE
+
+
+def test_what_dram_had_no_room_for_is_tried_again(setup: Acking) -> None:
+    first, second = setup.answer([1] * 24), setup.answer([2] * 16)
+    assert setup.tier.counters.skipped == 2  # of ten blocks, in an arena of eight
+    setup.to_dram()
+    setup.passes()
+    assert not setup.answers.may_tell(second)
+    setup.to_disk()
+    setup.passes()
+    assert setup.answers.may_tell(first)
+    setup.to_dram()
+    setup.to_disk()
+    setup.passes()
+    assert setup.answers.may_tell(second)
+    assert second.told is AckEnd.DURABLE
+    assert setup.on_disk(second)
+
+
+def test_an_end_is_told_late_rather_than_never_and_looked_after_all_the_same(setup: Acking) -> None:
+    answer = setup.answer(range(12))
+    setup.to_dram()
+    setup.passes()
+    setup.clock.advance(TIMEOUT - 0.1)
+    assert not setup.answers.may_tell(answer)
+    setup.clock.advance(0.2)
+    assert setup.answers.may_tell(answer)
+    assert answer.told is AckEnd.LATE
+    assert not setup.answers.holding
+    setup.to_disk()
+    setup.passes()
+    assert answer.outcome is AckEnd.DURABLE
+    assert answer.told is AckEnd.LATE
+
+
+def test_what_has_left_memory_unwritten_is_lost(setup: Acking) -> None:
+    kept, lost = setup.answer([1] * 24), setup.answer([2] * 16)
+    setup.to_dram()
+    setup.evict_hbm(10)  # DRAM has eight of them
+    setup.passes()
+    assert setup.answers.may_tell(lost)
+    assert lost.told is AckEnd.LOST
+    assert not setup.answers.may_tell(kept)
+
+
+def test_what_the_disk_gave_up_meanwhile_is_lost(setup: Acking) -> None:
+    answer = setup.answer(range(12))
+    setup.to_dram()
+    while setup.writer.step():
+        pass
+    setup.below.drop(setup.names.digest(PLAIN), answer.names[:1])
+    setup.passes()
+    assert setup.answers.may_tell(answer)
+    assert answer.told is AckEnd.LOST
+
+
+def test_what_is_on_disk_and_left_memory_is_durable(setup: Acking) -> None:
+    answer = setup.answer(range(12))
+    setup.to_dram()
+    while setup.writer.step():
+        pass
+    setup.writes.act(setup.writes.propose())
+    setup.evict_hbm(3)
+    setup.store.delete(Tier.DRAM, setup.tree.evict(setup.dram, 3))
+    assert not list(setup.tree.nodes())
+    setup.passes()
+    assert setup.answers.may_tell(answer)
+    assert answer.told is AckEnd.DURABLE
+
+
+def in_step(ranks: Sequence[Acking]) -> None:
+    """One pass of every rank."""
+    for parts in zip(*(each.ranks._parts for each in ranks), strict=True):
+        said = [part.propose() for part in parts]
+        for part in parts:
+            part.act([min(numbers) for numbers in zip(*said, strict=True)])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_not_on_every_ranks_disk_is_not_durable(make: Callable[..., Acking], fails: bool) -> None:
+    ranks = [make(), make()]
+    if fails:
+        ranks[1].below.close()
+    answers = [each.answer(range(12)) for each in ranks]
+    for each in ranks:
+        each.to_dram()
+    while ranks[0].writer.step():
+        pass
+    for _ in range(3):
+        in_step(ranks)
+    assert ranks[0].on_disk(answers[0])
+    assert not any(each.answers.may_tell(answer) for each, answer in zip(ranks, answers, strict=True))
+    while ranks[1].writer.step():
+        pass
+    for _ in range(3):
+        in_step(ranks)
+    for each, answer in zip(ranks, answers, strict=True):
+        assert each.answers.may_tell(answer)
+        assert (answer.told is AckEnd.DURABLE) is not fails
+    assert answers[1].told is (AckEnd.REFUSED if fails else AckEnd.DURABLE)

@@ -1,0 +1,202 @@
+"""``--kv-durability acked`` on a real server: an end that was told is on disk, whatever happens next."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hooked_server import FOLDER
+
+from sglang_ext.testing.compare import assert_same
+from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, wait_until
+from sglang_ext.tiered_store.disk.check import check_directory
+
+pytestmark = pytest.mark.integration
+
+BLOCK = 16
+SLOW = 0.8
+TIMEOUT = 2.5
+
+
+def spec(faults: Path, folder: Path, *more: str) -> ServerSpec:
+    return ServerSpec(
+        run=(str(Path(__file__).parents[1].joinpath("faulty_disk_server.py")),),
+        flags=(
+            *("--radix-cache-backend", "global", "--kv-check", "--kv-load-policy", "always"),
+            *("--kv-dram-size", "16MB", "--kv-disk-path", str(folder), "--kv-disk-size", "1GB"),
+            *("--max-total-tokens", "2400", "--chunked-prefill-size", "256", "--enable-metrics", *more),
+        ),
+        environment={FOLDER: str(faults), **STRICT},
+    )
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kv")
+
+
+@pytest.fixture(scope="module")
+def server(faults: Path, folder: Path) -> Iterator[ServerProcess]:
+    acked = ("--kv-durability", "acked", "--kv-durability-timeout", str(TIMEOUT), "--enable-response-store")
+    with ServerProcess(spec(faults, folder, *acked)) as server:
+        yield server
+
+
+@pytest.fixture
+def prompt(rng: random.Random) -> list[int]:
+    return [rng.randrange(100, 30_000) for _ in range(6 * BLOCK + 4)]
+
+
+@contextmanager
+def fault(faults: Path, name: str, text: str = "") -> Iterator[None]:
+    (faults / name).write_text(text)
+    try:
+        yield
+    finally:
+        (faults / name).unlink()
+
+
+def metric(server: ServerProcess, name: str, label: str = "") -> float:
+    samples = server.metrics().items()
+    return sum(v for k, v in samples if k.startswith(f"sglang_ext_cache_{name}{{") and label in k)
+
+
+def wait_for_metric(server: ServerProcess, name: str, label: str, least: float) -> None:
+    wait_until(lambda: metric(server, name, label) >= least, seconds=10, what=f"{name} of {least}")
+
+
+def events(server: ServerProcess, prompt: list[int], **fields: str) -> Iterator[tuple[float, dict[str, Any]]]:
+    """What a stream of 8 tokens says of each event, and when."""
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True},
+        "stream": True,
+        **fields,
+    }
+    with httpx.stream("POST", f"{server.url}/generate", json=body, trust_env=False, timeout=60) as response:
+        for line in response.iter_lines():
+            data = line.removeprefix("data:").strip()
+            if data and data != "[DONE]":
+                yield time.monotonic(), json.loads(data)["meta_info"]
+
+
+def blocks_on_disk(folder: Path) -> int:
+    (rank,) = folder.iterdir()
+    return check_directory(rank).blocks
+
+
+def test_the_end_waits_for_the_disk(server: ServerProcess, prompt: list[int], faults: Path) -> None:
+    with fault(faults, "slow-writes", str(SLOW)):
+        began = time.monotonic()
+        answer = server.generate(prompt, max_new_tokens=8)
+    assert answer.durability == "durable"
+    assert time.monotonic() - began >= SLOW
+    assert answer.stages is not None
+    assert answer.stages.total < SLOW < answer.seconds
+    assert_same(server.generate(prompt, max_new_tokens=8, cache_salt="other"), answer)
+    wait_for_metric(server, "acked_answers_total", 'end="durable"', 2)
+    wait_for_metric(server, "durability_wait_seconds_sum", "", SLOW / 2)
+
+
+def test_tokens_before_the_last_do_not_wait(server: ServerProcess, prompt: list[int], faults: Path) -> None:
+    with fault(faults, "slow-writes", str(SLOW)):
+        seen = list(events(server, prompt))
+    (before, last), (end, final) = seen[-2:]
+    assert (last["completion_tokens"], last["finish_reason"]) == (7, None)
+    assert final["finish_reason"] is not None
+    assert end - before >= SLOW / 2
+    assert final["cached_tokens_details"]["durability_end"] == "durable"
+
+
+def test_a_response_in_the_background_is_completed_when_it_is_durable(
+    server: ServerProcess, faults: Path
+) -> None:
+    (model,) = (each["id"] for each in server.get("/v1/models")["data"])
+    body = {"model": model, "input": "tell me " * 60, "max_output_tokens": 8, "background": True}
+    with fault(faults, "slow-writes", str(SLOW)):
+        began = time.monotonic()
+        name = server.post("/v1/responses", body)["id"]
+        wait_until(lambda: status(server, name) not in ("queued", "in_progress"), seconds=20, what="the end")
+        assert time.monotonic() - began >= SLOW
+        assert status(server, name) in ("completed", "incomplete")
+
+
+def status(server: ServerProcess, name: str) -> str:
+    return str(server.get(f"/v1/responses/{name}")["status"])
+
+
+def test_a_full_disk_is_said_and_not_waited_for(
+    server: ServerProcess, prompt: list[int], faults: Path
+) -> None:
+    with fault(faults, "full"):
+        began = time.monotonic()
+        answer = server.generate(prompt, max_new_tokens=8)
+        assert time.monotonic() - began < TIMEOUT
+    assert answer.durability == "refused"
+    wait_for_metric(server, "acked_answers_total", 'end="refused"', 1)
+    # The next turn takes along what was refused.
+    longer = [*prompt, *answer.tokens, *prompt]
+    assert server.generate(longer, max_new_tokens=8).durability == "durable"
+
+
+def test_a_disk_that_hangs_holds_an_end_no_longer_than_the_flag_says(
+    server: ServerProcess, prompt: list[int], faults: Path
+) -> None:
+    """Others go on meanwhile, and an answer that nobody waits for any more disturbs nothing."""
+    began = 0.0
+    with fault(faults, "slow-writes", str(TIMEOUT + 1.0)):
+        for at, meta in events(server, prompt, rid="late"):
+            if meta["completion_tokens"] == 7:
+                began = at
+                server.post("/abort_request", {"rid": "late"})
+                assert server.generate(prompt[:8], max_new_tokens=2).durability == "durable"  # no whole block
+            else:
+                end = at
+        assert TIMEOUT - 0.1 <= end - began < TIMEOUT + 1.0
+    assert meta["cached_tokens_details"]["durability_end"] == "late"
+    wait_for_metric(server, "acked_answers_total", 'end="late"', 1)
+
+
+def kill(server: ServerProcess) -> None:
+    (scheduler,) = server.processes("sglang::scheduler")
+    os.kill(scheduler, signal.SIGKILL)
+
+
+def test_what_was_told_survives_a_kill_and_without_the_flag_it_does_not(
+    server: ServerProcess, rng: random.Random, faults: Path, folder: Path
+) -> None:
+    """Killed right after an end was told, with a slow disk. The second server is the twin."""
+    prompt, other = ([rng.randrange(100, 30_000) for _ in range(10 * BLOCK + 4)] for _ in range(2))
+    with fault(faults, "slow-writes", str(SLOW)):
+        answer = server.generate(prompt, max_new_tokens=2 * BLOCK)
+        kill(server)
+    server.stop()
+    with ServerProcess(spec(faults, folder)) as twin:
+        # The KV of the last token was never computed.
+        whole = [*prompt, *answer.tokens][: 12 * BLOCK + 1]
+        found = twin.generate([*whole, 5, 6, 7], max_new_tokens=1)
+        assert found.disk_tokens == 12 * BLOCK
+        assert_same(answer, twin.generate(prompt, max_new_tokens=2 * BLOCK))
+        twin.wait_idle()
+        wait_until(lambda: metric(twin, "disk_backlog_bytes") == 0, seconds=20, what="everything written")
+        before = metric(twin, "blocks", 'tier="disk"')
+        with fault(faults, "slow-writes", str(SLOW)):
+            told = twin.generate(other, max_new_tokens=2 * BLOCK)
+            kill(twin)
+    assert told.durability is None
+    with pytest.raises(AssertionError):
+        assert blocks_on_disk(folder) >= before + 12
