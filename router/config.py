@@ -10,6 +10,7 @@ from sglang_ext.flags import COUNT, NUMBER, PORT, SECONDS, SIZE, Flagged, Parser
 from sglang_ext.hosts import is_loopback
 from sglang_ext.router.cluster.setup import EMBEDDED, check_cluster
 from sglang_ext.router.dispatch.advisory_book import HintLimits
+from sglang_ext.router.dispatch.queueing import QUEUE_POLICIES, queue_policy_named
 from sglang_ext.router.http.state import HttpLimits
 from sglang_ext.router.index.index import MODES as INDEX_MODES
 from sglang_ext.router.policies import POLICIES, policy_named
@@ -302,6 +303,12 @@ class RouterConfig(Flagged):
         1024,
         "Requests that may wait for a worker with room. Beyond, the least important is refused with a 503.",
     )
+    queue_policy: str = flag(
+        "priority",
+        f"Who is next among those that wait: {', '.join(QUEUE_POLICIES)}, or one's own as "
+        "package.module:function. A full line refuses its last.",
+        metavar="NAME",
+    )
     queue_timeout_secs: float = flag(
         30.0, "How long a request may wait for a worker with room.", SECONDS.positive()
     )
@@ -391,6 +398,7 @@ class RouterConfig(Flagged):
         if len(set(self.worker_urls)) != len(self.worker_urls):
             raise ConfigError(f"a worker is named twice: {' '.join(self.worker_urls)}", field="--worker-urls")
         policy_named(self.policy)
+        queue_policy_named(self.queue_policy)
         check_cluster(self.cluster, self.cluster_name, self.cluster_password_file, is_loopback)
         if not is_loopback(self.host) and not self.api_key and not self.api_keys_file:
             raise ConfigError(

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from sglang_ext.errors import ConfigError
 from sglang_ext.flags import COUNT, PATH, PORT, SECONDS, SIZE, Flagged, Parser, flag, one_of, several_of
+from sglang_ext.own_functions import policy_name
 
 MAX_BLOCK_SIZE = 1024
 MAX_ID_CHARS = 200
@@ -158,9 +159,17 @@ class KvConfig(Flagged):
     )
     eviction_policy: str = flag(
         "lru",
-        "The order in which blocks leave a tier: lru (least recently used first) or slru (segmented LRU: "
-        "blocks used only once leave before blocks used again).",
-        one_of("lru", "slru"),
+        "The order in which blocks leave a tier: lru (least recently used first), slru (segmented LRU: "
+        "blocks used only once leave before blocks used again), or a function of your own as "
+        "package.module:function.",
+        policy_name(("lru", "slru")),
+    )
+    pressure_policy: str = flag(
+        "weakest-first",
+        "Which announced sessions lose their KV when nothing else is left that could go: weakest-first "
+        "(lowest priority, then the hint that expires soonest), smallest-first (lowest priority, then the "
+        "least KV, as in Symphony), or a function of your own as package.module:function.",
+        policy_name(("weakest-first", "smallest-first")),
     )
     instance_id: str | None = flag(
         None,

@@ -26,6 +26,7 @@ SHARED = {
     "keys",
     "metrics",
     "numa",
+    "own_functions",
     "tiers",
     "signals",
     "stages",

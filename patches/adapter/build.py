@@ -27,6 +27,7 @@ from sglang_ext.engine.tiers.cuda_mover import CudaMover
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.mover import LayerGate, Mover, ThreadMover
 from sglang_ext.engine.tiers.opening import open_below
+from sglang_ext.engine.tiers.retention import pressure_policy_by_name
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError
@@ -132,6 +133,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             below=below,
             copies=None if feed is None else feed.log,
             write=config.writes_dram,
+            pressure=pressure_policy_by_name(config.pressure_policy),
         )
         if disk is not None and below is not None:
             # The parts of a PD server have loops of their own, in which a batch cannot be run again.

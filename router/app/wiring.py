@@ -25,7 +25,7 @@ from sglang_ext.router.dispatch.flight import Flights, Homes
 from sglang_ext.router.dispatch.forwarding import Forwarding
 from sglang_ext.router.dispatch.moving import Mover
 from sglang_ext.router.dispatch.profiles import load_named
-from sglang_ext.router.dispatch.queueing import Admission
+from sglang_ext.router.dispatch.queueing import Admission, queue_policy_named
 from sglang_ext.router.dispatch.relaying import Relay
 from sglang_ext.router.endpoints.advisory_api import AdvisoryApi
 from sglang_ext.router.endpoints.background import Background
@@ -176,7 +176,11 @@ class Parts:
             routing, self.fleet, self.trees, self.costs, self.metrics, self.fetching, self.advisor
         )
         self.admission = Admission(
-            self.chooser.capacity, clock, size=config.queue_size, patience_s=config.queue_timeout_secs
+            self.chooser.capacity,
+            clock,
+            size=config.queue_size,
+            patience_s=config.queue_timeout_secs,
+            order=queue_policy_named(config.queue_policy),
         )
 
         # Requests on their way.

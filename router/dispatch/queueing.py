@@ -1,8 +1,9 @@
 """Waiting for a place when every instance has as many requests as it may have.
 
-``Line`` decides who is next: larger priority first, then who came first. ``Admission`` is the small
-asynchronous part around it. Places are counted for the fleet as a whole: with places for ``n`` requests on
-each of ``m`` instances and less than ``n * m`` requests admitted, at least one instance has room.
+``Line`` decides who is next: by a policy (``--queue-policy``; larger priority first), then who came first.
+``Admission`` is the small asynchronous part around it. Places are counted for the fleet as a whole: with
+places for ``n`` requests on each of ``m`` instances and less than ``n * m`` requests admitted, at least one
+instance has room.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 
 from sglang_ext.clock import Clock
 from sglang_ext.errors import InternalError, UserError
+from sglang_ext.own_functions import SortKey, order_named
 from sglang_ext.router.telemetry.observability import RouterMetrics
 
 RECHECK_S = 0.25
@@ -31,12 +33,50 @@ class QueueTimeout(UserError):
     """A request has waited as long as it may."""
 
 
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A request that waits, as a policy for the order in the line sees it."""
+
+    priority: int = 0
+    """As the request or its key says, 0 without."""
+    prompt_tokens: int = 0
+    """Of all its prompts; characters where the router has no tokenizer for the model."""
+    tenant: str | None = None
+    """Whose it is; ``None`` without a key file."""
+    streams: bool = False
+
+
+def by_priority(request: Waiting) -> SortKey:
+    """Larger priority first."""
+    return (-request.priority,)
+
+
+def shortest_first(request: Waiting) -> SortKey:
+    """Larger priority first, then the shorter prompt: the least waiting in sum. Long ones may wait long."""
+    return (-request.priority, request.prompt_tokens)
+
+
+QUEUE_POLICIES: dict[str, Callable[[Waiting], SortKey]] = {
+    "priority": by_priority,
+    "shortest-first": shortest_first,
+}
+
+
+def queue_policy_named(name: str) -> Callable[[Waiting], SortKey]:
+    """The order of that name, or one's own by ``package.module:function``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    return order_named(name, QUEUE_POLICIES, "(request) -> tuple of numbers", field="--queue-policy")
+
+
 @dataclass(order=True, slots=True)
 class Ticket:
     """One place in the line."""
 
-    rank: tuple[int, int]
-    """(negated priority, arrival): smaller goes first."""
+    rank: tuple[SortKey, int]
+    """(the policy's key, arrival): smaller goes first."""
     gone: bool = field(default=False, compare=False)
     """It has left the line: admitted, displaced, or its client went away."""
     displaced: bool = field(default=False, compare=False)
@@ -49,10 +89,12 @@ class Line:
 
     Args:
         size: most that wait.
+        order: who goes first.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, order: Callable[[Waiting], SortKey] = by_priority) -> None:
         self.size = size
+        self._order = order
         self._heap: list[Ticket] = []
         self._arrivals = itertools.count()
         self._waiting = 0
@@ -60,17 +102,17 @@ class Line:
     def __len__(self) -> int:
         return self._waiting
 
-    def join(self, priority: int) -> tuple[Ticket, Ticket | None]:
+    def join(self, request: Waiting) -> tuple[Ticket, Ticket | None]:
         """Stand in line. Returns (the ticket, who was displaced for it or ``None``).
 
         Raises:
             QueueFull: the line is full of requests that are at least as important.
         """
-        ticket = Ticket((-priority, next(self._arrivals)))
+        ticket = Ticket((self._order(request), next(self._arrivals)))
         displaced = None
         if self._waiting >= self.size:
             last = max((t for t in self._heap if not t.gone), default=None)
-            if last is None or last.rank[0] <= -priority:
+            if last is None or last.rank[0] <= ticket.rank[0]:
                 raise QueueFull(f"{self._waiting} requests wait already", field="--queue-size")
             self.leave(last)
             last.displaced = True
@@ -108,14 +150,14 @@ class Line:
 class Place:
     """See ``Admission.place``. A class, because a generator costs every request more."""
 
-    __slots__ = ("_admission", "_priority")
+    __slots__ = ("_admission", "_request")
 
-    def __init__(self, admission: Admission, priority: int) -> None:
+    def __init__(self, admission: Admission, request: Waiting) -> None:
         self._admission = admission
-        self._priority = priority
+        self._request = request
 
     async def __aenter__(self) -> float:
-        return await self._admission.enter(self._priority)
+        return await self._admission.enter(self._request)
 
     async def __aexit__(self, *error: object) -> None:
         self._admission.leave()
@@ -129,15 +171,22 @@ class Admission:
         clock: seconds.
         size: most requests that wait.
         patience_s: how long one waits.
+        order: who goes first.
     """
 
     def __init__(
-        self, capacity: Callable[[], float], clock: Clock, *, size: int = 1024, patience_s: float = 30.0
+        self,
+        capacity: Callable[[], float],
+        clock: Clock,
+        *,
+        size: int = 1024,
+        patience_s: float = 30.0,
+        order: Callable[[Waiting], SortKey] = by_priority,
     ) -> None:
         self._capacity = capacity
         self._clock = clock
         self._patience_s = patience_s
-        self.line = Line(size)
+        self.line = Line(size, order)
         self.admitted = 0
         """Requests that have a place."""
 
@@ -152,13 +201,13 @@ class Admission:
 
         metrics.refreshing.subscribe(refresh)
 
-    def place(self, priority: int = 0) -> Place:
+    def place(self, request: Waiting) -> Place:
         """Hold a place while the block runs; gives the seconds that were waited for it.
 
         Raises:
             QueueFull, QueueTimeout: there is none.
         """
-        return Place(self, priority)
+        return Place(self, request)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -170,10 +219,10 @@ class Admission:
         finally:
             self.leave()
 
-    async def enter(self, priority: int) -> float:
+    async def enter(self, request: Waiting) -> float:
         """See ``place``; whoever enters leaves."""
         if len(self.line) or self.admitted >= self._capacity():
-            return await self._wait(priority)
+            return await self._wait(request)
         self.admitted += 1
         return 0.0
 
@@ -183,10 +232,10 @@ class Admission:
         if len(self.line):
             self._grant()
 
-    async def _wait(self, priority: int) -> float:
+    async def _wait(self, request: Waiting) -> float:
         """Returns with a place taken."""
         since = self._clock.monotonic()
-        ticket, displaced = self.line.join(priority)
+        ticket, displaced = self.line.join(request)
         ticket.wake = asyncio.get_running_loop().create_future()
         if displaced is not None and displaced.wake is not None and not displaced.wake.done():
             displaced.wake.set_result(None)

@@ -28,7 +28,7 @@ from sglang_ext.router.dispatch.choosing import RETRY_AFTER_S, Chooser, no_worke
 from sglang_ext.router.dispatch.explain import Choice, Stories, Story
 from sglang_ext.router.dispatch.flight import Flight, Flights, Homes
 from sglang_ext.router.dispatch.pairs import HalfFailed
-from sglang_ext.router.dispatch.queueing import Admission, QueueFull, QueueTimeout
+from sglang_ext.router.dispatch.queueing import Admission, QueueFull, QueueTimeout, Waiting
 from sglang_ext.router.dispatch.relaying import Relay
 from sglang_ext.router.dispatch.retry_budget import RetryBudget
 from sglang_ext.router.endpoints.routes import Handler, Route
@@ -170,7 +170,8 @@ class Generation:
         self._stories.add(story)
         with self._flights.carrying(flight):
             try:
-                async with self._admission.place(record.priority) as waited:
+                waiting = Waiting(record.priority, units, record.caller.tenant, record.stream)
+                async with self._admission.place(waiting) as waited:
                     record.queued_s = waited
                     await self._attempts(flight, story)
             except QueueFull as error:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from sglang_ext.own_functions import SortKey, order_named
 from sglang_ext.radix_global.node import Node
 from sglang_ext.radix_global.placement import Holder
 
@@ -24,7 +25,6 @@ class Candidate(Protocol):
     priority: int
 
 
-SortKey = tuple[float, ...]
 EvictionPolicy = Callable[[Candidate], SortKey]
 
 PROTECTED_HITS = 2
@@ -53,15 +53,12 @@ POLICIES: dict[str, EvictionPolicy] = {"lru": lru, "slru": slru, "priority": pri
 
 
 def policy_by_name(name: str) -> EvictionPolicy:
-    """The policy of that name.
+    """The policy of that name, or one's own by ``package.module:function``.
 
     Raises:
-        ValueError: there is none; the message lists the names.
+        ConfigError: there is none.
     """
-    try:
-        return POLICIES[name]
-    except KeyError:
-        raise ValueError(f"unknown eviction policy {name!r}; choose one of {', '.join(POLICIES)}") from None
+    return order_named(name, POLICIES, "(node) -> tuple of numbers", field="--kv-eviction-policy")
 
 
 class EvictionQueue:

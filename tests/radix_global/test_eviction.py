@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sglang_ext.errors import ConfigError
 from sglang_ext.keys import encode_tokens
 from sglang_ext.radix_global import POLICIES, Holder, Node, RadixTree, policy_by_name
 from sglang_ext.radix_global.eviction import EvictionQueue, lru
@@ -151,8 +152,10 @@ def test_what_is_spared_stays_and_counts_as_used() -> None:
 
 def test_policies_are_found_by_name() -> None:
     assert {name: policy_by_name(name) for name in POLICIES} == POLICIES
-    with pytest.raises(ValueError, match="unknown eviction policy 'fifo'; choose one of lru, slru, priority"):
+    with pytest.raises(ConfigError, match="unknown policy 'fifo'") as refused:
         policy_by_name("fifo")
+    assert refused.value.field == "--kv-eviction-policy"
+    assert "lru, slru, priority" in str(refused.value.hint)
 
 
 # -- the queue alone --------------------------------------------------------------------------------

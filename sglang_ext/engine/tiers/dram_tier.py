@@ -23,8 +23,9 @@ import numpy as np
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.mover import BlockIds, LayerSink, Mover, Source
-from sglang_ext.engine.tiers.retention import Retention
+from sglang_ext.engine.tiers.retention import Announced, Retention, weakest_first
 from sglang_ext.mempool.store import Store
+from sglang_ext.own_functions import SortKey
 from sglang_ext.radix_global import Evicted, Holder, Match, Node
 from sglang_ext.radix_global.observer import CopyObserver, Unobserved
 from sglang_ext.tiers import Tier
@@ -86,6 +87,7 @@ class DramTier:
         below: takes complete blocks on to disk; ``None`` without a disk.
         copies: is told of copies under way.
         write: whether anything new is written at all; what is there is found and loaded in any case.
+        pressure: which announced session gives way first.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class DramTier:
         below: DiskWrites | None = None,
         copies: CopyObserver | None = None,
         write: bool = True,
+        pressure: Callable[[Announced], SortKey] = weakest_first,
     ) -> None:
         self.store = store
         self._tree = store.tree
@@ -116,7 +119,7 @@ class DramTier:
         self.counters = DramCounters()
         self._copies = copies or Unobserved()
         marker = Holder.of(f"{hbm.instance} announced requests", hbm.epoch, hbm.tier)
-        self.retention = Retention(store.tree, marker)
+        self.retention = Retention(store.tree, marker, pressure)
         """What is held back for requests that were announced, here and in HBM."""
         store.add(Tier.DRAM, self)
         store.add_source(Tier.DRAM, self)

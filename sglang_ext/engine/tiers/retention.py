@@ -1,10 +1,10 @@
 """Which KV is held back for requests that were announced, and in which order it goes all the same.
 
 What a live hint names goes after all other cached KV, in HBM and in DRAM, until its time to live is over
-(Symphony, section 3.3: memory is shared cooperatively with the engine). It is never locked: a running request
-that needs the room gets it at once. When only announced KV is left that could go, hints of low priority give
-way first, among equals the one that expires soonest, and of a prompt the end goes before the beginning. A
-slot of SGLang's spans all layers, so "later layers first" is what happens below: the layer cache keeps the
+(Symphony, section 3.3: memory is shared cooperatively with the engine). It is never locked: a running
+request that needs the room gets it at once. When only announced KV is left that could go, a policy
+(``--kv-pressure-policy``) says whose goes first, and of a prompt the end goes before the beginning. A slot
+of SGLang's spans all layers, so "later layers first" is what happens below: the layer cache keeps the
 lowest layers of what HBM and DRAM have given up.
 
 Times are rank 0's, as they come with its commands (``engine/commands.py``), so that all ranks hold back the
@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.own_functions import SortKey, order_named
 from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
 from sglang_ext.radix_global.edges import walk
 
@@ -35,6 +36,45 @@ def path_of(tree: RadixTree, namespace: Hashable, key: bytes) -> Iterator[tuple[
         if blocks < end:
             return
         yield end, node
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """An announced session, as a policy for the order under pressure sees it."""
+
+    priority: int
+    """The hint's."""
+    until: float
+    """When the hint ends, in rank 0's seconds."""
+    number: int
+    """Counts hints, the older the smaller."""
+    blocks: int
+    """What the tier that gives way holds of the session's prompt."""
+
+
+def weakest_first(session: Announced) -> SortKey:
+    """Lowest priority, then the hint that expires soonest."""
+    return (session.priority, session.until, session.number)
+
+
+def smallest_first(session: Announced) -> SortKey:
+    """Lowest priority, then the least KV (Symphony, section 3.3): less to fetch again when it comes."""
+    return (session.priority, session.blocks, session.until, session.number)
+
+
+PRESSURE_POLICIES: dict[str, Callable[[Announced], SortKey]] = {
+    "weakest-first": weakest_first,
+    "smallest-first": smallest_first,
+}
+
+
+def pressure_policy_by_name(name: str) -> Callable[[Announced], SortKey]:
+    """The policy of that name, or one's own by ``package.module:function``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    return order_named(name, PRESSURE_POLICIES, "(session) -> tuple of numbers", field="--kv-pressure-policy")
 
 
 @dataclass(eq=False)
@@ -63,11 +103,15 @@ class Retention:
     Args:
         tree: the rank's tree.
         marker: stands for the hints; holds nothing.
+        order: which session gives way first.
     """
 
-    def __init__(self, tree: RadixTree, marker: Holder) -> None:
+    def __init__(
+        self, tree: RadixTree, marker: Holder, order: Callable[[Announced], SortKey] = weakest_first
+    ) -> None:
         self._tree = tree
         self._marker = marker
+        self._order = order
         self._hints: dict[str, _Hint] = {}
         self._numbers = 0
         self.given_up = 0
@@ -143,7 +187,7 @@ class Retention:
     def give_up(
         self, holder: Holder, blocks: int, may_go: MayGo, *, below: float = math.inf
     ) -> list[Evicted]:
-        """Take up to so many announced blocks from ``holder``, of the weakest hints first, ends first.
+        """Take up to so many announced blocks from ``holder``, in the policy's order, ends first.
 
         Args:
             holder: whose.
@@ -157,25 +201,32 @@ class Retention:
         gone: list[Evicted] = []
         if blocks <= 0 or not self._hints:
             return gone
-        strongest_first = sorted(self._hints.values(), key=lambda hint: hint.strength, reverse=True)
-        # A beginning that prompts share goes with the strongest of them.
-        owned: dict[_Hint, list[Node]] = {}
+        # A beginning that prompts share goes with the last of them.
+        owned: list[tuple[_Hint, list[Node]]] = []
         seen: set[Node] = set()
-        for hint in strongest_first:
-            owned[hint] = [node for node in self._known(hint) if node not in seen]
-            seen.update(owned[hint])
-        for hint in reversed(strongest_first):
-            if hint.priority >= below or blocks <= 0:
+        for hint, nodes in reversed(self._in_order(holder)):
+            owned.append((hint, [node for node in nodes if node not in seen]))
+            seen.update(nodes)
+        for hint, nodes in reversed(owned):
+            if hint.priority >= below:
+                continue
+            if blocks <= 0:
                 break
-            taken = self._take(holder, owned[hint], blocks, may_go)
+            taken = self._take(holder, nodes, blocks, may_go)
             blocks -= sum(evicted.blocks for evicted in taken)
             gone += taken
         self.given_up += sum(evicted.blocks for evicted in gone)
         return gone
 
-    def _known(self, hint: _Hint) -> Iterator[Node]:
-        for _, node in path_of(self._tree, hint.namespace, hint.key):
-            yield node
+    def _in_order(self, holder: Holder) -> list[tuple[_Hint, list[Node]]]:
+        """Every hint with what is known of its prompt; who gives way first comes first."""
+        found: list[tuple[SortKey, _Hint, list[Node]]] = []
+        for hint in self._hints.values():
+            nodes = [node for _, node in path_of(self._tree, hint.namespace, hint.key)]
+            held = sum(node.blocks for node in nodes if holder in node.placements)
+            found.append((self._order(Announced(hint.priority, hint.until, hint.number, held)), hint, nodes))
+        found.sort(key=lambda each: (each[0], each[1].number))
+        return [(hint, nodes) for _, hint, nodes in found]
 
     def _take(self, holder: Holder, nodes: list[Node], blocks: int, may_go: MayGo) -> list[Evicted]:
         gone: list[Evicted] = []

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.router.dispatch.queueing import Admission, Line, QueueFull, QueueTimeout
+from sglang_ext.router.dispatch.queueing import Admission, Line, QueueFull, QueueTimeout, Waiting
 from sglang_ext.router.dispatch.retry_budget import RetryBudget
 from sglang_ext.testing.fakes import FakeClock
 
@@ -17,7 +17,7 @@ from sglang_ext.testing.fakes import FakeClock
 @given(st.lists(st.integers(-3, 3), max_size=40))
 def test_the_line_goes_by_priority_then_arrival(priorities: list[int]) -> None:
     line = Line(100)
-    tickets = [line.join(priority)[0] for priority in priorities]
+    tickets = [line.join(Waiting(priority))[0] for priority in priorities]
     order = [line.next() for _ in tickets]
     expected = sorted(range(len(priorities)), key=lambda i: (-priorities[i], i))
     assert order == [tickets[i] for i in expected]
@@ -27,11 +27,11 @@ def test_the_line_goes_by_priority_then_arrival(priorities: list[int]) -> None:
 
 def test_a_full_line_gives_way_to_the_more_important_only() -> None:
     line = Line(2)
-    first, _ = line.join(0)
-    second, _ = line.join(0)
+    first, _ = line.join(Waiting())
+    second, _ = line.join(Waiting())
     with pytest.raises(QueueFull):
-        line.join(0)
-    third, displaced = line.join(1)
+        line.join(Waiting())
+    third, displaced = line.join(Waiting(1))
     assert displaced is second
     assert second.displaced
     assert [line.next(), line.next(), line.next()] == [third, first, None]
@@ -44,10 +44,10 @@ def test_the_line_against_a_sorted_list(steps: list[tuple[str, int]]) -> None:
     for action, priority in steps:
         if action == "join":
             try:
-                ticket, displaced = line.join(priority)
+                ticket, displaced = line.join(Waiting(priority))
             except QueueFull:
                 assert len(model) == 5
-                assert min(t.rank for t in model)[0] <= max(t.rank for t in model)[0] <= -priority
+                assert min(t.rank for t in model)[0] <= max(t.rank for t in model)[0] <= (-priority,)
                 continue
             if displaced is not None:
                 assert displaced == max(model)
@@ -81,7 +81,7 @@ class Rig:
         done = asyncio.Event()
 
         async def run() -> float:
-            async with self.admission.place(priority) as waited:
+            async with self.admission.place(Waiting(priority)) as waited:
                 self.order.append(name)
                 await done.wait()
                 return waited

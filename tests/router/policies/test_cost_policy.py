@@ -394,7 +394,7 @@ def test_a_policy_of_ones_own_by_dotted_path(module) -> None:
         ("a_policy_of_ones_own:number", "no plain function"),
         ("a_policy_of_ones_own:klass", "no plain function"),
         ("a_policy_of_ones_own:coroutine", "no plain function"),
-        ("a_policy_of_ones_own:three", "five arguments"),
+        ("a_policy_of_ones_own:three", "5 arguments"),
     ],
 )
 def test_what_is_no_policy_is_refused(module, name, why) -> None:
