@@ -8,6 +8,10 @@ there. The output of the first is shown as it comes, that of the others when the
 select tests, the RDMA transport's tests run in a virtual machine (tests/rdma, under a minute) when the others
 are through. No test runs a second time: one that fails is a finding. How each part ended is said at the end,
 and the worst status of all is the run's.
+
+Processes that a part has left fail the run, also those that have no parent any more. SIGINT, SIGTERM and
+SIGHUP end all that the run has started: first the parts as Ctrl-C does, so that they take down what they set
+up, then what remains.
 """
 
 from __future__ import annotations
@@ -17,8 +21,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
+
+from sglang_ext.cluster import guard
 
 PARTS = {
     "fleets": "tests that start servers of their own",
@@ -33,6 +41,11 @@ SKIPPED = 77
 """The status of the RDMA tests where they cannot run; the last line of their output says why."""
 NO_TESTS = 5
 """pytest's status when nothing was selected, as -k may do for some of the parts."""
+END_SECONDS = 5.0
+"""Time for the parts to take down what they set up when the run is ended, and then for guards of servers to
+end them, as their supervisor is gone, and remove their shared memory."""
+ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a run."""
 
 
 def start(arguments: Sequence[str], folder: Path, log: Path | None = None) -> subprocess.Popen[bytes]:
@@ -41,16 +54,21 @@ def start(arguments: Sequence[str], folder: Path, log: Path | None = None) -> su
     command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={folder / 'cache'}", *arguments]
     # Each has less than a core to itself: torch's threads would spin while they wait for one another.
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": str(folder)}
+    # Ctrl-C reaches this process alone, which tells the parts once: a second one would end their tidying up.
     if log is None:
-        return subprocess.Popen(command, env=environment)
+        return subprocess.Popen(command, env=environment, process_group=0)
     with log.open("wb") as output:
-        return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT, process_group=0
+        )
 
 
 def start_rdma(log: Path) -> subprocess.Popen[bytes]:
     """The verbs transport's tests, in their virtual machine."""
     with log.open("wb") as output:
-        return subprocess.Popen(["bash", str(RDMA), sys.executable], stdout=output, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            ["bash", str(RDMA), sys.executable], stdout=output, stderr=subprocess.STDOUT, process_group=0
+        )
 
 
 def rdma_status(status: int, log: Path) -> int:
@@ -87,6 +105,40 @@ def outcome(status: int) -> str:
     return {0: "passed", NO_TESTS: "no tests selected"}.get(status, f"FAILED (status {status})")
 
 
+def end(parts: Iterable[subprocess.Popen[bytes]]) -> None:
+    """End parts of a run that is over before they are, and all that is below this process."""
+    for number in ASKED:
+        signal.signal(number, signal.SIG_IGN)
+    running = [part for part in parts if part.poll() is None]
+    for part in running:
+        part.send_signal(signal.SIGINT)
+    deadline = time.monotonic() + END_SECONDS
+    for part in running:
+        with suppress(subprocess.TimeoutExpired):
+            part.wait(max(0.0, deadline - time.monotonic()))
+    for part in running:
+        part.kill()
+        part.wait()
+    end_orphans(END_SECONDS)
+
+
+def end_orphans(seconds: float) -> list[str]:
+    """End what is still below this process when all parts have ended; the commands of what is there after so
+    many seconds."""
+    guard.wait_until_alone(0, seconds)
+    left = []
+    for pid in guard.descendants(os.getpid()):
+        with suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            left.append(f"{pid}: {command.strip()[:200]}")
+    guard.end_all(0)
+    return left
+
+
+def end_the_run(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
+
+
 def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="tests-") as name:
         folder = Path(name)
@@ -106,22 +158,20 @@ def main(arguments: Sequence[str]) -> int:
                 show(PARTS[part], log)
             if rdma := running.get("rdma"):
                 statuses.append(rdma_status(rdma.wait(), rdma_log))
+            left = end_orphans(END_SECONDS)
             for part, status in zip(running, statuses, strict=True):
                 print(f"{PARTS.get(part, 'RDMA tests')}: {outcome(status)}", flush=True)
-        except KeyboardInterrupt:
-            # The terminal has told them as well; they clean up after themselves.
-            for process in running.values():
-                process.wait()
-            return 130
+            if left:
+                print("\n".join(["The run left behind:", *(f"process {each}" for each in left)]), flush=True)
+                statuses.append(1)
         finally:
-            for process in running.values():
-                if process.poll() is None:
-                    process.terminate()
-                    process.wait()
+            end(running.values())
         return worst(statuses)
 
 
 if __name__ == "__main__":
-    # Who ends this ends the parts, too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for asked in ASKED:
+        signal.signal(asked, end_the_run)
+    # What loses its parent hangs below this process from then on, and is found.
+    guard.prctl(guard.PR_SET_CHILD_SUBREAPER, 1)
     raise SystemExit(main(sys.argv[1:]))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
+import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from sglang_ext.testing.servers.server import wait_until
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "run_tests.py"
 
@@ -68,6 +72,44 @@ LEFT_BY_A_SKIPPED_TEST = """
         os.open(os.devnull, os.O_RDONLY)
         pytest.skip("no")
 """
+LEFT_WITHOUT_A_PARENT = """
+    import os
+    import subprocess
+    import sys
+
+    def test_leaves_an_orphan():
+        child = "import time; time.sleep(100)"
+        source = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}], env={{}})"
+        subprocess.run([sys.executable, "-c", source], start_new_session=True, check=True)
+"""
+"""Nobody's child, in a session of its own, without the mark in its environment that leaks are found by."""
+WAITS = """
+    import os
+    import subprocess
+    import sys
+    import threading
+    from pathlib import Path
+
+    def test_waits():
+        child = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
+        source = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}])"
+        started = subprocess.Popen(
+            [sys.executable, "-c", source], stdout=subprocess.PIPE, start_new_session=True, text=True
+        )
+        pid = started.stdout.readline()
+        started.wait()
+        Path("pid.new").write_text(pid)
+        Path("pid.new").rename("pid")
+        threading.Event().wait()
+"""
+DEAF = """
+    import signal
+    import threading
+
+    def test_does_not_listen():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        threading.Event().wait()
+"""
 FAILS_ONCE = """
     from pathlib import Path
 
@@ -79,21 +121,27 @@ FAILS_ONCE = """
 """
 
 
-def run_suite(folder: Path, **files: str) -> subprocess.CompletedProcess[str]:
-    """The script, run over a suite of three passing tests, of which some are others."""
+def start_suite(folder: Path, **files: str) -> subprocess.Popen[str]:
+    """The script, started over a suite of three passing tests, of which some are others."""
     for name, source in (SUITE | {f"test_{part}.py": source for part, source in files.items()}).items():
         (folder / name).write_text(textwrap.dedent(source))
     (folder / "pytest.ini").write_text("[pytest]\ntimeout = 60\naddopts = -p pytest_timeout\n")
-    return subprocess.run(
+    return subprocess.Popen(
         [sys.executable, str(SCRIPT), "-q"],
         cwd=folder,
         # Plugins that the suite has no use for take seconds to import.
         env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=100,
-        check=False,
     )
+
+
+def run_suite(folder: Path, **files: str) -> subprocess.CompletedProcess[str]:
+    """The script over such a suite, to its end."""
+    with start_suite(folder, **files) as process:
+        output, _ = process.communicate(timeout=100)
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
 
 
 def test_a_run_without_a_fault_passes(tmp_path: Path) -> None:
@@ -115,6 +163,27 @@ def test_what_a_skipped_test_leaves_fails_the_run(tmp_path: Path) -> None:
     result = run_suite(tmp_path, others=LEFT_BY_A_SKIPPED_TEST)
     assert result.returncode == pytest.ExitCode.TESTS_FAILED, result.stdout
     assert "The run left behind:\nopen file" in result.stdout
+
+
+def test_what_has_no_parent_any_more_fails_the_run_and_is_ended(tmp_path: Path) -> None:
+    result = run_suite(tmp_path, servers=LEFT_WITHOUT_A_PARENT)
+    assert result.returncode == pytest.ExitCode.TESTS_FAILED, result.stdout
+    assert result.stdout.count(": passed") == 3
+    (pid,) = re.findall(r"The run left behind:\nprocess (\d+): .*time.sleep", result.stdout)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_run_that_is_ended_ends_all_it_has_started(tmp_path: Path, number: int) -> None:
+    """Also what has no parent any more, and a test that is deaf to SIGINT."""
+    with start_suite(tmp_path, others=WAITS, servers=DEAF) as process:
+        wait_until((tmp_path / "pid").exists, seconds=60, what="the test")
+        pid = (tmp_path / "pid").read_text().strip()
+        assert Path(f"/proc/{pid}").exists()
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=40)
+    assert process.returncode == 128 + number, output
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_a_failed_test_is_not_run_again(tmp_path: Path) -> None:

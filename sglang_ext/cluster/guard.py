@@ -28,7 +28,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 PR_SET_PDEATHSIG = 1
@@ -117,10 +117,14 @@ def children_by_parent() -> dict[int, list[int]]:
 
 def descendants(root: int) -> list[int]:
     """Everything below ``root``, parents first."""
-    below = children_by_parent()
+    return below(root, children_by_parent())
+
+
+def below(root: int, by_parent: Mapping[int, list[int]]) -> list[int]:
+    """Everything below ``root`` of what ``children_by_parent`` has found, parents first."""
     found = [root]
     for pid in found:
-        found.extend(below.get(pid, []))
+        found.extend(by_parent.get(pid, []))
     return found[1:]
 
 

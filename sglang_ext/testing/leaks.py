@@ -4,6 +4,9 @@
 left is a leak, unless a longer-lived owner (a session's fixture, a pool of servers) took it over with
 `adopting`. What was taken over has to be gone in the end.
 
+A process whose parent has ended is below this one no more. Once `mark_processes` was called, what is started
+from then on carries a mark in its environment, and is found by it wherever it hangs.
+
 Linux only: it reads /proc.
 """
 
@@ -20,7 +23,7 @@ from dataclasses import dataclass, field, fields, replace
 from multiprocessing import resource_tracker
 from pathlib import Path
 
-from sglang_ext.cluster.guard import descendants
+from sglang_ext.cluster.guard import below, children_by_parent, descendants
 
 SETTLE_SECONDS = 3.0
 """How long what is already on its way out (a joined thread's exit, a reaped process) may take."""
@@ -35,6 +38,15 @@ IGNORED_TEMPORARY = ("torchinductor_",)
 """Importing torch makes this folder, once."""
 
 
+MARK = "SGLANG_EXT_TEST_RUN"
+"""The variable that tells which run of tests started a process. A run in a run adds to what it inherits."""
+
+
+def mark_processes() -> None:
+    """Mark what this process starts from now on, so that it is ours though its parent ends."""
+    os.environ[MARK] = f"{os.environ.get(MARK, '')}/{os.getpid()}-{os.urandom(4).hex()}"
+
+
 @dataclass(frozen=True)
 class Thread:
     """A Python thread. Its name may change; its identifier may be given to another one after its end."""
@@ -45,7 +57,7 @@ class Thread:
 
 @dataclass(frozen=True)
 class Process:
-    """A process below this one. `started` tells it from a later one with the same id."""
+    """A process below this one, or one that was. `started` tells it from a later one with the same id."""
 
     pid: int
     started: int
@@ -110,7 +122,7 @@ def _names(folder: Path) -> list[str]:
 
 def _processes() -> Iterator[Process]:
     tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
-    for pid in descendants(os.getpid()):
+    for pid in _ours():
         if pid == tracker:
             continue
         with suppress(OSError):
@@ -118,6 +130,42 @@ def _processes() -> Iterator[Process]:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             state = " (ended, not waited for)" if stat[0] == b"Z" else ""
             yield Process(pid, int(stat[19]), command.strip()[:200] + state)
+
+
+def _ours() -> list[int]:
+    """What is below this process, and what was: processes with its mark whose parent has ended, and what is
+    below them, which may have written over its environment (a server's processes do, with their titles)."""
+    by_parent = children_by_parent()
+    mark = os.environ.get(MARK)
+    found = below(os.getpid(), by_parent)
+    if mark is None:
+        return found
+    known = {os.getpid(), *found}
+    # Only what was started since this process can have its mark: the rest need not be read.
+    oldest = _started(os.getpid())
+    for pid in sorted(pid for pids in by_parent.values() for pid in pids):
+        if pid not in known and _is_marked(pid, mark, oldest):
+            for orphan in (pid, *below(pid, by_parent)):
+                if orphan not in known:
+                    known.add(orphan)
+                    found.append(orphan)
+    return found
+
+
+def _started(pid: int) -> int:
+    """When a process was started, in ticks since the machine was."""
+    return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+
+
+def _is_marked(pid: int, mark: str, oldest: int) -> bool:
+    with suppress(OSError):
+        if _started(pid) >= oldest:
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            return any(
+                f"{variable.decode(errors='replace')}/".startswith(f"{MARK}={mark}/")
+                for variable in variables
+            )
+    return False
 
 
 def _files() -> Iterator[OpenFile]:
@@ -224,8 +272,8 @@ class LeakGuard:
 
     def _adopted_and_below(self) -> Resources:
         """What was adopted, and the processes that adopted processes have started since."""
-        below = {pid for process in self._adopted.processes for pid in descendants(process.pid)}
-        started = frozenset(p for p in _processes() if p.pid in below)
+        theirs = {pid for process in self._adopted.processes for pid in descendants(process.pid)}
+        started = frozenset(p for p in _processes() if p.pid in theirs)
         return self._adopted | Resources(processes=started)
 
     @staticmethod

@@ -2,9 +2,10 @@
 
 `pytest_plugins = ["sglang_ext.testing.strict"]` in the top conftest.py. Needs pytest-timeout for the limits.
 
-- A test that passes and leaves threads, processes, open files, shared memory or temporary files behind is
-  an error. Fixtures of a wider scope may keep what they set up, until the end of the run; what they set up
-  later, inside a test, they mark with the `leak_guard` fixture's `adopting()`.
+- A test that passes and leaves threads, processes (also those whose parent has ended), open files, shared
+  memory or temporary files behind is an error. Fixtures of a wider scope may keep what they set up, until the
+  end of the run; what they set up later, inside a test, they mark with the `leak_guard` fixture's
+  `adopting()`.
 - What is there at the run's end and was not when the tests began fails the run: what fixtures of a wider
   scope set up and did not take down, what they left as they did, and what skipped tests have left. Where a
   test has failed, only the first is looked for: its traceback keeps its objects alive.
@@ -25,7 +26,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.testing.leaks import LeakError, LeakGuard, Resources
+from sglang_ext.testing.leaks import LeakError, LeakGuard, Resources, mark_processes
 
 HANG_GRACE_SECONDS = 30.0
 
@@ -43,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Short: paths of Unix sockets below it have to fit in 107 bytes.
     folder = tempfile.mkdtemp(prefix="strict-")
     config.stash[_FOLDER] = tempfile.tempdir = os.environ["TMPDIR"] = folder
+    mark_processes()
     capture: Any = config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
         config.stash[_STDERR] = os.dup(2)

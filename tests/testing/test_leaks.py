@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.cluster.guard import descendants
-from sglang_ext.testing.leaks import LeakError, LeakGuard, Resources
+from sglang_ext.testing.leaks import MARK, LeakError, LeakGuard, Resources
 
 
 @contextmanager
@@ -48,6 +48,26 @@ def zombie() -> Iterator[None]:
 
 
 @contextmanager
+def orphan() -> Iterator[None]:
+    """A process whose parent has ended, with one below it that has written over its environment."""
+    nameless = "import sys; print(1, flush=True); sys.stdin.read()"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {nameless!r}], env={{}})"
+    source = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}])"
+    reader, writer = os.pipe()
+    with subprocess.Popen(
+        [sys.executable, "-c", source], stdin=reader, stdout=subprocess.PIPE, start_new_session=True
+    ) as parent:
+        os.close(reader)
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"1\n"
+        parent.wait()
+        yield
+        os.close(writer)
+        # Their output ends when they do.
+        assert parent.stdout.read() == b""
+
+
+@contextmanager
 def open_file() -> Iterator[None]:
     with open(os.devnull) as file:
         assert file.readable()
@@ -73,6 +93,7 @@ def temporary_file() -> Iterator[None]:
 LEAKS = {
     thread: "thread 'forgotten'",
     process: "process ",
+    orphan: r"process \d+: .*\n(.*\n)*process \d+: ",
     zombie: "ended, not waited for",
     open_file: os.devnull,
     shared_memory: "shared memory /dev/shm/psm_",
@@ -172,12 +193,16 @@ segment.unlink()
 def test_shared_memory_of_other_processes_is_not_ours() -> None:
     guard = LeakGuard()
     before = Resources.take()
-    # A process of somebody else's: its parent is not this one.
+    # A process of somebody else's: its parent is not this one, and it has no mark of this run.
     source = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SEGMENT!r}])"
     reader, writer = os.pipe()
     with guard.adopting():
         parent = subprocess.Popen(
-            [sys.executable, "-c", source], stdin=reader, stdout=subprocess.PIPE, start_new_session=True
+            [sys.executable, "-c", source],
+            stdin=reader,
+            stdout=subprocess.PIPE,
+            env={name: value for name, value in os.environ.items() if name != MARK},
+            start_new_session=True,
         )
         assert parent.stdout is not None
         name = parent.stdout.readline().decode().strip()
