@@ -43,6 +43,11 @@ class ClusterConfig(Flagged):
     )
     prefill: int = flag(0, "Servers that only prefill; needs --decode.")
     decode: int = flag(0, "Servers that only decode; their KV comes from those that prefill.")
+    fixed_roles: bool = flag(
+        False,
+        "Start servers that cannot change between prefill and decode. They can otherwise, unless a flag of "
+        "SGLang's does not go with that.",
+    )
     host: str = flag(
         "127.0.0.1", "The address of the router; beyond loopback it needs --router-args '--api-key-file F'."
     )
@@ -121,9 +126,9 @@ class ClusterConfig(Flagged):
 
     @property
     def ports(self) -> int:
-        """Ports that the servers need: one each, one more for each that prefills, and one each for the
-        rendezvous of its ranks."""
-        return 2 * self.servers + self.prefill
+        """Ports that the servers need: one each, one more for each that prefills or decodes, and one each for
+        the rendezvous of its ranks."""
+        return 2 * self.servers + self.prefill + self.decode
 
     def role_of(self, index: int) -> tuple[str, int]:
         """What server ``index`` does (colocated, prefill or decode), and its number among those."""

@@ -21,6 +21,18 @@ ROUTER_KEY_FLAG = "--cluster-key-file"
 SERVER_KEY_FLAG = "--kv-cluster-key-file"
 CACHE_FLAGS = ("--radix-cache-backend", "--disable-radix-cache", "--enable-hierarchical-cache")
 """Flags by which a user chooses a cache; any of them keeps ours from being set."""
+ROLE_SWITCH_FLAG = "--enable-pd-role-switch"
+CONTROLLER_FLAG = "--role-controller"
+BOUND_TO_A_ROLE = (
+    ("--speculative-algorithm",),
+    ("--pp-size", "--pipeline-parallel-size", "--pp"),
+    ("--ep-size", "--expert-parallel-size", "--ep"),
+    ("--enable-dp-attention",),
+    ("--moe-a2a-backend",),
+    ("--dcp-size", "--decode-context-parallel-size"),
+    ("--disaggregation-decode-host-receive-threshold",),
+)
+"""Flags with state that SGLang does not rebuild for another role, or that it refuses with the switch."""
 REPLICA_FLAGS = (
     (("--dp-size", "--data-parallel-size", "--dp"), "Give --colocated N instead: a server for each replica"),
     (("--attn-dp-size",), "Give --colocated N instead: a server for each replica"),
@@ -122,8 +134,8 @@ def make_plan(
         config: what the user asked for.
         host: this machine.
         router_port: where the router will listen.
-        server_ports: one per server, then one more per server that prefills, then one per server for torch's
-            rendezvous.
+        server_ports: one per server, then one more per server that prefills or decodes, then one per server
+            for torch's rendezvous.
         keys: made for the cluster, used unless the user has named others.
         door: what the router inherits; without it, it binds ``router_port`` itself.
 
@@ -141,9 +153,16 @@ def make_plan(
         tells = ",".join(f"http://{LOOPBACK}:{port}" for port in door.member_ports)
     if speaks_tls(config):
         tells = None
-    bootstrap_ports = server_ports[config.servers :][: config.prefill]
-    rendezvous_ports = server_ports[config.servers + config.prefill :]
+    bootstrap_ports = server_ports[config.servers :][: config.prefill + config.decode]
+    rendezvous_ports = server_ports[config.servers + len(bootstrap_ports) :]
     router_args = config.router_args
+    fixed = fixed_roles(config)
+    if fixed and flag_value(router_args, CONTROLLER_FLAG) not in (None, "off"):
+        raise ConfigError(
+            f"no server could change its role: {fixed}",
+            field=CONTROLLER_FLAG,
+            hint="Give --prefill and --decode, and leave out what binds servers to a role",
+        )
     key = given_key(config) or (None if keys is None else str(keys.cluster))
     if key is not None and flag_value(router_args, ROUTER_KEY_FLAG) is None:
         router_args = (ROUTER_KEY_FLAG, key, *router_args)
@@ -155,9 +174,12 @@ def make_plan(
     if server_key is not None and flag_value(router_args, WORKER_API_KEY_FLAG) is None and not says_another:
         router_args = (WORKER_API_KEY_FLAG, server_key, *router_args)
     servers = tuple(
-        _server(config, host, index, port, bootstrap_ports, rendezvous_ports[index], tells, key, server_key)
+        _server(
+            config, host, index, port, bootstrap_ports, rendezvous_ports[index], tells, key, server_key,
+            changes=not fixed,
+        )
         for index, port in enumerate(server_ports[: config.servers])
-    )
+    )  # fmt: skip
     urls = tuple(server.url for server in servers)
     patience = "--health-check-timeout-secs"
     on_cpu = any(_on_cpu(config, host, index) for index in range(config.servers))
@@ -256,9 +278,11 @@ def _server(
     tells: str | None,
     key: str | None,
     server_key: str | None,
+    *,
+    changes: bool,
 ) -> Part:
     """One server. tells: the router to which it tells what it holds. key, server_key: the files with the
-    cluster's key and with the servers'."""
+    cluster's key and with the servers'. changes: whether it can change between prefill and decode."""
     flags = config.flags_of(index)
     role, number = config.role_of(index)
     ours = ["--model-path", config.model_path, "--host", LOOPBACK, "--port", str(port)]
@@ -270,8 +294,11 @@ def _server(
         ours += ["--disaggregation-mode", role]
         if flag_value(flags, TRANSFER_FLAG) is None:
             ours += [TRANSFER_FLAG, "global"]
-        if role == "prefill":
-            ours += ["--disaggregation-bootstrap-port", str(bootstrap_ports[number])]
+        if role == "prefill" or changes:
+            place = number if role == "prefill" else config.prefill + number
+            ours += ["--disaggregation-bootstrap-port", str(bootstrap_ports[place])]
+        if changes and flag_value(flags, ROLE_SWITCH_FLAG) is None:
+            ours += [ROLE_SWITCH_FLAG]
     hands_over = flag_value((*ours, *flags), TRANSFER_FLAG) == "global"
     if not hands_over and all(flag_value(flags, name) is None for name in CACHE_FLAGS):
         ours += ["--radix-cache-backend", "global"]
@@ -301,6 +328,31 @@ def _server(
         environment={**ENVIRONMENT, **(_cpu_environment(config, host, index) if on_cpu else {})},
         url=f"http://{LOOPBACK}:{port}",
     )
+
+
+def fixed_roles(config: ClusterConfig) -> str:
+    """Why servers cannot change between prefill and decode; empty when they can.
+
+    All of them or none: a server's peers are to have the shape that they had before it changed.
+    """
+    if not config.prefill:
+        return "there are none that only prefill or decode"
+    if config.fixed_roles:
+        return "--fixed-roles"
+    sizes = set()
+    for index in range(config.colocated, config.servers):
+        flags = config.flags_of(index)
+        sizes.add(_ranks(flags))
+        if (flag_value(flags, TRANSFER_FLAG) or "global") != "global":
+            return f"{TRANSFER_FLAG} {flag_value(flags, TRANSFER_FLAG)}"
+        if (caching := flag_value(flags, "--kv-pd-caching") or "3") not in ("2", "3"):
+            return f"--kv-pd-caching {caching} does not keep what both roles have"
+        if flag_value(flags, "--kv-transfer-mode") == "push-by-layer":
+            return "--kv-transfer-mode push-by-layer"
+        for names in BOUND_TO_A_ROLE:
+            if (value := flag_value(flags, *names)) is not None and value not in ("0", "1", "none"):
+                return f"{names[0]} {value}".rstrip()
+    return "they have different numbers of ranks" if len(sizes) > 1 else ""
 
 
 def _refuse_replicas(flags: Sequence[str]) -> None:

@@ -22,8 +22,9 @@ class Arguments(RouterAddress):
     prog = PROG
     description = (
         "Have an instance prefill instead of decode, or the other way round. It finishes what it has, or "
-        "hands it to others, keeps its cache, and serves in its new role. It must have been started with "
-        "--enable-pd-role-switch and a --disaggregation-bootstrap-port of its own."
+        "hands it to others, keeps its cache, and serves in its new role. Servers of sglang-ext cluster can, "
+        "others must have been started with --enable-pd-role-switch and a --disaggregation-bootstrap-port of "
+        "their own."
     )
 
     instance: str = flag(

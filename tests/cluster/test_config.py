@@ -83,7 +83,7 @@ def test_value_of_a_flag(arguments: tuple[str, ...], expected: str | None) -> No
 
 def test_prefill_and_decode_go_together() -> None:
     config = parse("--model-path", "m", "--prefill", "1", "--decode", "2")
-    assert (config.colocated, config.servers, config.ports) == (0, 3, 7)
+    assert (config.colocated, config.servers, config.ports) == (0, 3, 9)
     assert [config.role_of(index) for index in range(3)] == [("prefill", 0), ("decode", 0), ("decode", 1)]
     assert parse("--model-path", "m").colocated == 1
     for lonely in ("--prefill", "--decode"):

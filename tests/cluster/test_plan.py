@@ -56,8 +56,8 @@ def test_each_server_has_a_port_for_the_rendezvous_of_its_ranks() -> None:
         for flag in ("--port", "--disaggregation-bootstrap-port", "--nccl-port")
         if flag_value(part.command, flag) is not None
     ]
-    assert [flag_value(part.command, "--nccl-port") for part in servers] == ["30005", "30006", "7"]
-    assert len(set(given)) == len(given) == 7
+    assert [flag_value(part.command, "--nccl-port") for part in servers] == ["30006", "30007", "7"]
+    assert len(set(given)) == len(given) == 8
 
 
 @pytest.mark.parametrize(
@@ -204,9 +204,45 @@ def test_prefill_and_decode_apart() -> None:
     assert values("--disaggregation-mode") == ["prefill", "prefill", "decode"]
     assert values("--disaggregation-transfer-backend") == ["global"] * 3
     assert values("--port") == ["30001", "30002", "30003"]
-    assert values("--disaggregation-bootstrap-port") == ["30004", "30005", None]
+    assert values("--disaggregation-bootstrap-port") == ["30004", "30005", "30006"]
+    assert values("--enable-pd-role-switch") == [""] * 3
     assert values("--radix-cache-backend") == [None] * 3, "--kv-pd-caching chooses"
     assert values("--kv-router") == [router.url] * 3
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"fixed_roles": True}, "--fixed-roles"),
+        ({"server_args": ("--kv-pd-caching", "1")}, "--kv-pd-caching 1"),
+        ({"server_args": ("--kv-transfer-mode=push-by-layer",)}, "push-by-layer"),
+        ({"server_args": ("--disaggregation-transfer-backend", "mooncake")}, "backend mooncake"),
+        ({"server_args": ("--speculative-algorithm", "EAGLE")}, "--speculative-algorithm EAGLE"),
+        ({"server_args": ("--enable-dp-attention",)}, "--enable-dp-attention"),
+        ({"instance_args": {1: ("--pp", "2")}}, "--pp-size 2"),
+        ({"instance_args": {1: ("--tp", "2")}}, "different numbers of ranks"),
+    ],
+)
+def test_servers_stay_what_they_are_where_sglang_cannot_change_them(values: dict[str, Any], why: str) -> None:
+    apart = {"colocated": 0, "prefill": 2, "decode": 1, **values}
+    *servers, _ = plan(**apart)
+    for part in servers:
+        assert flag_value(part.command, "--enable-pd-role-switch") is None
+        assert (flag_value(part.command, "--disaggregation-bootstrap-port") is None) == (
+            part.name == "decode-0"
+        )
+    with pytest.raises(ConfigError, match=f"no server could change its role.*{why}"):
+        plan(**apart, router_args=("--role-controller", "on"))
+
+
+def test_a_role_controller_wants_servers_that_can_change() -> None:
+    *_, router = plan(colocated=0, prefill=1, decode=2, router_args=("--role-controller", "dry-run"))
+    assert flag_value(router.command, "--role-controller") == "dry-run"
+    with pytest.raises(ConfigError, match="none that only prefill or decode"):
+        plan(router_args=("--role-controller=on",))
+    plan(router_args=("--role-controller", "off"))
+    *servers, _ = plan(colocated=1, prefill=1, decode=1, server_args=("--ep", "1", "--tp", "2"))
+    assert [flag_value(part.command, "--enable-pd-role-switch") for part in servers] == [None, "", ""]
 
 
 @pytest.mark.parametrize(("caching", "told"), [("basic", 0), ("1", 1), ("2", 2), ("3", 2)])
