@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from sglang_ext.errors import ConfigError
 from sglang_ext.flags import COUNT, NUMBER, PORT, SECONDS, SIZE, Flagged, Parser, flag, one_of
 from sglang_ext.hosts import is_loopback
+from sglang_ext.router.cluster.role_controller import MODES
 from sglang_ext.router.cluster.setup import EMBEDDED, check_cluster
 from sglang_ext.router.dispatch.advisory_book import HintLimits
 from sglang_ext.router.dispatch.queueing import QUEUE_POLICIES, queue_policy_named
@@ -272,6 +273,21 @@ class RouterConfig(Flagged):
         15.0,
         "How long /ready waits at most for instances to tell what they hold. 0 for not at all.",
         SECONDS.not_negative(),
+    )
+
+    role_controller: str = flag(
+        "off",
+        "Whether instances are moved between prefill and decode as the load changes: off, dry-run (only say "
+        "what would be done: sglang-ext cluster-status, /metrics, the log), or on. Of several routers, one "
+        "does it.",
+        one_of(*MODES),
+        group="Roles",
+    )
+    role_dwell_secs: float = flag(
+        60.0,
+        "The least time between two such changes, and how far ahead is looked: loads are means over half of "
+        "it, and what is wished has to be so for a sixth of it.",
+        SECONDS.positive(),
     )
 
     health_check_interval_secs: float = flag(

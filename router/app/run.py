@@ -97,6 +97,7 @@ class Router(Parts):
             ("manage the cluster", self.members.run()),
             ("watch the hints", self.advisor.run()),
             ("watch the cluster's key", self._watch_cluster_key()),
+            *((("change roles", self.roles.run()),) if self.roles.is_on else ()),
         ):
             task = asyncio.create_task(work, name=name)
             task.add_done_callback(self._task_ended)
@@ -115,6 +116,7 @@ class Router(Parts):
             ConfigError: the address cannot be bound.
         """
         await self._listen(self.config.host, self.config.port, "--port", self.config.listen_fds)
+        self.roles.serve()
 
     async def _listen(self, host: str, port: int, flag: str, descriptors: Sequence[int] = ()) -> None:
         try:

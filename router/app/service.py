@@ -26,6 +26,7 @@ from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.record import CLIENT_GONE, Record
 from sglang_ext.router.telemetry.tracing import NO_TRACING, Tracing
 from sglang_ext.router.tenancy.tenants import KeyRing
+from sglang_ext.signals import Signal
 
 logger = logging.getLogger("router.service")
 
@@ -59,6 +60,8 @@ class Service:
         self._metrics = metrics
         self._clock = clock
         self._tracing = tracing
+        self.ended: Signal[[Record, float]] = Signal()
+        """A request has ended, and when; ``monotonic``."""
 
     async def handle(self, request: Request, responder: Responder) -> None:
         """Answer a request. Raises nothing but the cancellation that a client which goes away brings."""
@@ -87,6 +90,7 @@ class Service:
             now = self._clock.monotonic()
             route = self.routes.get(request.path)
             self._metrics.count(record, "other" if route is None else route.path, now)
+            self.ended(record, now)
             if route is None or route.logged:
                 log_access(record, now)
 

@@ -14,6 +14,7 @@ from sglang_ext.router.cluster.agents import Agents
 from sglang_ext.router.cluster.joins import Joins
 from sglang_ext.router.cluster.members import Members, new_router_name
 from sglang_ext.router.cluster.role_change import RoleChanges
+from sglang_ext.router.cluster.role_controller import RoleController
 from sglang_ext.router.cluster.setup import open_membership
 from sglang_ext.router.config import RouterConfig
 from sglang_ext.router.dispatch.advisory_book import HintBook
@@ -237,11 +238,22 @@ class Parts:
         self.agents.reached.subscribe(lambda _: joins.tell())
         self.members.ticked.subscribe(joins.tell)
 
+        self.role_changes = RoleChanges(self.members, self.api)
+        self.roles = RoleController(
+            config.role_controller,
+            config.role_dwell_secs,
+            self.members,
+            self.role_changes,
+            self.costs,
+            self.trees.tokens_of,
+        )
+
         # An instance that was started anew, or is gone, has neither the cache nor the speed that it had.
         for forget in (self.trees.forget, self.costs.forget, self.fetching.forget):
             self.fleet.restarted.subscribe(forget)
         for part in (
-            self.fleet, self.trees, self.tokenizers, self.agents, self.admission, self.members, self.costs
+            self.fleet, self.trees, self.tokenizers, self.agents, self.admission, self.members, self.costs,
+            self.role_changes, self.roles,
         ):  # fmt: skip
             part.measure(self.metrics)
 
@@ -285,7 +297,8 @@ class Parts:
         control = Control(self.fleet, self.trees, self.api, self.flights, self.homes)
         cluster = ClusterApi(
             self.members,
-            RoleChanges(self.members, self.api),
+            self.role_changes,
+            self.roles,
             self.cluster_key,
             self.keys,
             clock,
@@ -304,6 +317,8 @@ class Parts:
         )
         sites = sites_of(config.allowed_hosts, config.allowed_origins, config.host, keyed=asks_for_key)
         self.service = Service(self.routes, self.keys, sites, self.metrics, clock, self.tracing)
+        if self.roles.is_on:
+            self.service.ended.subscribe(self.roles.ended)
         self.server = HttpServer(
             self.service,
             config.http_limits(),

@@ -15,9 +15,9 @@ from typing import Protocol
 from sglang_ext.clock import Clock
 from sglang_ext.errors import PeerError, UserError
 from sglang_ext.protocol.agent import Beat
-from sglang_ext.protocol.cluster import VERDICT_S, Registered, Registration
+from sglang_ext.protocol.cluster import VERDICT_S, Registered, Registration, RoleName
 from sglang_ext.router.cluster.membership import Membership, RouterStatus, Seen
-from sglang_ext.router.cluster.roster import LEFT_KEPT_S, Change, Intent, Member, Roster
+from sglang_ext.router.cluster.roster import LEFT_KEPT_S, Change, Changing, Intent, Member, Roster
 from sglang_ext.router.fleet.fleet import Fleet, InstanceRecord
 from sglang_ext.router.fleet.health import HealthWatch
 from sglang_ext.router.fleet.lifecycle import USABLE, Event, State
@@ -196,13 +196,14 @@ class Members:
         """
         self._wish(instance, Intent.GONE)
 
-    def drain(self, instance: str, deadline_s: float) -> None:
-        """Somebody wishes an instance to finish and go.
+    def drain(self, instance: str, deadline_s: float, role: RoleName | None = None) -> None:
+        """Somebody wishes an instance to finish and go, or this router, to have it come back in a role.
 
         Raises:
             Unknown: there is none of this name.
         """
-        self._wish(instance, Intent.GO, self.clock.wall() + deadline_s)
+        changing = None if role is None else Changing(role, self.router)
+        self._wish(instance, Intent.GO, self.clock.wall() + deadline_s, changing)
 
     def resume(self, instance: str) -> None:
         """Somebody takes a drain back.
@@ -233,9 +234,11 @@ class Members:
             return row.role.value
         return member.registration.role if member.registration else "colocated"
 
-    def _wish(self, instance: str, intent: Intent, deadline: float = 0.0) -> None:
+    def _wish(
+        self, instance: str, intent: Intent, deadline: float = 0.0, changing: Changing | None = None
+    ) -> None:
         member = self.member(instance)
-        self._publish([self.roster.wished(member.instance, intent, self.clock.wall(), deadline)])
+        self._publish([self.roster.wished(member.instance, intent, self.clock.wall(), deadline, changing)])
 
     def member(self, name: str) -> Member:
         """The instance that somebody names, by id or by URL.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sglang_ext.protocol.agent import Beat, Fill
-from sglang_ext.protocol.cluster import Cluster, Draining, Elsewhere, InstanceView, TierFill
+from sglang_ext.protocol.cluster import Cluster, Draining, Elsewhere, InstanceView, RolesView, TierFill
 from sglang_ext.router.cluster.members import Members
 from sglang_ext.router.cluster.roster import Intent, Member
 from sglang_ext.router.fleet.fleet import InstanceRecord
@@ -25,14 +25,15 @@ def instances(members: Members) -> tuple[InstanceView, ...]:
     )
 
 
-def cluster(members: Members) -> Cluster:
-    """Everything."""
+def cluster(members: Members, roles: RolesView | None = None) -> Cluster:
+    """Everything. roles: what the role controller makes of it."""
     return Cluster(
         router=members.router,
         store=members.store.view(),
         routers=tuple(sorted({members.router, *members.store.others})),
         instances=instances(members),
         unusable=members.fleet.obstacle(),
+        roles=roles,
     )
 
 

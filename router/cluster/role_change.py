@@ -5,21 +5,28 @@
     registered    it says its role to all routers
     resumed       the index is told anew by its agent, in the trees of its new role
 
-Whatever goes wrong before the switch leaves it in its old role, and it is resumed.
+Whatever goes wrong before the switch leaves it in its old role, and it is resumed. The record of its drain
+names the router that sees to it: when that one is gone, another one resumes it, in whichever role it is.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 
+import msgspec
+from prometheus_client import Counter
+
 from sglang_ext.errors import DeadlineError, PeerError
+from sglang_ext.protocol.cluster import RoleChangeView, RoleName
 from sglang_ext.router.cluster.members import CannotChangeRole, Members
 from sglang_ext.router.cluster.roster import Member
 from sglang_ext.router.fleet.instance_record import InstanceRecord
 from sglang_ext.router.fleet.lifecycle import USABLE, State
 from sglang_ext.router.fleet.worker import WorkerApi
 from sglang_ext.router.policies.base import Role
+from sglang_ext.router.telemetry.observability import RouterMetrics
 
 logger = logging.getLogger("router.role_change")
 
@@ -29,6 +36,12 @@ SWITCH_S = 120.0
 IDLE_S = 15.0
 """A server is idle a moment after its last answer: transfers and returns end behind it."""
 JOIN_S = 30.0
+ORPHANED_S = 10.0
+"""How long the router has to be missing that sees to a change: twice the time after which that is known."""
+LEARNS = 0.5
+"""Weight of the last change in what the next one is expected to take."""
+RECENT = 10
+ASKED = "asked"
 NOT_IDLE = "not idle"
 SWITCHING = frozenset({Role.PREFILL, Role.DECODE})
 
@@ -46,9 +59,37 @@ class RoleChanges:
         self._api = api
         self._clock = members.clock
         self._changing: set[str] = set()
+        self._orphans: dict[str, float] = {}
+        """Instances that are drained for a router that is not there, since when; ``monotonic``."""
+        self.expected_s: float | None = None
+        """What a change takes, by those before; None before the first."""
+        self._recent: deque[tuple[float, RoleChangeView]] = deque(maxlen=RECENT)
+        self._counter: Counter | None = None
+        members.ticked.subscribe(self._look_for_orphans)
 
-    async def change(self, instance: str, role: str) -> None:
+    def measure(self, metrics: RouterMetrics) -> None:
+        """Count changes."""
+        self._counter = metrics.counter(
+            "role_changes", "Changes between prefill and decode", "role", "why", "outcome"
+        )
+
+    def count(self, role: str, why: str, outcome: str) -> None:
+        """A change has ended, or would have been."""
+        if self._counter is not None:
+            self._counter.labels(role, why, outcome).inc()
+
+    def recent(self) -> tuple[RoleChangeView, ...]:
+        """The last changes, the newest first."""
+        now = self._clock.monotonic()
+        return tuple(
+            msgspec.structs.replace(view, ago_s=round(now - at, 3)) for at, view in reversed(self._recent)
+        )
+
+    async def change(self, instance: str, role: RoleName, *, why: str = ASKED) -> None:
         """Returns when the instance serves in its new role.
+
+        Args:
+            why: what it is counted under.
 
         Raises:
             Unknown: there is none of this name.
@@ -62,28 +103,67 @@ class RoleChanges:
             self._members.change_role(instance, role)
         if member.instance in self._changing:
             raise CannotChangeRole(f"{member.instance} is changing its role already", field="role")
-        others = [
-            row
-            for row in self._members.fleet.rows.values()
-            if row.role.value == there and row.state in USABLE and row.name != member.url
-        ]
-        if not others:
-            raise CannotChangeRole(
-                f"{member.instance} is the last {there} instance",
-                field="role",
-                hint=f"Nothing could be served while it changes; start another {there} instance first",
-            )
+        if self._is_last(member, there):
+            raise _last(member, there)
         self._changing.add(member.instance)
+        began = self._clock.monotonic()
         try:
-            await self._change(member, role)
+            await self._change(member, there, role)
+        except CannotChangeRole as error:
+            self._note(member.instance, role, why, "refused", self._clock.monotonic() - began, str(error))
+            raise
         finally:
             self._changing.discard(member.instance)
+        took = self._clock.monotonic() - began
+        before = took if self.expected_s is None else self.expected_s
+        self.expected_s = before + LEARNS * (took - before)
+        self._note(member.instance, role, why, "done", took)
 
-    async def _change(self, member: Member, role: str) -> None:
+    def _is_last(self, member: Member, role: str) -> bool:
+        return not any(
+            row.role.value == role and row.state in USABLE and row.name != member.url
+            for row in self._members.fleet.rows.values()
+        )
+
+    def _note(self, instance: str, role: str, why: str, outcome: str, took_s: float, text: str = "") -> None:
+        self.count(role, why, outcome)
+        view = RoleChangeView(
+            instance=instance, role=role, why=why, outcome=outcome, took_s=round(took_s, 3), ago_s=0.0,
+            text=text[:500],
+        )  # fmt: skip
+        self._recent.append((self._clock.monotonic(), view))
+
+    def _look_for_orphans(self) -> None:
+        """Take back drains whose router has gone in the middle of a change."""
+        store, now = self._members.store, self._clock.monotonic()
+        if not store.view().connected:
+            return
+        before, self._orphans = self._orphans, {}
+        for member in self._members.roster:
+            changing = member.changing
+            if changing is None or changing.router in store.others or member.instance in self._changing:
+                continue
+            since = self._orphans[member.instance] = before.get(member.instance, now)
+            if now - since >= ORPHANED_S:
+                text = f"router {changing.router} has gone in the middle of its change to {changing.role}"
+                logger.warning("%s is resumed: %s", member.instance, text)
+                self._note(member.instance, changing.role, "orphan", "taken_back", now - since, text)
+                self._members.resume(member.instance)
+
+    async def _change(self, member: Member, there: str, role: RoleName) -> None:
         row = self._members.fleet.rows[member.url]
-        self._members.drain(member.instance, DRAIN_S)
+        self._members.drain(member.instance, DRAIN_S, role)
         try:
-            if not await self._until(lambda: _is_empty(row), DRAIN_S):
+            is_over = await self._until(
+                lambda: _is_empty(row) or not self._drains(row) or self._is_last(member, there), DRAIN_S
+            )
+            if self._is_last(member, there):
+                raise _last(member, there)
+            if not self._drains(row):
+                raise CannotChangeRole(
+                    f"{member.instance} was started anew, or its drain was taken back", field="role"
+                )
+            if not is_over:
                 raise CannotChangeRole(
                     f"{row.in_flight + row.elsewhere} requests at {member.instance} have not ended",
                     field="role",
@@ -126,6 +206,9 @@ class RoleChanges:
                 )
             await self._clock.sleep(LOOK_S)
 
+    def _drains(self, row: InstanceRecord) -> bool:
+        return self._members.fleet.rows.get(row.name) is row and row.state in (State.DRAINING, State.LEFT)
+
     def _registered_as(self, member: Member) -> str:
         now = self._members.roster.get(member.instance)
         return now.registration.role if now is not None and now.registration is not None else ""
@@ -141,6 +224,14 @@ class RoleChanges:
                 return False
             await self._clock.sleep(LOOK_S)
         return True
+
+
+def _last(member: Member, role: str) -> CannotChangeRole:
+    return CannotChangeRole(
+        f"{member.instance} is the last {role} instance",
+        field="role",
+        hint=f"Nothing could be served while it changes; start another {role} instance first",
+    )
 
 
 def _is_empty(row: InstanceRecord) -> bool:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from sglang_ext.errors import InternalError, PeerError
-from sglang_ext.protocol.cluster import Registration, url_problem
+from sglang_ext.protocol.cluster import Registration, RoleName, url_problem
 
 MAX_RECORD_BYTES = 64 << 10
 LEFT_KEPT_S = 86_400.0
@@ -35,6 +35,14 @@ class Intent(enum.StrEnum):
     """It has said that it goes; it may come back by registering."""
 
 
+class Changing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Why an instance is drained that is to come back: it changes its role."""
+
+    role: RoleName
+    router: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+    """Which sees to it; when that router is gone, another one takes the drain back."""
+
+
 class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The record of one instance."""
 
@@ -45,6 +53,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     intent: Intent = Intent.STAY
     deadline: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """With GO: until when it may finish what it has; seconds since the epoch."""
+    changing: Changing | None = None
+    """With GO: it comes back in another role."""
     stamp: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
     """Milliseconds since the epoch when it changed, or one more than before if the clock went back."""
 
@@ -160,14 +170,14 @@ class Roster:
         """
         before = self._members.get(registration.instance)
         changed: list[Member] = []
-        intent, deadline = Intent.STAY, 0.0
+        intent, deadline, changing = Intent.STAY, 0.0, None
         if before is not None and before.registration is None:
             if (before.url, before.intent) == (registration.url, Intent.GO):
                 intent, deadline = before.intent, before.deadline  # it was listed, and wished to go
         elif before is not None:
             if before.epoch == registration.epoch:
                 if before.intent is Intent.GO:
-                    intent, deadline = Intent.GO, before.deadline
+                    intent, deadline, changing = Intent.GO, before.deadline, before.changing
             elif before.url != registration.url and before.intent is Intent.STAY and alive:
                 raise Taken(
                     f"instance {registration.instance} is at {before.url}, and lives", field="instance"
@@ -191,18 +201,38 @@ class Roster:
                 registration=registration,
                 intent=intent,
                 deadline=deadline,
+                changing=changing,
                 stamp=self._stamp(registration.instance, now),
             )
         )
         return changed
 
-    def wished(self, instance: str, intent: Intent, now: float, deadline: float = 0.0) -> Member:
+    def wished(
+        self,
+        instance: str,
+        intent: Intent,
+        now: float,
+        deadline: float = 0.0,
+        changing: Changing | None = None,
+    ) -> Member:
         """Somebody wishes something of a member."""
-        return self._with(self._members[instance], now, intent=intent, deadline=deadline)
+        return self._with(self._members[instance], now, intent=intent, deadline=deadline, changing=changing)
 
-    def _with(self, member: Member, now: float, *, intent: Intent, deadline: float = 0.0) -> Member:
+    def _with(
+        self,
+        member: Member,
+        now: float,
+        *,
+        intent: Intent,
+        deadline: float = 0.0,
+        changing: Changing | None = None,
+    ) -> Member:
         return msgspec.structs.replace(
-            member, intent=intent, deadline=deadline, stamp=self._stamp(member.instance, now)
+            member,
+            intent=intent,
+            deadline=deadline,
+            changing=changing,
+            stamp=self._stamp(member.instance, now),
         )
 
     def _stamp(self, instance: str, now: float) -> int:

@@ -269,6 +269,15 @@ class RouterCosts:
         said = self._heard(name, self._monotonic())
         return self.of(name).passes(self._batching(name), said.load.running if said else 0)
 
+    def said(self, name: str) -> Load | None:
+        """What an instance said of itself a moment ago."""
+        said = self._heard(name, self._monotonic())
+        return None if said is None else said.load
+
+    def step_s(self, requests: int) -> float:
+        """One step of generation of so many requests, as the model of the fleet has it."""
+        return self.model.decode_s(requests)
+
     def heard(self, name: str, load: Load, in_flight: int) -> None:
         """An instance has said how busy it is.
 

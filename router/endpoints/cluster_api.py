@@ -18,6 +18,7 @@ from sglang_ext.protocol.cluster import PATH, ChangeRole, Drain, Instances, Regi
 from sglang_ext.router.cluster.members import CannotChangeRole, Members, Unknown
 from sglang_ext.router.cluster.members_view import cluster, instance_view, instances
 from sglang_ext.router.cluster.role_change import RoleChanges
+from sglang_ext.router.cluster.role_controller import RoleController
 from sglang_ext.router.cluster.roster import Taken
 from sglang_ext.router.endpoints.routes import Access, Route
 from sglang_ext.router.http.types import JSON_TYPE, Request, RequestRefused, Responder
@@ -35,6 +36,7 @@ class ClusterApi:
     Args:
         members: who is asked and told.
         roles: changes them.
+        controller: wishes changes.
         key: of the cluster; ``None`` when there is none.
         keys: API keys; those of administrators are good here.
         local: whether the router listens on loopback only.
@@ -46,6 +48,7 @@ class ClusterApi:
         self,
         members: Members,
         roles: RoleChanges,
+        controller: RoleController,
         key: ClusterKey | None,
         keys: KeyRing,
         clock: Clock,
@@ -55,6 +58,7 @@ class ClusterApi:
     ) -> None:
         self._members = members
         self._roles = roles
+        self._controller = controller
         self._key = key
         self._keys = keys
         self._replays = Replays()
@@ -72,7 +76,7 @@ class ClusterApi:
 
     async def _cluster(self, request: Request, responder: Responder, record: Record) -> None:
         self._check_admin(request)
-        await self._send(responder, record, cluster(self._members))
+        await self._send(responder, record, cluster(self._members, self._controller.view()))
 
     async def _all(self, request: Request, responder: Responder, record: Record) -> None:
         if request.method == "GET":

@@ -63,6 +63,8 @@ class InstanceFacts:
     """Of a prefill server: where decode servers ask it for KV."""
     tells: bool = False
     """It was started with ``--kv-router``: it will register, and tell what it holds."""
+    changes_role: bool = False
+    """It was started with ``--enable-pd-role-switch``: it can change between prefill and decode."""
     chat: ChatFacts = ChatFacts()
     batching: Batching = ANY
     """How it fills its forward passes."""

@@ -305,6 +305,8 @@ class Fleet:
         row = self.rows[name]
         row.in_flight += 1
         row.queued_tokens += queued_tokens
+        row.sent += 1
+        row.sent_tokens += queued_tokens
         row.last_picked = next(self._picks)
         return Load(row, queued_tokens)
 

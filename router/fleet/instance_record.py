@@ -30,6 +30,10 @@ class InstanceRecord:
     elsewhere: int = 0
     """Requests that other routers have sent it."""
     queued_tokens: int = 0
+    sent: int = 0
+    """Requests that it was ever sent, and"""
+    sent_tokens: int = 0
+    """tokens of their prompts that it was expected to compute."""
     last_picked: int = 0
     misses: int = 0
     answers: int = 0

@@ -136,6 +136,7 @@ class WorkerApi:
             is_generation=generates,
             bootstrap_port=_port(server.get("disaggregation_bootstrap_port")),
             tells=_tells(server.get("launch_command")),
+            changes_role=bool(server.get("enable_pd_role_switch")),
             chat=_chat_facts(model, server),
             batching=_batching(server),
         )

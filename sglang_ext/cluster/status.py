@@ -14,7 +14,7 @@ from rich.table import Table
 from sglang_ext.cluster.router_client import RouterAddress
 from sglang_ext.errors import SglangExtError
 from sglang_ext.flags import flag
-from sglang_ext.protocol.cluster import Cluster, InstanceView
+from sglang_ext.protocol.cluster import Cluster, InstanceView, RolesView
 
 PROG = "sglang-ext cluster-status"
 AWAITED = "awaited"
@@ -102,12 +102,33 @@ def notes(seen: Cluster) -> list[str]:
         if view.awaited
     ]
     lines += [_drain_note(view) for view in seen.instances if view.draining and view.state == "draining"]
+    if seen.roles is not None:
+        lines += _role_notes(seen.roles)
     if seen.store.kind != "embedded":
         state = "shared through" if seen.store.connected else f"cut off for {seen.store.since_s:.0f} s from"
         why = f" ({seen.store.error})" if seen.store.error else ""
         lines.append(f"membership is {state} {seen.store.address}{why}, {len(seen.routers)} routers")
     if seen.unusable:
         lines.append(f"no request can be served: {seen.unusable}")
+    return lines
+
+
+def _role_notes(roles: RolesView) -> list[str]:
+    expected = ", ".join(f"{split} {seconds:.2f} s" for split, seconds in roles.expected_s.items())
+    line = f"role controller ({roles.mode}): "
+    if roles.wish:
+        line += f"wishes one more {roles.wish}, in {roles.due_s or 0.0:.0f} s: {roles.why}"
+    else:
+        line += roles.why
+    lines = [line + (f" (expected: {expected})" if expected else "")]
+    if why := roles.said or roles.idle:
+        lines.append(f"role controller: changes nothing: {why}")
+    for change in roles.changes:
+        text = f": {change.text}" if change.text else ""
+        lines.append(
+            f"{change.ago_s:.0f} s ago: {change.instance} to {change.role} ({change.why}), {change.outcome} "
+            f"after {change.took_s:.1f} s{text}"
+        )
     return lines
 
 

@@ -191,6 +191,47 @@ class StoreView(msgspec.Struct, frozen=True, kw_only=True):
     """Without a password."""
 
 
+class RoleChangeView(msgspec.Struct, frozen=True, kw_only=True):
+    """One change of a role that a router has seen to."""
+
+    instance: str
+    role: str
+    """The one that it should have."""
+    why: str
+    """``asked`` for by somebody, or the role that the controller wished one more of."""
+    outcome: str
+    """``done``, ``refused``, or ``taken_back`` from a router that had gone."""
+    took_s: float
+    ago_s: float
+    text: str = ""
+    """What came in between."""
+
+
+class RolesView(msgspec.Struct, frozen=True, kw_only=True):
+    """What the role controller of a router makes of its cluster."""
+
+    mode: str
+    """``dry-run`` or ``on``."""
+    idle: str = ""
+    """Why this router's controller changes nothing, whatever it wishes; empty when it does."""
+    wish: str = ""
+    """The role that should have one instance more; empty for none."""
+    why: str = ""
+    gain_s: float = 0.0
+    """What a request is expected to be answered sooner by."""
+    expected_s: dict[str, float] = {}
+    """Expected seconds of a request, besides its own prefill and transfer, by split (``1P2D``); the present
+    one first."""
+    due_s: float | None = None
+    """In how many seconds the wish is carried out, if it holds."""
+    said: str = ""
+    """What keeps it from being carried out when it is due."""
+    takes_s: float = 0.0
+    """What a change is expected to take, by those before."""
+    changes: tuple[RoleChangeView, ...] = ()
+    """The last ones, the newest first."""
+
+
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """``GET /cluster``: what this router knows of its cluster."""
 
@@ -201,6 +242,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     instances: tuple[InstanceView, ...]
     unusable: str = ""
     """Why no request can be served, in words; empty when one can."""
+    roles: RolesView | None = None
+    """With ``--role-controller``."""
 
 
 class Instances(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ from aiohttp import web
 
 from sglang_ext.keys import encode_tokens
 from sglang_ext.radix_global import Holder, RadixTree
+from sglang_ext.signals import Signal
 from sglang_ext.testing.servers import worker_dialects as dialects
 from sglang_ext.testing.servers.worker_dialects import Json, error, headers_of, plain
 from sglang_ext.tiers import Tier
@@ -91,6 +92,7 @@ class StandInWorker:
             "completion_template": None,
             "version": "stand-in",
             "internal_states": [{}],
+            "enable_pd_role_switch": True,
         }
         self.vocab_size = vocab_size
         self.context_length = context_length
@@ -117,6 +119,12 @@ class StandInWorker:
         """``/v1/tokenize`` answers something else than what is served."""
         self.told_at_end: dict[str, int | str] = {}
         """What answers tell of their requests at the end: stages, for example."""
+        self.role_refusals: list[str] = []
+        """What ``/pd_role_switch`` is answered with before it does what it is asked for."""
+        self.before_switch: Gate | None = None
+        """``/pd_role_switch`` waits here."""
+        self.switched: Signal[[str]] = Signal()
+        """It has another role."""
 
         self.requests: list[tuple[str, Json, dict[str, str]]] = []
         """(path, body, headers) of every generation request."""
@@ -205,6 +213,7 @@ class StandInWorker:
             "/v1/messages/count_tokens": partial(dialects.count_tokens, self),
             "/v1/responses": partial(dialects.responses, self),
             "/flush_cache": self._flush,
+            "/pd_role_switch": self._switch_role,
             "/generate": self._native,
             "/v1/chat/completions": self._openai,
             "/v1/completions": self._openai,
@@ -264,6 +273,16 @@ class StandInWorker:
         self._cache.drop_holder(self._holder)
         self.flushed += 1
         return web.Response(text="Cache flushed.\n")
+
+    async def _switch_role(self, request: web.BaseRequest) -> web.Response:
+        role: str = json.loads(await request.content.read())["new_role"]
+        if self.before_switch is not None:
+            await self.before_switch.wait()
+        why = self.role_refusals.pop(0) if self.role_refusals else ""
+        if not why:
+            self.model_info["disaggregation_mode"] = role
+            self.switched(role)
+        return web.json_response({"success": not why, "message": why}, status=400 if why else 200)
 
     async def _native(self, request: web.BaseRequest) -> web.StreamResponse:
         body: Json = json.loads(await request.content.read())

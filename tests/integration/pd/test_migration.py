@@ -412,6 +412,55 @@ async def test_a_server_that_changes_its_role_keeps_its_cache(router: Router, fl
                 await found_by_what_it_had(router, url, at_b)
 
 
+async def test_roles_change_by_themselves(fleet: Fleet) -> None:
+    """Long prompts: one of two decode servers is had to prefill, under load, and finds what it had."""
+    if fleet.kind not in ("decode", "decode-push"):
+        pytest.skip("its servers do not change their roles")
+    config = RouterConfig(
+        port=fleet.port,
+        policy="round-robin",
+        health_check_timeout_secs=5.0,
+        role_controller="on",
+        role_dwell_secs=3.0,
+    )
+    async with Router(config) as router, client_of(router) as client:
+        await until(lambda: len(router.fleet.usable()) == len(fleet.servers), seconds=60)
+        await until(lambda: router.tokenizers.trust == EVERYTHING, seconds=60)
+        asked = bodies(seed=5)
+        expected = await asyncio.gather(*(client.ask(*each) for each in asked))
+        # Its client is told where an answer began; it may end at another.
+        decoded_by = {heard.instance: each for each, heard in zip(asked, expected, strict=True)}
+        assert len(decoded_by) == 2
+
+        async def lane(number: int) -> None:
+            for turn in range(1 << 20):
+                ids = [100 + (number * 7919 + turn * 104_729 + at) % 300 for at in range(900)]
+                body = {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 2}}
+                heard = await client.ask("/generate", {**body, "stream": True})
+                assert heard.error == ""
+
+        lanes = [asyncio.create_task(lane(number)) for number in range(6)]
+        answers: list[Heard] = []
+        try:
+            while not (changes := router.role_changes.recent()):
+                answers += await asyncio.gather(*(client.ask(*each) for each in asked))
+                assert not any(each.done() for each in lanes)
+        finally:
+            for each in lanes:
+                each.cancel()
+            ends = await asyncio.gather(*lanes, return_exceptions=True)
+        assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
+        assert [(change.role, change.why, change.outcome) for change in changes] == [
+            ("prefill", "prefill", "done")
+        ]
+        for number, heard in enumerate(answers):
+            assert (heard.error, heard.said) == ("", expected[number % len(asked)].said)
+        changed = router.members.member(changes[0].instance)
+        await found_by_what_it_had(router, changed.url, [decoded_by[changed.url]])
+        # As the other tests know them.
+        assert (await role(router, changed.instance, "decode"))[0] == 200
+
+
 async def found_by_what_it_had(router: Router, url: str, asked: list[tuple[str, Json]]) -> None:
     """Ask until the server that decoded has prefilled: it finds what it had."""
     async with aiohttp.ClientSession() as session:
