@@ -6,6 +6,7 @@ Imports inside functions and behind TYPE_CHECKING count too: they couple parts a
 from __future__ import annotations
 
 import ast
+import graphlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -182,30 +183,80 @@ def complaint(part: str, imported: str, top_level: bool) -> str | None:
     return f"{part} must not import {target}"
 
 
-def complaints(root: Path) -> list[str]:
-    """Every breach below `root`, as 'file:line: who must not import what'."""
-    found: list[str] = []
+def modules(root: Path) -> Iterator[tuple[Path, str, list[tuple[int, str, bool]]]]:
+    """(file, dotted name, `imports`) of every module below `root`."""
     for folder, package in FOLDERS.items():
         for path in sorted((root / folder).rglob("*.py")):
-            relative = path.relative_to(root)
             is_package = path.name == "__init__.py"
             inner = path.relative_to(root / folder)
             module = ".".join([package, *(inner.parent if is_package else inner.with_suffix("")).parts])
-            part = part_of(module)
-            if part not in MAY_IMPORT:
-                found.append(
-                    f"{relative}: the part {part!r} is not in MAY_IMPORT; add it, with what it may import"
-                )
-                continue
-            for line, imported, top_level in imports(path.read_text("utf-8"), module, is_package=is_package):
-                why = complaint(part, imported, top_level)
-                if why:
-                    found.append(f"{relative}:{line}: {why} ({imported})")
+            yield path, module, list(imports(path.read_text("utf-8"), module, is_package=is_package))
+
+
+def complaints(root: Path) -> list[str]:
+    """Every breach below `root`, as 'file:line: who must not import what'."""
+    found: list[str] = []
+    for path, module, imported_there in modules(root):
+        relative = path.relative_to(root)
+        part = part_of(module)
+        if part not in MAY_IMPORT:
+            found.append(
+                f"{relative}: the part {part!r} is not in MAY_IMPORT; add it, with what it may import"
+            )
+            continue
+        for line, imported, top_level in imported_there:
+            why = complaint(part, imported, top_level)
+            if why:
+                found.append(f"{relative}:{line}: {why} ({imported})")
     return found
+
+
+def circle(root: Path) -> list[str]:
+    """Modules below `root` that import each other, each the one after it; empty when none do."""
+    graph = {module: imported for _, module, imported in modules(root)}
+    # What `from package import name` names is a module, or stands in the package's own.
+    edges = {
+        module: {name if name in graph else name.rpartition(".")[0] for _, name, _ in imported} - {module}
+        for module, imported in graph.items()
+    }
+    try:
+        graphlib.TopologicalSorter({module: edges[module] & set(graph) for module in edges}).prepare()
+    except graphlib.CycleError as error:
+        found: list[str] = error.args[1]
+        return found[::-1]
+    return []
 
 
 def test_imports_follow_the_architecture() -> None:
     assert complaints(ROOT) == []
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circle(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        {"a": "from sglang_ext.mempool.b import B", "b": "import sglang_ext.mempool.a"},
+        {"a": "def f():\n    from . import b", "b": "from .c import C", "c": "from . import a"},
+        {"a": "if TYPE_CHECKING:\n    from sglang_ext.mempool import b", "b": "from .a import A"},
+        {"a": "from sglang_ext.mempool import B", "__init__": "from .b import B", "b": "from .a import A"},
+    ],
+    ids=["two", "three, one inside a function", "for types only", "through a package"],
+)
+def test_a_circle_is_found(tmp_path: Path, sources: dict[str, str]) -> None:
+    """The twin."""
+    room = tmp_path / "sglang_ext" / "mempool"
+    room.mkdir(parents=True)
+    for name, source in sources.items():
+        (room / f"{name}.py").write_text(source, "utf-8")
+    found = circle(tmp_path)
+    assert len(found) == len(sources) + 1
+    assert found[0] == found[-1]
+    # Without one of its imports it is none.
+    (room / "a.py").write_text("", "utf-8")
+    assert circle(tmp_path) == []
 
 
 def test_no_folder_is_crowded() -> None:

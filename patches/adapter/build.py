@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,8 @@ import torch
 
 from sglang_ext.config import KvConfig, check_block_size, with_instance_id
 from sglang_ext.disagg.transfer.pools import PoolSpec
-from sglang_ext.engine.cache.mempool import engine_mempool
 from sglang_ext.engine.cache.metrics import CacheMetrics
-from sglang_ext.engine.cache.rank_cache import CacheParts, RankCache
+from sglang_ext.engine.cache.rank_cache import CacheParts
 from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.events.agent import AgentFacts
 from sglang_ext.engine.events.events import PlacementFeed
@@ -31,9 +30,7 @@ from sglang_ext.engine.tiers.retention import pressure_policy_by_name
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError
-from sglang_ext.geometry import Geometry
 from sglang_ext.keys import Namespace
-from sglang_ext.mempool import MemPool
 from sglang_ext.mempool.store import Store
 from sglang_ext.numa import place_arena
 from sglang_ext.patches.adapter.build_agent import Desks, attach_agent, naming_of
@@ -57,7 +54,7 @@ from sglang_ext.patches.adapter.build_transfers import (
     start_transfers,
 )
 from sglang_ext.patches.adapter.compute_ahead import compute_ahead
-from sglang_ext.patches.adapter.hbm import engine_geometry, pool_planes
+from sglang_ext.patches.adapter.hbm import EnginePool
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.patches.adapter.support import require_computing, require_supported
 from sglang_ext.radix_global import Holder, RadixTree, policy_by_name
@@ -90,10 +87,10 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     store = Store(tree)
     hbm = Holder.of(instance, epoch, Tier.HBM)
     kvcache = params.token_to_kv_pool_allocator.get_kvcache()
-    planes = pool_planes(kvcache)
-    geometry = engine_geometry(
+    pool = EnginePool.of(
         kvcache, ctx.model_config, block_tokens=config.block_size, page_tokens=params.page_size
     )
+    geometry = pool.geometry
     dram = promotions = answers = arena = below = disk = feed = desks = peers = None
     commands = RankCommandQueue() if ctx.tp_rank == 0 and params.pp_rank == 0 else None
     shard = f"tp{ctx.tp_rank}of{ctx.tp_size}"
@@ -112,7 +109,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             name=f"dram {instance} tp{ctx.tp_rank}",
             place=partial(place_arena, config.numa, accelerator_place(ctx.server_args.device).numa),
         )
-        mover = _mover_for(ctx, planes, geometry, arena)
+        mover = _mover_for(ctx, pool, arena)
         holder = Holder.of(instance, epoch, Tier.DRAM)
         if disk is not None and identity is not None:
             facts = RankFacts(instance, epoch, adapters=_uses_adapters())
@@ -143,25 +140,12 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         gate = LayerGate(mover)
         kvcache.register_layer_transfer_counter(gate)
         ctx.tp_worker.register_hicache_layer_transfer_counter(gate)
-    transfers, addresses = _transfers_of(ctx, config, geometry, arena, identity if fetches else None, epoch)
+    transfers, addresses = _transfers_of(ctx, config, pool, arena, identity if fetches else None, epoch)
     endpoints: tuple[str, ...] = ()
     if fetches and dram is not None and transfers is not None:
         endpoints = addresses
         tell = None if desks is None else desks.hints.tell_fetched
         peers = make_peers(dram, transfers, weights, ranks, endpoints=len(endpoints), tell=tell)
-
-    def memory_pool(cache: RankCache) -> MemPool:
-        return engine_mempool(
-            cache,
-            hbm,
-            planes,
-            geometry.layout,
-            namespace=cache.namespace(None, None),
-            arena=arena,
-            disk=disk,
-            digest=names.digest if names is not None else None,
-            wait=_wait_for(cache.device),
-        )
 
     cache = GlobalRadixCache(
         params,
@@ -175,9 +159,8 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             peers=peers,
             feed=feed,
             tell=None if desks is None else desks.hints.tell,
-            pool=memory_pool,
             computes=compute_ahead if config.advisory_compute else None,
-            metrics=CacheMetrics(ctx.tp_rank) if params.enable_metrics else None,
+            publish=CacheMetrics(ctx.tp_rank).update if params.enable_metrics else None,
             load_min_tokens=config.load_min_tokens,
             load_always=config.load_policy == "always",
             weights=weights,
@@ -218,7 +201,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
 def _transfers_of(
     ctx: TreeCacheBuildContext,
     config: KvConfig,
-    geometry: Geometry,
+    pool: EnginePool,
     arena: DramArena | None,
     identity: Namespace | None,
     epoch: int,
@@ -243,10 +226,10 @@ def _transfers_of(
     )
     dram: PoolSpec | None = None
     if arena is not None and (fetching or config.pd_caching == "3"):
-        dram = arena_pool(arena, geometry, identity.digest().hex() if identity is not None else "")
+        dram = arena_pool(arena, pool.geometry, identity.digest().hex() if identity is not None else "")
     transfers: TransferThread | None
     if handing_over or dram is None:
-        transfers = start_transfers(endpoint, config, kvcache, ctx.model_config, ctx.params.page_size, dram)
+        transfers = start_transfers(endpoint, config, pool, dram)
     else:
         transfers = start_fetching(endpoint, dram)
     return on_all_ranks_or_none(transfers, ctx.params.tp_cache_group)
@@ -265,27 +248,18 @@ def _uses_adapters() -> bool:
     return bool(lora.enable_lora or lora.lora_paths)
 
 
-def _mover_for(
-    ctx: TreeCacheBuildContext, planes: list[list[torch.Tensor]], geometry: Geometry, arena: DramArena
-) -> Mover:
-    device = planes[0][0].device
+def _mover_for(ctx: TreeCacheBuildContext, pool: EnginePool, arena: DramArena) -> Mover:
+    device = pool.device
     if device.type == "cpu":
         warmup()
-        return ThreadMover(PoolCopier(geometry, arena), geometry.n_layers)
+        return ThreadMover(PoolCopier(pool.geometry, arena), pool.geometry.n_layers)
     if device.type == "cuda":
-        return CudaMover(planes, arena, ctx.tp_worker.model_runner.forward_stream)
+        return CudaMover(pool.planes, arena, ctx.tp_worker.model_runner.forward_stream)
     raise ConfigError(
         f"the DRAM tier does not support KV pools on {device.type}",
         field="--kv-dram-size",
         hint="Set it to 0",
     )
-
-
-def _wait_for(device: torch.device) -> Callable[[], None]:
-    """What returns when nothing runs on the device any more; on a host, what has been called has run."""
-    if device.type != "cuda":
-        return lambda: None
-    return lambda: torch.cuda.synchronize(device)
 
 
 def least_over(group: Any) -> Least | None:

@@ -17,7 +17,6 @@ from sglang_ext.disagg.transfer.pools import PoolSpec
 from sglang_ext.disagg.transfer.staging import Staging
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.disagg.transports.rails import NOWHERE, SYS, Place, pci_place
-from sglang_ext.engine.cache.mempool import SlotRegion
 from sglang_ext.engine.model_identity import config_digest, kv_dtype
 from sglang_ext.engine.pd.bootstrap import listen_host
 from sglang_ext.engine.pd.leases import POOL
@@ -31,7 +30,7 @@ from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError, SglangExtError
 from sglang_ext.geometry import Geometry
-from sglang_ext.patches.adapter.hbm import engine_geometry, pool_planes
+from sglang_ext.patches.adapter.hbm import EnginePool
 from sglang_ext.patches.adapter.pd_setup import BACKEND, keys_of, on_all_ranks, reachable
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 
@@ -104,9 +103,7 @@ def kv_namespace(kvcache: Any, model_config: Any) -> str:
 def start_transfers(
     endpoint: EndpointConfig,
     config: KvConfig,
-    kvcache: Any,
-    model_config: Any,
-    page_tokens: int,
+    pool: EnginePool,
     dram: PoolSpec | None = None,
 ) -> TransferThread:
     """The transfer thread of a rank that hands over: over the engine's pool, and DRAM beside it.
@@ -114,12 +111,9 @@ def start_transfers(
     Raises:
         ConfigError: the pool is on a device, and the layout `aggregated`. What ``Endpoint.start`` raises.
     """
-    planes = pool_planes(kvcache)
-    kind = MemoryKind.HOST if planes[0][0].device.type == "cpu" else MemoryKind.CUDA
-    geometry = engine_geometry(kvcache, model_config, block_tokens=page_tokens, page_tokens=page_tokens)
-    hbm = SlotRegion(planes, geometry.layout, page_tokens=page_tokens).spec(POOL, geometry)
-    pools = [hbm, *([dram] if dram is not None else ())]
-    return TransferThread(endpoint, pools, staging=staging_of(config, geometry, kind), messages=MESSAGES)
+    pools = [pool.spec(POOL), *([dram] if dram is not None else ())]
+    staging = staging_of(config, pool.pages, pool.kind)
+    return TransferThread(endpoint, pools, staging=staging, messages=MESSAGES)
 
 
 def staging_of(config: KvConfig, geometry: Geometry, kind: MemoryKind) -> Staging | None:
@@ -150,7 +144,8 @@ def transfers_of(scheduler: Any, config: KvConfig, page_tokens: int) -> Transfer
         epoch=secrets.token_bytes(16),
         rank=engine_rank(),
     )
-    return start_transfers(endpoint, config, kvcache, scheduler.model_config, page_tokens)
+    pool = EnginePool.of(kvcache, scheduler.model_config, block_tokens=page_tokens, page_tokens=page_tokens)
+    return start_transfers(endpoint, config, pool)
 
 
 def engine_rank() -> int:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from sglang_ext.disagg.memory import MemoryKind
+from sglang_ext.disagg.transfer.pools import MemoryRange, PoolSpec
 from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import Geometry, mha_geometry, mla_geometry
 
@@ -36,21 +40,57 @@ def pool_planes(kvcache: Any) -> list[list[torch.Tensor]]:
     raise _unsupported(f"KV pools of the kind {type(kvcache).__name__}")
 
 
-def engine_geometry(kvcache: Any, model_config: Any, *, block_tokens: int, page_tokens: int) -> Geometry:
-    """The geometry of this rank's pool, by what SGLang knows of it and of the model."""
-    from sglang.srt.runtime_context import get_parallel
+@dataclass(frozen=True)
+class EnginePool:
+    """One rank's pool: tiers have it in blocks, transfers in pages.
 
-    parallel = get_parallel()
-    return pool_geometry(
-        pool_planes(kvcache),
-        block_tokens=block_tokens,
-        page_tokens=page_tokens,
-        first_layer=kvcache.start_layer,
-        model_layers=model_config.num_hidden_layers,
-        tp_rank=parallel.attn_tp_rank,
-        tp_size=parallel.attn_tp_size,
-        model_kv_heads=model_config.get_total_num_kv_heads(),
-    )
+    planes: as ``pool_planes`` returns them. geometry: in blocks.
+    """
+
+    planes: list[list[torch.Tensor]]
+    geometry: Geometry
+
+    @staticmethod
+    def of(kvcache: Any, model_config: Any, *, block_tokens: int, page_tokens: int) -> EnginePool:
+        """By what SGLang knows of the pool and of the model.
+
+        Raises:
+            ConfigError: see ``pool_planes``.
+        """
+        from sglang.srt.runtime_context import get_parallel
+
+        parallel = get_parallel()
+        planes = pool_planes(kvcache)
+        geometry = pool_geometry(
+            planes,
+            block_tokens=block_tokens,
+            page_tokens=page_tokens,
+            first_layer=kvcache.start_layer,
+            model_layers=model_config.num_hidden_layers,
+            tp_rank=parallel.attn_tp_rank,
+            tp_size=parallel.attn_tp_size,
+            model_kv_heads=model_config.get_total_num_kv_heads(),
+        )
+        return EnginePool(planes, geometry)
+
+    @property
+    def device(self) -> torch.device:
+        return self.planes[0][0].device
+
+    @property
+    def pages(self) -> Geometry:
+        """The geometry in the engine's pages."""
+        return dataclasses.replace(self.geometry, block_tokens=self.geometry.page_tokens)
+
+    @property
+    def kind(self) -> MemoryKind:
+        return MemoryKind.HOST if self.device.type == "cpu" else MemoryKind.CUDA
+
+    def spec(self, name: str) -> PoolSpec:
+        """As an endpoint's pool of pages. Every page may be leased: whoever offers it holds it."""
+        tensors = [plane for layer in self.planes for plane in layer]
+        memory = [MemoryRange(each.data_ptr(), each.nbytes, self.kind, keep=each) for each in tensors]
+        return PoolSpec.of_geometry(name, self.pages, memory, lease_budget=self.geometry.slots)
 
 
 def _unsupported(what: str) -> ConfigError:

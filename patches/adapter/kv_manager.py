@@ -40,6 +40,7 @@ from sglang_ext.engine.pd.decode_receiver import ReceivingHandover, Wanted, page
 from sglang_ext.engine.pd.disk_loads import DiskAhead
 from sglang_ext.engine.pd.joins import prefill_servers_of
 from sglang_ext.engine.pd.kv_writeback import ReturnReceiver, ReturnSender
+from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.peers import Local
 from sglang_ext.engine.pd.prefill_sender import SendingHandover
 from sglang_ext.engine.pd.pushing import Computing, LayerFeed
@@ -48,7 +49,6 @@ from sglang_ext.engine.peers.fetch_link import DRAM_POOL
 from sglang_ext.engine.ranks import Part
 from sglang_ext.mempool.store import Incoming
 from sglang_ext.patches.adapter.build_transfers import transfers_of
-from sglang_ext.patches.adapter.hbm import pool_planes
 from sglang_ext.patches.adapter.pd_setup import (
     BACKEND,
     FLAG,
@@ -204,7 +204,8 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         self.feed: LayerFeed | None = None
         if config.transfer_mode == "push-by-layer" and prefill:
             kvcache = scheduler.token_to_kv_pool_allocator.get_kvcache()
-            self.feed = self.agent.layer_feed(kvcache.start_layer, len(pool_planes(kvcache)))
+            first, layers, *_ = transfers.endpoint.pools[POOL].meta.shard
+            self.feed = self.agent.layer_feed(first, layers)
             watch_layers(kvcache, self.feed)
         PROCESS.manager = self
         self._listeners: list[Listener] = [_UntilTheEnd(self)]

@@ -36,15 +36,19 @@ import logging
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
 from sglang_ext.disagg.errors import RefusedError
 from sglang_ext.engine.commands import RankCommandQueue
+from sglang_ext.engine.pd.agent import Agent
+from sglang_ext.engine.pd.prefill_sender import SendingHandover
+from sglang_ext.engine.peers.peer_kv import PeerKv
+from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.resume import (
     AGAIN,
     FIELD,
@@ -57,7 +61,9 @@ from sglang_ext.engine.resume import (
     replay,
     state_of,
 )
+from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.keys import TOKEN_BYTES, encode_tokens
+from sglang_ext.patches.adapter.pd_setup import MetadataBuffers
 from sglang_ext.patches.adapter.request_stages import request_stages, set_former
 from sglang_ext.protocol.agent import (
     TO_AGENT,
@@ -71,12 +77,8 @@ from sglang_ext.protocol.agent import (
     Unpark,
     Watch,
 )
+from sglang_ext.radix_global import RadixTree
 from sglang_ext.wire import WireError
-
-if TYPE_CHECKING:
-    from sglang_ext.engine.pd.prefill_sender import SendingHandover
-    from sglang_ext.patches.adapter.kv_manager import GlobalKVManager
-    from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +90,27 @@ EXPORT_SECONDS: Final = 20.0
 MOST_COMING: Final = 1000
 BOOTSTRAP_ROOMS: Final = 1 << 47
 GOES_ON: Final = "the request goes on at another instance"
+
+
+class MovesFrom(Protocol):
+    """What of the rank's cache is needed here."""
+
+    scheduler: Any
+    page_size: int
+    tree: RadixTree
+    ranks: Ranks
+    dram: DramTier | None
+    peers: PeerKv | None
+
+    def namespace_of(self, req: Any) -> Hashable | None: ...
+
+
+class Transfers(Protocol):
+    """What of the rank's transfer backend is needed here."""
+
+    agent: Agent
+    buffers: MetadataBuffers
+    meeting: str
 
 
 @dataclass(eq=False)
@@ -130,7 +153,7 @@ class Migration:
 
     def __init__(
         self,
-        cache: GlobalRadixCache,
+        cache: MovesFrom,
         desk: MoveDesk | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -141,7 +164,7 @@ class Migration:
         self.tickets = Tickets()
         self._coming: OrderedDict[str, _Coming] = OrderedDict()
         self._arriving: dict[str, _Arriving] = {}
-        self.manager: GlobalKVManager | None = None
+        self.manager: Transfers | None = None
         """The transfer backend's of this rank, on a decode instance: see `transfer_by`."""
         self.epoch = b"" if desk is None else desk.epoch
         self.counts: dict[str, int] = {}
@@ -153,7 +176,7 @@ class Migration:
     def __repr__(self) -> str:
         return f"Migration(parked={len(self._parked)}, arriving={len(self._arriving)}, {self.counts})"
 
-    def transfer_by(self, manager: GlobalKVManager | None) -> None:
+    def transfer_by(self, manager: Transfers | None) -> None:
         """The server decodes from now on, with this transfer backend; or it does not any more."""
         self.manager = manager
 
@@ -250,7 +273,7 @@ class Migration:
             return AGAIN if _is_known(scheduler, rid) else "no such request runs here"
         if req.finished() or req.to_finish is not None:
             return "it has just ended"
-        if self.manager is not None and not self._cache.is_of_one_generation(req):
+        if self.manager is not None and self._cache.namespace_of(req) is None:
             return "its KV is of several weights: they were updated while it ran"
         return obstacle(req, not scheduler.spec_algorithm.is_none())
 
@@ -268,7 +291,7 @@ class Migration:
         scheduler.last_batch = None
         return True
 
-    def _give(self, parked: _Parked, manager: GlobalKVManager) -> None:
+    def _give(self, parked: _Parked, manager: Transfers) -> None:
         """Offer all pages of a request in a hand-over, as prefill does when it has computed a prompt."""
         scheduler, req = self._cache.scheduler, parked.req
         number = 1 + int.from_bytes(hashlib.blake2b(parked.id.encode(), digest_size=8).digest()) % (
@@ -335,7 +358,7 @@ class Migration:
         cache = self._cache
         if cache.dram is None or cache.peers is None:
             return True
-        path = cache.tree.match(cache._namespace_of(parked.req), parked.tokens).path
+        path = cache.tree.match(cache.namespace_of(parked.req), parked.tokens).path
         return cache.dram.incomplete().isdisjoint(path) or now - parked.since > COPY_SECONDS
 
     def _lend(self, parked: _Parked) -> None:

@@ -147,7 +147,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ig
     def _namespace_of_key(self, key: RadixKey) -> Hashable:
         return self.namespace(key.extra_key, key.cache_salt)
 
-    def _namespace_of(self, req: Req) -> Hashable | None:
+    def namespace_of(self, req: Req) -> Hashable | None:
         """Where the request's KV belongs; ``None`` when it is nobody else's.
 
         A request that was matched before the weights changed has KV of both, or KV of one that attends to
@@ -157,10 +157,6 @@ class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ig
         found = getattr(req, _NAMESPACE, (0, req.extra_key, req.cache_salt))
         current = found[0] == self.weights.generation and not self.weights.moving
         return found if current and not _is_private(req) else None
-
-    def is_of_one_generation(self, req: Req) -> bool:
-        """Whether all of the request's KV was computed by the weights of now."""
-        return self._namespace_of(req) is not None
 
     def resolve_node_handle(self, node_handle: Node) -> Any:
         return self.root_node if node_handle.is_root else node_handle
@@ -188,7 +184,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ig
 
     def insert_req(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
         """A request has ended: the tree takes over its whole blocks before position ``up_to``."""
-        if self._namespace_of(req) is None:
+        if self.namespace_of(req) is None:
             return
         tokens = (req.origin_input_ids + req.output_ids)[:up_to]
         self._insert_row(req, tokens)
@@ -197,7 +193,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ig
     def cache_unfinished_req(self, req: Req, chunked: bool = False, **kwargs: Any) -> None:
         """A prefill or a part of it is done: others may use its whole blocks from now on."""
         tokens = req.get_fill_ids()
-        if self._namespace_of(req) is not None:
+        if self.namespace_of(req) is not None:
             before = req.kv.cache_protected_len
             node, held = self._insert_row(req, tokens)
             if held > before:
@@ -221,7 +217,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ig
         whole = len(tokens) // self.block_size * self.block_size
         result = (self.store.transfer_with_insert if _comes_over(req) else self.store.insert)(
             Tier.HBM,
-            self._namespace_of(req),
+            self.namespace_of(req),
             encode_tokens(tokens),
             self.slot_ops.keep(row[:whole]),
             priority=req.priority or 0,

@@ -10,15 +10,13 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from sglang_ext.router.api.sse import event, parsed
+from sglang_ext.router.api.stream_splice import StreamSplice
+from sglang_ext.router.api.usage import Usage
 from sglang_ext.router.api.validation import Job, Json, Limits
 from sglang_ext.router.http.types import RequestRefused
-
-if TYPE_CHECKING:
-    from sglang_ext.router.api.stream_splice import StreamSplice
-    from sglang_ext.router.api.usage import Usage
 
 SAYS_USAGE = re.compile(rb'"(usage|sglext)"\s*:\s*\{')
 

@@ -7,17 +7,14 @@ saying nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
 from sglang_ext.router.api.sse import DONE, EventSplitter, parsed
 from sglang_ext.stages import StageTimes
 from sglang_ext.tiers import Tier, tiers_below
-
-if TYPE_CHECKING:
-    from sglang_ext.router.api.dialect import Dialect
 
 MAX_TEXT_BYTES = 1 << 20
 """Events of a stream that are kept to learn what was generated."""
@@ -81,7 +78,20 @@ def answer_id(data: bytes) -> str | None:
     return None if found is None else found[1].decode("ascii")
 
 
-def read_answer(body: bytes, dialect: Dialect, choices: int) -> Usage:
+class ReadsAnswers(Protocol):
+    """What of a `Dialect` is needed to read its answers."""
+
+    whole_events: ClassVar[bool]
+    says_usage: ClassVar[re.Pattern[bytes]]
+
+    def read(self, usage: Usage, answer: Any, choices: int) -> None: ...
+
+    def texts(self, answers: Sequence[Any]) -> Mapping[int, str]: ...
+
+    def streamed_texts(self, events: Sequence[bytes]) -> Mapping[int, str]: ...
+
+
+def read_answer(body: bytes, dialect: ReadsAnswers, choices: int) -> Usage:
     """The usage that a complete JSON answer states.
 
     Args:
@@ -103,7 +113,7 @@ class StreamReader:
         choices: answers per prompt.
     """
 
-    def __init__(self, dialect: Dialect, choices: int) -> None:
+    def __init__(self, dialect: ReadsAnswers, choices: int) -> None:
         self.dialect = dialect
         self._whole_events = dialect.whole_events
         self._says_usage = dialect.says_usage

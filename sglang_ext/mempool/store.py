@@ -12,8 +12,7 @@ index meanwhile is kept once. A reservation of `Use.PREFETCH` gives way instead:
 it is given up when the engine needs the memory.
 
 MemServe's nine calls (table 1) are methods of it, by key and by tier, and counted as they are carried out,
-see `Call`; `MemPool` is the same for owners, who have addresses. What is neither free nor in the index is in
-the store's ledger, and nowhere else. Everything here happens in the scheduler's thread, and on every rank in
+see `Call`. What is neither free nor in the index is in the store's ledger, and nowhere else. Everything here happens in the scheduler's thread, and on every rank in
 the same order: no decision is taken from anything that ranks do not have alike.
 """
 
@@ -65,17 +64,10 @@ class Use(enum.StrEnum):
     """From the decode server to which the prompt was handed over."""
     PREFETCH = "prefetch"
     """From DRAM to HBM, for an announced request. Gives way to the engine."""
-    SWAP_IN = "swap in"
-    """From DRAM or disk to HBM, for an owner (`MemPool.swap_in`)."""
-    SWAP_OUT = "swap out"
-    """From HBM to DRAM, where the engine does not write through."""
-    OWNER = "owner"
-    """Allocated by its owner (`MemPool.alloc_mem`)."""
 
 
 _COMMITTED = {
     Use.PROMOTION: Call.SWAP_IN,
-    Use.SWAP_IN: Call.SWAP_IN,
     Use.FETCH: Call.TRANSFER_WITH_INSERT,
     Use.RETURN: Call.TRANSFER_WITH_INSERT,
 }
@@ -131,11 +123,6 @@ class StoreTier(Protocol):
         Args:
             lose: last copies may be evicted too.
             rank: otherwise, what was announced with a lower priority may be.
-        """
-
-    def make_room(self, blocks: int, *, unused_since: float = math.inf, priority: int = 0) -> None:
-        """Have up to so many blocks free, by giving up what has a copy elsewhere and was not used since then,
-        or was announced with a lower priority.
         """
 
     def count(self, places: Any) -> int:
@@ -313,12 +300,6 @@ class Store:
             self._taken[level, use] -= count
             self.calls[Call.FREE_MEM] += 1
 
-    def available(self, level: Tier) -> int:
-        """Blocks of a tier that are free, or in the index and not locked."""
-        tier = self.tiers[level]
-        cached = self.tree.blocks_of(tier.holder) - self.tree.locked_blocks_of(tier.holder)
-        return tier.free_blocks + cached
-
     # -- the index --------------------------------------------------------------------------------
 
     def match(self, namespace: Hashable, key: bytes) -> Match:
@@ -326,26 +307,19 @@ class Store:
         self.calls[Call.MATCH] += 1
         return self.tree.match(namespace, key)
 
-    def insert(
-        self, level: Tier, namespace: Hashable, key: bytes, places: Any, *, use: Use | None = None, **how: Any
-    ) -> InsertResult:
+    def insert(self, level: Tier, namespace: Hashable, key: bytes, places: Any, **how: Any) -> InsertResult:
         """Put KV that was computed here into the index; what is new goes on to the tier below.
 
         Args:
             places: of all whole blocks of `key`, those included that the tier had in the index before. Of
                 these the places stay as they were, and those given here stay the caller's.
-            use: for which they were taken; None where a request of the engine has them.
             how: see `RadixTree.insert`.
         """
         self.calls[Call.INSERT] += 1
-        return self._index(level, namespace, key, places, use, **how)
+        return self._index(level, namespace, key, places, **how)
 
-    def _index(
-        self, level: Tier, namespace: Hashable, key: bytes, places: Any, use: Use | None, **how: Any
-    ) -> InsertResult:
+    def _index(self, level: Tier, namespace: Hashable, key: bytes, places: Any, **how: Any) -> InsertResult:
         result = self.tree.insert(namespace, key, self.tiers[level].holder, places, **how)
-        if use is not None:
-            self._taken[level, use] -= result.new_blocks
         self.swap_out(level, result.node, result.new_blocks)
         return result
 
@@ -399,11 +373,11 @@ class Store:
         return found
 
     def transfer_with_insert(
-        self, level: Tier, namespace: Hashable, key: bytes, places: Any, *, use: Use | None = None, **how: Any
+        self, level: Tier, namespace: Hashable, key: bytes, places: Any, **how: Any
     ) -> InsertResult:
         """As `insert`, for KV that another instance has computed."""
         self.calls[Call.TRANSFER_WITH_INSERT] += 1
-        return self._index(level, namespace, key, places, use, **how)
+        return self._index(level, namespace, key, places, **how)
 
     # -- reserving ------------------------------------------------------------------------------
 
@@ -588,7 +562,7 @@ class Store:
         for each in self._open:
             open_blocks[each.tier, each.use] += each.blocks
         for (level, use), count in self._taken.items():
-            if use is not Use.OWNER and count != open_blocks[level, use]:
+            if count != open_blocks[level, use]:
                 raise AssertionError(
                     f"{count} blocks of {level.title} are taken for {use}, {open_blocks[level, use]} reserved"
                 )

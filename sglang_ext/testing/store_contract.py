@@ -55,6 +55,11 @@ class Rig:
         assert isinstance(found, Reservation), found
         return found
 
+    def available(self) -> int:
+        """Blocks that are free, or in the index and not locked."""
+        holder, tree = self.tier.holder, self.store.tree
+        return self.tier.free_blocks + tree.blocks_of(holder) - tree.locked_blocks_of(holder)
+
     def put(self, key: bytes) -> Node:
         """Have a prompt in the index."""
         done = self.reserve(key).commit(onward=False)
@@ -96,21 +101,25 @@ class StoreContract(abc.ABC):
     def test_blocks_are_taken_once_and_given_back(self, rig: Rig) -> None:
         tier = rig.tier
         assert (tier.n_blocks, tier.free_blocks) == (CAPACITY, CAPACITY)
-        first, second = (rig.store.alloc_mem(rig.level, 5, Use.OWNER) for _ in range(2))
+        first, second = (rig.reserve(prompt(number, 5)).places for number in (1, 2))
         assert (tier.count(first), tier.count(second), tier.free_blocks) == (5, 5, CAPACITY - 10)
         both = tier.join([first, second])
         assert len({str(tier.part(both, at, at + 1)) for at in range(10)}) == 10
         assert str(tier.part(both, 5, 10)) == str(tier.part(second, 0, 5))
-        assert rig.store.reserved(rig.level, Use.OWNER) == 10
+        assert rig.store.reserved(rig.level, Use.FETCH) == 10
         rig.check()
-        third = rig.store.alloc_mem(rig.level, 5, Use.OWNER)
-        assert tier.count(third) == CAPACITY - 10, "as many as there are"
-        assert rig.store.alloc_mem(rig.level, 1, Use.OWNER) is None
-        rig.store.free_mem(rig.level, both, Use.OWNER)
+        third = rig.reserve(prompt(3, 5))
+        assert third.blocks == CAPACITY - 10, "as many as there are"
+        assert rig.store.reserve(rig.level, NAMESPACE, prompt(4, 1), Use.FETCH) is Refusal.NO_ROOM
+        for room in rig.store.reservations[:2]:
+            room.abort()
         assert (tier.free_blocks, rig.store.reserved(rig.level)) == (10, CAPACITY - 10)
-        assert rig.store.alloc_mem(rig.level, 11, Use.OWNER, whole=True) is None
+        assert (
+            rig.store.reserve(rig.level, NAMESPACE, prompt(4, 11), Use.FETCH, whole=True) is Refusal.NO_ROOM
+        )
         assert tier.free_blocks == 10
-        rig.store.free_mem(rig.level, third, Use.OWNER)
+        third.abort()
+        assert rig.store.calls[Call.ALLOC_MEM] == rig.store.calls[Call.FREE_MEM] == 3
 
     def test_a_committed_reservation_is_known(self, rig: Rig) -> None:
         reservation = rig.reserve(prompt(1, 4))
@@ -137,12 +146,12 @@ class StoreContract(abc.ABC):
         reservation = rig.reserve(prompt(1, 5))
         assert (reservation.start, reservation.blocks) == (3, 2)
         rig.put(prompt(2, CAPACITY - 5))
-        taken = rig.store.alloc_mem(rig.level, CAPACITY, Use.OWNER)
-        assert rig.tier.count(taken) == CAPACITY - 5, "all but what the reservation has and continues"
+        taken = rig.reserve(prompt(3, CAPACITY))
+        assert taken.blocks == CAPACITY - 5, "all but what the reservation has and continues"
         assert (rig.blocks_of(prompt(1, 3)), rig.blocks_of(prompt(2, 1))) == (3, 0)
         assert reservation.commit(onward=False) is not None
         assert rig.blocks_of(prompt(1, 5)) == 5
-        rig.store.free_mem(rig.level, taken, Use.OWNER)
+        taken.abort()
 
     def test_the_least_recently_used_goes_first_and_nothing_that_is_locked(self, rig: Rig) -> None:
         old, new = rig.put(prompt(1, 5)), rig.put(prompt(2, 5))
@@ -150,7 +159,7 @@ class StoreContract(abc.ABC):
         assert rig.blocks_of(prompt(1, 5)) == 3, "the end of the oldest"
         assert rig.store.calls[Call.DELETE] == 1
         rig.store.tree.lock(new, rig.tier.holder)
-        assert rig.store.available(rig.level) == CAPACITY - 5
+        assert rig.available() == CAPACITY - 5
         assert rig.store.reserve(rig.level, NAMESPACE, prompt(4, 9), Use.FETCH, whole=True) is Refusal.NO_ROOM
         assert rig.reserve(prompt(5, 9)).blocks == CAPACITY - 5
         assert rig.blocks_of(prompt(2, 5)) == 5
@@ -160,8 +169,6 @@ class StoreContract(abc.ABC):
     def test_last_copies_stay_where_they_may_not_be_lost(self, rig: Rig) -> None:
         rig.put(prompt(1, CAPACITY - 2))
         assert rig.reserve(prompt(2, 5), lose=False).blocks == 2
-        assert rig.blocks_of(prompt(1, CAPACITY)) == CAPACITY - 2
-        rig.tier.make_room(CAPACITY)
         assert rig.blocks_of(prompt(1, CAPACITY)) == CAPACITY - 2
 
     def test_what_somebody_else_has_inserted_is_kept_once(self, rig: Rig) -> None:
@@ -221,7 +228,7 @@ class StoreModel(RuleBasedStateMachine):
         self.written: dict[str, bytes] = {}
         """Of each place, the prompt's beginning whose last block was written there."""
         self.reservations: list[Reservation] = []
-        self.taken: list[Any] = []
+        self.others: list[Reservation] = []
 
     keys = st.lists(st.booleans(), min_size=1, max_size=6).map(
         lambda blocks: encode_tokens([int(which) for which in blocks for _ in range(BLOCK)])
@@ -239,7 +246,7 @@ class StoreModel(RuleBasedStateMachine):
                 # Its own beginning was locked meanwhile.
                 assert reservation is Refusal.NO_ROOM
                 wanted = total - known if whole else 1
-                assert not lose or store.available(level) < wanted + known
+                assert not lose or self.rig.available() < wanted + known
             return
         assert reservation.start == known
         assert reservation.blocks == total - known if whole else 0 < reservation.blocks <= total - known
@@ -267,15 +274,16 @@ class StoreModel(RuleBasedStateMachine):
     @rule(blocks=st.integers(1, CAPACITY))
     def take(self, blocks: int) -> None:
         """Somebody needs memory, and overwrites it."""
-        taken = self.rig.store.alloc_mem(self.rig.level, blocks, Use.OWNER)
-        if taken is not None:
-            self.taken.append(taken)
-            self.written.update((place, b"an owner's") for place in self._places(taken))
+        store = self.rig.store
+        taken = store.reserve(self.rig.level, NAMESPACE, prompt(1, blocks), Use.RETURN)
+        if isinstance(taken, Reservation):
+            self.others.append(taken)
+            self.written.update((place, b"another's") for place in self._places(taken.places))
 
-    @precondition(lambda self: self.taken)
+    @precondition(lambda self: self.others)
     @rule()
     def give_back(self) -> None:
-        self.rig.store.free_mem(self.rig.level, self.taken.pop(), Use.OWNER)
+        self.others.pop().abort()
 
     @rule(key=keys)
     def use(self, key: bytes) -> None:
@@ -288,9 +296,7 @@ class StoreModel(RuleBasedStateMachine):
     @invariant()
     def all_is_where_it_was_written(self) -> None:
         self.rig.check()
-        held = [self._places(reservation.places) for reservation in self.reservations] + [
-            self._places(each) for each in self.taken
-        ]
+        held = [self._places(each.places) for each in (*self.reservations, *self.others)]
         beginnings: dict[Node, bytes] = {}
         for node in self.rig.store.tree.nodes():
             assert node.parent is not None
@@ -305,10 +311,8 @@ class StoreModel(RuleBasedStateMachine):
         assert len(every) == self.rig.tier.n_blocks - self.rig.tier.free_blocks
 
     def teardown(self) -> None:
-        for reservation in self.reservations:
-            reservation.abort()
-        for taken in self.taken:
-            self.rig.store.free_mem(self.rig.level, taken, Use.OWNER)
+        for each in (*self.reservations, *self.others):
+            each.abort()
         self.rig.close()
 
 

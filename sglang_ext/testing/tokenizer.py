@@ -2,7 +2,7 @@
 
 Nothing is downloaded or trained when a model is built: `static/vocabulary.txt.xz` is shipped and holds, one
 per line and in the usual byte-level alphabet, first the merges ("left right"), then whole words ("Ġword"). It
-was made once by `python -m sglang_ext.testing.tokenizer --train FILE` from the docstrings, strings and
+was made once by `python -m sglang_ext.testing.vocabulary_training FILE` from the docstrings, strings and
 comments of the Python 3.11 standard library (PSF licence) and of numpy, scipy and networkx (BSD licences),
 plus the 3,755 everyday Chinese characters of GB 2312 level 1, which need no corpus. Training is not
 repeatable to the byte on another machine (it sees other library versions); the shipped file is what counts.
@@ -146,20 +146,3 @@ def write_tokenizer(out_dir: Path, context_length: int) -> None:
     config = json.dumps(tokenizer_config(context_length), indent=2)
     (out_dir / "tokenizer_config.json").write_text(config + "\n", "utf-8")
     (out_dir / "chat_template.jinja").write_text(chat_template(), "utf-8")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """`--train FILE`: make a vocabulary from the libraries installed here."""
-    import argparse
-
-    from sglang_ext.testing.vocabulary_training import train
-
-    parser = argparse.ArgumentParser(prog="python -m sglang_ext.testing.tokenizer", description=__doc__)
-    parser.add_argument("--train", type=Path, metavar="FILE", required=True, help="where to write it")
-    options = parser.parse_args(arguments)
-    options.train.write_bytes(lzma.compress(("\n".join(train()) + "\n").encode(), preset=9))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

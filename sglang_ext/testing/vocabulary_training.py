@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.util
 import io
+import lzma
 import re
 import sysconfig
 import tokenize
@@ -97,3 +99,18 @@ def train() -> list[str]:
     if len(words) < left:
         raise ValueError(f"the corpus has {len(words)} further words, {left} are needed")
     return merges + words[:left]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """`FILE`: make a vocabulary from the libraries installed here."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_ext.testing.vocabulary_training", description=__doc__
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="where to write it")
+    options = parser.parse_args(arguments)
+    options.file.write_bytes(lzma.compress(("\n".join(train()) + "\n").encode(), preset=9))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

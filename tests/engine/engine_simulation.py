@@ -19,8 +19,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.runtime_context import get_serving
 
 from sglang_ext.config import KvConfig
-from sglang_ext.engine.cache.mempool import engine_mempool
-from sglang_ext.engine.cache.rank_cache import CacheParts, RankCache
+from sglang_ext.engine.cache.rank_cache import CacheParts
 from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.events.events import PlacementFeed
 from sglang_ext.engine.peers.peer_kv import PeerKv
@@ -33,8 +32,7 @@ from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.engine.weights import Weights
 from sglang_ext.geometry import BlockLayout, Geometry
 from sglang_ext.keys import Namespace, encode_tokens
-from sglang_ext.mempool import MemPool, MemType, OutOfBlocksError
-from sglang_ext.mempool.store import Store
+from sglang_ext.mempool.store import Reservation, Store, Use
 from sglang_ext.patches.adapter.build_agent import Desks
 from sglang_ext.patches.adapter.build_disk import RankFacts, disk_below, promotions_from
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
@@ -87,8 +85,6 @@ class Scenario:
     """``--kv-disk-admission``."""
     weigh: bool = False
     """Load from disk only what is expected to be slower to compute."""
-    pool: float = 0.0
-    """Share of the passes before which somebody uses the memory pool."""
     prefetch: float = 0.0
     """Share of the passes before which somebody says which prompt is about to come."""
     memory: int = 12
@@ -227,18 +223,6 @@ class Rank:
             gate = gate_class(self.mover)
             self.pools.kvcache.register_layer_transfer_counter(gate)
 
-        def memory_pool(cache: RankCache) -> MemPool:
-            return engine_mempool(
-                cache,
-                self.hbm,
-                self.pools.tensors,
-                self.pools.geometry().layout,
-                namespace=cache.namespace(None, None),
-                arena=self.arena,
-                disk=disk,
-                digest=self.writes.names.digest if self.writes is not None else None,
-            )
-
         moved_by = None if transfers is None else transfers(self)
         parts = CacheParts(
             self.store,
@@ -249,7 +233,6 @@ class Rank:
             peers=None if peers is None or moved_by is None else peers(self, moved_by),
             feed=self.feed,
             tell=None if self.desks is None else self.desks.hints.tell,
-            pool=memory_pool,
             load_min_tokens=scenario.load_min_tokens,
             load_always=not scenario.weigh,
             weights=self.weights,
@@ -260,8 +243,6 @@ class Rank:
             check=check,
         )
         self.cache = cache_class(self.pools.params(), parts, None if self.desks is None else self.desks.moves)
-        assert self.cache.pool is not None
-        self.pool = self.cache.pool
         self.look_inside = True
         """Compare everything in every tier after each step, not only what a forward pass reads."""
         self.scheduler = SimulatedScheduler(self.pools, self.cache, gate, scenario.settings)
@@ -321,8 +302,6 @@ class Rank:
     def check(self) -> None:
         """Verify everything that must be true between two passes of the loop."""
         self.cache.check()
-        if self.scenario.pool:
-            self.pool.check()
         self._check_counts()
         owned = self._owned_slots()
         self._check_owners(owned)
@@ -353,9 +332,6 @@ class Rank:
         for i, each in enumerate(self.store.reservations):
             if each.tier is Tier.HBM:
                 owned[f"{each.use} {i}"] = each.places
-        for address in self.pool.ledger.allocated():
-            if address.tier is Tier.HBM:
-                owned[str(address)] = np.array(address.place, np.int64)
         for req in self.scheduler.active():
             row = self.pools.requests.req_to_token[req.kv.req_pool_idx]
             own = row[req.kv.cache_protected_len : req.kv.kv_allocated_len].numpy().astype(np.int64)
@@ -449,7 +425,6 @@ class Traffic:
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.random = random.Random(seed)
         self._hints = random.Random(seed + 1)
-        self._owners = random.Random(seed + 2)
         self._scenario = scenario
         self._known: list[list[int]] = [[0] * 8, self._words(40), self._words(90)]
         self._lull = False
@@ -464,8 +439,6 @@ class Traffic:
         self._passes += 1
         if self._scenario.prefetch and self._hints.random() < self._scenario.prefetch:
             self._hint(scheduler)
-        if self._scenario.pool and self._owners.random() < self._scenario.pool:
-            self._own(scheduler)
         draw = self.random.random()
         if self._lull:
             if scheduler.idle:
@@ -507,28 +480,6 @@ class Traffic:
             priority=rnd.randrange(3),
             until=self._passes + rnd.randrange(1, 60),
         )
-
-    def _own(self, scheduler: SimulatedScheduler) -> None:
-        """Owners of the memory pool take memory, hold prompts, swap, and give back."""
-        pool, rnd = scheduler.cache.pool, self._owners
-        assert pool is not None
-        owner = f"owner {rnd.randrange(3)}"
-        what = rnd.choice(("alloc", "free", "free", "hold", "swap out", "swap in"))
-        self._count(f"pool {what}")
-        if what == "alloc":
-            try:
-                pool.alloc_mem(rnd.randrange(1, 6), rnd.choice((MemType.HBM, MemType.DRAM)), id=owner)
-            except OutOfBlocksError:
-                self._count("pool full")
-        elif what == "free":
-            pool.free_mem(id=owner)
-        elif what == "swap out":
-            pool.swap_out(rnd.randrange(1, 8))
-        else:
-            hold = pool.match(encode_tokens(rnd.choice(self._known)), id=owner)
-            if what == "swap in":
-                pool.swap_in(hold.addresses[:3])
-                hold.release()
 
     def _submit(self, scheduler: SimulatedScheduler) -> None:
         self._count("submit")
@@ -587,9 +538,17 @@ def run(
     return traffic
 
 
+def all_of_dram(rank: Rank) -> Reservation:
+    """Somebody has all of DRAM, until it is aborted."""
+    assert rank.tier is not None
+    key = encode_tokens(range(rank.tier.n_blocks * rank.tree.block_size))
+    taken = rank.store.reserve(Tier.DRAM, "nobody's", key, Use.FETCH, whole=True)
+    assert isinstance(taken, Reservation)
+    return taken
+
+
 def finish(rank: Rank) -> None:
     """Let everything end, then check that nothing is held and that a flush empties all."""
-    rank.pool.reset()  # a request may be waiting for memory that owners have
     for _ in range(5000):
         if rank.scheduler.idle:
             break
@@ -729,15 +688,13 @@ SCENARIOS = (
         stream=True,
         settings=Settings(mixed=True, overlap=True, new_token_ratio=0.5),
     ),
-    Scenario("a memory pool", hbm_tokens=256, dram_blocks=200, memory=40, pool=0.3),
     Scenario(
-        "a memory pool over a disk, brought ahead, the real mover",
+        "a disk, brought ahead, overlap, the real mover",
         hbm_tokens=256,
         dram_blocks=80,
         disk_blocks=1000,
         memory=60,
         threaded=True,
-        pool=0.3,
         prefetch=0.2,
         settings=Settings(overlap=True, new_token_ratio=0.05),
     ),
@@ -772,4 +729,14 @@ SCENARIOS = (
 )
 
 
-__all__ = ["SCENARIOS", "Rank", "Scenario", "Traffic", "WrongKvError", "finish", "on_disk_only", "run"]
+__all__ = [
+    "SCENARIOS",
+    "Rank",
+    "Scenario",
+    "Traffic",
+    "WrongKvError",
+    "all_of_dram",
+    "finish",
+    "on_disk_only",
+    "run",
+]

@@ -1,1 +1,1 @@
-"""The cache of one rank as a whole: its lifecycle, its metrics, its memory pool."""
+"""The cache of one rank as a whole: its lifecycle, its metrics."""

@@ -31,11 +31,9 @@ from sglang_ext.radix_global import Holder
 from sglang_ext.tiers import Tier
 
 if TYPE_CHECKING:
-    from sglang_ext.engine.cache.metrics import CacheMetrics
     from sglang_ext.engine.events.events import PlacementFeed
     from sglang_ext.engine.peers.peer_kv import PeerKv
     from sglang_ext.engine.transfer_thread import TransferThread
-    from sglang_ext.mempool import MemPool
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +60,10 @@ class CacheParts:
     """Tells routers of what changes here; ``None`` without any."""
     tell: Tell | None = None
     """Is told what came of hints; in rank 0, where there are routers."""
-    pool: Callable[[RankCache], MemPool] | None = None
-    """Makes the memory pool over this cache."""
     computes: Callable[[RankCache], Computes] | None = None
     """Makes what computes announced prompts ahead of their requests; ``None`` where that is not wanted."""
-    metrics: CacheMetrics | None = None
+    publish: Callable[[RankCache], None] | None = None
+    """Called in each pass of the scheduler; publishes the metrics (`CacheMetrics.update`)."""
     load_min_tokens: int = 0
     """DRAM hits shorter than this are computed instead of loaded."""
     load_always: bool = False
@@ -107,7 +104,7 @@ class RankCache:
         self.transfers = parts.transfers
         self.peers = parts.peers
         self.feed = parts.feed
-        self.metrics = parts.metrics
+        self._publish = parts.publish
         self.weights = parts.weights
         self.ranks = parts.ranks
         self.command_queue = parts.commands
@@ -143,7 +140,6 @@ class RankCache:
                     computes=None if parts.computes is None else parts.computes(self),
                     priority_sign=parts.priority_sign,
                 )
-        self.pool = None if parts.pool is None else parts.pool(self)
 
     def namespace(self, extra_key: str | None, cache_salt: str | None) -> Hashable:
         """Where the KV of a tenant's prompts belongs now."""
@@ -170,8 +166,8 @@ class RankCache:
             self.advice.drain()
         if self.feed is not None:
             self.feed.publish()
-        if self.metrics is not None:
-            self.metrics.update(self)
+        if self._publish is not None:
+            self._publish(self)
 
     @property
     def keeps_awake(self) -> bool:
@@ -189,8 +185,6 @@ class RankCache:
         self.drop_in_flight()
         if self.feed is not None:
             self.feed.clear()
-        if self.pool is not None:
-            self.pool.reset()
         self.store.clear()
         if self.promotions is not None:
             self.promotions.clear()
@@ -213,7 +207,7 @@ class RankCache:
         """The model's weights are about to change, and may do so until ``weights_changed``.
 
         Each generation of weights is a namespace, so what older ones computed never matches again. What is
-        computed meanwhile, or has begun before, is nobody's (``_namespace_of``).
+        computed meanwhile, or has begun before, is nobody's (``namespace_of``).
         """
         if not self.weights.moving:
             self.weights.begin()
@@ -228,8 +222,6 @@ class RankCache:
         self.drop_in_flight()
         if self.feed is not None:
             self.feed.clear(self.weights.generation)
-        if self.pool is not None:
-            self.pool.namespace = self.namespace(None, None)
 
     def settle(self) -> None:
         """Wait until no copy reads or writes the pool, which is about to be unmapped."""

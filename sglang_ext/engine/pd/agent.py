@@ -10,17 +10,17 @@ import asyncio
 import contextlib
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 from sglang_ext.clock import Clock, SystemClock
-from sglang_ext.disagg.errors import PeerProtocolError, TransferError
+from sglang_ext.disagg.errors import PeerProtocolError, RefusedError, TransferError
 from sglang_ext.disagg.transfer.staging import STAGING, Staging
 from sglang_ext.engine.pd.bootstrap import REGISTER_SECONDS, Registry
 from sglang_ext.engine.pd.decode_receiver import Claims, DecodeReceiver, MetadataRows
 from sglang_ext.engine.pd.joins import PrefillJoins
-from sglang_ext.engine.pd.kv_writeback import ReturnReceiver, ReturnSender, refused
 from sglang_ext.engine.pd.leases import POOL, LeaseBook
 from sglang_ext.engine.pd.messages import (
     Abort,
@@ -34,6 +34,7 @@ from sglang_ext.engine.pd.messages import (
     RankInfo,
     Register,
     Return,
+    Returned,
     Topology,
     Weights,
 )
@@ -62,6 +63,24 @@ class AgentConfig:
     metrics: bool = False
 
 
+class Returns(Protocol):
+    """One side of returns (`kv_writeback`). outcomes: what came of each. tokens: that have come back."""
+
+    outcomes: Counter[str]
+    tokens: int
+
+
+class ReceivesReturns(Returns, Protocol):
+    """Prefill's side."""
+
+    @property
+    def set_aside(self) -> dict[str, int]:
+        """Tokens of memory that is to be filled, by tier. From any thread."""
+
+    async def take(self, message: Return) -> Returned:
+        """A decode rank offers its part."""
+
+
 class Agent:
     """Hand-overs and returns of one rank. `sender` on prefill, `receiver` on decode."""
 
@@ -88,8 +107,8 @@ class Agent:
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._tasks: list[asyncio.Task[None]] = []
         self._started: set[asyncio.Future[Any]] = set()
-        self.returns: ReturnReceiver | None = None
-        self.return_sender: ReturnSender | None = None
+        self.returns: ReceivesReturns | None = None
+        self.return_sender: Returns | None = None
         self.weights: Weights = ""
         """With which this rank computes."""
         self._metadata_rows = metadata_rows
@@ -100,11 +119,11 @@ class Agent:
             raise
         self.weights_changed(config.weights)
 
-    def receive_returns(self, return_receiver: ReturnReceiver) -> None:
+    def receive_returns(self, return_receiver: ReceivesReturns) -> None:
         """Prefill takes KV back from now on."""
         self.returns = return_receiver
 
-    def send_returns(self, return_sender: ReturnSender) -> None:
+    def send_returns(self, return_sender: Returns) -> None:
         """Decode gives KV back from now on."""
         self.return_sender = return_sender
 
@@ -295,7 +314,8 @@ class Agent:
                 return Ok()
             case Return():
                 if self.returns is None:
-                    raise refused(message)
+                    text = "this server takes no KV back; set --kv-pd-caching 3 alike"
+                    raise RefusedError("return", text)
                 return await self.returns.take(message)
         raise PeerProtocolError(f"{type(message).__name__} is not for this port")
 

@@ -24,7 +24,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from sglang_ext.disagg.messages import Offer
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.engine.forward_fence import Passed, nothing_runs, until_passed
+from sglang_ext.engine.pd.agent import Agent
 from sglang_ext.engine.pd.decode_receiver import Wanted, after_skip
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import ORDERS, Return, Returned, TakeBack, alike
@@ -45,9 +46,6 @@ from sglang_ext.keys import encode_tokens
 from sglang_ext.mempool.store import Refusal, Reservation
 from sglang_ext.radix_global import Node
 from sglang_ext.tiers import Tier
-
-if TYPE_CHECKING:
-    from sglang_ext.engine.pd.agent import Agent
 
 log = logging.getLogger(__name__)
 
@@ -404,8 +402,3 @@ class ReturnReceiver:
         coming.unwanted = True
         if coming.reading is not None:
             coming.reading.cancel()
-
-
-def refused(_message: Return) -> RefusedError:
-    """The answer of a server that takes nothing back."""
-    return RefusedError("return", "this server takes no KV back; set --kv-pd-caching 3 alike")

@@ -173,10 +173,6 @@ class DramTier:
         self._writes.pending.append((part, fits))
         return part is node
 
-    def make_room(self, blocks: int, *, unused_since: float = math.inf, priority: int = 0) -> None:
-        """Have up to so many blocks free, of those that are on disk too."""
-        self._make_room(blocks, lose=False, rank=priority)
-
     def _make_room(self, blocks: int, *, lose: bool = True, rank: float = -math.inf) -> None:
         shortage = blocks - self._arena.free_blocks
         if shortage > 0 and self.below is not None:

@@ -4,15 +4,34 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from aiohttp import web
 
-if TYPE_CHECKING:
-    from sglang_ext.testing.servers.workers import StandInWorker
-
 Json = dict[str, Any]
 _serial = itertools.count(1)
+
+
+class Worker(Protocol):
+    """What of a stand-in its dialects use (`workers.StandInWorker`)."""
+
+    requests: list[tuple[str, Json, dict[str, str]]]
+    rids_aborted: list[Json]
+    kept: dict[str, Json]
+    in_background: dict[str, Json]
+
+    def render(self, messages: Sequence[Json]) -> list[int]: ...
+
+    def generate(self, prompt: list[int], count: int, body: Json) -> tuple[list[int], int]: ...
+
+    def text(self, output: list[int]) -> str: ...
+
+    def details(self, cached: int) -> Json | None: ...
+
+    async def answer(self, request: web.BaseRequest, answer: Any, *, stream: bool) -> web.StreamResponse: ...
+
+    async def notify(self) -> None: ...
 
 
 def headers_of(request: web.BaseRequest) -> dict[str, str]:
@@ -43,7 +62,7 @@ def error(message: str) -> web.Response:
     return web.json_response({"error": {"message": message}}, status=400)
 
 
-async def messages(worker: StandInWorker, request: web.BaseRequest) -> web.StreamResponse:
+async def messages(worker: Worker, request: web.BaseRequest) -> web.StreamResponse:
     """``/v1/messages``. Salts are not looked at: SGLang's does not take any."""
     body: Json = json.loads(await request.content.read())
     worker.requests.append((request.path, body, headers_of(request)))
@@ -87,13 +106,13 @@ async def messages(worker: StandInWorker, request: web.BaseRequest) -> web.Strea
     return await worker.answer(request, events, stream=True)
 
 
-async def count_tokens(worker: StandInWorker, request: web.BaseRequest) -> web.StreamResponse:
+async def count_tokens(worker: Worker, request: web.BaseRequest) -> web.StreamResponse:
     """``/v1/messages/count_tokens``."""
     body: Json = json.loads(await request.content.read())
     return web.json_response({"input_tokens": len(worker.render(_conversation(body)))})
 
 
-async def responses(worker: StandInWorker, request: web.BaseRequest) -> web.StreamResponse:
+async def responses(worker: Worker, request: web.BaseRequest) -> web.StreamResponse:
     """``/v1/responses``; what it answers is kept."""
     body: Json = json.loads(await request.content.read())
     worker.requests.append((request.path, body, headers_of(request)))
@@ -164,7 +183,7 @@ async def responses(worker: StandInWorker, request: web.BaseRequest) -> web.Stre
     return await worker.answer(request, events, stream=True)
 
 
-async def kept_response(worker: StandInWorker, request: web.BaseRequest) -> web.StreamResponse:
+async def kept_response(worker: Worker, request: web.BaseRequest) -> web.StreamResponse:
     """``GET /v1/responses/{id}``."""
     response = worker.kept.get(request.path.split("/")[3])
     if response is None:
@@ -172,13 +191,13 @@ async def kept_response(worker: StandInWorker, request: web.BaseRequest) -> web.
     return web.json_response(response)
 
 
-async def detokenize(worker: StandInWorker, request: web.BaseRequest) -> web.StreamResponse:
+async def detokenize(worker: Worker, request: web.BaseRequest) -> web.StreamResponse:
     """``/detokenize``."""
     body = json.loads(await request.content.read())
     return web.json_response({"text": worker.text(body["tokens"])})
 
 
-async def abort_request(worker: StandInWorker, request: web.BaseRequest) -> web.StreamResponse:
+async def abort_request(worker: Worker, request: web.BaseRequest) -> web.StreamResponse:
     """``/abort_request``: noted, nothing is aborted."""
     worker.rids_aborted.append(json.loads(await request.content.read()))
     await worker.notify()

@@ -107,7 +107,7 @@ class IgnoresTenants(GlobalRadixCache):
 class FollowsNewWeights(GlobalRadixCache):
     """Files the KV of a request that started before the change under the new weights."""
 
-    def _namespace_of(self, req: Any) -> Hashable:
+    def namespace_of(self, req: Any) -> Hashable:
         return (self.weights.generation, req.extra_key, req.cache_salt)
 
 

@@ -1,4 +1,4 @@
-"""The tiers of the store, each held to one contract: those of servers and those of the library."""
+"""The tiers of the store, each held to one contract."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.slots import HostSlots
-from sglang_ext.keys import Namespace
-from sglang_ext.mempool import ArenaRegion, MemPool
 from sglang_ext.mempool.store import Committed, Reservation, Store
 from sglang_ext.radix_global import Holder, RadixTree
 from sglang_ext.testing.blocks import LAYOUT
@@ -58,21 +56,6 @@ def dram_rig(blocks: int, store_class: type[Store] = Store) -> Rig:
     return Rig(store, Tier.DRAM, arena.close)
 
 
-def arena_rig(level: Tier) -> Callable[..., Rig]:
-    def opened(blocks: int) -> Rig:
-        namespace = Namespace("m", "w", "float16", LAYOUT.facts())
-        pool = MemPool.create("one", LAYOUT, blocks, blocks if level is Tier.DRAM else 0, namespace=namespace)
-
-        def close() -> None:
-            for region in pool.tiers.regions.values():
-                assert isinstance(region, ArenaRegion)
-                region.arena.close()
-
-        return Rig(pool.store, level, close)
-
-    return opened
-
-
 class TestHbmRoom(StoreContract):
     def open_rig(self, blocks: int) -> Rig:
         return hbm_rig(blocks)
@@ -83,21 +66,7 @@ class TestDramTier(StoreContract):
         return dram_rig(blocks)
 
 
-class TestArenaAsHbm(StoreContract):
-    def open_rig(self, blocks: int) -> Rig:
-        return arena_rig(Tier.HBM)(blocks)
-
-
-class TestArenaAsDram(StoreContract):
-    def open_rig(self, blocks: int) -> Rig:
-        return arena_rig(Tier.DRAM)(blocks)
-
-
-@pytest.mark.parametrize(
-    "open_rig",
-    [hbm_rig, dram_rig, arena_rig(Tier.HBM), arena_rig(Tier.DRAM)],
-    ids=["HbmTier", "DramTier", "arena as HBM", "arena as DRAM"],
-)
+@pytest.mark.parametrize("open_rig", [hbm_rig, dram_rig], ids=["HbmTier", "DramTier"])
 def test_random_reservations_leave_every_block_where_it_was_written(
     open_rig: Callable[[int], Rig], long_run: bool
 ) -> None:

@@ -13,11 +13,10 @@ import pytest
 from engine_movers import until
 from engine_pools import PoolKind, WrongKvError
 from engine_scheduler import Settings
-from engine_simulation import Rank, Scenario
+from engine_simulation import Rank, Scenario, all_of_dram
 from engine_simulation import on_disk_only as prompt_on_disk_only
 
 from sglang_ext.engine.weights import Weights
-from sglang_ext.mempool import MemType
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.testing.tiers import MemoryTier, WrappedTier
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get, Ids, LayerRead, Outcome, Put
@@ -151,12 +150,12 @@ def found_straight(cache_class: type[GlobalRadixCache] = GlobalRadixCache) -> It
     with on_disk_only(STREAMS, cache_class) as (rank, _):
         assert rank.tier is not None
         assert rank.promotions is not None
-        rank.pool.alloc_mem(rank.tier.n_blocks, MemType.DRAM, id="somebody")
+        taken = all_of_dram(rank)
         req = rank.scheduler.submit(QUESTION, new_tokens=3)
         rank.ranks.each_pass()
         assert rank.promotions.blocks_to_stream(req.cache_request_handle, 0) == BLOCKS
         yield rank, req
-        rank.pool.free_mem(id="somebody")
+        taken.abort()
 
 
 def test_a_straight_load_of_old_kv_does_not_begin() -> None:
@@ -270,7 +269,7 @@ def test_what_is_written_after_the_change_keeps_the_name_of_what_computed_it() -
 class KeepsTheFirstName(GlobalRadixCache):
     """The twin: a request's KV goes where it was matched, whatever computed it."""
 
-    def _namespace_of(self, req: Any) -> Any:
+    def namespace_of(self, req: Any) -> Any:
         return (0, req.extra_key, req.cache_salt)
 
 

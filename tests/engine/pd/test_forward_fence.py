@@ -12,18 +12,10 @@ import torch
 from pd_rig import METADATA, Rig, Side, rig
 
 from sglang_ext.disagg.handover import ReceiverState
-from sglang_ext.engine.cache.mempool import SlotRegion
 from sglang_ext.engine.forward_fence import ForwardFence, nothing_runs
 from sglang_ext.engine.pd.decode_receiver import ReceivingHandover, Wanted
 from sglang_ext.engine.pd.prefill_sender import SendingHandover
-from sglang_ext.engine.tiers.hbm_tier import HbmTier
-from sglang_ext.engine.tiers.slots import HostSlots
-from sglang_ext.geometry import mha_geometry
-from sglang_ext.mempool import MemPool
-from sglang_ext.mempool.store import Store
 from sglang_ext.patches.adapter.kv_manager import GlobalKVReceiver
-from sglang_ext.radix_global import Holder, RadixTree
-from sglang_ext.tiers import Tier
 
 ROWS = bytes(range(METADATA))
 NUMBERS = itertools.count(1)
@@ -186,33 +178,6 @@ def test_sglangs_slots_come_with_a_fence_that_is_set_when_they_come() -> None:
         assert handover.state is ReceiverState.READING
         gate.go()
         servers.wait(lambda: handover.state is ReceiverState.HELD, "the KV")
-
-
-def test_the_memory_pool_hands_out_slots_after_the_passes_that_store_to_them() -> None:
-    """A peer writes to them as soon as a transfer's grant names them."""
-    calls: list[str] = []
-
-    def alloc(tokens: int) -> torch.Tensor:
-        calls.append("alloc")
-        return torch.arange(tokens)
-
-    geometry = mha_geometry(
-        k_addresses=(0,), v_addresses=(0,), slots=64, heads=1, head_dim=1, dtype="float16", block_tokens=4
-    )
-    store, hbm = Store(RadixTree(4)), Holder.of("one", 1, Tier.HBM)
-    HbmTier(
-        store,
-        hbm,
-        SimpleNamespace(size=64, available_size=lambda: 64, alloc=alloc),
-        HostSlots(),
-        None,
-    )
-    planes = [[torch.zeros(64, 1, dtype=torch.float16)] * 2]
-    region = SlotRegion(planes, geometry.layout, wait=lambda: calls.append("wait"))
-    pool = MemPool("one", store, {Tier.HBM: region}, namespace=(), epoch=1)
-    found = pool.alloc_mem(2, id="r")
-    assert [address.place for address in found] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert calls == ["alloc", "wait"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -10,11 +10,10 @@ import pytest
 from engine_movers import until
 from engine_pools import PoolKind, WrongKvError
 from engine_scheduler import Settings
-from engine_simulation import LateLayers, Rank, Scenario
+from engine_simulation import LateLayers, Rank, Scenario, all_of_dram
 from engine_simulation import on_disk_only as prompt_on_disk_only
 from sglang.srt.managers.schedule_batch import Req
 
-from sglang_ext.mempool import MemType
 from sglang_ext.testing.tiers import WrappedTier
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get, Ids, LayerRead, Outcome
 
@@ -141,10 +140,9 @@ def test_a_request_whose_stream_has_failed_waits_for_all_layers_the_next_time() 
 @contextmanager
 def no_room_in_dram(rank: Rank) -> Iterator[None]:
     """All of DRAM is in use by somebody else."""
-    assert rank.tier is not None
-    assert len(rank.pool.alloc_mem(rank.tier.n_blocks, MemType.DRAM, id="somebody")) == rank.tier.n_blocks
+    taken = all_of_dram(rank)
     yield
-    rank.pool.free_mem(id="somebody")
+    taken.abort()
 
 
 def test_without_room_in_dram_it_comes_straight_to_hbm() -> None:
