@@ -88,7 +88,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     **ROUTER,
     "cluster": {*PATCHES, *PARTS, "protocol"},
     "cli": {"calibration", "cluster", *ROUTER},
-    "testing.transfer": {*PARTS},
+    "testing.transfer": {*PARTS, "mempool"},
     "testing.servers": {*PARTS, "protocol", "cluster", *PATCHES, "testing"},
     "testing": {*PARTS, "protocol", "cluster", "mempool", "cost_model", *PATCHES},
     "demo": {"cluster", "testing", "testing.servers"},

@@ -13,9 +13,9 @@ import msgspec
 
 from sglang_ext.disagg.memory import RegionMeta
 from sglang_ext.disagg.tensors import PoolMeta
-from sglang_ext.wire import Blob, Codec, Count, Epoch, Message, Name
+from sglang_ext.wire import Blob, Codec, Epoch, Message, Name
 
-VERSION: Final = 3
+VERSION: Final = 4
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 47)]
 Session = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -125,64 +125,30 @@ class Renew(Message, frozen=True, tag="renew"):
 
 
 class Reserve(Message, frozen=True, tag="reserve"):
-    """Push, step 1: allocate `count` blocks of `pool` at the receiver, or take those named in `blocks`."""
+    """Push, step 1: grant blocks of `pool` that the receiver has set aside for a request. blocks:
+    `wire.pack_ids`."""
 
     session: Session
     request: Name
     pool: Name
-    count: Count
-    blocks: Blob = b""
-    flags: Count = 0
-    private: Blob = b""
+    blocks: Blob
 
 
 class Reserved(Message, frozen=True, tag="reserved"):
-    """Where to write. slot and grant go with every write. ttl_ms: how long the grant lives; 0: until the
+    """They may be written. slot and grant go with every write. ttl_ms: how long the grant lives; 0: until the
     receiver revokes it."""
 
     grant: Number
     slot: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
-    blocks: Blob
     ttl_ms: Milliseconds
 
 
 class Written(Message, frozen=True, tag="written"):
-    """Push, step 3: everything is written; insert it under `tokens` where `insert` says so."""
+    """Push, step 3: everything is written, and the grant is over. Answered by Completed."""
 
     session: Session
     request: Name
     grant: Number
-    insert: bool = False
-    tokens: Blob = b""
-    flags: Count = 0
-    private: Blob = b""
-
-
-class Take(Message, frozen=True, tag="take"):
-    """Pull form of transfer, one round trip: allocate, read what is offered, insert.
-
-    offers: of every rank of the sender, in rank order; control: their control addresses. limit_ms: how long
-    reading may take.
-    """
-
-    session: Session
-    request: Name
-    offers: Annotated[tuple[Offer, ...], msgspec.Meta(max_length=4096)]
-    control: Annotated[tuple[Name, ...], msgspec.Meta(max_length=4096)]
-    pool: Name
-    limit_ms: Milliseconds
-    blocks: Blob = b""
-    insert: bool = False
-    tokens: Blob = b""
-    flags: Count = 0
-    private: Blob = b""
-
-
-class Placed(Message, frozen=True, tag="placed"):
-    """The last step's answer: where the blocks are at the receiver, and whether they were inserted."""
-
-    blocks: Blob
-    inserted: bool
 
 
 class Revoke(Message, frozen=True, tag="revoke"):
@@ -204,8 +170,8 @@ class Bye(Message, frozen=True, tag="bye"):
     session: Session
 
 
-Request = Connect | Ping | Want | Complete | Renew | Reserve | Written | Take | Revoked | Bye
-Reply = Connected | Refused | Pong | Offer | Completed | Reserved | Placed | Revoke
+Request = Connect | Ping | Want | Complete | Renew | Reserve | Written | Revoked | Bye
+Reply = Connected | Refused | Pong | Offer | Completed | Reserved | Revoke
 
 REQUESTS: Codec[Request] = Codec(Request)
 REPLIES: Codec[Reply] = Codec(Reply)

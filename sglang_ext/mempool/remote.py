@@ -6,8 +6,8 @@
     await memory.end()              the owner hears that all is there, and has its blocks back; or
     await memory.free_mem()         the owner has them back when nothing of ours writes there any more
 
-The blocks are the owner's choice: its engine allocates them for a request of its own, and says which they are.
-They are granted for that request and to this connection, until either side ends it.
+The blocks are the owner's choice: its engine allocates them for a request of its own, and says which they
+are. They are granted for that request and to this connection, until either side ends it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections import Counter
 
 from sglang_ext.disagg.errors import PeerProtocolError
 from sglang_ext.disagg.handover import WRITE_SECONDS, moving_seconds
-from sglang_ext.disagg.messages import Placed, Reserve, Reserved, Written
+from sglang_ext.disagg.messages import Completed, Reserve, Reserved, Written
 from sglang_ext.disagg.runs import Ids, Runs
 from sglang_ext.disagg.transfer.link import Link
 from sglang_ext.disagg.transfer.transactions import Direction
-from sglang_ext.mempool.pool import Call
+from sglang_ext.mempool.store import Call
 from sglang_ext.wire import pack_ids
 
 
@@ -77,8 +77,8 @@ class RemoteMemory:
             RefusedError: the grant is over, and what was written is lost.
         """
         done = Written(self._link.session, self._request, self._held.grant)
-        if not isinstance(await self._link.ask(done, WRITE_SECONDS), Placed):
-            raise PeerProtocolError("expected a placement")
+        if not isinstance(await self._link.ask(done, WRITE_SECONDS), Completed):
+            raise PeerProtocolError("expected an acknowledgement")
         self._calls[Call.TRANSFER] += 1
 
     async def free_mem(self) -> None:

@@ -12,8 +12,10 @@ index meanwhile is kept once. A reservation of `Use.PREFETCH` gives way instead:
 it is given up when the engine needs the memory.
 
 MemServe's nine calls (table 1) are methods of it, by key and by tier, and counted as they are carried out,
-see `Call`. What is neither free nor in the index is in the store's ledger, and nowhere else. Everything here happens in the scheduler's thread, and on every rank in
-the same order: no decision is taken from anything that ranks do not have alike.
+see `Call`. What is neither free nor in the
+index is in the store's ledger, and nowhere else. Everything here happens in the scheduler's thread, and on
+every rank in the same order: no decision is taken from anything that ranks do not have alike. What is called
+at another instance is in `remote.py`.
 """
 
 from __future__ import annotations

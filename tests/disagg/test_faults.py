@@ -46,6 +46,7 @@ from sglang_ext.errors import ConfigError
 from sglang_ext.testing.fakes import Stopwatch
 from sglang_ext.testing.transfer.rig import NAMESPACE, Rank, Shape, start_instance
 from sglang_ext.testing.transfer.transports import until
+from sglang_ext.wire import pack_ids
 
 SHAPE = {"layers": 2, "heads": 4, "width": 64, "blocks": 64, "block_tokens": 64, "dtype": "float32"}
 TRANSPORTS = [TransportName.SHM, TransportName.CMA, TransportName.TCP]
@@ -587,8 +588,8 @@ async def test_an_expired_grant_frees_nothing_while_its_writer_may_write(transpo
 
         link.peer.stop_writes = stop_slowly  # type: ignore[method-assign]
         await until(lambda: me.endpoint.owner.sessions[0].transport == transport, 5)
-        me.receiver.free = [4, 5]
-        await link.ask(Reserve(link.session, "r", "hbm", 2), 5)
+        me.receiver.aside = {4, 5}
+        await link.ask(Reserve(link.session, "r", "hbm", pack_ids(np.array([4, 5]))), 5)
         assert me.owned.granted == 2
         with pytest.raises(RangeError, match="granted to a writer"):
             me.owned.open(np.array([4]))
@@ -599,39 +600,39 @@ async def test_an_expired_grant_frees_nothing_while_its_writer_may_write(transpo
             assert me.owned.granted == 2
             going_on.set()
         await until(lambda: me.owned.granted == 0, 5)
-        assert me.receiver.free == [4, 5]
+        assert me.receiver.aside == {4, 5}
         with pytest.raises(RefusedError, match="the grant is over"):
-            await link.ask(Written(link.session, "r", 1, True, b"t"), 5)
+            await link.ask(Written(link.session, "r", 1), 5)
 
 
 async def test_a_writer_that_dies_is_fenced() -> None:
     async with reader(TransportName.SHM, grant_ttl=600.0) as me:
-        me.receiver.free = [4, 5]
+        me.receiver.aside = {4, 5}
         me.owned.seal(np.array([9]))
         me.endpoint.publish("hbm", "r0", np.array([9]))
-        options = {"name": "writer", "connect": me.endpoint.address, "transports": ["shm"], "reserve": 2}
+        options = {"name": "writer", "connect": me.endpoint.address, "transports": ["shm"], "reserve": [4, 5]}
         async with process(**options) as (child, _):
             assert me.owned.granted == 2
             child.send_signal(signal.SIGKILL)
             await until(lambda: me.owned.granted == 0, 5)
-        assert me.receiver.free == [4, 5]
+        assert me.receiver.aside == {4, 5}
         assert me.endpoint.owner.grants == 0
 
 
 async def test_a_writer_that_is_stopped_is_fenced_and_writes_nothing_when_it_goes_on() -> None:
     """Over cma, and in the middle of writing."""
     async with reader(TransportName.CMA, grant_ttl=600.0) as me:
-        me.receiver.free = [4, 5]
+        me.receiver.aside = {4, 5}
         me.owned.seal(np.array([9]))
         me.endpoint.publish("hbm", "r0", np.array([9]))
         size = int(me.pool.bytes.size)
-        options = {"name": "writer", "connect": me.endpoint.address, "transports": ["cma"], "reserve": 2}
+        options = {"name": "writer", "connect": me.endpoint.address, "transports": ["cma"], "reserve": [4, 5]}
         async with process(**options, write=size) as (child, _):
             assert me.owned.granted == 2
             await until(lambda: bool(me.pool.bytes.any()), 5)
             child.send_signal(signal.SIGSTOP)
             await until(lambda: me.owned.granted == 0, 5)
-            assert me.receiver.free == [4, 5]
+            assert me.receiver.aside == {4, 5}
             me.pool.bytes[:] = 7
             child.send_signal(signal.SIGCONT)
             assert child.stdout is not None
@@ -662,15 +663,15 @@ async def test_a_grant_ends_when_both_have_taken_the_other_for_dead(
         instance = await writer.endpoint.connect([me.endpoint.address])
         link = instance.links[0]
         await until(lambda: me.endpoint.owner.sessions[0].transport == transport, 5)
-        me.receiver.free = [4, 5]
-        await link.ask(Reserve(link.session, "r", "hbm", 2), 5)
+        me.receiver.aside = {4, 5}
+        await link.ask(Reserve(link.session, "r", "hbm", pack_ids(np.array([4, 5]))), 5)
         link.fail(PeerGoneError("the receiver was silent"))
         await me.endpoint.owner.end(me.endpoint.owner.sessions[0])
         if leaves:
             assert me.owned.granted == 2
             await instance.close()
         await until(lambda: me.owned.granted == 0, 5)
-        assert me.receiver.free == [4, 5]
+        assert me.receiver.aside == {4, 5}
         assert me.endpoint.owner.grants == 0
 
 

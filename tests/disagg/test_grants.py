@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from sglang_ext.disagg.transports import CancelToken, TransportName
 from sglang_ext.disagg.transports._guard import GuardPages
 from sglang_ext.testing.transfer.rig import NAMESPACE, Rank, Shape, start_instance
 from sglang_ext.testing.transfer.transports import until
-from sglang_ext.wire import pack_ids, unpack_ids
+from sglang_ext.wire import pack_ids
 
 TRANSPORTS = [TransportName.SHM, TransportName.CMA, TransportName.TCP]
 SHAPE = Shape(blocks=32)
@@ -41,18 +41,20 @@ OURS, ANOTHERS = 0x11, 0x77
 
 @dataclass
 class Two:
-    """A receiver, and a writer that is connected to it."""
+    """A receiver, and a writer that is connected to it. granted: blocks by grant."""
 
     receiver: Rank
     writer: Rank
     link: Link
+    granted: dict[int, Ids] = field(default_factory=dict)
 
     async def reserve(self, *blocks: int) -> Reserved:
         """A grant on blocks that the receiver's engine has set aside under the name `r`."""
         self.receiver.receiver.aside |= set(blocks)
-        named = pack_ids(np.array(blocks, np.int64))
-        held = await self.link.ask(Reserve(self.link.session, "r", "hbm", len(blocks), named), 5)
+        named = np.array(blocks, np.int64)
+        held = await self.link.ask(Reserve(self.link.session, "r", "hbm", pack_ids(named)), 5)
         assert isinstance(held, Reserved)
+        self.granted[held.grant] = named
         return held
 
     def runs(self, held: Reserved) -> Runs:
@@ -64,7 +66,7 @@ class Two:
         return np.array(
             [
                 (1, plane * size + int(b) * block, 1, plane * size, block)
-                for b in unpack_ids(held.blocks)
+                for b in self.granted[held.grant]
                 for plane in range(planes)
             ],
             np.int64,
@@ -102,9 +104,10 @@ async def test_a_grant_lives_as_long_as_its_receiver_wants(transport: TransportN
     async with two(transport, grant_ttl=0.1) as pair:
         pair.receiver.receiver.claim_seconds = math.inf
         held = await pair.reserve(4, 5)
-        pair.receiver.receiver.free = [9]
+        pair.receiver.receiver.aside = {9}
+        pair.receiver.receiver.claim_seconds = None
         # Another grant begins later, lives for `grant_ttl`, and is over.
-        await pair.link.ask(Reserve(pair.link.session, "other", "hbm", 1), 5)
+        await pair.link.ask(Reserve(pair.link.session, "other", "hbm", pack_ids(np.array([9]))), 5)
         assert pair.receiver.owned.granted == 3
         await until(lambda: pair.receiver.owned.granted == 2, 5)
         pair.link.peer.transfer(
@@ -112,7 +115,7 @@ async def test_a_grant_lives_as_long_as_its_receiver_wants(transport: TransportN
         )
         await pair.link.peer.landed("r", asyncio.get_running_loop().time() + 5)
         await pair.link.ask(Written(pair.link.session, "r", held.grant), 5)
-        assert pair.receiver.receiver.plain == [[4, 5]]
+        assert pair.receiver.receiver.written == [[4, 5]]
         for plane in pair.receiver.pool.geometry.planes:
             view = pair.receiver.pool.view(plane.layer, plane.kind)
             assert (view[[4, 5]] == OURS).all()
@@ -270,42 +273,45 @@ def grow(owner: Any, number: int, blocks: int) -> Any:
 
 
 async def test_a_reservation_that_fails_gives_its_blocks_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every way that `Reserve` can end after the receiver has allocated."""
+    """Every way that `Reserve` can end after the receiver has let the blocks go."""
     monkeypatch.setattr(owner_module, "MAX_GRANTS", 2)
     async with two(TransportName.TCP, grant_ttl=600.0) as pair:
         receiver, owned = pair.receiver.receiver, pair.receiver.owned
-        receiver.free = [3, 7, 8]
-        reserve = Reserve(pair.link.session, "r", "hbm", 1)
-        assert isinstance(await pair.link.ask(reserve, 5), Reserved)
-        with pytest.raises(RefusedError, match="already holds 1 grants"):
-            await pair.link.ask(reserve, 5)
-        assert sorted(receiver.free) == [7, 8]
-        monkeypatch.setattr(owner_module, "MAX_GRANTS", 9)
-        # What the receiver hands out is sealed, against the rules: it has it back all the same.
-        owned.seal(np.array([receiver.free[0]]))
-        with pytest.raises(RefusedError):
-            await pair.link.ask(reserve, 5)
-        assert sorted(receiver.free) == [7, 8]
-        assert (owned.granted, pair.receiver.endpoint.owner.grants) == (1, 1)
-        owned.open(np.array([n for n in receiver.free if owned.is_sealed(np.array([n])).all()]))
-        # The session ends while the receiver allocates.
-        allocating, go = asyncio.Event(), asyncio.Event()
-        stock: Callable[..., Any] = receiver.allocate
+        receiver.aside = {3, 7, 8}
 
-        async def gated(pool: str, count: int, request: str, private: bytes) -> Ids:
-            allocating.set()
+        def reserve(block: int) -> Reserve:
+            return Reserve(pair.link.session, "r", "hbm", pack_ids(np.array([block])))
+
+        assert isinstance(await pair.link.ask(reserve(3), 5), Reserved)
+        with pytest.raises(RefusedError, match="already holds 1 grants"):
+            await pair.link.ask(reserve(7), 5)
+        assert receiver.aside == {7, 8}
+        monkeypatch.setattr(owner_module, "MAX_GRANTS", 9)
+        # What the receiver lets go is sealed, against the rules: it has it back all the same.
+        owned.seal(np.array([7]))
+        with pytest.raises(RefusedError):
+            await pair.link.ask(reserve(7), 5)
+        assert receiver.aside == {7, 8}
+        assert (owned.granted, pair.receiver.endpoint.owner.grants) == (1, 1)
+        owned.open(np.array([7]))
+        # The session ends while the receiver looks.
+        looking, go = asyncio.Event(), asyncio.Event()
+        stock: Callable[..., Any] = receiver.claim
+
+        async def gated(pool: str, blocks: Ids, request: str) -> float | None:
+            looking.set()
             await go.wait()
-            found: Ids = await stock(pool, count, request, private)
+            found: float | None = await stock(pool, blocks, request)
             return found
 
-        receiver.allocate = gated  # type: ignore[method-assign]
-        asking = asyncio.ensure_future(pair.link.ask(reserve, 5))
-        await allocating.wait()
+        receiver.claim = gated  # type: ignore[method-assign]
+        asking = asyncio.ensure_future(pair.link.ask(reserve(8), 5))
+        await looking.wait()
         await pair.receiver.endpoint.owner.end(pair.receiver.endpoint.owner.sessions[0])
         go.set()
         with pytest.raises(TransferError):
             await asking
-        await until(lambda: sorted(receiver.free) == [3, 7, 8], 5)
+        await until(lambda: receiver.aside == {3, 7, 8}, 5)
         assert owned.granted == 0
 
 

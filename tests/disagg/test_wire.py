@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.disagg.memory import MemoryKind, RegionMeta
-from sglang_ext.disagg.messages import REPLIES, REQUESTS, Complete, Connect, Identity, Offer, Ping, Take
+from sglang_ext.disagg.messages import REPLIES, REQUESTS, Complete, Connect, Identity, Ping, Reserve
 from sglang_ext.disagg.tensors import PoolMeta, TensorMeta
 from sglang_ext.errors import InternalError
 from sglang_ext.wire import Codec, Message, WireError, pack_ids, unpack_ids
@@ -18,12 +18,11 @@ WHO = Identity(
     (RegionMeta(4096, 1 << 20, MemoryKind.HOST, 3, 0, 1, 2),),
     (PoolMeta("hbm", 4, 16, (TENSOR,), (0, 1, 0, 2, 1, 2), 64),),
 )  # fmt: skip
-OFFER = Offer("i", 0, b"e" * 16, "hbm", "r", 5, pack_ids([1, 2]), pack_ids([2, 2]), 1000)
 VALID = [
     Connect(WHO, {"tcp": b"x"}),
     Ping(b"s" * 16, "shm"),
     Complete(b"s" * 16, "r", 3),
-    Take(b"s" * 16, "r", (OFFER,), ("127.0.0.1:1",), "hbm", limit_ms=1000, tokens=b"abc", insert=True),
+    Reserve(b"s" * 16, "r", "hbm", pack_ids([3, 1])),
 ]
 
 

@@ -40,10 +40,8 @@ from sglang_ext.disagg.messages import (
     VERSION,
     Identity,
     Offer,
-    Placed,
     Reply,
     Request,
-    Take,
 )
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.disagg.tensors import pool_strided
@@ -65,7 +63,7 @@ from sglang_ext.disagg.transports import (
 from sglang_ext.disagg.transports.rails import Rail
 from sglang_ext.disagg.transports.select import make_transports
 from sglang_ext.disagg.transports.verbs import VerbsTransport
-from sglang_ext.wire import pack_ids, unpack_ids
+from sglang_ext.wire import pack_ids
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +122,6 @@ class Endpoint:
             grant_ttl=config.grant_ttl,
             notify=self._notify,
             on_ended=on_ended,
-            take=self._take,
         )
         self._server: ControlServer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -145,7 +142,7 @@ class Endpoint:
         """Register the pools and begin to serve.
 
         on_ended: told of each lease that ended, with the blocks that are free by it; on the event loop.
-        receiver: takes transfers that peers start (`Instance.push`, `transfer`); None refuses them.
+        receiver: grants memory that peers may write; None refuses them.
         messages: those of transfers, and others that are asked on the same connections (`serve`).
 
         Raises:
@@ -359,36 +356,6 @@ class Endpoint:
         if handler is None:
             raise RefusedError("service", f"nobody here answers {type(message).__name__}")
         return await handler(identity, message)
-
-    async def _take(self, message: Take, receiver: Receiver) -> Placed:
-        """The pull form of a transfer, at the receiver: allocate, read, insert; the sender waits for one
-        answer.
-        """
-        pool = self.pools.get(message.pool)
-        if pool is None or not message.offers:
-            raise RefusedError("pool", f"no pool {message.pool!r} here, or nothing offered")
-        instance = await self.reach(*message.control)
-        plan = instance.plan(message.pool, message.offers[0].pool)
-        part = plan.ranks[0]
-        count = len(message.offers[0].blocks) // 8 * part.split_remote // part.split_local
-        if message.blocks:
-            blocks = unpack_ids(message.blocks, pool.blocks)
-            await receiver.claim(message.pool, blocks, message.request, message.private)
-        else:
-            blocks = await receiver.allocate(message.pool, count, message.request, message.private)
-        lease = max(0.001, min(o.ttl_ms for o in message.offers) / 1000)
-        try:
-            instance.transfer(message.request, message.offers, message.pool, blocks)
-            async with instance.keeping(message.offers, lease):
-                await instance.complete(message.request, max(0.001, message.limit_ms / 1000))
-            tokens = message.tokens if message.insert else b""
-            inserted = await receiver.insert(
-                message.pool, blocks, tokens, message.flags, message.request, message.private
-            )
-        except BaseException:
-            await receiver.discard(message.pool, blocks, message.request)
-            raise
-        return Placed(pack_ids(blocks), inserted)
 
     def _disconnected(self, instance: Instance) -> None:
         if instance in self.instances:

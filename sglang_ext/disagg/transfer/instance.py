@@ -10,12 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
-
-import numpy as np
 
 from sglang_ext.disagg import reshard
 from sglang_ext.disagg.errors import (
@@ -30,19 +27,14 @@ from sglang_ext.disagg.memory import RegionTable
 from sglang_ext.disagg.messages import (
     Completed,
     Offer,
-    Placed,
     Renew,
-    Reserve,
-    Reserved,
     Want,
-    Written,
 )
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.disagg.tensors import PoolMeta
 from sglang_ext.disagg.transfer.link import Link, Outcome
-from sglang_ext.disagg.transfer.transactions import Direction
 from sglang_ext.disagg.transfer.verify import Expect
-from sglang_ext.wire import WireError, pack_ids, unpack_ids
+from sglang_ext.wire import WireError, unpack_ids
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +74,6 @@ class Instance:
         self._regions = regions
         self._replica = replica
         self._plans: dict[tuple[str, str], reshard.Plan] = {}
-        self._push_plans: dict[tuple[str, str], reshard.Plan] = {}
         self._readings: dict[str, _Reading] = {}
         self._on_close = on_close
 
@@ -264,104 +255,6 @@ class Instance:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def push(
-        self,
-        request: str,
-        pool: str,
-        blocks: Ids,
-        remote_pool: str,
-        *,
-        seconds: float,
-        destination: Ids | None = None,
-        tokens: bytes | None = None,
-        flags: int = 0,
-        private: bytes = b"",
-    ) -> tuple[Ids, bool]:
-        """MemServe's transfer, pushed: allocate at the receiver, write one-sidedly, insert with the last
-        message.
-
-        destination: blocks of the receiver that its engine has set aside for this; None lets it allocate.
-        tokens: insert under these (encoded) tokens; None is a plain transfer.
-        Returns the receiver's blocks, and whether they were inserted. Our blocks must stay as they are
-        meanwhile.
-
-        Raises:
-            RefusedError: no room, or no receiver there. TransferDeadlineError, PeerGoneError: not inserted.
-        """
-        key = (pool, remote_pool)
-        plan = self._push_plans.get(key)
-        if plan is None:
-            plan = self._push_plans[key] = reshard.push_plan(
-                self._pools[pool],
-                self._regions.locate,
-                [link.pools.get(remote_pool) for link in self.links],
-                [link.locate for link in self.links],
-            )
-        deadline = asyncio.get_running_loop().time() + seconds
-        placed = await asyncio.gather(
-            *(
-                self._push_rank(
-                    part, request, blocks, remote_pool, deadline, destination, tokens, flags, private
-                )
-                for part in plan.ranks
-            )
-        )
-        if not placed:
-            raise RefusedError("pool", f"no rank of {self.name} has a pool {remote_pool!r} to write to")
-        return unpack_ids(placed[0].blocks), all(p.inserted for p in placed)
-
-    async def settle(
-        self,
-        request: str,
-        pool: str,
-        *,
-        seconds: float,
-        flags: int,
-        count: int = 0,
-        blocks: Ids | None = None,
-        private: bytes = b"",
-    ) -> Ids:
-        """A push of no bytes, by whose flags every rank allocates `count` blocks of its `pool` for an owner,
-        or frees `blocks`. Returns the blocks.
-
-        Raises:
-            RefusedError: no room, not that owner's, or no receiver there. TransferDeadlineError,
-            PeerGoneError: what had been set aside is free again.
-        """
-        named = b"" if blocks is None else pack_ids(blocks)
-        count = count if blocks is None else len(blocks)
-        found = await asyncio.gather(
-            *(
-                self._settle_rank(
-                    link,
-                    Reserve(link.session, request, pool, count, named, flags, private),
-                    seconds,
-                )
-                for link in self.links
-            )
-        )
-        return unpack_ids(found[0].blocks)
-
-    async def _settle_rank(self, link: Link, message: Reserve, seconds: float) -> Placed:
-        reserved = await link.ask(message, seconds)
-        if not isinstance(reserved, Reserved):
-            raise PeerProtocolError(f"expected a grant, got {type(reserved).__name__}")
-        written = Written(
-            link.session,
-            message.request,
-            reserved.grant,
-            flags=message.flags,
-            private=message.private,
-        )
-        try:
-            placed = await link.ask(written, seconds)
-        except BaseException:
-            link.spawn(link.give_up(reserved.grant))
-            raise
-        if not isinstance(placed, Placed):
-            raise PeerProtocolError(f"expected a placement, got {type(placed).__name__}")
-        return placed
-
     async def close(self) -> None:
         """Disconnect from every rank."""
         await asyncio.gather(*(link.close() for link in self.links))
@@ -371,49 +264,6 @@ class Instance:
         """Verify the state of every rank's connection."""
         for link in self.links:
             link.peer.check()
-
-    async def _push_rank(
-        self,
-        part: reshard.RankPlan,
-        request: str,
-        blocks: Ids,
-        remote_pool: str,
-        deadline: float,
-        destination: Ids | None,
-        tokens: bytes | None,
-        flags: int,
-        private: bytes,
-    ) -> Placed:
-        link = self.links[part.rank]
-        left = deadline - asyncio.get_running_loop().time()
-        count = len(blocks) * part.split_local // part.split_remote
-        named = pack_ids(destination) if destination is not None else b""
-        reserve = Reserve(link.session, request, remote_pool, count, named, flags, private)
-        reserved = await link.ask(reserve, left)
-        if not isinstance(reserved, Reserved):
-            raise PeerProtocolError(f"expected a grant, got {type(reserved).__name__}")
-        try:
-            remote = unpack_ids(reserved.blocks, link.pools[remote_pool].blocks)
-            runs = part.runs(remote, np.asarray(blocks, np.int64))
-            grant = (reserved.slot, reserved.grant)
-            link.peer.transfer(request, runs, direction=Direction.WRITE, grant=grant)
-            await link.peer.landed(request, min(deadline, _grant_end(reserved)))
-            left = deadline - asyncio.get_running_loop().time()
-            placed = await link.ask(
-                Written(
-                    link.session, request, reserved.grant, tokens is not None, tokens or b"", flags, private
-                ),
-                left,
-            )
-        except WireError as error:
-            raise PeerProtocolError(str(error)) from None
-        except BaseException:
-            # Nothing of ours writes any more (`landed` guarantees it): the receiver may have its blocks back.
-            link.spawn(link.give_up(reserved.grant))
-            raise
-        if not isinstance(placed, Placed):
-            raise PeerProtocolError(f"expected a placement, got {type(placed).__name__}")
-        return placed
 
     async def _wait(self, request: str, reading: _Reading, seconds: float) -> None:
         deadline = asyncio.get_running_loop().time() + seconds
@@ -442,11 +292,3 @@ async def _settle(waits: Sequence[asyncio.Future[None]]) -> None:
     while pending := [w for w in waits if not w.done()]:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait(pending)
-
-
-def _grant_end(reserved: Reserved) -> float:
-    # A tenth of the grant is kept back, so that our clock need not agree with the receiver's to the
-    # millisecond.
-    if not reserved.ttl_ms:
-        return math.inf
-    return asyncio.get_running_loop().time() + reserved.ttl_ms / 1000 * 0.9

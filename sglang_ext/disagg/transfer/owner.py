@@ -16,7 +16,7 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 
 from sglang_ext.clock import Clock
 from sglang_ext.disagg.errors import PeerProtocolError, RefusedError, TransferError
@@ -30,7 +30,6 @@ from sglang_ext.disagg.messages import (
     Identity,
     Offer,
     Ping,
-    Placed,
     Pong,
     Refused,
     Renew,
@@ -40,7 +39,6 @@ from sglang_ext.disagg.messages import (
     Reserved,
     Revoke,
     Revoked,
-    Take,
     Want,
     Written,
 )
@@ -51,7 +49,7 @@ from sglang_ext.disagg.transfer.leases import Ended, Grant, GrantTable
 from sglang_ext.disagg.transfer.pools import OwnedPool
 from sglang_ext.disagg.transfer.sessions import Receiver, Session
 from sglang_ext.disagg.transports import MAX_GRANTS, Transport, TransportName
-from sglang_ext.wire import pack_ids, unpack_ids
+from sglang_ext.wire import unpack_ids
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +61,7 @@ class Owner:
     """Answers the readers of one endpoint.
 
     notify: sends an unasked message to a peer. on_ended: told of every lease that ended, with the freed
-    blocks. take: handles the pull form of a transfer, which needs this endpoint as a reader.
+    blocks.
     """
 
     def __init__(
@@ -77,7 +75,6 @@ class Owner:
         grant_ttl: float,
         notify: Callable[[bytes, Reply], None],
         on_ended: Callable[[str, Ended], None],
-        take: Callable[[Take, Receiver], Awaitable[Placed]],
     ) -> None:
         self._who = who
         self._pools = pools
@@ -87,7 +84,6 @@ class Owner:
         self._grant_ttl = grant_ttl
         self._notify = notify
         self._on_ended = on_ended
-        self._take = take
         self._sessions: dict[bytes, Session] = {}
         self._grants = GrantTable()
         self._writers: dict[int, Session] = {}
@@ -148,8 +144,6 @@ class Owner:
                 return await self._reserve(session, message)
             case Written():
                 return await self._written(session, message)
-            case Take():
-                return await self._take(message, self._receiving())
         raise PeerProtocolError(f"{type(message).__name__} is not handled here")
 
     async def tick(self) -> None:
@@ -288,13 +282,12 @@ class Owner:
             self._on_ended(pool.name, end)
 
     async def _reserve(self, session: Session, message: Reserve) -> Reserved:
-        """MemServe's step 1: allocate at the receiver, by the sender's type, or take what the sender
-        named.
-        """
+        """MemServe's step 1: the receiver allocates, and grants what it has set aside for the request."""
         receiver = self._receiving()
         pool = self._pool(message.pool)
-        if message.count < 1 or message.count > pool.blocks:
-            raise RefusedError("count", f"cannot reserve {message.count} blocks of {pool.blocks}")
+        blocks = unpack_ids(message.blocks, pool.blocks)
+        if not blocks.size:
+            raise RefusedError("blocks", "none are named")
         kept = sum(
             grant.blocks.size
             for grant in self._grants.quarantined()
@@ -304,13 +297,8 @@ class Owner:
             raise RefusedError(
                 "set_aside", f"{kept} blocks wait for this writer to say that it writes there no more"
             )
-        seconds = self._grant_ttl
-        if message.blocks:
-            blocks = unpack_ids(message.blocks, pool.blocks)
-            found = await receiver.claim(pool.name, blocks, message.request, message.private)
-            seconds = self._grant_ttl if found is None else found
-        else:
-            blocks = await receiver.allocate(pool.name, message.count, message.request, message.private)
+        found = await receiver.claim(pool.name, blocks, message.request)
+        seconds = self._grant_ttl if found is None else found
         try:
             return self._grant(session, message, pool, blocks, seconds)
         except BaseException:
@@ -340,25 +328,18 @@ class Owner:
         for served in session.served.values():
             served.admit(slot)
         ttl_ms = 0 if math.isinf(seconds) else int(seconds * 1000)
-        return Reserved(grant.number, slot, pack_ids(blocks), ttl_ms)
+        return Reserved(grant.number, slot, ttl_ms)
 
-    async def _written(self, session: Session, message: Written) -> Placed:
-        """MemServe's step 3: everything is here; insert it in the same call."""
+    async def _written(self, session: Session, message: Written) -> Completed:
+        """MemServe's step 3: everything is here, and the receiver may insert it."""
         receiver = self._receiving()
         grant = self._grants.written(message.grant, session.reader.epoch)
         if grant is None:
             raise RefusedError("grant", "the grant is over; what was written is lost")
         self._forget(grant)
         self._pool(grant.pool).release(grant.blocks)
-        inserted = await receiver.insert(
-            grant.pool,
-            grant.blocks,
-            message.tokens if message.insert else b"",
-            message.flags,
-            grant.request,
-            message.private,
-        )
-        return Placed(pack_ids(grant.blocks), inserted)
+        await receiver.filled(grant.pool, grant.blocks, grant.request)
+        return Completed(True)
 
     def _receiving(self) -> Receiver:
         if self.receiver is None:

@@ -14,17 +14,10 @@ from sglang_ext.disagg.transports import MAX_GRANTS, Served
 
 
 class Receiver(Protocol):
-    """What the memory pool does at the receiving end of a transfer (MemServe, 4.3). Called on the event
-    loop.
-    """
+    """What the owner of pushed-to memory decides (MemServe, 4.3). Called on the event loop."""
 
-    async def allocate(self, pool: str, count: int, request: str, private: bytes) -> Ids:
-        """Blocks of `pool` for a transfer, opened (`OwnedPool.open`). Raises RefusedError when there are
-        none.
-        """
-
-    async def claim(self, pool: str, blocks: Ids, request: str, private: bytes) -> float | None:
-        """The sender names the blocks: returns when they were set aside for transfers, and are open.
+    async def claim(self, pool: str, blocks: Ids, request: str) -> float | None:
+        """A peer wants to write to blocks: returns when they were set aside for that, and are open.
 
         Returns for how many seconds they may be written, None for the endpoint's `grant_ttl`; infinity where
         whoever set them aside ends the grant itself (`Owner.revoke`).
@@ -33,15 +26,11 @@ class Receiver(Protocol):
             RefusedError: they were not, so that nobody may write to them.
         """
 
-    async def insert(
-        self, pool: str, blocks: Ids, tokens: bytes, flags: int, request: str, private: bytes
-    ) -> bool:
-        """The blocks are filled. Seal them; index them under `tokens` unless that is empty; whether it
-        did.
-        """
+    async def filled(self, pool: str, blocks: Ids, request: str) -> None:
+        """Everything is written, and nothing more will be."""
 
     async def discard(self, pool: str, blocks: Ids, request: str) -> None:
-        """The transfer failed, or did not begin: the blocks are free again, and still open."""
+        """It was given up, or did not begin: nothing is written there any more, and the blocks are open."""
 
 
 @dataclass(slots=True, eq=False)

@@ -43,6 +43,7 @@ from sglang_ext.engine.pd.peers import Local, PrefillPeer, PrefillPeers
 from sglang_ext.engine.pd.prefill_sender import PrefillSender
 from sglang_ext.engine.pd.pushing import LayerFeed, Writing
 from sglang_ext.engine.transfer_thread import TransferThread
+from sglang_ext.mempool.store import Call
 from sglang_ext.protocol.agent import PrefillServers
 from sglang_ext.wire import unpack_ids
 
@@ -107,6 +108,8 @@ class Agent:
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._tasks: list[asyncio.Task[None]] = []
         self._started: set[asyncio.Future[Any]] = set()
+        self.calls: Counter[Call] = Counter()
+        """Calls of the memory pool that named another instance (MemServe, table 1)."""
         self.returns: ReceivesReturns | None = None
         self.return_sender: Returns | None = None
         self.weights: Weights = ""
@@ -163,6 +166,7 @@ class Agent:
             rail=self.endpoint.rail,
             transport_bytes={str(name): stats.bytes for name, stats in moved.items()},
             transactions={str(name): stats.transactions for name, stats in moved.items()},
+            calls={call.value: count for call, count in self.calls.items()},
         )
 
     def prefill_servers(self, message: PrefillServers) -> None:
@@ -286,7 +290,9 @@ class Agent:
             return None
         instance = await self.endpoint.reach(target.control)
         staging = self.transfers.staging
-        return await Writing.begin(self.endpoint, instance, f"{handover:x}", wanted, target.pool, staging)
+        return await Writing.begin(
+            self.endpoint, instance, f"{handover:x}", wanted, self.calls, target.pool, staging
+        )
 
     async def _answered(self, identity: bytes, message: Ask) -> Any:
         """As `_answer`, for as long as this rank takes part."""

@@ -125,10 +125,7 @@ class Claims:
             self._over.discard(name)
             del self._handovers[name]
 
-    async def allocate(self, pool: str, count: int, request: str, private: bytes) -> Ids:
-        raise RefusedError("blocks", "name the pages: SGLang allocates them here")
-
-    async def claim(self, pool: str, blocks: Ids, request: str, private: bytes) -> float:
+    async def claim(self, pool: str, blocks: Ids, request: str) -> float:
         """Until the hand-over ends: prefill may compute for longer than any fixed time."""
         known = self._handovers.get(request) if request not in self._over else None
         if known is None or known[1] != pool or not np.array_equal(known[2], blocks):
@@ -136,11 +133,8 @@ class Claims:
         known[0].claimed = True
         return math.inf
 
-    async def insert(
-        self, pool: str, blocks: Ids, tokens: bytes, flags: int, request: str, private: bytes
-    ) -> bool:
+    async def filled(self, pool: str, blocks: Ids, request: str) -> None:
         self._unclaim(request)
-        return False
 
     async def discard(self, pool: str, blocks: Ids, request: str) -> None:
         self._unclaim(request)

@@ -43,7 +43,7 @@ from sglang_ext.engine.pd.reservations import BUDGET, Blocks, Reservations
 from sglang_ext.engine.ranks import NOT_YET
 from sglang_ext.errors import SglangExtError
 from sglang_ext.keys import encode_tokens
-from sglang_ext.mempool.store import Refusal, Reservation
+from sglang_ext.mempool.store import Call, Refusal, Reservation
 from sglang_ext.radix_global import Node
 from sglang_ext.tiers import Tier
 
@@ -183,6 +183,7 @@ class ReturnSender:
             nbytes = len(going.pages) * self._agent.endpoint.pools[POOL].block_bytes
             answer = await peer.give_back(message, moving_seconds(RETURN_SECONDS, nbytes))
             going.outcome, going.tokens = answer.skipped or "returned", answer.tokens
+            self._agent.calls[Call.TRANSFER_WITH_INSERT] += 1
         except SglangExtError as error:
             log.debug("a return to %s: %s", going.address, error)
         finally:

@@ -19,7 +19,7 @@ class AgentState:
     buffers, in use. set_aside: by tier, tokens of places that returns are to fill. unfenced_pages: of pushes
     that are over, whose writers have not yet said that they stopped. prefill_servers: at decode, `connected`
     ones, and such that are `awaited` because routers tell of them. connects: by why (`PrefillPeers`).
-    rail: the RDMA adapter in use.
+    rail: the RDMA adapter in use. calls: of the memory pool, that named another instance.
     """
 
     live: Mapping[str, int]
@@ -35,6 +35,7 @@ class AgentState:
     prefill_servers: Mapping[str, int] = field(default_factory=dict)
     connects: Mapping[str, int] = field(default_factory=dict)
     rail: Rail | None = None
+    calls: Mapping[str, int] = field(default_factory=dict)
 
 
 class AgentMetrics:
@@ -94,6 +95,12 @@ class AgentMetrics:
             ["transport", "tp_rank"],
             registry=registry,
         )
+        self._calls = Counter(
+            metric_name("pd", "mempool_calls"),
+            "Calls of the memory pool that named another instance (MemServe, table 1).",
+            ["call", "tp_rank"],
+            registry=registry,
+        )
         self._returns = Counter(
             metric_name("pd", "returns"),
             "Requests whose KV went back to prefill (returned), or why not.",
@@ -130,6 +137,8 @@ class AgentMetrics:
                 self._returns.labels(side, outcome, self._rank).inc(
                     self._more(count, "return", side, outcome)
                 )
+        for call, count in state.calls.items():
+            self._calls.labels(call, self._rank).inc(self._more(count, "calls", call))
         self._returned.labels(self._rank).inc(self._more(state.returned_tokens, "returned"))
         for transport, count in state.transactions.items():
             more = self._more(count, "transactions", transport)

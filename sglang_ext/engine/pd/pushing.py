@@ -11,6 +11,7 @@ from elsewhere than where the request ends up is sent again.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,15 +19,13 @@ import numpy as np
 
 from sglang_ext.disagg import reshard
 from sglang_ext.disagg.errors import PeerProtocolError, TransferError
-from sglang_ext.disagg.handover import WRITE_SECONDS, moving_seconds
-from sglang_ext.disagg.messages import Placed, Reserve, Reserved, Written
-from sglang_ext.disagg.runs import Ids, Runs
+from sglang_ext.disagg.runs import Ids
 from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.disagg.transfer.staging import STAGING, Staging
-from sglang_ext.disagg.transfer.transactions import Direction
 from sglang_ext.engine.pd.leases import POOL
-from sglang_ext.wire import pack_ids
+from sglang_ext.mempool.remote import RemoteMemory
+from sglang_ext.mempool.store import Call
 
 NOT_SENT = -1
 
@@ -40,23 +39,17 @@ class Writing:
 
     def __init__(
         self,
-        instance: Instance,
+        memory: RemoteMemory,
         part: reshard.RankPlan,
-        name: str,
         target: Ids,
-        held: Reserved,
         packed: tuple[Staging, reshard.RankPlan] | None = None,
     ) -> None:
-        self._link = instance.links[0]
+        self._memory = memory
         self._part = part
         self._packed = packed
-        self._name = name
-        self._held = held
         self.target = target
         self.sent: Ids = np.full(target.size, NOT_SENT, np.int64)
         """Page of ours from which all layers of each page were sent."""
-        self._queued = 0
-        """Bytes, since all had landed."""
         self.layers_ahead = 0
         """Pages times layers that were sent before their request was computed."""
         self.refused: TransferError | None = None
@@ -69,10 +62,11 @@ class Writing:
         instance: Instance,
         name: str,
         target: Ids,
+        calls: Counter[Call],
         pool: str = POOL,
         staging: Staging | None = None,
     ) -> Writing:
-        """Claim the pages, in a pool of decode's. staging: where to pack first.
+        """Have the pages granted, in a pool of decode's. staging: where to pack first.
 
         Raises:
             RefusedError: decode has not set them aside, or would need more than this rank holds.
@@ -89,27 +83,13 @@ class Writing:
 
         part = part_from(POOL)
         packed = (staging, part_from(STAGING)) if staging is not None else None
-        reserve = Reserve(link.session, name, pool, target.size, pack_ids(target))
-        held = await link.ask(reserve, WRITE_SECONDS)
-        if not isinstance(held, Reserved):
-            raise PeerProtocolError(f"expected a grant, got {type(held).__name__}")
-        return cls(instance, part, name, target, held, packed)
+        return cls(await RemoteMemory.alloc_mem(link, name, pool, target, calls), part, target, packed)
 
     def write(self, places: Ids, pages: Ids, layers: Sequence[int] | None = None) -> None:
         """Queue pages of ours for places in `target`; layers of the whole model, None for all."""
         if not places.size:
             return
-        self._write(self._part.runs(self.target[places], pages, layers))
-
-    def _write(self, runs: Runs) -> None:
-        grant = (self._held.slot, self._held.grant)
-        self._link.peer.transfer(self._name, runs, direction=Direction.WRITE, grant=grant)
-        self._queued += int(runs[:, 4].sum())
-
-    async def landed(self) -> None:
-        """Return when all that was queued is there."""
-        seconds, self._queued = moving_seconds(WRITE_SECONDS, self._queued), 0
-        await self._link.peer.landed(self._name, asyncio.get_running_loop().time() + seconds)
+        self._memory.transfer(self._part.runs(self.target[places], pages, layers))
 
     async def finish(self, pages: Ids) -> None:
         """Send what has not been sent from where the request's pages are now, and give the grant back."""
@@ -118,13 +98,11 @@ class Writing:
         places = np.flatnonzero(self.sent != pages)
         if (self.sent[places] != NOT_SENT).any():
             # Two writes to one place might overtake each other.
-            await self.landed()
+            await self._memory.landed()
         if not await self._write_packed(places, pages[places]):
             self.write(places, pages[places])
-            await self.landed()
-        done = Written(self._link.session, self._name, self._held.grant)
-        if not isinstance(await self._link.ask(done, WRITE_SECONDS), Placed):
-            raise PeerProtocolError("expected a placement")
+            await self._memory.landed()
+        await self._memory.end()
 
     async def _write_packed(self, places: Ids, pages: Ids) -> bool:
         """Pack pages of ours and write them from there; False when there is no room for that."""
@@ -136,8 +114,8 @@ class Writing:
             return False
         try:
             await staging.pack(pages, blocks)
-            self._write(part.runs(self.target[places], blocks))
-            await self.landed()
+            self._memory.transfer(part.runs(self.target[places], blocks))
+            await self._memory.landed()
         finally:
             # Given up, what is still written from here is discarded there.
             staging.give(blocks)
@@ -145,8 +123,7 @@ class Writing:
 
     async def stop(self) -> None:
         """Give up: returns when nothing of ours writes there any more."""
-        await self._link.peer.drop(self._name)
-        self._link.spawn(self._link.give_up(self._held.grant))
+        await self._memory.free_mem()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@
 
 Prints one line of JSON when it serves: {"address": ..., "pid": ...}. Publishes request `r<i>` for i in
 range(requests), all blocks each. With `connect` it connects there, takes the lease of `r0`, and prints it.
-With `reserve` it reserves so many blocks there; with `write`, it writes to the first region there without
+With `reserve` it has these blocks there granted; with `write`, it writes to the first region there without
 end, and prints what ends that. Ends when its standard input does.
 """
 
@@ -22,6 +22,7 @@ from sglang_ext.disagg.messages import Reserve, Reserved
 from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transports import CancelToken, Channel, TransportName
 from sglang_ext.testing.transfer.rig import NAMESPACE, Shape, start_instance
+from sglang_ext.wire import pack_ids
 
 
 def say(found: dict[str, Any]) -> None:
@@ -67,7 +68,9 @@ async def main(options: dict[str, Any]) -> None:
         found["lease"] = (await instance.offer(0, "r0", "hbm")).lease
         if "reserve" in options:
             link = instance.links[0]
-            held = await link.ask(Reserve(link.session, "push", "hbm", options["reserve"]), 5.0)
+            held = await link.ask(
+                Reserve(link.session, "push", "hbm", pack_ids(np.array(options["reserve"]))), 5.0
+            )
             assert isinstance(held, Reserved)
             grant = held.slot, held.grant
     say(found)

@@ -157,47 +157,33 @@ def _geometry(
 
 
 class ListReceiver:
-    """A receiver with a free list and a list of what was inserted."""
+    """A receiver with a set of blocks that peers may write, and lists of what became of them."""
 
     def __init__(self) -> None:
         self.pools: dict[str, OwnedPool] = {}
-        self.free: list[int] = []
         self.aside: set[int] = set()
-        """Blocks that senders may name."""
+        """Blocks that peers may name."""
         self.claim_seconds: float | None = None
         """For how long they may write those; None for the endpoint's `grant_ttl`."""
-        self.inserted: list[tuple[bytes, list[int], int, bytes]] = []
-        self.plain: list[list[int]] = []
+        self.written: list[list[int]] = []
         self.discarded = 0
 
-    async def allocate(self, pool: str, count: int, request: str, private: bytes) -> Ids:
-        """The first free blocks."""
-        if len(self.free) < count:
-            raise RefusedError("no_room", f"{count} blocks asked for, {len(self.free)} free")
-        taken, self.free = self.free[:count], self.free[count:]
-        return np.array(taken, np.int64)
-
-    async def claim(self, pool: str, blocks: Ids, request: str, private: bytes) -> float | None:
-        """Only what was set aside."""
+    async def claim(self, pool: str, blocks: Ids, request: str) -> float | None:
+        """Only what was set aside, and once."""
         if not self.aside.issuperset(blocks.tolist()):
             raise RefusedError("blocks", f"{blocks.tolist()} were not set aside")
+        self.aside -= set(blocks.tolist())
         return self.claim_seconds
 
-    async def insert(
-        self, pool: str, blocks: Ids, tokens: bytes, flags: int, request: str, private: bytes
-    ) -> bool:
+    async def filled(self, pool: str, blocks: Ids, request: str) -> None:
         """Seal and remember."""
         self.pools[pool].seal(blocks)
-        if not tokens:
-            self.plain.append(blocks.tolist())
-            return False
-        self.inserted.append((tokens, blocks.tolist(), flags, private))
-        return True
+        self.written.append(blocks.tolist())
 
     async def discard(self, pool: str, blocks: Ids, request: str) -> None:
-        """Back to the free list."""
+        """They may be named again."""
         self.discarded += 1
-        self.free += blocks.tolist()
+        self.aside |= set(blocks.tolist())
 
 
 @dataclass

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from sglang_ext.disagg import reshard
 from sglang_ext.disagg.errors import (
     CancelledTransferError,
     PeerGoneError,
@@ -33,10 +35,12 @@ from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.disagg.transfer.leases import LeaseEnd
 from sglang_ext.disagg.transfer.link import Outcome
-from sglang_ext.disagg.transfer.pool_transfer import TransferFlag, transfer
 from sglang_ext.disagg.transfer.transactions import Direction
 from sglang_ext.disagg.transports import CancelToken, TransportName
+from sglang_ext.mempool.remote import RemoteMemory
+from sglang_ext.mempool.store import Call
 from sglang_ext.testing.transfer.rig import NAMESPACE, Rank, Shape, fill_alike, planes_of, start_instance
+from sglang_ext.wire import pack_ids
 
 SECONDS = 20.0
 """Deadline of everything that is expected to succeed."""
@@ -331,44 +335,37 @@ class TransportConformance:
                     links[0].transfer("r", [offer], "hbm", np.array(here))
             assert (readers[0].pool.bytes == 0x55).all()
 
-    async def test_a_pushed_request_is_allocated_written_and_inserted(self) -> None:
+    async def test_a_pushed_request_is_granted_and_written(self) -> None:
         for seed in range(max(1, self.seeds // 2)):
             shape = Shape.random(seed + 80)
             # The writer is the one that connects; the owner of the memory receives.
             async with self.pair(shape) as (receivers, senders, links):
-                receiver, endpoint = receivers[0].receiver, senders[0].endpoint
+                receiver, endpoint, (link,) = receivers[0].receiver, senders[0].endpoint, links[0].links
                 fill_alike(senders, shape, seed)
-                senders[0].owned.seal(np.arange(shape.blocks))
-                receiver.free = [7, 3, 5, 1]
-                here = np.array([2, 0, 4])
-                placed = await transfer(
-                    endpoint, links[0], "r", "hbm", here, "hbm", seconds=SECONDS, tokens=b"tokens",
-                    flags=TransferFlag.PUSH, private=b"mine",
-                )  # fmt: skip
-                assert (placed.blocks.tolist(), placed.inserted) == ([7, 3, 5], True)
-                assert receiver.inserted == [(b"tokens", [7, 3, 5], 1, b"mine")]
+                there, here, calls = np.array([7, 3, 5]), np.array([2, 0, 4]), Counter[Call]()
+                (part,) = reshard.push_plan(
+                    endpoint.pools["hbm"].meta, endpoint.regions.locate, [link.pools["hbm"]], [link.locate]
+                ).ranks
+                with pytest.raises(RefusedError, match="not set aside"):
+                    await RemoteMemory.alloc_mem(link, "r", "hbm", there, calls)
+                assert not calls
+                receiver.aside = {7, 3, 5, 1}
+                memory = await RemoteMemory.alloc_mem(link, "r", "hbm", there, calls)
+                memory.transfer(part.runs(there, here))
+                await memory.landed()
+                await memory.end()
+                assert receiver.written == [[7, 3, 5]]
                 source, after = planes_of(senders, shape), planes_of(receivers, shape)
                 for key, plane in after.items():
                     assert np.array_equal(plane[[7, 3, 5]], source[key][here])
                     assert not plane[[0, 1, 2, 4, 6]].any()
-                # Without an insert, into blocks that the receiver's engine named.
-                for flags in (TransferFlag.PUSH, TransferFlag.PULL):
-                    with pytest.raises(RefusedError, match="not set aside"):
-                        await transfer(
-                            endpoint, links[0], "s", "hbm", here[:1], "hbm", seconds=SECONDS,
-                            destination=np.array([5]), flags=flags,
-                        )  # fmt: skip
-                receiver.aside = {5}
-                receivers[0].owned.open(np.array([5]))
-                placed = await transfer(
-                    endpoint, links[0], "s", "hbm", here[:1], "hbm", seconds=SECONDS,
-                    destination=np.array([5]), flags=TransferFlag.PUSH,
-                )  # fmt: skip
-                assert (placed.blocks.tolist(), placed.inserted) == ([5], False)
-                with pytest.raises(RefusedError, match="no_room"):
-                    await transfer(
-                        endpoint, links[0], "t", "hbm", here, "hbm", seconds=SECONDS, flags=TransferFlag.PUSH
-                    )
+                # Given back, they may be granted again.
+                memory = await RemoteMemory.alloc_mem(link, "s", "hbm", np.array([1]), calls)
+                await memory.free_mem()
+                await until(lambda receiver=receiver: receiver.aside == {1})  # type: ignore[misc]
+                with pytest.raises(RefusedError, match="the grant is over"):
+                    await memory.end()
+                assert calls == {Call.ALLOC_MEM: 2, Call.TRANSFER: 1, Call.FREE_MEM: 1}
                 assert receivers[0].endpoint.owner.grants == 0
                 assert receivers[0].owned.granted == 0
 
@@ -377,13 +374,13 @@ class TransportConformance:
             receiver, owner = receivers[0].receiver, receivers[0].endpoint.owner
             senders[0].pool.fill(5)
             link = links[0].links[0]
-            receiver.free = [4, 5]
-            held = await link.ask(Reserve(link.session, "r", "hbm", 2), SECONDS)
+            receiver.aside = {4, 5}
+            held = await link.ask(Reserve(link.session, "r", "hbm", pack_ids(np.array([4, 5]))), SECONDS)
             assert isinstance(held, Reserved)
             assert receivers[0].owned.granted == 2
             await owner.revoke("r")
             await until(lambda: receivers[0].owned.granted == 0)
-            assert sorted(receiver.free) == [4, 5]
+            assert receiver.aside == {4, 5}
             grant = (held.slot, held.grant)
             run = np.array([(1, 0, 1, 0, 16)], np.int64)
             with pytest.raises(RefusedError, match="revoked"):
@@ -392,29 +389,6 @@ class TransportConformance:
                 await link.ask(Written(link.session, "r", held.grant), SECONDS)
             assert not receivers[0].pool.bytes.any()
             assert (owner.grants, owner.set_aside) == (0, 0)
-
-    async def test_a_pulled_transfer_is_one_call_for_the_sender(self) -> None:
-        shape = Shape(mla=True)
-        async with self.pair(shape) as (receivers, senders, links):
-            fill_alike(senders, shape, 9)
-            senders[0].owned.seal(np.arange(shape.blocks))
-            receivers[0].receiver.free = [9, 8]
-            placed = await transfer(
-                *(senders[0].endpoint, links[0], "r", "hbm", np.array([3, 4]), "hbm"),
-                seconds=SECONDS,
-                tokens=b"t",
-            )
-            assert (placed.blocks.tolist(), placed.inserted) == ([9, 8], True)
-            source, after = planes_of(senders, shape), planes_of(receivers, shape)
-            for key, plane in after.items():
-                assert np.array_equal(plane[[9, 8]], source[key][[3, 4]])
-            assert senders[0].owned.pinned == 0
-            assert [e.how for e in senders[0].ended] == [LeaseEnd.COMPLETED]
-            with pytest.raises(RefusedError, match="no_room"):
-                await transfer(
-                    senders[0].endpoint, links[0], "s", "hbm", np.array([3]), "hbm", seconds=SECONDS
-                )
-            assert senders[0].owned.pinned == 0
 
     async def test_an_owner_that_leaves_ends_reads_with_an_error(self) -> None:
         async with self.pair(Shape(), heartbeat=0.05, dead_after=0.2) as (owners, _, links):
