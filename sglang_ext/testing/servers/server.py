@@ -290,9 +290,11 @@ class ServerProcess:
 
     def flush(self) -> None:
         """Empty every tier, once the server is idle."""
-        wait_until(
-            lambda: self._client.post("/flush_cache").status_code == 200, seconds=30, what="/flush_cache"
-        )
+        wait_until(lambda: self.asked_to_flush() == 200, seconds=30, what="/flush_cache")
+
+    def asked_to_flush(self) -> int:
+        """The status by which `/flush_cache` is answered."""
+        return self._client.post("/flush_cache").status_code
 
     def wait_idle(self) -> None:
         """Return when no request runs or waits."""
@@ -318,12 +320,13 @@ class ServerProcess:
         return samples
 
     def pool_calls(self) -> Counter[str]:
-        """How often its memory pool was called, by call (MemServe, table 1), over its ranks."""
+        """How often memory pools were called here, by call (MemServe, table 1), over the server's ranks.
+        Those that name another instance are `call@peer`."""
         found: Counter[str] = Counter()
         for name, value in self.metrics().items():
-            match = re.fullmatch(r'sglang_ext_cache_mempool_calls_total\{call="(\w+)",.*', name)
+            match = re.fullmatch(r'sglang_ext_(cache|pd)_mempool_calls_total\{call="(\w+)",.*', name)
             if match:
-                found[match[1]] += int(value)
+                found[match[2] if match[1] == "cache" else f"{match[2]}@peer"] += int(value)
         return found
 
     def wait_for_pool_calls(self, before: Counter[str], *calls: str) -> None:

@@ -23,11 +23,9 @@ from sglang_ext.engine.pd import (
 from sglang_ext.engine.pd import (
     prefill_sender as pd_giving,
 )
-from sglang_ext.engine.pd import (
-    pushing as pd_pushing,
-)
 from sglang_ext.engine.pd.decode_receiver import Claims, Wanted
 from sglang_ext.engine.pd.leases import POOL
+from sglang_ext.mempool import remote
 from sglang_ext.testing.transfer.rig import Gate
 
 ROWS = bytes(range(METADATA))
@@ -82,7 +80,7 @@ def test_how_long_a_request_may_travel_grows_with_its_bytes() -> None:
 def test_a_large_request_has_longer(mode: str, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fixed part is over before the first byte moves; what the bytes may take is not."""
     monkeypatch.setattr(pd_taking, "READ_SECONDS", 0.2)
-    monkeypatch.setattr(pd_pushing, "WRITE_SECONDS", 0.2)
+    monkeypatch.setattr(remote, "WRITE_SECONDS", 0.2)
     monkeypatch.setattr(handover, "SLOWEST_BYTES_PER_SECOND", 100.0 if counted else 1e12)
     with rig(mode=mode, transports=(TransportName.CMA,)) as servers:
         number = next(NUMBERS)

@@ -191,6 +191,27 @@ def test_a_salt_shares_nothing(server: ServerProcess) -> None:
     assert_same(plain, theirs, atol=1e-4)
 
 
+def test_what_is_in_use_is_not_deleted(server: ServerProcess) -> None:
+    """MemServe, table 1: neither by `/flush_cache`, nor by what others need."""
+    rng = random.Random(41)
+    prompt, *others = ([rng.randrange(100, 30_000) for _ in range(900)] for _ in range(4))
+    expected = server.generate(prompt, max_new_tokens=120, cache_salt="cold")
+    server.generate(prompt, max_new_tokens=1)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.generate, prompt, max_new_tokens=120)
+        wait_until(lambda: running(server), seconds=30, what="the request")
+        assert server.asked_to_flush() == 400
+        for other in others:
+            server.generate(other, max_new_tokens=2)
+        assert_same(expected, answer.result(120), atol=1e-4)
+    server.wait_idle()
+    assert server.asked_to_flush() == 200
+
+
+def running(server: ServerProcess) -> bool:
+    return any(load["num_running_reqs"] for load in server.get("/v1/loads")["loads"])
+
+
 def test_flushing_empties_every_tier(server: ServerProcess) -> None:
     rng = random.Random(31)
     prompt = [rng.randrange(100, 30_000) for _ in range(300)]

@@ -6,11 +6,14 @@ answers are the truth.
 
 from __future__ import annotations
 
+import asyncio
+import re
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -34,12 +37,19 @@ from pd_fleet import (
 from token_requests import GREEDY, generate
 from tuned_model import tuned
 
+from sglang_ext.disagg.errors import RefusedError
+from sglang_ext.disagg.messages import Complete, Completed, Renew, Reserve, Want, Written
+from sglang_ext.disagg.transfer.config import EndpointConfig
+from sglang_ext.disagg.transfer.engine import Endpoint
+from sglang_ext.engine.pd.messages import MESSAGES, Abort, Done, Lookup, Push
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.stages import STAGES, StageTimes
 from sglang_ext.testing.compare import assert_same
 from sglang_ext.testing.models import model_path
 from sglang_ext.testing.servers.pd_servers import pd_servers
 from sglang_ext.testing.servers.server import ServerProcess, wait_until
+from sglang_ext.testing.transfer.rig import Pool, Shape
+from sglang_ext.wire import pack_ids
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -276,6 +286,9 @@ def test_the_next_turn_finds_what_its_design_keeps(rig: Rig) -> None:
         decode.wait_for_pool_calls(decode_calls, "match", "transfer", "transfer_with_insert", "insert")
     if caching == "3":  # set aside for what returns, and put into its index
         rig.pd.servers[0].wait_for_pool_calls(prefill_calls, "match", "alloc_mem", "transfer_with_insert")
+        decode.wait_for_pool_calls(decode_calls, "transfer_with_insert@peer")
+    if not pulls(rig):  # decode's pages are granted to prefill
+        rig.pd.servers[0].wait_for_pool_calls(prefill_calls, "alloc_mem@peer", "transfer@peer")
     found = both[0].result().cached_tokens
     kept = {"basic": range(1), "1": range(96, 101), "2": range(96, 101), "3": range(144, 161)}[caching]
     assert found in kept
@@ -289,6 +302,127 @@ def test_the_next_turn_finds_what_its_design_keeps(rig: Rig) -> None:
     least = len(history) - (160 if caching in "23" else 0)
     most = len(history) - (144 if caching in "23" else 0) + 16
     assert least * token_bytes <= sent <= most * token_bytes
+
+
+@pytest.mark.parametrize(
+    ("tokens", "times", "outcome"), [(1600, 1, "budget"), (100, 2, "known")], ids=["no room", "known"]
+)
+def test_what_cannot_be_inserted_is_not_returned(rig: Rig, tokens: int, times: int, outcome: str) -> None:
+    """MemServe, table 1: there is no memory for it at the destination, or the destination has it already. The
+    answers are the same, and nothing stays set aside."""
+    if design_of(rig) != "3":
+        pytest.skip("nothing is returned")
+    decode, prompt = rig.pd.decode[0], prompt_of(400 + tokens, tokens)
+    expected = rig.expected(prompt)
+    before = skipped(decode, outcome)
+    for time_ in range(times):
+        came = count(decode, f"{RETURNS}{{")
+        assert_same(expected, rig.pd.generate(prompt, max_new_tokens=ANSWER_TOKENS))
+        wait_until(
+            lambda came=came: count(decode, f"{RETURNS}{{") > came,  # type: ignore[misc]
+            seconds=15,
+            what=f"the end of return {time_}",
+        )
+    assert skipped(decode, outcome) == before + 1
+    assert nothing_is_left(rig.pd.servers)
+
+
+RETURNS = "sglang_ext_pd_returns_total"
+HELD_NOW = 'sglang_ext_pd_handovers_total{end="held",side="decode"'
+
+
+def skipped(server: ServerProcess, outcome: str) -> float:
+    """Returns that have ended like that."""
+    return sum(
+        value
+        for name, value in server.metrics().items()
+        if name.startswith(RETURNS) and f'outcome="{outcome}"' in name
+    )
+
+
+def test_what_two_requests_bring_at_once_is_kept_once(rig: Rig) -> None:
+    """MemServe, table 1: an insert of what is there already. The other's memory is free again."""
+    decode, prompt = rig.pd.decode[0], prompt_of(81, 320)
+    expected = rig.expected(prompt)
+    rig.pd.wait_idle()
+    for server in rig.pd.servers:
+        server.flush()
+    calls, came = decode.pool_calls(), count(decode, HELD_NOW)
+    with fault(rig.decode_faults[0], "hold-held"):  # both have been matched before either is inserted
+        both = [rig.pd.start(prompt, max_new_tokens=ANSWER_TOKENS)[1] for _ in range(2)]
+        wait_until(lambda: count(decode, HELD_NOW) == came + 2, seconds=30, what="the KV of both")
+    for answer in both:
+        assert_same(expected, answer.result(60))
+    rig.pd.wait_idle()
+    assert nothing_is_left(rig.pd.servers)
+    if design_of(rig) not in "23":
+        return
+    decode.wait_for_pool_calls(calls, "transfer", "transfer_with_insert")
+    assert (decode.pool_calls() - calls)["transfer_with_insert"] >= 2
+    whole = (len(prompt) + ANSWER_TOKENS) // 16
+    cached = 'sglang_ext_cache_blocks{tier="hbm"'
+    wait_until(
+        lambda: whole - 1 <= count(decode, cached) <= whole,
+        seconds=5,
+        what=f"{whole} blocks, not twice as many",
+    )
+
+
+async def test_what_is_unknown_is_refused_by_name(rig: Rig) -> None:
+    """MemServe, table 1: requests, leases and blocks that the instance knows nothing of; it serves on."""
+    prefill = f"127.0.0.1:{rig.pd.prefill[0].bootstrap_port}"
+    memory = Pool("a stranger's", Shape(), shared=False)
+    try:
+        async with stranger(memory, "another model") as (me, ranks):
+            with pytest.raises(RefusedError, match=r"^namespace: .*other model") as refused:
+                await me.connect(await ranks(prefill))
+        _, theirs = re.findall(r"'([^']*)' (?:there|here)", str(refused.value))
+        async with stranger(memory, theirs) as (me, ranks):
+            (link,) = (await me.connect(await ranks(prefill))).links
+            asked: list[tuple[Any, str]] = [
+                (Want(link.session, "nobody's", "hbm"), "nothing is published"),
+                (Reserve(link.session, "nobody's", "hbm", pack_ids([1, 2])), NOT_GRANTED),
+                (Written(link.session, "nobody's", 7), NOT_GRANTED),
+                (Done(1 << 40, me.epoch), "is unknown here"),
+                (Push(1 << 40, me.epoch, me.address, b"", 0), "is unknown here"),
+                (Abort(1 << 40, me.epoch, "none"), "is unknown here"),
+            ]
+            for message, why in asked:
+                with pytest.raises(RefusedError, match=why):
+                    await link.ask(message, 10)
+            for lease in (Complete(link.session, "nobody's", 99), Renew(link.session, 99, 1000)):
+                assert await link.ask(lease, 10) == Completed(False)
+    finally:
+        memory.close()
+    prompt = prompt_of(82, 100)
+    answer = await asyncio.to_thread(rig.pd.generate, prompt, max_new_tokens=ANSWER_TOKENS)
+    assert_same(await asyncio.to_thread(rig.expected, prompt), answer)
+    assert await asyncio.to_thread(nothing_is_left, rig.pd.servers)
+
+
+NOT_GRANTED = "accepts no transfers|no such pages were set aside|the grant is over"
+"""The first where servers pull."""
+
+
+@asynccontextmanager
+async def stranger(
+    memory: Pool, namespace: str
+) -> AsyncIterator[tuple[Endpoint, Callable[[str], Awaitable[list[str]]]]]:
+    """An endpoint that speaks as servers do, and what looks up a prefill server's ranks."""
+    me = await Endpoint.start(EndpointConfig("stranger", namespace), [memory.spec], messages=MESSAGES)
+
+    async def ranks(bootstrap: str) -> list[str]:
+        client = me.client(bootstrap)
+        try:
+            found = await client.ask(Lookup(), 10)
+        finally:
+            await client.close()
+        return [rank.endpoint for rank in found.ranks]
+
+    try:
+        yield me, ranks
+    finally:
+        await me.close()
 
 
 def returned(rig: Rig, earlier: list[float]) -> list[bool]:

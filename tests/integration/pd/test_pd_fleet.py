@@ -234,8 +234,11 @@ def test_deaths_while_prefill_writes_into_decode(
     folders = [tmp_path / name for name in ("prefill", "decode")]
     with pd_servers([spec.looking_at(folders[0])], [spec.looking_at(folders[1])]) as (pd, _):
         pushing = Rig(pd, truth, folders[:1], folders[1:], leak_guard)
-        conversations_are_answered_alike(pd, pushing.truth, count=2)
         prefill, decode, prompt = pd.prefill[0].server, pd.decode[0], prompt_of(12, 200)
+        calls = prefill.pool_calls()
+        conversations_are_answered_alike(pd, pushing.truth, count=2)
+        prefill.wait_for_pool_calls(calls, "alloc_mem@peer", "transfer@peer")
+        assert not prefill.pool_calls()["free_mem@peer"]
         with fault(folders[0], "hold-writing") as at:
             both = pd.start(prompt, max_new_tokens=ANSWER_TOKENS)
             wait_until(at.exists, seconds=60, what="writing")
@@ -250,4 +253,5 @@ def test_deaths_while_prefill_writes_into_decode(
             kill(decode)
             assert_failed(both[0], DECODE_IS_GONE, WRITING_FAILED, seconds=FREED_SECONDS)
             nothing_is_left([prefill])
+            prefill.wait_for_pool_calls(calls, "free_mem@peer")
         assert_failed(both[1], BROKEN_OFF)
