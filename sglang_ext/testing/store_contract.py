@@ -111,8 +111,8 @@ class StoreContract(abc.ABC):
         third = rig.reserve(prompt(3, 5))
         assert third.blocks == CAPACITY - 10, "as many as there are"
         assert rig.store.reserve(rig.level, NAMESPACE, prompt(4, 1), Use.FETCH) is Refusal.NO_ROOM
-        for room in rig.store.reservations[:2]:
-            room.abort()
+        for each in rig.store.reservations[:2]:
+            each.abort()
         assert (tier.free_blocks, rig.store.reserved(rig.level)) == (10, CAPACITY - 10)
         assert (
             rig.store.reserve(rig.level, NAMESPACE, prompt(4, 11), Use.FETCH, whole=True) is Refusal.NO_ROOM

@@ -155,7 +155,7 @@ class Endpoint:
         except BaseException:
             await self.close()
             raise
-        self._owner.receiver = receiver
+        self._owner.let_write(receiver)
         for transport in self.transports.values():
             # Opens devices and registers memory now, off the event loop, rather than when the first peer
             # waits.

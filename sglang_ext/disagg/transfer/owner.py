@@ -90,7 +90,7 @@ class Owner:
         self._over_since: dict[int, float] = {}
         """When grants were found to be over whose writers have yet to be fenced."""
         self._last_tick = clock.monotonic()
-        self.receiver: Receiver | None = None
+        self._receiver: Receiver | None = None
 
     def __repr__(self) -> str:
         return f"<Owner sessions={len(self._sessions)} {self._grants!r}>"
@@ -109,6 +109,10 @@ class Owner:
     def set_aside(self) -> int:
         """Blocks of grants that are over, and that may still be written for all we know."""
         return sum(grant.blocks.size for grant in self._grants.quarantined())
+
+    def let_write(self, receiver: Receiver | None) -> None:
+        """Grant what it has set aside from now on; None refuses whoever wants to write."""
+        self._receiver = receiver
 
     async def revoke(self, request: str) -> None:
         """End all grants of a request. The receiver's `discard` is told when nothing writes under them."""
@@ -342,9 +346,9 @@ class Owner:
         return Completed(True)
 
     def _receiving(self) -> Receiver:
-        if self.receiver is None:
+        if self._receiver is None:
             raise RefusedError("receiver", "this endpoint accepts no transfers")
-        return self.receiver
+        return self._receiver
 
     async def _revoked(self, message: Revoked) -> bool:
         """A writer says that it writes no more, be its session over or not."""
@@ -397,8 +401,8 @@ class Owner:
             return False
         self._forget(grant)
         self._pool(grant.pool).release(grant.blocks)
-        if self.receiver is not None:
-            await self.receiver.discard(grant.pool, grant.blocks, grant.request)
+        if self._receiver is not None:
+            await self._receiver.discard(grant.pool, grant.blocks, grant.request)
         return True
 
     def _forget(self, grant: Grant) -> None:

@@ -234,7 +234,7 @@ class Agent:
         config, loop, staging = self.config, asyncio.get_running_loop(), self.transfers.staging
         claims, pushes = Claims(), config.local.mode != "pull"
         claims.granted_by(self.endpoint.owner.revoke)
-        self.endpoint.owner.receiver = claims if pushes else None
+        self.endpoint.owner.let_write(claims if pushes else None)
         pool = self.endpoint.pools[POOL]
         self.book = LeaseBook(pool, self.endpoint)
         self._books = {POOL: self.book}
@@ -279,7 +279,7 @@ class Agent:
         await self.joins.close()
         await self._peers.close()
         await self.endpoint.leave()
-        self.endpoint.owner.receiver = None
+        self.endpoint.owner.let_write(None)
         for name in self._books:
             self.transfers.watch_leases(name, None)
 
