@@ -26,6 +26,7 @@ from benchmarks.disagg import figures as disagg_figures
 from benchmarks.disagg.loads import LOADS, Session, Size, sessions
 from benchmarks.disagg.loads import Turn as Said
 from benchmarks.disagg.report import Leg, Turn, complete_summary, report_on
+from benchmarks.disagg.roles import roles
 from benchmarks.disagg.servers import (
     COLOCATED,
     DESIGNS,
@@ -178,6 +179,9 @@ class DisaggOptions(Options):
     layers: bool = flag(False, "Only compare by layer, by request and aggregated (MemServe 12).")
     coalescing: bool = flag(False, "Only compare with and without coalescing (KVDirect, figure 17).")
     xpyd: bool = flag(False, "Only compare numbers of servers (KVDirect, figure 12).")
+    roles: bool = flag(
+        False, "Only compare fixed roles with ones that change with the load (KVDirect, section 7)."
+    )
     joins: bool = flag(False, "Only compare the first request through a new pair with later ones.")
 
 
@@ -280,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = DisaggOptions.of(argv, NAME, __doc__)
     report = Report(NAME, AIMS)
     figures = [name for name in FIGURES if getattr(options, name)]
-    designs = None if figures else Designs(options, report)
+    designs = None if figures or options.roles else Designs(options, report)
     # Ends what was started, and what was seen until then is told.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     whole = options.designs is None and options.loads is None and not options.quick
@@ -288,6 +292,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for name in figures:
             getattr(disagg_figures, name)(options, report, end)
+        if options.roles:
+            roles(options, report, end)
         if designs is not None:
             designs.run(end - SECONDS_FOR_PUSH * whole)
             if whole:

@@ -149,7 +149,8 @@ def _sum(samples: Mapping[str, float], *names: str) -> float:
 @dataclass(frozen=True)
 class GroupSpec:
     """What to start. prefill, decode: how many; no prefill is colocated. flags: of every server;
-    decode_flags: of decode besides. environment: on top.
+    decode_flags: of decode besides. environment: on top. own_ports: whether decode servers have a bootstrap
+    port, too, as those need that change their role.
     """
 
     prefill: int
@@ -158,6 +159,7 @@ class GroupSpec:
     decode_flags: tuple[str, ...] = ()
     ours: bool = True
     environment: tuple[tuple[str, str], ...] = ()
+    own_ports: bool = False
 
     def build(self) -> Group:
         """Servers that do not run yet."""
@@ -178,18 +180,21 @@ class GroupSpec:
             for port in ports
         ]
         decode = [
-            server("--disaggregation-mode", "decode", *backend, *self.decode_flags)
+            server("--disaggregation-mode", "decode", *backend, *self.decode_flags, *self._own_port())
             for _ in range(self.decode)
         ]
         return Group(prefill, decode, ports, self.ours)
+
+    def _own_port(self) -> tuple[str, ...]:
+        return ("--disaggregation-bootstrap-port", str(free_port())) if self.own_ports else ()
 
 
 COLOCATED = GroupSpec(0, 1, ("--radix-cache-backend", "global"))
 
 
-def pair(*flags: str, prefill: int = 1, decode: int = 1) -> GroupSpec:
+def pair(*flags: str, prefill: int = 1, decode: int = 1, own_ports: bool = False) -> GroupSpec:
     """Our servers, apart, in design 3."""
-    return GroupSpec(prefill, decode, ("--kv-pd-caching", "3", *flags))
+    return GroupSpec(prefill, decode, ("--kv-pd-caching", "3", *flags), own_ports=own_ports)
 
 
 def stock(mooncake: Path | None) -> GroupSpec:
@@ -254,12 +259,17 @@ def running(specs: Mapping[str, GroupSpec]) -> Iterator[dict[str, Group]]:
 
 @contextmanager
 def routed(
-    group: Group, folder: Path, peer_python: Path | None = None, port: int | None = None
+    group: Group,
+    folder: Path,
+    peer_python: Path | None = None,
+    port: int | None = None,
+    flags: Sequence[str] = (),
 ) -> Iterator[None]:
-    """A router in front of a pair: sglang-router of another interpreter, or ours. port: any if not given."""
+    """A router in front of a pair: sglang-router of another interpreter, or ours. port: any if not given.
+    flags: of ours."""
     port, log = port or free_port(), folder / f"router-{len(list(folder.iterdir()))}.log"
     if peer_python is None:
-        command = our_router(port, [server.url for server in group.servers])
+        command = our_router(port, [server.url for server in group.servers], *flags)
     else:
         command = [
             *(str(peer_python), "-m", "sglang_router.launch_router", "--host", LOOPBACK, "--port", str(port)),
