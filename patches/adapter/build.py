@@ -94,7 +94,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     dram = promotions = answers = arena = below = disk = feed = desks = peers = None
     commands = RankCommandQueue() if ctx.tp_rank == 0 and params.pp_rank == 0 else None
     shard = f"tp{ctx.tp_rank}of{ctx.tp_size}"
-    fetches = may_fetch(config, ctx.server_args, adapters=_uses_adapters())
+    fetches = may_fetch(config, adapters=_uses_adapters())
     if config.dram_size:
         disk = open_below(config, instance, shard, geometry.layout)
     identity, weights = None, Weights()

@@ -37,14 +37,12 @@ from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 logger = logging.getLogger(__name__)
 
 
-def may_fetch(config: KvConfig, server_args: Any, *, adapters: bool) -> bool:
-    """Whether a server exchanges KV with peers: when a router can tell it to.
+def may_fetch(config: KvConfig, *, adapters: bool) -> bool:
+    """Whether a server, in whichever role, exchanges KV with peers: when a router can tell it to.
 
-    Not with adapters, whose names mean something on one server only. Decode servers do so for requests that
-    leave one of them for another; prefill servers, whose requests stay, do not.
+    Not with adapters, whose names mean something on one server only.
     """
-    stays = server_args.disaggregation_mode == "prefill"
-    return config.router is not None and config.dram_size > 0 and not adapters and not stays
+    return config.router is not None and config.dram_size > 0 and not adapters
 
 
 def hands_over(server_args: Any) -> bool:

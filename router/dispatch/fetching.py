@@ -89,7 +89,7 @@ class Fetching:
         holds more of the prompt than it does."""
         if decision.fetch is not None:
             return self.begin(flight, decision.fetch, decision, fleet, matches)
-        note = None if decision.decode is not None else self._weigh(decision, fleet, matches, flight.units)
+        note = self._weigh(decision, fleet, matches, flight.units)
         if note is None or note.transfer_s <= note.saved_s:
             return None if note is None else self._tell(flight, note, fleet)
         note.end = NOT_WORTH_IT

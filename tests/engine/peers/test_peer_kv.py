@@ -730,21 +730,17 @@ def test_a_flush_in_the_middle_of_a_fetch_leaves_nothing(make_server: MakeServer
 
 
 @pytest.mark.parametrize(
-    ("changes", "mode", "adapters", "expected"),
+    ("changes", "adapters", "expected"),
     [
-        ({}, "null", False, True),
-        ({"router": None}, "null", False, False),
-        ({"dram_size": 0}, "null", False, False),
-        ({}, "decode", False, True),
-        ({}, "prefill", False, False),
-        ({}, "null", True, False),
+        ({}, False, True),
+        ({"router": None}, False, False),
+        ({"dram_size": 0}, False, False),
+        ({}, True, False),
     ],
 )
-def test_which_servers_exchange_kv(
-    changes: dict[str, object], mode: str, adapters: bool, expected: bool
-) -> None:
+def test_which_servers_exchange_kv(changes: dict[str, object], adapters: bool, expected: bool) -> None:
     config = dataclasses.replace(KvConfig(dram_size=1 << 20, router="http://127.0.0.1:1"), **changes)  # type: ignore[arg-type]
-    assert may_fetch(config, SimpleNamespace(disaggregation_mode=mode), adapters=adapters) is expected
+    assert may_fetch(config, adapters=adapters) is expected
 
 
 @pytest.mark.parametrize(("flag", "coalesces"), [("on", True), ("off", False)])
