@@ -11,6 +11,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -36,8 +37,8 @@ from sglang_ext.disagg.messages import REPLIES, REQUESTS, Connect, Connected, Pi
 from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transfer.control import CurveKeys
 from sglang_ext.disagg.transfer.leases import LeaseEnd
-from sglang_ext.disagg.transfer.link import Outcome, Silence
-from sglang_ext.disagg.transports import CancelToken, TransportName, _stream, tcp
+from sglang_ext.disagg.transfer.link import Link, Outcome, Silence
+from sglang_ext.disagg.transports import CancelToken, Channel, TransportName, _stream, tcp
 from sglang_ext.disagg.transports._guard import GuardPages
 from sglang_ext.disagg.transports.local import ADDRESS
 from sglang_ext.disagg.transports.select import reasons
@@ -271,6 +272,47 @@ async def test_memory_with_another_epoch_is_not_believed() -> None:
         instance.transfer("r", [offer], "hbm", np.arange(64))
         with pytest.raises(PeerGoneError, match="another epoch"):
             await instance.complete("r", 10)
+
+
+@pytest.mark.parametrize("moment", ["while it opens", "with one rank of two"])
+async def test_closing_ends_what_connects_meanwhile(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """Else its lanes, sockets and mapped memory would be nobody's: the leak guard would find them here."""
+    made, reached, go = [], threading.Event(), threading.Event()
+    async with reader() as owner, reader() as me:
+        connector = me.endpoint._connector
+        stock_open, stock_connect = connector._open, connector.connect
+
+        def opens(*args: object) -> Channel:
+            reached.set()
+            assert go.wait(30)
+            made.append(stock_open(*args))  # type: ignore[arg-type]
+            return made[-1]
+
+        async def connects(address: str) -> Link:
+            if made:
+                reached.set()
+                await asyncio.Event().wait()
+            link = await stock_connect(address)
+            made.append(link.peer.channel)
+            return link
+
+        if moment == "while it opens":
+            monkeypatch.setattr(connector, "_open", opens)
+        else:
+            monkeypatch.setattr(connector, "connect", connects)
+        ranks = 1 if moment == "while it opens" else 2
+        connecting = asyncio.create_task(me.endpoint.connect([owner.endpoint.address] * ranks))
+        await asyncio.to_thread(reached.wait, 30)
+        closing = asyncio.create_task(me.endpoint.close())
+        await asyncio.sleep(0)
+        go.set()
+        await closing
+        with pytest.raises(PeerGoneError, match="has been closed"):
+            await connecting
+        assert len(made) == 1
+        assert me.endpoint.instances == []
+        with pytest.raises(PeerGoneError, match="has been closed"):
+            await me.endpoint.connect([owner.endpoint.address])
 
 
 @asynccontextmanager

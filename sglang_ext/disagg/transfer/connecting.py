@@ -102,9 +102,14 @@ class Connector:
             info = PeerInfo(
                 who.instance, who.epoch, who.host, address.rpartition(":")[0], who.pid, who.regions
             )
+            opening = asyncio.create_task(asyncio.to_thread(self._open, info, reply, offers, reasons))
             try:
-                channel = await asyncio.to_thread(self._open, info, reply, offers, reasons)
+                channel = await asyncio.shield(opening)
             except BaseException:
+                # Where this was cancelled, the thread goes on, and what it opens is nobody's.
+                await asyncio.wait([opening])
+                if opening.exception() is None:
+                    opening.result().close()
                 with contextlib.suppress(TransferError):
                     await client.ask(Bye(reply.session), self._config.connect_timeout)
                 raise

@@ -31,6 +31,7 @@ from zmq.asyncio import Context
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.disagg import runs
 from sglang_ext.disagg.errors import (
+    PeerGoneError,
     RangeError,
     RefusedError,
 )
@@ -125,6 +126,7 @@ class Endpoint:
         )
         self._server: ControlServer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._connecting: set[asyncio.Task[Instance]] = set()
         self._ticking: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -240,8 +242,25 @@ class Endpoint:
 
         Raises:
             RefusedError: another namespace, dtype or version, by name. TransportUnavailableError: with the
-            reason of each transport. PeerGoneError, TransferDeadlineError, PeerProtocolError.
+            reason of each transport. PeerGoneError: also where this endpoint is closed meanwhile.
+            TransferDeadlineError, PeerProtocolError.
         """
+        if self._closed:
+            raise PeerGoneError("this endpoint has been closed")
+        # `close` ends what is under way: a connection made behind its back would never be ended.
+        task = asyncio.create_task(self._connect(addresses, use))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            # It was `close`, where nobody has cancelled who asked.
+            asked = asyncio.current_task()
+            if task.cancelled() and asked is not None and not asked.cancelling():
+                raise PeerGoneError("this endpoint has been closed") from None
+            raise
+
+    async def _connect(self, addresses: Sequence[str], use: str) -> Instance:
         links: list[Link] = []
         try:
             for address in addresses:
@@ -308,6 +327,9 @@ class Endpoint:
         if self._closed:
             return
         self._closed = True
+        for task in self._connecting:
+            task.cancel()
+        await asyncio.gather(*self._connecting, return_exceptions=True)
         await self.leave()
         if self._ticking is not None:
             self._ticking.cancel()

@@ -132,7 +132,7 @@ def make_server() -> Iterator[MakeServer]:
         clock: FakeClock | None = None,
         tp: tuple[int, int] = (0, 1),
         least: Least | None = None,
-        dead_after: float = 2.0,
+        dead_after: float = LONG,
     ) -> Server:
         number, ranks = tp
         name = peer_name(f"server {len(made)}", EPOCH)
