@@ -26,7 +26,7 @@ from benchmarks.disagg import figures as disagg_figures
 from benchmarks.disagg.loads import LOADS, Session, Size, sessions
 from benchmarks.disagg.loads import Turn as Said
 from benchmarks.disagg.report import Leg, Turn, complete_summary, report_on
-from benchmarks.disagg.roles import roles
+from benchmarks.disagg.roles import figure, roles
 from benchmarks.disagg.servers import (
     COLOCATED,
     DESIGNS,
@@ -182,6 +182,7 @@ class DisaggOptions(Options):
     roles: bool = flag(
         False, "Only compare fixed roles with ones that change with the load (KVDirect, section 7)."
     )
+    figure: Path | None = flag(None, "With --roles: where to write it as a figure (SVG).", metavar="FILE")
     joins: bool = flag(False, "Only compare the first request through a new pair with later ones.")
 
 
@@ -294,6 +295,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             getattr(disagg_figures, name)(options, report, end)
         if options.roles:
             roles(options, report, end)
+            if options.figure is not None:
+                options.figure.write_text(figure(report.rows))
         if designs is not None:
             designs.run(end - SECONDS_FOR_PUSH * whole)
             if whole:

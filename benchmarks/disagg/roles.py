@@ -16,7 +16,7 @@ import random
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from typing import Any
 from benchmarks.disagg.figures import Load
 from benchmarks.disagg.loads import FIRST_ID, LAST_ID
 from benchmarks.disagg.servers import Asked, Group, ask, pair, routed, running
-from benchmarks.lib.common import SEED, Options, Report, percentile
+from benchmarks.lib.common import SEED, Options, Report, Value, percentile
+from benchmarks.lib.plots import Axis, bars
 from sglang_ext.cluster.plan import LOOPBACK
 from sglang_ext.protocol.cluster import instance_path
 from sglang_ext.testing.servers.server import free_port, wait_until
@@ -40,12 +41,13 @@ ROLES = {"1P2D": ("prefill", "decode", "decode"), "2P1D": ("prefill", "prefill",
 """Roles of the servers, by split."""
 ONE_PREFILL, ONE_DECODE = ROLES
 CONTROLLED = "controller"
+HALVES = ("long prompts", "long answers")
 
 
 def roles(options: Options, report: Report, until: float = math.inf) -> None:
     """Rows of each way to set roles and of each half of the load. until: by `time.monotonic`; no further way
     is begun then."""
-    seconds = options.rounds(60, quick=30)
+    seconds = options.rounds(60, quick=20), options.rounds(120, quick=45)
     prompts, answers = Load(768, 8, 0), Load(64, options.rounds(160, quick=96), 0)
     port = free_port()
     flags = (
@@ -68,7 +70,7 @@ def roles(options: Options, report: Report, until: float = math.inf) -> None:
             with _router(group, port, ONE_PREFILL if name == CONTROLLED else name, *more):
                 halves = asyncio.run(_play(group, (prompts, answers), rates, seconds))
                 changes = _cluster(group)["roles"]["changes"] if name == CONTROLLED else []
-            for case, asked in zip(("long prompts", "long answers"), halves, strict=True):
+            for case, asked in zip(HALVES, halves, strict=True):
                 _row(report, case, name, asked)
             _row(report, "both", name, [one for half in halves for one in half])
             for change in reversed(changes):
@@ -76,6 +78,24 @@ def roles(options: Options, report: Report, until: float = math.inf) -> None:
                     f"the controller: {change['instance']} to {change['role']}, {change['outcome']} after "
                     f"{change['took_s']:.1f} s, {change['ago_s']:.0f} s before the end {change['text']}"
                 )
+
+
+def figure(rows: Sequence[Mapping[str, Value]]) -> str:
+    """As an SVG: seconds to the first token and per 100 further ones, by half of the load and way."""
+    found = {(row["case"], row["design"]): row for row in rows if str(row["case"]).startswith("roles, ")}
+    halves = [f"roles, {half}" for half in HALVES]
+    groups, series = [], {name: list[float | None]() for name in (ONE_PREFILL, ONE_DECODE, CONTROLLED)}
+    for half in halves:
+        for column, scale, text in (
+            ("ttft_p50_ms", 1e-3, "TTFT p50"),
+            ("ttft_p99_ms", 1e-3, "TTFT p99"),
+            ("tpot_p50_ms", 0.1, "100 x TPOT p50"),
+        ):
+            groups.append(f"{half.removeprefix('roles, ')}: {text}")
+            for name, values in series.items():
+                row = found.get((half, name))
+                values.append(None if row is None else scale * float(str(row[column])))
+    return bars("Fixed roles, and roles that change with the load", Axis("seconds"), groups, series)
 
 
 @contextmanager
@@ -132,14 +152,14 @@ def _capacity(group: Group, load: Load) -> float:
 
 
 async def _play(
-    group: Group, loads: Sequence[Load], rates: Sequence[float], seconds: float
+    group: Group, loads: Sequence[Load], rates: Sequence[float], seconds: Sequence[float]
 ) -> list[list[Asked]]:
     """Each load for so long, one after the other without a break; answers by load."""
     rng = random.Random(SEED)
     tasks: list[list[asyncio.Task[Asked]]] = []
-    for load, rate in zip(loads, rates, strict=True):
+    for load, rate, length in zip(loads, rates, seconds, strict=True):
         tasks.append([])
-        end = time.monotonic() + seconds
+        end = time.monotonic() + length
         while (gap := rng.expovariate(rate)) < end - time.monotonic():
             await asyncio.sleep(gap)
             asked = ask(group, _prompt(rng, load), load.answer, 0, by_router=True)

@@ -18,7 +18,10 @@ from sglang_ext.router.policies.roles import RoleLoads
 from sglang_ext.stages import StageTimes
 
 REMEMBERED = 0.95
-"""Weight of all former answers when a new one comes: about twenty are remembered."""
+"""Weight of all former answers when a new one comes, in no time: about twenty are remembered."""
+LEAST_REMEMBERED = 0.1
+"""The same after a long time; they fade with it as rates do, or a load that shifts to few long answers would
+be taken for what it was."""
 FEWEST = 3
 """Answers without which nothing is said."""
 INTERVALS = 32
@@ -91,6 +94,7 @@ class RoleTraffic:
         self._queued_tokens = 0.0
         self.answers = 0
         self._sums = _Sums()
+        self._ended_at = 0.0
         self._intervals: dict[str, deque[tuple[float, float]]] = {}
 
     def sample(self, now: float, prefill: Iterable[Sends], decode: Iterable[Sends]) -> None:
@@ -132,7 +136,9 @@ class RoleTraffic:
         step = stages.decode / max(1, answer.answer_tokens - 1)
         new, slots_s, tokens = max(1, answer.new_tokens), stages.decode_queue, answer.answer_tokens
         seen = _Sums(1.0, stages.prefill, new, slots_s, tokens, batch, step, batch * batch, batch * step)
-        self._sums = _Sums(*(REMEMBERED * a + b for a, b in zip(self._sums, seen, strict=True)))
+        share = REMEMBERED * max(LEAST_REMEMBERED, math.exp((self._ended_at - now) / self._mean_s))
+        self._ended_at = now
+        self._sums = _Sums(*(share * a + b for a, b in zip(self._sums, seen, strict=True)))
         end = now - stages.decode - stages.decode_queue - stages.transfer
         kept = self._intervals.setdefault(answer.prefill, deque(maxlen=INTERVALS))
         kept.append((end - stages.prefill, end))

@@ -252,6 +252,21 @@ def test_steps_of_other_batches_teach_what_a_request_adds() -> None:
     assert found.step_more_s == pytest.approx(0.004, rel=0.1)
 
 
+def test_few_long_answers_are_seen_after_many_short_ones() -> None:
+    traffic = RoleTraffic(10.0, lambda: 0.02)
+    for number in range(200):
+        traffic.sample(number / 10, [sends("p")], [sends("d")])
+        traffic.ended(number / 10, Ended("p", "d", 10, 5, StageTimes(decode=0.2)))
+    before = traffic.loads(1, 1)
+    assert isinstance(before, RoleLoads)
+    assert before.stay_s == pytest.approx(0.25, rel=0.1)
+    for number in range(4):
+        traffic.ended(25.0 + 5 * number, Ended("p", "d", 10, 201, StageTimes(decode=10.0)))
+    after = traffic.loads(1, 1)
+    assert isinstance(after, RoleLoads)
+    assert after.stay_s > 5.0
+
+
 def test_nothing_is_said_before_enough_was_seen() -> None:
     traffic = RoleTraffic(10.0, lambda: 0.02)
     assert "0 answers" in str(traffic.loads(1, 1))
