@@ -1,10 +1,13 @@
-"""`sglang-ext cluster --prefill 1 --decode 1`: the router sends pairs; conversations find what was said.
+"""`sglang-ext cluster --prefill 1 --decode 1`: the router sends pairs; conversations find what was said. With
+`--decode 2` a server changes its role and back.
 
 In the short form test_demo starts such a cluster, and test_router_pairs has a router send pairs.
 """
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,3 +58,35 @@ def test_a_conversation_through_the_router_reuses_prompts_and_answers(cluster: R
     schedulers = [each.pid for each in cluster.below() if "sglang::scheduler" in "".join(each.cmdline())]
     assert [ports_and_contexts(pid) for pid in schedulers] == [(3, 3), (3, 3)]
     assert cluster.process.poll() is None
+
+
+def test_its_servers_change_their_roles_without_further_flags(tmp_path: Path) -> None:
+    cluster = RunningCluster(
+        tmp_path, "--prefill", "1", "--decode", "2", "--router-args", "--role-controller dry-run"
+    )
+    try:
+        url = cluster.wait_for_line(r"router +(http://\S+)  send requests here", START_S)[1]
+        sampling = {"temperature": 0, "max_new_tokens": ANSWER_TOKENS, "ignore_eos": True}
+        prompts = [prompt_of(number, 6 * BLOCK) for number in range(4)]
+        bodies = [{"input_ids": prompt, "sampling_params": sampling} for prompt in prompts]
+        expected = [ask(url, body)["output_ids"] for body in bodies]
+        seen = _call(f"{url}/cluster")
+        assert seen["roles"]["mode"] == "dry-run"
+        decodes = [one["instance"] for one in seen["instances"] if one["role"] == "decode"]
+        assert len(decodes) == 2
+        for role in ("prefill", "decode"):
+            changed = _call(f"{url}/cluster/instances/{decodes[0]}/role", {"role": role})
+            assert (changed["role"], changed["state"]) == (role, "ready")
+            again = [ask(url, body) for body in bodies]
+            assert [answer["output_ids"] for answer in again] == expected
+            assert all(answer["meta_info"]["cached_tokens"] >= 5 * BLOCK for answer in again)
+        outcomes = [(one["role"], one["outcome"]) for one in _call(f"{url}/cluster")["roles"]["changes"]]
+        assert outcomes == [("decode", "done"), ("prefill", "done")]
+    finally:
+        cluster.close()
+
+
+def _call(url: str, body: Any = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(url, data), timeout=120) as answer:
+        return json.load(answer)
