@@ -22,15 +22,17 @@ COMMANDS = ("test_cluster.py", "test_demo.py", "test_pd_cluster.py", "test_stock
 """Integration tests of the commands that users type."""
 PROGRAMS = ("benchmarks", "cluster", "demo", "test_cli.py", "test_plugin.py")
 """Folders and files beside them that start programs without servers."""
-PARTS = ("fleets", "servers", "others")
-"""What `make test` runs side by side; about as long, each."""
+MOVING = ("disagg", "engine", "tiered_store")
+"""Folders of tests of moving and keeping KV, which wait much of their time: for disks and for verdicts."""
+PARTS = ("fleets", "servers", "moving", "others")
+"""What `make test` runs side by side. The parts without servers take half as long as those with."""
 
 
 def parts_of(file: Path) -> tuple[str, ...]:
     """The parts that tests of a file may belong to."""
     if INTEGRATION not in file.parents:
         place = file.relative_to(INTEGRATION.parent).parts[0] if INTEGRATION.parent in file.parents else ""
-        return ("servers",) if place in PROGRAMS else ("others",)
+        return ("servers",) if place in PROGRAMS else ("moving",) if place in MOVING else ("others",)
     return ("servers",) if file.name in COMMANDS else ("servers", "fleets")
 
 

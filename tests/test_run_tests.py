@@ -52,6 +52,7 @@ SUITE = {
     """,
     "test_fleets.py": "def test_passes(): pass",
     "test_servers.py": "def test_passes(): pass",
+    "test_moving.py": "def test_passes(): pass",
     "test_others.py": "def test_passes(): pass",
 }
 LEFT_BY_A_SESSION = """
@@ -122,7 +123,7 @@ FAILS_ONCE = """
 
 
 def start_suite(folder: Path, **files: str) -> subprocess.Popen[str]:
-    """The script, started over a suite of three passing tests, of which some are others."""
+    """The script, started over a suite of four passing tests, of which some are others."""
     for name, source in (SUITE | {f"test_{part}.py": source for part, source in files.items()}).items():
         (folder / name).write_text(textwrap.dedent(source))
     (folder / "pytest.ini").write_text("[pytest]\ntimeout = 60\naddopts = -p pytest_timeout\n")
@@ -147,15 +148,15 @@ def run_suite(folder: Path, **files: str) -> subprocess.CompletedProcess[str]:
 def test_a_run_without_a_fault_passes(tmp_path: Path) -> None:
     result = run_suite(tmp_path)
     assert result.returncode == 0, result.stdout
-    assert result.stdout.count(": passed") == 3
+    assert result.stdout.count(": passed") == 4
 
 
-@pytest.mark.parametrize("part", ["fleets", "servers", "others"])
+@pytest.mark.parametrize("part", ["fleets", "servers", "moving", "others"])
 def test_a_leak_at_the_end_of_any_part_fails_the_run(tmp_path: Path, part: str) -> None:
     result = run_suite(tmp_path, **{part: LEFT_BY_A_SESSION})
     assert result.returncode == pytest.ExitCode.TESTS_FAILED, result.stdout
     assert "The run left behind:\nopen file" in result.stdout
-    assert result.stdout.count(": passed") == 2
+    assert result.stdout.count(": passed") == 3
     assert result.stdout.count(": FAILED (status 1)") == 1
 
 
@@ -168,7 +169,7 @@ def test_what_a_skipped_test_leaves_fails_the_run(tmp_path: Path) -> None:
 def test_what_has_no_parent_any_more_fails_the_run_and_is_ended(tmp_path: Path) -> None:
     result = run_suite(tmp_path, servers=LEFT_WITHOUT_A_PARENT)
     assert result.returncode == pytest.ExitCode.TESTS_FAILED, result.stdout
-    assert result.stdout.count(": passed") == 3
+    assert result.stdout.count(": passed") == 4
     (pid,) = re.findall(r"The run left behind:\nprocess (\d+): .*time.sleep", result.stdout)
     assert not Path(f"/proc/{pid}").exists()
 
