@@ -31,6 +31,7 @@ SHARED = {
     "tiers",
     "signals",
     "stages",
+    "tasks",
     "wire",
 }
 """Modules of sglang_ext that every part may import."""

@@ -16,6 +16,7 @@ import aiohttp
 from benchmarks.advisory.figures import Served, Told
 from benchmarks.advisory.talks import Ask, Call, Talk, drawn
 from benchmarks.lib.quiet import stolen_s
+from sglang_ext.tasks import Tasks
 
 TIMEOUT_S = 120.0
 DRAIN_S = 30.0
@@ -60,7 +61,7 @@ class Player:
         self._scene = scene
         self._http: aiohttp.ClientSession | None = None
         self._begin = 0.0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._hints: dict[str, tuple[str, float]] = {}
         """Session -> id of its last hint, and when it was sent."""
 
@@ -271,9 +272,7 @@ class Player:
             await asyncio.gather(*self._tasks)
 
     def _aside(self, doing: Any) -> None:
-        task = asyncio.create_task(doing)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(doing)
 
     async def _to_the_end(self, tasks: Sequence[asyncio.Task[None]], seconds: float) -> None:
         """Until all have ended, or so long; what fails ends the measurement."""

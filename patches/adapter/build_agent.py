@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -148,27 +148,42 @@ def attach_agent(
     registrar = Registrar(config.router.split(","), registration, key, agent.silent_s)
     agent.start()
     registrar.start()
-
-    class Registered(Listener):
-        """The instance is known to routers for as long as its cache is there."""
-
-        def role_changed(self, role: str) -> None:
-            registrar.update(msgspec.structs.replace(registration, role=ROLES[role]))
-
-        def before_end(self) -> None:
-            for index in named.values():
-                index.watch(lambda stored, removed: None)
-            registrar.close()
-            agent.close()
-            cache.listeners.remove(self)
-            if feed is not None:
-                feed.close()
-
-    cache.listeners.add(Registered())
+    cache.listeners.add(_Registered(cache, agent, registrar, registration, feed, tuple(named.values())))
     logger.info(
         "Agent of instance %s at %s, for routers %s", facts.instance, registration.agent, config.router
     )
     return agent
+
+
+class _Registered(Listener):
+    """The instance is known to routers for as long as its cache is there."""
+
+    def __init__(
+        self,
+        cache: GlobalRadixCache,
+        agent: Agent,
+        registrar: Registrar,
+        registration: Registration,
+        feed: PlacementFeed,
+        named: Iterable[ListsNames],
+    ) -> None:
+        self._cache = cache
+        self._agent = agent
+        self._registrar = registrar
+        self._registration = registration
+        self._feed = feed
+        self._named = named
+
+    def role_changed(self, role: str) -> None:
+        self._registrar.update(msgspec.structs.replace(self._registration, role=ROLES[role]))
+
+    def before_end(self) -> None:
+        for index in self._named:
+            index.watch(lambda stored, removed: None)
+        self._registrar.close()
+        self._agent.close()
+        self._cache.listeners.remove(self)
+        self._feed.close()
 
 
 def naming_of(names: BlockNames) -> Naming:

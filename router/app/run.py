@@ -23,6 +23,7 @@ from sglang_ext.router.fleet.fleet import USABLE
 from sglang_ext.router.http.server import raise_file_limit
 from sglang_ext.router.telemetry.logs import configure_logging
 from sglang_ext.router.tenancy.key_file import read_key_file
+from sglang_ext.tasks import Tasks
 
 logger = logging.getLogger("router.run")
 
@@ -237,11 +238,10 @@ async def serve(config: RouterConfig) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     async with Router(config, on_loaded=settle_garbage) as router:
-        reading: set[asyncio.Task[None]] = set()
+        reading = Tasks()
 
         def read_keys_again() -> None:
-            reading.add(task := asyncio.create_task(_read_keys_again(router), name="read the API keys again"))
-            task.add_done_callback(reading.discard)
+            reading.start(_read_keys_again(router), name="read the API keys again")
 
         loop.add_signal_handler(signal.SIGHUP, read_keys_again)
         stopping = asyncio.create_task(stop.wait())

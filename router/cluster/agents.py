@@ -26,6 +26,7 @@ from sglang_ext.router.index.index import Index
 from sglang_ext.router.policies.base import Role
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.signals import Signal
+from sglang_ext.tasks import Tasks
 
 logger = logging.getLogger("router.agents")
 
@@ -92,7 +93,7 @@ class Agents(AgentChannels):
         self._key = key
         self._context: Any = None
         self._links: dict[str, Link] = {}
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending = Tasks()
 
     # -- as the cluster manager wants it ------------------------------------------------------------
 
@@ -193,8 +194,7 @@ class Agents(AgentChannels):
 
     def _end(self, link: Link) -> None:
         link.task.cancel()
-        self._ending.add(link.task)
-        link.task.add_done_callback(self._ending.discard)
+        self._ending.keep(link.task)
 
     async def close(self) -> None:
         """End every channel."""

@@ -34,6 +34,7 @@ from sglang_ext.router.http.types import ConnectionLost, UpstreamResponse
 from sglang_ext.router.policies.base import Role
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.tenancy.admit import RESUME
+from sglang_ext.tasks import Tasks
 
 logger = logging.getLogger("router.moving")
 
@@ -183,7 +184,7 @@ class Mover:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _emptying(self, instance: str) -> None:
-        moves: set[asyncio.Task[None]] = set()
+        moves = Tasks()
         try:
             while True:
                 row = self._fleet.rows.get(instance)
@@ -192,14 +193,10 @@ class Mover:
                 for leg in list(self._legs.get(instance, ())):
                     if not leg.moving and not leg.stuck:
                         leg.moving = True
-                        task = asyncio.create_task(self._moving(leg), name=f"move {leg.rid}")
-                        moves.add(task)
-                        task.add_done_callback(moves.discard)
+                        moves.start(self._moving(leg), name=f"move {leg.rid}")
                 await self._clock.sleep(LOOK_S)
         finally:
-            for task in moves:
-                task.cancel()
-            await asyncio.gather(*moves, return_exceptions=True)
+            await moves.cancel()
 
     async def _moving(self, leg: Leg) -> None:
         async with self._at_once:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -33,6 +32,7 @@ from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tenancy.admit import splice
 from sglang_ext.router.tenancy.tenants import Meter
 from sglang_ext.router.tokens.tokenizing import Encoded, TokenizerService
+from sglang_ext.tasks import Tasks
 
 logger = logging.getLogger("router.relaying")
 
@@ -87,7 +87,7 @@ class Relay:
         )
         self._clock = clock
         self._mover = mover
-        self._learning: set[asyncio.Task[None]] = set()
+        self._learning = Tasks(lambda error: logger.error("cannot learn what was generated", exc_info=error))
         self._on_background = on_background
         self._on_learnt = on_learnt
         self._explains = explains
@@ -349,20 +349,11 @@ class Relay:
         except Exception:
             logger.exception("cannot learn what was generated")
             return
-        task = asyncio.create_task(learn_later(), name="learn what was generated")
-        self._learning.add(task)
-        task.add_done_callback(self._learnt)
-
-    def _learnt(self, task: asyncio.Task[None]) -> None:
-        self._learning.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("cannot learn what was generated", exc_info=error)
+        self._learning.start(learn_later(), name="learn what was generated")
 
     async def stop(self) -> None:
         """End what goes on after the answers."""
-        for task in self._learning:
-            task.cancel()
-        await asyncio.gather(*self._learning, return_exceptions=True)
+        await self._learning.cancel()
 
     # -- headers ----------------------------------------------------------------------------------
 

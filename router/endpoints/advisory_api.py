@@ -27,6 +27,7 @@ from sglang_ext.router.http.types import EVENT_STREAM_TYPE, JSON_TYPE, Request, 
 from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tenancy.admit import AdmittedHint, admit_hint
 from sglang_ext.router.tenancy.tenants import Caller
+from sglang_ext.tasks import Tasks
 from sglang_ext.tiers import all_tiers
 
 logger = logging.getLogger("router.advisory")
@@ -53,7 +54,7 @@ class AdvisoryApi:
         self._advisor = advisor
         self._fleet = fleet
         self._clock = clock
-        self._noting: set[asyncio.Task[None]] = set()
+        self._noting = Tasks()
 
     def routes(self) -> Iterator[Route]:
         """The endpoints."""
@@ -177,9 +178,7 @@ class AdvisoryApi:
             if number >= MOST_ACTIONS or len(self._noting) >= MOST_NOTING:
                 logger.info("hints in a request beyond the first %d were not taken", number)
                 return
-            task = asyncio.create_task(self._note(body, record.caller), name="take a hint")
-            self._noting.add(task)
-            task.add_done_callback(self._noting.discard)
+            self._noting.start(self._note(body, record.caller), name="take a hint")
 
     async def _note(self, body: Json, caller: Caller) -> None:
         own = Record("", "POST", PATH, self._clock.monotonic(), caller=caller)
@@ -192,9 +191,7 @@ class AdvisoryApi:
 
     async def stop(self) -> None:
         """End what goes on after the answers."""
-        for task in self._noting:
-            task.cancel()
-        await asyncio.gather(*self._noting, return_exceptions=True)
+        await self._noting.cancel()
 
 
 def _check_size(hint: Hint, limits: Limits) -> None:

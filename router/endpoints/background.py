@@ -7,10 +7,8 @@ is asked after it until it has ended, and its generated tokens are charged to it
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from contextlib import ExitStack
-from functools import partial
 
 from sglang_ext.clock import Clock
 from sglang_ext.errors import DeadlineError, PeerError
@@ -21,6 +19,7 @@ from sglang_ext.router.fleet.fleet import USABLE, Fleet, Load
 from sglang_ext.router.fleet.worker import WorkerApi
 from sglang_ext.router.http.types import ConnectFailed
 from sglang_ext.router.tenancy.tenants import Meter
+from sglang_ext.tasks import Tasks
 
 logger = logging.getLogger("router.background")
 
@@ -47,7 +46,9 @@ class Background:
         self._admission = admission
         self._clock = clock
         self._limit_s = limit_s
-        self._watching: set[asyncio.Task[None]] = set()
+        self._watching = Tasks(
+            lambda error: logger.error("a response in the background is watched no more", exc_info=error)
+        )
 
     def keep(self, dialect: Dialect, response_id: str, load: Load, meter: Meter | None) -> None:
         """Hold on to what the request of an answer holds, which may let go of it now.
@@ -63,11 +64,10 @@ class Background:
         held.enter_context(self._fleet.carrying(instance, 0))
         if meter is not None:
             held.enter_context(meter.carrying())
-        task = asyncio.create_task(
+        task = self._watching.start(
             self._watch(dialect, response_id, instance, meter), name=f"watch {response_id} in the background"
         )
-        self._watching.add(task)
-        task.add_done_callback(partial(self._watched, held))
+        task.add_done_callback(lambda _: held.close())
 
     async def _watch(self, dialect: Dialect, response_id: str, instance: str, meter: Meter | None) -> None:
         path, pause = f"{dialect.path}/{response_id}", FIRST_LOOK_S
@@ -100,17 +100,9 @@ class Background:
         except (PeerError, DeadlineError) as error:
             logger.warning("%s", error)
 
-    def _watched(self, held: ExitStack, task: asyncio.Task[None]) -> None:
-        self._watching.discard(task)
-        held.close()
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a response in the background is watched no more", exc_info=error)
-
     async def stop(self) -> None:
         """Ask after none any more."""
-        for task in self._watching:
-            task.cancel()
-        await asyncio.gather(*self._watching, return_exceptions=True)
+        await self._watching.cancel()
 
     def __len__(self) -> int:
         return len(self._watching)

@@ -43,7 +43,7 @@ class HttpUpstream(Upstream):
 
     Args:
         connect_timeout_s: seconds to establish a connection.
-        tls: for workers with ``https`` URLs; called when the first of them is reached.
+        tls: for workers with ``https`` URLs; called in a thread, for each of them once.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class HttpUpstream(Upstream):
     ) -> UpstreamResponse:
         slash = url.find("/", 8)  # behind https://
         origin, target = (url, "/") if slash < 0 else (url[:slash], url[slash:])
-        pool = self._pools.get(origin) or self._new_pool(origin)
+        pool = self._pools.get(origin) or await self._new_pool(origin)
         head = request_head(method, target, pool.host_header, headers or {}, len(body))
         started = pool.loop.time() if timeout_s is not None else 0.0
         connection = pool.take()
@@ -108,13 +108,11 @@ class HttpUpstream(Upstream):
                 raise RequestTimeout(f"no connection to {origin} can be made now: {error}") from error
             raise ConnectFailed(f"cannot connect to {origin}: {error}") from error
 
-    def _new_pool(self, origin: str) -> _Pool:
+    async def _new_pool(self, origin: str) -> _Pool:
         parts = urlsplit(origin)
-        tls = self._make_tls() if parts.scheme == "https" else None
-        pool = self._pools[origin] = _Pool(
-            asyncio.get_running_loop(), origin, parts.hostname or "", parts.port, tls
-        )
-        return pool
+        tls = await asyncio.to_thread(self._make_tls) if parts.scheme == "https" else None
+        pool = _Pool(asyncio.get_running_loop(), origin, parts.hostname or "", parts.port, tls)
+        return self._pools.setdefault(origin, pool)
 
     async def close(self) -> None:
         connections = [connection for pool in self._pools.values() for connection in pool.connections]

@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from sglang_ext.clock import Clock
@@ -120,7 +121,7 @@ def too_many(why: str, wait_s: float, limit: str) -> RequestRefused:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Caller:
     """Who sent a request."""
 
@@ -134,7 +135,7 @@ class Caller:
     trusted: frozenset[str] = frozenset()
     """Fields of requests for which the operator vouches; see ``request_fields``."""
 
-    @property
+    @cached_property
     def scope(self) -> str:
         """What names that clients choose (``rid``, ``session_id``) begin with at the workers, so that one
         tenant cannot name another's."""

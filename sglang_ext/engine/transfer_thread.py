@@ -23,6 +23,7 @@ from sglang_ext.disagg.transfer.leases import Ended
 from sglang_ext.disagg.transfer.pools import PoolSpec
 from sglang_ext.disagg.transfer.staging import Staging
 from sglang_ext.errors import InternalError
+from sglang_ext.tasks import Tasks
 
 T = TypeVar("T")
 
@@ -87,7 +88,7 @@ class TransferThread:
     ) -> None:
         self.staging = staging
         self._ended: dict[str, Callable[[Ended], None]] = {}
-        self._started: set[asyncio.Future[Any]] = set()
+        self._started = Tasks()
         self._thread = LoopThread("kv-transfer")
         self.loop = self._thread.loop
         self.run = self._thread.run
@@ -125,10 +126,7 @@ class TransferThread:
 
     def keep(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """As `start`, on the event loop."""
-        task = asyncio.create_task(work)
-        self._started.add(task)
-        task.add_done_callback(self._started.discard)
-        return task
+        return self._started.start(work)
 
     def close(self) -> None:
         """Disconnect, and end every lease; the pools' memory is still there. Safe to call again."""

@@ -38,6 +38,7 @@ from sglang_ext.disagg.errors import (
 from sglang_ext.disagg.messages import REPLIES, REQUESTS, Refused, Reply
 from sglang_ext.errors import ConfigError, SglangExtError
 from sglang_ext.hosts import is_loopback
+from sglang_ext.tasks import Tasks
 from sglang_ext.wire import Codec, WireError
 
 log = logging.getLogger(__name__)
@@ -151,7 +152,7 @@ class ControlServer:
             )
         self._handler = handler
         self._messages = messages
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self.refused = 0
         self.public_key = b""
         """By which it listens, Z85; empty without keys."""
@@ -179,9 +180,10 @@ class ControlServer:
 
     async def close(self) -> None:
         """Stop answering; running handlers are cancelled."""
-        for task in (self._main, self._watch, *self._tasks):
-            task.cancel()
-        await asyncio.gather(self._main, self._watch, *self._tasks, return_exceptions=True)
+        self._main.cancel()
+        self._watch.cancel()
+        await asyncio.gather(self._main, self._watch, return_exceptions=True)
+        await self._tasks.cancel()
         if self._authenticator is not None:
             self._authenticator.stop()
         self._socket.close(linger=0)
@@ -227,9 +229,7 @@ class ControlServer:
             if len(frames) != 3 or len(frames[1]) != NUMBER_BYTES:
                 self.refused += 1
                 continue
-            task = asyncio.create_task(self._answer(*frames))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.start(self._answer(*frames))
 
     async def _answer(self, identity: bytes, number: bytes, data: bytes) -> None:
         reply: Any
@@ -298,7 +298,7 @@ class ControlClient:
         self._pairs: Sequence[Pair] = ()
         self._lines: list[_Line] = []
         """As many as there are pairs by which the server may listen, until it is heard on one."""
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = Tasks()
         self._closed = False
         self._open()
 
@@ -378,9 +378,7 @@ class ControlClient:
         return line
 
     def _drop(self, line: _Line) -> None:
-        task = asyncio.create_task(line.close(), name="kv-control-drop")
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._closing.start(line.close(), name="kv-control-drop")
 
     async def _reopen_ended(self, line: _Line, keys: MemberKeys) -> None:
         """Open new lines when the server listens by another pair than it did, or does not know ours."""

@@ -22,7 +22,7 @@ import itertools
 import logging
 import os
 import secrets
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,7 @@ from sglang_ext.disagg.transports import (
 from sglang_ext.disagg.transports.rails import Rail
 from sglang_ext.disagg.transports.select import make_transports
 from sglang_ext.disagg.transports.verbs import VerbsTransport
+from sglang_ext.tasks import Tasks
 from sglang_ext.wire import pack_ids
 
 log = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ class Endpoint:
             on_ended=on_ended,
         )
         self._server: ControlServer | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._connecting: set[asyncio.Task[Instance]] = set()
         self._ticking: asyncio.Task[None] | None = None
         self._closed = False
@@ -162,7 +163,7 @@ class Endpoint:
             # Opens devices and registers memory now, off the event loop, rather than when the first peer
             # waits.
             await asyncio.to_thread(transport.unavailable)
-        self._ticking = self._spawn(self._tick())
+        self._ticking = self._tasks.start(self._tick())
         return self
 
     def __repr__(self) -> str:
@@ -390,13 +391,7 @@ class Endpoint:
 
     def _notify(self, identity: bytes, message: Reply) -> None:
         if self._server is not None:
-            self._spawn(self._server.notify(identity, message))
-
-    def _spawn(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+            self._tasks.start(self._server.notify(identity, message))
 
     async def _tick(self) -> None:
         while True:
@@ -408,5 +403,5 @@ class Endpoint:
             for peer in [link.peer for instance in self.instances for link in instance.links]:
                 if peer.gone is not None and not peer.closed:
                     # What is mapped of a dead owner's memory would keep all of it allocated.
-                    self._spawn(peer.close())
+                    self._tasks.start(peer.close())
             await self._clock.sleep(min(0.25, self.config.heartbeat))

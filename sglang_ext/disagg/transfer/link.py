@@ -33,6 +33,7 @@ from sglang_ext.disagg.messages import (
 from sglang_ext.disagg.tensors import PoolMeta
 from sglang_ext.disagg.transfer.control import ControlClient
 from sglang_ext.disagg.transfer.peer import Peer
+from sglang_ext.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
@@ -104,8 +105,8 @@ class Link:
         self._silence = Silence(dead)
         self._since = asyncio.get_running_loop().time()
         """What is heard after this is a sign of life."""
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._beat = asyncio.create_task(self._heartbeat(), name="kv-heartbeat")
+        self._tasks = Tasks()
+        self._tasks.start(self._heartbeat(), name="kv-heartbeat")
 
     def __repr__(self) -> str:
         return f"<Link {self.who.instance}/{self.who.rank} {self.peer!r}>"
@@ -146,10 +147,7 @@ class Link:
 
     def start(self, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
         """Run something as part of this link; it is cancelled when the link closes."""
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        return self._tasks.start(work)
 
     def spawn(self, work: Coroutine[object, object, object]) -> None:
         """Run something that nobody waits for; its errors are expected and dropped."""
@@ -176,9 +174,7 @@ class Link:
 
     async def close(self) -> None:
         """Disconnect; when the peer hears of it, nothing of ours writes there any more."""
-        for task in (self._beat, *self._tasks):
-            task.cancel()
-        await asyncio.gather(self._beat, *self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
         gone = self.peer.gone
         await self.peer.close()
         if gone is None:

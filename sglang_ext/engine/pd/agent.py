@@ -45,6 +45,7 @@ from sglang_ext.engine.pd.pushing import LayerFeed, Writing
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.mempool.store import Call
 from sglang_ext.protocol.agent import PrefillServers
+from sglang_ext.tasks import Tasks
 from sglang_ext.wire import unpack_ids
 
 log = logging.getLogger(__name__)
@@ -106,8 +107,8 @@ class Agent:
         self.registry = Registry(clock or SystemClock())
         self._clock = clock or SystemClock()
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._tasks: list[asyncio.Task[None]] = []
-        self._started: set[asyncio.Future[Any]] = set()
+        self._tasks = Tasks()
+        self._started = Tasks()
         self.calls: Counter[Call] = Counter()
         """Calls of the memory pool that named another instance (MemServe, table 1)."""
         self.returns: ReceivesReturns | None = None
@@ -200,7 +201,7 @@ class Agent:
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Run something on the transfer thread. From any thread."""
-        self.transfers.loop.call_soon_threadsafe(self._keep, work)
+        self.transfers.loop.call_soon_threadsafe(self._started.start, work)
 
     def layer_feed(self, first: int, layers: int) -> LayerFeed:
         """Sends layers as a forward pass computes them."""
@@ -214,12 +215,6 @@ class Agent:
                 future.set_result(None)
 
         self.transfers.loop.call_soon_threadsafe(finish)
-
-    def _keep(self, work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
-        task = asyncio.ensure_future(work)
-        self._started.add(task)
-        task.add_done_callback(self._started.discard)
-        return task
 
     def close(self) -> None:
         """Leave: end hand-overs, leases and connections. The transfer thread goes on, and others may take
@@ -261,20 +256,14 @@ class Agent:
             pool.block_bytes,
         )
         self.endpoint.serve(get_args(Ask), self._answered)
-        self._tasks.append(asyncio.create_task(self._ticking(), name="kv-pd-tick"))
+        self._tasks.start(self._ticking(), name="kv-pd-tick")
         if config.bootstrap:
-            self._tasks.append(
-                asyncio.create_task(self._registering(config.bootstrap), name="kv-pd-register")
-            )
+            self._tasks.start(self._registering(config.bootstrap), name="kv-pd-register")
 
     async def _stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
         self.endpoint.serve(get_args(Ask), None)
-        for started in list(self._started):
-            started.cancel()
-        await asyncio.gather(*self._started, return_exceptions=True)
+        await self._started.cancel()
         await self.receiver.close()
         await self.joins.close()
         await self._peers.close()
@@ -296,7 +285,7 @@ class Agent:
 
     async def _answered(self, identity: bytes, message: Ask) -> Any:
         """As `_answer`, for as long as this rank takes part."""
-        return await self._keep(self._answer(identity, message))
+        return await self._started.start(self._answer(identity, message))
 
     async def _answer(self, _identity: bytes, message: Ask) -> Any:
         match message:

@@ -37,7 +37,7 @@ from sglang_ext.engine.forward_fence import Passed, nothing_runs, until_passed
 from sglang_ext.engine.pd.agent import Agent
 from sglang_ext.engine.pd.decode_receiver import Wanted, after_skip
 from sglang_ext.engine.pd.leases import POOL
-from sglang_ext.engine.pd.messages import ORDERS, Return, Returned, TakeBack, alike
+from sglang_ext.engine.pd.messages import ORDERS, Return, Returned, ReturnEnd, TakeBack, alike
 from sglang_ext.engine.pd.peers import PrefillPeer
 from sglang_ext.engine.pd.reservations import BUDGET, Blocks, Reservations
 from sglang_ext.engine.ranks import NOT_YET
@@ -54,10 +54,10 @@ READ_SECONDS = 5.0
 """For a small return to be answered, and to be read; `moving_seconds` adds what a large one takes."""
 STOP_SECONDS = 30.0
 _REFUSED = {
-    Refusal.KNOWN: "known",
-    Refusal.BUDGET: "budget",
-    Refusal.NO_PARENT: "memory",
-    Refusal.NO_ROOM: "memory",
+    Refusal.KNOWN: ReturnEnd.KNOWN,
+    Refusal.BUDGET: ReturnEnd.BUDGET,
+    Refusal.NO_PARENT: ReturnEnd.MEMORY,
+    Refusal.NO_ROOM: ReturnEnd.MEMORY,
 }
 ORDER = b"take back:"
 """Begins the command to prefill's schedulers."""
@@ -73,7 +73,7 @@ class _Going:
     node: Node
     pages: Ids
     offers: list[Offer] = field(default_factory=list)
-    outcome: str = "failed"
+    outcome: ReturnEnd = ReturnEnd.FAILED
     tokens: int = 0
     void: bool = False
     over: bool = False
@@ -89,16 +89,16 @@ class ReturnSender:
         """In the order in which they ended, as on all ranks."""
         self._begun = 0
         self._pinned = 0
-        self.outcomes: Counter[str] = Counter()
+        self.outcomes: Counter[ReturnEnd] = Counter()
         """Requests that ended, by what came of their return: `returned`, or why it was skipped."""
         self.tokens = 0
         """Tokens that prefill servers have got by returns."""
 
     def ended(self, req: Any, tokens: Any) -> None:
         """A request has ended, and its KV is in the tree. In the scheduler's thread."""
-        reason = self._start(req, tokens)
-        if reason:
-            self.outcomes[reason] += 1
+        skipped = self._start(req, tokens)
+        if skipped is not None:
+            self.outcomes[skipped] += 1
 
     def propose(self) -> Sequence[int]:
         """Of each return, whether nothing more is heard of it here. In the scheduler's thread, as `act`."""
@@ -129,18 +129,18 @@ class ReturnSender:
         for offer in going.offers:
             self._agent.book.withdraw(offer.lease)
 
-    def _start(self, req: Any, tokens: Any) -> str:
-        """Why there is nothing to return; empty when a return has begun, on all ranks alike."""
+    def _start(self, req: Any, tokens: Any) -> ReturnEnd | None:
+        """Why there is nothing to return; None when a return has begun, on all ranks alike."""
         cache = self._blocks.cache
         # What saw the weights change is not in the tree, and has not come here.
         namespace = cache.namespace(req.extra_key, req.cache_salt)
         key = encode_tokens(tokens)
         node, slots, count = self._blocks.held(namespace, key)
         if not count:
-            return "short"
+            return ReturnEnd.SHORT
         pages = np.concatenate([self._blocks.pages(each) for each in slots])
         if (self._pinned + len(pages)) * BUDGET > self._agent.endpoint.pools[POOL].blocks:
-            return "budget"
+            return ReturnEnd.BUDGET
         self._begun += 1
         name = f"{self._agent.endpoint.config.instance}/{req.bootstrap_room}/{self._begun}"
         going = _Going(name, f"{req.bootstrap_host}:{req.bootstrap_port}", node, pages)
@@ -148,13 +148,13 @@ class ReturnSender:
         self._pinned += len(pages)
         self._going.append(going)
         self._offer(going, req, key[: count * cache.tree.block_bytes])
-        return ""
+        return None
 
     def _offer(self, going: _Going, req: Any, key: bytes) -> None:
         """Lease its pages, and say so."""
         peer = self._agent.peer(going.address)
         if peer is None:
-            going.outcome, going.over = "prefill_gone", True
+            going.outcome, going.over = ReturnEnd.PREFILL_GONE, True
             return
         try:
             for rank in peer.ranks:
@@ -182,7 +182,7 @@ class ReturnSender:
         try:
             nbytes = len(going.pages) * self._agent.endpoint.pools[POOL].block_bytes
             answer = await peer.give_back(message, moving_seconds(RETURN_SECONDS, nbytes))
-            going.outcome, going.tokens = answer.skipped or "returned", answer.tokens
+            going.outcome, going.tokens = answer.skipped or ReturnEnd.RETURNED, answer.tokens
             self._agent.calls[Call.TRANSFER_WITH_INSERT] += 1
         except SglangExtError as error:
             log.debug("a return to %s: %s", going.address, error)
@@ -198,7 +198,7 @@ class _Gathering:
 
     answered: asyncio.Future[None]
     parts: dict[int, Return] = field(default_factory=dict)
-    answer: Returned = field(default_factory=lambda: Returned(0, "failed"))
+    answer: Returned = field(default_factory=lambda: Returned(0, ReturnEnd.FAILED))
 
 
 @dataclass(eq=False)
@@ -243,7 +243,7 @@ class ReturnReceiver:
         self._gathering: dict[str, _Gathering] = {}
         self._new: deque[_Coming] = deque()
         self._placed: list[_Coming] = []
-        self.outcomes: Counter[str] = Counter()
+        self.outcomes: Counter[ReturnEnd] = Counter()
         """Returns that were offered, by what came of them: `returned` to HBM, `dram`, or why not."""
         self.tokens = 0
 
@@ -274,17 +274,17 @@ class ReturnReceiver:
         """All parts are there: have all ranks take them."""
         parts = tuple(gathering.parts[rank] for rank in sorted(gathering.parts))
         if not all(part.offers for part in parts):
-            self._skip(gathering, "budget")
+            self._skip(gathering, ReturnEnd.BUDGET)
         elif self._tell_all is None:
             self._new.append(_Coming(parts, gathering))
             self._agent.wake()
         elif not self._tell_all(ORDER + ORDERS.encode(TakeBack(parts))):
-            self._skip(gathering, "busy")
+            self._skip(gathering, ReturnEnd.BUSY)
         else:
             return  # found by its name when the command comes
         del self._gathering[name]
 
-    def _skip(self, gathering: _Gathering, why: str) -> None:
+    def _skip(self, gathering: _Gathering, why: ReturnEnd) -> None:
         gathering.answer = Returned(0, why)
         self._agent.settle(gathering.answered)
 
@@ -323,8 +323,8 @@ class ReturnReceiver:
     def _plan(self, coming: _Coming) -> None:
         first = coming.parts[0]
         if not alike(first.weights, self._agent.weights):
-            self.outcomes["weights"] += 1
-            self._answer(coming, Returned(0, "weights"))
+            self.outcomes[ReturnEnd.WEIGHTS] += 1
+            self._answer(coming, Returned(0, ReturnEnd.WEIGHTS))
             return
         namespace = self._places.blocks.cache.namespace(first.extra_key, first.cache_salt)
         found = self._places.take(namespace, first.tokens, busy=self._busy(), source=first.name)
@@ -344,12 +344,12 @@ class ReturnReceiver:
             done = reservation.commit()
             fresh = 0 if done is None else done.fresh * self._places.blocks.step
             self.tokens += fresh
-            self.outcomes["returned" if reservation.tier is Tier.HBM else "dram"] += 1
+            self.outcomes[ReturnEnd.RETURNED if reservation.tier is Tier.HBM else ReturnEnd.DRAM] += 1
             self._answer(coming, Returned(fresh))
         else:
             reservation.abort()
-            self.outcomes["unread"] += 1
-            self._answer(coming, Returned(0, "unread"))
+            self.outcomes[ReturnEnd.UNREAD] += 1
+            self._answer(coming, Returned(0, ReturnEnd.UNREAD))
 
     def _answer(self, coming: _Coming, answer: Returned) -> None:
         if coming.gathering is not None:

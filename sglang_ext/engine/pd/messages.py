@@ -10,6 +10,7 @@ a request has ended, decode may say `Return` (PD-Caching-3). The bytes travel by
 
 from __future__ import annotations
 
+import enum
 from typing import Annotated, Final
 
 import msgspec
@@ -165,11 +166,36 @@ class TakeBack(Message, frozen=True, tag="take_back"):
     parts: Annotated[tuple[Return, ...], msgspec.Meta(min_length=1, max_length=4096)]
 
 
+class ReturnEnd(enum.StrEnum):
+    """What came of a return, or why there was none."""
+
+    RETURNED = "returned"
+    """Prefill has it, in HBM."""
+    DRAM = "dram"
+    """Prefill has it, in DRAM."""
+    SHORT = "short"
+    """Less than one whole block."""
+    KNOWN = "known"
+    """Prefill has all of it."""
+    BUDGET = "budget"
+    """Others have a quarter of the tier, here or there."""
+    MEMORY = "memory"
+    """No room at prefill, in DRAM either."""
+    WEIGHTS = "weights"
+    """Prefill's are others."""
+    BUSY = "busy"
+    """Too many commands wait at prefill's ranks."""
+    UNREAD = "unread"
+    """A rank of prefill could not read its part."""
+    PREFILL_GONE = "prefill_gone"
+    FAILED = "failed"
+
+
 class Returned(Message, frozen=True, tag="returned"):
-    """tokens: how many prefill has by it that it had not. skipped: why none; empty when it read them."""
+    """tokens: how many prefill has by it that it had not. skipped: why none; None when it read them."""
 
     tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
-    skipped: Name = ""
+    skipped: ReturnEnd | None = None
 
 
 class Ok(Message, frozen=True, tag="ok"):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sglang_ext.disagg.transports.rails import Rail
+from sglang_ext.engine.pd.messages import ReturnEnd
 from sglang_ext.metrics import metric_name
 
 
@@ -28,7 +29,7 @@ class AgentState:
     unfenced_pages: int = 0
     transport_bytes: Mapping[str, int] = field(default_factory=dict)
     transactions: Mapping[str, int] = field(default_factory=dict)
-    returns: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    returns: Mapping[str, Mapping[ReturnEnd, int]] = field(default_factory=dict)
     returned_tokens: int = 0
     metadata_rows: int = 0
     set_aside: Mapping[str, int] = field(default_factory=dict)

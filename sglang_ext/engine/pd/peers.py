@@ -29,6 +29,7 @@ from sglang_ext.engine.pd.messages import (
     Topology,
     Weights,
 )
+from sglang_ext.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +164,7 @@ class PrefillPeers:
         self._local = local
         self._peers: dict[str, PrefillPeer] = {}
         self._locks: dict[str, asyncio.Lock] = {}
-        self._watches: set[asyncio.Task[None]] = set()
+        self._watches = Tasks()
         self.connects: Counter[str] = Counter()
         """Connections that were made, by why: `ahead` of requests, or for a `request` that waited for it."""
 
@@ -205,9 +206,7 @@ class PrefillPeers:
                     f"no prefill server answers at {address} within {seconds:.0f} s"
                 ) from None
             self.connects[why] += 1
-            watch = asyncio.create_task(self._watching(address, peer), name="kv-pd-watch")
-            self._watches.add(watch)
-            watch.add_done_callback(self._watches.discard)
+            self._watches.start(self._watching(address, peer), name="kv-pd-watch")
             return peer
 
     async def close(self) -> None:

@@ -37,6 +37,7 @@ from sglang_ext.engine.pd.messages import MAX_NUMBER, Join, Meet, Push, Ready, W
 from sglang_ext.engine.pd.pushing import Writing
 from sglang_ext.errors import SglangExtError
 from sglang_ext.stages import NO_STAGES, StageTimes
+from sglang_ext.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ class PrefillSender:
         self._lock = book.lock
         self._handovers: dict[int, SendingHandover] = {}
         self._parked: dict[int, list[asyncio.Future[None]]] = {}
-        self._stopping: set[asyncio.Future[None]] = set()
+        self._stopping = Tasks()
         self.ends: Counter[str] = Counter()
         """Hand-overs that have ended, by how: `released`, or the event by which they were lost."""
 
@@ -484,9 +485,7 @@ class PrefillSender:
     def _stop(self, handover: SendingHandover, writing: Writing) -> None:
         if handover.writing is not None:
             handover.writing.cancel()
-        task = asyncio.ensure_future(writing.stop())
-        self._stopping.add(task)
-        task.add_done_callback(self._stopping.discard)
+        self._stopping.start(writing.stop())
 
     def writings(self, handover: SendingHandover) -> list[Writing]:
         """What is being filled for a hand-over. On the event loop."""

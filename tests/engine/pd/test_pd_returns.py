@@ -91,7 +91,9 @@ class Pair:
         try:
             wait_until(there, seconds=20, what=outcome)
         except TimeoutError as error:
-            raise TimeoutError(f"{error}: {self.giver.outcomes}, {self.taker.outcomes}") from None
+            raise TimeoutError(
+                f"{error}: {self.return_sender.outcomes}, {self.return_receiver.outcomes}"
+            ) from None
 
     def compare(self, tokens: list[int]) -> None:
         """Prefill has all whole blocks of a prompt, and their KV is what the model computes."""
@@ -455,7 +457,7 @@ class Instances:
             self._commands.append(payload)
             return True
 
-        self.takers = [
+        self.return_receivers = [
             ReturnReceiver(
                 Reservations(blocks["p"][i]),
                 agent,
@@ -464,12 +466,14 @@ class Instances:
             )
             for i, agent in enumerate(self.agents["p"])
         ]
-        for agent, return_receiver in zip(self.agents["p"], self.takers, strict=True):
+        for agent, return_receiver in zip(self.agents["p"], self.return_receivers, strict=True):
             agent.receive_returns(return_receiver)
-        self.givers = [ReturnSender(blocks["d"][i], agent) for i, agent in enumerate(self.agents["d"])]
+        self.return_senders = [
+            ReturnSender(blocks["d"][i], agent) for i, agent in enumerate(self.agents["d"])
+        ]
 
         self._passes = []
-        for name, parts in (("p", self.takers), ("d", self.givers)):
+        for name, parts in (("p", self.return_receivers), ("d", self.return_senders)):
             for number, part in enumerate(parts):
                 self._passes.append(Ranks(self._least(name, number)))
                 self._passes[-1].add(part)
@@ -493,13 +497,13 @@ class Instances:
     def ended(self) -> None:
         """A request ends on decode, on both ranks between the same two passes."""
         host, _, port = str(self._bootstrap.address).rpartition(":")
-        for return_sender in self.givers:
+        for return_sender in self.return_senders:
             return_sender.ended(request_from(host, port), ANSWERED)
 
     def each_pass(self) -> None:
         """All schedulers pass once."""
         commands, self._commands = self._commands, []
-        for return_receiver in self.takers:
+        for return_receiver in self.return_receivers:
             for command in commands:
                 assert return_receiver.handle_command(command)
         threads = [threading.Thread(target=ranks.each_pass) for ranks in self._passes]
@@ -516,7 +520,7 @@ class Instances:
 
         def there() -> bool:
             self.each_pass()
-            return all(return_sender.outcomes[outcome] for return_sender in self.givers)
+            return all(return_sender.outcomes[outcome] for return_sender in self.return_senders)
 
         wait_until(there, seconds=30, what=outcome)
 
@@ -548,7 +552,7 @@ def test_ranks_take_a_return_in_the_same_pass(instances: Instances, monkeypatch:
     monkeypatch.setattr(Instance, "complete", waits)
     instances.connect(0, 1)
     instances.ended()
-    first, second = instances.takers
+    first, second = instances.return_receivers
 
     def one_has_read() -> bool:
         instances.each_pass()
@@ -561,7 +565,7 @@ def test_ranks_take_a_return_in_the_same_pass(instances: Instances, monkeypatch:
     assert not second._placed[0].stopped.is_set()
     go_on.set()
     instances.until("returned")
-    for rank, return_receiver in zip(instances.ranks["p"], instances.takers, strict=True):
+    for rank, return_receiver in zip(instances.ranks["p"], instances.return_receivers, strict=True):
         compare_with_model(rank, return_receiver._places.blocks, ANSWERED)
     assert first.tokens == second.tokens > 0
     for rank in (*instances.ranks["p"], *instances.ranks["d"]):
@@ -586,7 +590,7 @@ def test_what_one_rank_cannot_read_no_rank_keeps(
     free = [rank.pools.allocator.available_size() for rank in instances.ranks["p"]]
     instances.ended()
     instances.until("unread")
-    assert [return_receiver.tokens for return_receiver in instances.takers] == [0, 0]
+    assert [return_receiver.tokens for return_receiver in instances.return_receivers] == [0, 0]
     assert [rank.pools.allocator.available_size() for rank in instances.ranks["p"]] == free
 
 
@@ -598,12 +602,14 @@ def test_a_part_that_does_not_come_ends_the_return(
     instances.connect(0)
     instances.ended()
     wait_until(
-        lambda: instances.each_pass() or not instances.givers[0]._going, seconds=20, what="the return's end"
+        lambda: instances.each_pass() or not instances.return_senders[0]._going,
+        seconds=20,
+        what="the return's end",
     )
-    assert [return_sender._going for return_sender in instances.givers] == [[], []]
-    assert [return_sender.tokens for return_sender in instances.givers] == [0, 0]
-    assert not instances.takers[0]._gathering
-    assert [return_sender._pinned for return_sender in instances.givers] == [0, 0]
+    assert [return_sender._going for return_sender in instances.return_senders] == [[], []]
+    assert [return_sender.tokens for return_sender in instances.return_senders] == [0, 0]
+    assert not instances.return_receivers[0]._gathering
+    assert [return_sender._pinned for return_sender in instances.return_senders] == [0, 0]
     for rank in instances.ranks["d"]:
         rank.cache.settle()
         assert not any(node.locks for node in rank.tree.nodes())

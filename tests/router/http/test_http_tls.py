@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import ssl
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -69,6 +70,25 @@ async def test_plain_http_to_a_tls_port_gets_nothing(certificate: tuple[str, str
         wire.send(GET)
         assert not (await wire.ended()).startswith(b"HTTP/1.1 200")
         assert rig.echo.requests == []
+
+
+async def test_certificates_are_read_beside_the_event_loop(certificate: tuple[str, str]) -> None:
+    read_in: list[threading.Thread] = []
+
+    def tls() -> ssl.SSLContext:
+        read_in.append(threading.current_thread())
+        return worker_context(certificate[0])
+
+    upstream = HttpUpstream(tls=tls)
+    async with running(tls=server_context(*certificate)) as rig:
+        for _ in range(2):
+            response = await upstream.open("POST", f"https://127.0.0.1:{rig.server.port}/x", timeout_s=10)
+            await response.read()
+            response.close()
+        await upstream.close()
+        await rig.until_empty()
+    assert len(read_in) == 1
+    assert read_in[0] is not threading.current_thread()
 
 
 async def test_a_worker_that_nobody_vouches_for_is_not_connected_to(certificate: tuple[str, str]) -> None:
