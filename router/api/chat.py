@@ -9,18 +9,15 @@ import msgspec
 
 from sglang_ext.router.api import json_schema as schemas
 from sglang_ext.router.api.dialect import fields
+from sglang_ext.router.api.job import Chat, Job, PromptInput, namespaces
 from sglang_ext.router.api.openai import OpenAiDialect
 from sglang_ext.router.api.sse import event
 from sglang_ext.router.api.validation import (
     SAMPLING,
-    Chat,
-    Job,
     Json,
     Limits,
-    PromptInput,
     check_ids,
     kinds,
-    namespaces,
     take_objects,
     take_parts,
     wrong,

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from sglang_ext.router.api import json_schema as schemas
 from sglang_ext.router.api.dialect import fields
+from sglang_ext.router.api.job import Job, PromptInput, namespaces, take_prompts
 from sglang_ext.router.api.openai import OpenAiDialect
-from sglang_ext.router.api.validation import (
-    SAMPLING,
-    Job,
-    Json,
-    Limits,
-    PromptInput,
-    kinds,
-    namespaces,
-    take_prompts,
-)
+from sglang_ext.router.api.validation import SAMPLING, Json, Limits, kinds
 
 _PROMPT = "a string, or an array of strings, of token ids, or of arrays of them"
 DEFAULT_MAX_TOKENS = 16

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+from sglang_ext.router.api.job import Job
 from sglang_ext.router.api.sse import event, parsed
 from sglang_ext.router.api.stream_splice import StreamSplice
 from sglang_ext.router.api.usage import Usage
-from sglang_ext.router.api.validation import Job, Json, Limits
+from sglang_ext.router.api.validation import Json, Limits
 from sglang_ext.router.http.types import RequestRefused
 
 SAYS_USAGE = re.compile(rb'"(usage|sglext)"\s*:\s*\{')

@@ -9,21 +9,18 @@ from typing import Any
 from sglang_ext.keys import encode_tokens
 from sglang_ext.router.api import json_schema as schemas
 from sglang_ext.router.api.dialect import Dialect, fields
+from sglang_ext.router.api.job import Job, PromptInput, namespaces, take_prompts
 from sglang_ext.router.api.sse import parsed
 from sglang_ext.router.api.stream_splice import StreamSplice, another_answer
 from sglang_ext.router.api.usage import StreamReader, Usage, count
 from sglang_ext.router.api.validation import (
     SAMPLING,
-    Job,
     Json,
     Limits,
-    PromptInput,
     check_fields,
     json_type,
     kinds,
-    namespaces,
     take_bool,
-    take_prompts,
     wrong,
 )
 from sglang_ext.router.http.types import RequestRefused

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sglang_ext.router.api.dialect import DIALECTS, Dialect
-from sglang_ext.router.api.validation import Job, Json, Limits, take_string, wrong
+from sglang_ext.router.api.job import Job
+from sglang_ext.router.api.validation import Json, Limits, take_string, wrong
 from sglang_ext.router.http.types import RequestRefused
 
 PREFETCH = "prefetch"

@@ -16,6 +16,7 @@ import orjson
 from sglang_ext.router.api import json_schema as schemas
 from sglang_ext.router.api.chat import CHAT
 from sglang_ext.router.api.dialect import Dialect, Question, Translation, fields
+from sglang_ext.router.api.job import Chat, Job, PromptInput, adapter_of
 from sglang_ext.router.api.messages_as_chat import (
     CHOICES,
     MessageAnswer,
@@ -27,12 +28,8 @@ from sglang_ext.router.api.messages_as_chat import (
 from sglang_ext.router.api.sse import event
 from sglang_ext.router.api.usage import Usage, count
 from sglang_ext.router.api.validation import (
-    Chat,
-    Job,
     Json,
     Limits,
-    PromptInput,
-    adapter_of,
     check_fields,
     kinds,
     take_objects,

@@ -15,19 +15,15 @@ import orjson
 
 from sglang_ext.router.api import json_schema as schemas
 from sglang_ext.router.api.dialect import Dialect, fields
+from sglang_ext.router.api.job import Chat, Job, PromptInput, adapter_of, namespaces
 from sglang_ext.router.api.sse import event, parsed
 from sglang_ext.router.api.usage import Usage, count
 from sglang_ext.router.api.validation import (
     SAMPLING,
-    Chat,
-    Job,
     Json,
     Limits,
-    PromptInput,
-    adapter_of,
     check_fields,
     kinds,
-    namespaces,
     take_objects,
     take_parts,
     wrong,

@@ -1,4 +1,4 @@
-"""Checks that every kind of request shares, and what a checked request looks like.
+"""Checks that every kind of request shares: JSON, the kinds of its fields, and what the model can take.
 
 A check raises ``RequestRefused`` with a sentence that names the field, what is wrong with it and what it
 may be. What SGLang itself answers with a 400 is left to SGLang, unless the router has to look anyway.
@@ -41,41 +41,6 @@ class Limits(msgspec.Struct, frozen=True):
     """Too long prompts are cut by the server instead of refused."""
     served_name: str = ""
     """Under which the model is served."""
-
-
-class Chat(msgspec.Struct, frozen=True):
-    """A conversation to be rendered by the model's chat template."""
-
-    payload: Json
-
-
-class PromptInput(msgspec.Struct, frozen=True):
-    """One sequence that has to be prefilled. Exactly one of ``ids``, ``text`` and ``chat`` is given."""
-
-    ids: array[int] | None = None
-    text: str | None = None
-    chat: Chat | None = None
-    opaque: bool = False
-    """The tokens cannot be known here (images, embeddings): it is matched by its text only."""
-    namespace: tuple[str | None, ...] = ()
-    """What keeps it apart from equal prompts: (adapter, extra_key, cache_salt)."""
-    max_new_tokens: int | None = None
-
-
-class Job(msgspec.Struct, frozen=True):
-    """A generation request whose fields have been checked."""
-
-    stream: bool
-    prompts: tuple[PromptInput, ...]
-    choices: int = 1
-    batch: bool = False
-    """The prompts came as an array, even if of one; a worker then takes an array of names for them."""
-    echoes: bool = False
-    """The answers repeat their prompts."""
-    background: bool = False
-    """It is answered at once, and generates afterwards."""
-    pinned_to: str | None = None
-    """The response that it goes on from; the instance that keeps it must serve it."""
 
 
 def parse_json_object(body: bytes) -> Json:
@@ -190,7 +155,7 @@ def take_objects(source: Json, name: str, what: str, *, needed: bool = True) -> 
     if type(value) is not list:
         raise wrong(name, what, value)
     if not value and needed:
-        raise _empty(name)
+        raise empty(name)
     for index, item in enumerate(value):
         if type(item) is not dict:
             raise wrong(f"{name}[{index}]", "an object", item)
@@ -210,56 +175,9 @@ def take_parts(content: Any, field: str, what: str = "parts") -> Iterator[tuple[
         yield where, part
 
 
-def take_prompts(
-    value: Any,
-    field: str,
-    what: str,
-    limits: Limits,
-    *,
-    texts: bool = True,
-    ids: bool = True,
-    allow_empty: bool = False,
-) -> tuple[list[PromptInput], bool]:
-    """One prompt or an array of them, and whether it is an array: a batch.
-
-    Args:
-        what: what the field may be, for the text of an error.
-        texts, ids: whether prompts may be texts, and arrays of token ids.
-        allow_empty: texts may be empty.
-    """
-    if type(value) is str and texts:
-        if not value and not allow_empty:
-            raise _empty(field)
-        return [PromptInput(text=value)], False
-    if type(value) is not list:
-        raise wrong(field, what, value)
-    if not value:
-        raise _empty(field)
-    first = type(value[0])
-    if ids and first is not list and not (texts and first is str):
-        return [PromptInput(ids=check_ids(value, field, limits.vocab_size))], False
-    kind = first if texts and ids else list if ids else str
-    prompts = []
-    for index, item in enumerate(value):
-        where = f"{field}[{index}]"
-        if type(item) is not kind:
-            raise wrong(where, "a string" if kind is str else "an array of token ids", item)
-        if not item and not (allow_empty and kind is str):
-            raise _empty(where)
-        if isinstance(item, str):
-            prompts.append(PromptInput(text=item))
-        else:
-            prompts.append(PromptInput(ids=check_ids(item, where, limits.vocab_size)))
-    return prompts, True
-
-
-def _empty(field: str) -> RequestRefused:
+def empty(field: str) -> RequestRefused:
+    """The error for a field that has nothing in it."""
     return RequestRefused(f"{field} is empty", param=field, code="empty_prompt")
-
-
-def adapter_of(model: str | None) -> str | None:
-    """The LoRA adapter in ``base-model:adapter``."""
-    return model.partition(":")[2].strip() or None if model else None
 
 
 def check_strings(source: Json, name: str, prefix: str = "") -> None:
@@ -387,36 +305,3 @@ def check_length(tokens: int, max_new_tokens: int | None, limits: Limits, field:
             param=field,
             code="context_length_exceeded",
         )
-
-
-def per_prompt(source: Json, name: str, count: int) -> list[str | None]:
-    """A field that is one string for all prompts of a batch, or an array with one for each."""
-    value = source.get(name)
-    if value is None or type(value) is str:
-        return [value or None] * count
-    if type(value) is not list:
-        raise wrong(name, "a string or an array of strings", value)
-    if len(value) != count:
-        raise RequestRefused(
-            f"{name} has {len(value)} elements for {count} prompts", param=name, code="invalid_length"
-        )
-    for index, item in enumerate(value):
-        if item is not None and type(item) is not str:
-            raise wrong(f"{name}[{index}]", "a string", item)
-    return [item or None for item in value]
-
-
-_NAMES_SPACES = frozenset({"lora_path", "extra_key", "cache_salt"})
-
-
-def namespaces(source: Json, count: int, adapter: str | None = None) -> list[tuple[str | None, ...]]:
-    """What keeps each prompt of a batch apart from equal ones: (adapter, extra_key, cache_salt).
-
-    Args:
-        adapter: the LoRA adapter that the model's name asks for, which goes before ``lora_path``.
-    """
-    if _NAMES_SPACES.isdisjoint(source):
-        return [(adapter, None, None)] * count
-    adapters = [adapter] * count if adapter else per_prompt(source, "lora_path", count)
-    keys, salts = per_prompt(source, "extra_key", count), per_prompt(source, "cache_salt", count)
-    return list(zip(adapters, keys, salts, strict=True))

@@ -16,7 +16,8 @@ import orjson
 
 from sglang_ext.router.api.dialect import Dialect, Translation
 from sglang_ext.router.api.hints import Advisory, advisory_of, parse_advisory, prefetch_actions
-from sglang_ext.router.api.validation import Job, Json, Limits, take_int
+from sglang_ext.router.api.job import Job
+from sglang_ext.router.api.validation import Json, Limits, take_int
 from sglang_ext.router.http.types import Request, RequestRefused
 from sglang_ext.router.tenancy.request_fields import FIELDS, HINTS, Who, forbidden, unjudged
 from sglang_ext.router.tenancy.tenants import Caller

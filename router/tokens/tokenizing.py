@@ -23,7 +23,8 @@ import msgspec
 
 from sglang_ext.errors import UserError
 from sglang_ext.keys import TOKEN_BYTES, decode_tokens, encode_tokens
-from sglang_ext.router.api.validation import Job, Json, PromptInput
+from sglang_ext.router.api.job import Job, PromptInput
+from sglang_ext.router.api.validation import Json
 from sglang_ext.router.fleet.facts import InstanceFacts
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.tokens.chat_template import CannotRender, text_of

@@ -35,6 +35,7 @@ from sglang_ext.engine.pd.messages import (
     Register,
     Return,
     Returned,
+    ReturnEnd,
     Topology,
     Weights,
 )
@@ -68,7 +69,7 @@ class AgentConfig:
 class Returns(Protocol):
     """One side of returns (`kv_writeback`). outcomes: what came of each. tokens: that have come back."""
 
-    outcomes: Counter[str]
+    outcomes: Counter[ReturnEnd]
     tokens: int
 
 

@@ -17,7 +17,7 @@ from router_rig import SPECS
 
 from sglang_ext.keys import decode_tokens
 from sglang_ext.router import Router, RouterConfig
-from sglang_ext.router.api.validation import Chat, Job, PromptInput
+from sglang_ext.router.api.job import Chat, Job, PromptInput
 from sglang_ext.router.tokens.tokenizer_check import EVERYTHING
 from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 

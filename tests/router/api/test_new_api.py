@@ -13,10 +13,11 @@ from aiohttp import web
 
 from sglang_ext.router.api import json_schema as schemas
 from sglang_ext.router.api.dialect import DIALECTS, Dialect, fields, register
+from sglang_ext.router.api.job import Job, PromptInput, namespaces
 from sglang_ext.router.api.openapi import description
 from sglang_ext.router.api.sse import event
 from sglang_ext.router.api.usage import Usage, count
-from sglang_ext.router.api.validation import Job, Json, Limits, PromptInput, check_fields, kinds, namespaces
+from sglang_ext.router.api.validation import Json, Limits, check_fields, kinds
 from sglang_ext.router.http.types import RequestRefused
 from sglang_ext.testing.servers.worker_dialects import headers_of
 from sglang_ext.testing.servers.workers import StandInWorker, running_worker
@@ -229,7 +230,7 @@ def test_one_path_has_one_api(questions: Dialect) -> None:
 # -- nothing else knows any API ------------------------------------------------------------------------------
 
 API = "sglang_ext.router.api."
-GENERAL = {"dialect", "hints", "json_schema", "openapi", "sse", "stream_splice", "usage", "validation"}
+GENERAL = {"dialect", "hints", "json_schema", "openapi", "sse", "stream_splice", "usage", "job", "validation"}
 """Modules of `router/api` that every API uses; each other one belongs to an API."""
 ASKED_OF_SERVERS = {("fleet/worker.py", "/generate")}
 """What the router itself asks a server, in the dialect that all servers speak."""

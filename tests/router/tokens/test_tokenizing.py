@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.keys import decode_tokens, encode_tokens
-from sglang_ext.router.api.validation import Chat, Job, PromptInput
+from sglang_ext.router.api.job import Chat, Job, PromptInput
 from sglang_ext.router.fleet.facts import ChatFacts, InstanceFacts, ModelFacts
 from sglang_ext.router.tokens.chat_template import CannotRender
 from sglang_ext.router.tokens.prompt_tokenizer import PromptTokenizer
