@@ -34,7 +34,8 @@ from sglang_ext.cluster.process import tail
 from sglang_ext.stages import StageTimes
 from sglang_ext.testing.compare import Answer
 from sglang_ext.testing.servers.pd_servers import BACKEND
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port, wait_until
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port
+from sglang_ext.testing.waiting import wait_until
 
 MODEL = "small"
 POOL_TOKENS = 64_000

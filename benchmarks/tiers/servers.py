@@ -18,7 +18,8 @@ from benchmarks.lib.data import ROOT
 from benchmarks.tiers.timed_server import FILE_VARIABLE, PARTS, Parts, standstill
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.testing.models import RECIPES
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, wait_until
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
+from sglang_ext.testing.waiting import wait_until
 from sglang_ext.tiered_store.disk.state import IoMode
 
 MODEL = "small"

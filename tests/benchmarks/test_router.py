@@ -16,8 +16,8 @@ from benchmarks.router.load import Job, message
 from benchmarks.router.processes import PEER, generator, peer_missing, stand_ins
 from benchmarks.router.sessions import Words, conversations, play_arriving, play_rounds
 from benchmarks.router.speed import CASES, DIRECT, FRESH_CASES, MANY, ONE, OURS, Leg, summarise
-from sglang_ext.testing.servers.server import wait_until
 from sglang_ext.testing.tokenizer import write_tokenizer
+from sglang_ext.testing.waiting import wait_until
 
 CASE_OF_FRESH = FRESH_CASES[0]
 

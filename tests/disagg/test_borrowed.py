@@ -17,7 +17,7 @@ from sglang_ext.disagg.transfer.leases import LeaseEnd
 from sglang_ext.disagg.transfer.pools import OwnedPool
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.testing.transfer.rig import NAMESPACE, Pool, Shape
-from sglang_ext.testing.transfer.transports import until
+from sglang_ext.testing.waiting import until
 
 SLOTS = np.array([3, 1, 2])
 SECONDS = 10.0

@@ -15,7 +15,7 @@ from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transfer.link import Outcome
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.testing.transfer.rig import Rank, Shape, planes_of, start_instance
-from sglang_ext.testing.transfer.transports import until
+from sglang_ext.testing.waiting import until
 
 OLD, NEW = ("one-that-was-there-before-0123456789", "another-that-comes-after-9876543210")
 SHAPE = Shape()

@@ -46,7 +46,7 @@ from sglang_ext.disagg.transports.tcp import _ANSWER, TcpChannel, TcpTransport, 
 from sglang_ext.errors import ConfigError
 from sglang_ext.testing.fakes import Stopwatch
 from sglang_ext.testing.transfer.rig import NAMESPACE, Rank, Shape, start_instance
-from sglang_ext.testing.transfer.transports import until
+from sglang_ext.testing.waiting import until
 from sglang_ext.wire import pack_ids
 
 SHAPE = {"layers": 2, "heads": 4, "width": 64, "blocks": 64, "block_tokens": 64, "dtype": "float32"}

@@ -31,7 +31,7 @@ from sglang_ext.disagg.transfer.transactions import Direction
 from sglang_ext.disagg.transports import CancelToken, TransportName
 from sglang_ext.disagg.transports._guard import GuardPages
 from sglang_ext.testing.transfer.rig import NAMESPACE, Rank, Shape, start_instance
-from sglang_ext.testing.transfer.transports import until
+from sglang_ext.testing.waiting import until
 from sglang_ext.wire import pack_ids
 
 TRANSPORTS = [TransportName.SHM, TransportName.CMA, TransportName.TCP]

@@ -23,7 +23,7 @@ from sglang_ext.engine.pd.messages import MESSAGES
 from sglang_ext.engine.pd.peers import Local
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.geometry import Geometry, mha_geometry
-from sglang_ext.testing.servers.server import wait_until
+from sglang_ext.testing.waiting import wait_until
 
 LAYERS, HEADS, WIDTH, PAGES = 3, 4, 8, 64
 METADATA = 48

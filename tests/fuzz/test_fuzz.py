@@ -27,6 +27,7 @@ from sglang_ext.disagg.memory import RegionTable
 from sglang_ext.disagg.transports.tcp import HANDSHAKE_SECONDS, NONCE_BYTES, SESSION_BYTES, TcpTransport
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.testing.servers.workers import running_worker
+from sglang_ext.testing.waiting import until
 
 TARGETS = {target.name: target for target in targets()}
 LONG = 1_000_000
@@ -134,9 +135,7 @@ async def test_a_router_answers_everything_itself(
         # Responses in the background hold their places until they have ended.
         assert router.admission.admitted == len(worker.in_background)
         worker.kept.update(worker.in_background)
-        async with asyncio.timeout(30):
-            while router.admission.admitted:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: not router.admission.admitted)
         router.check()
     print(f"http: {tally}", file=sys.stderr)
     assert tally[200] > 0

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
-from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -15,14 +13,6 @@ from sglang_ext.testing.compare import Answer
 from sglang_ext.testing.servers.server import ServerProcess
 
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
-
-
-async def until(condition: Callable[[], Any], seconds: float, what: str) -> None:
-    """Wait until a condition that is seen at once holds."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < seconds, f"{what}: not within {seconds} s"
-        await asyncio.sleep(0.01)
 
 
 def random_prompt(rng: random.Random, tokens: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -15,6 +14,7 @@ import pytest
 
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.testing.servers.workers import StandInWorker, running_worker
+from sglang_ext.testing.waiting import until
 
 HERE = Path(__file__).parent
 # Helpers in this folder, and what tests of a folder take from each other, are imported by their own names.
@@ -73,15 +73,9 @@ async def client(stack: AsyncExitStack) -> aiohttp.ClientSession:
 
 
 @pytest.fixture
-def eventually() -> Callable[[Callable[[], bool]], Awaitable[None]]:
+def eventually() -> Callable[[Callable[[], bool]], Awaitable[float]]:
     """Wait until a condition that nobody announces holds."""
-
-    async def wait(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-        async with asyncio.timeout(timeout_s):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
-
-    return wait
+    return until
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from sglang_ext.router.http.state import HttpLimits
 from sglang_ext.router.http.types import Request, RequestRefused, Responder
 from sglang_ext.testing.fakes import FakeClock
 from sglang_ext.testing.servers.workers import Gate
+from sglang_ext.testing.waiting import until
 
 CLIENT_TIMEOUT_S = 10.0
 
@@ -179,9 +180,7 @@ class Rig:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for what nobody announces."""
-        async with asyncio.timeout(CLIENT_TIMEOUT_S):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+        await until(condition, CLIENT_TIMEOUT_S)
 
     async def until_empty(self) -> None:
         """Wait until no connection and no request is left."""

@@ -5,7 +5,6 @@ A subclass makes memberships (``make``).
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from sglang_ext.clock import SystemClock
 from sglang_ext.protocol.cluster import Registration
 from sglang_ext.router.cluster.membership import Membership, RouterStatus, Seen
 from sglang_ext.router.cluster.roster import Intent, Member, Roster, encode_member
+from sglang_ext.testing.waiting import until
 
 Make = Callable[[str], Membership]
 URL = "http://127.0.0.1:1001"
@@ -71,13 +71,6 @@ class Router:
         """As ``Members`` does it: into the own roster first."""
         self.ear.roster.merge(record)
         self.store.publish(record)
-
-
-async def until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
-    """Wait until a condition that nobody announces holds."""
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 class MembershipContract:

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 
 from sglang_ext.router import Router
+from sglang_ext.testing.waiting import until
 
 STREAMS = 16
 
@@ -44,9 +45,7 @@ class Streams:
     async def more(self, count: int = 60) -> None:
         """Wait until so many more have ended."""
         enough = self.ends.total() + count
-        async with asyncio.timeout(120):
-            while self.ends.total() < enough and not self.failures:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+        await until(lambda: self.ends.total() >= enough or self.failures, 120)
 
     @asynccontextmanager
     async def going_on(self) -> AsyncIterator[None]:

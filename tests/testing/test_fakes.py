@@ -12,7 +12,7 @@ import time
 import pytest
 
 from sglang_ext.testing.fakes import FakeClock, Stopwatch
-from sglang_ext.testing.servers.server import wait_until
+from sglang_ext.testing.waiting import wait_until
 
 
 def test_it_stands_still_until_it_is_moved() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from sglang_ext.cluster.guard import descendants
 from sglang_ext.testing.servers import preloaded
-from sglang_ext.testing.servers.server import wait_until
+from sglang_ext.testing.waiting import wait_until
 
 WITHOUT_SGLANG = """\
 import sys, tempfile

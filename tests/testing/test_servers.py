@@ -21,8 +21,8 @@ from sglang_ext.testing.servers.server import (
     ServerSpec,
     ServerStartError,
     free_port,
-    wait_until,
 )
+from sglang_ext.testing.waiting import wait_until
 
 STAND_IN = """
 import json, mmap, os, subprocess, sys, tempfile

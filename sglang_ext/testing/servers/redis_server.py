@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from sglang_ext.testing.servers.server import wait_until
+from sglang_ext.testing.waiting import wait_until
 
 HOW_TO_GET_IT = "redis-server is not installed (Debian and Ubuntu: apt-get install redis-server)"
 START_S = 20.0

@@ -15,9 +15,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +31,7 @@ from sglang_ext.cluster.process import GUARD, how_it_ended, tail
 from sglang_ext.testing.compare import Answer
 from sglang_ext.testing.models import DType, model_path
 from sglang_ext.testing.servers import preloaded
+from sglang_ext.testing.waiting import wait_until
 
 START_SECONDS = 240.0
 STOP_SECONDS = 20.0
@@ -40,7 +40,6 @@ LISTENING = "0A"
 """State of a socket in /proc/net/tcp."""
 GRACE_SECONDS = 1.0
 """SGLang looks only every 5 s whether it was told to end; an idle server has nothing to lose."""
-POLL_SECONDS = 0.1
 PORTS = range(21_000, 32_000)
 """Below those that Linux gives to connections, which would take a port before its server listens."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -89,20 +88,6 @@ class ServerSpec:
             # SGLang chooses one that the system gives to connections, and listens there much later.
             *("--nccl-port", str(free_port()), *self.flags),
         ]
-
-
-def wait_until(condition: Callable[[], T], *, seconds: float, what: str) -> T:
-    """The first true value of ``condition``.
-
-    Raises:
-        TimeoutError: it stayed false; names ``what``.
-    """
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not within {seconds:.0f} s")
-        time.sleep(POLL_SECONDS)
-    return value
 
 
 def free_port() -> int:

@@ -13,7 +13,7 @@ import asyncio
 import random
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
@@ -40,17 +40,11 @@ from sglang_ext.disagg.transports import CancelToken, TransportName
 from sglang_ext.mempool.remote import RemoteMemory
 from sglang_ext.mempool.store import Call
 from sglang_ext.testing.transfer.rig import NAMESPACE, Rank, Shape, fill_alike, planes_of, start_instance
+from sglang_ext.testing.waiting import until
 from sglang_ext.wire import pack_ids
 
 SECONDS = 20.0
 """Deadline of everything that is expected to succeed."""
-
-
-async def until(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
-    """Return once `condition` holds; fail when it does not in time."""
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - the condition is the state of another process or thread
-            await asyncio.sleep(0.001)
 
 
 class TransportConformance:

@@ -26,7 +26,7 @@ from sglang_ext.engine.pd.decode_receiver import ReceivingHandover, Wanted
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.peers import Local
 from sglang_ext.engine.pd.prefill_sender import SendingHandover
-from sglang_ext.testing.servers.server import wait_until
+from sglang_ext.testing.waiting import wait_until
 
 PAGE = 4
 FREED_SECONDS = 5.0

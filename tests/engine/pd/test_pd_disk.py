@@ -16,8 +16,8 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang_ext.engine.pd.disk_loads import PATIENCE_SECONDS, DiskAhead
 from sglang_ext.patches.adapter.kv_manager import match_on_decode
 from sglang_ext.testing.fakes import FakeClock
-from sglang_ext.testing.servers.server import wait_until
 from sglang_ext.testing.tiers import GatedTier
+from sglang_ext.testing.waiting import wait_until
 from sglang_ext.tiered_store.tier import BlockTier
 from sglang_ext.tiers import Tier
 

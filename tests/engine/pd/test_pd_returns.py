@@ -30,8 +30,8 @@ from sglang_ext.engine.pd.reservations import Blocks, Reservations
 from sglang_ext.engine.peers.fetch_link import arena_pool
 from sglang_ext.engine.ranks import Least, Part, Ranks
 from sglang_ext.patches.adapter.kv_manager import match_on_decode
-from sglang_ext.testing.servers.server import wait_until
 from sglang_ext.testing.transfer.rig import Gate
+from sglang_ext.testing.waiting import wait_until
 from sglang_ext.tiers import Tier
 
 NAMESPACE = (0, None, None)

@@ -5,7 +5,6 @@ Nothing of router, cost model, events or metrics knows it but by the list of tie
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
@@ -35,6 +34,7 @@ from sglang_ext.router.policies.base import Prompt
 from sglang_ext.router.policies.cost import cost
 from sglang_ext.testing.servers.server import free_port
 from sglang_ext.testing.servers.workers import StandInWorker, running_worker
+from sglang_ext.testing.waiting import until
 from sglang_ext.tiered_store.disk.state import DiskConfig
 from sglang_ext.tiered_store.disk.tier import DiskTier
 from sglang_ext.tiered_store.tier import BlockTier
@@ -246,11 +246,6 @@ async def test_a_router_finds_prices_chooses_and_shows_it(make_rank: Callable[[]
         def held() -> Match:
             rank.cache.check_hicache_events()
             return router.trees.match(NS, key).get(holder.url, Match(0))
-
-        async def until(condition: Callable[[], Any]) -> None:
-            async with asyncio.timeout(30):
-                while not condition():  # noqa: ASYNC110
-                    await asyncio.sleep(0.002)
 
         # The snapshot tells both; what both have is found in the nearer one.
         await until(lambda: held().below == {Tier.DISK: 24 * BLOCK})

@@ -12,14 +12,15 @@ import aiohttp
 import numpy as np
 import pytest
 from dram_damage import arena_files, flip_bit, snapshot
-from token_requests import advise, cold, generate, random_prompt, settled, until
+from token_requests import advise, cold, generate, random_prompt, settled
 
 from sglang_ext.keys import encode_tokens
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.policies import Match
 from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, free_port, wait_until
+from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, free_port
+from sglang_ext.testing.waiting import until, wait_until
 from sglang_ext.tiers import Tier
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]

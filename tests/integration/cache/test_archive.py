@@ -11,7 +11,8 @@ from disk_damage import damage_last_layer, runs, spoil_values
 from hooked_server import FOLDER
 
 from sglang_ext.testing.compare import assert_same
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, wait_until
+from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec
+from sglang_ext.testing.waiting import wait_until
 from sglang_ext.tiered_store.disk.check import repair_directory
 from sglang_ext.tiered_store.disk.tier import INDEX_DIRECTORY
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import pytest
 from dram_damage import arena_files, flip_bit, last_change, snapshot
 from hooked_server import FOLDER
-from token_requests import advise, cold, generate, random_prompt, settled, until
+from token_requests import advise, cold, generate, random_prompt, settled
 
 from sglang_ext.keys import encode_tokens
 from sglang_ext.protocol.cluster import VERDICT_S
@@ -30,14 +30,8 @@ from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.policies import Match
 from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.leaks import LeakGuard
-from sglang_ext.testing.servers.server import (
-    STRICT,
-    ServerProcess,
-    ServerSpec,
-    free_port,
-    ports_and_contexts,
-    wait_until,
-)
+from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, free_port, ports_and_contexts
+from sglang_ext.testing.waiting import until, wait_until
 
 pytestmark = pytest.mark.integration
 

@@ -19,7 +19,8 @@ import pytest
 from dram_damage import arena_files, flip_bit, snapshot
 
 from sglang_ext.testing.compare import Answer, assert_same, random_conversations
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, wait_until
+from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec
+from sglang_ext.testing.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 

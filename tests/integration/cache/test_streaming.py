@@ -11,7 +11,8 @@ import pytest
 from hooked_server import FOLDER
 
 from sglang_ext.testing.compare import Answer, assert_same
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, wait_until
+from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec
+from sglang_ext.testing.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 

@@ -25,7 +25,7 @@ import psutil
 import pytest
 
 from sglang_ext.testing.models import model_path
-from sglang_ext.testing.servers.server import wait_until
+from sglang_ext.testing.waiting import wait_until
 
 START_S = 300.0
 END_S = 60.0

@@ -47,8 +47,9 @@ from sglang_ext.stages import STAGES, StageTimes
 from sglang_ext.testing.compare import assert_same
 from sglang_ext.testing.models import model_path
 from sglang_ext.testing.servers.pd_servers import pd_servers
-from sglang_ext.testing.servers.server import ServerProcess, wait_until
+from sglang_ext.testing.servers.server import ServerProcess
 from sglang_ext.testing.transfer.rig import Pool, Shape
+from sglang_ext.testing.waiting import wait_until
 from sglang_ext.wire import pack_ids
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]

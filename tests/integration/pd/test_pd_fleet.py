@@ -35,13 +35,14 @@ from pd_fleet import (
     nothing_is_left,
     prompt_of,
 )
-from token_requests import advise, generate, until
+from token_requests import advise, generate
 
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.testing.compare import assert_same
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.servers.pd_servers import pd_servers
-from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, wait_until
+from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
+from sglang_ext.testing.waiting import until, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 

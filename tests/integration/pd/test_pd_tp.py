@@ -19,7 +19,8 @@ from pd_fleet import (
 
 from sglang_ext.testing.compare import assert_same, random_conversations
 from sglang_ext.testing.servers.pd_servers import PdServers, pd_servers
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, wait_until
+from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec
+from sglang_ext.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import aiohttp
 import pytest
-from token_requests import advise, cold, generate, random_prompt, settled, until
+from token_requests import advise, cold, generate, random_prompt, settled
 
 from sglang_ext.keys import encode_tokens
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.testing.compare import assert_same
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, free_port
+from sglang_ext.testing.waiting import until
 
 pytestmark = pytest.mark.integration
 

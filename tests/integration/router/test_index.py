@@ -9,8 +9,7 @@ import asyncio
 import os
 import random
 import signal
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from sglang_ext.router.policies import Instance, Match
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.models import model_path
 from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port
+from sglang_ext.testing.waiting import until
 from sglang_ext.tiers import Tier
 
 pytestmark = pytest.mark.integration
@@ -92,15 +92,6 @@ async def router(port: int, key_file: Path) -> AsyncIterator[Router]:
     async with Router(config) as router:
         yield router
         router.check()
-
-
-async def until(condition: Callable[[], Any], seconds: float, what: str) -> float:
-    """Wait for a condition; the seconds that it took."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < seconds, f"{what}: not within {seconds} s"
-        await asyncio.sleep(0.005)
-    return time.monotonic() - started
 
 
 async def known(router: Router, server: ServerProcess) -> Replica:

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from router_rig import SPECS
+from router_rig import SPECS, running, until
 
 from sglang_ext.keys import decode_tokens
 from sglang_ext.router import Router, RouterConfig
@@ -262,19 +262,6 @@ async def test_a_client_that_goes_away_frees_the_request_on_the_server(
     # SGLang looks every few seconds whether the client of an answer in one piece is still there.
     await until(lambda: running(servers) == 0)
     assert all(row.in_flight == 0 for row in router.fleet.rows.values())
-
-
-def running(servers: list[ServerProcess]) -> int:
-    """Requests that the servers have."""
-    loads = [load for server in servers for load in server.get("/v1/loads?include=core")["loads"]]
-    return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
-
-
-async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Wait until a condition that takes a blocking call to see holds."""
-    async with asyncio.timeout(seconds):
-        while not await asyncio.to_thread(condition):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
 
 
 async def test_conversations_stay_where_their_prefix_is(

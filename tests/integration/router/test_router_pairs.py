@@ -16,7 +16,7 @@ import pytest
 from dram_damage import arena_files, flip_bit, snapshot
 from pd_fleet import kill
 from router_rig import sglang_program
-from token_requests import advise, cold, generate, random_prompt, settled, until
+from token_requests import advise, cold, generate, random_prompt, settled
 
 from sglang_ext.keys import encode_tokens
 from sglang_ext.router import Router, RouterConfig
@@ -26,6 +26,7 @@ from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.models import model_path
 from sglang_ext.testing.servers.pd_servers import PdServers, pd_servers
 from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port
+from sglang_ext.testing.waiting import until
 from sglang_ext.tiers import Tier
 
 pytestmark = pytest.mark.integration

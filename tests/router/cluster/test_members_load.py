@@ -5,7 +5,6 @@ The same with real servers is in ``tests/integration/cluster/test_members.py``.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -17,6 +16,7 @@ from streams import Streams
 from sglang_ext.protocol.cluster import PATH, instance_path
 from sglang_ext.router.fleet.fleet import State
 from sglang_ext.testing.servers.workers import Gate, StandInWorker, running_worker
+from sglang_ext.testing.waiting import until
 
 Start = Callable[..., Awaitable[StandInWorker]]
 
@@ -31,9 +31,7 @@ async def join(streams: Streams, worker: StandInWorker, name: str, epoch: int) -
     body = {"url": worker.url, "instance": name, "epoch": f"{epoch:032x}"}
     async with streams.client.post(streams.router.url + PATH, json=body) as answer:
         assert answer.status == 200
-    async with asyncio.timeout(10):
-        while streams.router.fleet.rows[worker.url].state is not State.READY:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await until(lambda: streams.router.fleet.rows[worker.url].state is State.READY, 10)
 
 
 async def call(streams: Streams, method: str, path: str, body: Any = None) -> Any:

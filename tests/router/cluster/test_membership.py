@@ -21,7 +21,9 @@ from sglang_ext.testing.servers.redis_server import HOW_TO_GET_IT, RedisServer, 
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from membership_contract import Ear, Make, MembershipContract, SharedMembershipContract, member, until
+from membership_contract import Ear, Make, MembershipContract, SharedMembershipContract, member
+
+from sglang_ext.testing.waiting import until
 
 needs_redis = pytest.mark.skipif(not redis_is_installed(), reason=HOW_TO_GET_IT)
 

@@ -34,6 +34,7 @@ from sglang_ext.router.cluster.agents import AgentChannels
 from sglang_ext.router.dispatch.move_calls import LEAST_AHEAD
 from sglang_ext.router.fleet.lifecycle import State
 from sglang_ext.testing.servers.workers import Gate, StandInWorker
+from sglang_ext.testing.waiting import until
 
 EPOCH = bytes(16)
 STATE = Resume(encode_tokens([1]), bytes(16))
@@ -84,9 +85,7 @@ class Agents(AgentChannels):
         if Running in self.silent:
             return
         (worker,) = [worker for worker in self.workers if worker.url == name]
-        async with asyncio.timeout(10):
-            while watch.ticket not in tickets_at(worker):  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+        await until(lambda: watch.ticket in tickets_at(worker), 10)
         self.router.mover.calls.on_message(name, Running(EPOCH, watch.id))
 
     def ends(self) -> list[bool]:
