@@ -89,7 +89,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     **ROUTER,
     "cluster": {*PATCHES, *PARTS, "protocol"},
     "cli": {"calibration", "cluster", *ROUTER},
-    "testing.transfer": {*PARTS, "mempool"},
+    "testing.transfer": {*PARTS, "mempool", "testing"},
     "testing.servers": {*PARTS, "protocol", "cluster", *PATCHES, "testing"},
     "testing": {*PARTS, "protocol", "cluster", "mempool", "cost_model", *PATCHES},
     "demo": {"cluster", "testing", "testing.servers"},

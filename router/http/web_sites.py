@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Mapping
 from sglang_ext.router.http.types import Request, RequestRefused, Responder
 
 ANY = "*"
-CORS_PREFIX = "access-control-"
 PREFLIGHT_MAX_AGE_S = 600
 _METHODS = "GET, POST, PUT, DELETE"
 _FOREIGN = ("cross-site", "same-site")

@@ -43,11 +43,6 @@ class GatedCopier:
             self._allowed += steps
             self._changed.notify_all()
 
-    def wait_finished(self, count: int) -> None:
-        """Wait until ``count`` steps have been taken."""
-        with self._changed:
-            assert self._changed.wait_for(lambda: len(self.finished) >= count, DEADLINE_S), self.finished
-
     def wait_started(self, count: int) -> None:
         """Wait until ``count`` steps were begun."""
         with self._changed:

@@ -120,10 +120,7 @@ class Instance:
             RefusedError: nothing, or no longer.
         """
         link = self.links[rank]
-        reply = await link.ask(Want(link.session, request, pool), seconds)
-        if not isinstance(reply, Offer):
-            raise PeerProtocolError(f"expected an offer, got {type(reply).__name__}")
-        return reply
+        return await link.ask_for(Offer, Want(link.session, request, pool), seconds)
 
     def transfer(
         self,

@@ -138,6 +138,15 @@ class Link:
                 raise PeerGoneError(str(error)) from None
             raise
 
+    async def ask_for(self, kind: type[T], message: Any, seconds: float | None) -> T:
+        """As `ask`; an answer of another kind breaks the protocol."""
+        answer = await self.ask(message, seconds)
+        if not isinstance(answer, kind):
+            raise PeerProtocolError(
+                f"{type(message).__name__} was answered by {type(answer).__name__}, not by {kind.__name__}"
+            )
+        return answer
+
     def unasked(self, message: Reply) -> None:
         """The owner revokes a grant: stop, then say so. Or it closes."""
         if isinstance(message, Refused):

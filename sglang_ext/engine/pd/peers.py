@@ -79,19 +79,16 @@ class PrefillPeer:
             for at, link in enumerate(self.instance.links)
         ]
         asks = [
-            asyncio.ensure_future(link.ask(join, None))
+            asyncio.ensure_future(link.ask_for(Ready, join, None))
             for link, join in zip(self.instance.links, joins, strict=True)
         ]
         try:
-            answers = await asyncio.gather(*asks)
+            return await asyncio.gather(*asks)
         except BaseException:
             for ask in asks:
                 ask.cancel()
             await asyncio.gather(*asks, return_exceptions=True)
             raise
-        if not all(isinstance(answer, Ready) for answer in answers):
-            raise PeerProtocolError("a prefill rank answers a join with something else")
-        return list(answers)
 
     async def meet(self, handover: int, epoch: bytes, weights: Weights) -> None:
         """Take part in a hand-over whose KV will be pushed, at the rank that fills our pages; `weights` are
@@ -103,8 +100,7 @@ class PrefillPeer:
         readers = max(1, self._local.ranks // len(self.ranks))
         at = self._filler()
         link = self.instance.links[at]
-        if not isinstance(await link.ask(Meet(handover, epoch, link.session, readers, weights), None), Ok):
-            raise PeerProtocolError("a prefill rank answers a meeting with something else")
+        await link.ask_for(Ok, Meet(handover, epoch, link.session, readers, weights), None)
 
     async def push(
         self, handover: int, epoch: bytes, control: str, pages: bytes, skip: int, pool: str
@@ -115,10 +111,7 @@ class PrefillPeer:
             RefusedError, PeerGoneError: as `join`.
         """
         push = Push(handover, epoch, control, pages, skip, pool)
-        answer = await self.instance.links[self._filler()].ask(push, None)
-        if not isinstance(answer, Ready):
-            raise PeerProtocolError("a prefill rank answers a push with something else")
-        return [answer]
+        return [await self.instance.links[self._filler()].ask_for(Ready, push, None)]
 
     def _filler(self) -> int:
         """The prefill rank that has all that our pages lack."""

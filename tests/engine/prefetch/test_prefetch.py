@@ -70,6 +70,14 @@ def leave_hbm(rank: Rank) -> None:
     assert rank.cache.total_size() == 0
 
 
+def in_dram(rank: Rank, *prompts: list[int]) -> Rank:
+    """A rank that has served these, and has them in DRAM only."""
+    for tokens in prompts:
+        rank.serve(tokens)
+    leave_hbm(rank)
+    return rank
+
+
 def leave_memory(rank: Rank) -> None:
     """Everything that was computed is on disk only."""
     leave_hbm(rank)
@@ -115,10 +123,8 @@ def in_hbm(rank: Rank, tokens: list[int]) -> int:
 
 
 def test_what_is_in_dram_is_hit_in_hbm(make_rank: MakeRank) -> None:
-    rank = make_rank()
     tokens = prompt(1, 20)
-    rank.serve(tokens)
-    leave_hbm(rank)
+    rank = in_dram(make_rank(), tokens)
     assert prefetch(rank, tokens) == PrefetchResult("session", PrefetchEnd.DONE, 80, 80)
     req = rank.serve(tokens)
     assert (req.cached_tokens_device, req.cached_tokens_host) == (80, 0)
@@ -141,10 +147,8 @@ def test_what_is_on_disk_is_hit_in_hbm(make_rank: MakeRank) -> None:
 
 def test_a_flipped_byte_is_served_as_it_is(make_rank: MakeRank) -> None:
     """The twin: what a request hits is what the prefetch has copied."""
-    rank = make_rank()
     tokens = prompt(1, 20)
-    rank.serve(tokens)
-    leave_hbm(rank)
+    rank = in_dram(make_rank(), tokens)
     assert rank.arena is not None
     rank.look_inside = False
     rank.arena.blocks[:, 0] ^= 1
@@ -154,10 +158,8 @@ def test_a_flipped_byte_is_served_as_it_is(make_rank: MakeRank) -> None:
 
 
 def test_more_than_a_piece_comes_piece_by_piece(make_rank: MakeRank) -> None:
-    rank = make_rank(Scenario("pieces", hbm_tokens=1200, dram_blocks=300, rows=2))
     tokens = prompt(1, 40)
-    rank.serve(tokens)
-    leave_hbm(rank)
+    rank = in_dram(make_rank(Scenario("pieces", hbm_tokens=1200, dram_blocks=300, rows=2)), tokens)
     prefetcher_of(rank)._piece_blocks = 16
     arriving = []
     prefetcher_of(rank).prefetch("s", tokens)
@@ -321,10 +323,10 @@ def test_a_beginning_that_hints_share_stays_with_the_stronger(make_rank: MakeRan
 
 
 def test_a_higher_priority_takes_the_place_of_a_lower_one(make_rank: MakeRank) -> None:
-    rank = make_rank(Scenario("full", hbm_tokens=160, dram_blocks=300))
-    for number in (1, 2, 3):
-        rank.serve(prompt(number, 30))
-    leave_hbm(rank)
+    rank = in_dram(
+        make_rank(Scenario("full", hbm_tokens=160, dram_blocks=300)),
+        *(prompt(number, 30) for number in (1, 2, 3)),
+    )
     assert prefetch(rank, prompt(1, 30), "low").tokens == 120
     assert prefetch(rank, prompt(2, 30), "high", priority=1).end is PrefetchEnd.DONE
     assert (in_hbm(rank, prompt(1, 30)), in_hbm(rank, prompt(2, 30))) == (40, 120)
@@ -334,10 +336,7 @@ def test_a_higher_priority_takes_the_place_of_a_lower_one(make_rank: MakeRank) -
 
 
 def test_a_high_priority_is_brought_first(make_rank: MakeRank) -> None:
-    rank = make_rank()
-    for number in (1, 2, 3):
-        rank.serve(prompt(number, 10))
-    leave_hbm(rank)
+    rank = in_dram(make_rank(), *(prompt(number, 10) for number in (1, 2, 3)))
     prefetcher = prefetcher_of(rank)
     prefetcher._piece_blocks = 4
     prefetcher.prefetch("a", prompt(1, 10))
@@ -415,9 +414,7 @@ def test_what_a_running_request_uses_stays(make_rank: MakeRank) -> None:
 
 def test_all_that_is_brought_counts_as_free_for_sglang(make_rank: MakeRank) -> None:
     """Also while it is on its way."""
-    rank = make_rank()
-    rank.serve(prompt(1, 20))
-    leave_hbm(rank)
+    rank = in_dram(make_rank(), prompt(1, 20))
     prefetcher_of(rank).prefetch("s", prompt(1, 20))
     rank.scheduler.step()
     assert prefetcher_of(rank).arriving_tokens() == 80
@@ -467,10 +464,10 @@ def test_it_takes_the_place_of_what_was_used_before_and_has_a_copy(make_rank: Ma
 
 
 def test_it_does_not_take_the_place_of_what_was_brought(make_rank: MakeRank) -> None:
-    rank = make_rank(Scenario("full", hbm_tokens=160, dram_blocks=300))
-    for number in (1, 2):
-        rank.serve(prompt(number, 30))
-    leave_hbm(rank)
+    rank = in_dram(
+        make_rank(Scenario("full", hbm_tokens=160, dram_blocks=300)),
+        *(prompt(number, 30) for number in (1, 2)),
+    )
     assert prefetch(rank, prompt(1, 30), "first").tokens == 120
     result = prefetch(rank, prompt(2, 30), "second")
     assert (result.end, result.tokens) == (PrefetchEnd.NO_ROOM, 40)
@@ -478,9 +475,7 @@ def test_it_does_not_take_the_place_of_what_was_brought(make_rank: MakeRank) -> 
 
 
 def test_it_never_takes_the_last_copy(make_rank: MakeRank) -> None:
-    rank = make_rank(Scenario("a small DRAM", hbm_tokens=160, dram_blocks=24))
-    rank.serve(prompt(1, 20))
-    leave_hbm(rank)
+    rank = in_dram(make_rank(Scenario("a small DRAM", hbm_tokens=160, dram_blocks=24)), prompt(1, 20))
     rank.serve(prompt(2, 38))
     rank.settle()
     before = in_hbm(rank, prompt(2, 38))
@@ -509,10 +504,8 @@ def test_a_batch_does_not_wait_for_a_piece(make_rank: MakeRank) -> None:
 
 
 def test_a_request_that_comes_too_early_loads_by_itself(make_rank: MakeRank) -> None:
-    rank = make_rank()
     tokens = prompt(1, 20)
-    rank.serve(tokens)
-    leave_hbm(rank)
+    rank = in_dram(make_rank(), tokens)
     prefetcher_of(rank).prefetch("s", tokens)
     rank.scheduler.step()
     assert rank.serve(tokens).cached_tokens_host == 80
@@ -540,10 +533,7 @@ def test_a_request_that_comes_while_the_disk_is_read_shares_the_read(make_rank: 
 
 
 def test_cancelling_and_asking_anew(make_rank: MakeRank) -> None:
-    rank = make_rank()
-    for number in (1, 2):
-        rank.serve(prompt(number, 10))
-    leave_hbm(rank)
+    rank = in_dram(make_rank(), *(prompt(number, 10) for number in (1, 2)))
     prefetcher = prefetcher_of(rank)
     prefetcher.prefetch("a", prompt(1, 10))
     prefetcher.prefetch("b", prompt(2, 10))
@@ -571,9 +561,7 @@ def test_only_so_many_may_wait(make_rank: MakeRank) -> None:
 
 
 def test_a_flush_in_the_middle_leaves_nothing(make_rank: MakeRank) -> None:
-    rank = make_rank()
-    rank.serve(prompt(1, 20))
-    leave_hbm(rank)
+    rank = in_dram(make_rank(), prompt(1, 20))
     prefetcher_of(rank).prefetch("s", prompt(1, 20))
     rank.scheduler.step()
     assert rank.scheduler.flush()
@@ -584,10 +572,8 @@ def test_a_flush_in_the_middle_leaves_nothing(make_rank: MakeRank) -> None:
 
 
 def test_new_weights_leave_what_was_brought_unfound(make_rank: MakeRank) -> None:
-    rank = make_rank()
     tokens = prompt(1, 20)
-    rank.serve(tokens)
-    leave_hbm(rank)
+    rank = in_dram(make_rank(), tokens)
     prefetcher_of(rank).prefetch("s", tokens)
     rank.scheduler.step()
     rank.scheduler.change_weights()
