@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from sglang_ext.cluster_key import is_loopback
 from sglang_ext.errors import ConfigError
 from sglang_ext.flags import COUNT, NUMBER, PORT, SECONDS, SIZE, Flagged, Parser, flag, one_of
-from sglang_ext.hosts import is_loopback
 from sglang_ext.router.cluster.role_controller import MODES
 from sglang_ext.router.cluster.setup import EMBEDDED, check_cluster
 from sglang_ext.router.dispatch.advisory_book import HintLimits

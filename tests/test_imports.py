@@ -23,7 +23,6 @@ SHARED = {
     "errors",
     "flags",
     "geometry",
-    "hosts",
     "keys",
     "metrics",
     "numa",

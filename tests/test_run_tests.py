@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.testing.servers.server import wait_until
+from sglang_ext.testing.waiting import wait_until
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "run_tests.py"
 

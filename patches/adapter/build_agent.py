@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from sglang_ext.cluster_key import ClusterKey, read_cluster_key
+from sglang_ext.cluster_key import ClusterKey, is_loopback, read_cluster_key
 from sglang_ext.config import KvConfig
 from sglang_ext.engine.cache.listeners import Listener
 from sglang_ext.engine.commands import RankCommandQueue
@@ -19,7 +19,6 @@ from sglang_ext.engine.events.events import PlacementFeed
 from sglang_ext.engine.events.registration import Registrar
 from sglang_ext.engine.prefetch.advice import HintDesk
 from sglang_ext.engine.tiers.block_names import BlockNames
-from sglang_ext.hosts import is_loopback
 from sglang_ext.keys import Namespace
 from sglang_ext.patches.adapter.migration import MoveDesk
 from sglang_ext.patches.adapter.pd_setup import reachable

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from sglang_ext.clock import Clock
-from sglang_ext.cluster_key import ClusterKey, Replays
+from sglang_ext.cluster_key import ClusterKey, Replays, is_loopback
 from sglang_ext.errors import SglangExtError, UserError
-from sglang_ext.hosts import is_loopback
 from sglang_ext.protocol.cluster import PATH, ChangeRole, Drain, Instances, Registration, decode, encode
 from sglang_ext.router.cluster.members import CannotChangeRole, Members, Unknown
 from sglang_ext.router.cluster.members_view import cluster, instance_view, instances

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from sglang_ext.disagg.errors import PeerProtocolError
 from sglang_ext.disagg.handover import WRITE_SECONDS, moving_seconds
 from sglang_ext.disagg.messages import Completed, Reserve, Reserved, Written
 from sglang_ext.disagg.runs import Ids, Runs
@@ -49,9 +48,8 @@ class RemoteMemory:
             RefusedError: it has not, or not these, or the request is over there.
             PeerGoneError, TransferDeadlineError: it is gone, or does not answer.
         """
-        held = await link.ask(Reserve(link.session, request, pool, pack_ids(blocks)), WRITE_SECONDS)
-        if not isinstance(held, Reserved):
-            raise PeerProtocolError(f"expected a grant, got {type(held).__name__}")
+        reserve = Reserve(link.session, request, pool, pack_ids(blocks))
+        held = await link.ask_for(Reserved, reserve, WRITE_SECONDS)
         calls[Call.ALLOC_MEM] += 1
         return cls(link, request, held, calls)
 
@@ -77,8 +75,7 @@ class RemoteMemory:
             RefusedError: the grant is over, and what was written is lost.
         """
         done = Written(self._link.session, self._request, self._held.grant)
-        if not isinstance(await self._link.ask(done, WRITE_SECONDS), Completed):
-            raise PeerProtocolError("expected an acknowledgement")
+        await self._link.ask_for(Completed, done, WRITE_SECONDS)
         self._calls[Call.TRANSFER] += 1
 
     async def free_mem(self) -> None:

@@ -3,9 +3,9 @@
 Whatever brings KV from elsewhere (a disk, a peer, the other half of a prefill-decode pair, another tier) does
 it in the same three steps:
 
-    room = store.reserve(Tier.DRAM, namespace, key, Use.FETCH)   # behind what the tier has already
-    ...                                                          # somebody fills room.places
-    room.commit()                                                # or room.abort()
+    reservation = store.reserve(Tier.DRAM, namespace, key, Use.FETCH)  # behind what the tier has already
+    ...                                                                # somebody fills reservation.places
+    reservation.commit()                                               # or reservation.abort()
 
 What a reservation continues is locked until it ends, so that it can be inserted; what has come to be in the
 index meanwhile is kept once. A reservation of `Use.PREFETCH` gives way instead: nothing is locked for it, and

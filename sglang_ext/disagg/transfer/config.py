@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sglang_ext.cluster_key import is_loopback
 from sglang_ext.disagg.transfer.control import MemberKeys
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.disagg.transports.rails import NOWHERE, Place
 from sglang_ext.errors import ConfigError
-from sglang_ext.hosts import is_loopback
 
 
 @dataclass(frozen=True)

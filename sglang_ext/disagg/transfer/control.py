@@ -28,6 +28,7 @@ from zmq.asyncio import Context
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.error import ZMQError
 
+from sglang_ext.cluster_key import is_loopback
 from sglang_ext.disagg.errors import (
     PeerGoneError,
     PeerProtocolError,
@@ -37,7 +38,6 @@ from sglang_ext.disagg.errors import (
 )
 from sglang_ext.disagg.messages import REPLIES, REQUESTS, Refused, Reply
 from sglang_ext.errors import ConfigError, SglangExtError
-from sglang_ext.hosts import is_loopback
 from sglang_ext.tasks import Tasks
 from sglang_ext.wire import Codec, WireError
 

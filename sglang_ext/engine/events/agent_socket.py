@@ -22,10 +22,9 @@ from zmq.error import Again, ZMQError
 from zmq.sugar.context import Context
 from zmq.sugar.poll import Poller
 
-from sglang_ext.cluster_key import ClusterKey
+from sglang_ext.cluster_key import ClusterKey, is_loopback
 from sglang_ext.disagg.transfer.control import OnlyMembers
 from sglang_ext.errors import ConfigError
-from sglang_ext.hosts import is_loopback
 from sglang_ext.protocol.agent import TO_AGENT, ToAgent
 from sglang_ext.radix_global.sync.stream import Reader
 from sglang_ext.wire import WireError

@@ -14,11 +14,11 @@ from typing import Any
 from zmq.asyncio import Context
 
 from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.cluster_key import is_loopback
 from sglang_ext.disagg.errors import PeerProtocolError, RefusedError
 from sglang_ext.disagg.transfer.control import ControlServer, MemberKeys
 from sglang_ext.engine.pd.messages import MESSAGES, Ask, Lookup, Ok, RankInfo, Register, Topology
 from sglang_ext.engine.transfer_thread import LoopThread
-from sglang_ext.hosts import is_loopback
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ import pytest
 from hooked_server import FOLDER
 
 from sglang_ext.testing.compare import assert_same
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, wait_until
+from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec
+from sglang_ext.testing.waiting import wait_until
 from sglang_ext.tiered_store.disk.check import check_directory
 
 pytestmark = pytest.mark.integration
