@@ -291,15 +291,20 @@ class Index(PromptTrees):
         for holder, known in place.live.items():
             if not self._tells_truth(known):
                 continue
-            blocks, below = _in_memory(in_hbm.get(holder, 0), beyond.get(holder))
-            held = blocks + self._by_name(known.replica, tenant, key, blocks, names, below)
+            held = in_hbm.get(holder, 0)
+            below: dict[Tier, int] = {}
+            # Of most instances, all that matches is in HBM.
+            if (sets := beyond.get(holder)) is not None:
+                held = _in_memory(held, sets, below)
+            if known.replica.named:
+                held += self._by_name(known.replica, tenant, key, held, names, below)
             depth, end = ends.get(holder, (0, None))
             # What a disk has after the last block that matches, nobody can say; nor what is still to be told.
             own = held == whole or (
                 known.replica.trusted and held == depth and end is not None and _ends_at(end, holder, depth)
             )
             if held:
-                counts = {tier: count * size for tier, count in sorted(below.items())}
+                counts = {tier: count * size for tier, count in sorted(below.items())} if below else below
                 found[known.replica.instance] = Match(held * size, own, counts)
 
     def _by_name(
@@ -314,7 +319,7 @@ class Index(PromptTrees):
         """How many blocks, after the first ``start``, the instance has below memory; ``below`` is told of
         the nearest tier of each."""
         naming = replica.naming
-        if not replica.named or naming is None or (naming.adapters and tenant[0]):
+        if naming is None or (naming.adapters and tenant[0]):
             return 0
         if naming not in names:
             names[naming] = names_of(naming, tenant, key, self.block_size)
@@ -431,23 +436,23 @@ def names_of(naming: Naming, tenant: Tenant, key: bytes, block_size: int) -> lis
     return block_keys(namespace.digest(), key, block_size)
 
 
-def _in_memory(blocks: int, beyond: dict[int, int] | None) -> tuple[int, dict[Tier, int]]:
-    """Blocks of a prefix that are in memory, and how many of them have which nearest tier below HBM.
+def _in_memory(blocks: int, beyond: dict[int, int], below: dict[Tier, int]) -> int:
+    """Blocks of a prefix that are in memory.
 
     Args:
         blocks: that are in HBM.
         beyond: sets of tiers, in the order of the way, and where the prefix in them ends. A set of which
             nothing is known here, from a newer peer, ends what is held.
+        below: is told how many of them have which nearest tier below HBM.
     """
-    below: dict[Tier, int] = {}
-    for bits, end in beyond.items() if beyond else ():
+    for bits, end in beyond.items():
         tier = nearest_in(bits)
         if tier is None:
             break
         if end > blocks:
             below[tier] = below.get(tier, 0) + end - blocks
             blocks = end
-    return blocks, below
+    return blocks
 
 
 def _ends_at(node: Node, holder: Holder, blocks: int) -> bool:
