@@ -217,6 +217,8 @@ class Migration:
 
     def act(self, agreed: Sequence[int]) -> None:
         """Once per pass."""
+        if not (self._parked or self._arriving):
+            return
         with self._guarded():
             for parked, copied in zip(self._copying, agreed, strict=False):
                 if copied:

@@ -176,7 +176,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ig
             raise ValueError("insert needs a key")
         encoded = _encode(key)
         tokens = len(key) // self.block_size * self.block_size
-        kept = self.slot_ops.keep(value[:tokens] if value is not None else torch.arange(tokens))
+        kept = self.slot_ops.keep(torch.arange(tokens) if value is None else value)[:tokens]
         result = self.store.insert(
             Tier.HBM, self._namespace_of_key(key), encoded, kept, priority=params.priority or 0
         )
@@ -219,7 +219,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ig
             Tier.HBM,
             self.namespace_of(req),
             encode_tokens(tokens),
-            self.slot_ops.keep(row[:whole]),
+            self.slot_ops.keep(row)[:whole],  # a slice of what is kept: torch's own takes ten times as long
             priority=req.priority or 0,
         )
         held = result.held_blocks * self.block_size

@@ -49,7 +49,7 @@ class Ranks:
     def __init__(self, least: Least | None = None, *, check: bool = False) -> None:
         self._least = least
         self._check = check
-        self._parts: list[Part] = []
+        self._parts: tuple[Part, ...] = ()
         self._riders: list[Part] = []
         self.passes = 0
         self.vectors = 0
@@ -68,13 +68,13 @@ class Ranks:
 
         rides: its numbers go along where others have something to agree on, and are no reason to compare.
         """
-        self._parts.append(part)
+        self._parts += (part,)
         if rides:
             self._riders.append(part)
 
     def remove(self, part: Part) -> None:
         """Ask it nothing more."""
-        self._parts.remove(part)
+        self._parts = tuple(known for known in self._parts if known is not part)
 
     def each_pass(self) -> None:
         """Agree, and act. Once per pass of the scheduler's loop, on every rank.
@@ -83,14 +83,14 @@ class Ranks:
             InternalError: the ranks are out of step, and would answer wrongly from here on.
         """
         self.passes += 1
-        parts = list(self._parts)
-        said = [list(part.propose()) for part in parts]
+        parts = self._parts
+        said = [part.propose() for part in parts]
         if self._least is not None:
             reasons = (numbers for part, numbers in zip(parts, said, strict=True) if part not in self._riders)
             if self._check or any(reasons):
                 said = self._compare(said)
             else:
-                said = [[] for _ in parts]
+                said = [()] * len(parts)
         for part, numbers in zip(parts, said, strict=True):
             part.act(numbers)
 
@@ -100,9 +100,9 @@ class Ranks:
         For the one question that cannot wait for the next pass: whether what streamed into a forward pass
         was good, which decides over its result. And where no pass is under way: when the cache is emptied.
         """
-        return list(numbers) if self._least is None or not numbers else self._compare([list(numbers)])[0]
+        return list(numbers) if self._least is None or not numbers else list(self._compare([numbers])[0])
 
-    def _compare(self, said: list[list[int]]) -> list[list[int]]:
+    def _compare(self, said: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         assert self._least is not None
         lengths = [len(numbers) for numbers in said]
         step = zlib.crc32(repr((self.passes, lengths)).encode())

@@ -74,6 +74,8 @@ _COMMITTED = {
     Use.RETURN: Call.TRANSFER_WITH_INSERT,
 }
 """What the commit of a reservation is. The others were counted when their copy began."""
+_MATCH, _INSERT = Call.MATCH, Call.INSERT
+"""Of each request; an enum takes long to find its members."""
 
 
 class Refusal(enum.Enum):
@@ -246,7 +248,7 @@ class Store:
 
     def __init__(self, tree: RadixTree) -> None:
         self.tree = tree
-        self.calls: Counter[Call] = Counter()
+        self.calls = dict.fromkeys(Call, 0)
         """Calls of table 1, since the start."""
         self.incoming: list[Incoming] = []
         """What is on its way into memory of requests."""
@@ -255,13 +257,14 @@ class Store:
         """Whose memory can be reserved, by name."""
         self._sources: dict[Tier, Source] = {}
         self._open: dict[Reservation, None] = {}
-        self._taken: Counter[tuple[Tier, Use]] = Counter()
+        self._taken: dict[Tier, dict[Use, int]] = {}
         """Blocks that are neither free nor in the index."""
         self._yielding: Counter[Tier] = Counter()
 
     def add(self, level: Tier, tier: StoreTier) -> None:
         """Let a tier's memory be reserved by its name."""
         self.tiers[level] = tier
+        self._taken[level] = dict.fromkeys(Use, 0)
 
     def add_source(self, level: Tier, source: Source) -> None:
         """Let KV be loaded from there by its name."""
@@ -289,7 +292,7 @@ class Store:
             if got:
                 tier.give_back(places)
             return None
-        self._taken[level, use] += got
+        self._taken[level][use] += got
         self.calls[Call.ALLOC_MEM] += 1
         return places
 
@@ -299,30 +302,39 @@ class Store:
         count = tier.count(places)
         if count:
             tier.give_back(places)
-            self._taken[level, use] -= count
+            self._taken[level][use] -= count
             self.calls[Call.FREE_MEM] += 1
 
     # -- the index --------------------------------------------------------------------------------
 
     def match(self, namespace: Hashable, key: bytes) -> Match:
         """The longest known prefix of a prompt, as it is now: lock what is to stay."""
-        self.calls[Call.MATCH] += 1
+        self.calls[_MATCH] += 1
         return self.tree.match(namespace, key)
 
-    def insert(self, level: Tier, namespace: Hashable, key: bytes, places: Any, **how: Any) -> InsertResult:
+    def insert(
+        self,
+        level: Tier,
+        namespace: Hashable,
+        key: bytes,
+        places: Any,
+        *,
+        priority: int = 0,
+        call: Call = _INSERT,
+    ) -> InsertResult:
         """Put KV that was computed here into the index; what is new goes on to the tier below.
 
         Args:
             places: of all whole blocks of `key`, those included that the tier had in the index before. Of
                 these the places stay as they were, and those given here stay the caller's.
-            how: see `RadixTree.insert`.
+            priority: see `RadixTree.insert`.
+            call: as which it is counted.
         """
-        self.calls[Call.INSERT] += 1
-        return self._index(level, namespace, key, places, **how)
-
-    def _index(self, level: Tier, namespace: Hashable, key: bytes, places: Any, **how: Any) -> InsertResult:
-        result = self.tree.insert(namespace, key, self.tiers[level].holder, places, **how)
-        self.swap_out(level, result.node, result.new_blocks)
+        self.calls[call] += 1
+        tier = self.tiers[level]
+        result: InsertResult = self.tree.insert(namespace, key, tier.holder, places, priority=priority)
+        if tier.onward(result.node, result.new_blocks):
+            self.calls[Call.SWAP_OUT] += 1
         return result
 
     def delete(self, level: Tier, gone: Sequence[Evicted]) -> int:
@@ -378,8 +390,7 @@ class Store:
         self, level: Tier, namespace: Hashable, key: bytes, places: Any, **how: Any
     ) -> InsertResult:
         """As `insert`, for KV that another instance has computed."""
-        self.calls[Call.TRANSFER_WITH_INSERT] += 1
-        return self._index(level, namespace, key, places, **how)
+        return self.insert(level, namespace, key, places, call=Call.TRANSFER_WITH_INSERT, **how)
 
     # -- reserving ------------------------------------------------------------------------------
 
@@ -530,7 +541,7 @@ class Store:
         )
         held = result.held_blocks - start
         self.free_mem(level, tier.part(places, 0, held), use)
-        self._taken[level, use] -= blocks - held
+        self._taken[level][use] -= blocks - held
         if use in _COMMITTED:
             self.calls[_COMMITTED[use]] += 1
         return Committed(result.node, blocks - held, held, result.added)
@@ -539,7 +550,8 @@ class Store:
 
     def reserved(self, level: Tier, use: Use | None = None) -> int:
         """Blocks of a tier that are taken, for one use or for all. From any thread."""
-        return sum(self._taken[level, each] for each in (Use if use is None else (use,)))
+        taken = self._taken.get(level, {})
+        return sum(taken.values()) if use is None else taken.get(use, 0)
 
     def yielding(self, level: Tier) -> int:
         """Blocks of it that the engine may take back, at once or when the copies to them have ended."""
@@ -563,11 +575,13 @@ class Store:
         open_blocks: Counter[tuple[Tier, Use]] = Counter()
         for each in self._open:
             open_blocks[each.tier, each.use] += each.blocks
-        for (level, use), count in self._taken.items():
-            if count != open_blocks[level, use]:
-                raise AssertionError(
-                    f"{count} blocks of {level.title} are taken for {use}, {open_blocks[level, use]} reserved"
-                )
+        for level, uses in self._taken.items():
+            for use, count in uses.items():
+                reserved = open_blocks[level, use]
+                if count != reserved:
+                    raise AssertionError(
+                        f"{count} blocks of {level.title} are taken for {use}, {reserved} reserved"
+                    )
         for level, tier in self.tiers.items():
             known = self.tree.blocks_of(tier.holder) + self.reserved(level)
             if tier.exclusive and known != tier.n_blocks - tier.free_blocks:

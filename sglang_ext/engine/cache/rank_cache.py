@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +106,8 @@ class RankCache:
         self.feed = parts.feed
         self._publish = parts.publish
         self.weights = parts.weights
+        self.namespace = parts.weights.namespace
+        """Where the KV of a tenant's prompts belongs now."""
         self.ranks = parts.ranks
         self.command_queue = parts.commands
         self.listeners = Listeners()
@@ -140,10 +142,6 @@ class RankCache:
                     computes=None if parts.computes is None else parts.computes(self),
                     priority_sign=parts.priority_sign,
                 )
-
-    def namespace(self, extra_key: str | None, cache_salt: str | None) -> Hashable:
-        """Where the KV of a tenant's prompts belongs now."""
-        return self.weights.namespace(extra_key, cache_salt)
 
     def prefill_begins(self, lengths: Sequence[tuple[int, int]], *, loads: bool) -> None:
         """A prefill batch is about to run; what it costs is weighed against loading."""

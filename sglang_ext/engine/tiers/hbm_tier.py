@@ -36,7 +36,7 @@ class HbmTier:
     ) -> None:
         self._store = store
         self._tree = store.tree
-        self._hbm = hbm
+        self._hbm = self.holder = hbm
         self._allocator = allocator
         self._slots = slots
         self._dram = dram
@@ -119,11 +119,6 @@ class HbmTier:
         return slots
 
     # -- as a tier of the store -------------------------------------------------------------------
-
-    @property
-    def holder(self) -> Holder:
-        """Who stands for the pool in the tree."""
-        return self._hbm
 
     @property
     def n_blocks(self) -> int:

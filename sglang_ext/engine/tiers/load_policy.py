@@ -129,8 +129,8 @@ class AgreedSpeeds:
         ranks.add(self, rides=True)
 
     def propose(self) -> Sequence[int]:
-        known = self._cost.coefficients() or (NOT_YET, NOT_YET)
-        return [int(self._load() or 0), *(round(each * self._UNITS) for each in known)]
+        a, b = self._cost.coefficients() or (NOT_YET, NOT_YET)
+        return int(self._load() or 0), round(a * self._UNITS), round(b * self._UNITS)
 
     def act(self, agreed: Sequence[int]) -> None:
         if agreed:

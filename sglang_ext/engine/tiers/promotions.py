@@ -270,6 +270,8 @@ class Promotions:
         the nearest tier; of each promotion, whether it is late and how far it is: `NOT_YET`, `_MAY_START`, or
         `_OVER` and the blocks read.
         """
+        if not (self._wanted or self._under_way):
+            return ()
         looks: list[Look] = []
         under_way = [each for each in self._under_way.values() if not each.streaming]
         waiting_bytes, said = self._loader.waiting_bytes, []
@@ -289,6 +291,8 @@ class Promotions:
 
     def act(self, agreed: Sequence[int]) -> None:
         """Start and finish promotions that all ranks can."""
+        if not agreed:
+            return
         looks, under_way = self._proposed
         self._proposed = ([], [])
         found, rest = agreed[: 3 * len(looks)], agreed[3 * len(looks) :]
