@@ -44,7 +44,6 @@ from sglang_ext.tiers import Tier
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-    from sglang.srt.mem_cache.radix_cache import RadixKey
 
 _NAMESPACE = "sglang_ext_namespace"
 """Attribute of a request: the namespace it was matched in, which is where its KV belongs."""
@@ -115,11 +114,12 @@ class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ig
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """The longest cached prefix: its slots in HBM, and how many tokens more are in DRAM."""
-        namespace = self._namespace_of_key(params.key)
+        key = params.key
+        namespace = self.namespace(key.extra_key, key.cache_salt)
         if params.req is not None:
             setattr(params.req, _NAMESPACE, namespace)
             self.matched(params.req)
-        node, path, blocks = self.store.match(namespace, _encode(params.key))
+        node, path, blocks = self.store.match(namespace, encode_tokens(key.token_ids, key.limit))
         hbm = self.hbm
         streamed = 0 if self.load_back is None else self.load_back.streamed(params.req, blocks)
         if hbm in node.placements and not streamed:
@@ -143,9 +143,6 @@ class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ig
             best_match_node=best,
             host_hit_length=below,
         )
-
-    def _namespace_of_key(self, key: RadixKey) -> Hashable:
-        return self.namespace(key.extra_key, key.cache_salt)
 
     def namespace_of(self, req: Req) -> Hashable | None:
         """Where the request's KV belongs; ``None`` when it is nobody else's.
@@ -174,11 +171,14 @@ class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ig
         key, value = params.key, params.value
         if key is None:
             raise ValueError("insert needs a key")
-        encoded = _encode(key)
         tokens = len(key) // self.block_size * self.block_size
         kept = self.slot_ops.keep(torch.arange(tokens) if value is None else value)[:tokens]
         result = self.store.insert(
-            Tier.HBM, self._namespace_of_key(key), encoded, kept, priority=params.priority or 0
+            Tier.HBM,
+            self.namespace(key.extra_key, key.cache_salt),
+            encode_tokens(key.token_ids, key.limit),
+            kept,
+            priority=params.priority or 0,
         )
         return InsertResult(prefix_len=result.held_blocks * self.block_size, last_device_node=result.node)
 
@@ -325,7 +325,3 @@ def _is_private(req: Req) -> bool:
     others that have the same tokens.
     """
     return req.positional_embed_overrides is not None
-
-
-def _encode(key: RadixKey) -> bytes:
-    return encode_tokens(key.token_ids, key.limit)

@@ -18,7 +18,6 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     EvictResult,
     IncLockRefResult,
 )
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.mover import LayerGate
@@ -100,8 +99,9 @@ class IgnoresWeights(GlobalRadixCache):
 
 
 class IgnoresTenants(GlobalRadixCache):
-    def _namespace_of_key(self, key: RadixKey) -> Hashable:
-        return (self.weights.generation, key.extra_key)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.namespace = lambda extra_key, cache_salt: (self.weights.generation, extra_key)
 
 
 class FollowsNewWeights(GlobalRadixCache):
