@@ -47,7 +47,7 @@ def parse_json_object(body: bytes) -> Json:
     """The JSON object in a request body."""
     if not body:
         raise RequestRefused("the request body is empty; send a JSON object", code="invalid_json")
-    _check_structure(body)
+    containers = _containers(body)
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -56,7 +56,7 @@ def parse_json_object(body: bytes) -> Json:
         raise RequestRefused(
             f"the request body must be a JSON object, not {json_type(value)}", code="invalid_json"
         )
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
+    if containers > MAX_DEPTH:
         # orjson reads what is nested deeper than it writes, and parts of many bodies are written again.
         try:
             orjson.dumps([[[[value]]]])
@@ -67,14 +67,18 @@ def parse_json_object(body: bytes) -> Json:
     return value
 
 
-def _check_structure(body: bytes) -> None:
-    """Refuse a body that would take out of proportion long to parse.
+def _containers(body: bytes) -> int:
+    """How many objects and arrays a body has at most; one that would take out of proportion long to parse is
+    refused.
 
     What is counted may stand in strings, too; a text with so many brackets is longer than most contexts.
     """
+    containers = body.count(b"{") + body.count(b"[")
+    # A body of no more bytes has no more values: counting takes as long as parsing.
+    values = body.count(b",") if len(body) > MAX_VALUES else 0
     for what, count, most in (
-        ("objects and arrays", body.count(b"{") + body.count(b"["), MAX_CONTAINERS),
-        ("values", body.count(b","), MAX_VALUES),
+        ("objects and arrays", containers, MAX_CONTAINERS),
+        ("values", values, MAX_VALUES),
     ):
         if count > most:
             raise RequestRefused(
@@ -82,6 +86,7 @@ def _check_structure(body: bytes) -> None:
                 status=413,
                 code="request_too_large",
             )
+    return containers
 
 
 def json_type(value: Any) -> str:
