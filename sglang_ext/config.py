@@ -129,7 +129,7 @@ class KvConfig(Flagged):
         "first-layer",
         "When a request that takes KV from disk is admitted: first-layer (the rest streams in front of the "
         "forward pass, which runs again if a layer turns out to be damaged) or complete (all of it has been "
-        "read and verified). On a GPU, and on PD servers, always complete.",
+        "read and verified). On a GPU, and with --kv-transfer-mode push-by-layer, always complete.",
         one_of("first-layer", "complete"),
     )
     layer_cache_size: int = flag(

@@ -133,8 +133,9 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             pressure=pressure_policy_by_name(config.pressure_policy),
         )
         if disk is not None and below is not None:
-            # The parts of a PD server have loops of their own, in which a batch cannot be run again.
-            stream = ctx.server_args.disaggregation_mode == "null"
+            # What has been pushed while it was computed cannot be taken back.
+            mode = ctx.server_args.disaggregation_mode
+            stream = mode == "null" or config.transfer_mode != "push-by-layer"
             promotions = promotions_from(disk, below, config, tree, dram, holder, arena, ranks, stream=stream)
             answers = acked_by(disk, below, config, tree, dram, ranks)
         gate = LayerGate(mover)

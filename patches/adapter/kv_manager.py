@@ -25,8 +25,6 @@ from sglang.srt.disaggregation.base.conn import (
 from sglang.srt.disaggregation.common.conn import KVTransferError
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.managers.schedule_policy import match_prefix_for_req
-from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 from sglang.srt.runtime_context import get_parallel
 from zmq.constants import POLLIN
 
@@ -37,7 +35,7 @@ from sglang_ext.engine.forward_fence import ForwardFence
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.bootstrap import BootstrapService
 from sglang_ext.engine.pd.decode_receiver import ReceivingHandover, Wanted, pages_of
-from sglang_ext.engine.pd.disk_loads import DiskAhead
+from sglang_ext.engine.pd.disk_loads import LocalAhead
 from sglang_ext.engine.pd.joins import prefill_servers_of
 from sglang_ext.engine.pd.kv_writeback import ReturnReceiver, ReturnSender
 from sglang_ext.engine.pd.leases import POOL
@@ -222,10 +220,11 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
             self.migration.transfer_by(None if prefill else self)
         self._parts: list[Part] = []
         """Of the cache's ranks, while the server has this role."""
-        self.disk: DiskAhead | None = None
-        if not prefill and isinstance(cache, GlobalRadixCache) and cache.promotions is not None:
-            self.disk = DiskAhead(cache, cache.promotions)
-            self._parts.append(self.disk)
+        self.local: LocalAhead | None = None
+        if not prefill and isinstance(cache, GlobalRadixCache) and cache.dram is not None:
+            self.local = LocalAhead(cache, least_tokens=config.load_min_tokens)
+            self._parts.append(self.local)
+            self._listeners.append(self.local)
         if returns:
             blocks = Blocks(cache)
             if prefill:
@@ -365,6 +364,11 @@ class GlobalKVSender(BaseKVSender):  # type: ignore[misc]
             self.kv_mgr.buffers.read(self._row),
             NO_STAGES if self.req is None else request_stages(self.req),
         )
+
+    def begin_again(self) -> None:
+        """What was computed is thrown away, and nothing of it was offered."""
+        self._pages.clear()
+        self._last = False
 
     def poll(self) -> int:
         if self._handover is None:
@@ -528,23 +532,18 @@ def weights_changed(scheduler: Any) -> None:
         PROCESS.manager.agent.weights_changed(weights_of(scheduler))
 
 
-def look_on_disk(queue: Any) -> None:
+def bring_ahead(queue: Any) -> None:
     """Decode has polled the requests that have no slots yet."""
     manager = PROCESS.manager
-    if manager is not None and manager.disk is not None and queue.kv_manager is manager:
-        manager.disk.each_pass(queue.queue)
+    if manager is not None and manager.local is not None and queue.kv_manager is manager:
+        manager.local.each_pass(queue.queue)
 
 
 def match_on_decode(stock: Any, queue: Any, req: Any) -> Any:
-    """What of a prompt decode has. Around SGLang's own match, which finds HBM only: DRAM is brought there."""
+    """What of a prompt decode has in HBM, where all that comes from its other tiers is by now."""
     cache = queue.tree_cache
     if not isinstance(cache, GlobalRadixCache):
         return stock(queue, req)
-    if cache.dram is not None:
-        found = match_prefix_for_req(cache, req, req.origin_input_ids, include_req=True)
-        if found.host_hit_length:
-            cache.init_load_back(InitLoadBackParams(found.best_match_node, found.host_hit_length, req=req))
-            cache.settle()
     if cache.promotions is not None:
         cache.promotions.release(req.cache_request_handle)
     match = stock(queue, req)

@@ -12,6 +12,13 @@ enters the tree, its slots are freed, and its result is skipped. Three hooks:
   its own. With overlap, the result of an earlier batch, a chunk of the same request, comes first;
 - before the last batch is merged into the running one: take them out of it.
 
+A prefill server does not skip results of retracted requests, and takes a request whose chunk it does not go
+on with for one that gives way. There the result of the whole batch is skipped, its requests are taken back
+when the next batch is chosen, after the results before it were processed, and what was collected of them for
+decode is forgotten (nothing is offered before the last chunk). What was aborted meanwhile ends as always.
+Decode computes nothing of a prompt: what fails to verify there is found before slots are set aside, and comes
+from prefill.
+
 Why no extension point serves: SGLang's caches load only what is complete.
 
 For: SGLang 0.5.21.
@@ -21,7 +28,7 @@ Can go: when SGLang can run a batch again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang_ext.patches.base import Target
@@ -31,8 +38,11 @@ from sglang_ext.patches.plugin_hooks import Hook, hook_patch
 logger = logging.getLogger(__name__)
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_PREFILL = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin"
 _PENDING = "_sglang_ext_restarts"
 """Attribute of the scheduler: the requests that wait for their old result to be skipped, by batch."""
+_THROWN = "_sglang_ext_thrown"
+"""Attribute of a prefill server's scheduler: batches whose requests are to be taken back."""
 _TAKEN = "_sglang_ext_taken_back"
 """Attribute of the scheduler: the requests that have to leave the last batch."""
 
@@ -64,27 +74,81 @@ def after_run_batch(_result: Any, scheduler: Any, batch: Any, *_args: Any, **_kw
     cache = called_cache(scheduler)
     if cache is None or not batch.forward_mode.is_extend() or cache.streams_hold():
         return
+    logger.warning(
+        "KV that was streaming from disk could not be read or did not verify; %d requests run again",
+        len(batch.reqs),
+    )
+    if _prefills(scheduler):
+        setattr(scheduler, _THROWN, [*getattr(scheduler, _THROWN, ()), batch])
+    else:
+        _take_back(scheduler, batch)
+
+
+def _take_back(scheduler: Any, batch: Any) -> None:
+    """Give back what a batch's requests hold; they wait for its result to be skipped."""
     if scheduler.chunked_req in batch.reqs:
         scheduler.chunked_req = None
     taken = take_back(batch.reqs, scheduler.tree_cache)
     setattr(scheduler, _PENDING, {**getattr(scheduler, _PENDING, {}), batch.forward_iter: taken})
     setattr(scheduler, _TAKEN, taken)
-    logger.warning(
-        "KV that was streaming from disk could not be read or did not verify; %d requests run again",
-        len(taken),
-    )
+
+
+def _take_back_thrown(scheduler: Any) -> None:
+    for batch in getattr(scheduler, _THROWN, ()):
+        _take_back(scheduler, batch)
+    setattr(scheduler, _THROWN, [])
+
+
+def _prefills(scheduler: Any) -> bool:
+    return bool(scheduler.disaggregation_mode.value == "prefill")
+
+
+def around_prefill_result(stock: Callable[..., None], scheduler: Any, batch: Any, result: Any) -> None:
+    """Around a prefill server's ``process_batch_result_disagg_prefill``."""
+    from sglang.srt.disaggregation.utils import is_aborted
+
+    thrown = {each.forward_iter for each in getattr(scheduler, _THROWN, ())}
+    if batch.forward_iter not in thrown | getattr(scheduler, _PENDING, {}).keys():
+        stock(scheduler, batch, result)
+        return
+    aborted = [req for req in batch.reqs if is_aborted(req) and scheduler._retire_aborted_prefill_result(req)]
+    if aborted:
+        scheduler.output_streamer.stream_output(aborted, any(req.return_logprob for req in aborted))
 
 
 def after_batch_result(_result: None, scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
     """After ``process_batch_result``."""
+    if any(each.forward_iter == batch.forward_iter for each in getattr(scheduler, _THROWN, ())):
+        _take_back_thrown(scheduler)  # without overlap, its result comes first
     pending = getattr(scheduler, _PENDING, None)
     if pending:
         for req in pending.pop(batch.forward_iter, ()):
-            scheduler._add_request_to_queue(req, is_retracted=True)
+            if _prefills(scheduler):
+                queue_again(scheduler, req)
+            else:
+                scheduler._add_request_to_queue(req, is_retracted=True)
+
+
+def queue_again(scheduler: Any, req: Any) -> None:
+    """Let a request whose hand-over is open already wait to be prefilled from its beginning."""
+    req.start_send_idx = req.disagg_decode_prefix_len
+    req.tmp_end_idx = -1
+    req.early_send_prefix_end = None
+    scheduler.clear_pending_chunk_send(req)
+    req.disagg_kv_sender.begin_again()
+    req.storage_prefetch_retry_attempts = 0
+    req.storage_prefetch_last_match_len = None
+    req.staged_prefetch_plan = None
+    scheduler._prefetch_kvcache(req)
+    req.time_stats.set_wait_queue_entry_time()
+    req.arrival_processed_tokens = scheduler.processed_tokens_counter
+    scheduler.waiting_queue.append(req)
 
 
 def after_events(_result: None, scheduler: Any) -> None:
     """After ``_process_hicache_events``, the beginning of the choice of the next batch."""
+    if getattr(scheduler, _THROWN, None):
+        _take_back_thrown(scheduler)
     taken = getattr(scheduler, _TAKEN, None)
     if not taken:
         return
@@ -106,6 +170,11 @@ PATCH = hook_patch(
         Target(f"{_SCHEDULER}.process_batch_result", "(self, batch, result)", "726305f46a97"),
         "after",
         after_batch_result,
+    ),
+    Hook(
+        Target(f"{_PREFILL}.process_batch_result_disagg_prefill", "(self, batch, result)", "681fa124edec"),
+        "around",
+        around_prefill_result,
     ),
     Hook(Target(f"{_SCHEDULER}._process_hicache_events", "(self)", "0d245d43ba85"), "after", after_events),
 )

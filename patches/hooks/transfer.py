@@ -5,10 +5,10 @@ What: ``global`` becomes a member of ``TransferBackend`` and a choice of
 ``patches/adapter/kv_manager.py``. Before the command line is made into a server's settings,
 ``--kv-pd-caching`` chooses which of SGLang's caching flags are set. Before ``init_disaggregation`` our
 classes are told the scheduler, whose pool they serve; around ``run_batch`` they send layers while the next
-are computed (push by layer). Around decode's ``_match_prefix_and_lock``, which would count on HiCache for
-what is in DRAM, that is loaded; after ``_update_handshake_waiters``, which says who may be given slots, the
-disk is looked at. After ``on_idle`` a scheduler that only waits for transfers sleeps until one of them
-moves, where stock SGLang spins.
+are computed (push by layer). After decode's ``_update_handshake_waiters``, which says who may be given slots,
+those wait for whom decode's own disk or DRAM brings something; around its ``_match_prefix_and_lock``, which
+would count on HiCache for what is in DRAM, only what is in HBM counts. After ``on_idle`` a scheduler that
+only waits for transfers sleeps until one of them moves, where stock SGLang spins.
 
 Why no extension point serves: ``add_disagg_transfer_backend_choices`` extends the command line only; the
 enumeration and the function are closed, and the classes are constructed with pointers instead of the pool.
@@ -128,7 +128,7 @@ def after_handshakes(_result: None, queue: Any, *_args: Any, **_kwargs: Any) -> 
     if queue.transfer_backend.value == BACKEND:
         from sglang_ext.patches.adapter import kv_manager as kv_transfer
 
-        kv_transfer.look_on_disk(queue)
+        kv_transfer.bring_ahead(queue)
 
 
 def around_run_batch(stock: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:

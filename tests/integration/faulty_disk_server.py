@@ -1,9 +1,14 @@
 """SGLang's server as ``sglang_ext.launch_server`` starts it, with a disk that is slow and, when told, faulty.
 
-Its folder (`hooked_server`) says what is wrong now: with a file ``damage`` in it, the upper half of every
-read does not verify in the last layer; with a file ``blind``, the cache does not look whether what streamed
-held. A file ``slow-writes`` has the seconds that each group of writes takes longer, and with a file ``full``
-nothing is written.
+Its folder (`hooked_server`) says what is wrong now:
+
+- ``damage``: the upper half of every read does not verify in the last layer;
+- ``blind``: the cache does not look whether what streamed held;
+- ``slow-writes``: has the seconds that each group of writes takes longer;
+- ``full``: nothing is written;
+- ``slow-copies``: has the seconds that each layer from DRAM to HBM takes longer; when each came and went is
+  added to the file ``copied``;
+- ``blocking``: a decode server's scheduler waits for such copies.
 """
 
 from __future__ import annotations
@@ -19,7 +24,9 @@ SECONDS_PER_LAYER = 0.15
 
 def make_faulty(folder: Path) -> None:
     """Disturb the disk tier of this process."""
+    from sglang_ext.engine.pd.disk_loads import LocalAhead
     from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
+    from sglang_ext.tiered_store.copy import PoolCopier
     from sglang_ext.tiered_store.disk.tier import DiskTier
     from sglang_ext.tiered_store.tier import LayerRead, Outcome
 
@@ -50,6 +57,26 @@ def make_faulty(folder: Path) -> None:
             time.sleep(float(slow.read_text()))
         return complete(self, puts)
 
+    scatter, ahead = PoolCopier.scatter, LocalAhead.each_pass
+
+    def slow_scatter(self: PoolCopier, plan: Any, layer: int, stop: int | None = None) -> int:
+        slow = folder / "slow-copies"
+        if not slow.exists():
+            return scatter(self, plan, layer, stop)
+        began = time.monotonic()
+        time.sleep(float(slow.read_text()))
+        copied = scatter(self, plan, layer, stop)
+        with (folder / "copied").open("a") as file:
+            file.write(f"{began} {time.monotonic()}\n")
+        return copied
+
+    def each_pass(self: LocalAhead, queue: Any) -> None:
+        ahead(self, queue)
+        if (folder / "blocking").exists():
+            self._cache.settle()
+
+    PoolCopier.scatter = slow_scatter  # type: ignore[method-assign]
+    LocalAhead.each_pass = each_pass  # type: ignore[method-assign]
     DiskTier.get_layer = get_layer  # type: ignore[method-assign]
     DiskTier.prepare_put = prepare_put  # type: ignore[method-assign]
     DiskTier.complete_puts = complete_puts  # type: ignore[method-assign]

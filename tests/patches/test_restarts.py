@@ -21,6 +21,7 @@ class Cache:
 
 class Scheduler:
     def __init__(self, cache: Cache) -> None:
+        self.disaggregation_mode = SimpleNamespace(value="null")
         self.tree_cache = cache
         self.chunked_req: Any = None
         self.last_batch: Any = None
@@ -96,3 +97,64 @@ def test_decode_and_other_caches_are_not_asked(scheduler: Scheduler) -> None:
     restarts.after_run_batch(None, scheduler, Batch(2, "a"))
     restarts.after_batch_result(None, scheduler, Batch(2, "a"), None)
     assert scheduler.queued == []
+
+
+@pytest.fixture
+def prefill(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> Scheduler:
+    """Of a prefill server, whose last batch did not hold."""
+    scheduler.disaggregation_mode.value = "prefill"
+    scheduler.tree_cache.holds = False
+    monkeypatch.setattr(restarts, "queue_again", lambda scheduler, req: scheduler.queued.append(req))
+    monkeypatch.setattr("sglang.srt.disaggregation.utils.is_aborted", lambda req: req == "aborted")
+    return scheduler
+
+
+def process(scheduler: Scheduler, batch: Batch) -> list[int]:
+    """The numbers of the batches whose result is used."""
+    used: list[int] = []
+    restarts.around_prefill_result(
+        lambda _, batch, __: used.append(batch.forward_iter), scheduler, batch, None
+    )
+    restarts.after_batch_result(None, scheduler, batch, None)
+    return used
+
+
+def test_prefill_takes_back_after_the_results_before(prefill: Scheduler) -> None:
+    """With overlap: the chunk before still belongs to a request that goes on."""
+    before, batch = Batch(6, "a"), Batch(7, "a", "b")
+    prefill.chunked_req = "a"
+    restarts.after_run_batch(None, prefill, batch)
+    assert prefill.chunked_req == "a"
+    assert process(prefill, before) == [6]
+    prefill.last_batch = batch
+    restarts.after_events(None, prefill)
+    assert (prefill.chunked_req, batch.reqs, prefill.queued) == (None, [], [])
+    assert process(prefill, Batch(7, "a", "b")) == []
+    assert prefill.queued == ["a", "b"]
+    assert process(prefill, Batch(8, "a", "b")) == [8]
+
+
+def test_prefill_without_overlap_takes_back_with_the_result(prefill: Scheduler) -> None:
+    batch = Batch(7, "a", "b")
+    restarts.after_run_batch(None, prefill, batch)
+    assert process(prefill, batch) == []
+    assert prefill.queued == ["a", "b"]
+    prefill.last_batch = batch
+    restarts.after_events(None, prefill)
+    assert batch.reqs == []
+
+
+def test_what_was_aborted_meanwhile_ends(prefill: Scheduler) -> None:
+    told: list[str] = []
+    prefill._retire_aborted_prefill_result = lambda req: True  # type: ignore[attr-defined]
+    prefill.output_streamer = SimpleNamespace(  # type: ignore[attr-defined]
+        stream_output=lambda reqs, return_logprob: told.extend(reqs)
+    )
+
+    class Aborted(str):
+        return_logprob = False
+
+    batch = Batch(7, Aborted("aborted"), "b")
+    restarts.after_run_batch(None, prefill, batch)
+    assert process(prefill, batch) == []
+    assert told == ["aborted"]

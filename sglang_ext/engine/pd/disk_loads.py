@@ -1,8 +1,9 @@
-"""Decode's disk: what it has of a waiting prompt comes to DRAM, while prefill computes.
+"""Decode's own tiers: what it has of a waiting prompt comes to HBM, and nobody waits for that but the prompt.
 
     enters decode's queue   its prompt is looked for on disk, and what is there is read into DRAM
     prefill is done         no slots are set aside before that has ended, or for `PATIENCE_SECONDS`
-    slots are set aside     what is in DRAM is brought to HBM; prefill is asked for the rest
+    the disk is done        what is in DRAM is copied to slots of HBM, which are nobody's until it has arrived
+    it has arrived          the blocks enter the tree; slots are set aside, and prefill is asked for the rest
 
 All methods run in the scheduler's thread. Every rank has the same queue, and takes the same steps.
 """
@@ -14,45 +15,58 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.engine.cache.listeners import Listener
 from sglang_ext.engine.tiers.promotion import Wanted
+from sglang_ext.engine.tiers.retention import path_of
 from sglang_ext.keys import encode_tokens
+from sglang_ext.mempool.store import Refusal, Reservation, Use
 from sglang_ext.tiered_store.loading.layers import AHEAD
+from sglang_ext.tiers import Tier
 
 if TYPE_CHECKING:
     from sglang_ext.engine.cache.rank_cache import RankCache
-    from sglang_ext.engine.tiers.promotions import Promotions
+    from sglang_ext.radix_global import Node
 
 PATIENCE_SECONDS = 1.0
 """How long a request whose KV prefill has ready waits for a disk. The network is there for what is late."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Looked:
     """A request in the queue. since: when it could have been given slots; None before that."""
 
+    namespace: Hashable
+    key: bytes
     since: float | None = None
     given_up: bool = False
+    """The disk was too slow."""
+    copied: bool = False
+    """Nothing more comes from DRAM."""
+    copying: Reservation | None = None
 
 
-class DiskAhead:
+class LocalAhead(Listener):
     """See the module's docstring.
 
     Args:
-        cache: of a decode rank.
-        promotions: its disk.
+        cache: of a decode rank, with a DRAM tier.
+        least_tokens: a shorter run is not worth a copy from DRAM.
     """
 
-    def __init__(self, cache: RankCache, promotions: Promotions, clock: Clock | None = None) -> None:
+    def __init__(self, cache: RankCache, clock: Clock | None = None, *, least_tokens: int = 0) -> None:
         self._cache = cache
-        self._promotions = promotions
+        self._promotions = cache.promotions
         self._clock = clock or SystemClock()
+        self._least_tokens = least_tokens
         self._looked: dict[Hashable, _Looked] = {}
         self._held_back: list[tuple[Hashable, _Looked]] = []
+        self._copying: set[Reservation] = set()
+        self._landed: list[Reservation] = []
         self.late = 0
         """Requests that went on without what the disk had, because it took too long."""
 
     def __repr__(self) -> str:
-        return f"DiskAhead(requests={len(self._looked)}, late={self.late})"
+        return f"LocalAhead(requests={len(self._looked)}, copying={len(self._copying)}, late={self.late})"
 
     def each_pass(self, queue: Sequence[Any]) -> None:
         """Look for new requests, and hold back (`waiting_for_input`) those whose blocks are on their way.
@@ -67,25 +81,77 @@ class DiskAhead:
             handle = waiting.req.cache_request_handle
             looked = self._looked.get(handle)
             if looked is None:
-                looked = self._looked[handle] = _Looked()
-                self._begin(waiting.req)
-            if waiting.waiting_for_input and not looked.given_up and not self._promotions.ready(handle):
+                looked = self._looked[handle] = self._begin(waiting.req)
+            if waiting.waiting_for_input and not self._ready(handle, looked):
                 waiting.waiting_for_input = False
-                if looked.since is None:
-                    looked.since = self._clock.monotonic()
+
+    def _ready(self, handle: Hashable, looked: _Looked) -> bool:
+        """Whether all that comes has come; the next step is begun when it is time."""
+        if not looked.given_up and self._promotions is not None and not self._promotions.ready(handle):
+            if looked.since is None:
+                looked.since = self._clock.monotonic()
+            return False
+        if not looked.copied:
+            looked.copied = True
+            looked.copying = self._copy(looked)
+        return looked.copying is None or not looked.copying.open
+
+    def _copy(self, looked: _Looked) -> Reservation | None:
+        """Start copying what DRAM has after HBM's part of a prompt, as much as there is room for."""
+        store, tree, hbm, dram = self._cache.store, self._cache.tree, self._cache.hbm, self._cache.dram
+        assert dram is not None
+        parent, start = tree.root, 0
+        below: list[Node] = []
+        for end, node in path_of(tree, looked.namespace, looked.key):
+            if hbm in node.placements:
+                parent, start = node, end
+            elif dram.holder in node.placements:
+                below.append(node)
+        blocks = sum(node.blocks for node in below)
+        if not blocks or blocks * tree.block_size < self._least_tokens:
+            return None
+        # What is copied must not leave DRAM to make room for itself.
+        tree.lock(below[-1], dram.holder)
+        found = store.reserve_behind(
+            Tier.HBM, looked.namespace, looked.key, Use.LOAD, parent, start, blocks, whole=True
+        )
+        tree.unlock(below[-1], dram.holder)
+        if isinstance(found, Refusal):
+            return None
+        self._copying.add(found)
+        store.swap_in(Tier.DRAM, below, found.places, lambda: self._landed.append(found))
+        return found
 
     def release(self, handle: Hashable) -> None:
         """The request has been given slots, or is gone."""
-        self._promotions.release(handle)
+        if self._promotions is not None:
+            self._promotions.release(handle)
 
-    def _begin(self, req: Any) -> None:
-        namespace = self._cache.namespace(req.extra_key, req.cache_salt)
-        # As for a prompt that somebody expects: behind what a forward pass waits for.
-        wanted = Wanted(namespace, encode_tokens(req.origin_input_ids), AHEAD, request=req.rid)
-        self._promotions.begin(req.cache_request_handle, wanted)
+    def _begin(self, req: Any) -> _Looked:
+        looked = _Looked(
+            self._cache.namespace(req.extra_key, req.cache_salt), encode_tokens(req.origin_input_ids)
+        )
+        if self._promotions is not None:
+            # As for a prompt that somebody expects: behind what a forward pass waits for.
+            wanted = Wanted(looked.namespace, looked.key, AHEAD, request=req.rid)
+            self._promotions.begin(req.cache_request_handle, wanted)
+        return looked
+
+    def before_clear(self) -> None:
+        """Give up what is being copied."""
+        if self._copying and self._cache.dram is not None:
+            self._cache.dram.settle()
+        self._end_copies(keep=False)
+
+    def _end_copies(self, *, keep: bool) -> None:
+        """Of copies that have landed. Not in the middle of an admission, which has matched already."""
+        for reservation in self._landed:
+            self._copying.discard(reservation)
+            reservation.commit(reservation.blocks if keep else 0, onward=False)
+        self._landed.clear()
 
     def propose(self) -> Sequence[int]:
-        """Of each request that is held back, whether it has waited long enough."""
+        """Of each request that is held back by the disk, whether it has waited long enough."""
         now, said = self._clock.monotonic(), []
         self._held_back = []
         for handle, looked in self._looked.items():
@@ -95,9 +161,10 @@ class DiskAhead:
         return said
 
     def act(self, agreed: Sequence[int]) -> None:
-        """Let those go on that have waited long enough on every rank."""
+        """Take note of what has arrived, and let those go on that have waited long enough on every rank."""
+        self._end_copies(keep=True)
         for (handle, looked), late in zip(self._held_back, agreed, strict=False):
-            if late and not self._promotions.ready(handle):
+            if late and self._promotions is not None and not self._promotions.ready(handle):
                 self.release(handle)
                 looked.given_up = True
                 self.late += 1

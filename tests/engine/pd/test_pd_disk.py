@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from engine_simulation import Rank, Scenario, finish
 from sglang.srt.managers.schedule_policy import match_prefix_for_req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_ext.engine.pd.disk_loads import PATIENCE_SECONDS, DiskAhead
+from sglang_ext.engine.pd.disk_loads import PATIENCE_SECONDS, LocalAhead
 from sglang_ext.patches.adapter.kv_manager import match_on_decode
 from sglang_ext.testing.fakes import FakeClock
 from sglang_ext.testing.tiers import GatedTier
@@ -29,7 +30,7 @@ BLOCK = 4
 class Decode:
     """A rank whose disk alone has the prompt, and a request for it in SGLang's queue."""
 
-    def __init__(self) -> None:
+    def __init__(self, pace: random.Random | None = None) -> None:
         self.disk: GatedTier | None = None
 
         def gated(disk: BlockTier) -> BlockTier:
@@ -39,7 +40,7 @@ class Decode:
         scenario = Scenario(
             "decode", PoolKind(page=4), hbm_tokens=128, dram_blocks=20, disk_blocks=100, memory=4
         )
-        self.rank = Rank(scenario, disk_class=gated)
+        self.rank = Rank(scenario, pace=pace, disk_class=gated)
         self.cache = self.rank.cache
         assert self.rank.promotions is not None
         self.rank.serve(PROMPT)
@@ -55,7 +56,7 @@ class Decode:
         assert self.rank.tier is not None
         self.rank.tier.give_back(self.rank.tier.take(20))  # everything leaves DRAM
         self.clock = FakeClock()
-        self.ahead = DiskAhead(self.cache, self.rank.promotions, self.clock)
+        self.ahead = LocalAhead(self.cache, self.clock)
         self.cache.ranks.add(self.ahead)
         self.waiting = SimpleNamespace(req=req, waiting_for_input=False)
 
@@ -77,14 +78,30 @@ class Decode:
 
         return match_on_decode(stock, SimpleNamespace(tree_cache=self.cache), self.waiting.req)
 
+    def copies(self) -> bool:
+        """Another pass, and whether it left a copy to HBM under way."""
+        assert not self.may_have_slots()
+        return any(each.tier is Tier.HBM for each in self.cache.store.reservations)
+
     def nothing_is_held(self) -> bool:
         assert self.rank.promotions is not None
         self.cache.check_hicache_events()
-        return not self.rank.promotions.reading and not self.rank.promotions._arrived
+        held = self.rank.promotions.reading or self.rank.promotions._arrived or self.cache.store.reservations
+        return not held
 
 
 @pytest.fixture
 def decode(sglang_config: None) -> Iterator[Decode]:
+    """Whose copies go on as somebody asks for them."""
+    found = Decode(random.Random(3))
+    yield found
+    finish(found.rank)
+    found.rank.close()
+
+
+@pytest.fixture
+def still(sglang_config: None) -> Iterator[Decode]:
+    """Whose copies stand still until somebody waits for them."""
     found = Decode()
     yield found
     finish(found.rank)
@@ -126,3 +143,44 @@ def test_a_request_that_is_gone_holds_nothing(decode: Decode) -> None:
     assert not decode.nothing_is_held()
     decode.ahead.each_pass([])
     assert decode.nothing_is_held()
+
+
+def test_a_copy_from_dram_holds_back_its_request_and_nobody_else(still: Decode) -> None:
+    """The scheduler goes on, however slow the copy is; the tree does not know of it before it has arrived."""
+    wait_until(still.copies, seconds=20, what="a copy")
+    for _ in range(50):
+        assert not still.may_have_slots()
+    assert not len(still.matched().prefix_indices)
+    still.cache.settle()
+    assert not len(still.matched().prefix_indices), "it would have changed in the middle of an admission"
+    assert still.may_have_slots()
+    assert len(still.matched().prefix_indices) == still.whole
+    assert still.nothing_is_held()
+
+
+def test_a_copy_is_given_up_when_the_cache_is_emptied(still: Decode) -> None:
+    wait_until(still.copies, seconds=20, what="a copy")
+    still.ahead.before_clear()
+    assert not still.cache.store.reservations
+    assert still.may_have_slots()
+    assert not len(still.matched().prefix_indices)
+
+
+def test_a_request_that_is_gone_leaves_its_copy_to_others(still: Decode) -> None:
+    wait_until(still.copies, seconds=20, what="a copy")
+    still.ahead.each_pass([])
+    still.cache.settle()
+    assert still.nothing_is_held()
+    assert len(still.matched().prefix_indices) == still.whole
+
+
+def test_what_is_too_short_or_finds_no_room_is_left_to_prefill(still: Decode) -> None:
+    assert still.disk is not None
+    still.ahead = LocalAhead(still.cache, still.clock, least_tokens=still.whole + 1)
+    wait_until(still.may_have_slots, seconds=20, what="what is on disk")
+    assert not len(still.matched().prefix_indices)
+    still.ahead = LocalAhead(still.cache, still.clock)
+    taken = still.cache.hbm_tier.take_free(still.cache.hbm_tier.free)
+    wait_until(still.may_have_slots, seconds=20, what="what is on disk")
+    still.cache.token_to_kv_pool_allocator.free(taken)
+    assert not len(still.matched().prefix_indices)

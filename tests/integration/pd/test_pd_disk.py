@@ -1,0 +1,186 @@
+"""Prefill and decode servers with disks: what is on them streams into a forward pass, or is waited for."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from hooked_server import FOLDER
+from pd_fleet import count, nothing_is_left, prompt_of
+
+from sglang_ext.testing.compare import Answer, assert_same
+from sglang_ext.testing.servers.pd_servers import PdServers, pd_servers
+from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, wait_until
+
+pytestmark = pytest.mark.integration
+
+BLOCK = 16
+BLOCKS = 20
+SLOW = 0.3
+AGAIN = "run again"
+
+
+class Disks:
+    """One prefill and one decode server, and the folders in which they look for faults."""
+
+    def __init__(self, pd: PdServers, faults: dict[str, Path]) -> None:
+        self.pd = pd
+        self.faults = faults
+        self.prefill, self.decode = pd.prefill[0].server, pd.decode[0]
+
+    def ask(self, prompt: list[int], tokens: int = 8, **fields: str) -> Answer:
+        return self.pd.generate(prompt, max_new_tokens=tokens, **fields)
+
+    def cold(self, prompt: list[int]) -> Answer:
+        return self.ask(prompt, cache_salt="cold")
+
+    def to_disk_only(self, prompt: list[int], seed: int) -> None:
+        """Let a prompt be on the disks and in no memory."""
+        answer = self.ask(prompt, 1)
+        assert answer.durability in ("durable", "refused")
+        rng = random.Random(seed)
+        for _ in range(5):  # more than HBM and DRAM hold, at the speed of the disk
+            self.ask([rng.randrange(100, 30_000) for _ in range(1000)], 1)
+            for server in (self.prefill, self.decode):
+                wait_until(
+                    lambda server=server: count(server, "sglang_ext_cache_disk_backlog_bytes") == 0,
+                    seconds=20,
+                    what="everything written",
+                )
+
+
+@pytest.fixture(scope="module")
+def disks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disks]:
+    faults = {role: tmp_path_factory.mktemp(f"{role}-faults") for role in ("prefill", "decode")}
+
+    def spec(role: str, *more: str) -> ServerSpec:
+        return ServerSpec(
+            run=(str(Path(__file__).parents[1].joinpath("faulty_disk_server.py")),),
+            flags=(
+                *("--kv-check", "--kv-load-policy", "always", "--kv-dram-size", "16MB"),
+                *("--kv-disk-path", str(tmp_path_factory.mktemp(f"{role}-kv")), "--kv-disk-size", "1GB"),
+                *("--max-total-tokens", "2400", "--chunked-prefill-size", "256", "--enable-metrics", *more),
+            ),
+            environment={FOLDER: str(faults[role]), **STRICT},
+        )
+
+    with pd_servers([spec("prefill")], [spec("decode", "--kv-durability", "acked")]) as (pd, _):
+        yield Disks(pd, faults)
+
+
+@contextmanager
+def fault(folder: Path, name: str, text: str = "") -> Iterator[None]:
+    (folder / name).write_text(text)
+    try:
+        yield
+    finally:
+        (folder / name).unlink()
+
+
+def restarts(server: ServerProcess) -> int:
+    return server.log.read_text(errors="replace").count(AGAIN)
+
+
+def events_of(server: ServerProcess, event: str) -> float:
+    samples = server.metrics().items()
+    name = "sglang_ext_cache_disk_blocks_total{"
+    return sum(value for sample, value in samples if sample.startswith(name) and f'"{event}"' in sample)
+
+
+def test_prefill_streams_its_disk_into_the_forward_pass(disks: Disks) -> None:
+    """And decode, which tells the end, tells it when its own disk has the answer."""
+    prompt = prompt_of(81, BLOCKS * BLOCK + 4)
+    with fault(disks.faults["decode"], "full"):
+        disks.to_disk_only(prompt, 1)
+    streamed, before = events_of(disks.prefill, "streamed"), restarts(disks.prefill)
+    answer = disks.ask([*prompt, 7, 8, 9])
+    assert answer.durability == "durable"
+    wait_until(
+        lambda: events_of(disks.prefill, "streamed") >= streamed + BLOCKS, seconds=10, what="streamed blocks"
+    )
+    assert restarts(disks.prefill) == before
+    assert_same(disks.cold([*prompt, 7, 8, 9]), answer)
+    nothing_is_left(disks.pd.servers)
+
+
+def test_a_damaged_layer_at_prefill_restarts_the_batch(disks: Disks) -> None:
+    """Of several chunks and requests, whose KV decode has nothing of. The twin does not look."""
+    prompt = prompt_of(82, BLOCKS * BLOCK + 4)
+    with fault(disks.faults["decode"], "full"):
+        disks.to_disk_only(prompt, 2)
+    longer, other = [*prompt, *prompt[:300]], list(reversed(prompt))
+    before = restarts(disks.prefill)
+    with fault(disks.faults["prefill"], "damage"):
+        sent = [disks.pd.start(each, max_new_tokens=8) for each in (longer, other)]
+        answers = [pair[1].result() for pair in sent]
+        for pair in sent:
+            pair[0].result()
+    assert restarts(disks.prefill) > before
+    for each, answer in zip((longer, other), answers, strict=True):
+        assert_same(disks.cold(each), answer)
+    nothing_is_left(disks.pd.servers)
+    with fault(disks.faults["decode"], "full"):
+        disks.to_disk_only(prompt, 3)
+    with fault(disks.faults["prefill"], "damage"), fault(disks.faults["prefill"], "blind"):
+        damaged = disks.ask([*prompt, 7, 8, 9])
+    with pytest.raises(AssertionError):
+        assert_same(disks.cold([*prompt, 7, 8, 9]), damaged)
+    disks.pd.wait_idle()
+
+
+def steps_during_copies(disks: Disks, prompt: list[int]) -> int:
+    """Tokens of another request that decode generated while a prompt came from its DRAM to HBM."""
+    copied = disks.faults["decode"] / "copied"
+    copied.unlink(missing_ok=True)
+    room = disks.pd.pair()
+    body = {
+        "input_ids": prompt_of(len(prompt), 40),
+        "sampling_params": {"temperature": 0, "max_new_tokens": 1200, "ignore_eos": True},
+        "stream": True,
+        **room,
+    }
+    at: list[float] = []
+    other = None
+    first = disks.pd.pool.submit(disks.prefill.post, "/generate", {**body, "stream": False})
+    url = f"{disks.decode.url}/generate"
+    with httpx.stream("POST", url, json=body, trust_env=False, timeout=60) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                at.append(time.monotonic())
+                if (
+                    json.loads(line.removeprefix("data: "))["meta_info"]["completion_tokens"] >= 20
+                    and other is None
+                ):
+                    other = disks.pd.pool.submit(disks.ask, prompt)
+                if other is not None and other.done():
+                    break
+    first.result()
+    assert other is not None
+    assert_same(disks.cold(prompt), other.result())
+    times = [tuple(map(float, line.split())) for line in copied.read_text().splitlines()]
+    assert len(times) >= 4, "no copy was slow"
+    return sum(times[0][0] < each < times[-1][1] for each in at)
+
+
+def slow_copies(disks: Disks) -> AbstractContextManager[None]:
+    return fault(disks.faults["decode"], "slow-copies", str(SLOW))
+
+
+def test_decode_goes_on_while_a_prompt_comes_from_its_own_tiers(disks: Disks) -> None:
+    prompt = prompt_of(83, BLOCKS * BLOCK + 4)
+    longer = [*prompt, 7, 8, 9]
+    disks.to_disk_only(prompt, 4)
+    with slow_copies(disks):
+        assert steps_during_copies(disks, longer) >= 20
+    disks.pd.wait_idle()
+    disks.to_disk_only(prompt, 5)
+    with slow_copies(disks), fault(disks.faults["decode"], "blocking"):
+        assert steps_during_copies(disks, longer) < 20, "the twin"
+    disks.pd.wait_idle()
+    nothing_is_left(disks.pd.servers)
