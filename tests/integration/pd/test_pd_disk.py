@@ -16,7 +16,8 @@ from pd_fleet import count, nothing_is_left, prompt_of
 
 from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.servers.pd_servers import PdServers, pd_servers
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, wait_until
+from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec
+from sglang_ext.testing.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 

@@ -19,7 +19,7 @@ import pytest
 from dram_damage import arena_files, flip_bit, last_change, snapshot
 from hooked_server import FOLDER
 from pd_fleet import COMMON, kill, nothing_is_left
-from token_requests import generate, random_prompt, until
+from token_requests import generate, random_prompt
 
 from sglang_ext.keys import encode_tokens
 from sglang_ext.protocol.cluster import VERDICT_S
@@ -28,7 +28,8 @@ from sglang_ext.router.policies import Match
 from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.servers.pd_servers import PdServers, pd_servers
-from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, free_port, wait_until
+from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, free_port
+from sglang_ext.testing.waiting import until, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
