@@ -127,7 +127,7 @@ class Endpoint:
         )
         self._server: ControlServer | None = None
         self._tasks = Tasks()
-        self._connecting: set[asyncio.Task[Instance]] = set()
+        self._connecting = Tasks()
         self._ticking: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -249,9 +249,7 @@ class Endpoint:
         if self._closed:
             raise PeerGoneError("this endpoint has been closed")
         # `close` ends what is under way: a connection made behind its back would never be ended.
-        task = asyncio.create_task(self._connect(addresses, use))
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
+        task = self._connecting.start(self._connect(addresses, use))
         try:
             return await task
         except asyncio.CancelledError:
@@ -328,9 +326,7 @@ class Endpoint:
         if self._closed:
             return
         self._closed = True
-        for task in self._connecting:
-            task.cancel()
-        await asyncio.gather(*self._connecting, return_exceptions=True)
+        await self._connecting.cancel()
         await self.leave()
         if self._ticking is not None:
             self._ticking.cancel()
