@@ -27,7 +27,7 @@ from sglang_ext.protocol.agent import Load
 from sglang_ext.router.dispatch.queue_estimate import Entry, QueueEstimate
 from sglang_ext.router.dispatch.transfer_times import TransferTimes
 from sglang_ext.router.policies.base import Instance, Match, Role
-from sglang_ext.router.policies.cost import ways
+from sglang_ext.router.policies.spans import ways
 from sglang_ext.router.telemetry.estimate import Estimate
 from sglang_ext.router.telemetry.local_metrics import LocalHistograms
 from sglang_ext.router.telemetry.observability import RouterMetrics

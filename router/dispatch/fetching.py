@@ -1,21 +1,22 @@
-"""Having an instance fetch KV that another one holds (MemServe, section 5.3, equation 2).
+"""Having an instance fetch KV that others hold (MemServe, section 5.3, equation 2).
 
-The holder's agent is told to export what DRAM has of the prompt, the other's to fetch it; both at once, just
-before the request or with the hint. What comes of it is between the two: a fetch that fails is computed.
+``policies.spans`` says which span of the prompt comes from whom. Each holder's agent is told to export what
+DRAM has of it, the other's to fetch all spans; all at once, just before the request or with the hint. What
+comes of it is between them: a fetch that fails is computed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import uuid
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Final
 
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol import agent as agent_messages
-from sglang_ext.protocol.agent import Expecting, Export, Fetched, FromAgent, Source
+from sglang_ext.protocol.agent import Expecting, Export, Fetched, FetchSpan, FromAgent, Source
 from sglang_ext.router.cluster.agents import AgentChannels
 from sglang_ext.router.dispatch.costs import RouterCosts
 from sglang_ext.router.dispatch.flight import Flight
@@ -23,7 +24,14 @@ from sglang_ext.router.policies import Decision, Instance, beginners
 from sglang_ext.router.policies import Fleet as Instances
 from sglang_ext.router.policies.base import Fetch, Matches, load_of
 from sglang_ext.router.policies.prompt_tree import NOTHING
-from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, UNHEARD, FetchNote
+from sglang_ext.router.policies.spans import Plan, best_plan, given_plan
+from sglang_ext.router.telemetry.fetch_note import (
+    NOT_WORTH_IT,
+    UNDER_WAY,
+    UNHEARD,
+    FetchNote,
+    SpanNote,
+)
 from sglang_ext.router.telemetry.observability import RouterMetrics
 
 LEAST_WAIT_S: Final = 0.25
@@ -64,10 +72,13 @@ class Fetching:
         self._fetches = metrics.counter(
             "fetches",
             "Prompts whose KV an instance was told to fetch from another, for a request or a hint; unheard: "
-            "one of both could not be told; not-worth-it: computing is expected to take less time",
+            "one of them could not be told; not-worth-it: computing is expected to take less time",
             "why",
         )
         self._ends = metrics.counter("fetches_ended", "What became of them, as instances say", "how")
+        self._spans = metrics.counter(
+            "fetched_spans", "Spans of prompts that were read from another instance, by how that ended", "how"
+        )
         self._fetched_tokens = metrics.counter("fetched_tokens", "Tokens whose KV came from another instance")
         self._notes: OrderedDict[tuple[bool, str], FetchNote] = OrderedDict()
         """(Of a hint, id) -> a fetch that has not ended, as far as is known; the oldest are forgotten."""
@@ -85,41 +96,50 @@ class Fetching:
     def consider(
         self, flight: Flight, decision: Decision, fleet: Instances, matches: Matches
     ) -> FetchNote | None:
-        """Have the chosen instance fetch what is sooner fetched than computed; ``None`` when nobody else
-        holds more of the prompt than it does."""
-        if decision.fetch is not None:
+        """Have the chosen instance, which may decode elsewhere, fetch what is sooner fetched than computed;
+        ``None`` when nobody else holds more of the prompt than it does."""
+        if decision.fetch:
             return self.begin(flight, decision.fetch, decision, fleet, matches)
-        note = self._weigh(decision, fleet, matches, flight.units)
-        if note is None or note.transfer_s <= note.saved_s:
-            return None if note is None else self._tell(flight, note, fleet)
+        chosen = _named(fleet, decision.instance)
+        if chosen is None:
+            return None
+        holders = self._holders(chosen, fleet, matches)
+        plan = best_plan(flight.units, chosen, holders, matches, self._costs)
+        if plan is None:
+            return None
+        note = self._note(plan)
+        if plan.worth_it:
+            return self._tell(flight, note, fleet)
         note.end = NOT_WORTH_IT
         self._fetches.labels(NOT_WORTH_IT).inc()
         return note
 
     def begin(
-        self, flight: Flight, fetch: Fetch, decision: Decision, fleet: Instances, matches: Matches
+        self, flight: Flight, fetches: Sequence[Fetch], decision: Decision, fleet: Instances, matches: Matches
     ) -> FetchNote | None:
-        """Tell both. ``None`` where the prompt's KV cannot be moved."""
-        chosen, holder = _named(fleet, decision.instance), _named(fleet, fetch.source)
-        if chosen is None or holder is None:
+        """Tell all. ``None`` where the prompt's KV cannot be moved, or the instance holds it."""
+        chosen = _named(fleet, decision.instance)
+        if chosen is None:
             return None
-        return self._tell(flight, self._note(holder, chosen, matches, flight.units, fetch.tokens), fleet)
+        plan = given_plan(flight.units, chosen, fleet, fetches, matches, self._costs)
+        return None if plan is None else self._tell(flight, self._note(plan), fleet)
 
     def _tell(self, flight: Flight, note: FetchNote, fleet: Instances) -> FetchNote | None:
         if len(flight.prompts) != 1:
             return None
         (prompt,) = flight.prompts
-        key = prompt.key[: note.tokens * TOKEN_BYTES]
-        if not self._movable(prompt.namespace, key):
+        if not self._movable(prompt.namespace, prompt.key[: note.tokens * TOKEN_BYTES]):
             return None
         _, _, extra_key, salt = prompt.namespace
-        source = self._lend(note.source, note.target, key, extra_key, salt)
-        if source is not None:
-            holder = _named(fleet, note.source)
-            busy_s = 0.0 if holder is None else min(MOST_BUSY_S, self._costs.queue_s(holder))
-            wait_s = min(MOST_WAIT_S, self.least_wait_s + note.saved_s + busy_s)
+        if spans := self._lend_all(note, prompt.key, extra_key, salt):
+            holders = (_named(fleet, span.source or "") for span in note.read)
+            busy_s = max(
+                (self._costs.queue_s(holder) for holder in holders if holder is not None), default=0.0
+            )
+            wait_s = min(MOST_WAIT_S, self.least_wait_s + note.saved_s + min(MOST_BUSY_S, busy_s))
             id = flight.record.request_id
-            message = agent_messages.Fetch(id, key, source, extra_key, salt, wait_s)
+            key = prompt.key[: spans[-1].tokens * TOKEN_BYTES]
+            message = agent_messages.Fetch(id, key, spans, extra_key, salt, wait_s)
             if self._channels.send(note.target, message):
                 self._fetches.labels("fetch").inc()
                 self._keep(ahead=False, id=id, note=note)
@@ -128,24 +148,17 @@ class Fetching:
         self._fetches.labels(UNHEARD).inc()
         return note
 
-    def _note(
-        self, source: Instance, target: Instance, matches: Matches, tokens: int, there: int
-    ) -> FetchNote:
-        """What is expected of moving ``there`` of a prompt's tokens."""
-        held = matches.get(target.name, NOTHING).tokens
-        there = min(there, tokens)
-        moving = self._costs.transfer_s(source, target, max(0, there - held))
-        saved = self._saved_s(target, tokens, held, there) if there > held else 0.0
-        calibrated = self._costs.of(target.name).calibrated
-        return FetchNote(source.name, target.name, there, max(0, there - held), moving, saved, calibrated)
-
-    def _saved_s(self, instance: Instance, tokens: int, held: int, there: int) -> float:
-        """What need not be computed when ``there`` tokens are known instead of ``held``."""
-        return max(0.0, self._exec_s(instance, tokens, held) - self._exec_s(instance, tokens, there))
-
-    def _exec_s(self, instance: Instance, tokens: int, known: int) -> float:
-        new = max(1, tokens - known)
-        return self._costs.exec_s(instance, new, max(0, tokens - new))
+    def _note(self, plan: Plan) -> FetchNote:
+        """What is expected of a plan."""
+        transfer_s = sum(span.seconds for span in plan.read)
+        spans = [
+            SpanNote(
+                each.source, None if each.tier is None else each.tier.name, each.start, each.end, each.seconds
+            )
+            for each in plan.spans
+        ]
+        saved_s = max(0.0, plan.alone_s - (plan.seconds - transfer_s))
+        return FetchNote(plan.instance, spans, transfer_s, saved_s, self._costs.of(plan.instance).calibrated)
 
     async def heard(self, note: FetchNote) -> None:
         """Return when the instance that fetches knows of it. A request that came there before that would not
@@ -170,7 +183,7 @@ class Fetching:
 
         return min(beginning, key=rank).name
 
-    def source_for(
+    def spans_for(
         self,
         namespace: tuple[str | None, ...],
         key: bytes,
@@ -178,24 +191,22 @@ class Fetching:
         fleet: Instances,
         matches: Matches,
         id: str = "",
-    ) -> Source | None:
-        """Have whoever holds most of a prompt export it to an instance that holds less. id: of the hint."""
+    ) -> tuple[FetchSpan, ...]:
+        """Have others export to an instance what they hold of a prompt and it does not. id: of the hint."""
         chosen = _named(fleet, instance)
         if chosen is None or not self._movable(namespace, key):
-            return None
-        holders = self._holders(chosen, fleet, matches)
-        if not holders:
-            return None
-        most = max(matches[known.name].in_memory for known in holders)
-        equals = [known for known in holders if matches[known.name].in_memory == most]
-        source = min(equals, key=lambda known: self._costs.transfer_s(known, chosen, most))
+            return ()
+        holders, tokens = self._holders(chosen, fleet, matches), len(key) // TOKEN_BYTES
+        plan = best_plan(tokens, chosen, holders, matches, self._costs, whole=True)
+        if plan is None:
+            return ()
+        note = self._note(plan)
         _, _, extra_key, salt = namespace
-        found = self._lend(source.name, instance, key, extra_key, salt)
-        self._fetches.labels("hint" if found is not None else UNHEARD).inc()
-        if found is not None:
-            tokens = len(key) // TOKEN_BYTES
-            self._keep(ahead=True, id=id, note=self._note(source, chosen, matches, tokens, most))
-        return found
+        spans = self._lend_all(note, key, extra_key, salt)
+        self._fetches.labels("hint" if spans else UNHEARD).inc()
+        if spans:
+            self._keep(ahead=True, id=id, note=note)
+        return spans
 
     # -- what becomes of it -------------------------------------------------------------------------
 
@@ -220,12 +231,16 @@ class Fetching:
             return
         note.heard.set()
         del self._notes[message.ahead, message.id]
-        note.end, note.moved, note.took_s = message.end, message.tokens, message.seconds
+        note.end = message.end
         self._ends.labels(message.end).inc()
-        self._fetched_tokens.inc(message.tokens)
-        moved = message.tokens if message.end == "done" else note.lacking if message.end in IN_VAIN else 0
-        if moved:
-            self._costs.observe_transfer(note.source, name, moved, message.seconds)
+        for span, ended in zip(note.read, message.spans, strict=False):
+            span.end, span.moved, span.took_s = ended.end, ended.tokens, ended.seconds
+            self._spans.labels(ended.end).inc()
+            self._fetched_tokens.inc(ended.tokens)
+            lost = span.stop - span.start if ended.end in IN_VAIN else 0
+            moved = ended.tokens if ended.end == "done" else lost
+            if moved and span.source is not None:
+                self._costs.observe_transfer(span.source, name, moved, ended.seconds)
 
     def forget(self, name: str) -> None:
         """An instance was started anew, or is gone: nothing more is heard of what it was told."""
@@ -249,7 +264,7 @@ class Fetching:
 
     def _holders(self, chosen: Instance, fleet: Instances, matches: Matches) -> list[Instance]:
         """Who has more of the prompt in memory than the chosen instance, and can export it to that."""
-        held = matches.get(chosen.name, NOTHING).tokens
+        held = matches.get(chosen.name, NOTHING).in_memory
         return [
             known
             for known in fleet
@@ -259,28 +274,24 @@ class Fetching:
             and self._channels.can_fetch(known.name, chosen.name)
         ]
 
-    def _weigh(self, decision: Decision, fleet: Instances, matches: Matches, tokens: int) -> FetchNote | None:
-        """The fetch that saves the chosen instance most time, or loses it least; ``None`` when nobody else
-        has more."""
-        chosen = _named(fleet, decision.instance)
-        holders = [] if chosen is None else self._holders(chosen, fleet, matches)
-        if chosen is None or not holders:
-            return None
-        held = matches.get(chosen.name, NOTHING).tokens
-        best, most = holders[0], -math.inf
-        for known in holders:
-            there = min(matches[known.name].in_memory, tokens)
-            # Of what is computed, only what comes after ``there`` differs between them.
-            left_s = self._exec_s(chosen, tokens, there)
-            gain = -left_s - self._costs.transfer_s(known, chosen, max(0, there - held))
-            if gain > most:
-                best, most = known, gain
-        note = self._note(best, chosen, matches, tokens, matches[best.name].in_memory)
-        return note if note.lacking else None
-
     def _movable(self, namespace: tuple[str | None, ...], key: bytes) -> bool:
         """Whether a prompt's tokens are known, and its KV means the same everywhere."""
         return namespace[0] == "tokens" and namespace[1] is None and 0 < len(key) <= MOST_KEY_BYTES
+
+    def _lend_all(
+        self, note: FetchNote, key: bytes, extra_key: str | None, salt: str | None
+    ) -> tuple[FetchSpan, ...]:
+        """Tell the holders of the spans that are to be read, up to the first that cannot be told."""
+        lent: list[FetchSpan] = []
+        for span in note.read:
+            source = self._lend(
+                span.source or "", note.target, key[: span.stop * TOKEN_BYTES], extra_key, salt
+            )
+            if source is None:
+                span.end = UNHEARD
+                break
+            lent.append(FetchSpan(source, span.stop))
+        return tuple(lent)
 
     def _lend(
         self, source: str, target: str, key: bytes, extra_key: str | None, salt: str | None

@@ -18,6 +18,7 @@ from sglang_ext.protocol.agent import (
     Expecting,
     Export,
     Fetch,
+    FetchSpan,
     FromAgent,
     Parked,
     Running,
@@ -111,7 +112,7 @@ class MoveCalls:
             salt,
             flight.record.priority,
             ttl_s=2 * AHEAD_S,
-            source=Source(endpoints, id),
+            spans=(FetchSpan(Source(endpoints, id), len(prompt.key) // TOKEN_BYTES),),
         )
         await self.ask(target, id, hint, AHEAD_S)
 
@@ -122,7 +123,7 @@ class MoveCalls:
             fetch = Fetch(
                 parked.id,
                 parked.tokens,
-                Source(endpoints, parked.export),
+                (FetchSpan(Source(endpoints, parked.export), len(parked.tokens) // TOKEN_BYTES),),
                 extra_key=parked.extra_key,
                 cache_salt=parked.cache_salt,
                 wait_s=FETCH_S,

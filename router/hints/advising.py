@@ -25,7 +25,7 @@ import msgspec
 
 from sglang_ext.clock import Clock
 from sglang_ext.keys import TOKEN_BYTES
-from sglang_ext.protocol.agent import Advise, Advised, FromAgent, Source, Withdraw
+from sglang_ext.protocol.agent import Advise, Advised, FetchSpan, FromAgent, Withdraw
 from sglang_ext.router.api.hints import Advisory
 from sglang_ext.router.cluster.agents import AgentChannels
 from sglang_ext.router.dispatch.advisory_book import REPEATED, Answer, HintBook
@@ -306,18 +306,18 @@ class Advisor:
         kind, adapter, _, _ = names
         if kind != "tokens" or adapter is not None:
             return
-        source = None
+        spans: tuple[FetchSpan, ...] = ()
         if first and where.elsewhere:
-            source = self._fetching.source_for(names, hint.key, name, fleet, matches, entry.id)
+            spans = self._fetching.spans_for(names, hint.key, name, fleet, matches, entry.id)
         missing = where.nowhere + where.elsewhere >= self._trees.block_size
         computes = first and missing and self._links.computes(name)
         below = any(count for tier, count in where.here.items() if tier is not Tier.HBM)
-        to_do = source is not None or computes or below
+        to_do = bool(spans) or computes or below
         if to_do or where.here.get(Tier.HBM):
             # What is in HBM already is to be held back.
-            end.busy = self._tell(entry, name, source) and to_do
+            end.busy = self._tell(entry, name, spans) and to_do
 
-    def _tell(self, entry: Entry, name: str, source: Source | None = None) -> bool:
+    def _tell(self, entry: Entry, name: str, spans: tuple[FetchSpan, ...] = ()) -> bool:
         hint = entry.hint
         names = hint.namespace
         assert isinstance(names, tuple)
@@ -329,7 +329,7 @@ class Advisor:
             cache_salt=salt,
             priority=hint.priority,
             ttl_s=max(0.0, entry.expires - self._clock.monotonic()),
-            source=source,
+            spans=spans,
         )
         sent = self._links.send(name, message)
         if sent:

@@ -142,8 +142,9 @@ def invalid_reason(decision: object, fleet: Fleet) -> str | None:
     if decision.decode is not None and decision.decode not in decoders:
         return f"it chose {decision.decode!r} to decode, which is none of {', '.join(sorted(decoders))}"
     names = {instance.name for instance in fleet}
-    if decision.fetch is not None and decision.fetch.source not in names:
-        return f"it fetches from {decision.fetch.source!r}, which is none of {', '.join(sorted(names))}"
+    for fetch in decision.fetch:
+        if fetch.source not in names:
+            return f"it fetches from {fetch.source!r}, which is none of {', '.join(sorted(names))}"
     reason: object = decision.reason
     if not isinstance(reason, Reason):
         return f"its reason {reason!r} is none of router.policies.Reason"

@@ -147,11 +147,12 @@ def for_want_of(reason: Reason, candidates: Fleet) -> Reason:
 
 
 class Fetch(msgspec.Struct, frozen=True):
-    """KV that another instance holds, worth moving."""
+    """KV that another instance holds, worth moving: one span of a prompt. It begins where the fetch before it
+    ends; the first, where what the chosen instance has in memory ends."""
 
     source: str
     tokens: int
-    """Leading tokens of the prompt that ``source`` holds."""
+    """Where it ends: leading tokens of the prompt, all of which ``source`` holds."""
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -167,8 +168,9 @@ class Decision(msgspec.Struct, frozen=True):
     """What was compared, by instance; larger is better."""
     decode: str | None = None
     """The instance that decodes, where it is another one."""
-    fetch: Fetch | None = None
-    """What ``instance`` should have another one send instead of computing it (MemServe, equation 2)."""
+    fetch: tuple[Fetch, ...] = ()
+    """What ``instance`` should have others send instead of computing it, span by span (MemServe, equation
+    2)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,15 @@ For each instance p that can begin with the request:
     queue(p) + the least of
         load(what p holds below HBM) + exec(what is left, after what p holds)
         exec(what is left, after what p has in HBM)                        loading costs more than computing
-        transfer(what p' has in memory beyond p) + exec(what is left after that)   where fetching is possible
+        transfer(what others have in memory beyond p) + exec(what is left after that)   where p can fetch it
 
 The smallest sum wins (equation 1), where a second of queue counts ``queue_weight`` times and a second of
 exec ``exec_weight`` times. With 1 and 1 it is the paper's equation, the time of this request alone. By
 default exec counts 1.5 times: what is computed here also keeps whoever comes next waiting, and what another
-holds need not be computed at all. If the smallest is one with a transfer, the decision names p'
-(equation 2: transfer is taken where it is no longer than what it saves). With prefill and decode apart, the
-pair is chosen together: to p's sum comes what the hand-over to the best decode instance takes.
+holds need not be computed at all. If the smallest is one with a transfer, the decision names who sends what
+(equation 2: transfer is taken where it is no longer than what it saves; ``spans`` chooses the holders, span
+by span). With prefill and decode apart, the pair is chosen together: to p's sum comes what the hand-over to
+the best decode instance takes.
 
 Sums within the time that one block of the prompt takes are equal; then load decides. And as in
 ``prompt_tree``, rule 3: a *common beginning* that p holds is not counted where p caches more than the
@@ -43,6 +44,7 @@ from sglang_ext.router.policies.base import (
     load_of,
 )
 from sglang_ext.router.policies.prompt_tree import NOTHING, prompt_tree
+from sglang_ext.router.policies.spans import alone_s, best_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Price:
     instance: Instance
     seconds: float
     held: Match
-    fetch: Fetch | None
+    fetch: tuple[Fetch, ...]
     decode: str | None
     crowded: bool
     """What it holds was not counted, because it caches much more than others already."""
@@ -103,18 +105,14 @@ def price(
     crowded = bool(held.tokens) and not held.own and instance.cached_tokens - emptiest > slack
     counted = NOTHING if crowded else held
     weight = options.exec_weight
-    seconds = _prefill_s(prompt, instance, counted, costs, weight)
-    fetch = None
-    for source in () if crowded else holders:
-        there = min(matches[source.name].in_memory, prompt.tokens)
-        if source is instance or there <= held.tokens:
-            continue
-        moving = costs.transfer_s(source, instance, there - held.tokens) + _load_s(instance, held, costs)
-        if moving > seconds:
-            continue
-        with_fetch = moving + weight * _exec_s(prompt, instance, there, costs)
-        if with_fetch < seconds or (with_fetch == seconds and fetch is None):
-            seconds, fetch = with_fetch, Fetch(source.name, there)
+    fetch: tuple[Fetch, ...] = ()
+    plan = None
+    if not crowded:
+        plan = best_plan(prompt.tokens, instance, holders, matches, costs, exec_weight=weight)
+    if plan is not None and plan.worth_it:
+        seconds, fetch = plan.seconds, plan.fetches
+    else:
+        seconds = alone_s(prompt.tokens, instance, counted, costs, weight)
     seconds += options.queue_weight * costs.queue_s(instance)
     decode = None
     if instance.role is Role.PREFILL:
@@ -122,35 +120,6 @@ def price(
         decode = best.name
         seconds += hand_over
     return Price(instance, seconds, held, fetch, decode, crowded)
-
-
-def _prefill_s(prompt: Prompt, instance: Instance, held: Match, costs: Costs, weight: float) -> float:
-    """To the first token with what the instance itself holds, once it begins; computing counts ``weight``
-    times. It loads a tier only where that is faster than computing, as its own load policy does."""
-    return min(
-        _load_s(instance, way, costs) + weight * _exec_s(prompt, instance, way.tokens, costs)
-        for way in ways(held)
-    )
-
-
-def ways(held: Match) -> list[Match]:
-    """What an instance may begin with of what it holds: all of it, or without its farthest tiers."""
-    found = [held]
-    known, below = held.tokens, dict(held.below)
-    while below:
-        known -= below.popitem()[1]  # the farthest
-        found.append(Match(known, below=dict(below)))
-    return found
-
-
-def _load_s(instance: Instance, held: Match, costs: Costs) -> float:
-    return sum(costs.load_s(instance, tier, tokens) for tier, tokens in held.below.items())
-
-
-def _exec_s(prompt: Prompt, instance: Instance, known: int, costs: Costs) -> float:
-    """The last token is computed in any case: its logits begin the answer."""
-    new = max(1, prompt.tokens - known)
-    return costs.exec_s(instance, new, max(0, prompt.tokens - new))
 
 
 def _block_s(prompt: Prompt, instance: Instance, costs: Costs, options: PolicyOptions) -> float:
@@ -162,7 +131,7 @@ def _block_s(prompt: Prompt, instance: Instance, costs: Costs, options: PolicyOp
 
 def _reason(chosen: Price, prices: list[Price], options: PolicyOptions) -> Reason:
     longest = max(one.held.tokens for one in prices)
-    if chosen.fetch is not None:
+    if chosen.fetch:
         return Reason.FETCH
     if longest <= 0:
         return for_want_of(Reason.NO_PREFIX, tuple(one.instance for one in prices))

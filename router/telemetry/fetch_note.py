@@ -10,45 +10,87 @@ UNDER_WAY = "under-way"
 NOT_WORTH_IT = "not-worth-it"
 """Computing is expected to take less time; nobody was told."""
 UNHEARD = "unheard"
-"""One of both could not be told."""
+"""One of those concerned could not be told."""
+COMPUTED = "compute"
+"""In the place of an instance: nobody is read from."""
 
 
 @dataclass(eq=False, slots=True)
-class FetchNote:
-    """One prompt's KV that another instance holds."""
+class SpanNote:
+    """Tokens ``start`` to ``stop`` of a prompt, and where they come from.
 
-    source: str
-    target: str
-    tokens: int
-    """Leading tokens of the prompt that the source can export."""
-    lacking: int
-    """How many of them the target is believed not to hold."""
-    transfer_s: float
-    """Expected: until they are in its HBM."""
-    saved_s: float
-    """Expected: what computing them would take."""
-    calibrated: bool
-    """Whether that comes from a profile, not from the defaults."""
-    end: str = UNDER_WAY
-    """``done``, or why nothing came (``engine.fetches.FetchCounters``), or a word of this module."""
+    source: an instance; None for what is computed. tier: of its tiers, by name. expected_s: until they are in
+    HBM. end, moved and took_s are of what was read from another instance: why that ended, tokens that came,
+    seconds.
+    """
+
+    source: str | None
+    tier: str | None
+    start: int
+    stop: int
+    expected_s: float
+    end: str | None = None
     moved: int = 0
-    """Tokens that came."""
     took_s: float | None = None
-    heard: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once the target knows of it, or nobody will say so any more."""
 
     def told(self) -> dict[str, Any]:
         """As JSON."""
         return {
-            "from": self.source,
+            "from": self.source or COMPUTED,
+            "tier": self.tier,
+            "start": self.start,
+            "stop": self.stop,
+            "expected_s": self.expected_s,
+            "end": self.end,
+            "moved_tokens": self.moved,
+            "took_s": self.took_s,
+        }
+
+
+@dataclass(eq=False, slots=True)
+class FetchNote:
+    """One prompt's KV that other instances hold."""
+
+    target: str
+    """Who reads."""
+    spans: list[SpanNote]
+    """Of the whole prompt, in order."""
+    transfer_s: float
+    """Expected: until what is read from others is in the target's HBM."""
+    saved_s: float
+    """Expected: what doing without would take longer."""
+    calibrated: bool
+    """Whether that comes from a profile, not from the defaults."""
+    end: str = UNDER_WAY
+    """``done``, or why not all came (``engine.fetches.FetchEnd``), or a word of this module."""
+    heard: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the target knows of it, or nobody will say so any more."""
+
+    @property
+    def read(self) -> list[SpanNote]:
+        """The spans that are read from other instances."""
+        return [span for span in self.spans if span.source not in (None, self.target)]
+
+    @property
+    def tokens(self) -> int:
+        """Leading tokens of the prompt that are there when all has come."""
+        return max((span.stop for span in self.read), default=0)
+
+    @property
+    def moved(self) -> int:
+        """Tokens that came."""
+        return sum(span.moved for span in self.spans)
+
+    def told(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
             "tokens": self.tokens,
-            "lacking_tokens": self.lacking,
             "expected_transfer_s": self.transfer_s,
             "expected_saving_s": self.saved_s,
             "calibrated": self.calibrated,
             "end": self.end,
             "moved_tokens": self.moved,
-            "took_s": self.took_s,
+            "plan": [span.told() for span in self.spans],
         }
 
     def headers(self) -> dict[str, str]:
@@ -57,6 +99,6 @@ class FetchNote:
             return {"x-kv-fetch": self.end}
         return {
             "x-kv-fetch": self.end,
-            "x-kv-fetch-source": self.source,
+            "x-kv-fetch-source": ",".join(dict.fromkeys(span.source or "" for span in self.read)),
             "x-kv-fetched-tokens": str(self.moved),
         }

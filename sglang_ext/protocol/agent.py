@@ -22,7 +22,7 @@ goes on there, or a snapshot follows:
                        <------------- Expecting(ticket)                   (its request may be sent now)
                        <------------- Running(id)
     Unpark             -------------> (end it here, or go on with it after all)
-                       <------------- Fetched(id, end, tokens, seconds)   when that has ended
+                       <------------- Fetched(id, end, spans)             when that has ended
                        <------------- Advised(id, tokens)                 when all was brought that could be
 
 Events name *runs*: a run is a number for consecutive blocks that are held in the same tiers, drawn by the
@@ -45,7 +45,7 @@ from sglang_ext.stages import NO_STAGES, StageTimes
 from sglang_ext.tiers import MAX_LEVEL
 from sglang_ext.wire import Blob, Codec, Count, Epoch, Message, Name
 
-AGENT_PROTOCOL: Final = 5
+AGENT_PROTOCOL: Final = 6
 """Changes when one side would misunderstand the other."""
 
 MAX_EVENTS: Final = 20_000
@@ -226,6 +226,18 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
     export: Name
 
 
+class FetchSpan(msgspec.Struct, frozen=True, array_like=True):
+    """A span of a prompt and where it can be read. It begins where the span before it ends, and reaches up to
+    the leading ``tokens`` tokens; the source exports these from the prompt's start.
+    """
+
+    source: Source
+    tokens: Count
+
+
+FetchSpans = Annotated[tuple[FetchSpan, ...], msgspec.Meta(max_length=64)]
+
+
 class Export(Message, frozen=True, tag="export"):
     """Let a peer read what DRAM has of a prompt, for ``ttl_s`` at most (MemServe, section 5.3).
 
@@ -240,14 +252,14 @@ class Export(Message, frozen=True, tag="export"):
 
 
 class Fetch(Message, frozen=True, tag="fetch"):
-    """A request with this prompt is on its way: read from a peer what is not here.
+    """A request with this prompt is on its way: read from peers what is not here.
 
-    wait_s: how long the request may wait for that, and how long it may take.
+    spans: in order. wait_s: how long the request may wait for that, and how long it may take.
     """
 
     id: Name
     tokens: Blob
-    source: Source
+    spans: FetchSpans
     extra_key: Tag | None = None
     cache_salt: Tag | None = None
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 5.0
@@ -265,8 +277,8 @@ class Advise(Message, frozen=True, tag="advise"):
     cache_salt: Tag | None = None
     priority: int = 0
     ttl_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
-    source: Source | None = None
-    """A peer that holds more of it, which is fetched first."""
+    spans: FetchSpans = ()
+    """What peers hold of it and this instance does not, which is fetched first."""
 
 
 class Withdraw(Message, frozen=True, tag="withdraw"):
@@ -440,20 +452,29 @@ class Expecting(Message, frozen=True, tag="expecting"):
     id: Name
 
 
-class Fetched(Message, frozen=True, tag="fetched"):
-    """What became of a `Fetch`, or of an `Advise` that names a source.
+class FetchedSpan(msgspec.Struct, frozen=True, array_like=True):
+    """What became of one span of a `Fetch`: tokens that came, and how long that took, waiting for the holder
+    included, connecting to it not. end: as of `Fetched`.
+    """
 
-    id: of that message. ahead: it was a hint's. end: ``done``, or why nothing came, as
-    ``engine.fetches.FetchCounters`` has it. tokens: that came. seconds: since the instance was told, waiting
-    for the holder included, connecting to it not.
+    end: Name
+    tokens: Count
+    seconds: Annotated[float, msgspec.Meta(ge=0)]
+
+
+class Fetched(Message, frozen=True, tag="fetched"):
+    """What became of a `Fetch`, or of an `Advise` that names spans.
+
+    id: of that message. ahead: it was a hint's. end: ``done``, or why not all came, as
+    ``engine.fetches.FetchEnd`` has it. spans: those that were begun, in order; what comes behind one that
+    failed is not fetched.
     """
 
     epoch: Epoch
     id: Name
     ahead: bool
     end: Name
-    tokens: Count
-    seconds: Annotated[float, msgspec.Meta(ge=0)]
+    spans: Annotated[tuple[FetchedSpan, ...], msgspec.Meta(max_length=64)] = ()
 
 
 ToAgent: TypeAlias = (

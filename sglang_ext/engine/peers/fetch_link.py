@@ -157,8 +157,14 @@ class FetchLink:
         self._start(job, asking=False, start=start, ids=ids)
 
     def drop(self, job: Job) -> None:
-        """What is offered is not needed: let the peer have it back."""
-        self._transfers.loop.call_soon_threadsafe(self._release, job)
+        """What is offered, or will be, is not needed: let the peer have it back."""
+
+        def drop() -> None:
+            job.declined = True
+            if job.ended.is_set():
+                self._release(job)
+
+        self._transfers.loop.call_soon_threadsafe(drop)
 
     def decline(self, address: str, export: str) -> None:
         """What a peer exports under a name is not needed: let it have that back."""

@@ -1,9 +1,10 @@
-"""What a prompt's KV lacks here is read from a peer's DRAM into ours (MemServe, equation 2; KVDirect, 4.1).
+"""What a prompt's KV lacks here is read from peers' DRAM into ours (MemServe, equation 2; KVDirect, 4.1).
 
-A fetch asks its peer what it exports, takes DRAM blocks for what is lacking then, has them read and verified,
-and puts them into the tree, from where the request loads them like any other DRAM hit; they go on to disk as
-what was computed here does. A request that was told to may wait for its fetch, for a time; others go first.
-Whatever goes wrong is a miss, counted by its reason.
+A fetch is of one or several spans of a prompt, each of a peer. It asks all of them what they export. Span by
+span, it takes DRAM blocks for what is lacking then, has them read and verified, and puts them into the tree,
+from where the request loads them like any other DRAM hit; they go on to disk as what was computed here does.
+A request that was told to may wait for its fetch, for a time; others go first. Whatever goes wrong with a
+span is a miss, counted by its reason: what came before it stays, and what comes behind it is computed.
 
 All methods run in the scheduler's thread. Every rank reads its part from the peer's same rank, and takes each
 step once all can.
@@ -95,16 +96,24 @@ _REFUSED: Final = {
 
 
 @dataclass(frozen=True)
+class SpanWish:
+    """Up to the leading `blocks` blocks of a prompt, from the peer at an address that exports them."""
+
+    address: str
+    export: str
+    blocks: int
+
+
+@dataclass(frozen=True)
 class Wish:
-    """What is to be fetched. key: encoded, whole blocks. wait_until: of the request, on this rank's clock;
-    None when nobody waits. then: called when it has ended, however. id: of the message that asks for it;
-    ahead: it was a hint.
+    """What is to be fetched. key: encoded, whole blocks. spans: in order. wait_until: of the request, on this
+    rank's clock; None when nobody waits. then: called when it has ended, however. id: of the message that
+    asks for it; ahead: it was a hint.
     """
 
     namespace: Hashable
     key: bytes
-    address: str
-    export: str
+    spans: tuple[SpanWish, ...]
     seconds: float
     wait_until: float | None = None
     then: Callable[[], None] = lambda: None
@@ -113,27 +122,51 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class FetchResult:
-    """What became of a wish.
+class SpanResult:
+    """What became of a span: tokens that came, and seconds since it was begun, but for connecting."""
 
-    seconds: since it was begun, but for connecting.
-    """
+    how: FetchEnd
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class FetchResult:
+    """What became of a wish. how: of its last span that was begun."""
 
     id: str
     ahead: bool
     how: FetchEnd
-    tokens: int = 0
-    seconds: float = 0.0
+    spans: tuple[SpanResult, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that came."""
+        return sum(span.tokens for span in self.spans)
 
 
 @dataclass(eq=False)
 class _Fetch:
     wish: Wish
-    job: Job
+    jobs: list[Job]
+    """One for each span."""
     wait_until: float | None
     began: float
+    span_began: float
     reservation: Reservation | None = None
     """The blocks of DRAM that are being filled."""
+    results: list[SpanResult] = field(default_factory=list)
+    """Of the spans that have ended."""
+
+    @property
+    def span(self) -> SpanWish:
+        """What is being brought now."""
+        return self.wish.spans[len(self.results)]
+
+    @property
+    def job(self) -> Job:
+        """By what."""
+        return self.jobs[len(self.results)]
 
 
 class Fetches:
@@ -183,12 +216,14 @@ class Fetches:
         if len(self._active) >= MOST_FETCHES:
             self._decline(wish, FetchEnd.BUSY)
             return
-        job = self._link.ask(wish.address, wish.export, wish.seconds)
-        self._active.append(_Fetch(wish, job, wish.wait_until, self._clock.monotonic()))
+        jobs = [self._link.ask(span.address, span.export, wish.seconds) for span in wish.spans]
+        now = self._clock.monotonic()
+        self._active.append(_Fetch(wish, jobs, wish.wait_until, now, now))
 
     def _decline(self, wish: Wish, how: FetchEnd) -> None:
-        """Nothing is begun: what the peer exports for it need not stay locked there until it expires."""
-        self._link.decline(wish.address, wish.export)
+        """Nothing is begun: what peers export for it need not stay locked there until it expires."""
+        for span in wish.spans:
+            self._link.decline(span.address, span.export)
         self._tell(wish.id, wish.ahead, how)
         wish.then()
 
@@ -238,16 +273,18 @@ class Fetches:
         reservation = self._tier.store.reserve(
             Tier.DRAM,
             wish.namespace,
-            wish.key[: max(0, offered) * self._step],
+            wish.key[: min(max(0, offered), fetch.span.blocks) * self._step],
             Use.FETCH,
             share=SHARE,
             lose=fetch.wait_until is not None,
-            source=wish.address,
+            source=fetch.span.address,
         )
         if isinstance(reservation, Refusal):
             self._link.drop(job)
-            needless = FetchEnd.of(job.why or "needless")
-            self._end(fetch, needless if reservation is Refusal.KNOWN else _REFUSED[reservation])
+            known = reservation is Refusal.KNOWN
+            how = FetchEnd.of(job.why or "needless") if known else _REFUSED[reservation]
+            # Why it offers nothing is this rank's to know: all go on, or none.
+            self._span_over(fetch, how, go_on=known and offered > 0)
             return
         fetch.reservation = reservation
         self._link.read(job, reservation.start, reservation.places)
@@ -261,17 +298,29 @@ class Fetches:
         elif (done := reservation.commit()) is not None:
             came = done.fresh
             self.counters.fetched_blocks += came
-        self._end(fetch, FetchEnd.DONE if whole else FetchEnd.of(fetch.job.why), came)
+        fetch.reservation = None
+        self._span_over(fetch, FetchEnd.DONE if whole else FetchEnd.of(fetch.job.why), came, go_on=whole)
 
-    def _end(self, fetch: _Fetch, how: FetchEnd, blocks: int = 0) -> None:
+    def _span_over(self, fetch: _Fetch, how: FetchEnd, blocks: int = 0, *, go_on: bool = False) -> None:
+        """A span has ended: the next one begins (`go_on`), or the fetch ends."""
+        now = self._clock.monotonic()
+        # All peers are connected to at the beginning, while the first spans come.
+        connected = fetch.began + fetch.job.connecting_s
+        seconds = max(0.0, now - max(fetch.span_began, connected))
+        fetch.results.append(SpanResult(how, blocks * self._tree.block_size, seconds))
+        fetch.span_began = now
+        rest = fetch.jobs[len(fetch.results) :]
+        if rest and go_on:
+            return
+        for job in rest:
+            self._link.drop(job)
         self._active.remove(fetch)
-        seconds = max(0.0, self._clock.monotonic() - fetch.began - fetch.job.connecting_s)
-        self._tell(fetch.wish.id, fetch.wish.ahead, how, blocks, seconds)
+        self._tell(fetch.wish.id, fetch.wish.ahead, how, tuple(fetch.results))
         fetch.wish.then()
 
-    def _tell(self, id: str, ahead: bool, how: FetchEnd, blocks: int = 0, seconds: float = 0.0) -> None:
+    def _tell(self, id: str, ahead: bool, how: FetchEnd, spans: tuple[SpanResult, ...] = ()) -> None:
         self.counters.ends[how] += 1
-        self._results.append(FetchResult(id, ahead, how, blocks * self._tree.block_size, seconds))
+        self._results.append(FetchResult(id, ahead, how, spans))
 
     def counts(self) -> dict[str, int]:
         """All counters, by name."""
@@ -293,10 +342,11 @@ class Fetches:
     def settle(self) -> None:
         """Give up every fetch. When this returns, nothing writes to DRAM for one."""
         for fetch in list(self._active):
-            self._link.cancel(fetch.job)
+            for job in fetch.jobs[len(fetch.results) :]:
+                self._link.cancel(job)
             if fetch.reservation is not None:
                 fetch.reservation.abort()
-            self._end(fetch, FetchEnd.CANCELLED)
+            self._span_over(fetch, FetchEnd.CANCELLED)
 
     @property
     def busy(self) -> bool:

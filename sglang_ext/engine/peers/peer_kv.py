@@ -11,11 +11,11 @@ from typing import Final, Protocol
 
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.peers.export import ExportLink, Exports
-from sglang_ext.engine.peers.fetches import Fetches, FetchResult, Reads, Wish
+from sglang_ext.engine.peers.fetches import Fetches, FetchResult, Reads, SpanWish, Wish
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.keys import TOKEN_BYTES
-from sglang_ext.protocol.agent import Advise, Export, Fetch, PeerDead, Source
+from sglang_ext.protocol.agent import Advise, Export, Fetch, PeerDead
 from sglang_ext.radix_global import RadixTree
 
 HINT_SECONDS: Final = 10.0
@@ -81,17 +81,14 @@ class PeerKv:
     def fetch(self, message: Fetch) -> None:
         """A request is on its way, and waits."""
         until = self._clock.monotonic() + message.wait_s
-        wish = self._wish(message, message.source, message.wait_s, until)
+        wish = self._wish(message, message.wait_s, until)
         if wish is not None:
             self.fetches.begin(wish)
 
     def fetch_ahead(self, message: Advise, then: Callable[[], None]) -> None:
         """A request is expected: fetch, and then do what is done for a hint."""
-        source = message.source
-        wish = None
-        if source is not None:
-            seconds = min(HINT_SECONDS, message.ttl_s or HINT_SECONDS)
-            wish = self._wish(message, source, seconds, None, then)
+        seconds = min(HINT_SECONDS, message.ttl_s or HINT_SECONDS)
+        wish = self._wish(message, seconds, None, then)
         if wish is None:
             then()
         else:
@@ -100,20 +97,27 @@ class PeerKv:
     def _wish(
         self,
         message: Fetch | Advise,
-        source: Source,
         seconds: float,
         until: float | None,
         then: Callable[[], None] = lambda: None,
     ) -> Wish | None:
-        if len(source.endpoints) != self._endpoints or not self._fresh():
+        like_ours = all(len(span.source.endpoints) == self._endpoints for span in message.spans)
+        if not message.spans or not like_ours or not self._fresh():
             # With another number of ranks, each would need parts of several: not done.
             self.fetches.refuse(message.id, ahead=isinstance(message, Advise))
             return None
+        key = self._whole(message.tokens)
         return Wish(
             self._namespace(message.extra_key, message.cache_salt),
-            self._whole(message.tokens),
-            source.endpoints[self._rank],
-            source.export,
+            key,
+            tuple(
+                SpanWish(
+                    span.source.endpoints[self._rank],
+                    span.source.export,
+                    min(len(key), span.tokens * TOKEN_BYTES) // self._step,
+                )
+                for span in message.spans
+            ),
             seconds,
             until,
             then,

@@ -28,6 +28,7 @@ from sglang_ext.protocol.agent import (
     Export,
     Fetch,
     Fetched,
+    FetchedSpan,
     FromAgent,
     PeerDead,
     PrefillServers,
@@ -157,7 +158,7 @@ class Advice:
             logger.warning("a command for the KV cache is left out: %s", error)
             return
         match message:
-            case Advise() if message.source is not None and self.peers is not None:
+            case Advise() if message.spans and self.peers is not None:
                 self._fetching[message.id] = message
                 self._brings.expect(message.id, message.tokens, **self._terms(message, at))
                 self.peers.fetch_ahead(message, lambda: self._fetched(message, at))
@@ -281,7 +282,11 @@ class HintDesk:
             self._post(
                 reader,
                 Fetched(
-                    self._epoch, result.id, result.ahead, result.how.value, result.tokens, result.seconds
+                    self._epoch,
+                    result.id,
+                    result.ahead,
+                    result.how.value,
+                    tuple(FetchedSpan(span.how.value, span.tokens, span.seconds) for span in result.spans),
                 ),
             )
 

@@ -40,7 +40,17 @@ from sglang_ext.patches.adapter.build_transfers import (
     start_fetching,
 )
 from sglang_ext.patches.adapter.hbm import pool_geometry
-from sglang_ext.protocol.agent import TO_AGENT, Advise, Export, Fetch, PeerDead, Source, ToAgent, Withdraw
+from sglang_ext.protocol.agent import (
+    TO_AGENT,
+    Advise,
+    Export,
+    Fetch,
+    FetchSpan,
+    PeerDead,
+    Source,
+    ToAgent,
+    Withdraw,
+)
 from sglang_ext.testing.fakes import FakeClock
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
@@ -57,6 +67,11 @@ SCENARIO = Scenario(
     settings=Settings(chunk=None, new_token_ratio=0.05),
 )
 WITH_DISK = dataclasses.replace(SCENARIO, disk_blocks=400)
+
+
+def spans(endpoints: tuple[str, ...], export: str, tokens: int = 10_000) -> tuple[FetchSpan, ...]:
+    """One span, up to the leading ``tokens`` tokens."""
+    return (FetchSpan(Source(endpoints, export), tokens),)
 
 
 def prompt(number: int, blocks: int) -> list[int]:
@@ -184,7 +199,7 @@ def lend_and_fetch(
     """What a router does for a request: tell both."""
     key = encode_tokens(tokens)
     owner.told(Export("export", key, cache_salt=salt))
-    reader.told(Fetch("r1", key, Source((owner.link.address,), "export"), cache_salt=salt, wait_s=wait_s))
+    reader.told(Fetch("r1", key, spans((owner.link.address,), "export"), cache_salt=salt, wait_s=wait_s))
 
 
 def served(make_server: MakeServer) -> tuple[Server, Server, list[int]]:
@@ -322,7 +337,7 @@ def test_a_hint_fetches_and_then_brings_to_hbm(make_server: MakeServer) -> None:
     owner, reader, tokens = served(make_server)
     key = encode_tokens(tokens)
     owner.told(Export("export", key))
-    reader.told(Advise("hint", key, ttl_s=30.0, source=Source((owner.link.address,), "export")))
+    reader.told(Advise("hint", key, ttl_s=30.0, spans=spans((owner.link.address,), "export")))
     fetched(reader)
     prefetcher = reader.rank.cache.prefetcher
     assert prefetcher is not None
@@ -340,7 +355,7 @@ def test_a_hint_that_is_withdrawn_brings_nothing_to_hbm(make_server: MakeServer)
     owner, reader, tokens = served(make_server)
     key = encode_tokens(tokens)
     owner.told(Export("export", key))
-    reader.told(Advise("hint", key, ttl_s=30.0, source=Source((owner.link.address,), "export")))
+    reader.told(Advise("hint", key, ttl_s=30.0, spans=spans((owner.link.address,), "export")))
     reader.told(Withdraw("hint"))
     fetched(reader)
     prefetcher = reader.rank.cache.prefetcher
@@ -357,7 +372,7 @@ def test_a_rank_reads_from_the_same_rank_of_its_peer(make_server: MakeServer) ->
     owner.serve(tokens)
     key = encode_tokens(tokens)
     owner.told(Export("export", key))
-    reader.told(Fetch("r1", key, Source(("127.0.0.1:1", owner.link.address), "export"), wait_s=30.0))
+    reader.told(Fetch("r1", key, spans(("127.0.0.1:1", owner.link.address), "export"), wait_s=30.0))
     req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))
     assert req.cached_tokens == 20 * BLOCK
     assert reader.peers.fetches.counters.ends[FetchEnd.DONE] == 1
@@ -380,7 +395,7 @@ def test_nothing_lands_before_all_ranks_have_it(make_server: MakeServer, others:
     owner.serve(tokens)
     key = encode_tokens(tokens)
     owner.told(Export("export", key))
-    reader.told(Advise("hint", key, ttl_s=30.0, source=Source((owner.link.address,), "export")))
+    reader.told(Advise("hint", key, ttl_s=30.0, spans=spans((owner.link.address,), "export")))
     fetch = offered(reader)
     for _ in range(3):
         reader.rank.ranks.each_pass()
@@ -401,6 +416,62 @@ def test_nothing_lands_before_all_ranks_have_it(make_server: MakeServer, others:
     reader.rank.check()
 
 
+# -- several peers ----------------------------------------------------------------------------------
+
+
+def two_spans(
+    first: Server, second: Server, tokens: list[int], exports: tuple[str, str] = ("export", "export")
+) -> tuple[FetchSpan, ...]:
+    """The first 8 blocks of a prompt from one, the rest from another."""
+    return (
+        *spans((first.link.address,), exports[0], 8 * BLOCK),
+        *spans((second.link.address,), exports[1], len(tokens)),
+    )
+
+
+def test_each_span_comes_from_its_peer(make_server: MakeServer) -> None:
+    first, second, reader = (make_server() for _ in range(3))
+    tokens = prompt(1, 20)
+    key = encode_tokens(tokens)
+    for owner, known in ((first, tokens[: 8 * BLOCK + 1]), (second, tokens)):
+        owner.serve(known)
+        owner.told(Export("export", key))
+    reader.told(Fetch("r1", key, two_spans(first, second, tokens), wait_s=30.0))
+    req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))
+    assert req.cached_tokens == 20 * BLOCK
+    (result,) = reader.told_of
+    assert [(span.how, span.tokens) for span in result.spans] == [
+        (FetchEnd.DONE, 8 * BLOCK),
+        (FetchEnd.DONE, 12 * BLOCK),
+    ]
+    assert (result.how, result.tokens) == (FetchEnd.DONE, 20 * BLOCK)
+    assert reader.rank.store.calls[Call.TRANSFER_WITH_INSERT] == 2
+    for owner in (first, second):
+        owner.passes_until(lambda owner=owner: not owner.peers.busy, "the lease to end")
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_behind_a_span_that_does_not_come_all_is_computed(make_server: MakeServer, missing: int) -> None:
+    """And what came before it is used."""
+    first, second, reader = (make_server() for _ in range(3))
+    tokens = prompt(1, 20)
+    key = encode_tokens(tokens)
+    for owner in (first, second):
+        owner.serve(tokens)
+        owner.told(Export("export", key))
+    exports = ("nothing", "export") if missing == 0 else ("export", "nothing")
+    reader.told(Fetch("r1", key, two_spans(first, second, tokens, exports), wait_s=1.0))
+    req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))
+    assert req.cached_tokens == (0 if missing == 0 else 8 * BLOCK)
+    reader.passes_until(lambda: bool(reader.told_of), "the end")
+    (result,) = reader.told_of
+    assert [span.how for span in result.spans] == [FetchEnd.DONE, FetchEnd.LATE][1 - missing :]
+    assert result.how is FetchEnd.LATE
+    # What the other one had offered in vain, it has back.
+    for owner in (first, second):
+        owner.passes_until(lambda owner=owner: not owner.peers.busy, "the lease to end")
+
+
 # -- who waits --------------------------------------------------------------------------------------
 
 
@@ -410,7 +481,7 @@ def test_others_go_first_and_a_wait_ends(make_server: MakeServer) -> None:
     tokens = prompt(1, 20)
     key = encode_tokens(tokens)
     # Nobody exports anything under this name: the request would wait for as long as it may.
-    reader.told(Fetch("r1", key, Source((owner.link.address,), "nothing"), wait_s=30.0))
+    reader.told(Fetch("r1", key, spans((owner.link.address,), "nothing"), wait_s=30.0))
     scheduler = reader.rank.scheduler
     waiting = scheduler.submit(tokens, new_tokens=2)
     others = [scheduler.submit(tokens, new_tokens=2) for tokens in (prompt(2, 5), prompt(3, 1)[:3])]
@@ -425,7 +496,7 @@ def test_others_go_first_and_a_wait_ends(make_server: MakeServer) -> None:
 def test_a_request_that_goes_away_leaves_nothing(make_server: MakeServer) -> None:
     owner, reader = make_server(), make_server()
     tokens = prompt(1, 20)
-    reader.told(Fetch("r1", encode_tokens(tokens), Source((owner.link.address,), "nothing"), wait_s=30.0))
+    reader.told(Fetch("r1", encode_tokens(tokens), spans((owner.link.address,), "nothing"), wait_s=30.0))
     req = reader.rank.scheduler.submit(tokens, new_tokens=2)
     reader.rank.scheduler.step()
     reader.rank.scheduler.abort(req)
@@ -464,7 +535,7 @@ def lend_20_blocks(owner: Server, reader: Server) -> None:
     owner.serve(tokens)
     key = encode_tokens(tokens)
     owner.told(Export("export", key, ttl_s=60.0))
-    reader.told(Fetch("r1", key, Source((owner.link.address,), "export"), wait_s=30.0))
+    reader.told(Fetch("r1", key, spans((owner.link.address,), "export"), wait_s=30.0))
     offered(reader)
 
 
@@ -556,7 +627,7 @@ def test_a_holder_that_a_router_calls_dead_is_waited_for_while_it_answers(
     owner.serve(tokens)
     key = encode_tokens(tokens)
     # It never exports: that would be waited for until the end of the wait.
-    reader.told(Fetch("r1", key, Source((owner.link.address,), "nothing"), wait_s=60.0))
+    reader.told(Fetch("r1", key, spans((owner.link.address,), "nothing"), wait_s=60.0))
     (fetch,) = reader.peers.fetches._active
     until(lambda: fetch.job.instance is not None, "the connection")
     with silent(owner) if dies else nullcontext():
@@ -583,7 +654,7 @@ def test_a_silent_holder_is_waited_for_when_nobody_calls_it_dead(make_server: Ma
     owner, reader = make_server(), make_server(dead_after=LONG)
     tokens = prompt(1, 20)
     key = encode_tokens(tokens)
-    reader.told(Fetch("r1", key, Source((owner.link.address,), "nothing"), wait_s=60.0))
+    reader.told(Fetch("r1", key, spans((owner.link.address,), "nothing"), wait_s=60.0))
     (fetch,) = reader.peers.fetches._active
     until(lambda: fetch.job.instance is not None, "the connection")
     with silent(owner):
@@ -609,15 +680,16 @@ def test_what_became_of_a_fetch_is_told(make_server: MakeServer) -> None:
     owner.serve(tokens)
     lend_and_fetch(owner, reader, tokens)
     fetched(reader)
-    reader.told(Advise("hint", encode_tokens(tokens), source=Source((owner.link.address,), "export")))
-    reader.told(Fetch("r2", encode_tokens(tokens), Source(("a:1", "b:2"), "export")))
+    reader.told(Advise("hint", encode_tokens(tokens), spans=spans((owner.link.address,), "export")))
+    reader.told(Fetch("r2", encode_tokens(tokens), spans(("a:1", "b:2"), "export")))
     reader.peers.report()
     assert [(each.id, each.ahead, each.how.value, each.tokens) for each in told] == [
         ("r1", False, "done", 20 * BLOCK),
         ("hint", True, "needless", 0),
         ("r2", False, "refused", 0),
     ]
-    assert told[0].seconds >= 0 == told[1].seconds
+    assert [span.seconds >= 0 for span in told[0].spans] == [True]
+    assert not told[1].spans
 
 
 def test_another_namespace_is_refused(make_server: MakeServer) -> None:
@@ -685,7 +757,7 @@ def test_new_weights_at_the_owner_end_a_loan(make_server: MakeServer) -> None:
 def test_a_peer_with_another_number_of_ranks_is_refused(make_server: MakeServer) -> None:
     owner, reader = make_server(), make_server()
     key = encode_tokens(prompt(1, 20))
-    reader.told(Fetch("r1", key, Source((owner.link.address,) * 2, "export")))
+    reader.told(Fetch("r1", key, spans((owner.link.address,) * 2, "export")))
     assert reader.peers.fetches.counters.ends[FetchEnd.REFUSED] == 1
     assert not reader.peers.fetches.busy
 

@@ -154,13 +154,12 @@ async def test_from_registration_to_a_hit(router_port: int, key_file: Path, node
 
         await until(lambda: held().get(owner.url, Match(0)).tokens == 20 * BLOCK, nodes, "the index")
         fleet = tuple(Instance(node.url, 0, 0, 0, 0) for node in nodes)
-        decision = Decision(reader.url, Reason.FETCH, fetch=Fetch(owner.url, 20 * BLOCK))
+        decision = Decision(reader.url, Reason.FETCH, fetch=(Fetch(owner.url, 20 * BLOCK),))
         flight: Any = SimpleNamespace(
             prompts=[Encoded(TENANT, key, len(TOKENS))],
             units=len(TOKENS),
             record=SimpleNamespace(request_id="r1"),
         )
-        assert decision.fetch is not None
         router.fetching.least_wait_s = 8.0  # nobody waits for it here
         note = router.fetching.begin(flight, decision.fetch, decision, fleet, held())
         assert note is not None
@@ -186,8 +185,8 @@ async def test_a_hint_comes_with_its_source(router_port: int, key_file: Path, no
         owner.go_round()
         fleet = tuple(Instance(node.url, 0, 0, 0, 0) for node in nodes)
         matches = {owner.url: Match(20 * BLOCK)}
-        source = router.fetching.source_for(TENANT, key, reader.url, fleet, matches)
-        assert source is not None
-        hint = Advise("hint", key, cache_salt="salt", ttl_s=30.0, source=source)
+        spans = router.fetching.spans_for(TENANT, key, reader.url, fleet, matches)
+        assert [span.tokens for span in spans] == [20 * BLOCK]
+        hint = Advise("hint", key, cache_salt="salt", ttl_s=30.0, spans=spans)
         assert router.agents.send(reader.url, hint)
         await until(lambda: reader.rank.cache.total_size() == 20 * BLOCK, nodes, "the KV in HBM")

@@ -231,11 +231,16 @@ async def test_what_one_has_computed_another_fetches(pair, port, client, rng) ->
         assert headers["x-kv-fetch"] in ("done", "under-way")
         assert headers["x-kv-fetch-source"] == owner.url
         told = await explained(client, router, headers)
-        assert (told["from"], told["end"], told["moved_tokens"]) == (owner.url, "done", TOKENS)
+        assert (told["end"], told["moved_tokens"]) == ("done", TOKENS)
+        assert [(span["from"], span["start"], span["stop"], span["end"]) for span in told["plan"]] == [
+            (owner.url, 0, TOKENS, "done"),
+            ("compute", TOKENS, TOKENS + 3, None),
+        ]
         assert 0 < told["expected_transfer_s"] <= told["expected_saving_s"]
         assert not told["calibrated"]
-        assert told["took_s"] >= 0
-        print(f"a first fetch took {told['took_s'] * 1000:.1f} ms, connecting to the holder not counted")
+        took_s = told["plan"][0]["took_s"]
+        assert took_s >= 0
+        print(f"a first fetch took {took_s * 1000:.1f} ms, connecting to the holder not counted")
         assert_same(await cold(client, reader, prompt), answer)
         await asyncio.to_thread(wait_until, lambda: nothing_is_exported(owner), seconds=30, what="the lease")
         # A scheduler exports its counters between passes, not in the moment they change.

@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 BLOCK = 16
 TOKENS = 40 * BLOCK
-ANSWER = 2 * BLOCK
+ANSWER = 8 * BLOCK
 NS = ("tokens", None, None, None)
 GATED = str(Path(__file__).parents[1].joinpath("gated_fetching_server.py"))
 
@@ -146,6 +146,12 @@ def fetched_bytes(server: ServerProcess) -> float:
     return sum(v for k, v in server.metrics().items() if k.startswith("sglang_ext_cache_fetched_bytes_total"))
 
 
+def read(told: dict[str, Any]) -> list[tuple[str, int, int, str]]:
+    """The spans of a plan that were read from others, and how that ended."""
+    spans = [span for span in told["plan"] if span["end"] is not None]
+    return [(span["from"], span["start"], span["stop"], span["end"]) for span in spans]
+
+
 def slow_to_read(router: Router, source: str, seconds: float) -> None:
     """What was read from an instance is told to have taken so long: others are read from."""
     router.costs.observe_transfer(source, source, TOKENS, seconds)
@@ -163,7 +169,7 @@ async def test_a_session_moves_between_prefills(
         known = (len(first.said) - 1) // BLOCK * BLOCK
         assert (told["end"], told["moved_tokens"]) == ("done", known), told
         # Decode has the answer too, and so it is decode that is read from.
-        assert told["from"] == first.decode
+        assert read(told) == [(first.decode, 0, known, "done")]
         await asyncio.to_thread(
             wait_until,
             lambda: fetched_bytes(fleet.at(second.prefill)) > before[second.prefill],
@@ -175,23 +181,51 @@ async def test_a_session_moves_between_prefills(
         nothing_is_left(fleet.pd.servers)
 
 
-async def test_one_damaged_byte_at_decode_is_another_answer(
+SLIGHTLY = 0.033
+"""Seconds for a prompt: half as much again as is expected of others."""
+
+
+async def test_each_span_comes_from_who_is_soonest(
     fleet: Fleet, truth: ServerProcess, client: aiohttp.ClientSession, rng: random.Random
 ) -> None:
-    """The twin of the test above: it is what was fetched that is computed with."""
+    """The prompt from the other prefill server, the answer from decode, which alone has it."""
     async with routing(fleet) as router:
-        arenas = {server.url: arena_files(server.pid)[0] for server in fleet.pd.decode}
+        first = await turn(client, router, random_prompt(rng, TOKENS + 3))
+        for server in fleet.pd.decode:
+            slow_to_read(router, server.url, SLIGHTLY)
+        second = await turn(client, router, first.said + random_prompt(rng, 40))
+        told = await explained(client, router, second.id)
+        known = (len(first.said) - 1) // BLOCK * BLOCK
+        assert read(told) == [(first.prefill, 0, TOKENS, "done"), (first.decode, TOKENS, known, "done")]
+        assert told["moved_tokens"] == known
+        assert told["plan"][-1]["from"] == "compute"
+        await the_same_as_cold(truth, second)
+        nothing_is_left(fleet.pd.servers)
+
+
+@pytest.mark.parametrize("where", ["decode", "prefill"])
+async def test_one_damaged_byte_at_a_holder_is_another_answer(
+    where: str, fleet: Fleet, truth: ServerProcess, client: aiohttp.ClientSession, rng: random.Random
+) -> None:
+    """The twin of the tests above: it is what was fetched that is computed with."""
+    async with routing(fleet) as router:
+        arenas = {server.url: arena_files(server.pid)[0] for server in fleet.pd.servers}
         before = {url: snapshot(arena) for url, arena in arenas.items()}
         first = await turn(client, router, random_prompt(rng, TOKENS + 3))
-        arena = arenas[first.decode]
+        holder = first.decode if where == "decode" else first.prefill
+        arena = arenas[holder]
         last = await asyncio.to_thread(
-            wait_until, lambda: last_change(arena, before[first.decode]), seconds=30, what="DRAM"
+            wait_until, lambda: last_change(arena, before[holder]), seconds=30, what="DRAM"
         )
+        if where == "prefill":
+            for server in fleet.pd.decode:
+                slow_to_read(router, server.url, SLIGHTLY)
         # The last plane of a block holds float32 values; bit 6 of the last byte is the exponent's highest.
         flip_bit(arena, last // 4 * 4 + 3, bit=6)
         second = await turn(client, router, first.said + random_prompt(rng, 40))
         told = await explained(client, router, second.id)
-        assert (told["from"], told["end"]) == (first.decode, "done")
+        assert read(told)[0][0] == holder
+        assert told["end"] == "done"
         with pytest.raises(AssertionError):
             await the_same_as_cold(truth, second)
     for server in fleet.pd.servers:
@@ -219,6 +253,7 @@ async def test_a_prefill_that_dies_in_mid_read_changes_no_answer(
         second = await request
         assert second.prefill == reader.url
         told = await explained(client, router, second.id)
-        assert (told["from"], told["end"], told["moved_tokens"]) == (first.prefill, "gone", 0)
+        assert read(told) == [(first.prefill, 0, TOKENS, "gone")]
+        assert told["moved_tokens"] == 0
         await the_same_as_cold(truth, second)
         nothing_is_left([reader, *fleet.pd.decode])

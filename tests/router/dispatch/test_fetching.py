@@ -13,7 +13,7 @@ import pytest
 
 from sglang_ext.cost_model import CostModel
 from sglang_ext.protocol import agent as agent_messages
-from sglang_ext.protocol.agent import Expecting, Export, Fetched, FromAgent, ToAgent
+from sglang_ext.protocol.agent import Expecting, Export, Fetched, FetchedSpan, FromAgent, ToAgent
 from sglang_ext.protocol.cluster import Registration
 from sglang_ext.router.cluster.agents import AgentChannels
 from sglang_ext.router.dispatch.costs import RouterCosts
@@ -123,7 +123,11 @@ def wanted(
 ) -> Fetch | None:
     """What an instance is told to fetch for a prompt of 1000 tokens."""
     note = found.consider(flight(), decision, fleet, matches)
-    return None if note is None or note.end == NOT_WORTH_IT else Fetch(note.source, note.tokens)
+    if note is None or note.end == NOT_WORTH_IT:
+        return None
+    (span,) = note.read
+    assert span.source is not None
+    return Fetch(span.source, span.stop)
 
 
 # -- whether ----------------------------------------------------------------------------------------
@@ -157,7 +161,7 @@ def test_an_index_that_is_not_believed_names_no_source() -> None:
 
 
 def test_the_policys_word_counts() -> None:
-    decision = Decision("a", Reason.FETCH, fetch=Fetch("b", 16))
+    decision = Decision("a", Reason.FETCH, fetch=(Fetch("b", 16),))
     assert wanted(fetching(), decision, FLEET, {"b": Match(960)}) == Fetch("b", 16)
 
 
@@ -167,14 +171,15 @@ def test_the_policys_word_counts() -> None:
 def test_both_are_told_the_same_loan() -> None:
     channels = Channels()
     decision = Decision("a", Reason.FETCH)
-    assert fetching(channels).begin(flight(), Fetch("b", 960), decision, FLEET, {"b": Match(960)})
+    assert fetching(channels).begin(flight(), (Fetch("b", 960),), decision, FLEET, {"b": Match(960)})
     (holder, export), (chosen, fetch) = channels.told
     assert (holder, chosen) == ("b", "a")
     assert isinstance(export, Export)
     assert isinstance(fetch, agent_messages.Fetch)
     assert export.tokens == fetch.tokens == KEY[: 960 * 4]
-    assert export.export == fetch.source.export
-    assert fetch.source.endpoints == ("b:7",)
+    (span,) = fetch.spans
+    assert export.export == span.source.export
+    assert (span.source.endpoints, span.tokens) == (("b:7",), 960)
     assert export.cache_salt == fetch.cache_salt == "salt"
     assert LEAST_WAIT_S <= fetch.wait_s <= MOST_WAIT_S
 
@@ -190,7 +195,7 @@ def test_both_are_told_the_same_loan() -> None:
 )
 def test_what_cannot_be_moved_is_left_alone(made: Any) -> None:
     channels = Channels()
-    fetch = Fetch("b", len(made.prompts[0].key) // 4)
+    fetch = (Fetch("b", len(made.prompts[0].key) // 4),)
     assert not fetching(channels).begin(made, fetch, Decision("a", Reason.FETCH), FLEET, {"b": Match(960)})
     assert channels.told == []
 
@@ -198,7 +203,7 @@ def test_what_cannot_be_moved_is_left_alone(made: Any) -> None:
 def test_who_is_not_told_to_lend_is_not_fetched_from() -> None:
     channels = Channels(deaf={"b"})
     decision = Decision("a", Reason.FETCH)
-    note = fetching(channels).begin(flight(), Fetch("b", 960), decision, FLEET, {"b": Match(960)})
+    note = fetching(channels).begin(flight(), (Fetch("b", 960),), decision, FLEET, {"b": Match(960)})
     assert note is not None
     assert note.end == UNHEARD
     assert channels.told == []
@@ -208,14 +213,14 @@ def test_who_is_not_told_to_lend_is_not_fetched_from() -> None:
 
 
 def fetched(end: str = "done", tokens: int = 960, seconds: float = 0.05) -> Fetched:
-    return Fetched(b"e" * 16, "r1", False, end, tokens, seconds)
+    return Fetched(b"e" * 16, "r1", False, end, (FetchedSpan(end, tokens, seconds),))
 
 
 def test_what_came_of_it_is_noted_once() -> None:
     metrics = RouterMetrics()
     found = fetching(metrics=metrics)
     decision = Decision("a", Reason.FETCH)
-    note = found.begin(flight(), Fetch("b", 960), decision, FLEET, {"b": Match(960)})
+    note = found.begin(flight(), (Fetch("b", 960),), decision, FLEET, {"b": Match(960)})
     assert note is not None
     assert found.under_way == 1
     found.on_message("b", fetched())  # that was not the one that was told
@@ -224,14 +229,15 @@ def test_what_came_of_it_is_noted_once() -> None:
     value = metrics.registry.get_sample_value
     assert value("sglang_ext_router_fetches_ended_total", {"how": "done"}) == 1
     assert value("sglang_ext_router_fetched_tokens_total") == 960
-    assert (note.end, note.moved, note.took_s) == ("done", 960, 0.05)
+    assert value("sglang_ext_router_fetched_spans_total", {"how": "done"}) == 1
+    assert (note.end, note.moved, note.read[0].took_s) == ("done", 960, 0.05)
     assert found.under_way == 0
 
 
 async def test_a_request_waits_until_its_instance_knows_of_the_fetch() -> None:
     found, decision = fetching(), Decision("a", Reason.FETCH)
     found.least_wait_s = 60.0
-    note = found.begin(flight(), Fetch("b", 960), decision, FLEET, {"b": Match(960)})
+    note = found.begin(flight(), (Fetch("b", 960),), decision, FLEET, {"b": Match(960)})
     assert note is not None
     request = asyncio.create_task(found.heard(note))
     for name, id in (("b", "r1"), ("a", "r2")):  # another instance, and another request
@@ -247,7 +253,7 @@ async def test_a_request_waits_until_its_instance_knows_of_the_fetch() -> None:
 async def test_a_request_does_not_wait_in_vain(how: str) -> None:
     found = fetching(Channels(deaf={"a"} if how == "unheard" else set()))
     found.least_wait_s = 0.01 if how == "silent" else 60.0
-    note = found.begin(flight(), Fetch("b", 960), Decision("a", Reason.FETCH), FLEET, {"b": Match(960)})
+    note = found.begin(flight(), (Fetch("b", 960),), Decision("a", Reason.FETCH), FLEET, {"b": Match(960)})
     assert note is not None
     if how == "fetched":
         found.on_message("a", fetched())
@@ -258,7 +264,7 @@ async def test_a_request_does_not_wait_in_vain(how: str) -> None:
 
 def test_of_who_is_gone_nothing_more_is_heard() -> None:
     found = fetching()
-    note = found.begin(flight(), Fetch("b", 960), Decision("a", Reason.FETCH), FLEET, {"b": Match(960)})
+    note = found.begin(flight(), (Fetch("b", 960),), Decision("a", Reason.FETCH), FLEET, {"b": Match(960)})
     assert note is not None
     found.forget("b")
     assert found.under_way == 1
@@ -272,7 +278,7 @@ def test_who_takes_too_long_is_not_fetched_from_for_a_while(end: str) -> None:
     found = fetching(now=lambda: now[0])
     decision, matches = Decision("a", Reason.REBALANCED), {"b": Match(960)}
     assert wanted(found, decision, FLEET, matches) is not None
-    found.begin(flight(), Fetch("b", 960), decision, FLEET, matches)
+    found.begin(flight(), (Fetch("b", 960),), decision, FLEET, matches)
     found.on_message("a", fetched(end, seconds=3.0))
     assert wanted(found, decision, FLEET, matches) is None
     note = found.consider(flight(), decision, FLEET, matches)
@@ -288,11 +294,11 @@ def test_of_equal_holders_the_one_that_was_faster_is_read_from() -> None:
     found = fetching(channels)
     fleet, matches = (*FLEET, instance("c")), {"b": Match(960), "c": Match(960)}
     decision = Decision("a", Reason.REBALANCED)
-    found.begin(flight(), Fetch("b", 960), decision, fleet, matches)
+    found.begin(flight(), (Fetch("b", 960),), decision, fleet, matches)
     found.on_message("a", fetched(seconds=0.5))
     assert wanted(found, decision, fleet, matches) == Fetch("c", 960)
     channels.told.clear()
-    assert found.source_for(TOKENS, KEY, "a", fleet, matches) is not None
+    assert found.spans_for(TOKENS, KEY, "a", fleet, matches)
     assert [name for name, _ in channels.told] == ["c"]
 
 
@@ -305,7 +311,7 @@ def test_a_request_waits_longer_for_a_holder_that_computes() -> None:
         with ExitStack() as queue:
             for _ in range(prompts):
                 queue.enter_context(costs.sending("b", 1000, 0, streams=True))
-            found.begin(flight(), Fetch("b", 960), decision, FLEET, {"b": Match(960)})
+            found.begin(flight(), (Fetch("b", 960),), decision, FLEET, {"b": Match(960)})
         message = channels.told[-1][1]
         assert isinstance(message, agent_messages.Fetch)
         waits.append(message.wait_s)
@@ -326,17 +332,16 @@ def test_expected_requests_go_where_least_is_going_on() -> None:
 
 def test_a_hint_names_a_source() -> None:
     channels = Channels()
-    source = fetching(channels).source_for(TOKENS, KEY, "a", FLEET, {"b": Match(960)})
-    assert source is not None
-    assert source.endpoints == ("b:7",)
+    (span,) = fetching(channels).spans_for(TOKENS, KEY, "a", FLEET, {"b": Match(960)})
+    assert (span.source.endpoints, span.tokens) == (("b:7",), 960)
     assert [name for name, _ in channels.told] == ["b"]
-    assert fetching(channels).source_for(TOKENS, KEY, "b", FLEET, {"b": Match(960)}) is None
+    assert fetching(channels).spans_for(TOKENS, KEY, "b", FLEET, {"b": Match(960)}) == ()
 
 
 def test_a_note_says_in_headers_what_is_known_when_the_answer_begins() -> None:
     decision = Decision("a", Reason.FETCH)
     found = fetching()
-    note = found.begin(flight(), Fetch("b", 960), decision, FLEET, {"b": Match(960), "a": Match(320)})
+    note = found.begin(flight(), (Fetch("b", 960),), decision, FLEET, {"b": Match(960), "a": Match(320)})
     assert note is not None
     assert note.headers()["x-kv-fetch"] == "under-way"
     found.on_message("a", fetched(tokens=640))
@@ -346,5 +351,11 @@ def test_a_note_says_in_headers_what_is_known_when_the_answer_begins() -> None:
         "x-kv-fetched-tokens": "640",
     }
     told = note.told()
-    assert (told["tokens"], told["lacking_tokens"], told["moved_tokens"]) == (960, 640, 640)
+    assert (told["tokens"], told["moved_tokens"]) == (960, 640)
+    plan = [(span["from"], span["tier"], span["start"], span["stop"], span["end"]) for span in told["plan"]]
+    assert plan == [
+        ("a", "hbm", 0, 320, None),
+        ("b", "hbm", 320, 960, "done"),
+        ("compute", None, 960, 1000, None),
+    ]
     assert 0 < told["expected_transfer_s"] < told["expected_saving_s"]

@@ -329,6 +329,6 @@ async def test_a_prompt_is_copied_while_its_request_still_runs(
         (_, export), (_, hint) = told[:2]
         assert isinstance(export, Export)
         assert isinstance(hint, Advise)
-        assert hint.source == Source(("there:1",), export.export)
+        assert [span.source for span in hint.spans] == [Source(("there:1",), export.export)]
         assert hint.tokens == export.tokens == encode_tokens([5] * tokens)
     rig.gate.open()

@@ -190,7 +190,7 @@ async def test_what_is_in_hbm_already_is_held_back(start_worker, start_router, c
     told = await advise(client, router, session="s", ttl_s=20)
     assert (told["state"], told["tokens"]["hbm"] > 0) == ("ready", True)
     (hint,) = links.hints()
-    assert (hint.id, hint.source) == (told["id"], None)
+    assert (hint.id, hint.spans) == (told["id"], ())
     assert (await advise(client, router, session="s", ttl_s=21))["id"] == told["id"]
     assert len(links.hints()) == 1, "a second more is not worth a message"
     assert (await advise(client, router, session="s", ttl_s=60))["id"] == told["id"]

@@ -18,7 +18,7 @@ from sglang_ext.router.policies import (
     Role,
     policy_named,
 )
-from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, FetchNote
+from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, FetchNote, SpanNote
 from sglang_ext.router.tokens.tokenizing import Encoded
 
 KEY = bytes(4 * 1000)
@@ -42,7 +42,7 @@ class Fetches:
     def consider(self, flight: Any, decision: Decision, fleet: Any, matches: Any) -> FetchNote | None:
         if decision.instance == "a":
             return None
-        note = FetchNote("a", "b", 960, 960, 2.0, 1.0, True)
+        note = FetchNote("b", [SpanNote("a", "hbm", 0, 960, 2.0)], 2.0, 1.0, calibrated=True)
         note.end = self.end
         return note
 

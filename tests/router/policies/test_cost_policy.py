@@ -171,24 +171,26 @@ def test_cost(fleet, matches, costs, chosen, reason) -> None:
     ("matches", "costs", "chosen", "fetch"),
     [
         pytest.param(
-            {"a": FULL}, Seconds({"a": 950}, transfer=0.2), "b", Fetch("a", 900), id="fetching is sooner"
+            {"a": FULL}, Seconds({"a": 950}, transfer=0.2), "b", (Fetch("a", 900),), id="fetching is sooner"
         ),
-        pytest.param({"a": FULL}, Seconds({"a": 950}, transfer=1.5), "b", None, id="computing is sooner"),
-        pytest.param({"a": FULL}, Seconds({"a": 950}, transfer=1.0), "b", Fetch("a", 900), id="equal: fetch"),
-        pytest.param({"a": FULL}, Seconds({"a": 950}), "b", None, id="nobody can fetch"),
-        pytest.param({"a": FULL}, Seconds(transfer=0.2), "a", None, id="who holds it needs nothing"),
+        pytest.param({"a": FULL}, Seconds({"a": 950}, transfer=1.5), "b", (), id="computing is sooner"),
+        pytest.param(
+            {"a": FULL}, Seconds({"a": 950}, transfer=1.0), "b", (Fetch("a", 900),), id="equal: fetch"
+        ),
+        pytest.param({"a": FULL}, Seconds({"a": 950}), "b", (), id="nobody can fetch"),
+        pytest.param({"a": FULL}, Seconds(transfer=0.2), "a", (), id="who holds it needs nothing"),
         pytest.param(
             {"a": FULL, "b": Match(880, own=True)},
             Seconds({"a": 950}, transfer=2.0),
             "b",
-            None,
+            (),
             id="too little",
         ),
         pytest.param(
             {"a": FULL, "b": Match(500, own=True)},
             Seconds({"a": 950}, transfer=0.2),
             "b",
-            Fetch("a", 900),
+            (Fetch("a", 900),),
             id="what is beyond the own prefix",
         ),
     ],
@@ -196,7 +198,7 @@ def test_cost(fleet, matches, costs, chosen, reason) -> None:
 def test_fetch_or_recompute(matches, costs, chosen, fetch) -> None:
     decision = choose((A, B), matches, costs)
     assert (decision.instance, decision.fetch) == (chosen, fetch)
-    if fetch is not None:
+    if fetch:
         assert decision.reason is Reason.FETCH
 
 
@@ -418,7 +420,7 @@ def test_what_is_no_policy_is_refused(module, name, why) -> None:
         pytest.param(lambda: Decision("d", Reason.PREFIX), "'d', which is none of", id="one that decodes"),
         pytest.param(lambda: Decision("a", Reason.PREFIX, decode="b"), "'b' to decode", id="decodes not"),
         pytest.param(
-            lambda: Decision("a", Reason.PREFIX, fetch=Fetch("z", 5)),
+            lambda: Decision("a", Reason.PREFIX, fetch=(Fetch("z", 5),)),
             "fetches from 'z'",
             id="fetch from nobody",
         ),
@@ -491,9 +493,11 @@ def test_every_decision_can_be_followed(policy, prompt, fleet, matches, costs) -
     assert decision.decode is None or by_name[decision.decode].role is Role.DECODE
     trusted = {name: m for name, m in matches.items() if name in by_name and by_name[name].trusted}
     assert decision.matched == trusted.get(chosen.name, Match(0)).tokens
-    if decision.fetch is not None:
-        assert decision.fetch.source != chosen.name
-        assert decision.matched < decision.fetch.tokens <= trusted[decision.fetch.source].tokens
+    place = trusted.get(chosen.name, Match(0)).in_memory
+    for fetch in decision.fetch:
+        assert fetch.source != chosen.name
+        assert place < fetch.tokens <= trusted[fetch.source].in_memory
+        place = fetch.tokens
     assert not any(math.isnan(score) for score in decision.scores.values())
     again = choose(tuple(reversed(fleet)), matches, costs, prompt, policy)
     assert (again.instance, again.decode) == (decision.instance, decision.decode)
