@@ -21,8 +21,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,6 +46,8 @@ NO_TESTS = 5
 END_SECONDS = 5.0
 """Time for the parts to take down what they set up when the run is ended, and then for guards of servers to
 end them, as their supervisor is gone, and remove their shared memory."""
+REAP_SECONDS = 0.3
+"""How often what has lost its parent and ended is looked for."""
 ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a run."""
 
@@ -136,6 +139,20 @@ def end_orphans(seconds: float) -> list[str]:
     return left
 
 
+def reap_orphans(
+    parts: Mapping[str, subprocess.Popen[bytes]], starting: threading.Lock, over: threading.Event
+) -> None:
+    """Until the run is over, take the status of what has lost its parent and ended, as init would: tests look
+    whether it is gone."""
+    while not over.wait(REAP_SECONDS):
+        with starting:
+            ours = {part.pid for part in parts.values()}
+            for pid in guard.descendants(os.getpid()):
+                if pid not in ours:
+                    with suppress(ChildProcessError):  # somebody else's child
+                        os.waitpid(pid, os.WNOHANG)
+
+
 def end_the_run(number: int, _: object) -> None:
     raise SystemExit(128 + number)
 
@@ -150,15 +167,21 @@ def main(arguments: Sequence[str]) -> int:
             part: start(["--part", part, "--durations=15", *arguments], folders[part], logs.get(part))
             for part in PARTS
         }
+        starting, over = threading.Lock(), threading.Event()
+        reaper = threading.Thread(target=reap_orphans, args=(running, starting, over), name="reaper")
+        reaper.start()
         try:
             running["others"].wait()
             if not set(arguments) - {NEW_EXAMPLES}:
-                running["rdma"] = start_rdma(rdma_log)
+                with starting:
+                    running["rdma"] = start_rdma(rdma_log)
             statuses = [running[part].wait() for part in PARTS]
             for part, log in logs.items():
                 show(PARTS[part], log)
             if rdma := running.get("rdma"):
                 statuses.append(rdma_status(rdma.wait(), rdma_log))
+            over.set()
+            reaper.join()
             left = end_orphans(END_SECONDS)
             for part, status in zip(running, statuses, strict=True):
                 print(f"{PARTS.get(part, 'RDMA tests')}: {outcome(status)}", flush=True)
@@ -166,6 +189,8 @@ def main(arguments: Sequence[str]) -> int:
                 print("\n".join(["The run left behind:", *(f"process {each}" for each in left)]), flush=True)
                 statuses.append(1)
         finally:
+            over.set()
+            reaper.join()
             end(running.values())
         return worst(statuses)
 

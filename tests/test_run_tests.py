@@ -84,6 +84,20 @@ LEFT_WITHOUT_A_PARENT = """
         subprocess.run([sys.executable, "-c", source], start_new_session=True, check=True)
 """
 """Nobody's child, in a session of its own, without the mark in its environment that leaks are found by."""
+AN_ORPHAN_ENDS = """
+    import subprocess
+    import sys
+    import time
+    from pathlib import Path
+
+    def test_an_orphan_that_has_ended_is_gone():
+        source = "import subprocess, sys; print(subprocess.Popen(['sleep', '0.1']).pid)"
+        done = subprocess.run([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, check=True)
+        deadline = time.monotonic() + 30
+        while Path(f"/proc/{int(done.stdout)}").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+"""
 WAITS = """
     import os
     import subprocess
@@ -172,6 +186,12 @@ def test_what_has_no_parent_any_more_fails_the_run_and_is_ended(tmp_path: Path) 
     assert result.stdout.count(": passed") == 4
     (pid,) = re.findall(r"The run left behind:\nprocess (\d+): .*time.sleep", result.stdout)
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_an_orphan_that_has_ended_is_gone_while_the_tests_go_on(tmp_path: Path) -> None:
+    """As where init takes it; a test that waits for its end would wait in vain otherwise."""
+    result = run_suite(tmp_path, servers=AN_ORPHAN_ENDS)
+    assert result.returncode == 0, result.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

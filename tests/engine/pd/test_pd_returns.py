@@ -15,8 +15,6 @@ import pytest
 from engine_pools import PoolKind, chain_of
 from engine_simulation import Rank, Scenario, finish
 from pd_rig import METADATA, Rows, transfer_thread
-from sglang.srt.managers.schedule_policy import match_prefix_for_req
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.disagg.transfer.pools import MemoryRange, PoolSpec
@@ -29,7 +27,6 @@ from sglang_ext.engine.pd.peers import Local
 from sglang_ext.engine.pd.reservations import Blocks, Reservations
 from sglang_ext.engine.peers.fetch_link import arena_pool
 from sglang_ext.engine.ranks import Least, Part, Ranks
-from sglang_ext.patches.adapter.kv_manager import match_on_decode
 from sglang_ext.testing.transfer.rig import Gate
 from sglang_ext.testing.waiting import wait_until
 from sglang_ext.tiers import Tier
@@ -403,29 +400,6 @@ def test_a_read_that_fails_frees_what_was_set_aside(pair: Pair, monkeypatch: pyt
     pair.until("unread")
     assert pair.prefill.pools.allocator.available_size() == free
     pair.prefill.check()
-
-
-def test_what_decode_has_in_dram_is_brought_to_hbm_before_the_match(sglang_config: None) -> None:
-    rank = Rank(Scenario("decode", PoolKind(page=4), hbm_tokens=64, dram_blocks=20))
-    rank.serve(ANSWERED)
-    rank.cache.settle()
-    rank.cache.evict(EvictParams(num_tokens=64))
-    blocks = Blocks(rank.cache)
-    assert blocks.held(NAMESPACE, key_of(ANSWERED))[2] == 0
-    req = rank.scheduler.submit(ANSWERED, new_tokens=1)
-
-    def stock(queue: Any, req: Any) -> Any:
-        found = match_prefix_for_req(queue.tree_cache, req, req.origin_input_ids, include_req=True)
-        return SimpleNamespace(prefix_indices=found.device_indices, l2_host_hit_length=found.host_hit_length)
-
-    match = match_on_decode(stock, SimpleNamespace(tree_cache=rank.cache), req)
-    whole = len(ANSWERED) // 4 * 4
-    assert (len(match.prefix_indices), match.l2_host_hit_length) == (whole, 0)
-    chain = np.array(chain_of(NAMESPACE, ANSWERED), np.uint64)[:whole]
-    for layer in range(rank.pools.oracle.layers):
-        rank.pools.oracle.compare(match.prefix_indices.numpy(), chain, layer, "from DRAM")
-    finish(rank)
-    rank.close()
 
 
 class Instances:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import time
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.integration
 
 BLOCK = 16
 BLOCKS = 20
-SLOW = 0.3
+SLOW = 0.5
 AGAIN = "run again"
 
 
@@ -135,8 +136,10 @@ def test_a_damaged_layer_at_prefill_restarts_the_batch(disks: Disks) -> None:
     disks.pd.wait_idle()
 
 
-def steps_during_copies(disks: Disks, prompt: list[int]) -> int:
-    """Tokens of another request that decode generated while a prompt came from its DRAM to HBM."""
+def longest_pause(disks: Disks, prompt: list[int]) -> float:
+    """The longest time without a token of another request while a prompt came from decode's DRAM to HBM, as a
+    share of that time. Tokens are timed as they arrive: a busy machine may delay them, but fills no pause.
+    """
     copied = disks.faults["decode"] / "copied"
     copied.unlink(missing_ok=True)
     room = disks.pd.pair()
@@ -166,7 +169,9 @@ def steps_during_copies(disks: Disks, prompt: list[int]) -> int:
     assert_same(disks.cold(prompt), other.result())
     times = [tuple(map(float, line.split())) for line in copied.read_text().splitlines()]
     assert len(times) >= 4, "no copy was slow"
-    return sum(times[0][0] < each < times[-1][1] for each in at)
+    begin, end = times[0][0], times[-1][1]
+    moments = [begin, *(each for each in at if begin < each < end), end]
+    return max(after - before for before, after in itertools.pairwise(moments)) / (end - begin)
 
 
 def slow_copies(disks: Disks) -> AbstractContextManager[None]:
@@ -178,10 +183,10 @@ def test_decode_goes_on_while_a_prompt_comes_from_its_own_tiers(disks: Disks) ->
     longer = [*prompt, 7, 8, 9]
     disks.to_disk_only(prompt, 4)
     with slow_copies(disks):
-        assert steps_during_copies(disks, longer) >= 20
+        assert longest_pause(disks, longer) < 0.5
     disks.pd.wait_idle()
     disks.to_disk_only(prompt, 5)
     with slow_copies(disks), fault(disks.faults["decode"], "blocking"):
-        assert steps_during_copies(disks, longer) < 20, "the twin"
+        assert longest_pause(disks, longer) > 0.5, "the twin"
     disks.pd.wait_idle()
     nothing_is_left(disks.pd.servers)

@@ -120,9 +120,9 @@ async def test_a_pair_of_which_a_half_answers_with_an_error_is_not_the_last(
     router = await start_router(*pair.values())
     late = next(worker for role, worker in pair.items() if role != first)
 
-    async def asked(url: str) -> tuple[int, str]:
-        request = asyncio.ensure_future(client.post(url, json=BODIES["/generate"]))
-        async with await request as answer:
+    async def asked(url: str, number: int = 0) -> tuple[int, str]:
+        body = {**BODIES["/generate"], "input_ids": [100 * number + token for token in range(64)]}
+        async with client.post(url, json=body) as answer:
             return answer.status, await answer.text()
 
     for worker in pair.values():
@@ -133,9 +133,18 @@ async def test_a_pair_of_which_a_half_answers_with_an_error_is_not_the_last(
     assert pair[first].url in text
     assert all(row.in_flight == 0 for row in router.fleet.rows.values())
 
-    # With another pair to go to, nobody hears of it.
-    other = await start_router(*pair.values(), await start_pair("prefill"), await start_pair("decode"))
-    assert [(await asked(other.url + "/generate"))[0] for _ in range(2)] == [200, 200]
+    # With another to go to, nobody hears of the one that fails.
+    prefill, decode = await start_pair("prefill"), await start_pair("decode")
+    other = await start_router(pair[first], prefill, decode)
+    heard, prefills = len(pair[first].requests), [prefill, pair["prefill"]]
+    for number in range(3):
+        decode.before_head = Gate()  # once decode has answered, the other half is not sent any more
+        before = sum(len(worker.requests) for worker in prefills)
+        request = asyncio.ensure_future(asked(other.url + "/generate", number))
+        await eventually(lambda before=before: sum(len(worker.requests) for worker in prefills) > before)
+        decode.before_head.open()
+        assert (await request)[0] == 200
+    assert len(pair[first].requests) > heard
 
 
 async def test_decode_does_not_wait_for_a_prefill_that_failed(
