@@ -151,9 +151,11 @@ async def draining(rig: Rig, client: Any) -> AsyncIterator[asyncio.Task[None]]:
 
 async def test_the_other_of_its_role_dies_meanwhile(rig: Rig, client: Any) -> None:
     async with draining(rig, client) as change:
+        rig.workers["p"].hang_probes = Gate()  # or the next probe would find that it lives
         rig.router.fleet.lost(rig.workers["p"].url, "it died")
         with pytest.raises(CannotChangeRole, match="last prefill"):
             await change
+        rig.workers["p"].hang_probes.open()
     await rig.eventually(lambda: rig.state("q") is State.READY)
     assert "/pd_role_switch" not in rig.workers["q"].targets
 
