@@ -1,4 +1,4 @@
-"""Prometheus metrics: names, buckets and the text form, the same for every part.
+"""Prometheus metrics: names and buckets, the same for every part.
 
 A part makes its metrics in a registry that it is given, never in the process-wide one, so that two
 parts of a kind can live in one process (and two tests in one run).
@@ -7,9 +7,6 @@ parts of a kind can live in one process (and two tests in one run).
 from __future__ import annotations
 
 from typing import Final
-
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 PREFIX: Final = "sglang_ext"
 
@@ -26,14 +23,7 @@ REQUEST_BUCKETS: Final = (
 RATIO_BUCKETS: Final = (0.125, 0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.4, 2.0, 4.0, 8.0)
 """Observed over expected."""
 
-EXPOSITION_CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
-
 
 def metric_name(part: str, name: str) -> str:
     """``sglang_ext_router_requests`` for part ``router`` and name ``requests``; counters gain ``_total``."""
     return f"{PREFIX}_{part}_{name}"
-
-
-def render(registry: CollectorRegistry) -> bytes:
-    """The registry in Prometheus' text form, to be served as ``EXPOSITION_CONTENT_TYPE``."""
-    return generate_latest(registry)

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import orjson
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from sglang_ext.clock import Clock
 from sglang_ext.errors import DeadlineError, PeerError
-from sglang_ext.metrics import EXPOSITION_CONTENT_TYPE, render
 from sglang_ext.router.api.openapi import description
 from sglang_ext.router.cluster.readiness import Readiness, State
 from sglang_ext.router.dispatch.choosing import no_worker
@@ -157,8 +157,8 @@ class Information:
     async def _show_metrics(self, request: Request, responder: Responder, record: Record) -> None:
         self._metrics.refreshing()
         record.status = 200
-        body = render(self._metrics.registry)
-        await responder.send(200, {"content-type": EXPOSITION_CONTENT_TYPE}, body)
+        body = generate_latest(self._metrics.registry)
+        await responder.send(200, {"content-type": CONTENT_TYPE_LATEST}, body)
 
     async def _from_a_worker(self, request: Request, responder: Responder, record: Record) -> None:
         name, answer = await ask_any(self._fleet, self._api, "GET", request.target)

@@ -3,7 +3,8 @@
 Importing torch, transformers and SGLang is most of what a tiny server's start costs, and tests start many.
 `Preloaded` does it once. A server that is forked from it runs the same main module with the same arguments
 under the same guard (``cluster.guard``) as one that is started afresh; what it does not prove is that the
-imports work in their usual order, which the tests of the command line and of the demo do.
+imports work in their usual order and that SGLang loads the plugin in time, which the tests of the command
+line, of the stock launcher and of the demo do.
 
 `use` is for a whole run of tests; without it, servers are started afresh.
 
@@ -192,14 +193,23 @@ MODULES = (
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
-    # Each scheduler would import all models, and our kernels numba: a fifth of what its start costs.
+    # Each scheduler would import all models: a fifth of what its start costs.
     "sglang.srt.models.registry",
-    "numba",
+    # What the plugin imports when a scheduler builds its cache and its end of a transfer.
+    "sglang_ext.patches.adapter.build",
+    "sglang_ext.patches.adapter.kv_manager",
 )
 """What is imported ahead, with all that it imports. By name: this module itself has no use for any of it.
 
-Not our engine modules: they import prometheus_client, which looks at the environment as it is imported.
+Not prometheus_client, which looks at the environment as it is imported: SGLang sets that first.
 """
+CALLS = (
+    # Each server would look for every hooked function in all that all modules hold: a third of its start.
+    ("sglang.srt.plugins", "load_plugins"),
+    # With the first of our kernels, numba loads what all of them need.
+    ("sglang_ext.compiled", "fence"),
+)
+"""What is called ahead, too."""
 
 
 def _import_all() -> None:
@@ -208,6 +218,8 @@ def _import_all() -> None:
     runtime.prepare_process(os.environ)
     for name in MODULES:
         importlib.import_module(name)
+    for module, function in CALLS:
+        getattr(importlib.import_module(module), function)()
     assert "prometheus_client" not in sys.modules
 
 
