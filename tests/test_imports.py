@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import graphlib
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -131,8 +132,13 @@ def part_of(module: str) -> str | None:
     return folder if folder in MAY_IMPORT else "shared" if name in SHARED or not name else name
 
 
-def imports(source: str, module: str, *, is_package: bool) -> Iterator[tuple[int, str, bool]]:
+@cache
+def imports(source: str, module: str, *, is_package: bool) -> tuple[tuple[int, str, bool], ...]:
     """(line, imported module, at the top level) for every import in a module's source."""
+    return tuple(_imports(source, module, is_package=is_package))
+
+
+def _imports(source: str, module: str, *, is_package: bool) -> Iterator[tuple[int, str, bool]]:
     tree = ast.parse(source)
     lazy = {
         id(inner)
@@ -183,14 +189,14 @@ def complaint(part: str, imported: str, top_level: bool) -> str | None:
     return f"{part} must not import {target}"
 
 
-def modules(root: Path) -> Iterator[tuple[Path, str, list[tuple[int, str, bool]]]]:
+def modules(root: Path) -> Iterator[tuple[Path, str, tuple[tuple[int, str, bool], ...]]]:
     """(file, dotted name, `imports`) of every module below `root`."""
     for folder, package in FOLDERS.items():
         for path in sorted((root / folder).rglob("*.py")):
             is_package = path.name == "__init__.py"
             inner = path.relative_to(root / folder)
             module = ".".join([package, *(inner.parent if is_package else inner.with_suffix("")).parts])
-            yield path, module, list(imports(path.read_text("utf-8"), module, is_package=is_package))
+            yield path, module, imports(path.read_text("utf-8"), module, is_package=is_package)
 
 
 def complaints(root: Path) -> list[str]:
