@@ -21,7 +21,7 @@ HEAVY = ("torch", "sglang", "transformers", "aiohttp", "numpy")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

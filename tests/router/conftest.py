@@ -69,7 +69,7 @@ def start_router(stack: AsyncExitStack) -> StartRouter:
 @pytest.fixture
 async def client(stack: AsyncExitStack) -> aiohttp.ClientSession:
     """A client without a time-out of its own."""
-    return await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)))
+    return await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)))
 
 
 @pytest.fixture
