@@ -12,7 +12,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sglang_ext.errors import ConfigError
-from sglang_ext.flags import COUNT, PATH, PORT, SECONDS, SIZE, Flagged, Parser, flag, one_of, several_of
+from sglang_ext.flags import (
+    COUNT,
+    PATH,
+    PORT,
+    SECONDS,
+    SIZE,
+    Flagged,
+    Parser,
+    flag,
+    one_of,
+    parse_size,
+    several_of,
+)
 from sglang_ext.own_functions import policy_name
 
 MAX_BLOCK_SIZE = 1024
@@ -49,6 +61,17 @@ def parse_durability(text: str) -> str:
     """
     if not re.fullmatch(r"off|dram|disk|acked(:\d{1,4})?", text):
         raise ValueError(f"{text!r} is not off, dram, disk, acked, or acked:N with a number of answers")
+    return text
+
+
+def parse_region(text: str) -> str:
+    """``auto``, or a size.
+
+    Raises:
+        ValueError: when it is neither.
+    """
+    if text != "auto":
+        parse_size(text)
     return text
 
 
@@ -143,6 +166,14 @@ class KvConfig(Flagged):
         "How many of the lowest layers the layer cache keeps.",
         COUNT.within(1, 1024),
         "LAYERS",
+    )
+    layer_region_size: str = flag(
+        "0",
+        "The most of HBM per rank that may hold the lowest layers of announced sessions, with which their "
+        "requests start at once while the rest comes from DRAM: a size, 0 for none, or auto (up to half of "
+        "it, as many layers as loading takes longer than computing, by measured speeds). It is given back "
+        "whenever the server needs it. Only used where announced sessions do not fit as a whole.",
+        Parser(parse_region, "auto|SIZE"),
     )
     load_policy: str = flag(
         "auto",
@@ -298,6 +329,11 @@ class KvConfig(Flagged):
                 field="--kv-layer-cache-size",
                 hint="Set it to 0, or give --kv-disk-path",
             )
+
+    @property
+    def layer_region_bytes(self) -> int | None:
+        """Most bytes of HBM for layers of announced sessions; None for as much as is good."""
+        return None if self.layer_region_size == "auto" else parse_size(self.layer_region_size)
 
     @property
     def writes_dram(self) -> bool:

@@ -131,6 +131,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             copies=None if feed is None else feed.log,
             write=config.writes_dram,
             pressure=pressure_policy_by_name(config.pressure_policy),
+            layers=config.layer_region_bytes,
         )
         if disk is not None and below is not None:
             # What has been pushed while it was computed cannot be taken back.

@@ -66,6 +66,8 @@ class Use(enum.StrEnum):
     """From the decode server to which the prompt was handed over."""
     PREFETCH = "prefetch"
     """From DRAM to HBM, for an announced request. Gives way to the engine."""
+    LAYERS = "layers"
+    """For the lowest layers of announced sessions. Gives way to the engine."""
     LOAD = "load"
     """From DRAM to HBM, for a request that waits at a decode server."""
 

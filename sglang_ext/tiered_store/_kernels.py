@@ -50,3 +50,20 @@ def find_runs(slots, blocks, block_tokens, runs):  # type: ignore[no-untyped-def
                 runs[n, 2] = 1
                 n += 1
     return n
+
+
+@kernel("void(int64[:,::1], int64, int64, int64, int64[:,::1])")
+def move_rows(planes, source, target, count, slots):  # type: ignore[no-untyped-def]
+    """Copy rows of `count` planes from `source` on to as many from `target` on, within the engine's pool.
+
+    planes: as of `move_planes`. slots: (from, to), in two rows.
+    """
+    for p in range(count):
+        row = planes[target + p, 2]
+        for i in range(slots.shape[1]):
+            copy(
+                planes[target + p, 0] + slots[1, i] * planes[target + p, 1],
+                planes[source + p, 0] + slots[0, i] * planes[source + p, 1],
+                row,
+            )
+    fence()

@@ -163,15 +163,58 @@ class PoolCopier:
         """
         return self._move(plan, layer, layer + 1 if stop is None else stop, to_arena=False)
 
-    def _move(self, plan: CopyPlan, layer: int, stop: int, *, to_arena: bool) -> int:
+    def scatter_to(self, plan: CopyPlan, layer: int, place: int) -> int:
+        """Copy one local layer from the arena into the pool, into the planes of layer `place`, whose rows are
+        alike. Returns the bytes copied.
+        """
+        return self._move(plan, layer, layer + 1, to_arena=False, place=place)
+
+    def plan_within(self, source: Int64s | Sequence[int], target: Int64s | Sequence[int]) -> Int64s:
+        """Check a copy of whole rows from slots to slots of the pool.
+
+        Raises:
+            ValueError: not as many of one as of the other, or a slot is out of range.
+        """
+        pairs = np.array([source, target], dtype=np.int64)
+        _check_range("slot", pairs, self.geometry.slots)
+        return pairs
+
+    def move_within(self, plan: Int64s, place: int, layer: int) -> None:
+        """Copy rows of the pool from the planes of one layer to those of another, whose rows are alike.
+
+        Args:
+            plan: from `plan_within`.
+        """
+        first, count = self._planes_of(layer, place)
+        _kernels().move_rows(self._planes, self._layout.first_plane[place], first, count, plan)
+
+    def _planes_of(self, layer: int, place: int) -> tuple[int, int]:
+        """The first plane of a layer, and how many there are, where `place` could hold them."""
         layout = self._layout
+        for each in (layer, place):
+            if not 0 <= each < layout.n_layers:
+                raise ValueError(f"layer {each} is outside of [0, {layout.n_layers})")
+        first, last = layout.first_plane[layer], layout.first_plane[layer + 1]
+        other = layout.first_plane[place]
+        if layout.row_bytes[other : layout.first_plane[place + 1]] != layout.row_bytes[first:last]:
+            raise ValueError(f"rows of layer {layer} are not as those of layer {place}")
+        return first, last - first
+
+    def _move(
+        self, plan: CopyPlan, layer: int, stop: int, *, to_arena: bool, place: int | None = None
+    ) -> int:
+        layout, planes = self._layout, self._planes
         if not 0 <= layer <= stop <= layout.n_layers:
             raise ValueError(f"layers [{layer}, {stop}) are outside of [0, {layout.n_layers})")
         if not self.arena.blocks.size:
             raise ValueError("the arena is closed")
         first, last = layout.first_plane[layer], layout.first_plane[stop]
+        if place is not None:
+            self._planes_of(layer, place)
+            planes = planes.copy()
+            planes[first:last, :3] = planes[layout.first_plane[place] : layout.first_plane[place + 1], :3]
         _kernels().move_planes(
-            self._planes,
+            planes,
             first,
             last,
             self.arena.address,

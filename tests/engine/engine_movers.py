@@ -6,12 +6,21 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from sglang_ext.engine.tiers.mover import BlockIds, LayerCopier, LayerSink, Slots, Source
+from sglang_ext.engine.tiers.mover import (
+    BlockIds,
+    LayerCopier,
+    LayerSink,
+    Near,
+    Slots,
+    Source,
+    of_blocks,
+    rest_of,
+)
 
 DEADLINE_S = 10.0
 
@@ -100,9 +109,16 @@ class HandMover:
         self._writes.append([self._plan(slots, blocks), 0])
         return self._writes_done + len(self._writes) - 1
 
-    def load(self, slots: Slots, blocks: BlockIds, source: Source | None = None) -> int:
+    def fill(self, slots: Slots, blocks: BlockIds, layer: int, place: int) -> int:
+        step = [self._plan(slots, blocks), self._n_layers - 1, "layer", layer, place]
+        self._writes.append(step)
+        return self._writes_done + len(self._writes) - 1
+
+    def load(
+        self, slots: Slots, blocks: BlockIds, source: Source | None = None, near: Sequence[Near] = ()
+    ) -> int:
         assert source is None, "not asked to stream"
-        self._loads.append([self._plan(slots, blocks), 0])
+        self._loads.append([self._plan(slots, blocks), 0, self._near(slots, blocks, near)])
         return self._loads_done + len(self._loads) - 1
 
     load_bytes_per_second: float | None = None
@@ -114,6 +130,21 @@ class HandMover:
 
     def _plan(self, slots: Slots, blocks: BlockIds) -> Any:
         return None if self._copier is None else self._copier.plan(np.array(slots), np.array(blocks))
+
+    def _near(self, slots: Slots, blocks: BlockIds, near: Sequence[Near]) -> dict[int, Any]:
+        """By layer: what is copied within HBM, and the plan for the rest."""
+        if self._copier is None:
+            return {}
+        rows, blocks = np.array(slots), np.array(blocks)
+        found: dict[int, Any] = {}
+        for layer, parts, far in rest_of(near, len(blocks)):
+            within = [
+                (p.place, self._copier.plan_within(p.slots, of_blocks(rows, p.positions, len(blocks))))
+                for p in parts
+            ]
+            rest = None if far is None else self._plan(of_blocks(rows, far, len(blocks)), blocks[far])
+            found[layer] = (within, rest)
+        return found
 
     def follow(self, source: Source) -> int:
         raise AssertionError("not asked to stream")
@@ -171,11 +202,19 @@ class HandMover:
 
     def _copy_load(self, operation: list[Any]) -> None:
         if self._copier is not None:
-            self._copier.scatter(operation[0], operation[1])
+            plan, layer, near = operation
+            if layer in near:
+                within, plan = near[layer]
+                for place, rows in within:
+                    self._copier.move_within(rows, place, layer)
+            if plan is not None:
+                self._copier.scatter(plan, layer)
         operation[1] += 1
 
     def _copy_write(self, operation: list[Any]) -> None:
-        if self._copier is not None:
+        if self._copier is not None and len(operation) == 5:
+            self._copier.scatter_to(operation[0], operation[3], operation[4])
+        elif self._copier is not None:
             copy = self._copier.scatter if len(operation) == 3 else self._copier.gather
             copy(operation[0], operation[1])
         operation[1] += 1

@@ -28,6 +28,7 @@ from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.mover import LayerGate, Mover, ThreadMover
 from sglang_ext.engine.tiers.promotions import Promotions
+from sglang_ext.engine.tiers.retention import pressure_policy_by_name
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.engine.weights import Weights
 from sglang_ext.geometry import BlockLayout, Geometry
@@ -87,6 +88,10 @@ class Scenario:
     """Load from disk only what is expected to be slower to compute."""
     prefetch: float = 0.0
     """Share of the passes before which somebody says which prompt is about to come."""
+    layers: int | None = 0
+    """Most bytes of HBM for the lowest layers of announced sessions; None for half of it."""
+    pressure: str = "weakest-first"
+    """``--kv-pressure-policy``."""
     memory: int = 12
     """Of how many earlier prompts one is continued; few make hits in HBM, many make hits in DRAM."""
 
@@ -206,6 +211,8 @@ class Rank:
                 below=below,
                 copies=None if self.feed is None else self.feed.log,
                 write=config.writes_dram,
+                pressure=pressure_policy_by_name(scenario.pressure),
+                layers=scenario.layers,
             )
             if disk is not None and below is not None:
                 self.writes = below
@@ -697,6 +704,28 @@ SCENARIOS = (
         threaded=True,
         prefetch=0.2,
         settings=Settings(overlap=True, new_token_ratio=0.05),
+    ),
+    Scenario(
+        "layers of what does not fit, brought ahead, overlap",
+        kind=PoolKind(layers=4),
+        hbm_tokens=256,
+        dram_blocks=250,
+        memory=40,
+        prefetch=0.9,
+        layers=None,
+        settings=Settings(overlap=True, new_token_ratio=0.05),
+    ),
+    Scenario(
+        "layers of MLA, page 16, a disk below a small DRAM, the real mover",
+        kind=PoolKind("mla", 16, layers=5, start_layer=2),
+        block=16,
+        hbm_tokens=640,
+        dram_blocks=40,
+        disk_blocks=1000,
+        memory=40,
+        threaded=True,
+        prefetch=0.9,
+        layers=None,
     ),
     Scenario("DRAM, brought ahead", hbm_tokens=256, dram_blocks=250, memory=40, prefetch=0.3),
     Scenario(

@@ -53,6 +53,10 @@ class CacheMetrics:
         self._blocks = gauge("blocks", "Blocks that a tier holds.", "tier")
         self._capacity = gauge("capacity_blocks", "Blocks that a tier can hold.", "tier")
         self._announced = gauge("announced_prompts", "Prompts whose requests are expected (hints).")
+        self._region = gauge(
+            "layer_region_blocks",
+            "Blocks of HBM that hold the lowest layers of announced sessions instead of whole blocks.",
+        )
         self._backlog = gauge("disk_backlog_bytes", "Bytes in DRAM that wait to be written to disk.")
         self._weighed = {
             tier: gauge(
@@ -115,6 +119,11 @@ class CacheMetrics:
                 "Blocks of announced prompts: given up although they were held back (given_up), in any tier, "
                 "and computed ahead of their request (computed).",
             ),
+            "layers": events(
+                "layer_region_block_layers",
+                "Single layers of blocks in HBM: brought ahead of a request (filled), copied to its slots "
+                "when it was admitted (used), or given up for something else (given_up).",
+            ),
             "dram": events(
                 "dram_blocks",
                 "Blocks written to DRAM, loaded from it, brought to HBM ahead of a request (prefetched), "
@@ -148,6 +157,9 @@ class CacheMetrics:
             self._capacity.labels(tier.name, self._rank).set(capacity)
         if cache.dram is not None:
             self._count("dram", dataclasses.asdict(cache.dram.counters))
+            if cache.dram.region is not None:
+                self._count("layers", dataclasses.asdict(cache.dram.region.counters))
+                self._region.labels(self._rank).set(cache.dram.region.blocks)
             if cache.dram.below is not None:
                 self._count("disk", dataclasses.asdict(cache.dram.below.counters))
                 self._backlog.labels(self._rank).set(cache.dram.below.pending_bytes)

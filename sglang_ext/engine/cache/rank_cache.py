@@ -16,6 +16,7 @@ from sglang_ext.engine.cache.listeners import Listeners
 from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.prefetch.advice import Advice, Computes, Tell
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
+from sglang_ext.engine.prefetch.layer_fill import LayerFill
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.acked_answers import AckedAnswers
 from sglang_ext.engine.tiers.dram_tier import DramTier
@@ -131,8 +132,13 @@ class RankCache:
             self.load_back = LoadBack(
                 self.store, dram, promotions, self.hbm, self.hbm_tier, self.slot_ops, policy
             )
+            layers: LayerFill | None = None
+            if dram.region is not None:
+                layers = LayerFill(
+                    self.store, self.hbm, dram, dram.region, self.hbm_tier, speeds, self.prefill_clock
+                )
             self.prefetcher = Prefetcher(
-                self.store, self.hbm, dram, self.hbm_tier, promotions, self.namespace
+                self.store, self.hbm, dram, self.hbm_tier, promotions, self.namespace, layers=layers
             )
             if parts.takes_hints:
                 self.advice = Advice(

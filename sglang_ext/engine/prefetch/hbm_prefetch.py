@@ -6,7 +6,8 @@ waiting request. From there it is copied in small pieces, behind all copies that
 that are free, or that hold blocks which have a copy elsewhere and were not used since the prefetch began, or
 were announced with a lower priority. The slots of a piece are nobody's until it has arrived; then its blocks
 enter the tree, and are ordinary cached blocks that are held back for their request (``retention``) and yet go
-at once when SGLang needs them. No batch ever waits for a prefetch, and a request that comes too early does
+at once when SGLang needs them. Of what does not fit as a whole, the lowest layers are brought
+(``layer_fill``). No batch ever waits for a prefetch, and a request that comes too early does
 the rest by itself, as it would without.
 
 All methods run in the scheduler's thread. With several ranks, each is to be asked the same between the same
@@ -21,6 +22,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
+from sglang_ext.engine.prefetch.layer_fill import LayerFill
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.promotion import Wanted
@@ -109,6 +111,7 @@ class Prefetcher:
         hbm_tier: slots.
         promotions: bring what is on disk to DRAM; None without a disk.
         namespace: where the KV of a tenant's prompts belongs now, from its ``extra_key`` and ``cache_salt``.
+        layers: brings the lowest layers of what does not fit as a whole; None without a region for them.
         piece_blocks: most blocks of a piece.
     """
 
@@ -121,6 +124,7 @@ class Prefetcher:
         promotions: Promotions | None,
         namespace: Callable[[str | None, str | None], Hashable],
         *,
+        layers: LayerFill | None = None,
         piece_blocks: int = PIECE_BLOCKS,
     ) -> None:
         self._store = store
@@ -131,6 +135,7 @@ class Prefetcher:
         self._hbm_tier = hbm_tier
         self._promotions = promotions
         self._namespace = namespace
+        self.layers = layers
         self._piece_blocks = piece_blocks
         self._waiting: list[_Prefetch] = []
         """In the order in which they are done."""
@@ -226,8 +231,12 @@ class Prefetcher:
         """
         if self._piece is not None and self._piece.reservation.gives_way:
             self._land(self._piece)
-        if not self._waiting:
-            return
+        self._bring_first()
+        if self.layers is not None:
+            self.layers.step({waiting.id for waiting in self._waiting})
+
+    def _bring_first(self) -> None:
+        """Go on with those whose turn it is."""
         first = self._waiting[:READ_AHEAD]
         for prefetch in first:
             if not prefetch.begun:
@@ -314,6 +323,8 @@ class Prefetcher:
         reached = self._reached(prefetch)[0]
         self._ended.append(PrefetchResult(prefetch.id, end, reached * block, prefetch.brought * block))
         self.counters[end] += 1
+        if self.layers is not None:
+            self.layers.look()
 
     # -- whole ----------------------------------------------------------------------------------
 
@@ -330,7 +341,8 @@ class Prefetcher:
     @property
     def busy(self) -> bool:
         """Whether anything waits or is under way."""
-        return bool(self._waiting) or self._piece is not None
+        layers = self.layers is not None and self.layers.busy
+        return layers or bool(self._waiting) or self._piece is not None
 
     def clear(self) -> None:
         """Do no more for anybody: the cache is about to be emptied."""
@@ -339,6 +351,8 @@ class Prefetcher:
         if self._piece is not None:
             self._tier.settle()
             self._store.surrender(Tier.HBM)
+        if self.layers is not None:
+            self.layers.clear()
         self.retention.clear()
 
     def __repr__(self) -> str:

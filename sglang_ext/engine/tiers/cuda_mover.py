@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,7 +24,15 @@ import numpy.typing as npt
 import torch
 
 from sglang_ext.engine.tiers.load_policy import Bandwidth
-from sglang_ext.engine.tiers.mover import BlockIds, LayerSink, MoverError, Source
+from sglang_ext.engine.tiers.mover import (
+    BlockIds,
+    LayerSink,
+    MoverError,
+    Near,
+    Source,
+    of_blocks,
+    rest_of,
+)
 from sglang_ext.geometry import BlockLayout
 
 STAGING_BYTES = 64 << 20
@@ -119,10 +127,16 @@ class CudaMover:
         self._writes.append(event)
         return self._writes_done + len(self._writes) - 1
 
-    def load(self, slots: torch.Tensor, blocks: BlockIds, source: Source | None = None) -> int:
+    def load(
+        self,
+        slots: torch.Tensor,
+        blocks: BlockIds,
+        source: Source | None = None,
+        near: Sequence[Near] = (),
+    ) -> int:
         if source is not None:
             raise ValueError("this mover loads only what is complete")
-        self._loads.append(self._copy_in(self._load_stream, slots, blocks))
+        self._loads.append(self._copy_in(self._load_stream, slots, blocks, near))
         return self._loads_done + len(self._loads) - 1
 
     def bring(self, slots: torch.Tensor, blocks: BlockIds) -> int:
@@ -130,31 +144,76 @@ class CudaMover:
         self._writes.append(self._copy_in(self._write_stream, slots, blocks).events[-1])
         return self._writes_done + len(self._writes) - 1
 
+    def fill(self, slots: torch.Tensor, blocks: BlockIds, layer: int, place: int) -> int:
+        """On the stream of the writes, as ``bring``."""
+        stream = self._write_stream
+        self._follow_engine(stream, slots)
+        with torch.cuda.stream(stream):
+            self._copy_layer(stream, slots, list(runs_of_blocks(blocks)), len(blocks), layer, place)
+            event = torch.cuda.Event()
+            event.record(stream)
+        self._writes.append(event)
+        return self._writes_done + len(self._writes) - 1
+
     @property
     def load_bytes_per_second(self) -> float | None:
         return self._rate.bytes_per_second
 
-    def _copy_in(self, stream: torch.cuda.Stream, slots: torch.Tensor, blocks: BlockIds) -> _Load:
-        """Queue the copy of arena blocks to the pool, layer by layer, on a stream."""
+    def _follow_engine(self, stream: torch.cuda.Stream, slots: torch.Tensor) -> None:
+        """What comes on a stream comes after what writes to these slots now."""
         stream.wait_stream(self._forward_stream)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         slots.record_stream(stream)
-        runs = list(runs_of_blocks(blocks))
+
+    def _copy_in(
+        self, stream: torch.cuda.Stream, slots: torch.Tensor, blocks: BlockIds, near: Sequence[Near] = ()
+    ) -> _Load:
+        """Queue the copy of arena blocks to the pool, layer by layer, on a stream."""
+        self._follow_engine(stream, slots)
+        runs, count = list(runs_of_blocks(blocks)), len(blocks)
+        within = {layer: (parts, far) for layer, parts, far in rest_of(near, count)}
         last = self._layout.n_layers - 1
-        load = _Load(len(blocks) * self._layout.block_bytes, torch.cuda.Event(enable_timing=True), [])
+        load = _Load(0, torch.cuda.Event(enable_timing=True), [])
         with torch.cuda.stream(stream):
             load.begun.record(stream)
             for layer in range(self._layout.n_layers):
-                size = self._layout.layer_bytes(layer)
-                # Let go at the end of the loop: the allocator gives it to later work of this stream only.
-                staging = torch.empty((len(blocks), size), dtype=torch.uint8, device=self._device)
-                for position, first, count in runs:
-                    self._copy_layer_in(stream, staging, layer, position, first, count)
-                scatter_layer(self._planes[layer], self._layout, layer, staging, slots)
+                parts, far = within.get(layer, ((), None))
+                for part in parts:
+                    positions = torch.as_tensor(part.positions, device=self._device)
+                    copy_within(
+                        self._planes[part.place],
+                        self._planes[layer],
+                        part.slots,
+                        of_blocks(slots, positions, count),
+                    )
+                if layer not in within:
+                    load.nbytes += self._copy_layer(stream, slots, runs, count, layer, layer)
+                elif far is not None:
+                    some = of_blocks(slots, torch.as_tensor(far, device=self._device), count)
+                    rest = list(runs_of_blocks(blocks[far]))
+                    load.nbytes += self._copy_layer(stream, some, rest, len(far), layer, layer)
                 event = torch.cuda.Event(enable_timing=layer == last)
                 event.record(stream)
                 load.events.append(event)
         return load
+
+    def _copy_layer(
+        self,
+        stream: torch.cuda.Stream,
+        slots: torch.Tensor,
+        runs: Sequence[tuple[int, int, int]],
+        count: int,
+        layer: int,
+        place: int,
+    ) -> int:
+        """Queue one layer of arena blocks, to the planes of layer ``place``. Returns its bytes."""
+        size = self._layout.layer_bytes(layer)
+        # Let go at the end: the allocator gives it to later work of this stream only.
+        staging = torch.empty((count, size), dtype=torch.uint8, device=self._device)
+        for position, first, blocks in runs:
+            self._copy_layer_in(stream, staging, layer, position, first, blocks)
+        scatter_layer(self._planes[place], self._layout, layer, staging, slots)
+        return count * size
 
     def _copy_layer_in(
         self,
@@ -196,6 +255,7 @@ class CudaMover:
     def loads_done(self) -> int:
         while self._loads and self._loads[0].events[-1].query():
             load = self._loads.popleft()
+            # Nothing for a load that was near as a whole.
             self._rate.observe(load.nbytes, load.begun.elapsed_time(load.events[-1]) / 1000)
             self._loads_done += 1
         return self._loads_done
@@ -253,6 +313,14 @@ def scatter_layer(
         stop = start + row * layout.block_tokens
         plane.index_copy_(0, slots, staging[:, start:stop].reshape(len(slots), row))
         start = stop
+
+
+def copy_within(
+    source: list[torch.Tensor], target: list[torch.Tensor], slots: torch.Tensor, to: torch.Tensor
+) -> None:
+    """Copy the rows at ``slots`` of one layer's planes to the rows ``to`` of another's."""
+    for here, there in zip(source, target, strict=True):
+        there.index_copy_(0, to, here.index_select(0, slots))
 
 
 def _memcpy_2d() -> Any:

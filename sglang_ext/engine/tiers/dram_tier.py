@@ -22,8 +22,10 @@ import numpy as np
 
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
-from sglang_ext.engine.tiers.mover import BlockIds, LayerSink, Mover, Source
+from sglang_ext.engine.tiers.layer_region import Cell, LayerRegion
+from sglang_ext.engine.tiers.mover import BlockIds, LayerSink, Mover, Near, Source
 from sglang_ext.engine.tiers.retention import Announced, Retention, weakest_first
+from sglang_ext.geometry import BlockLayout
 from sglang_ext.mempool.store import Store
 from sglang_ext.own_functions import SortKey
 from sglang_ext.radix_global import Evicted, Holder, Match, Node
@@ -37,6 +39,7 @@ class Arena(Protocol):
     """The part of the DRAM arena that the tier needs."""
 
     n_blocks: int
+    layout: BlockLayout
 
     @property
     def block_bytes(self) -> int: ...
@@ -88,6 +91,8 @@ class DramTier:
         copies: is told of copies under way.
         write: whether anything new is written at all; what is there is found and loaded in any case.
         pressure: which announced session gives way first.
+        layers: most bytes of HBM for the lowest layers of announced sessions (`layer_region`); 0 for none,
+            None for as much as is good.
     """
 
     def __init__(
@@ -103,6 +108,7 @@ class DramTier:
         copies: CopyObserver | None = None,
         write: bool = True,
         pressure: Callable[[Announced], SortKey] = weakest_first,
+        layers: int | None = 0,
     ) -> None:
         self.store = store
         self._tree = store.tree
@@ -121,6 +127,11 @@ class DramTier:
         marker = Holder.of(f"{hbm.instance} announced requests", hbm.epoch, hbm.tier)
         self.retention = Retention(store.tree, marker, pressure)
         """What is held back for requests that were announced, here and in HBM."""
+        self.region: LayerRegion | None = None
+        if layers != 0 and LayerRegion.fits(arena.layout):
+            self.region = LayerRegion(store, arena.layout, layers, self.retention.knows)
+        self._reading: deque[tuple[int, Sequence[Near]]] = deque()
+        """Loads under way that copy from the region, by number."""
         store.add(Tier.DRAM, self)
         store.add_source(Tier.DRAM, self)
         self._ranks = ranks
@@ -238,6 +249,8 @@ class DramTier:
     def give_back(self, places: BlockIds) -> None:
         """Blocks that were taken, or were in the tree, and are not needed."""
         if len(places):
+            if self.region is not None:
+                self.region.forget(places)
             self._arena.free(places)
 
     def reach(self, match: Match) -> tuple[Node, int] | None:
@@ -308,8 +321,21 @@ class DramTier:
             start = end
         self._tree.lock(last, self._dram)
         self._tree.lock(last, self._hbm)
-        self._mover.load(slots, blocks)
+        near = () if self.region is None else self.region.near(blocks)
+        if near:
+            self._reading.append((self.loads_submitted(), near))
+        self._mover.load(slots, blocks, near=near)
         self._loads.pending.append((last, len(blocks)))
+
+    def fill(self, last: Node, cell: Cell, slots: Any, landed: Callable[[], None]) -> None:
+        """Start copying what a cell of the region is for, behind everything that somebody waits for.
+
+        last: node of DRAM at or after the blocks, which stay locked until ``landed`` is called.
+        """
+        self._tree.lock(last, self._dram)
+        self._mover.fill(slots, cell.ids, cell.layer, cell.place)
+        self._writes.pending.append((None, 0))
+        self._writes.landed.append((last, landed))
 
     @property
     def load_bytes_per_second(self) -> float | None:
@@ -411,6 +437,9 @@ class DramTier:
                 self._tree.unlock(node, self._hbm)
                 self._copies.copy_ended(node, blocks, self._hbm)
             self.counters.loaded += blocks
+        while self._reading and self._reading[0][0] < upto:
+            assert self.region is not None
+            self.region.read(self._reading.popleft()[1])
 
     @property
     def holder(self) -> Holder:
@@ -449,6 +478,8 @@ class DramTier:
     def clear(self) -> None:
         """Forget every block; the tree has been emptied or is about to be."""
         self.settle()
+        if self.region is not None:
+            self.region.clear()
         if self.below is not None:
             self.below.settle()
             self.below.clear()
@@ -469,6 +500,8 @@ class DramTier:
     def check(self) -> None:
         """Verify the arena. Raises AssertionError naming what is wrong. `Store.check` compares it."""
         self._arena.check()
+        if self.region is not None:
+            self.region.check()
 
     def __repr__(self) -> str:
         return (

@@ -1,8 +1,9 @@
 """The part of SGLang's pool that the cache has: how much it is, and how it is given back.
 
-What goes first: blocks with a copy in DRAM or on disk, which lose nothing; then what a copy under way lets
-go; then what is held back for requests that were announced, where it has a copy too; and only then last
-copies, the announced ones last again.
+What goes first: blocks with a copy in DRAM or on disk, which lose nothing; then the layers above the lowest
+that are held of announced sessions (`layer_region`), and what a copy under way lets go; then what is held
+back of such sessions as a whole, where it has a copy too, and their lowest layers; and only then last copies,
+the announced ones last again.
 """
 
 from __future__ import annotations
@@ -68,12 +69,15 @@ class HbmTier:
         if dram is not None:
             dram.look()
             freed = self._evict(missing, dram.has_copy)
+            freed += self._give_up_layers(missing - freed, above=0)
             if freed < missing and (dram.writing or self._store.yielding(Tier.HBM)):
                 dram.settle()
                 freed += self._evict(missing - freed, dram.has_copy)
                 if freed < missing:
                     freed += self._store.surrender(Tier.HBM)
+                freed += self._give_up_layers(missing - freed, above=0)
             freed += self._give_up(missing - freed, dram.has_copy)
+            freed += self._give_up_layers(missing - freed)
         if freed < missing:
             freed += self._evict(missing - freed, None)
             freed += self._give_up(missing - freed, lambda node: True)
@@ -105,6 +109,18 @@ class HbmTier:
         if self.retention is None:
             return 0
         return self._store.delete(Tier.HBM, self.retention.give_up(self._hbm, blocks, may_go, below=below))
+
+    def _give_up_layers(self, blocks: int, above: int = -1) -> int:
+        """Blocks of the region that holds layers."""
+        region = None if self._dram is None else self._dram.region
+        return 0 if region is None else region.give_up(blocks, above=above)
+
+    def thin_out(self, blocks: int, priority: int) -> None:
+        """Have slots for so many blocks free for the lowest layers of several sessions, by giving back whole
+        blocks of sessions that were announced with no higher a priority, where there is a copy.
+        """
+        if self._dram is not None and blocks > self.free_blocks:
+            self._give_up(blocks - self.free_blocks, self._dram.has_copy, below=priority + 1)
 
     def allocate(self, tokens: int) -> torch.Tensor | None:
         """Slots, evicting for them; None when there are not so many."""

@@ -97,6 +97,28 @@ def _seconds(coefficients: tuple[float, float] | None, tokens: int, context: int
     return a * tokens + b * tokens * (context + tokens / 2)
 
 
+def layers_to_hold(n_layers: int, load: float | None, compute: float | None) -> int:
+    """How many of the lowest layers have to be at hand for the rest to load unseen behind computing.
+
+    With k of n layers there, layer i comes at (i - k + 1)·load/n and is needed at i·compute/n: of all i from
+    k on, the first and the last decide.
+
+    Args:
+        n_layers: of the model.
+        load: seconds to load all layers of what is cached; None when unknown.
+        compute: seconds to compute what is new behind it; None when unknown.
+
+    Returns:
+        1 to n_layers - 1; 1 where something is unknown.
+    """
+    if load is None or compute is None:
+        return 1
+    for held in range(1, n_layers - 1):
+        if load <= held * compute and (n_layers - held) * load <= (n_layers - 1) * compute:
+            return held
+    return max(1, n_layers - 1)
+
+
 class Speeds(Protocol):
     """How fast computing is, and loading."""
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,6 +33,38 @@ class Source(Protocol):
 
     def decided(self, layer: int) -> bool:
         """Whether a layer is in the arena, or will not come any more."""
+
+
+@dataclass(frozen=True, eq=False)
+class Near:
+    """One layer of some blocks of a load that is in HBM already (`layer_region`).
+
+    place: in whose layer's planes. slots: where, as the tree keeps slots. positions: int64, which blocks of
+    the load. cell: for whoever said so.
+    """
+
+    layer: int
+    place: int
+    slots: Slots
+    positions: BlockIds
+    cell: Any = None
+
+
+def rest_of(near: Sequence[Near], blocks: int) -> Iterator[tuple[int, list[Near], BlockIds | None]]:
+    """By layer, for each that is near: what of it is, and the positions of what is not; None for nothing."""
+    by_layer: defaultdict[int, list[Near]] = defaultdict(list)
+    for each in near:
+        by_layer[each.layer].append(each)
+    for layer, parts in by_layer.items():
+        far = np.ones(blocks, dtype=np.bool_)
+        for part in parts:
+            far[part.positions] = False
+        yield layer, parts, (np.flatnonzero(far) if far.any() else None)
+
+
+def of_blocks(slots: Slots, positions: BlockIds, blocks: int) -> Slots:
+    """Of the slots of so many blocks, those of some of them."""
+    return slots.reshape(blocks, -1)[positions].reshape(-1)
 
 
 LayerSink = Callable[[int, Any, int], None]
@@ -64,11 +96,16 @@ class Mover(Protocol):
     def write(self, slots: Slots, blocks: BlockIds) -> int:
         """Copy the tokens at ``slots`` into arena ``blocks``; returns a ticket."""
 
-    def load(self, slots: Slots, blocks: BlockIds, source: Source | None = None) -> int:
+    def fill(self, slots: Slots, blocks: BlockIds, layer: int, place: int) -> int:
+        """As ``bring``, one layer only: to the tokens at ``slots`` in the planes of layer ``place``."""
+
+    def load(
+        self, slots: Slots, blocks: BlockIds, source: Source | None = None, near: Sequence[Near] = ()
+    ) -> int:
         """Copy arena ``blocks`` to the tokens at ``slots``; returns a ticket.
 
         With a source, a layer is copied once it is decided there, whatever then is in the blocks: the caller
-        finds out whether that was what it wanted.
+        finds out whether that was what it wanted. What is ``near`` is copied from there.
         """
 
     def follow(self, source: Source) -> int:
@@ -115,6 +152,23 @@ class LayerCopier(Protocol):
     def scatter(self, plan: Any, layer: int) -> int:
         """DRAM to HBM; returns bytes."""
 
+    def scatter_to(self, plan: Any, layer: int, place: int) -> int:
+        """DRAM to HBM, to the planes of layer ``place``; returns bytes."""
+
+    def plan_within(self, source: Slots, target: Slots) -> Any:
+        """Check and prepare a copy within HBM. Raises ValueError when a slot is out of range."""
+
+    def move_within(self, plan: Any, place: int, layer: int) -> None:
+        """Copy within HBM from the planes of layer ``place`` to those of ``layer``."""
+
+
+@dataclass
+class _NearLayer:
+    """A layer of which something is in HBM. within: with the layer in whose planes it is."""
+
+    within: Sequence[tuple[int, Any]]
+    rest: Any
+
 
 @dataclass
 class _Operation:
@@ -123,6 +177,10 @@ class _Operation:
     inwards: bool = False
     """Among the writes: to HBM all the same."""
     source: Source | None = None
+    near: Mapping[int, _NearLayer] = field(default_factory=dict)
+    layer: int = 0
+    place: int | None = None
+    """Of a fill: which layer, and in whose planes."""
 
     @property
     def can_go_on(self) -> bool:
@@ -166,9 +224,39 @@ class ThreadMover:
     def load_bytes_per_second(self) -> float | None:
         return self._rate.bytes_per_second
 
-    def load(self, slots: Slots, blocks: BlockIds, source: Source | None = None) -> int:
+    def fill(self, slots: Slots, blocks: BlockIds, layer: int, place: int) -> int:
+        plan = self._copier.plan(slots, blocks)
+        operation = _Operation(plan, self._n_layers - 1, inwards=True, layer=layer, place=place)
+        return self._submit(self._writes, operation, lambda: self._writes_done)
+
+    def load(
+        self, slots: Slots, blocks: BlockIds, source: Source | None = None, near: Sequence[Near] = ()
+    ) -> int:
         operation = _Operation(self._copier.plan(slots, blocks), source=source)
+        if near:
+            operation.near = self._plan_near(slots, blocks, near)
         return self._submit(self._loads, operation, lambda: self._loads_done)
+
+    def _plan_near(self, slots: Slots, blocks: BlockIds, near: Sequence[Near]) -> dict[int, _NearLayer]:
+        rows = np.asarray(slots)
+        plans: dict[int, _NearLayer] = {}
+        rests: dict[bytes, Any] = {}
+        for layer, parts, far in rest_of(near, len(blocks)):
+            within = [
+                (
+                    part.place,
+                    self._copier.plan_within(part.slots, of_blocks(rows, part.positions, len(blocks))),
+                )
+                for part in parts
+            ]
+            rest = None
+            if far is not None:
+                rest = rests.get(far.tobytes())
+                if rest is None:
+                    rest = self._copier.plan(of_blocks(rows, far, len(blocks)), blocks[far])
+                    rests[far.tobytes()] = rest
+            plans[layer] = _NearLayer(within, rest)
+        return plans
 
     def follow(self, source: Source) -> int:
         operation = _Operation(None, source=source)
@@ -238,15 +326,28 @@ class ThreadMover:
             while (step := self._next_step()) is not None:
                 copy, operation = step
                 if operation.plan is not None:
-                    begun = time.perf_counter()
-                    nbytes = copy(operation.plan, operation.next_layer)
-                    if copy == self._copier.scatter:
-                        self._rate.observe(nbytes, time.perf_counter() - begun)
+                    self._copy(copy, operation)
                 self._advance(operation)
         except BaseException as error:  # noqa: BLE001 - reported to whoever calls next, whatever it is
             with self._lock:
                 self._failure = error
                 self._progress.notify_all()
+
+    def _copy(self, copy: Callable[[Any, int], int], operation: _Operation) -> None:
+        """The next layer of an operation."""
+        layer, plan = operation.next_layer, operation.plan
+        near = operation.near.get(layer)
+        if near is not None:
+            for place, within in near.within:
+                self._copier.move_within(within, place, layer)
+            plan = near.rest
+        begun = time.perf_counter()
+        if operation.place is not None:
+            nbytes = self._copier.scatter_to(plan, operation.layer, operation.place)
+        else:
+            nbytes = 0 if plan is None else copy(plan, layer)
+        if copy == self._copier.scatter and nbytes:
+            self._rate.observe(nbytes, time.perf_counter() - begun)
 
     def _next_step(self) -> tuple[Callable[[Any, int], int], _Operation] | None:
         """The next layer to copy; waits for one. ``None`` when closing and nothing is left."""

@@ -4,8 +4,8 @@ What a live hint names goes after all other cached KV, in HBM and in DRAM, until
 (Symphony, section 3.3: memory is shared cooperatively with the engine). It is never locked: a running
 request that needs the room gets it at once. When only announced KV is left that could go, a policy
 (``--kv-pressure-policy``) says whose goes first, and of a prompt the end goes before the beginning. A slot
-of SGLang's spans all layers, so "later layers first" is what happens below: the layer cache keeps the
-lowest layers of what HBM and DRAM have given up.
+of SGLang's spans all layers; of what is held by layer (``layer_region``), later layers go first, before any
+session as a whole, and of equal layers the same policy decides.
 
 Times are rank 0's, as they come with its commands (``engine/commands.py``), so that all ranks hold back the
 same. No I/O; the scheduler's thread only.
@@ -77,15 +77,32 @@ def pressure_policy_by_name(name: str) -> Callable[[Announced], SortKey]:
     return order_named(name, PRESSURE_POLICIES, "(session) -> tuple of numbers", field="--kv-pressure-policy")
 
 
+@dataclass(frozen=True, eq=False)
+class Session:
+    """An announced session with the nodes of its prompt, from the top.
+
+    since: when it was announced, in the tree's time. order: the policy's.
+    """
+
+    id: str
+    priority: int
+    since: float
+    order: SortKey
+    nodes: list[Node]
+
+
 @dataclass(eq=False)
 class _Hint:
     """until: in rank 0's time. number: counts hints, the older the smaller."""
 
+    id: str
     namespace: Hashable
     key: bytes
     priority: int
     until: float
     number: int
+    since: float
+    """When it came, in the tree's time."""
     marked: Node | None = None
     """The last known node of the prompt, from which the marks go up."""
 
@@ -129,7 +146,7 @@ class Retention:
         else:
             self.forget(id)
             self._numbers += 1
-            self._hints[id] = _Hint(namespace, key, priority, until, self._numbers)
+            self._hints[id] = _Hint(id, namespace, key, priority, until, self._numbers, self._tree.now())
             if len(self._hints) > MOST_HINTS:
                 self.forget(min(self._hints, key=lambda each: self._hints[each].strength))
         self.look(id)
@@ -204,7 +221,7 @@ class Retention:
         # A beginning that prompts share goes with the last of them.
         owned: list[tuple[_Hint, list[Node]]] = []
         seen: set[Node] = set()
-        for hint, nodes in reversed(self._in_order(holder)):
+        for _, hint, nodes in reversed(self._in_order(holder)):
             owned.append((hint, [node for node in nodes if node not in seen]))
             seen.update(nodes)
         for hint, nodes in reversed(owned):
@@ -218,7 +235,14 @@ class Retention:
         self.given_up += sum(evicted.blocks for evicted in gone)
         return gone
 
-    def _in_order(self, holder: Holder) -> list[tuple[_Hint, list[Node]]]:
+    def strongest_first(self, holder: Holder) -> list[Session]:
+        """Every announced session, as the policy orders them by what ``holder`` has of them."""
+        return [
+            Session(hint.id, hint.priority, hint.since, order, nodes)
+            for order, hint, nodes in reversed(self._in_order(holder))
+        ]
+
+    def _in_order(self, holder: Holder) -> list[tuple[SortKey, _Hint, list[Node]]]:
         """Every hint with what is known of its prompt; who gives way first comes first."""
         found: list[tuple[SortKey, _Hint, list[Node]]] = []
         for hint in self._hints.values():
@@ -226,7 +250,7 @@ class Retention:
             held = sum(node.blocks for node in nodes if holder in node.placements)
             found.append((self._order(Announced(hint.priority, hint.until, hint.number, held)), hint, nodes))
         found.sort(key=lambda each: (each[0], each[1].number))
-        return [(hint, nodes) for _, hint, nodes in found]
+        return found
 
     def _take(self, holder: Holder, nodes: list[Node], blocks: int, may_go: MayGo) -> list[Evicted]:
         gone: list[Evicted] = []

@@ -215,7 +215,16 @@ SCENARIOS = [
         settings=Settings(chunk=48, policy="lpm"),
     ),
     Scenario("disks of their own", hbm_tokens=256, dram_blocks=70, disk_blocks=2000, memory=60),
-    Scenario("brought ahead", hbm_tokens=256, dram_blocks=70, disk_blocks=2000, memory=60, prefetch=0.3),
+    Scenario(
+        "brought ahead, layers too",
+        kind=PoolKind(layers=4),
+        hbm_tokens=256,
+        dram_blocks=70,
+        disk_blocks=2000,
+        memory=60,
+        prefetch=0.6,
+        layers=None,
+    ),
 ]
 
 

@@ -12,6 +12,7 @@ import torch
 from sglang_ext.engine.tiers.cuda_mover import (
     CudaMover,
     byte_rows,
+    copy_within,
     gather_blocks,
     runs_of_blocks,
     scatter_layer,
@@ -67,6 +68,42 @@ def test_gather_and_scatter_agree_with_the_host_copier(planes_per_layer: int) ->
                 untouched = torch.ones(SLOTS, dtype=torch.bool)
                 untouched[slots] = False
                 assert not b[untouched].any()
+
+
+@pytest.mark.parametrize("planes_per_layer", [2, 1], ids=["mha", "mla"])
+def test_a_layer_in_other_planes_and_back_agrees_with_the_host_copier(planes_per_layer: int) -> None:
+    """What fills the region of layers, and what takes from it at admission."""
+    planes = pool(3, planes_per_layer, seed=4)
+    geometry = pool_geometry(
+        planes,
+        block_tokens=BLOCK_TOKENS,
+        page_tokens=1,
+        first_layer=0,
+        model_layers=3,
+        tp_rank=0,
+        tp_size=1,
+        model_kv_heads=2,
+    )
+    layout = geometry.layout
+    order = torch.from_numpy(np.random.default_rng(5).permutation(SLOTS))
+    home, strip, target = (order[i * 20 : (i + 1) * 20] for i in range(3))
+    with DramArena(layout, 64 * layout.block_bytes, shared=False, pin=False) as arena:
+        blocks = arena.alloc(5)
+        assert blocks is not None
+        copier = PoolCopier(geometry, arena)
+        copier.gather(copier.plan(home.numpy(), blocks), 0, layout.n_layers)
+        twin = [[byte_rows(plane.clone()) for plane in layer] for layer in planes]
+        copier.scatter_to(copier.plan(strip.numpy(), blocks), 1, 2)
+        copier.move_within(copier.plan_within(strip.numpy(), target.numpy()), 2, 1)
+        start, stop = layout.layer_offsets[1:3]
+        staging = torch.from_numpy(arena.blocks[blocks])[:, start:stop]
+        scatter_layer(twin[2], layout, 1, staging, strip)
+        copy_within(twin[2], twin[1], strip, target)
+        for layer, other in zip(planes, twin, strict=True):
+            for plane, same in zip(layer, other, strict=True):
+                assert torch.equal(byte_rows(plane), same)
+        for plane in planes[1]:
+            assert torch.equal(plane[target], plane[home])
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,10 @@ class Recorder(HandMover):
         self.written.append((list(slots), list(blocks)))
         return super().write(slots, blocks)
 
-    def load(self, slots: Any, blocks: Any) -> int:
+    def load(self, slots: Any, blocks: Any, *how: Any, **more: Any) -> int:
         assert len(slots) == BLOCK * len(blocks)
         self.loaded.append((list(slots), list(blocks)))
-        return super().load(slots, blocks)
+        return super().load(slots, blocks, *how, **more)
 
 
 class Setup:

@@ -20,8 +20,9 @@ pytestmark = pytest.mark.integration
 BLOCK = 16
 BLOCKS = 20
 TOKENS = BLOCK * BLOCKS
-TOKEN_BYTES = 4096
+TOKEN_BYTES, LAYERS = 4096, 4
 """Of the model `tiny`."""
+REGION = "layer_region_block_layers_total"
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,7 @@ def server(disk: Path, asked: Path) -> Iterator[ServerProcess]:
             *("--radix-cache-backend", "global", "--kv-check", "--kv-load-policy", "always"),
             *("--kv-dram-size", "16MB", "--kv-disk-path", str(disk), "--kv-disk-size", "1GB"),
             *("--max-total-tokens", "2400", "--chunked-prefill-size", "256", "--enable-metrics"),
+            *("--kv-layer-region-size", "auto"),
         ),
         environment={
             FOLDER: str(asked),
@@ -118,6 +120,46 @@ def test_a_flipped_bit_gives_another_answer(server: ServerProcess, asked: Path) 
     assert damaged.hbm_tokens == TOKENS
     with pytest.raises(AssertionError):
         assert_same(before, damaged)
+    server.flush()
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["sound", "damaged"])
+def test_layer_0_of_what_does_not_fit_is_taken_from_hbm(
+    server: ServerProcess, asked: Path, damaged: bool
+) -> None:
+    """More sessions are announced than HBM has room for. In the twin, a bit of layer 0 was flipped in DRAM
+    while that layer was brought, and flipped back: so the answer shows where the forward pass has it from.
+    """
+    server.flush()
+    (arena,) = arena_files(server.pid)
+    rng = random.Random(11 + damaged)
+    late, *others = ([rng.randrange(100, 30_000) for _ in range(TOKENS + 4)] for _ in range(9))
+    empty = snapshot(arena)
+    before = server.generate(late, max_new_tokens=8)
+    last = wait_until(lambda: last_change(arena, empty), seconds=20, what="write-through")
+    for prompt in others:
+        server.generate(prompt, max_new_tokens=1)
+    # Values are float32; bit 6 of the last byte of the last value of layer 0 is the highest of its exponent.
+    block_bytes = BLOCK * TOKEN_BYTES
+    place = last // block_bytes * block_bytes + block_bytes // LAYERS - 1
+    if damaged:
+        flip_bit(arena, place, bit=6)
+    filled, used = (metric(server, REGION, what) for what in ('"filled"', '"used"'))
+    for number, prompt in enumerate(others):
+        prefetch(asked, f"other {number} {damaged}", prompt)
+    assert prefetch(asked, f"late {damaged}", late)[0] == "no_room"
+    wait_until(lambda: metric(server, REGION, '"filled"') >= filled + BLOCKS, seconds=20, what="layer 0")
+    if damaged:
+        flip_bit(arena, place, bit=6)
+    answer = server.generate(late, max_new_tokens=8)
+    assert answer.dram_tokens == TOKENS
+    wait_until(lambda: metric(server, REGION, '"used"') >= used + BLOCKS, seconds=20, what="the count")
+    if damaged:
+        with pytest.raises(AssertionError):
+            assert_same(before, answer)
+    else:
+        assert_same(before, answer)
+        assert metric(server, "layer_region_blocks") > 0
     server.flush()
 
 

@@ -1,0 +1,194 @@
+"""Brings the lowest layers of announced sessions to HBM, where whole sessions do not fit.
+
+Layer i of all sessions comes before layer i + 1 of any (Symphony, section 3.3). The prefetcher has brought
+what fits as a whole, and the rest to DRAM. Each session left gets as many layers as hide the loading of the
+others, by measured speeds. Room for them is, in this order: what is free, or cached without having been
+announced or used since; ends of announced sessions that are there as a whole, which have the highest layers
+of all, and get their lowest layers back here; cells of higher layers.
+
+Copies go behind all that somebody waits for. All methods run in the scheduler's thread, alike on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from sglang_ext.engine.tiers.dram_tier import DramTier
+from sglang_ext.engine.tiers.hbm_tier import HbmTier
+from sglang_ext.engine.tiers.layer_region import Cell, LayerRegion
+from sglang_ext.engine.tiers.load_policy import Speeds, layers_to_hold
+from sglang_ext.engine.tiers.mover import BlockIds
+from sglang_ext.engine.tiers.prefill_clock import PrefillClock
+from sglang_ext.engine.tiers.retention import Session
+from sglang_ext.mempool.store import Store
+from sglang_ext.radix_global import Holder, Node
+
+FILLS = 8
+"""Cells that are being filled at a time."""
+LOOK_AGAIN_PASSES = 64
+"""After which it is tried again where there was no room."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Lacking:
+    """A session that is not in HBM as a whole. ids: its blocks in DRAM behind those in HBM; last: their end.
+
+    layers: how many it should have.
+    """
+
+    session: Session
+    last: Node
+    ids: BlockIds
+    layers: int
+
+
+class LayerFill:
+    """See the module's docstring.
+
+    Args:
+        store: of the rank.
+        hbm: the holder that stands for this rank's pool.
+        tier: DRAM, with a region.
+        hbm_tier: slots.
+        speeds: of loading and computing, as the ranks have agreed.
+        clock: knows how many tokens requests compute behind what was cached.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        hbm: Holder,
+        tier: DramTier,
+        region: LayerRegion,
+        hbm_tier: HbmTier,
+        speeds: Speeds,
+        clock: PrefillClock,
+    ) -> None:
+        self._tree = store.tree
+        self._hbm = hbm
+        self._tier = tier
+        self.region = region
+        self._hbm_tier = hbm_tier
+        self._speeds = speeds
+        self._clock = clock
+        self._filling = 0
+        self._due = False
+        self._passes = 0
+
+    def look(self) -> None:
+        """Something may be lacking, or there may be room: look in the next pass."""
+        self._due = True
+
+    @property
+    def busy(self) -> bool:
+        """Whether the next passes have something to do."""
+        return self._due or bool(self._filling)
+
+    def step(self, bringing: Container[str]) -> None:
+        """Start what is to be filled next, if nothing is under way. Once per pass.
+
+        bringing: sessions that are still being brought as a whole.
+        """
+        self._passes += 1
+        retention = self._tier.retention
+        if not len(retention):
+            self._due = False
+            return
+        if self._passes % LOOK_AGAIN_PASSES == 0:
+            self._due = True
+        if self._filling or not self._due:
+            return
+        lacking = self._lacking(bringing)
+        for layer in range(max((each.layers for each in lacking), default=0)):
+            begun = 0
+            for each in lacking:
+                missing = self.region.missing(layer, each.ids)
+                if layer >= each.layers or not len(missing):
+                    continue
+                cells = self._fill(each, layer, missing)
+                begun += cells
+                if not cells or begun >= FILLS:
+                    self._due = bool(begun)
+                    return
+            if begun:
+                return  # the layers above come when this one is there, of all
+        self._due = False
+
+    def _lacking(self, bringing: Container[str]) -> list[_Lacking]:
+        """The strongest first."""
+        found: list[_Lacking] = []
+        dram = self._tier.holder
+        for session in self._tier.retention.strongest_first(dram):
+            if session.id in bringing:
+                continue
+            below: list[Node] = []
+            before = 0
+            for node in session.nodes:
+                if self._hbm in node.placements:
+                    before += node.blocks
+                elif dram in node.placements:
+                    below.append(node)
+                else:
+                    break
+            if not below:
+                continue
+            ids = np.concatenate([node.placements[dram] for node in below])
+            layers = self._layers_for(len(ids), before)
+            # Ends of cells are waste: what would take more room so than as a whole is left in DRAM.
+            cells = -(-len(ids) // self.region.strip_blocks)
+            if layers * cells * self.region.strip_blocks < len(ids) * self.region.n_layers:
+                found.append(_Lacking(session, below[-1], ids, layers))
+        return found
+
+    def _layers_for(self, blocks: int, before: int) -> int:
+        rate = self._speeds.bytes_per_second
+        load = None if not rate else blocks * self._tier.block_bytes / rate
+        new = self._clock.new_tokens
+        compute = None
+        if new is not None:
+            compute = self._speeds.seconds(round(new), (before + blocks) * self._tree.block_size)
+        return layers_to_hold(self.region.n_layers, load, compute)
+
+    def _fill(self, lacking: _Lacking, layer: int, ids: BlockIds) -> int:
+        """Start copying a layer of a session. In how many cells: none without room."""
+        step = self.region.strip_blocks
+        parts = [ids[start : start + step] for start in range(0, len(ids), step)]
+        if not self._room(lacking.session, layer, len(parts)):
+            return 0
+        for part in parts:
+            cell, slots = self.region.begin(lacking.session.id, layer, part, lacking.session.order)
+            self._filling += 1
+            self._tier.fill(lacking.last, cell, slots, partial(self._landed, cell))
+        return len(parts)
+
+    def _room(self, session: Session, layer: int, places: int) -> bool:
+        """Have places for so many cells free. Whether there are."""
+        region = self.region
+        lacking = places - region.free_places()
+        if lacking <= 0:
+            return True
+        strips = -(-lacking // region.n_layers)
+        blocks = strips * region.strip_blocks
+        if region.blocks + blocks <= region.limit:
+            self._hbm_tier.make_room(blocks, unused_since=session.since, priority=session.priority)
+            self._hbm_tier.thin_out(blocks, session.priority)
+            if region.grow(strips):
+                return True
+        return region.displace(places, layer)
+
+    def _landed(self, cell: Cell) -> None:
+        self._filling -= 1
+        self.region.landed(cell)
+
+    def clear(self) -> None:
+        """The cache is about to be emptied."""
+        self._tier.settle()
+        self.region.clear()
+        self._due = False
+
+    def __repr__(self) -> str:
+        return f"LayerFill({self.region!r}, filling={self._filling}, due={self._due})"
