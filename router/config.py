@@ -12,6 +12,7 @@ from sglang_ext.router.cluster.role_controller import MODES
 from sglang_ext.router.cluster.setup import EMBEDDED, check_cluster
 from sglang_ext.router.dispatch.advisory_book import HintLimits
 from sglang_ext.router.dispatch.queueing import QUEUE_POLICIES, queue_policy_named
+from sglang_ext.router.hints.document_book import DocumentLimits
 from sglang_ext.router.http.state import HttpLimits
 from sglang_ext.router.index.index import MODES as INDEX_MODES
 from sglang_ext.router.policies import POLICIES, policy_named
@@ -390,6 +391,20 @@ class RouterConfig(Flagged):
         64 * MIB, "Memory for what each session sent last, so that a hint need only name the session.", SIZE
     )
 
+    document_blocks: int = flag(
+        8192,
+        "Blocks of KV that documents (/v1/documents) may have held back, over all tenants and instances.",
+        COUNT,
+        "BLOCKS",
+        group="Documents",
+    )
+    document_blocks_per_tenant: int = flag(
+        4096, "The same of one tenant; all clients without a tenant are one.", COUNT, "BLOCKS"
+    )
+    document_ttl_secs: float = flag(
+        3600.0, "How long a document is kept, unless its registration says.", SECONDS.positive()
+    )
+
     log_level: str = flag(
         "info", "What to log.", one_of("debug", "info", "warning", "error"), group="Telemetry"
     )
@@ -456,6 +471,10 @@ class RouterConfig(Flagged):
             head_timeout_s=self.header_timeout_secs,
             idle_timeout_s=self.keep_alive_secs,
         )
+
+    def document_limits(self) -> DocumentLimits:
+        """What documents may take."""
+        return DocumentLimits(self.document_blocks, self.document_blocks_per_tenant, self.block_size)
 
     def hint_limits(self) -> HintLimits:
         """What a tenant may cause with hints."""

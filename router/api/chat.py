@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -57,6 +57,7 @@ class ChatCompletions(OpenAiDialect):
     )
     parts_in = ("messages",)
     hint_fields = ("messages",)
+    document_fields: ClassVar[Mapping[str, str]] = {"messages": "messages", "input_ids": "input_ids"}
     answer_object = "chat.completion"
     id_prefix = "chatcmpl"
     kinds = SAMPLING | kinds(
@@ -120,6 +121,7 @@ class ChatCompletions(OpenAiDialect):
             {
                 **schemas.fields(self.kinds),
                 **schemas.ROUTING,
+                **schemas.DOCUMENTS,
                 "messages": schemas.several(message),
                 "tools": schemas.several(tool, null=True),
             },

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from sglang_ext.router.api import json_schema as schemas
 from sglang_ext.router.api.dialect import fields
 from sglang_ext.router.api.job import Job, PromptInput, namespaces, take_prompts
@@ -21,6 +24,7 @@ class Completions(OpenAiDialect):
     prompt_field = "prompt"
     own_fields = fields("prompt suffix echo best_of json_schema")
     hint_fields = ("prompt",)
+    document_fields: ClassVar[Mapping[str, str]] = {"text": "prompt", "input_ids": "prompt"}
     answer_object = "text_completion"
     id_prefix = "cmpl"
     kinds = SAMPLING | kinds(
@@ -56,7 +60,9 @@ class Completions(OpenAiDialect):
                 schemas.several(schemas.TOKENS),
             ]
         }
-        return schemas.record({**schemas.fields(self.kinds), **schemas.ROUTING, "prompt": prompt}, "prompt")
+        return schemas.record(
+            {**schemas.fields(self.kinds), **schemas.ROUTING, **schemas.DOCUMENTS, "prompt": prompt}, "prompt"
+        )
 
 
 COMPLETIONS = Completions()

@@ -95,6 +95,9 @@ class Dialect(ABC):
         name = self.ids_field if has_ids else self.prompt_field
         return f"{name}[{index}]" if len(job.prompts) > 1 else name
 
+    document_fields: ClassVar[Mapping[str, str]] = {}
+    """Kind of document -> the field with the prompt that such documents go before. None are taken without."""
+
     # -- requests that only warm the cache ------------------------------------------------------------
 
     hint_fields: ClassVar[tuple[str, ...]] = ()

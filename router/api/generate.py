@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from sglang_ext.keys import encode_tokens
 from sglang_ext.router.api import json_schema as schemas
@@ -94,6 +95,7 @@ class Generate(Dialect):
     media_in = MEDIA_FIELDS
     custom_params_in = "sampling_params"
     hint_fields = ("text", "input_ids")
+    document_fields: ClassVar[Mapping[str, str]] = {"text": "text", "input_ids": "input_ids"}
     whole_events = True
     says_usage = re.compile(rb'"finish_reason"\s*:\s*\{')
     splice = Splice
@@ -165,6 +167,7 @@ class Generate(Dialect):
                     "minimum": 0,
                 },
                 **schemas.ROUTING,
+                **schemas.DOCUMENTS,
             }
         )
         return body | {"oneOf": [{"required": ["text"]}, {"required": ["input_ids"]}]}

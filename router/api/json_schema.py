@@ -65,6 +65,10 @@ ROUTING: Final[Json] = {
     "priority": whole() | {"description": "Larger goes first. At most the API key's own."},
 }
 """Fields by which a request is told apart, and goes before others."""
+DOCUMENTS: Final[Json] = {
+    "document_ids": {"type": ["array", "null"], "items": TEXT, "description": "/v1/documents"}
+}
+"""The field that names documents."""
 _PART: Json = record({"type": TEXT, "text": TEXT}, "type")
 CONTENT: Final[Json] = {"type": ["string", "array", "null"], "items": _PART}
 """Of a message: a text, or parts."""

@@ -6,6 +6,7 @@ tests send requests made from it (schemathesis) at a router, and compare it with
 
 from __future__ import annotations
 
+from sglang_ext.router.api import documents
 from sglang_ext.router.api import json_schema as schemas
 from sglang_ext.router.api.dialect import DIALECTS
 from sglang_ext.router.api.json_schema import TEXT
@@ -68,6 +69,11 @@ def _post(schema: Json, summary: str, *, streams: bool = False) -> Json:
     return {"post": {"summary": summary, "requestBody": body, "responses": _answers(streams=streams)}}
 
 
+def _put(schema: Json, summary: str, *, parameter: str) -> Json:
+    (operation,) = _post(schema, summary).values()
+    return {"put": operation | {"parameters": _get(summary, parameter=parameter)["get"]["parameters"]}}
+
+
 def _get(summary: str, *, plain: bool = False, parameter: str | None = None) -> Json:
     operation: Json = {"summary": summary, "responses": _answers(plain=plain)}
     if parameter is not None:
@@ -92,6 +98,12 @@ def _paths() -> Json:
         for question in dialect.questions:
             paths[question.path] = _post(question.schema, question.summary)
     return paths | {
+        "/v1/documents": _get("The documents of this key's tenant"),
+        "/v1/documents/{id}": {
+            **_get("A document, and where its KV is held back", parameter="id"),
+            **_put(documents.SCHEMA, "Register a document, or replace it", parameter="id"),
+            "delete": _get("Delete a document", parameter="id")["get"],
+        },
         "/v1/models": _get("The model"),
         "/tokenize": _post(tokenize, "The tokens of a text"),
         "/detokenize": _post(detokenize, "The text of tokens"),

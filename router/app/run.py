@@ -97,6 +97,7 @@ class Router(Parts):
             ("tidy the prompt tree", self._tidy()),
             ("manage the cluster", self.members.run()),
             ("watch the hints", self.advisor.run()),
+            ("hold documents back", self.documents.run()),
             ("watch the cluster's key", self._watch_cluster_key()),
             *((("change roles", self.roles.run()),) if self.roles.is_on else ()),
         ):

@@ -31,6 +31,7 @@ from sglang_ext.router.endpoints.advisory_api import AdvisoryApi
 from sglang_ext.router.endpoints.background import Background
 from sglang_ext.router.endpoints.cluster_api import ClusterApi
 from sglang_ext.router.endpoints.control import Control
+from sglang_ext.router.endpoints.documents_api import DocumentsApi
 from sglang_ext.router.endpoints.generation import Generation, generation_routes
 from sglang_ext.router.endpoints.information import Information
 from sglang_ext.router.endpoints.pages import page_routes
@@ -39,6 +40,8 @@ from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.fleet.health import HealthWatch
 from sglang_ext.router.fleet.worker import WorkerApi
 from sglang_ext.router.hints.advising import Advisor
+from sglang_ext.router.hints.document_book import DocumentBook
+from sglang_ext.router.hints.documents import Documents
 from sglang_ext.router.hints.session_memory import SessionMemory
 from sglang_ext.router.http.server import HttpServer
 from sglang_ext.router.http.tls import server_context, worker_context
@@ -172,6 +175,17 @@ class Parts:
             self.fetching,
             HintBook(config.hint_limits()),
         )
+        self.documents = Documents(
+            DocumentBook(config.document_limits()),
+            self.fleet,
+            self.trees,
+            self.tokenizers,
+            self.advisor,
+            self.agents,
+            self.fetching,
+            self.metrics,
+            clock,
+        )
         self.chooser = Chooser(
             routing, self.fleet, self.trees, self.costs, self.metrics, self.fetching, self.advisor
         )
@@ -236,6 +250,7 @@ class Parts:
         self.fleet.happened.subscribe(lambda *_: joins.tell())
         self.agents.reached.subscribe(lambda _: joins.tell())
         self.members.ticked.subscribe(joins.tell)
+        self.agents.reached.subscribe(self.documents.again)
 
         self.role_changes = RoleChanges(self.members, self.api)
         self.roles = RoleController(
@@ -248,7 +263,7 @@ class Parts:
         )
 
         # An instance that was started anew, or is gone, has neither the cache nor the speed that it had.
-        for forget in (self.trees.forget, self.costs.forget, self.fetching.forget):
+        for forget in (self.trees.forget, self.costs.forget, self.fetching.forget, self.documents.again):
             self.fleet.restarted.subscribe(forget)
         for part in (
             self.fleet, self.trees, self.tokenizers, self.agents, self.admission, self.members, self.costs,
@@ -257,7 +272,7 @@ class Parts:
             part.measure(self.metrics)
 
         # What clients can ask.
-        self.advisory = AdvisoryApi(self.advisor, self.fleet, clock)
+        self.advisory = AdvisoryApi(self.advisor, self.fleet, self.documents, clock)
         self.generation = Generation(
             Rules(
                 cache_details=config.cache_details,
@@ -274,6 +289,7 @@ class Parts:
             self.homes,
             self.stories,
             self.advisory,
+            self.documents,
             self.metrics,
             clock,
             max_retries=config.max_retries,
@@ -311,6 +327,7 @@ class Parts:
                 *control.routes(),
                 *cluster.routes(),
                 *self.advisory.routes(),
+                *DocumentsApi(self.documents, self.fleet, clock, config.document_ttl_secs).routes(),
                 *page_routes(),
             ]
         )
@@ -338,4 +355,5 @@ class Parts:
         self.trees.check()
         self.admission.check()
         self.advisor.check()
+        self.documents.book.check()
         self.server.check()

@@ -253,6 +253,13 @@ def told(
             "prompts": len(story.prompts),
         },
         "cached": {"tokens": record.cached_tokens, "tiers": record.tiers or None},
+        "documents": None
+        if record.documents is None
+        else {
+            "ids": list(record.documents.ids),
+            "tokens": record.documents.tokens,
+            "cached_tokens": min(record.cached_tokens or 0, record.documents.tokens),
+        },
         "durability": record.durability,
         "routing": [
             {

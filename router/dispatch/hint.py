@@ -12,6 +12,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.protocol.agent import Advise, FetchSpan
 
 
 class State(enum.StrEnum):
@@ -81,6 +82,17 @@ class Hint:
     def tokens(self) -> int:
         """Of the conversation so far."""
         return len(self.key) // TOKEN_BYTES
+
+    @property
+    def can_be_told(self) -> bool:
+        """Whether instances can be told of it: of tokens, of the model itself."""
+        return isinstance(self.namespace, tuple) and self.namespace[:2] == ("tokens", None)
+
+    def told(self, id: str, ttl_s: float, spans: tuple[FetchSpan, ...] = ()) -> Advise:
+        """What an instance is told of it, under a name of the router's."""
+        assert isinstance(self.namespace, tuple)
+        _, _, extra_key, salt = self.namespace
+        return Advise(id, self.key, extra_key, salt, self.priority, max(0.0, ttl_s), spans)
 
     def clipped(self, tokens: int) -> Hint:
         """The hint for its leading ``tokens`` only."""

@@ -15,6 +15,7 @@ from sglang_ext.clock import Clock
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol.agent import MAX_PROMPT_BYTES, MAX_TAG
 from sglang_ext.router.api.dialect import Dialect
+from sglang_ext.router.api.documents import DOCUMENT_IDS, hinting_dialect
 from sglang_ext.router.api.sse import event
 from sglang_ext.router.api.validation import Json, Limits, check_length, parse_json_object
 from sglang_ext.router.dispatch.advisory_book import Verdict
@@ -23,6 +24,7 @@ from sglang_ext.router.dispatch.hint import ENDED, Entry, Hint, State
 from sglang_ext.router.endpoints.routes import Route
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.hints.advising import Advisor
+from sglang_ext.router.hints.documents import Documents
 from sglang_ext.router.http.types import EVENT_STREAM_TYPE, JSON_TYPE, Request, RequestRefused, Responder
 from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tenancy.admit import AdmittedHint, admit_hint
@@ -47,11 +49,13 @@ class AdvisoryApi:
     Args:
         advisor: takes the hints.
         fleet: knows the model, against which hints are checked.
+        documents: puts documents that a hint names in front of its prompt.
         clock: seconds.
     """
 
-    def __init__(self, advisor: Advisor, fleet: Fleet, clock: Clock) -> None:
+    def __init__(self, advisor: Advisor, fleet: Fleet, documents: Documents, clock: Clock) -> None:
         self._advisor = advisor
+        self._documents = documents
         self._fleet = fleet
         self._clock = clock
         self._noting = Tasks()
@@ -64,9 +68,14 @@ class AdvisoryApi:
     # -- hints ------------------------------------------------------------------------------------
 
     async def _take(self, request: Request, responder: Responder, record: Record) -> None:
-        payload = parse_json_object(request.body)
+        payload = self._with_documents(parse_json_object(request.body), record)
         told = await self._offer(admit_hint(payload, record.caller, self._limits()), record)
         await _send(responder, record, 200, told)
+
+    def _with_documents(self, payload: Json, record: Record) -> Json:
+        if DOCUMENT_IDS not in payload:
+            return payload
+        return self._documents.compose(hinting_dialect(payload), payload, record)
 
     async def _offer(self, admitted: AdmittedHint, record: Record) -> dict[str, Any]:
         """Take a hint, and say what is told of it.
@@ -78,7 +87,7 @@ class AdvisoryApi:
         hint = await self._advisor.hint(admitted.advisory, record.caller, admitted.priority)
         if hint is None:
             raise RequestRefused(UNKNOWN_SESSION, status=404, param="session", code="unknown_session")
-        _check_size(hint, self._limits())
+        check_size(hint, self._limits())
         answer, told = self._advisor.offer(hint)
         if answer.verdict is Verdict.REFUSED:
             wait = max(1, math.ceil(answer.retry_after_s or 0.0))
@@ -183,6 +192,7 @@ class AdvisoryApi:
     async def _note(self, body: Json, caller: Caller) -> None:
         own = Record("", "POST", PATH, self._clock.monotonic(), caller=caller)
         try:
+            body = self._with_documents(body, own)
             await self._offer(admit_hint(body, caller, self._limits()), own)
         except RequestRefused as refused:
             logger.info("a hint in a request was not taken: %s", refused.message)
@@ -194,7 +204,7 @@ class AdvisoryApi:
         await self._noting.cancel()
 
 
-def _check_size(hint: Hint, limits: Limits) -> None:
+def check_size(hint: Hint, limits: Limits) -> None:
     """Refuse a hint that stands for no request, or that no instance can be told of."""
     if len(hint.key) > MAX_PROMPT_BYTES:
         raise RequestRefused(

@@ -20,9 +20,13 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+import msgspec
+import orjson
+
 from sglang_ext.clock import Clock
 from sglang_ext.errors import PeerError
 from sglang_ext.router.api.dialect import DIALECTS, Dialect, worker_lost
+from sglang_ext.router.api.documents import DOCUMENT_IDS
 from sglang_ext.router.api.validation import LARGE_JSON_BYTES, Json, Limits, check_length, parse_json_object
 from sglang_ext.router.dispatch.choosing import RETRY_AFTER_S, Chooser, no_worker
 from sglang_ext.router.dispatch.explain import Choice, Stories, Story
@@ -33,6 +37,7 @@ from sglang_ext.router.dispatch.relaying import Relay
 from sglang_ext.router.dispatch.retry_budget import RetryBudget
 from sglang_ext.router.endpoints.routes import Handler, Route
 from sglang_ext.router.fleet.fleet import Fleet
+from sglang_ext.router.hints.documents import Documents
 from sglang_ext.router.http.types import ConnectFailed, ConnectionLost, Request, RequestRefused, Responder
 from sglang_ext.router.policies import Decision
 from sglang_ext.router.telemetry.observability import RouterMetrics
@@ -70,6 +75,7 @@ class Generation:
         homes: where responses are kept.
         stories: recent requests, to be explained.
         hinting: takes the hints in requests.
+        documents: puts documents that a request names in front of its prompt.
         metrics: counts retries and refusals.
         clock: seconds.
         max_retries: other instances tried for one request.
@@ -88,6 +94,7 @@ class Generation:
         homes: Homes,
         stories: Stories,
         hinting: Hinting,
+        documents: Documents,
         metrics: RouterMetrics,
         clock: Clock,
         *,
@@ -104,6 +111,7 @@ class Generation:
         self._homes = homes
         self._stories = stories
         self._hinting = hinting
+        self._documents = documents
         self._retries = metrics.counter("retries", "Attempts on another worker", "why")
         self._retries_denied = metrics.counter(
             "retries_denied", "Attempts on another worker that were not made: the budget was spent"
@@ -141,6 +149,8 @@ class Generation:
             raise
         finally:
             self._budget.end()
+            if record.documents is not None and record.first_byte is not None:
+                self._documents.used(record)
 
     async def _serve(
         self, dialect: Dialect, request: Request, responder: Responder, record: Record, start: float
@@ -149,6 +159,9 @@ class Generation:
         model = self._fleet.model
         if model is None:
             raise no_worker(self._fleet)
+        if DOCUMENT_IDS in payload:
+            payload = self._documents.compose(dialect, payload, record)
+            request = msgspec.structs.replace(request, body=orjson.dumps(payload))
         if dialect.only_warms(payload):
             await self._hinting.serve_prewarm(dialect, payload, responder, record)
             return
@@ -164,6 +177,8 @@ class Generation:
         units = sum(encoded.units for encoded in prompts)
         flight = Flight(admitted, prompts, request, responder, record, admitted.sent, units)
         self._stage(record, "tokenize", parsed)
+        if record.documents is not None:
+            self._documents.note(record, prompts)
         if admitted.hints:
             self._hinting.note(admitted.hints, record)
         story = Story(record, prompts, self._clock.wall())

@@ -25,7 +25,7 @@ import msgspec
 
 from sglang_ext.clock import Clock
 from sglang_ext.keys import TOKEN_BYTES
-from sglang_ext.protocol.agent import Advise, Advised, FetchSpan, FromAgent, Withdraw
+from sglang_ext.protocol.agent import Advised, FetchSpan, FromAgent, Withdraw
 from sglang_ext.router.api.hints import Advisory
 from sglang_ext.router.cluster.agents import AgentChannels
 from sglang_ext.router.dispatch.advisory_book import REPEATED, Answer, HintBook
@@ -303,8 +303,7 @@ class Advisor:
         hint = entry.hint
         names = hint.namespace
         assert isinstance(names, tuple)
-        kind, adapter, _, _ = names
-        if kind != "tokens" or adapter is not None:
+        if not hint.can_be_told:
             return
         spans: tuple[FetchSpan, ...] = ()
         if first and where.elsewhere:
@@ -318,20 +317,8 @@ class Advisor:
             end.busy = self._tell(entry, name, spans) and to_do
 
     def _tell(self, entry: Entry, name: str, spans: tuple[FetchSpan, ...] = ()) -> bool:
-        hint = entry.hint
-        names = hint.namespace
-        assert isinstance(names, tuple)
-        _, _, extra_key, salt = names
-        message = Advise(
-            entry.id,
-            hint.key,
-            extra_key=extra_key,
-            cache_salt=salt,
-            priority=hint.priority,
-            ttl_s=max(0.0, entry.expires - self._clock.monotonic()),
-            spans=spans,
-        )
-        sent = self._links.send(name, message)
+        ttl_s = entry.expires - self._clock.monotonic()
+        sent = self._links.send(name, entry.hint.told(entry.id, ttl_s, spans))
         if sent:
             self._kept[entry.id].ends[name].told_until = entry.expires
         return sent

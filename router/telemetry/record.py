@@ -13,6 +13,14 @@ CLIENT_GONE = 499
 """Status under which a request is counted whose client went away (nginx's number)."""
 
 
+class DocumentNote(msgspec.Struct):
+    """The documents that a request names."""
+
+    ids: tuple[str, ...]
+    tokens: int = 0
+    """Leading tokens of its prompt for which the KV of the first is held back."""
+
+
 class Record(msgspec.Struct):
     """One request. Times are seconds of the clock."""
 
@@ -36,6 +44,7 @@ class Record(msgspec.Struct):
     """What another instance holds of its prompt, and what became of fetching that."""
     estimate: Estimate | None = None
     """What it was expected to take where it was sent last."""
+    documents: DocumentNote | None = None
     cached_tokens: int | None = None
     """Tokens that the instance says it found."""
     tiers: dict[str, int] = {}

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from sglang_ext.router.api.dialect import DIALECTS, Dialect
+from sglang_ext.router.api.documents import DOCUMENT_IDS
 from sglang_ext.router.api.validation import Json
 
 
@@ -182,7 +183,7 @@ def unjudged(payload: Json, dialect: Dialect, *, tenant: bool, trusted: frozense
 
 def may_be_trusted(name: str) -> bool:
     """Whether ``--trusted-fields`` can let a field through."""
-    taken = any(name in dialect.own_fields for dialect in DIALECTS.values())
+    taken = name == DOCUMENT_IDS or any(name in dialect.own_fields for dialect in DIALECTS.values())
     return not taken and all(
         table.get(name, Who.TRUSTED) is Who.TRUSTED for table in (FIELDS, SAMPLING, MEDIA)
     )

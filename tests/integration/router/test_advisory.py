@@ -13,14 +13,17 @@ from typing import Any
 
 import aiohttp
 import pytest
+from dram_damage import arena_files, flip_bit, last_change, snapshot
 from token_requests import advise, cold, generate, random_prompt, settled
 
 from sglang_ext.keys import encode_tokens
 from sglang_ext.router import Router, RouterConfig
+from sglang_ext.router.cluster.members_view import fills_of
 from sglang_ext.testing.compare import assert_same
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, free_port
-from sglang_ext.testing.waiting import until
+from sglang_ext.testing.waiting import until, wait_until
+from sglang_ext.tiers import Tier
 
 pytestmark = pytest.mark.integration
 
@@ -91,6 +94,11 @@ async def said_and_pushed_out(
     assert where is not None
     await until(lambda: not held_in_hbm(router, server, prompt), 10, "HBM to have given it up")
     return prompt
+
+
+def blocks_on_disk(router: Router, server: ServerProcess) -> int:
+    beat = router.agents.beat(server.url)
+    return 0 if beat is None else fills_of(beat)[Tier.DISK].used
 
 
 def held_in_hbm(router: Router, server: ServerProcess, prompt: list[int]) -> int:
@@ -299,6 +307,83 @@ async def test_a_flood_of_hints_for_nobody_harms_nobody(server, router, client, 
     answer, _ = await generate(client, router.url, prompt)
     assert_same(await cold(client, server, prompt), answer)
     await until(lambda: not len(router.advisor.book), 10, "every hint to have ended")
+
+
+# -- documents ----------------------------------------------------------------------------------------
+
+
+async def register(
+    client: aiohttp.ClientSession, router: Router, server: ServerProcess, content: list[int]
+) -> None:
+    """Register a document, which the server computes ahead, or has, until all of it is in HBM."""
+    async with client.put(f"{router.url}/v1/documents/d", json={"input_ids": content}) as response:
+        assert response.status == 200, await response.text()
+    await until(lambda: held_in_hbm(router, server, content) == len(content), 30, "the document's KV")
+
+
+async def test_a_documents_kv_outlives_what_is_not_held_back(server, router, client, rng) -> None:
+    """And without the document, the same traffic takes its KV."""
+    document, plain = random_prompt(rng, TOKENS), random_prompt(rng, TOKENS)
+    await register(client, router, server, document)
+    await generate(client, router.url, plain)
+    for _ in range(3):
+        await generate(client, router.url, random_prompt(rng, 900))
+    answer, headers = await generate(client, router.url, [7, 8], document_ids=["d"])
+    assert answer.hbm_tokens == TOKENS
+    assert_same(await cold(client, server, [*document, 7, 8]), answer)
+    async with client.get(f"{router.url}/explain/{headers['x-request-id']}") as response:
+        told = (await response.json())["documents"]
+    assert told == {"ids": ["d"], "tokens": TOKENS, "cached_tokens": TOKENS}
+    twin, _ = await generate(client, router.url, [*plain, 7, 8])
+    assert twin.hbm_tokens < TOKENS, "what nobody holds back should have gone"
+    async with client.delete(f"{router.url}/v1/documents/d") as response:
+        assert response.status == 200
+    for _ in range(3):
+        await generate(client, router.url, random_prompt(rng, 900))
+    await until(
+        lambda: held_in_hbm(router, server, document) < TOKENS, 10, "it to go, now that it is deleted"
+    )
+
+
+async def test_a_damaged_bit_of_a_document_is_seen(server, router, client, rng) -> None:
+    """The twin of the test above: its KV comes back to HBM as DRAM has it."""
+    await asyncio.to_thread(server.flush)
+    arenas = arena_files(server.pid)
+    empty = snapshot(arenas[0])
+    document = random_prompt(rng, TOKENS)
+    await register(client, router, server, document)
+    last = await asyncio.to_thread(
+        wait_until, lambda: last_change(arenas[0], empty), seconds=20, what="write-through"
+    )
+    async with client.delete(f"{router.url}/v1/documents/d") as response:
+        assert response.status == 200
+    for _ in range(3):
+        await generate(client, router.url, random_prompt(rng, 900))
+    await until(lambda: not held_in_hbm(router, server, document), 10, "HBM to have given it up")
+    flip_bit(arenas[0], last // 4 * 4 + 3, bit=6)
+    await register(client, router, server, document)
+    answer, _ = await generate(client, router.url, [7, 8], document_ids=["d"])
+    assert answer.hbm_tokens == TOKENS
+    with pytest.raises(AssertionError):
+        assert_same(await cold(client, server, [*document, 7, 8]), answer, atol=1e-4)
+    await asyncio.to_thread(server.flush)
+
+
+@pytest.mark.long
+async def test_a_document_survives_its_instances_restart(server, router, client, rng) -> None:
+    """Its KV is read from disk before any request, because the router tells the new process of it."""
+    document, before = random_prompt(rng, TOKENS), blocks_on_disk(router, server)
+    await register(client, router, server, document)
+    await until(lambda: blocks_on_disk(router, server) >= before + TOKENS // BLOCK, 20, "the disk")
+    await asyncio.to_thread(server.stop)
+    await asyncio.to_thread(server.start)
+    await until(lambda: held_in_hbm(router, server, document) == TOKENS, 60, "the document's KV")
+    computed = 'sglang_ext_cache_announced_blocks_total{event="computed",tp_rank="0"}'
+    assert not server.metrics().get(computed, 0)
+    answer, _ = await generate(client, router.url, [7, 8], document_ids=["d"])
+    assert answer.hbm_tokens == TOKENS
+    assert_same(await cold(client, server, [*document, 7, 8]), answer)
+    await asyncio.to_thread(server.flush)
 
 
 PROGRAM = """

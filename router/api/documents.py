@@ -1,0 +1,204 @@
+"""Documents in what clients send: one that is registered, and those that a request names. Pure functions.
+
+A request that names documents is the request with their contents in front of its prompt, in the order named:
+texts joined as they are, token ids and messages one after the other. What then reaches a worker, is matched,
+limited and charged is that request, so its answer is the one to the whole prompt, cached or not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from sglang_ext.router.api import json_schema as schemas
+from sglang_ext.router.api.dialect import DIALECTS, Dialect
+from sglang_ext.router.api.hints import take_seconds
+from sglang_ext.router.api.validation import Json, take_int, take_string, wrong
+from sglang_ext.router.http.types import RequestRefused
+
+DOCUMENT_IDS: Final = "document_ids"
+KINDS: Final = ("text", "input_ids", "messages")
+"""In which field a document's content is given, and so before which prompts it can go."""
+MOST_NAMED = 16
+MOST_INSTANCES = 1024
+MAX_TTL_S = 30 * 86_400.0
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_FIELDS = frozenset({*KINDS, "ttl_s", "instances", "priority", "extra_key"})
+
+SCHEMA: Final[Json] = schemas.record(
+    {
+        "text": schemas.MAYBE_TEXT,
+        "input_ids": schemas.several(schemas.TOKEN, null=True),
+        "messages": schemas.several(schemas.OBJECT, null=True),
+        "ttl_s": schemas.NUMBER,
+        "instances": schemas.whole(1, MOST_INSTANCES),
+        "priority": schemas.whole(),
+        "extra_key": schemas.MAYBE_TEXT,
+    }
+)
+
+
+class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A document as a client has registered it. Also how routers share it."""
+
+    scope: Annotated[str, msgspec.Meta(max_length=128)]
+    """Of the tenant (``Caller.scope``)."""
+    id: Annotated[str, msgspec.Meta(max_length=128)]
+    kind: Annotated[str, msgspec.Meta(max_length=16)]
+    """One of ``KINDS``."""
+    content: Any
+    """A text, token ids, or messages."""
+    expires: float
+    """Seconds since the epoch."""
+    salt: str | None = None
+    """The tenant's."""
+    extra_key: str | None = None
+    priority: int = 0
+    instances: Annotated[int, msgspec.Meta(ge=1, le=MOST_INSTANCES)] = 1
+    """At how many its KV is held back."""
+
+    def announced(self) -> Json:
+        """The body of the advisory request for it."""
+        return {self.kind: self.content, "extra_key": self.extra_key, "priority": self.priority}
+
+
+def take_document(
+    payload: Json, id: str, scope: str, salt: str | None, priority: int, now: float, ttl_s: float
+) -> Document:
+    """Check the form of a registration; the content is checked as the prompt that it is.
+
+    Args:
+        scope, salt: of the tenant.
+        priority: the request's, checked.
+        now: seconds since the epoch.
+        ttl_s: how long it lives unless it says.
+
+    Raises:
+        RequestRefused: 400, naming the field.
+    """
+    if _ID.fullmatch(id) is None:
+        raise RequestRefused(
+            "a document's id has 1 to 128 letters, digits, '.', '_' and '-', a letter or digit first",
+            param="id",
+            code="invalid_value",
+        )
+    unknown = sorted(payload.keys() - _FIELDS)
+    if unknown:
+        raise RequestRefused(
+            f"a document has no field {unknown[0][:80]!r}; its fields are {', '.join(sorted(_FIELDS))}",
+            param=unknown[0][:80],
+            code="unknown_field",
+        )
+    given = [kind for kind in KINDS if payload.get(kind) is not None]
+    if len(given) != 1:
+        raise RequestRefused(
+            f"give the document's content in one of {', '.join(KINDS)}",
+            param=given[1] if given else KINDS[0],
+            code="invalid_prompt",
+        )
+    lives = take_seconds(payload, "ttl_s")
+    return Document(
+        scope,
+        id,
+        given[0],
+        payload[given[0]],
+        expires=now + min(ttl_s if lives is None else lives, MAX_TTL_S),
+        salt=salt,
+        extra_key=take_string(payload, "extra_key") or None,
+        priority=priority,
+        instances=take_int(payload, "instances", least=1, most=MOST_INSTANCES) or 1,
+    )
+
+
+def take_names(payload: Json) -> tuple[str, ...]:
+    """The documents that a request names, in their order.
+
+    Raises:
+        RequestRefused: 400: it is no array of ids.
+    """
+    value = payload.get(DOCUMENT_IDS)
+    if value is None:
+        return ()
+    if type(value) is not list:
+        raise wrong(DOCUMENT_IDS, "an array of ids", value)
+    for index, name in enumerate(value):
+        if type(name) is not str:
+            raise wrong(f"{DOCUMENT_IDS}[{index}]", "a string", name)
+    if len(value) > MOST_NAMED:
+        raise RequestRefused(
+            f"a request names at most {MOST_NAMED} documents, not {len(value)}",
+            param=DOCUMENT_IDS,
+            code="out_of_range",
+        )
+    return tuple(value)
+
+
+def hinting_dialect(payload: Json) -> Dialect | None:
+    """In whose form the body of an advisory request gives its prompt."""
+    return next(
+        (
+            dialect
+            for dialect in DIALECTS.values()
+            if any(payload.get(name) is not None for name in dialect.hint_fields)
+        ),
+        None,
+    )
+
+
+def with_documents(dialect: Dialect | None, payload: Json, documents: Sequence[Document]) -> Json:
+    """The request that is meant: without the names, and with the contents in front of its prompt.
+
+    Args:
+        dialect: of the request; None for one without a prompt.
+
+    Raises:
+        RequestRefused: 400: the documents do not fit the request or each other.
+    """
+    body = {name: value for name, value in payload.items() if name != DOCUMENT_IDS}
+    if not documents:
+        return body
+    takes = {} if dialect is None else dialect.document_fields
+    if not takes:
+        raise _unfit("this API takes no documents: send their contents with the prompt")
+    kind = documents[0].kind
+    for index, document in enumerate(documents):
+        where = f"{DOCUMENT_IDS}[{index}]"
+        if document.kind not in takes:
+            raise _unfit(
+                f"{where} was registered with {document.kind}, and this API takes documents with "
+                f"{' or '.join(takes)}",
+                where,
+            )
+        if document.kind != kind:
+            raise _unfit(
+                f"{where} has {document.kind}, and {DOCUMENT_IDS}[0] has {kind}: they must agree", where
+            )
+    field = takes[kind]
+    other = next((name for name in takes.values() if name != field and body.get(name) is not None), None)
+    value: Any = body.get(field)
+    if other is not None or not _is_one(kind, value):
+        raise _unfit(
+            f"a request that names documents with {kind} gives one prompt as {_FORMS[kind]} in {field}"
+        )
+    if kind == "text":
+        body[field] = "".join(document.content for document in documents) + value
+    else:
+        body[field] = [item for document in documents for item in document.content] + value
+    return body
+
+
+_FORMS: Final = {"text": "a string", "input_ids": "an array of token ids", "messages": "an array of messages"}
+
+
+def _is_one(kind: str, value: Any) -> bool:
+    """Whether a prompt is one, and in the form of a kind of documents."""
+    if kind == "text":
+        return type(value) is str
+    return type(value) is list and not (kind == "input_ids" and value and type(value[0]) is not int)
+
+
+def _unfit(why: str, param: str = DOCUMENT_IDS) -> RequestRefused:
+    return RequestRefused(why, param=param, code="invalid_document")

@@ -1,0 +1,81 @@
+"""The endpoints of documents, under ``/v1/documents``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+from sglang_ext.clock import Clock
+from sglang_ext.router.api.documents import take_document
+from sglang_ext.router.api.validation import parse_json_object
+from sglang_ext.router.dispatch.choosing import no_worker
+from sglang_ext.router.endpoints.advisory_api import check_size
+from sglang_ext.router.endpoints.information import send_json
+from sglang_ext.router.endpoints.routes import Route
+from sglang_ext.router.fleet.fleet import Fleet
+from sglang_ext.router.hints.documents import Documents
+from sglang_ext.router.http.types import Request, Responder
+from sglang_ext.router.telemetry.record import Record
+from sglang_ext.router.tenancy.admit import check_reserved, priority_of
+
+PATH = "/v1/documents"
+
+
+class DocumentsApi:
+    """Answers requests under ``/v1/documents``. Each tenant sees its own documents only.
+
+    Args:
+        documents: takes and tells of them.
+        fleet: knows the model, against which contents are checked.
+        clock: seconds.
+        ttl_s: how long a document lives unless it says.
+    """
+
+    def __init__(self, documents: Documents, fleet: Fleet, clock: Clock, ttl_s: float) -> None:
+        self._documents = documents
+        self._fleet = fleet
+        self._clock = clock
+        self._ttl_s = ttl_s
+
+    def routes(self) -> Iterator[Route]:
+        """The endpoints."""
+        yield Route(PATH, frozenset({"GET"}), self._all)
+        yield Route(PATH + "/", frozenset({"GET", "PUT", "DELETE"}), self._one)
+
+    async def _all(self, request: Request, responder: Responder, record: Record) -> None:
+        found = [self._documents.told(entry) for entry in self._documents.of(record.caller)]
+        record.status = 200
+        await send_json(responder, 200, {"object": "list", "data": found})
+
+    async def _one(self, request: Request, responder: Responder, record: Record) -> None:
+        id = request.path.removeprefix(PATH + "/")
+        if request.method == "PUT":
+            meter = record.caller.meter
+            with nullcontext() if meter is None else meter.request():
+                await self._put(id, request, record)
+        entry = self._documents.find(id, record.caller)
+        told = self._documents.told(entry)
+        if request.method == "DELETE":
+            self._documents.remove(entry)
+            told = {"id": id, "object": "document", "deleted": True}
+        record.status = 200
+        await send_json(responder, 200, told)
+
+    async def _put(self, id: str, request: Request, record: Record) -> None:
+        """Take a document.
+
+        Raises:
+            RequestRefused: it has no form, is no prompt of the model, or is beyond a budget.
+        """
+        caller, payload = record.caller, parse_json_object(request.body)
+        model = self._fleet.model
+        if model is None:
+            raise no_worker(self._fleet)
+        check_reserved(payload, caller, None)
+        priority = priority_of(payload, caller)
+        now = self._clock.wall()
+        document = take_document(payload, id, caller.scope, caller.salt, priority, now, self._ttl_s)
+        entry = await self._documents.encoded(document)
+        if entry.hint is not None:
+            check_size(entry.hint, model.limits)
+        self._documents.take(entry)

@@ -1,0 +1,197 @@
+"""All documents of one router: whose they are, what they may take, where their KV is held back, until when.
+
+A document (MemServe, table 2: an index by document beside tokens and sessions) counts against two budgets,
+its tenant's and that of all, with its blocks times the instances that are to hold them back; a short one
+counts as ``LEAST_BLOCKS``, so that the budgets bound how many there are. What is beyond a budget is refused:
+a document that was taken is held back until it expires.
+
+At each instance the KV is held back as that of an announced session is (``engine/tiers/retention.py``), under
+a lease that the router renews: a router that dies leaves nothing behind.
+
+Pure: no I/O and no clock. ``wall`` is seconds since the epoch; ``now`` is seconds of a clock that does not go
+back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sglang_ext.errors import InternalError
+from sglang_ext.router.api.documents import Document
+from sglang_ext.router.dispatch.hint import Hint
+
+LEASE_S = 60.0
+"""For which an instance is told to hold a document back."""
+RENEW_S = 20.0
+"""After which it is told again, and brings back what it had to give up."""
+RETRY_S = 1.0
+"""After which an instance that was not reached is told again."""
+LEAST_BLOCKS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentLimits:
+    """What documents may take: blocks of all tenants, and of one. block_size: tokens per block."""
+
+    blocks: int = 8192
+    tenant_blocks: int = 4096
+    block_size: int = 16
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """What one instance was told of a document."""
+
+    due: float = 0.0
+    """When it is to be told again."""
+    told: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class DocumentEntry:
+    """A document in the book."""
+
+    document: Document
+    pin: str
+    """Under which instances know it."""
+    hint: Hint | None = None
+    """What they are told; None while its tokens are not known."""
+    encoded_by: object = None
+    """The tokenizer that made them, and what of it is trusted."""
+    why: str = ""
+    """Why nothing is held back, for people."""
+    leases: dict[str, Lease] = field(default_factory=dict)
+    """By instance."""
+    requests: int = 0
+
+    @property
+    def ids(self) -> tuple[str, str]:
+        """(Scope, id): what no other document has."""
+        return self.document.scope, self.document.id
+
+
+class DocumentBook:
+    """See the module's docstring.
+
+    Args:
+        limits: in blocks.
+    """
+
+    def __init__(self, limits: DocumentLimits | None = None) -> None:
+        self.limits = limits or DocumentLimits()
+        self._entries: dict[tuple[str, str], DocumentEntry] = {}
+
+    def cost(self, entry: DocumentEntry) -> int:
+        """Blocks that it counts for."""
+        return self._blocks(entry) * entry.document.instances
+
+    def _blocks(self, entry: DocumentEntry) -> int:
+        tokens = 0 if entry.hint is None else entry.hint.tokens
+        return max(LEAST_BLOCKS, -(-tokens // self.limits.block_size))
+
+    def obstacle(self, entry: DocumentEntry) -> str | None:
+        """Why a document cannot be taken; one of the same id goes for it."""
+        others = [each for each in self._entries.values() if each.ids != entry.ids]
+        wanted = self.cost(entry)
+        own = sum(self.cost(each) for each in others if each.document.scope == entry.document.scope)
+        for left, whose in (
+            (self.limits.tenant_blocks - own, "your documents"),
+            (self.limits.blocks - sum(map(self.cost, others)), "documents"),
+        ):
+            if wanted > left:
+                return f"it takes {wanted} blocks, and the budget of {whose} has {max(0, left)} left"
+        return None
+
+    def put(self, entry: DocumentEntry) -> DocumentEntry | None:
+        """Take a document in. Returns the one of the same id that it replaces."""
+        former = self._entries.pop(entry.ids, None)
+        self._entries[entry.ids] = entry
+        return former
+
+    def find(self, scope: str, id: str) -> DocumentEntry | None:
+        """A tenant's document by its id."""
+        return self._entries.get((scope, id))
+
+    def of(self, scope: str) -> list[DocumentEntry]:
+        """A tenant's documents, in the order of their ids."""
+        own = [entry for entry in self._entries.values() if entry.document.scope == scope]
+        return sorted(own, key=lambda entry: entry.document.id)
+
+    def remove(self, entry: DocumentEntry) -> None:
+        """Forget a document."""
+        if self._entries.get(entry.ids) is entry:
+            del self._entries[entry.ids]
+
+    def expire(self, wall: float) -> list[DocumentEntry]:
+        """Forget what has lived long enough, and return it."""
+        late = [entry for entry in self if entry.document.expires <= wall]
+        for entry in late:
+            self.remove(entry)
+        return late
+
+    def again(self, instance: str) -> None:
+        """An instance was started anew, or is reached again: it is to be told all that it holds back."""
+        for entry in self:
+            if instance in entry.leases:
+                entry.leases[instance] = Lease()
+
+    def again_for(self, entry: DocumentEntry) -> None:
+        """There may be more of it to be held back: its instances are to be told again."""
+        for lease in entry.leases.values():
+            lease.due = 0.0
+
+    def pinned(self, instance: str | None = None) -> int:
+        """Blocks that instances were told to hold back; that one was."""
+        return sum(
+            self._blocks(entry)
+            for entry in self
+            for name, lease in entry.leases.items()
+            if lease.told and instance in (None, name)
+        )
+
+    def __iter__(self) -> Iterator[DocumentEntry]:
+        return iter(list(self._entries.values()))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return f"DocumentBook({len(self)} documents, {self.pinned()} blocks held back)"
+
+    def check(self) -> None:
+        """Verify that everything is where it is looked for.
+
+        Raises:
+            InternalError: names the first that is not.
+        """
+        pins: set[str] = set()
+        for ids, entry in self._entries.items():
+            if entry.ids != ids:
+                raise InternalError(f"document {entry.ids} stands under {ids}")
+            if len(entry.leases) > entry.document.instances:
+                raise InternalError(f"document {ids} is held back at {len(entry.leases)} instances")
+            if entry.leases and (entry.hint is None or not entry.hint.can_be_told):
+                raise InternalError(f"document {ids} is held back, and its tokens are not known")
+            if entry.pin in pins:
+                raise InternalError(f"two documents are called {entry.pin}")
+            pins.add(entry.pin)
+
+
+def places(
+    wanted: int, now: Sequence[str], usable: Sequence[str], held: Mapping[str, int], pinned: Mapping[str, int]
+) -> tuple[str, ...]:
+    """The instances that are to hold a document back: those that do and can, then those that hold most of it,
+    then those that hold back least.
+
+    Args:
+        wanted: how many.
+        now: those that do.
+        usable: those that can.
+        held: tokens of the document, by instance.
+        pinned: blocks of other documents, by instance.
+    """
+    stay = [name for name in now if name in usable][:wanted]
+    others = [name for name in usable if name not in stay]
+    others.sort(key=lambda name: (-held.get(name, 0), pinned.get(name, 0), name))
+    return (*stay, *others[: wanted - len(stay)])

@@ -1,0 +1,341 @@
+"""Documents: named prefixes whose KV is held back at instances (MemServe, table 2).
+
+A client registers a document; requests of the same tenant name it, and the router puts its content in front
+of their prompts (``api/documents``). From there on such a request is any other: it goes where the index finds
+its tokens. Here the KV is kept from going: each chosen instance is told of the document as of an announced
+session (``advising``), again and again while the document lives, so that it comes back after pressure, after
+a restart (from disk), and is computed ahead where instances may.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from sglang_ext.clock import Clock
+from sglang_ext.protocol.agent import FetchSpan, Withdraw
+from sglang_ext.router.api.dialect import Dialect
+from sglang_ext.router.api.documents import DOCUMENT_IDS, Document, take_names, with_documents
+from sglang_ext.router.api.hints import parse_advisory
+from sglang_ext.router.api.validation import Json
+from sglang_ext.router.cluster.agents import AgentChannels
+from sglang_ext.router.dispatch.fetching import Fetching
+from sglang_ext.router.fleet.fleet import Fleet
+from sglang_ext.router.hints.advising import Advisor
+from sglang_ext.router.hints.document_book import (
+    LEASE_S,
+    RENEW_S,
+    RETRY_S,
+    DocumentBook,
+    DocumentEntry,
+    Lease,
+    places,
+)
+from sglang_ext.router.hints.whereabouts import whereabouts
+from sglang_ext.router.http.types import RequestRefused
+from sglang_ext.router.index.prompt_trees import PromptTrees
+from sglang_ext.router.policies import beginners
+from sglang_ext.router.telemetry.observability import RouterMetrics
+from sglang_ext.router.telemetry.record import DocumentNote, Record
+from sglang_ext.router.tenancy.admit import with_salt
+from sglang_ext.router.tenancy.tenants import Caller
+from sglang_ext.router.tokens.tokenizing import Encoded, TokenizerService
+
+logger = logging.getLogger("router.documents")
+
+TICK_S = 0.5
+NOT_TOKENS = "its tokens are not known here, so no instance can be told of it"
+
+
+class Documents:
+    """Takes documents, puts them into requests, and has their KV held back.
+
+    Args:
+        book: which there are.
+        fleet: who can hold them back.
+        trees: who holds what of them.
+        tokenizers: say whether tokens are still the model's.
+        advisor: from contents to tokens, as for hints.
+        links: to the agents.
+        fetching: has instances fetch from each other.
+        metrics: counts requests that name documents.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        book: DocumentBook,
+        fleet: Fleet,
+        trees: PromptTrees,
+        tokenizers: TokenizerService,
+        advisor: Advisor,
+        links: AgentChannels,
+        fetching: Fetching,
+        metrics: RouterMetrics,
+        clock: Clock,
+    ) -> None:
+        self.book = book
+        self._fleet = fleet
+        self._trees = trees
+        self._tokenizers = tokenizers
+        self._advisor = advisor
+        self._links = links
+        self._fetching = fetching
+        self._clock = clock
+        self._requests = metrics.counter(
+            "document_requests", "Requests that name documents, by what of the first was cached", "cached"
+        )
+        self._cached_tokens = metrics.counter(
+            "document_cached_tokens", "Tokens of documents that were cached when a request named them"
+        )
+        size = metrics.gauge("documents", "Documents that are registered")
+        pinned = metrics.gauge("document_pinned_blocks", "Blocks that instances hold back for documents")
+
+        def refresh() -> None:
+            size.set(len(book))
+            pinned.set(book.pinned())
+
+        metrics.refreshing.subscribe(refresh)
+
+    # -- documents --------------------------------------------------------------------------------
+
+    async def encoded(self, document: Document) -> DocumentEntry:
+        """What can be taken of a document.
+
+        Raises:
+            RequestRefused: 400: its content is no prompt of the model.
+        """
+        entry = DocumentEntry(document, f"document-{uuid.uuid4().hex}")
+        await self._encode(entry)
+        return entry
+
+    def take(self, entry: DocumentEntry) -> None:
+        """Take a document, in place of one of the same id.
+
+        Raises:
+            RequestRefused: 429: it is beyond a budget.
+        """
+        why = self.book.obstacle(entry)
+        if why is not None:
+            raise RequestRefused(
+                f"the document is refused: {why}; delete others, or ask for fewer instances",
+                status=429,
+                kind="rate_limit_error",
+                code="document_budget_exceeded",
+            )
+        former = self.book.put(entry)
+        if former is not None:
+            entry.requests = former.requests
+            if former.hint is not None and former.hint == entry.hint:
+                entry.pin, entry.leases = former.pin, former.leases
+                self._withdraw(entry, list(entry.leases)[entry.document.instances :])
+                self.book.again_for(entry)
+            else:
+                self._withdraw(former, list(former.leases))
+        self._hold(entry)
+
+    def find(self, id: str, caller: Caller) -> DocumentEntry:
+        """A caller's document.
+
+        Raises:
+            RequestRefused: 404, for one that is not known, or is another tenant's.
+        """
+        entry = self.book.find(caller.scope, id)
+        if entry is None or entry.document.expires <= self._clock.wall():
+            raise _unknown(id, "id")
+        return entry
+
+    def of(self, caller: Caller) -> list[DocumentEntry]:
+        """A caller's documents."""
+        self._expire()
+        return self.book.of(caller.scope)
+
+    def remove(self, entry: DocumentEntry) -> None:
+        """Forget a document, and hold nothing back for it."""
+        self.book.remove(entry)
+        self._withdraw(entry, list(entry.leases))
+
+    def told(self, entry: DocumentEntry) -> Json:
+        """What a client is told of its document."""
+        document, hint = entry.document, entry.hint
+        told: dict[str, Any] = {
+            "id": document.id,
+            "object": "document",
+            "kind": document.kind,
+            "tokens": hint.tokens if hint is not None and hint.can_be_told else None,
+            "blocks": self.book.cost(entry),
+            "expires_in_s": round(max(0.0, document.expires - self._clock.wall()), 3),
+            "requests": entry.requests,
+            "why_not_held_back": entry.why or None,
+            "instances": {},
+        }
+        if hint is not None and entry.leases:
+            matches = self._trees.match(hint.namespace, hint.key)
+            told["instances"] = {
+                name: {"held_back": lease.told, "tokens": whereabouts(matches, name, hint.tokens).told()}
+                for name, lease in entry.leases.items()
+            }
+        return told
+
+    # -- requests -----------------------------------------------------------------------------------
+
+    def compose(self, dialect: Dialect | None, payload: Json, record: Record) -> Json:
+        """The request that one with names of documents means.
+
+        Args:
+            dialect: of the request; None for one without a prompt.
+
+        Raises:
+            RequestRefused: 404: there is no such document of the caller's; 400: it does not fit.
+        """
+        names, caller, wall = take_names(payload), record.caller, self._clock.wall()
+        found: list[Document] = []
+        for index, name in enumerate(names):
+            entry = self.book.find(caller.scope, name)
+            if entry is None or entry.document.expires <= wall:
+                raise _unknown(name, f"{DOCUMENT_IDS}[{index}]")
+            found.append(entry.document)
+        if names:
+            record.documents = DocumentNote(names)
+        return with_documents(dialect, payload, found)
+
+    def note(self, record: Record, prompts: Sequence[Encoded]) -> None:
+        """The prompt of a request that names documents is known: say where its first document ends in it."""
+        note = record.documents
+        entry = None if note is None else self.book.find(record.caller.scope, note.ids[0])
+        if note is None or entry is None or entry.hint is None or len(prompts) != 1:
+            return
+        (prompt,), hint = prompts, entry.hint
+        if (
+            prompt.tokens is not None
+            and prompt.namespace == hint.namespace
+            and prompt.key.startswith(hint.key)
+        ):
+            note.tokens = hint.tokens
+
+    def used(self, record: Record) -> None:
+        """A request that names documents has ended."""
+        note = record.documents
+        if note is None:
+            return
+        for name in dict.fromkeys(note.ids):
+            entry = self.book.find(record.caller.scope, name)
+            if entry is not None:
+                entry.requests += 1
+        block, cached = self.book.limits.block_size, record.cached_tokens
+        whole = note.tokens // block * block
+        if cached is None or not whole:
+            verdict = "unknown"
+        else:
+            verdict = "all" if cached >= whole else "some" if cached >= block else "none"
+            self._cached_tokens.inc(min(cached, whole))
+        self._requests.labels(verdict).inc()
+        first = self.book.find(record.caller.scope, note.ids[0])
+        if first is not None and verdict in ("some", "none"):
+            self.book.again_for(first)  # now there is more to be held back
+
+    # -- holding back -------------------------------------------------------------------------------
+
+    def again(self, instance: str) -> None:
+        """An instance was started anew, or is reached again."""
+        self.book.again(instance)
+
+    async def _encode(self, entry: DocumentEntry) -> None:
+        """Find out its tokens, if the model is known.
+
+        Raises:
+            RequestRefused: 400: its content is no prompt of the model.
+        """
+        model = self._fleet.model
+        if model is None:
+            return
+        entry.encoded_by = self._encoder
+        document = entry.document
+        advisory = parse_advisory(document.announced(), model.limits)
+        assert advisory.job is not None
+        owner = Caller(salt=document.salt)
+        advisory = dataclasses.replace(advisory, job=with_salt(advisory.job, owner))
+        entry.hint = await self._advisor.hint(advisory, owner, document.priority)
+
+    @property
+    def _encoder(self) -> object:
+        return self._tokenizers.tokenizer, self._tokenizers.trust
+
+    def _hold(self, entry: DocumentEntry) -> None:
+        """Tell the instances that are to hold a document back, where it is time to."""
+        hint, now = entry.hint, self._clock.monotonic()
+        if hint is None or not hint.can_be_told or not hint.tokens:
+            entry.why = NOT_TOKENS
+            self._withdraw(entry, list(entry.leases))
+            return
+        entry.why = ""
+        fleet = self._fleet.usable()
+        usable = [known.name for known in beginners(fleet)]
+        stay = [name for name in entry.leases if name in usable]
+        if len(stay) == min(entry.document.instances, len(usable)) and all(
+            entry.leases[name].due > now for name in stay
+        ):
+            self._withdraw(entry, [name for name in entry.leases if name not in stay])
+            return
+        matches = self._trees.match(hint.namespace, hint.key)
+        held = {name: match.tokens for name, match in matches.items()}
+        pinned = {name: self.book.pinned(name) for name in usable}
+        chosen = places(entry.document.instances, tuple(entry.leases), usable, held, pinned)
+        self._withdraw(entry, [name for name in entry.leases if name not in chosen])
+        ttl_s = min(LEASE_S, entry.document.expires - self._clock.wall())
+        for name in chosen:
+            lease = entry.leases.setdefault(name, Lease())
+            if lease.due > now:
+                continue
+            spans: tuple[FetchSpan, ...] = ()
+            if whereabouts(matches, name, hint.tokens).elsewhere:
+                assert isinstance(hint.namespace, tuple)
+                spans = self._fetching.spans_for(hint.namespace, hint.key, name, fleet, matches, entry.pin)
+            # Also what nobody is known to hold: the instance may have it on its disk, or compute it.
+            lease.told = self._links.send(name, hint.told(entry.pin, ttl_s, spans))
+            lease.due = now + (RENEW_S if lease.told else RETRY_S)
+
+    def _withdraw(self, entry: DocumentEntry, names: Sequence[str]) -> None:
+        for name in names:
+            if entry.leases.pop(name).told:
+                self._links.send(name, Withdraw(entry.pin))
+
+    # -- time ---------------------------------------------------------------------------------------
+
+    def _expire(self) -> None:
+        for entry in self.book.expire(self._clock.wall()):
+            self._withdraw(entry, list(entry.leases))
+
+    async def tick(self) -> None:
+        """Forget what has expired, and hold back the rest."""
+        self._expire()
+        for entry in self.book:
+            hint = entry.hint
+            if entry.encoded_by != self._encoder:
+                try:
+                    await self._encode(entry)
+                except RequestRefused as refused:
+                    entry.hint, entry.why = None, refused.message
+                    logger.info("document %s does not fit the model: %s", entry.document.id, refused.message)
+                if entry.hint != hint:
+                    self._withdraw(entry, list(entry.leases))
+            if self.book.find(*entry.ids) is entry:  # it was not deleted meanwhile
+                self._hold(entry)
+
+    async def run(self) -> None:
+        """Tick until cancelled."""
+        while True:
+            await self._clock.sleep(TICK_S)
+            await self.tick()
+
+
+def _unknown(id: str, param: str) -> RequestRefused:
+    return RequestRefused(
+        f"there is no document {id[:128]!r} here, or it has expired; register it with PUT /v1/documents/ID",
+        status=404,
+        param=param,
+        code="no_such_document",
+    )
