@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
+from sglang_ext.errors import PeerError
 from sglang_ext.router.api import json_schema as schemas
 from sglang_ext.router.api.dialect import DIALECTS, Dialect
 from sglang_ext.router.api.hints import take_seconds
@@ -59,6 +60,23 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     priority: int = 0
     instances: Annotated[int, msgspec.Meta(ge=1, le=MOST_INSTANCES)] = 1
     """At how many its KV is held back."""
+    stamp: int = 0
+    """When it was registered or deleted, in milliseconds since the epoch: the newest of an id counts."""
+
+    @property
+    def ids(self) -> tuple[str, str]:
+        """(Scope, id): what no other document has."""
+        return self.scope, self.id
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether it says only that there is none of this id any more."""
+        return self.content is None
+
+    def deleted(self, now: float) -> Document:
+        """What says so; it is kept until the document would have expired."""
+        stamp = max(int(now * 1e3), self.stamp + 1)
+        return msgspec.structs.replace(self, content=None, stamp=stamp)
 
     def announced(self) -> Json:
         """The body of the advisory request for it."""
@@ -110,7 +128,24 @@ def take_document(
         extra_key=take_string(payload, "extra_key") or None,
         priority=priority,
         instances=take_int(payload, "instances", least=1, most=MOST_INSTANCES) or 1,
+        stamp=int(now * 1e3),
     )
+
+
+def decode_document(body: bytes) -> Document:
+    """A document as another router has written it down.
+
+    Raises:
+        PeerError: it is none.
+    """
+    try:
+        document = msgspec.json.decode(body, type=Document)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise PeerError(f"no document: {error}") from None
+    form = str if document.kind == "text" else list
+    if document.kind not in KINDS or not (document.is_deleted or type(document.content) is form):
+        raise PeerError(f"document {document.id} has no content of a kind that is known")
+    return document
 
 
 def take_names(payload: Json) -> tuple[str, ...]:

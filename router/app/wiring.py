@@ -243,6 +243,7 @@ class Parts:
             router=name,
             links=self.agents,
             homes=self.homes,
+            documents=self.documents,
             on_drain=self.mover.empty,
         )
 

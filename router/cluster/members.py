@@ -16,6 +16,7 @@ from sglang_ext.clock import Clock
 from sglang_ext.errors import PeerError, UserError
 from sglang_ext.protocol.agent import Beat
 from sglang_ext.protocol.cluster import VERDICT_S, Registered, Registration, RoleName
+from sglang_ext.router.api.documents import Document
 from sglang_ext.router.cluster.membership import Membership, RouterStatus, Seen
 from sglang_ext.router.cluster.roster import LEFT_KEPT_S, Change, Changing, Intent, Member, Roster
 from sglang_ext.router.fleet.fleet import Fleet, InstanceRecord
@@ -61,6 +62,19 @@ class SessionHomes(Protocol):
         """Another router has."""
 
 
+class SharedDocuments(Protocol):
+    """The documents that one router knows."""
+
+    changed: Signal[[Document]]
+    """This router has taken or deleted one."""
+
+    def learn(self, document: Document) -> None:
+        """Another router has, perhaps long ago."""
+
+    def all(self) -> Iterable[Document]:
+        """Every one that is to be told."""
+
+
 class NoAgents:
     """Links for a router that knows no agents."""
 
@@ -103,7 +117,7 @@ class Members:
         links: their agents.
         clock: seconds.
         router: which router this is.
-        homes: where sessions are, which routers tell each other.
+        homes, documents: where sessions are, and which documents there are: routers tell each other.
         on_drain: told of an instance (its URL) that shall finish and go.
     """
 
@@ -117,6 +131,7 @@ class Members:
         router: str = "",
         links: AgentLinks | None = None,
         homes: SessionHomes | None = None,
+        documents: SharedDocuments | None = None,
         on_drain: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.router = router or new_router_name()
@@ -127,6 +142,7 @@ class Members:
         self.clock = clock
         self.links: AgentLinks = links or NoAgents()
         self._homes = homes
+        self._documents = documents
         self._on_drain = on_drain
         self.drains: dict[str, float] = {}
         """When each drain began, by URL; ``monotonic``."""
@@ -139,6 +155,8 @@ class Members:
         fleet.happened.subscribe(self._on_event)
         if homes is not None:
             homes.kept.subscribe(self._remember_session)
+        if documents is not None:
+            documents.changed.subscribe(store.share)
 
     async def start(self, urls: Iterable[str]) -> None:
         """Take in what others have published, and the instances that were listed by URL."""
@@ -378,6 +396,15 @@ class Members:
         """Another router has sent a session to an instance."""
         if self._homes is not None and (member := self.roster.get(instance)) is not None:
             self._homes.learn(session, member.url)
+
+    def on_document(self, document: Document) -> None:
+        """Another router has taken or deleted a document, perhaps long ago."""
+        if self._documents is not None:
+            self._documents.learn(document)
+
+    def documents(self) -> Iterable[Document]:
+        """Every document that this router has."""
+        return () if self._documents is None else self._documents.all()
 
     def records(self) -> Iterable[Member]:
         """Every record that this router has."""

@@ -9,10 +9,10 @@ The caller (``members.Members``)
 - calls ``publish`` for each record that it has made or changed, and ``tell`` about once per second.
 
 The implementation
-- never blocks and never fails in ``publish``, ``tell`` and ``remember``: a store that is away is caught up
-  with when it is back, from ``Listener.records`` and ``Listener.heard``;
+- never blocks and never fails in ``publish``, ``tell``, ``remember`` and ``share``: a store that is away is
+  caught up with when it is back, from ``Listener.records``, ``Listener.documents`` and ``Listener.heard``;
 - tells the listener every record that any router has published, within seconds; the newest of each instance
-  at least, those of before the start too;
+  at least, those of before the start too; and every document that has not expired;
 - forgets an instance that no router has heard of for ``MEMBER_TTL_S``, and a router that has told nothing for
   ``ROUTER_TTL_S``;
 - says whether it is connected. While it is not, ``others`` is empty: nothing is known of other routers.
@@ -26,6 +26,7 @@ from typing import Annotated, Protocol
 import msgspec
 
 from sglang_ext.protocol.cluster import StoreView
+from sglang_ext.router.api.documents import Document
 from sglang_ext.router.cluster.roster import Member
 
 MEMBER_TTL_S = 60.0
@@ -60,8 +61,14 @@ class Listener(Protocol):
     def on_session(self, session: str, instance: str) -> None:
         """Another router has sent a session to an instance (by id)."""
 
+    def on_document(self, document: Document) -> None:
+        """A document, perhaps an old one."""
+
     def records(self) -> Iterable[Member]:
         """Every record that this router has."""
+
+    def documents(self) -> Iterable[Document]:
+        """Every document that this router has."""
 
     def heard(self, instance: str) -> bool:
         """Whether this router knows the instance to live."""
@@ -84,6 +91,9 @@ class Membership(Protocol):
 
     def remember(self, session: str, instance: str) -> None:
         """Share that a session is at an instance (by id)."""
+
+    def share(self, document: Document) -> None:
+        """Share a document."""
 
     @property
     def others(self) -> Mapping[str, RouterStatus]:
@@ -111,6 +121,9 @@ class EmbeddedMembership:
         """Nobody to tell."""
 
     def remember(self, session: str, instance: str) -> None:
+        """Nobody to share with."""
+
+    def share(self, document: Document) -> None:
         """Nobody to share with."""
 
     def view(self) -> StoreView:

@@ -28,6 +28,7 @@ from sglang_ext.clock import Clock
 from sglang_ext.cluster_key import ClusterKey
 from sglang_ext.errors import ConfigError, InternalError, PeerError
 from sglang_ext.protocol.cluster import StoreView
+from sglang_ext.router.api.documents import Document, decode_document
 from sglang_ext.router.cluster.membership import MAX_SESSION_CHARACTERS, MEMBER_TTL_S, Listener, RouterStatus
 from sglang_ext.router.cluster.redis_records import Fields, Places, RedisRecords
 from sglang_ext.router.cluster.roster import Intent, Member, decode_member
@@ -92,6 +93,7 @@ class RedisMembership:
         self._settled = asyncio.Event()
         self._wake = asyncio.Event()
         self._members: dict[str, Member] = {}
+        self._documents: dict[tuple[str, str], Document] = {}
         self._status: RouterStatus | None = None
         self._sessions: deque[tuple[str, str]] = deque(maxlen=MAX_PENDING_SESSIONS)
         self._connected = False
@@ -161,6 +163,12 @@ class RedisMembership:
         """Write it down soon."""
         if self._connected and len(session) <= MAX_SESSION_CHARACTERS:
             self._sessions.append((session, instance))
+            self._wake.set()
+
+    def share(self, document: Document) -> None:
+        """Write it down soon."""
+        if self._connected:
+            self._documents[document.ids] = document
             self._wake.set()
 
     def view(self) -> StoreView:
@@ -252,6 +260,7 @@ class RedisMembership:
         self._connected = False
         self._settled.set()
         self._members.clear()
+        self._documents.clear()
         self._sessions.clear()
         if self.others and self._listener is not None:
             self.others = {}
@@ -272,6 +281,11 @@ class RedisMembership:
                 continue
             if known != member or listener.heard(member.instance):
                 await records.put(member)
+        values = await records.documents()
+        written = {d.ids: d for value in values if (d := self._take_document(value, listener)) is not None}
+        for document in list(listener.documents()):
+            if written.get(document.ids) != document:
+                await records.put_document(document, self._clock.wall())
         if first:
             for fields in await records.sessions(FIRST_SESSIONS):
                 self._take_session(fields, listener)
@@ -284,11 +298,23 @@ class RedisMembership:
 
     async def _read(self, records: RedisRecords, listener: Listener, places: Places) -> None:
         while _goes_on():
-            members, sessions = await records.read(places, BLOCK_S)
+            members, sessions, documents = await records.read(places, BLOCK_S)
             for value in members:
                 self._take(value, listener)
             for fields in sessions:
                 self._take_session(fields, listener)
+            for value in await records.documents(documents):
+                self._take_document(value, listener)
+
+    def _take_document(self, value: bytes, listener: Listener) -> Document | None:
+        try:
+            document = decode_document(value)
+        except PeerError as error:
+            self.refused += 1
+            logger.warning("a document in Redis is left out: %s", error)
+            return None
+        listener.on_document(document)
+        return document
 
     def _take(self, value: bytes, listener: Listener) -> Member | None:
         try:
@@ -315,6 +341,9 @@ class RedisMembership:
             members, self._members = self._members, {}
             for member in members.values():
                 await records.put(member)
+            documents, self._documents = self._documents, {}
+            for document in documents.values():
+                await records.put_document(document, self._clock.wall())
             while self._sessions:
                 count = min(len(self._sessions), SESSIONS_AT_ONCE)
                 await records.put_sessions([self._sessions.popleft() for _ in range(count)], self._router)

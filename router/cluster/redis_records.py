@@ -6,6 +6,8 @@ Below ``sglang_ext:{NAME}:`` (one slot of a Redis cluster) are
   to hear the instance. A script sets it only if the record is newer than what is there, whatever the order in
   which routers write. ``members`` is the set of these ids.
 - ``events``: a stream of the records as they change, which makes the others hear of them at once.
+- ``document:SCOPE/ID``: a document, in the same form and set the same way, as a key that expires with it.
+  ``documents`` is their set; in ``events`` stands only which has changed.
 - ``router:ID``: what a router says of itself each second, as a key that expires. ``routers`` is their set.
 - ``sessions``: a stream of (session, instance), bounded in length.
 
@@ -21,6 +23,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from sglang_ext.cluster_key import NO_SEAL, ClusterKey
+from sglang_ext.router.api.documents import Document
 from sglang_ext.router.cluster.membership import MEMBER_TTL_S, ROUTER_TTL_S, RouterStatus
 from sglang_ext.router.cluster.roster import LEFT_KEPT_S, Intent, Member, encode_member
 
@@ -56,14 +59,14 @@ if there_stamp then
 end
 local value = ARGV[1] .. ' ' .. seal .. ' ' .. body
 redis.call('SET', KEYS[1], value, 'PX', kept)
-redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[5], '*', 'm', value)
+redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[5], '*', ARGV[7], ARGV[7] == 'm' and value or ARGV[4])
 return 1
 """
 """Set a member's record if it is newer than what is there, and tell the others; keep it from expiring if it
 is the same.
 
 KEYS: the record, the set of ids, the stream of events. ARGV: stamp, JSON, milliseconds to keep it, id, length
-of the stream, seal.
+of the stream, seal, the field under which the others are told: ``m`` for all of it, another one for its id.
 """
 
 
@@ -121,6 +124,35 @@ class RedisRecords:
             member.instance,
             MAX_EVENTS,
             self._seal("member", b"%d " % member.stamp + body),
+            "m",
+        )
+
+    # -- documents ------------------------------------------------------------------------------------------
+
+    async def documents(self, names: Iterable[bytes] | None = None) -> list[bytes]:
+        """The JSON of every document, or of those of these names."""
+        if names is None:
+            return self._opened("document", (await self._all("document", "documents")).values())
+        keys = [self.key("document").encode() + b":" + name for name in names]
+        values = await self._client.mget(keys) if keys else []
+        return self._opened("document", [value for value in values if value is not None])
+
+    async def put_document(self, document: Document, wall: float) -> None:
+        """Write a document down until it expires, if it is newer than what is there."""
+        name, body = f"{document.scope}/{document.id}", msgspec.json.encode(document)
+        await self._client.eval(
+            PUT_MEMBER,
+            3,
+            self.key("document", name),
+            self.key("documents"),
+            self.key("events"),
+            document.stamp,
+            body,
+            max(1, int((document.expires - wall) * 1e3)),
+            name,
+            MAX_EVENTS,
+            self._seal("document", b"%d " % document.stamp + body),
+            "d",
         )
 
     # -- routers --------------------------------------------------------------------------------------------
@@ -154,13 +186,14 @@ class RedisRecords:
             places[self.key(stream).encode()] = latest[0][0] if latest else b"0-0"
         return places
 
-    async def read(self, places: Places, seconds: float) -> tuple[list[bytes], list[Fields]]:
-        """Wait for something new: the JSON of records, and sessions. ``places`` moves on."""
+    async def read(self, places: Places, seconds: float) -> tuple[list[bytes], list[Fields], list[bytes]]:
+        """Wait for something new: JSON of records, sessions, and names of documents. ``places`` moves on."""
         answer = await self._client.xread(places, count=500, block=int(seconds * 1e3))
         # Either version of the protocol: lists of pairs, or a dictionary of lists of lists.
         streams = [(n, e[0]) for n, e in answer.items()] if isinstance(answer, dict) else list(answer or ())
         members: list[bytes] = []
         sessions: list[Fields] = []
+        documents: dict[bytes, None] = {}
         for stream, entries in streams:
             for place, fields in entries:
                 places[stream] = place
@@ -168,7 +201,9 @@ class RedisRecords:
                     sessions.append(fields)
                 elif b"m" in fields:
                     members.append(fields[b"m"])
-        return self._opened("member", members), self._sealed_sessions(sessions)
+                elif b"d" in fields:
+                    documents[fields[b"d"]] = None
+        return self._opened("member", members), self._sealed_sessions(sessions), list(documents)
 
     async def sessions(self, count: int) -> list[Fields]:
         """The last sessions, oldest first."""

@@ -68,7 +68,7 @@ class DocumentEntry:
     @property
     def ids(self) -> tuple[str, str]:
         """(Scope, id): what no other document has."""
-        return self.document.scope, self.document.id
+        return self.document.ids
 
 
 class DocumentBook:
@@ -81,6 +81,8 @@ class DocumentBook:
     def __init__(self, limits: DocumentLimits | None = None) -> None:
         self.limits = limits or DocumentLimits()
         self._entries: dict[tuple[str, str], DocumentEntry] = {}
+        self._deleted: dict[tuple[str, str], Document] = {}
+        """Of which it is known that they were deleted: another router may not have heard of it."""
 
     def cost(self, entry: DocumentEntry) -> int:
         """Blocks that it counts for."""
@@ -106,8 +108,23 @@ class DocumentBook:
     def put(self, entry: DocumentEntry) -> DocumentEntry | None:
         """Take a document in. Returns the one of the same id that it replaces."""
         former = self._entries.pop(entry.ids, None)
+        self._deleted.pop(entry.ids, None)
         self._entries[entry.ids] = entry
         return former
+
+    def bury(self, deleted: Document) -> DocumentEntry | None:
+        """A document was deleted. Returns it, if it was here."""
+        self._deleted[deleted.ids] = deleted
+        return self._entries.pop(deleted.ids, None)
+
+    def newest(self, ids: tuple[str, str]) -> Document | None:
+        """What is known of a document last, that it was deleted included."""
+        entry = self._entries.get(ids)
+        return self._deleted.get(ids) if entry is None else entry.document
+
+    def documents(self) -> list[Document]:
+        """All that routers tell each other."""
+        return [*(entry.document for entry in self), *self._deleted.values()]
 
     def find(self, scope: str, id: str) -> DocumentEntry | None:
         """A tenant's document by its id."""
@@ -128,6 +145,8 @@ class DocumentBook:
         late = [entry for entry in self if entry.document.expires <= wall]
         for entry in late:
             self.remove(entry)
+        for ids in [ids for ids, deleted in self._deleted.items() if deleted.expires <= wall]:
+            del self._deleted[ids]
         return late
 
     def again(self, instance: str) -> None:
@@ -173,6 +192,8 @@ class DocumentBook:
                 raise InternalError(f"document {ids} is held back at {len(entry.leases)} instances")
             if entry.leases and (entry.hint is None or not entry.hint.can_be_told):
                 raise InternalError(f"document {ids} is held back, and its tokens are not known")
+            if ids in self._deleted:
+                raise InternalError(f"document {ids} is there, and deleted")
             if entry.pin in pins:
                 raise InternalError(f"two documents are called {entry.pin}")
             pins.add(entry.pin)

@@ -43,6 +43,7 @@ from sglang_ext.router.telemetry.record import DocumentNote, Record
 from sglang_ext.router.tenancy.admit import with_salt
 from sglang_ext.router.tenancy.tenants import Caller
 from sglang_ext.router.tokens.tokenizing import Encoded, TokenizerService
+from sglang_ext.signals import Signal
 
 logger = logging.getLogger("router.documents")
 
@@ -78,6 +79,8 @@ class Documents:
         clock: Clock,
     ) -> None:
         self.book = book
+        self.changed: Signal[[Document]] = Signal()
+        """A client has registered or deleted one here; for the other routers."""
         self._fleet = fleet
         self._trees = trees
         self._tokenizers = tokenizers
@@ -108,7 +111,7 @@ class Documents:
         Raises:
             RequestRefused: 400: its content is no prompt of the model.
         """
-        entry = DocumentEntry(document, f"document-{uuid.uuid4().hex}")
+        entry = DocumentEntry(document, _new_pin())
         await self._encode(entry)
         return entry
 
@@ -126,6 +129,28 @@ class Documents:
                 kind="rate_limit_error",
                 code="document_budget_exceeded",
             )
+        self._put(entry)
+        self._hold(entry)
+        self.changed(entry.document)
+
+    def learn(self, document: Document) -> None:
+        """Another router has taken or deleted a document, perhaps long ago. Its tokens are found out soon."""
+        known = self.book.newest(document.ids)
+        if document.expires <= self._clock.wall() or (known is not None and known.stamp >= document.stamp):
+            return
+        if document.is_deleted:
+            self._bury(document)
+        else:
+            entry, former = DocumentEntry(document, _new_pin()), self.book.find(*document.ids)
+            if former is not None and former.document.announced() == document.announced():
+                entry.hint, entry.encoded_by = former.hint, former.encoded_by
+            self._put(entry)
+
+    def all(self) -> list[Document]:
+        """Every document, and every one that was deleted: what routers tell each other."""
+        return self.book.documents()
+
+    def _put(self, entry: DocumentEntry) -> None:
         former = self.book.put(entry)
         if former is not None:
             entry.requests = former.requests
@@ -135,7 +160,11 @@ class Documents:
                 self.book.again_for(entry)
             else:
                 self._withdraw(former, list(former.leases))
-        self._hold(entry)
+
+    def _bury(self, deleted: Document) -> None:
+        entry = self.book.bury(deleted)
+        if entry is not None:
+            self._withdraw(entry, list(entry.leases))
 
     def find(self, id: str, caller: Caller) -> DocumentEntry:
         """A caller's document.
@@ -155,8 +184,9 @@ class Documents:
 
     def remove(self, entry: DocumentEntry) -> None:
         """Forget a document, and hold nothing back for it."""
-        self.book.remove(entry)
-        self._withdraw(entry, list(entry.leases))
+        deleted = entry.document.deleted(self._clock.wall())
+        self._bury(deleted)
+        self.changed(deleted)
 
     def told(self, entry: DocumentEntry) -> Json:
         """What a client is told of its document."""
@@ -330,6 +360,10 @@ class Documents:
         while True:
             await self._clock.sleep(TICK_S)
             await self.tick()
+
+
+def _new_pin() -> str:
+    return f"document-{uuid.uuid4().hex}"
 
 
 def _unknown(id: str, param: str) -> RequestRefused:

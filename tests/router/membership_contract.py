@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import pytest
 
 from sglang_ext.clock import SystemClock
 from sglang_ext.protocol.cluster import Registration
+from sglang_ext.router.api.documents import Document
 from sglang_ext.router.cluster.membership import Membership, RouterStatus, Seen
 from sglang_ext.router.cluster.roster import Intent, Member, Roster, encode_member
 from sglang_ext.testing.waiting import until
@@ -30,6 +32,12 @@ def member(name: str = "a", stamp: int | None = None, **more: object) -> Member:
     return msgspec.convert(values, Member)
 
 
+def document(id: str = "d", stamp: int = 1, **more: Any) -> Document:
+    """A document that lives for another minute."""
+    values = {"kind": "text", "content": "The manual.", "expires": SystemClock().wall() + 60, **more}
+    return Document("one-", id, stamp=stamp, **values)
+
+
 @dataclass
 class Ear:
     """A router as far as a membership sees it."""
@@ -39,6 +47,7 @@ class Ear:
     sessions: dict[str, str] = field(default_factory=dict)
     alive: set[str] = field(default_factory=set)
     told: int = 0
+    known: dict[tuple[str, str], Document] = field(default_factory=dict)
 
     def on_member(self, member: Member) -> None:
         self.told += 1
@@ -49,6 +58,13 @@ class Ear:
 
     def on_session(self, session: str, instance: str) -> None:
         self.sessions[session] = instance
+
+    def on_document(self, document: Document) -> None:
+        if (had := self.known.get(document.ids)) is None or had.stamp < document.stamp:
+            self.known[document.ids] = document
+
+    def documents(self) -> Iterable[Document]:
+        return self.known.values()
 
     def records(self) -> Iterable[Member]:
         return self.roster
@@ -94,6 +110,7 @@ class MembershipContract:
             store.publish(member())
             store.tell(RouterStatus("one", {"a": Seen("ready", 1)}))
             store.remember("session", "a")
+            store.share(document())
             assert store.others == {}
             assert store.view().kind
             await store.start(Ear())
@@ -176,6 +193,22 @@ class SharedMembershipContract(MembershipContract):
             return one.ear.others == {} and one.store.others == {}
 
         await until(gone)
+
+    async def test_a_document_reaches_the_others_and_who_begins_later(self, begin) -> None:
+        one, two = await begin("one"), await begin("two")
+        first, newer = document(), document(stamp=2, content="Another one.")
+        theirs = document("theirs", kind="input_ids", content=[1, 2])
+        for router, shared in ((one, first), (one, newer), (one, first), (two, theirs)):
+            router.ear.on_document(shared)
+            router.store.share(shared)
+        both = {each.ids: each for each in (newer, theirs)}
+        await until(lambda: one.ear.known == both and two.ear.known == both)
+        deleted = newer.deleted(SystemClock().wall())
+        two.ear.on_document(deleted)
+        two.store.share(deleted)
+        await until(lambda: one.ear.known[newer.ids] == deleted)
+        three = await begin("three")
+        assert three.ear.known == {deleted.ids: deleted, theirs.ids: theirs}
 
     async def test_a_session_reaches_the_others_and_not_its_own(self, begin) -> None:
         one, two = await begin("one"), await begin("two")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
+from sglang_ext.errors import PeerError
 from sglang_ext.router.api.chat import CHAT
 from sglang_ext.router.api.completions import COMPLETIONS
 from sglang_ext.router.api.dialect import Dialect
 from sglang_ext.router.api.documents import (
     MOST_NAMED,
     Document,
+    decode_document,
     hinting_dialect,
     take_document,
     take_names,
@@ -103,8 +106,30 @@ def test_the_form_of_a_hint_is_that_of_the_api_that_takes_its_prompt() -> None:
 def test_a_registration_is_taken() -> None:
     body = {"text": "The manual.", "ttl_s": 60, "instances": 2, "extra_key": "k", "priority": 3}
     taken = take_document(body, "manual-1.2_b", "scope-", "salt", 3, 100.0, 3600.0)
-    assert taken == Document("scope-", "manual-1.2_b", "text", "The manual.", 160.0, "salt", "k", 3, 2)
+    assert taken == Document(
+        "scope-", "manual-1.2_b", "text", "The manual.", 160.0, "salt", "k", 3, 2, 100_000
+    )
+    assert decode_document(msgspec.json.encode(taken)) == taken
+    assert decode_document(msgspec.json.encode(taken.deleted(101.0))).is_deleted
     assert take_document({"input_ids": [1]}, "a", "", None, 0, 100.0, 3600.0).expires == 3700.0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"\xff",
+        b'{"scope":"","id":"d","kind":"text","expires":1}',
+        b'{"scope":"","id":"d","kind":"text","content":[1],"expires":1}',
+        b'{"scope":"","id":"d","kind":"messages","content":"x","expires":1}',
+        b'{"scope":"","id":"d","kind":"other","content":"x","expires":1}',
+        b'{"scope":"","id":"d","kind":"text","content":"x","expires":1,"more":1}',
+    ],
+)
+def test_what_is_no_document_is_refused(body: bytes) -> None:
+    with pytest.raises(PeerError):
+        decode_document(body)
 
 
 @pytest.mark.parametrize(

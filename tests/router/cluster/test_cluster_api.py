@@ -309,6 +309,10 @@ async def test_two_routers_share_their_instances(redis, start, start_worker, eve
     worker, listed = await start_worker(), await start_worker()
     await ask_one.register(worker)
     await eventually(lambda: len(one.fleet.usable()) == len(two.fleet.usable()) == 1)
+    # A document that one was given is the other's.
+    status, _ = await ask_one.call("PUT", "/v1/documents/d", {"input_ids": [1] * 64})
+    assert status == 200
+    await eventually(lambda: two.documents.book.find("", "d"))
     # A stream that one router sends is load for the other.
     worker.before_head = Gate()
     running = [asyncio.create_task(ask_one.generate()) for _ in range(4)]
@@ -336,6 +340,8 @@ async def test_two_routers_share_their_instances(redis, start, start_worker, eve
     assert (await ask_three.instances())["a"]["state"] == "left"
     _, everything = await ask_three.call("GET", "/cluster")
     assert everything["store"]["connected"]
+    status, document = await ask_three.call("GET", "/v1/documents/d")
+    assert (status, document["kind"]) == (200, "input_ids")
 
 
 @needs_redis

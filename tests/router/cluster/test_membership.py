@@ -21,7 +21,7 @@ from sglang_ext.testing.servers.redis_server import HOW_TO_GET_IT, RedisServer, 
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from membership_contract import Ear, Make, MembershipContract, SharedMembershipContract, member
+from membership_contract import Ear, Make, MembershipContract, SharedMembershipContract, document, member
 
 from sglang_ext.testing.waiting import until
 
@@ -74,25 +74,31 @@ async def test_what_no_member_has_signed_is_not_believed(redis: RedisServer) -> 
             stranger.publish(false)
             stranger.tell(RouterStatus("false"))
             stranger.remember("session", "false")
+            stranger.share(document("false"))
         await until(lambda: shared.refused >= 2)
         other.publish(good)
         other.tell(RouterStatus("two"))
         other.remember("session", "good")
+        other.share(document("good"))
 
         def told() -> bool:
             shared.tell(RouterStatus("one"))
-            return bool(ear.others) and ear.roster.get("good") is not None and bool(ear.sessions)
+            return (
+                bool(ear.others) and ear.roster.get("good") is not None and bool(ear.sessions and ear.known)
+            )
 
         await until(told)
         assert ear.roster.get("false") is None
         assert {*ear.others} == {"two"}
         assert ear.sessions == {"session": "good"}
+        assert {id for _, id in ear.known} == {"good"}
         late = Ear()
         third = RedisMembership(redis.url, "three", SystemClock(), key=key)
         await third.start(late)
         try:
             await until(lambda: late.roster.get("good") is not None)
             assert late.roster.get("false") is None
+            assert {id for _, id in late.known} == {"good"}
         finally:
             await third.stop()
     finally:

@@ -78,6 +78,23 @@ def test_what_has_lived_long_enough_is_forgotten() -> None:
     assert list(book) == [long]
 
 
+def test_what_was_deleted_is_remembered_until_it_would_have_expired() -> None:
+    book = DocumentBook()
+    known = entry("d", expires=20.0)
+    book.put(known)
+    deleted = known.document.deleted(5.0)
+    assert (deleted.is_deleted, deleted.stamp, deleted.expires) == (True, 5000, 20.0)
+    assert book.bury(deleted) is known
+    assert (book.find("a", "d"), book.newest(("a", "d")), book.documents()) == (None, deleted, [deleted])
+    book.check()
+    assert book.expire(20.0) == []
+    assert book.documents() == []
+    book.bury(deleted)
+    book.put(known)
+    assert book.documents() == [known.document], "it was registered again"
+    book.check()
+
+
 def test_a_restarted_instance_holds_nothing_back_until_it_is_told() -> None:
     book = DocumentBook()
     known = entry("d", blocks=100, instances=2)

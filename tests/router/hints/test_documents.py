@@ -10,7 +10,9 @@ import pytest
 from test_advisory import Links, in_dram, post
 
 from sglang_ext.clock import SystemClock
+from sglang_ext.keys import encode_tokens
 from sglang_ext.router import Router
+from sglang_ext.router.api.documents import Document
 from sglang_ext.router.hints.document_book import LEASE_S, RENEW_S
 
 MANUAL = [{"role": "system", "content": "The manual of the ship says many things. " * 20}]
@@ -246,6 +248,33 @@ async def test_a_tenant_has_its_own_documents(start_worker, start_router, client
     assert [sent["cache_salt"] for _, sent, _ in worker.requests] == salts
     status, refused = await put(client, router, "e", "key-of-one", input_ids=[1], priority=2)
     assert (status, refused["error"]["param"]) == (400, "priority")
+
+
+async def test_routers_learn_from_each_other(start_worker, start_router, client) -> None:
+    """What one was told, the other serves and holds back; the newest counts, whatever the order."""
+    worker = await start_worker()
+    one, two = await start_router(worker), await start_router(worker)
+    links = link(two)
+    heard: list[Document] = []
+    one.documents.changed.subscribe(heard.append)
+    await put(client, one, "d", input_ids=[1] * 64)
+    await put(client, one, "d", input_ids=[2] * 64)
+    older, newer = heard
+    for document in (newer, older, newer):
+        two.documents.learn(document)
+    await two.documents.tick()
+    (hint,) = links.hints()
+    assert hint.tokens == encode_tokens([2] * 64)
+    body = {"input_ids": [9], "document_ids": ["d"], "sampling_params": {"max_new_tokens": 1}}
+    assert (await post(client, two, "/generate", body))[0] == 200
+    assert worker.requests[-1][1]["input_ids"] == [2] * 64 + [9]
+    await told(client, one, "/v1/documents/d", "DELETE")
+    deleted = heard[-1]
+    two.documents.learn(deleted)
+    two.documents.learn(newer)
+    assert links.withdrawn() == [hint.id]
+    assert two.documents.all() == [deleted]
+    assert (await post(client, two, "/generate", body))[0] == 404
 
 
 async def test_other_apis_and_forged_names_are_refused(start_worker, start_router, client) -> None:
