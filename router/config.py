@@ -16,6 +16,7 @@ from sglang_ext.router.hints.document_book import DocumentLimits
 from sglang_ext.router.http.state import HttpLimits
 from sglang_ext.router.index.index import MODES as INDEX_MODES
 from sglang_ext.router.policies import POLICIES, policy_named
+from sglang_ext.router.policies.splitting import SplitTerms
 from sglang_ext.router.tenancy.request_fields import may_be_trusted
 
 MIB = 1 << 20
@@ -223,6 +224,12 @@ class RouterConfig(Flagged):
         "request's own time; more than 1 also counts that whoever comes next waits for it.",
         NUMBER.positive(),
     )
+    sequence_parallel: str = flag(
+        "off",
+        "Have two colocated instances compute one long prompt at the same time: off, auto (where that is "
+        "expected to be faster by far), or the number of tokens to compute from which every prompt is split.",
+        metavar="off|auto|TOKENS",
+    )
     session_header: str = flag(
         "x-session-id",
         "The header in which a client names its session. Of header, field and cookie the first counts; an "
@@ -429,6 +436,7 @@ class RouterConfig(Flagged):
         if len(set(self.worker_urls)) != len(self.worker_urls):
             raise ConfigError(f"a worker is named twice: {' '.join(self.worker_urls)}", field="--worker-urls")
         policy_named(self.policy)
+        self.split_terms()
         queue_policy_named(self.queue_policy)
         check_cluster(self.cluster, self.cluster_name, self.cluster_password_file, is_loopback)
         if not is_loopback(self.host) and not self.api_key and not self.api_keys_file:
@@ -459,6 +467,20 @@ class RouterConfig(Flagged):
     def trusted(self) -> frozenset[str]:
         """The names in ``trusted_fields``."""
         return frozenset(name.strip() for name in self.trusted_fields.split(",") if name.strip())
+
+    def split_terms(self) -> SplitTerms | None:
+        """When two instances compute one prompt; None for never.
+
+        Raises:
+            ConfigError: the flag says something else.
+        """
+        try:
+            return SplitTerms.of(self.sequence_parallel)
+        except ValueError:
+            raise ConfigError(
+                f"{self.sequence_parallel!r} is not off, auto, or a number of tokens above 0",
+                field="--sequence-parallel",
+            ) from None
 
     def http_limits(self) -> HttpLimits:
         """What clients may ask of the HTTP server."""

@@ -55,6 +55,7 @@ from sglang_ext.patches.adapter.build_transfers import (
 )
 from sglang_ext.patches.adapter.compute_ahead import compute_ahead
 from sglang_ext.patches.adapter.hbm import EnginePool
+from sglang_ext.patches.adapter.own_requests import SglangHost
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.patches.adapter.support import require_computing, require_supported
 from sglang_ext.radix_global import Holder, RadixTree, policy_by_name
@@ -173,6 +174,10 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         ),
         moves=None if desks is None else desks.moves,
     )
+    colocated = ctx.server_args.disaggregation_mode == "null"
+    splits = peers is not None and dram is not None and dram.streams and colocated
+    if peers is not None and splits:
+        peers.spans.host = SglangHost(cache)
     if desks is not None:
         attach_agent(
             cache,
@@ -187,6 +192,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             if identity is not None
             else identity_of(ctx, geometry, "", weights=False),
             endpoints=endpoints,
+            splits=splits,
         )
     logger.info(
         "Global KV cache of instance %s, epoch %x: blocks of %d tokens, %s, %s, eviction %s",

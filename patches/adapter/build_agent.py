@@ -104,10 +104,12 @@ def attach_agent(
     named: Mapping[Tier, ListsNames],
     namespace: Namespace,
     endpoints: tuple[str, ...] = (),
+    splits: bool = False,
 ) -> Agent:
     """Start the agent of ``cache``'s instance, and register it with every router of ``config``.
 
     Called in rank 0, while the cache, which has a feed, is empty. endpoints: where peers read ranks' DRAM.
+    splits: whether it computes spans of prompts with others.
 
     Raises:
         ConfigError: the key cannot be read, or the agent cannot listen.
@@ -143,6 +145,7 @@ def attach_agent(
         namespace=namespace.digest().hex(),
         endpoints=endpoints,
         computes=config.advisory_compute,
+        splits=splits,
     )
     registrar = Registrar(config.router.split(","), registration, key, agent.silent_s)
     agent.start()
@@ -174,7 +177,9 @@ class _Registered(Listener):
         self._named = named
 
     def role_changed(self, role: str) -> None:
-        self._registrar.update(msgspec.structs.replace(self._registration, role=ROLES[role]))
+        before = self._registration
+        splits = before.splits and ROLES[role] == before.role
+        self._registrar.update(msgspec.structs.replace(before, role=ROLES[role], splits=splits))
 
     def before_end(self) -> None:
         for index in self._named:

@@ -23,19 +23,12 @@ from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchEnd, Prefetcher, Pre
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.retention import path_of
 from sglang_ext.keys import TOKEN_BYTES, decode_tokens
+from sglang_ext.patches.adapter.own_requests import Running, SglangHost
 from sglang_ext.radix_global import Holder, RadixTree
 
 logger = logging.getLogger(__name__)
 
-PIECE_TOKENS: Final = 1024
-"""Computed at a time, or a prefill chunk, where that is less."""
 MOST_WAITING: Final = 64
-
-
-class Running(Protocol):
-    """A request of ours in the scheduler (SGLang's ``Req``)."""
-
-    def finished(self) -> bool: ...
 
 
 class Host(Protocol):
@@ -186,7 +179,7 @@ class ComputeAhead:
             return
         self._names += 1
         tokens = decode_tokens(job.key[: (reached + piece) * TOKEN_BYTES]).tolist()
-        running = self._host.start(f"{job.id}_{self._names}", tokens, job.extra_key, job.cache_salt)
+        running = self._host.start(f"hint_{job.id}_{self._names}", tokens, job.extra_key, job.cache_salt)
         if running is None:
             self._end(job, PrefetchEnd.GIVEN_UP)
         else:
@@ -220,68 +213,6 @@ class ComputeAhead:
 
     def __repr__(self) -> str:
         return f"ComputeAhead({len(self._jobs)} prompts, {self.blocks} blocks so far)"
-
-
-class SglangHost:
-    """SGLang's scheduler. Ours are named like its own health checks, to which nobody listens either.
-
-    Args:
-        cache: knows the scheduler, once it is there.
-    """
-
-    def __init__(self, cache: Any) -> None:
-        self._cache = cache
-
-    def idle(self) -> bool:
-        scheduler = self._cache.scheduler
-        return (
-            scheduler is not None
-            and scheduler.is_fully_idle()
-            and not getattr(scheduler, "_engine_paused", False)
-        )
-
-    @property
-    def piece_tokens(self) -> int:
-        chunk = self._cache.scheduler.chunked_prefill_size
-        return min(PIECE_TOKENS, chunk) if chunk is not None and chunk > 0 else PIECE_TOKENS
-
-    def start(
-        self, name: str, tokens: list[int], extra_key: str | None, cache_salt: str | None
-    ) -> Running | None:
-        from array import array
-
-        from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
-        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-        from sglang.srt.sampling.sampling_params import SamplingParams
-
-        scheduler = self._cache.scheduler
-        if max(tokens) >= scheduler.model_config.vocab_size or min(tokens) < 0:
-            logger.warning("a hint has token ids that the model has not; it is not computed")
-            return None
-        parameters = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
-        parameters.normalize(None)
-        rid = f"{HEALTH_CHECK_RID_PREFIX}_hint_{name}"
-        scheduler.handle_generate_request(
-            TokenizedGenerateReqInput(
-                rid=rid,
-                input_text=None,
-                input_ids=array("q", tokens),
-                input_embeds=None,
-                mm_inputs=None,
-                token_type_ids=None,
-                sampling_params=parameters,
-                return_logprob=False,
-                logprob_start_len=-1,
-                top_logprobs_num=0,
-                token_ids_logprob=None,
-                stream=False,
-                extra_key=extra_key,
-                cache_salt=cache_salt,
-                no_logs=True,
-            )
-        )
-        queue = scheduler.waiting_queue
-        return queue[-1] if queue and queue[-1].rid == rid else None
 
 
 def compute_ahead(cache: Any) -> ComputeAhead:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -117,14 +118,27 @@ def watch_layers(kvcache: Any, feed: LayerFeed) -> None:
             field="--kv-transfer-mode",
             hint="Use pull, or push",
         )
+    around_layers(kvcache, before=feed.layer_begins)
+
+
+def around_layers(
+    kvcache: Any,
+    *,
+    before: Callable[[int], None] = lambda layer: None,
+    after: Callable[[int], None] = lambda layer: None,
+) -> None:
+    """Call something whenever the pool is given a layer's KV. With the layer, in the whole model; a pool in
+    host memory has it then."""
     for name in ("set_kv_buffer", "set_mla_kv_buffer"):
         stock = getattr(kvcache, name, None)
         if stock is None:
             continue
 
         def told(layer: Any, *args: Any, _stock: Any = stock, **kwargs: Any) -> Any:
-            feed.layer_begins(layer.layer_id)
-            return _stock(layer, *args, **kwargs)
+            before(layer.layer_id)
+            result = _stock(layer, *args, **kwargs)
+            after(layer.layer_id)
+            return result
 
         setattr(kvcache, name, told)
 

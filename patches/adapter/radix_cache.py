@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -288,6 +288,15 @@ class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ig
     def ready_to_load_host_cache(self) -> int:
         """What the next batch has to wait for, for ``LayerGate.set_consumer``."""
         return self.load_back.ready() if self.load_back is not None else NOTHING_TO_WAIT_FOR
+
+    def pass_begins(self, reqs: Sequence[Req]) -> None:
+        """A prefill batch is about to run."""
+        if self.peers is not None:
+            self.peers.spans.pass_begins(reqs, self._slots_of)
+
+    def _slots_of(self, req: Req, start: int, end: int) -> Any:
+        """Where tokens of a request are."""
+        return self.slot_ops.keep(self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start:end])
 
     def check_hicache_events(self) -> None:
         """Called once per scheduler iteration, after requests came and before a batch is formed: take note of

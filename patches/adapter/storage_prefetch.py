@@ -107,7 +107,8 @@ class StoragePrefetch:
         wanted = self._behind_peers.get(handle)
         if wanted is not None:
             if self._fetching is not None and self._fetching.waits(wanted.namespace, wanted.key):
-                return False
+                # What a peer computes now comes in front of the forward pass.
+                return self._fetching.fetches.starts(handle, wanted.namespace, wanted.key)
             del self._behind_peers[handle]
             if self._promoting is not None:
                 self._promoting.begin(handle, wanted)
@@ -130,10 +131,17 @@ class StoragePrefetch:
         self._release(handle)
 
     def streams_hold(self) -> bool:
-        """After a forward pass: whether everything that streamed into it from disk has verified."""
-        return self._promoting is None or self._promoting.streams_hold()
+        """After a forward pass: whether everything that streamed into it has verified. What it has computed
+        for peers counts then, too."""
+        held = self._promoting is None or self._promoting.streams_hold()
+        if self._fetching is not None:
+            held = self._fetching.fetches.streams_hold() and held
+            self._fetching.spans.pass_ended(held=held)
+        return held
 
     def _release(self, handle: CacheRequestHandle) -> None:
         self._behind_peers.pop(handle, None)
+        if self._fetching is not None:
+            self._fetching.fetches.release(handle)
         if self._promoting is not None:
             self._promoting.release(handle)

@@ -14,7 +14,8 @@ idleness only when HiCache, LMCache, FlexKV or an external linker is on. Eight h
   are generated, and the batch would read KV that is still being loaded;
 - a beam search request came: refused where there is a DRAM tier, as SGLang refuses it beside HiCache;
 - a prefill batch is about to run, and its result was processed: ``prefill_begins`` and ``prefill_ended``,
-  from which the cache learns what computing costs;
+  from which the cache learns what computing costs, and ``pass_begins``, from which it knows whose KV this
+  pass computes;
 - no prefill batch was formed and nothing runs: ``batch_is_full`` is taken back, as SGLang does for HiCache,
   because slots that a copy still locks come free without a request finishing;
 - each idle pass, after SGLang's own leak check and before it sleeps: ``sanity_check()``, which SGLang itself
@@ -67,6 +68,9 @@ class CalledCache(Protocol):
         whether it waits for loads.
         """
 
+    def pass_begins(self, reqs: Sequence[Any]) -> None:
+        """The same of the batch's requests: their slots are in the request table."""
+
     def streams_hold(self) -> bool:
         """A prefill batch has run: whether everything that streamed into it was what it should have been."""
 
@@ -115,6 +119,7 @@ def after_prefill_batch(result: tuple[Any, Any], scheduler: Any, *_args: Any, **
         ticket = cache.ready_to_load_host_cache()
         batch.hicache_consumer_index = ticket
         cache.prefill_begins(list(zip(batch.extend_lens, batch.prefix_lens, strict=True)), loads=ticket != -1)
+        cache.pass_begins(batch.reqs)
     elif running_batch.is_empty():
         running_batch.batch_is_full = False
 

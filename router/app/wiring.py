@@ -161,7 +161,13 @@ class Parts:
             ),
             most_running=config.max_running_per_instance,
         )
-        self.fetching = Fetching(self.agents, self.costs, self.metrics)
+        self.fetching = Fetching(
+            self.agents,
+            self.costs,
+            self.metrics,
+            split=config.split_terms(),
+            block_size=config.block_size,
+        )
         self.advisor = Advisor(
             self.fleet,
             self.trees,

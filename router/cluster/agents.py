@@ -58,6 +58,13 @@ class AgentChannels(Protocol):
             == (here.namespace, here.block_size, len(here.endpoints))
         )
 
+    def can_split(self, source: str, target: str) -> bool:
+        """Whether ``target`` can compute a prompt behind what ``source`` computes of it."""
+        there, here = self.registration(source), self.registration(target)
+        if there is None or here is None or not self.can_fetch(source, target):
+            return False
+        return there.splits and here.splits and there.role == here.role == "colocated"
+
 
 class Agents(AgentChannels):
     """See the module's docstring.

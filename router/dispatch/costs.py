@@ -209,6 +209,10 @@ class RouterCosts:
     def calibrated(self) -> bool:
         return self.model.calibrated
 
+    def chunk(self, name: str) -> int:
+        """Tokens of a prompt that an instance computes in one pass; 0 for all."""
+        return self._batching(name).chunk
+
     def exec_s(self, instance: Instance, new_tokens: int, context_tokens: int) -> float:
         """What the prompt adds to the passes of those that wait there."""
         name, new, context = instance.name, max(1, new_tokens), max(0, context_tokens)

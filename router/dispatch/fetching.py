@@ -1,8 +1,12 @@
-"""Having an instance fetch KV that others hold (MemServe, section 5.3, equation 2).
+"""Having an instance fetch KV that others hold (MemServe, section 5.3, equation 2), or compute for it.
 
 ``policies.spans`` says which span of the prompt comes from whom. Each holder's agent is told to export what
 DRAM has of it, the other's to fetch all spans; all at once, just before the request or with the hint. What
 comes of it is between them: a fetch that fails is computed.
+
+With ``--sequence-parallel``, where nothing is to be fetched, another instance may be told to compute the
+beginning of a long prompt meanwhile (``policies.splitting``), and the chosen one to fetch that layer by
+layer.
 """
 
 from __future__ import annotations
@@ -18,14 +22,16 @@ from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol import agent as agent_messages
 from sglang_ext.protocol.agent import Expecting, Export, Fetched, FetchSpan, FromAgent, Source
 from sglang_ext.router.cluster.agents import AgentChannels
-from sglang_ext.router.dispatch.costs import RouterCosts
+from sglang_ext.router.dispatch.costs import RouterCosts, Sending
 from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.policies import Decision, Instance, beginners
 from sglang_ext.router.policies import Fleet as Instances
 from sglang_ext.router.policies.base import Fetch, Matches, load_of
 from sglang_ext.router.policies.prompt_tree import NOTHING
 from sglang_ext.router.policies.spans import Plan, best_plan, given_plan
+from sglang_ext.router.policies.splitting import SplitTerms, best_split
 from sglang_ext.router.telemetry.fetch_note import (
+    COMPUTED,
     NOT_WORTH_IT,
     UNDER_WAY,
     UNHEARD,
@@ -42,6 +48,10 @@ MOST_BUSY_S: Final = 1.0
 MOST_WAIT_S: Final = 10.0
 """and never longer than this."""
 EXPORT_S: Final = 30.0
+MOST_SPLIT_S: Final = 60.0
+"""A request waits at most so long for an instance that computes its beginning,"""
+PATIENCE: Final = 2.0
+"""and so many times as long as that is expected to take."""
 MOST_KEY_BYTES: Final = 1 << 19
 """Longer prompts do not fit into a message to an agent."""
 MOST_NOTES: Final = 10_000
@@ -59,6 +69,8 @@ class Fetching:
         channels: to the agents.
         costs: what computing and moving take.
         metrics: counts what was asked for, and what became of that.
+        split: when two instances compute one prompt; None for never.
+        block_size: tokens of a block.
     """
 
     def __init__(
@@ -66,13 +78,19 @@ class Fetching:
         channels: AgentChannels,
         costs: RouterCosts,
         metrics: RouterMetrics,
+        *,
+        split: SplitTerms | None = None,
+        block_size: int = 16,
     ) -> None:
         self._channels = channels
         self._costs = costs
+        self._terms = split
+        self._block_size = block_size
         self._fetches = metrics.counter(
             "fetches",
             "Prompts whose KV an instance was told to fetch from another, for a request or a hint; unheard: "
-            "one of them could not be told; not-worth-it: computing is expected to take less time",
+            "one of them could not be told; not-worth-it: computing is expected to take less time; split: "
+            "the other one computes the beginning meanwhile",
             "why",
         )
         self._ends = metrics.counter("fetches_ended", "What became of them, as instances say", "how")
@@ -82,6 +100,8 @@ class Fetching:
         self._fetched_tokens = metrics.counter("fetched_tokens", "Tokens whose KV came from another instance")
         self._notes: OrderedDict[tuple[bool, str], FetchNote] = OrderedDict()
         """(Of a hint, id) -> a fetch that has not ended, as far as is known; the oldest are forgotten."""
+        self._helping: dict[FetchNote, Sending] = {}
+        """Notes by which another instance computes: it is busy until they end."""
         self.least_wait_s = LEAST_WAIT_S
         channels.messages.subscribe(self.on_message)
 
@@ -105,11 +125,13 @@ class Fetching:
             return None
         holders = self._holders(chosen, fleet, matches)
         plan = best_plan(flight.units, chosen, holders, matches, self._costs)
+        if plan is not None and plan.worth_it:
+            return self._tell(flight, self._note(plan), fleet)
+        if (split := self._split(flight, decision, chosen, fleet, matches)) is not None:
+            return split
         if plan is None:
             return None
         note = self._note(plan)
-        if plan.worth_it:
-            return self._tell(flight, note, fleet)
         note.end = NOT_WORTH_IT
         self._fetches.labels(NOT_WORTH_IT).inc()
         return note
@@ -124,24 +146,69 @@ class Fetching:
         plan = given_plan(flight.units, chosen, fleet, fetches, matches, self._costs)
         return None if plan is None else self._tell(flight, self._note(plan), fleet)
 
-    def _tell(self, flight: Flight, note: FetchNote, fleet: Instances) -> FetchNote | None:
+    def _split(
+        self, flight: Flight, decision: Decision, chosen: Instance, fleet: Instances, matches: Matches
+    ) -> FetchNote | None:
+        """Have another instance compute the prompt's beginning, where that is worth it."""
+        if self._terms is None or decision.decode is not None:
+            return None
+        helpers = [known for known in fleet if self._channels.can_split(known.name, chosen.name)]
+        split = best_split(
+            flight.units,
+            chosen,
+            helpers,
+            matches,
+            self._costs,
+            self._costs.chunk,
+            self._terms,
+            block=self._block_size,
+        )
+        if split is None:
+            return None
+        held = min(matches.get(chosen.name, NOTHING).in_memory, split.tokens)
+        rest_s = self._costs.exec_s(chosen, flight.units - split.tokens, split.tokens)
+        spans = [
+            SpanNote(split.source, COMPUTED, held, split.tokens, split.first_s),
+            SpanNote(None, None, split.tokens, flight.units, rest_s),
+        ]
+        if held:
+            spans.insert(0, SpanNote(chosen.name, None, 0, held, 0.0))
+        ahead_s = max(0.0, split.seconds - rest_s)
+        saved_s = split.alone_s - split.seconds
+        calibrated = self._costs.of(chosen.name).calibrated
+        note = FetchNote(chosen.name, spans, ahead_s, saved_s, calibrated)
+        wait_s = min(MOST_SPLIT_S, self.least_wait_s + PATIENCE * split.first_s)
+        told = self._tell(flight, note, fleet, wait_s)
+        if told is not None and told.end == UNDER_WAY:
+            new = split.tokens - split.known
+            sending = self._costs.sending(split.source, new, split.known, streams=False)
+            sending.__enter__()
+            self._helping[told] = sending
+        return told
+
+    def _tell(
+        self, flight: Flight, note: FetchNote, fleet: Instances, split_s: float | None = None
+    ) -> FetchNote | None:
+        """split_s: how long the request waits for another instance to compute."""
         if len(flight.prompts) != 1:
             return None
         (prompt,) = flight.prompts
         if not self._movable(prompt.namespace, prompt.key[: note.tokens * TOKEN_BYTES]):
             return None
         _, _, extra_key, salt = prompt.namespace
-        if spans := self._lend_all(note, prompt.key, extra_key, salt):
+        if spans := self._lend_all(note, prompt.key, extra_key, salt, split_s):
             holders = (_named(fleet, span.source or "") for span in note.read)
             busy_s = max(
                 (self._costs.queue_s(holder) for holder in holders if holder is not None), default=0.0
             )
             wait_s = min(MOST_WAIT_S, self.least_wait_s + note.saved_s + min(MOST_BUSY_S, busy_s))
+            if split_s is not None:
+                wait_s = split_s
             id = flight.record.request_id
             key = prompt.key[: spans[-1].tokens * TOKEN_BYTES]
             message = agent_messages.Fetch(id, key, spans, extra_key, salt, wait_s)
             if self._channels.send(note.target, message):
-                self._fetches.labels("fetch").inc()
+                self._fetches.labels("fetch" if split_s is None else "split").inc()
                 self._keep(ahead=False, id=id, note=note)
                 return note
         note.end = UNHEARD
@@ -231,6 +298,7 @@ class Fetching:
             return
         note.heard.set()
         del self._notes[message.ahead, message.id]
+        self._helped(note)
         note.end = message.end
         self._ends.labels(message.end).inc()
         for span, ended in zip(note.read, message.spans, strict=False):
@@ -239,7 +307,7 @@ class Fetching:
             self._fetched_tokens.inc(ended.tokens)
             lost = span.stop - span.start if ended.end in IN_VAIN else 0
             moved = ended.tokens if ended.end == "done" else lost
-            if moved and span.source is not None:
+            if moved and span.source is not None and span.tier != COMPUTED:
                 self._costs.observe_transfer(span.source, name, moved, ended.seconds)
 
     def forget(self, name: str) -> None:
@@ -248,6 +316,7 @@ class Fetching:
             if note.target == name:
                 note.end = "gone"
                 note.heard.set()
+                self._helped(note)
                 del self._notes[key]
 
     @property
@@ -258,7 +327,12 @@ class Fetching:
     def _keep(self, *, ahead: bool, id: str, note: FetchNote) -> None:
         self._notes[ahead, id] = note
         while len(self._notes) > MOST_NOTES:
-            self._notes.popitem(last=False)
+            self._helped(self._notes.popitem(last=False)[1])
+
+    def _helped(self, note: FetchNote) -> None:
+        """An instance computes for it no more."""
+        if (sending := self._helping.pop(note, None)) is not None:
+            sending.__exit__()
 
     # -- both ---------------------------------------------------------------------------------------
 
@@ -279,28 +353,42 @@ class Fetching:
         return namespace[0] == "tokens" and namespace[1] is None and 0 < len(key) <= MOST_KEY_BYTES
 
     def _lend_all(
-        self, note: FetchNote, key: bytes, extra_key: str | None, salt: str | None
+        self,
+        note: FetchNote,
+        key: bytes,
+        extra_key: str | None,
+        salt: str | None,
+        split_s: float | None = None,
     ) -> tuple[FetchSpan, ...]:
-        """Tell the holders of the spans that are to be read, up to the first that cannot be told."""
+        """Tell the holders of the spans that are to be read, up to the first that cannot be told. split_s:
+        how long they have to compute them."""
         lent: list[FetchSpan] = []
         for span in note.read:
             source = self._lend(
-                span.source or "", note.target, key[: span.stop * TOKEN_BYTES], extra_key, salt
+                span.source or "", note.target, key[: span.stop * TOKEN_BYTES], extra_key, salt, split_s
             )
             if source is None:
                 span.end = UNHEARD
                 break
-            lent.append(FetchSpan(source, span.stop))
+            lent.append(FetchSpan(source, span.stop, split_s is not None))
         return tuple(lent)
 
     def _lend(
-        self, source: str, target: str, key: bytes, extra_key: str | None, salt: str | None
+        self,
+        source: str,
+        target: str,
+        key: bytes,
+        extra_key: str | None,
+        salt: str | None,
+        split_s: float | None = None,
     ) -> Source | None:
         there = self._channels.registration(source)
         if there is None or not self._channels.can_fetch(source, target):
             return None
         export = uuid.uuid4().hex
-        if not self._channels.send(source, Export(export, key, extra_key, salt, EXPORT_S)):
+        seconds = EXPORT_S if split_s is None else split_s
+        message = Export(export, key, extra_key, salt, seconds, compute=split_s is not None)
+        if not self._channels.send(source, message):
             return None
         return Source(there.endpoints, export)
 

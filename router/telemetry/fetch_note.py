@@ -19,7 +19,8 @@ COMPUTED = "compute"
 class SpanNote:
     """Tokens ``start`` to ``stop`` of a prompt, and where they come from.
 
-    source: an instance; None for what is computed. tier: of its tiers, by name. expected_s: until they are in
+    source: an instance; None for what is computed. tier: of its tiers, by name; ``compute`` for what it
+    computes meanwhile. expected_s: until they are in
     HBM. end, moved and took_s are of what was read from another instance: why that ended, tokens that came,
     seconds.
     """

@@ -62,6 +62,8 @@ class Use(enum.StrEnum):
     """From disk, for a request that waits or was announced."""
     FETCH = "fetch"
     """From a peer."""
+    SPAN = "span"
+    """From the forward pass that computes it for a peer, which reads it meanwhile."""
     RETURN = "return"
     """From the decode server to which the prompt was handed over."""
     PREFETCH = "prefetch"
@@ -76,6 +78,7 @@ _COMMITTED = {
     Use.PROMOTION: Call.SWAP_IN,
     Use.FETCH: Call.TRANSFER_WITH_INSERT,
     Use.RETURN: Call.TRANSFER_WITH_INSERT,
+    Use.SPAN: Call.SWAP_OUT,
 }
 """What the commit of a reservation is. The others were counted when their copy began."""
 _MATCH, _INSERT = Call.MATCH, Call.INSERT

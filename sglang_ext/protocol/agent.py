@@ -45,7 +45,7 @@ from sglang_ext.stages import NO_STAGES, StageTimes
 from sglang_ext.tiers import MAX_LEVEL
 from sglang_ext.wire import Blob, Codec, Count, Epoch, Message, Name
 
-AGENT_PROTOCOL: Final = 6
+AGENT_PROTOCOL: Final = 7
 """Changes when one side would misunderstand the other."""
 
 MAX_EVENTS: Final = 20_000
@@ -229,10 +229,13 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
 class FetchSpan(msgspec.Struct, frozen=True, array_like=True):
     """A span of a prompt and where it can be read. It begins where the span before it ends, and reaches up to
     the leading ``tokens`` tokens; the source exports these from the prompt's start.
+
+    computed: the source computes it meanwhile (`Export.compute`), and exports it layer by layer.
     """
 
     source: Source
     tokens: Count
+    computed: bool = False
 
 
 FetchSpans = Annotated[tuple[FetchSpan, ...], msgspec.Meta(max_length=64)]
@@ -242,6 +245,7 @@ class Export(Message, frozen=True, tag="export"):
     """Let a peer read what DRAM has of a prompt, for ``ttl_s`` at most (MemServe, section 5.3).
 
     export: the name by which the peer asks for it; whoever knows it gets it. tokens: encoded.
+    compute: compute them, and export each layer as soon as it is computed (table 3, sequence parallelism).
     """
 
     export: Name
@@ -249,6 +253,7 @@ class Export(Message, frozen=True, tag="export"):
     extra_key: Tag | None = None
     cache_salt: Tag | None = None
     ttl_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 10.0
+    compute: bool = False
 
 
 class Fetch(Message, frozen=True, tag="fetch"):

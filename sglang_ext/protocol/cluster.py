@@ -74,6 +74,9 @@ class Registration(Body, frozen=True, kw_only=True):
     """``host:port`` of each rank, where peers read its DRAM; none for an instance that does not export."""
     computes: bool = False
     """Whether it computes what nobody holds of an announced prompt (``--kv-advisory-compute``)."""
+    splits: bool = False
+    """Whether it takes part in computing one prompt with others: it exports layers of what it computes, and
+    computes behind layers that still come."""
     protocol: Annotated[int, msgspec.Meta(ge=1, le=65_535)] = PROTOCOL
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +94,8 @@ class SimulatedScheduler:
         self.retracted = 0
         """Requests sent back because memory ran out."""
         self.preempted = 0
+        self.layer_written: Callable[[int], None] = lambda layer: None
+        """Told when a pass has written a layer's KV."""
         self.restarted = 0
         """Requests whose batch was thrown away."""
         self._taken: list[Req] = []
@@ -288,6 +290,7 @@ class SimulatedScheduler:
             batch.hicache_consumer_index = ticket
             lengths = list(zip(batch.extend_lens, batch.prefix_lens, strict=True))
             self.cache.prefill_begins(lengths, loads=ticket != -1)
+            self.cache.pass_begins(batch.reqs)
             return batch
         if not self.running.is_empty():
             self._update_running()
@@ -472,6 +475,7 @@ class SimulatedScheduler:
             for rid, row, chain, start in work:
                 oracle.compare(row[:start], chain[:start], layer, f"prefix of {rid} in forward")
                 oracle.write(row[start:], chain[start:], layer)
+            self.layer_written(layer)
         return [token_at(req, end) for req, end in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True)]
 
     # -- results --------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """SGLang's server as ``sglang_ext.launch_server`` starts it, whose reads from peers can be held up.
 
 While there is a file ``hold`` in its folder (`hooked_server`), each read waits after it was offered its
-blocks, and a file ``held`` says how many do. They go on when ``hold`` is gone. A file ``dead`` appears when
-the server has taken the holder of one that waits for dead. Elsewhere that moment is too short to hit.
+blocks, and a file ``held`` says how many do. They go on when ``hold`` is gone. What comes layer by layer
+waits at the layer that ``hold`` names, or at the first. A file ``dead`` appears when the server has taken the
+holder of one that waits for dead. Elsewhere that moment is too short to hit.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ def hold_reads(folder: Path) -> None:
     """Look for the file before each read of this process's scheduler."""
     from sglang_ext.engine.peers.fetch_link import FetchLink
 
-    reading = FetchLink._reading
+    reading = FetchLink._read
     waiting = 0
 
-    async def held(self: FetchLink, job: Any, *arguments: Any) -> int:
+    def holds(layers: Any) -> bool:
+        gate = folder / "hold"
+        return gate.exists() and (layers is None or layers == [int(gate.read_text() or 0)])
+
+    async def held(self: FetchLink, job: Any, *arguments: Any) -> None:
         nonlocal waiting
-        if (folder / "hold").exists():
+        if holds(arguments[5]):
             waiting += 1
             (folder / "held").write_text(str(waiting))
             try:
@@ -34,9 +39,9 @@ def hold_reads(folder: Path) -> None:
             finally:
                 waiting -= 1
                 (folder / "held").unlink(missing_ok=True)
-        return await reading(self, job, *arguments)
+        await reading(self, job, *arguments)
 
-    FetchLink._reading = held  # type: ignore[method-assign]
+    FetchLink._read = held  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

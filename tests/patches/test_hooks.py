@@ -118,6 +118,9 @@ class Cache:
     def prefill_begins(self, lengths: list[tuple[int, int]], *, loads: bool) -> None:
         self.calls.append(f"prefill of {lengths}, {loads=}")
 
+    def pass_begins(self, reqs: list[Any]) -> None:
+        self.calls.append(f"pass of {reqs}")
+
     def prefill_ended(self) -> None:
         self.calls.append("prefill ended")
 
@@ -143,6 +146,7 @@ class Batch:
         self.hicache_consumer_index = -1
         self.extend_lens = [5, 7]
         self.prefix_lens = [0, 16]
+        self.reqs = ["a", "b"]
         self.forward_mode = SimpleNamespace(is_extend=lambda: not empty)
 
     def is_empty(self) -> bool:
@@ -162,7 +166,12 @@ def test_a_prefill_batch_starts_its_loads_and_carries_their_number(cache: Cache)
     assert batch.hicache_consumer_index == 41
     scheduler_calls.after_batch_result(None, scheduler, batch, "result")
     scheduler_calls.after_batch_result(None, scheduler, Batch(empty=True), "result")  # one of decode
-    assert cache.calls == ["load", "prefill of [(5, 0), (7, 16)], loads=True", "prefill ended"]
+    assert cache.calls == [
+        "load",
+        "prefill of [(5, 0), (7, 16)], loads=True",
+        "pass of ['a', 'b']",
+        "prefill ended",
+    ]
 
 
 def test_the_scheduler_follows_the_protocol_for_storage_only_for_a_cache_with_a_disk(cache: Cache) -> None:

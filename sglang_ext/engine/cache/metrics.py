@@ -131,8 +131,9 @@ class CacheMetrics:
             ),
             "peers": events(
                 "peers",
-                "KV from other instances: blocks fetched from them and exported to them (exported, "
-                "not_exported, given_back), and fetches by how they ended.",
+                "KV from other instances: blocks fetched from them (fetch_streamed: those of them that the "
+                "other one computed meanwhile) and exported to them (exported, not_exported, given_back), "
+                "or computed for them (span_computed, span_failed), and fetches by how they ended.",
             ),
             "disk": events(
                 "disk_blocks",
@@ -185,6 +186,7 @@ class CacheMetrics:
         if cache.peers is not None:
             self._count("peers", cache.peers.fetches.counts())
             self._count("peers", dataclasses.asdict(cache.peers.exports.counters))
+            self._count("peers", dataclasses.asdict(cache.peers.spans.counters))
             for transport, count in cache.peers.transport_bytes.items():
                 more = count - self._seen.get(("bytes", transport), 0)
                 self._fetched.labels(transport, self._rank).inc(max(0, more))

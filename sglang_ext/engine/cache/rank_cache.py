@@ -130,7 +130,14 @@ class RankCache:
             speeds = AgreedSpeeds(cost, lambda: dram.load_bytes_per_second, parts.ranks)
             policy = DramPolicy(self.block_size, dram.block_bytes, always=parts.load_always, speeds=speeds)
             self.load_back = LoadBack(
-                self.store, dram, promotions, self.hbm, self.hbm_tier, self.slot_ops, policy
+                self.store,
+                dram,
+                promotions,
+                None if parts.peers is None else parts.peers.fetches,
+                self.hbm,
+                self.hbm_tier,
+                self.slot_ops,
+                policy,
             )
             layers: LayerFill | None = None
             if dram.region is not None:

@@ -65,8 +65,8 @@ class _Asked:
 class _Export:
     node: Node
     blocks: int
-    lease: int | None
-    """``None`` where this rank could not publish it."""
+    leases: tuple[int | None, ...]
+    """``None`` for what this rank could not publish."""
 
 
 class Exports:
@@ -122,10 +122,13 @@ class Exports:
         dram = self._tier.holder
         ids = [np.asarray(node.placements[dram], np.int64) for node in nodes]
         last = nodes[-1] if nodes else self._tree.root
-        self._tree.lock(last, dram)
         flat = np.concatenate(ids) if ids else np.zeros(0, np.int64)
-        lease = self._link.publish(asked.export, flat, asked.seconds)
-        self._exports.append(_Export(last, blocks, lease))
+        self.keep(last, blocks, (self._link.publish(asked.export, flat, asked.seconds),))
+
+    def keep(self, node: Node, blocks: int, leases: tuple[int | None, ...]) -> None:
+        """Keep the blocks up to a node, so many, in DRAM until leases on them have ended on every rank."""
+        self._tree.lock(node, self._tier.holder)
+        self._exports.append(_Export(node, blocks, leases))
         self.counters.exported += blocks
 
     def _held(self, namespace: Hashable, key: bytes) -> list[Node]:
@@ -140,7 +143,10 @@ class Exports:
 
     def propose(self) -> Sequence[int]:
         """Of each export, whether it has ended here."""
-        return [int(export.lease is None or self._link.over(export.lease)) for export in self._exports]
+        return [
+            int(all(lease is None or self._link.over(lease) for lease in export.leases))
+            for export in self._exports
+        ]
 
     def act(self, agreed: Sequence[int]) -> None:
         """Let go of exports that have ended on every rank, and make those whose copies have completed."""
@@ -156,15 +162,17 @@ class Exports:
         """The cache is about to be emptied: end every export. Readers find that what they read is stale."""
         self._asked.clear()
         for export in list(self._exports):
-            if export.lease is not None:
-                self._link.withdraw(export.lease)
+            for lease in export.leases:
+                if lease is not None:
+                    self._link.withdraw(lease)
             self._end(export)
 
     def _end(self, export: _Export) -> None:
         self._exports.remove(export)
         self.counters.given_back += export.blocks
-        if export.lease is not None:
-            self._link.forget(export.lease)
+        for lease in export.leases:
+            if lease is not None:
+                self._link.forget(lease)
         self._tree.unlock(export.node, self._tier.holder)
 
     @property

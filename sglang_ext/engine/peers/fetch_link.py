@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -28,6 +29,7 @@ from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.disagg.transfer.leases import Ended
 from sglang_ext.disagg.transfer.pools import PoolSpec
+from sglang_ext.engine.peers.computed_spans import layer_name
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.errors import SglangExtError
 from sglang_ext.geometry import Geometry
@@ -42,6 +44,8 @@ USE = "fetch"
 """As what the bytes are counted."""
 ASK_SECONDS = 0.005
 """Between two questions for a lease that the owner's scheduler has not published yet."""
+LAYER_SECONDS = 10.0
+"""Between two layers of what a peer computes, for which our forward pass waits."""
 DECLINE_SECONDS = 5.0
 """For a lease that nobody wants to be published, so that it can be ended."""
 END_SECONDS = 20.0
@@ -56,8 +60,10 @@ def peer_name(instance: str, epoch: bytes) -> str:
 
 @dataclass(eq=False)
 class Job:
-    """What is read from one peer. Written by the link's thread, looked at by the scheduler's.
+    """What is read from one peer. Written by the link's thread, looked at by the scheduler's and the mover's.
 
+    layered: it comes layer by layer, while the peer computes it (``computed_spans``).
+    layers_in: how many layers are in place and verified, from the first on.
     offered: blocks of the prompt's beginning that the peer exports; ``None`` until that is known.
     read: blocks that are in place and verified; ``None`` until the reading has ended.
     connecting_s: how long it took to connect, once that is done: what later reads from there do not take.
@@ -68,6 +74,8 @@ class Job:
     export: str
     deadline: float
     """On the link's loop."""
+    layered: bool = False
+    layers_in: int = 0
     offered: int | None = None
     read: int | None = None
     why: str = ""
@@ -79,6 +87,10 @@ class Job:
     """What is offered is not wanted."""
     ended: threading.Event = field(default_factory=threading.Event)
     """Nothing of it runs on the link's thread any more."""
+
+    def decided(self, layer: int) -> bool:
+        """Of one that is being read: whether a layer is in place, or will not come any more."""
+        return self.layers_in > layer or self.ended.is_set()
 
 
 def arena_pool(arena: DramArena, geometry: Geometry, namespace: str = "") -> PoolSpec:
@@ -142,9 +154,11 @@ class FetchLink:
 
     # -- fetching -----------------------------------------------------------------------------------
 
-    def ask(self, address: str, export: str, seconds: float) -> Job:
-        """Ask a peer for what it exports under a name; it may publish that a little later."""
-        job = Job(address, export, self._transfers.loop.time() + seconds)
+    def ask(self, address: str, export: str, seconds: float, *, layered: bool = False) -> Job:
+        """Ask a peer for what it exports under a name, layered: while it computes it; it may publish that
+        later.
+        """
+        job = Job(address, export, self._transfers.loop.time() + seconds, layered)
         self._start(job, asking=True)
         return job
 
@@ -156,6 +170,10 @@ class FetchLink:
         job.ended.clear()
         self._start(job, asking=False, start=start, ids=ids)
 
+    def wait(self, job: Job) -> bool:
+        """Return when reading has ended, as it does with the last layer: whether all is here and verified."""
+        return job.ended.wait(END_SECONDS) and not job.why
+
     def drop(self, job: Job) -> None:
         """What is offered, or will be, is not needed: let the peer have it back."""
 
@@ -166,8 +184,12 @@ class FetchLink:
 
         self._transfers.loop.call_soon_threadsafe(drop)
 
-    def decline(self, address: str, export: str) -> None:
-        """What a peer exports under a name is not needed: let it have that back."""
+    def decline(self, address: str, export: str, *, layered: bool = False) -> None:
+        """What a peer exports under a name is not needed: let it have that back. What it computes, it has for
+        itself, and gives back when nobody has asked.
+        """
+        if layered:
+            return
         self._start(
             Job(address, export, self._transfers.loop.time() + DECLINE_SECONDS, declined=True), asking=True
         )
@@ -185,7 +207,8 @@ class FetchLink:
 
     def _start(self, job: Job, *, asking: bool, start: int = 0, ids: Ids | None = None) -> None:
         def begin() -> None:
-            work = self._asking(job) if asking or ids is None else self._reading(job, start, ids)
+            reading = self._reading_layers if job.layered else self._reading
+            work = self._asking(job) if asking or ids is None else reading(job, start, ids)
             job.task = self._transfers.keep(work)
             # Also of one that is cancelled before it begins.
             job.task.add_done_callback(ended)
@@ -214,14 +237,16 @@ class FetchLink:
             job.instance = await self.endpoint.reach(job.address, use=USE)
             job.connecting_s = asyncio.get_running_loop().time() - began
             job.instance.plan(DRAM_POOL, DRAM_POOL)  # of another namespace, it is refused before it is asked
-            job.offer = await self._offered(job.instance, job)
+            job.offer = await self._offered(
+                job.instance, job, layer_name(job.export, 0) if job.layered else job.export
+            )
         return len(unpack_ids(job.offer.blocks))
 
-    async def _offered(self, instance: Instance, job: Job) -> Offer:
+    async def _offered(self, instance: Instance, job: Job, export: str) -> Offer:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                return await instance.offer(0, job.export, DRAM_POOL, max(0.001, job.deadline - loop.time()))
+                return await instance.offer(0, export, DRAM_POOL, max(0.001, job.deadline - loop.time()))
             except RefusedError as error:
                 if error.reason != "request":
                     raise
@@ -231,19 +256,55 @@ class FetchLink:
         instance, offer = job.instance, job.offer
         assert instance is not None
         assert offer is not None
+        try:
+            await self._read(job, job.export, instance, offer, start, ids, None)
+        finally:
+            # Nobody waits for the peer to hear of it: the bytes are here, or of no use.
+            self._release(job)
+        return len(ids)
+
+    async def _reading_layers(self, job: Job, start: int, ids: Ids) -> int:
+        """Read each layer once it is exported."""
+        instance, first = job.instance, job.offer
+        assert instance is not None
+        assert first is not None
+        shard = self.endpoint.pools[DRAM_POOL].meta.shard
+        for layer in range(shard[1]):
+            name = layer_name(job.export, layer)
+            if layer:
+                async with asyncio.timeout(LAYER_SECONDS), asyncio.timeout_at(job.deadline):
+                    job.offer = await self._offered(instance, job, name)
+            offer = job.offer
+            assert offer is not None
+            try:
+                if offer.blocks != first.blocks:
+                    raise StaleReadError(name, len(ids), len(ids))
+                await self._read(job, name, instance, offer, start, ids, [shard[0] + layer])
+            finally:
+                self._release(job)
+            job.layers_in = layer + 1
+        return len(ids)
+
+    async def _read(
+        self,
+        job: Job,
+        name: str,
+        instance: Instance,
+        offer: Offer,
+        start: int,
+        ids: Ids,
+        layers: Sequence[int] | None,
+    ) -> None:
+        """Read what was offered from block ``start`` on, and verify it. layers: of the whole model; None for
+        all."""
         end = start + len(ids)
         part = msgspec.structs.replace(
             offer,
             blocks=pack_ids(unpack_ids(offer.blocks)[start:end]),
             generations=pack_ids(unpack_ids(offer.generations)[start:end]),
         )
-        try:
-            instance.transfer(job.export, [part], DRAM_POOL, ids)
-            await instance.landed(job.export, max(0.001, job.deadline - asyncio.get_running_loop().time()))
-        finally:
-            # Nobody waits for the peer to hear of it: the bytes are here, or of no use.
-            self._release(job)
-        return len(ids)
+        instance.transfer(name, [part], DRAM_POOL, ids, layers)
+        await instance.landed(name, max(0.001, job.deadline - asyncio.get_running_loop().time()))
 
     def _failed(self, job: Job, error: BaseException) -> None:
         if not isinstance(error, SglangExtError | TimeoutError):
@@ -262,7 +323,7 @@ class FetchLink:
         instance, offer = job.instance, job.offer
         if instance is not None and offer is not None and not instance.gone:
             link = instance.links[0]
-            link.spawn(link.complete(job.export, offer.lease, True, 5.0))
+            link.spawn(link.complete(offer.request, offer.lease, True, 5.0))
 
     # -- deaths -------------------------------------------------------------------------------------
 

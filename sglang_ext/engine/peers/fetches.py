@@ -6,6 +6,11 @@ from where the request loads them like any other DRAM hit; they go on to disk as
 A request that was told to may wait for its fetch, for a time; others go first. Whatever goes wrong with a
 span is a miss, counted by its reason: what came before it stays, and what comes behind it is computed.
 
+What a peer is still computing comes layer by layer (``computed_spans``). Its request is admitted once the
+first layer is in, and the others stream through DRAM to its slots in front of the forward pass. Those slots
+are the request's own until the pass has ended and every layer has verified; if one has not, the whole batch
+is thrown away and runs again (``patches/hooks/restarts.py``).
+
 All methods run in the scheduler's thread. Every rank reads its part from the peer's same rank, and takes each
 step once all can.
 """
@@ -17,7 +22,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.peers.fetch_link import Job
@@ -25,7 +30,7 @@ from sglang_ext.engine.ranks import NOT_YET, Ranks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.mover import BlockIds
 from sglang_ext.keys import TOKEN_BYTES
-from sglang_ext.mempool.store import Refusal, Reservation, Use
+from sglang_ext.mempool.store import Incoming, Refusal, Reservation, Use
 from sglang_ext.radix_global import RadixTree
 from sglang_ext.tiers import Tier
 
@@ -41,15 +46,17 @@ MOST_RESULTS: Final = 1000
 class Reads(Protocol):
     """What of ``fetch_link.FetchLink`` is used here."""
 
-    def ask(self, address: str, export: str, seconds: float) -> Job: ...
+    def ask(self, address: str, export: str, seconds: float, *, layered: bool = False) -> Job: ...
 
     def read(self, job: Job, start: int, ids: BlockIds) -> None: ...
+
+    def wait(self, job: Job) -> bool: ...
 
     def drop(self, job: Job) -> None: ...
 
     def cancel(self, job: Job) -> None: ...
 
-    def decline(self, address: str, export: str) -> None: ...
+    def decline(self, address: str, export: str, *, layered: bool = False) -> None: ...
 
 
 class FetchEnd(enum.Enum):
@@ -85,6 +92,8 @@ class FetchCounters:
     fetched_blocks: int = 0
     not_waited: int = 0
     """Requests that went on without, because it took too long."""
+    fetch_streamed: int = 0
+    """Of the blocks fetched, those that a peer computed while our forward pass waited for its layers."""
     ends: Counter[FetchEnd] = field(default_factory=Counter)
 
 
@@ -97,11 +106,13 @@ _REFUSED: Final = {
 
 @dataclass(frozen=True)
 class SpanWish:
-    """Up to the leading `blocks` blocks of a prompt, from the peer at an address that exports them."""
+    """Up to the leading `blocks` blocks of a prompt, from the peer at an address that exports them. layered:
+    which computes them now."""
 
     address: str
     export: str
     blocks: int
+    layered: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,6 +168,12 @@ class _Fetch:
     """The blocks of DRAM that are being filled."""
     results: list[SpanResult] = field(default_factory=list)
     """Of the spans that have ended."""
+    may_start: bool = False
+    """Its first layer is in on every rank."""
+    streams_to: Hashable = None
+    """The request that was let in then."""
+    incoming: Incoming | None = None
+    """Its forward pass is reading what comes, which must not be given back before that has ended."""
 
     @property
     def span(self) -> SpanWish:
@@ -193,6 +210,7 @@ class Fetches:
         self._tier = tier
         self._link = link
         self._clock = clock or SystemClock()
+        self._ranks = ranks
         self._step = tree.block_size * TOKEN_BYTES
         self._active: list[_Fetch] = []
         self._results: deque[FetchResult] = deque(maxlen=MOST_RESULTS)
@@ -216,14 +234,17 @@ class Fetches:
         if len(self._active) >= MOST_FETCHES:
             self._decline(wish, FetchEnd.BUSY)
             return
-        jobs = [self._link.ask(span.address, span.export, wish.seconds) for span in wish.spans]
+        jobs = [
+            self._link.ask(span.address, span.export, wish.seconds, layered=span.layered)
+            for span in wish.spans
+        ]
         now = self._clock.monotonic()
         self._active.append(_Fetch(wish, jobs, wish.wait_until, now, now))
 
     def _decline(self, wish: Wish, how: FetchEnd) -> None:
         """Nothing is begun: what peers export for it need not stay locked there until it expires."""
         for span in wish.spans:
-            self._link.decline(span.address, span.export)
+            self._link.decline(span.address, span.export, layered=span.layered)
         self._tell(wish.id, wish.ahead, how)
         wish.then()
 
@@ -241,22 +262,83 @@ class Fetches:
             for fetch in self._active
         )
 
+    # -- in front of the forward pass -----------------------------------------------------------------
+
+    def starts(self, handle: Hashable, namespace: Hashable, key: bytes) -> bool:
+        """Whether a request that waits may begin, because what it lacks comes ahead of its forward pass."""
+        for fetch in self._active:
+            fits = fetch.wish.namespace == namespace and key.startswith(fetch.wish.key)
+            if fetch.may_start and fits and fetch.streams_to in (None, handle):
+                fetch.streams_to = handle
+                return True
+        return False
+
+    def release(self, handle: Hashable) -> None:
+        """The request has been admitted or is gone."""
+        for fetch in self._active:
+            if fetch.streams_to == handle and fetch.incoming is None:
+                fetch.streams_to = None
+
+    def blocks_to_stream(self, handle: Hashable, in_memory: int) -> int:
+        """How many blocks the request may take as found after the ``in_memory`` blocks that the tree has."""
+        fetch = self._streaming_to(handle)
+        reservation = None if fetch is None else fetch.reservation
+        return 0 if reservation is None or reservation.start != in_memory else reservation.blocks
+
+    def stream(self, handle: Hashable, slots: Any) -> None:
+        """Let the blocks of ``blocks_to_stream`` of a request go on to slots as they come."""
+        fetch = self._streaming_to(handle)
+        assert fetch is not None
+        assert fetch.reservation is not None
+        store = self._tier.store
+        fetch.incoming = store.transfer(
+            Tier.HBM, fetch.reservation.blocks * self._tree.block_size, fetch.span.address
+        )
+        self._tier.stream(fetch.reservation.places, slots, fetch.job)
+
+    def _streaming_to(self, handle: Hashable) -> _Fetch | None:
+        return next((fetch for fetch in self._active if fetch.streams_to == handle), None)
+
+    def streams_hold(self) -> bool:
+        """After a forward pass: whether all that streamed into it was what it should have been."""
+        streams = [fetch for fetch in self._active if fetch.incoming is not None]
+        if not streams:
+            return True
+        whole = self._ranks.at_once([int(self._link.wait(fetch.job)) for fetch in streams])
+        for fetch, held in zip(streams, whole, strict=True):
+            reservation = fetch.reservation
+            assert reservation is not None
+            assert fetch.incoming is not None
+            fetch.incoming.end()
+            fetch.incoming, fetch.streams_to = None, None
+            if held:
+                self.counters.fetch_streamed += reservation.blocks
+            # The tree knows the blocks before the request inserts them, and need not copy them again.
+            self._land(fetch, reservation, reservation.blocks if held else 0)
+        return all(whole)
+
     # -- going on -----------------------------------------------------------------------------------
 
     def propose(self) -> Sequence[int]:
-        """Of each fetch, whether its request has waited long enough, and the blocks of its next step."""
+        """Of each fetch, whether its request has waited long enough, the blocks of its next step, and whether
+        its first layer is in."""
         now, said = self._clock.monotonic(), []
         for fetch in self._active:
             came = fetch.job.offered if fetch.reservation is None else fetch.job.read
             said += [
                 int(fetch.wait_until is not None and now > fetch.wait_until),
                 NOT_YET if came is None else came,
+                int(fetch.reservation is not None and fetch.job.layers_in > 0),
             ]
         return said
 
     def act(self, agreed: Sequence[int]) -> None:
         """Take the next step of each fetch that can on every rank."""
-        for fetch, late, blocks in zip(list(self._active), agreed[::2], agreed[1::2], strict=False):
+        said = zip(agreed[::3], agreed[1::3], agreed[2::3], strict=True)
+        for fetch, (late, blocks, starts) in zip(list(self._active), said, strict=False):
+            if fetch.incoming is not None:
+                continue  # its pass has not run yet
+            fetch.may_start = bool(starts)
             if late:
                 fetch.wait_until = None
                 self.counters.not_waited += 1
@@ -298,7 +380,7 @@ class Fetches:
         elif (done := reservation.commit()) is not None:
             came = done.fresh
             self.counters.fetched_blocks += came
-        fetch.reservation = None
+        fetch.reservation, fetch.may_start, fetch.streams_to = None, False, None
         self._span_over(fetch, FetchEnd.DONE if whole else FetchEnd.of(fetch.job.why), came, go_on=whole)
 
     def _span_over(self, fetch: _Fetch, how: FetchEnd, blocks: int = 0, *, go_on: bool = False) -> None:
@@ -328,6 +410,7 @@ class Fetches:
         return {
             "fetched_blocks": self.counters.fetched_blocks,
             "not_waited": self.counters.not_waited,
+            "fetch_streamed": self.counters.fetch_streamed,
             **ends,
         }
 
@@ -344,6 +427,8 @@ class Fetches:
         for fetch in list(self._active):
             for job in fetch.jobs[len(fetch.results) :]:
                 self._link.cancel(job)
+            if fetch.incoming is not None:
+                fetch.incoming.end()
             if fetch.reservation is not None:
                 fetch.reservation.abort()
             self._span_over(fetch, FetchEnd.CANCELLED)

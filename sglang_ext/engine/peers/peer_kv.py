@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable
 from typing import Final, Protocol
 
 from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.engine.peers.computed_spans import ComputedSpans
 from sglang_ext.engine.peers.export import ExportLink, Exports
 from sglang_ext.engine.peers.fetches import Fetches, FetchResult, Reads, SpanWish, Wish
 from sglang_ext.engine.ranks import Ranks
@@ -70,13 +71,17 @@ class PeerKv:
         self._tell = tell
         self.exports = Exports(tree, tier, link, ranks)
         self.fetches = Fetches(tree, tier, link, ranks, clock=self._clock)
+        self.spans = ComputedSpans(tree, tier, link, self.exports, self._clock)
 
     def export(self, message: Export) -> None:
         """A peer is about to ask."""
         # Nothing is said of other weights than those by which peers know each other.
         key = self._whole(message.tokens) if self._fresh() else b""
-        namespace = self._namespace(message.extra_key, message.cache_salt)
-        self.exports.export(message.export, namespace, key, message.ttl_s)
+        tenant = message.extra_key, message.cache_salt
+        if message.compute:
+            self.spans.begin(message.export, self._namespace(*tenant), key, *tenant, message.ttl_s)
+        else:
+            self.exports.export(message.export, self._namespace(*tenant), key, message.ttl_s)
 
     def fetch(self, message: Fetch) -> None:
         """A request is on its way, and waits."""
@@ -115,6 +120,7 @@ class PeerKv:
                     span.source.endpoints[self._rank],
                     span.source.export,
                     min(len(key), span.tokens * TOKEN_BYTES) // self._step,
+                    span.computed,
                 )
                 for span in message.spans
             ),
@@ -137,7 +143,8 @@ class PeerKv:
         return self.fetches.waits(namespace, key)
 
     def report(self) -> None:
-        """Tell what became of fetches. Once per pass."""
+        """Tell what became of fetches, and of spans that are not computed. Once per pass."""
+        self.spans.drain()
         for result in self.fetches.take_results():
             if self._tell is not None:
                 self._tell(result)
@@ -145,7 +152,7 @@ class PeerKv:
     @property
     def busy(self) -> bool:
         """Whether the next passes have something to do."""
-        return self.fetches.busy or self.exports.busy
+        return self.fetches.busy or self.exports.busy or self.spans.busy
 
     @property
     def transport_bytes(self) -> dict[str, int]:
@@ -155,6 +162,7 @@ class PeerKv:
     def clear(self) -> None:
         """The cache is about to be emptied."""
         self.fetches.settle()
+        self.spans.clear()
         self.exports.clear()
 
     def close(self) -> None:
@@ -163,4 +171,4 @@ class PeerKv:
         self._link.close()
 
     def __repr__(self) -> str:
-        return f"PeerKv({self.fetches!r}, {self.exports!r})"
+        return f"PeerKv({self.fetches!r}, {self.exports!r}, {self.spans!r})"

@@ -26,6 +26,7 @@ import torch
 from sglang_ext.engine.tiers.load_policy import Bandwidth
 from sglang_ext.engine.tiers.mover import (
     BlockIds,
+    Copied,
     LayerSink,
     MoverError,
     Near,
@@ -108,7 +109,14 @@ class CudaMover:
         self._writes_done = 0
         self._rate = Bandwidth()
 
-    def write(self, slots: torch.Tensor, blocks: BlockIds) -> int:
+    def write(
+        self,
+        slots: torch.Tensor,
+        blocks: BlockIds,
+        source: Source | None = None,
+        copied: Copied | None = None,
+    ) -> int:
+        assert source is None, "this mover does not stream"
         self._write_stream.wait_stream(torch.cuda.current_stream(self._device))
         slots.record_stream(self._write_stream)
         step = max(1, STAGING_BYTES // self._layout.block_bytes)

@@ -23,7 +23,7 @@ import numpy as np
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.layer_region import Cell, LayerRegion
-from sglang_ext.engine.tiers.mover import BlockIds, LayerSink, Mover, Near, Source
+from sglang_ext.engine.tiers.mover import BlockIds, Copied, LayerSink, Mover, Near, Source
 from sglang_ext.engine.tiers.retention import Announced, Retention, weakest_first
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.mempool.store import Store
@@ -73,8 +73,8 @@ class _Queue:
 
     pending: deque[tuple[Node | None, int]] = field(default_factory=deque)
     """The last node of each, and its blocks when it was submitted; no node for blocks outside of the tree."""
-    landed: deque[tuple[Node, Callable[[], None]]] = field(default_factory=deque)
-    """Of the writes without a node, which go to HBM: what they keep in DRAM, and whom to tell."""
+    landed: deque[Callable[[], None]] = field(default_factory=deque)
+    """Of the writes without a node: whom to tell."""
     completed: int = 0
 
 
@@ -307,10 +307,16 @@ class DramTier:
         nodes, slots, last = what, places, what[-1]
         blocks = np.concatenate([node.placements[self._dram] for node in nodes])
         if landed is not None:
+
+            def brought() -> None:
+                self._tree.unlock(last, self._dram)
+                self.counters.prefetched += len(blocks)
+                landed()
+
             self._tree.lock(last, self._dram)
             self._mover.bring(slots, blocks)
             self._writes.pending.append((None, len(blocks)))
-            self._writes.landed.append((last, landed))
+            self._writes.landed.append(brought)
             return
         unit = len(slots) // len(blocks)
         start = 0
@@ -332,10 +338,15 @@ class DramTier:
 
         last: node of DRAM at or after the blocks, which stay locked until ``landed`` is called.
         """
+
+        def filled() -> None:
+            self._tree.unlock(last, self._dram)
+            landed()
+
         self._tree.lock(last, self._dram)
         self._mover.fill(slots, cell.ids, cell.layer, cell.place)
         self._writes.pending.append((None, 0))
-        self._writes.landed.append((last, landed))
+        self._writes.landed.append(filled)
 
     @property
     def load_bytes_per_second(self) -> float | None:
@@ -354,6 +365,22 @@ class DramTier:
         """
         self._mover.load(slots, ids, source)
         self._loads.pending.append((None, len(ids)))
+
+    def write_computed(self, slots: Any, ids: BlockIds, source: Source, copied: Copied) -> None:
+        """Start copying what a forward pass is about to compute to blocks that were taken, each layer once it
+        is computed. ``copied`` is told of each layer, in another thread.
+        """
+
+        def written() -> None:
+            self.counters.written += len(ids)
+
+        self._mover.write(slots, ids, source, copied)
+        self._writes.pending.append((None, len(ids)))
+        self._writes.landed.append(written)
+
+    def check_copies(self) -> None:
+        """Raises MoverError where copying has failed, so that nothing more of it comes."""
+        self._mover.writes_done()
 
     def into(self, slots: Any) -> LayerSink:
         """What copies layers from staging buffers to ``slots``."""
@@ -417,10 +444,7 @@ class DramTier:
             node, blocks = self._writes.pending.popleft()
             self._writes.completed += 1
             if node is None:
-                last, landed = self._writes.landed.popleft()
-                self._tree.unlock(last, self._dram)
-                self.counters.prefetched += blocks
-                landed()
+                self._writes.landed.popleft()()
                 continue
             self._tree.unlock(node, self._copying)
             self._copies.copy_ended(node, blocks, self._dram)

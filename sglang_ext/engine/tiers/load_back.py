@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, Protocol
 
 import torch
 
@@ -18,6 +19,14 @@ from sglang_ext.radix_global import Holder, Node
 from sglang_ext.tiers import Tier
 
 
+class Streams(Protocol):
+    """What of ``peers.fetches.Fetches`` is used here."""
+
+    def blocks_to_stream(self, handle: Hashable, in_memory: int) -> int: ...
+
+    def stream(self, handle: Hashable, slots: Any) -> None: ...
+
+
 class LoadBack:
     """Starts loads, and knows what the batch being formed has to wait for.
 
@@ -25,6 +34,7 @@ class LoadBack:
         store: of the rank.
         dram: copies.
         promotions: what streams from disk; None without a disk.
+        fetches: what streams from peers; None without any.
         hbm: the holder that stands for this rank's pool.
         hbm_tier, slots: slots, and how the tree keeps them.
         policy: what is worth loading from DRAM.
@@ -35,6 +45,7 @@ class LoadBack:
         store: Store,
         dram: DramTier,
         promotions: Promotions | None,
+        fetches: Streams | None,
         hbm: Holder,
         hbm_tier: HbmTier,
         slots: SlotOps,
@@ -43,20 +54,26 @@ class LoadBack:
         self._store = store
         self._dram = dram
         self._promotions = promotions
+        self._fetches = fetches
         self._hbm = hbm
         self._hbm_tier = hbm_tier
         self._slots = slots
         self._policy = policy
         self._block_size = policy.block_tokens
         self._streaming: list[tuple[Any, int]] = []
-        """Requests of the batch being formed that take blocks from disk, and how many tokens the tree has."""
+        """Requests of the batch being formed to which blocks stream, and how many tokens the tree has."""
         self.decisions = LoadDecisions()
 
     def streamed(self, req: Any, blocks: int) -> int:
-        """Blocks that come from disk, after the ``blocks`` in memory, in front of the forward pass."""
-        if self._promotions is None or req is None:
+        """Blocks that come, after the ``blocks`` in memory, in front of the forward pass."""
+        if req is None:
             return 0
-        return self._promotions.blocks_to_stream(req.cache_request_handle, blocks)
+        handle, found = req.cache_request_handle, 0
+        if self._promotions is not None:
+            found = self._promotions.blocks_to_stream(handle, blocks)
+        if not found and self._fetches is not None:
+            found = self._fetches.blocks_to_stream(handle, blocks)
+        return found
 
     def start(self, best: Node, promised: int, req: Any) -> tuple[torch.Tensor | None, Node]:
         """Start loading what a match has found. All of it, or nothing: then it is computed.
@@ -89,7 +106,13 @@ class LoadBack:
             self._store.swap_in(Tier.DRAM, nodes, self._slots.keep(slots[:tokens]))
         if streamed:
             assert req is not None
-            self._store.swap_in(Tier.DISK, req.cache_request_handle, self._slots.keep(slots[tokens:]))
+            handle, kept = req.cache_request_handle, self._slots.keep(slots[tokens:])
+            if self._fetches is not None and self._fetches.blocks_to_stream(
+                handle, before + tokens // self._block_size
+            ):
+                self._fetches.stream(handle, kept)
+            else:
+                self._store.swap_in(Tier.DISK, handle, kept)
             self._streaming.append((req, len(req.prefix_indices) + tokens))
         return slots, best
 

@@ -29,10 +29,10 @@ BlockIds = npt.NDArray[np.int64]
 
 
 class Source(Protocol):
-    """Where the arena blocks of a load are still being filled from."""
+    """Where what is copied is still being filled from."""
 
     def decided(self, layer: int) -> bool:
-        """Whether a layer is in the arena, or will not come any more."""
+        """Whether a layer is there, or will not come any more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +71,10 @@ LayerSink = Callable[[int, Any, int], None]
 """Takes a layer, the ``BlockMemory`` of a staging buffer, and how many leading blocks of it are good."""
 
 
+Copied = Callable[[int], None]
+"""Told of a layer that has been copied."""
+
+
 class MoverError(RuntimeError):
     """A background copy failed; the tier behind it can no longer be trusted."""
 
@@ -84,7 +88,7 @@ class Mover(Protocol):
     """
 
     streams: bool
-    """Whether ``load`` takes a source, and ``follow`` and ``into`` work."""
+    """Whether ``load`` and ``write`` take a source, and ``follow`` and ``into`` work."""
 
     @property
     def load_bytes_per_second(self) -> float | None:
@@ -93,8 +97,14 @@ class Mover(Protocol):
     def bring(self, slots: Slots, blocks: BlockIds) -> int:
         """As ``load``, for nobody who waits: counted and completed among the writes, and behind all loads."""
 
-    def write(self, slots: Slots, blocks: BlockIds) -> int:
-        """Copy the tokens at ``slots`` into arena ``blocks``; returns a ticket."""
+    def write(
+        self, slots: Slots, blocks: BlockIds, source: Source | None = None, copied: Copied | None = None
+    ) -> int:
+        """Copy the tokens at ``slots`` into arena ``blocks``; returns a ticket.
+
+        With a source, a layer is copied once it is decided there, which must not depend on a later write;
+        ``copied`` is told of each layer, in whatever thread.
+        """
 
     def fill(self, slots: Slots, blocks: BlockIds, layer: int, place: int) -> int:
         """As ``bring``, one layer only: to the tokens at ``slots`` in the planes of layer ``place``."""
@@ -181,6 +191,7 @@ class _Operation:
     layer: int = 0
     place: int | None = None
     """Of a fill: which layer, and in whose planes."""
+    copied: Copied | None = None
 
     @property
     def can_go_on(self) -> bool:
@@ -212,8 +223,10 @@ class ThreadMover:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def write(self, slots: Slots, blocks: BlockIds) -> int:
-        operation = _Operation(self._copier.plan(slots, blocks))
+    def write(
+        self, slots: Slots, blocks: BlockIds, source: Source | None = None, copied: Copied | None = None
+    ) -> int:
+        operation = _Operation(self._copier.plan(slots, blocks), source=source, copied=copied)
         return self._submit(self._writes, operation, lambda: self._writes_done)
 
     def bring(self, slots: Slots, blocks: BlockIds) -> int:
@@ -327,6 +340,8 @@ class ThreadMover:
                 copy, operation = step
                 if operation.plan is not None:
                     self._copy(copy, operation)
+                if operation.copied is not None:
+                    operation.copied(operation.next_layer)
                 self._advance(operation)
         except BaseException as error:  # noqa: BLE001 - reported to whoever calls next, whatever it is
             with self._lock:
@@ -356,12 +371,12 @@ class ThreadMover:
                 ready = [load for load in self._loads if load.next_layer < self._n_layers and load.can_go_on]
                 if ready:
                     return self._copier.scatter, lowest_layer_first(ready)
-                if self._writes:
+                if self._writes and self._writes[0].can_go_on:
                     write = self._writes[0]
                     return (self._copier.scatter if write.inwards else self._copier.gather), write
-                if self._closing and not self._loads:
+                if self._closing and not (self._loads or self._writes):
                     return None
-                self._work.wait(_SOURCE_POLL_SECONDS if self._loads else None)
+                self._work.wait(_SOURCE_POLL_SECONDS if self._loads or self._writes else None)
 
     def _advance(self, operation: _Operation) -> None:
         last = self._n_layers

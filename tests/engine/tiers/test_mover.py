@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,24 @@ def test_a_late_load_catches_up_before_the_others_go_on(mover: ThreadMover, copi
     copier.allow()
     mover.settle()
     assert copier.finished == [*steps("load", "a"), *steps("load", "b")]
+
+
+def test_what_is_being_computed_is_written_layer_by_layer(mover: ThreadMover, copier: GatedCopier) -> None:
+    """And each layer is told of once it is there; what was submitted later waits."""
+    computed, told = SimpleNamespace(layers=0), []
+    computed.decided = lambda layer: layer < computed.layers
+    copier.allow()
+    mover.write("w", NO_BLOCKS, computed, lambda layer: told.append((layer, len(copier.finished))))
+    mover.write("later", NO_BLOCKS)
+    for layer in range(LAYERS):
+        mover.load(f"l{layer}", NO_BLOCKS)  # which waits for no write
+        until(lambda layer=layer: mover.loads_done() == layer + 1, "the load")  # type: ignore[misc]
+        assert [layer for layer, _ in told] == list(range(layer))
+        computed.layers = layer + 1
+        until(lambda layer=layer: len(told) == layer + 1, "the layer")  # type: ignore[misc]
+    mover.settle()
+    assert [finished for _, finished in told] == [LAYERS * (layer + 1) + layer + 1 for layer in range(LAYERS)]
+    assert copier.finished[-LAYERS:] == steps("write", "later")
 
 
 def test_writes_yield_to_loads_after_each_layer(mover: ThreadMover, copier: GatedCopier) -> None:

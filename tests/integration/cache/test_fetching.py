@@ -95,10 +95,11 @@ class Pair:
         return next(server for server in self.servers.values() if server.url == url)
 
     @asynccontextmanager
-    async def holding_reads(self, server: ServerProcess) -> AsyncIterator[Path]:
-        """While the block runs, what the server reads from the other one stays where it is offered."""
+    async def holding_reads(self, server: ServerProcess, layer: int = 0) -> AsyncIterator[Path]:
+        """While the block runs, what the server reads from the other one stays where it is offered. layer: at
+        which it does that of what comes layer by layer."""
         gate = Path(server.spec.environment[FOLDER])
-        (gate / "hold").touch()
+        (gate / "hold").write_text(str(layer))
         try:
             yield gate / "held"
         finally:
@@ -128,10 +129,12 @@ def pair(both: Pair) -> Pair:
 
 
 @asynccontextmanager
-async def routing(pair: Pair, port: int, policy: str, *, verdict_s: float = 20.0) -> AsyncIterator[Router]:
+async def routing(
+    pair: Pair, port: int, policy: str, *, verdict_s: float = 20.0, **flags: Any
+) -> AsyncIterator[Router]:
     """A router. verdict_s: after which a silent server is taken for dead; long where none dies, because on a
     busy machine a live one may get no core for seconds."""
-    config = RouterConfig(port=port, policy=policy, explain_routing=True)
+    config = RouterConfig(port=port, policy=policy, explain_routing=True, **flags)
     async with Router(config) as router:
         urls = [server.url for server in pair.servers.values()]
         await until(lambda: all(router.trees.trusted(url) for url in urls), 30, "both servers")
@@ -350,6 +353,90 @@ async def test_a_holder_that_stops_hangs_nobody(when, pair, port, client, rng) -
         assert answer.cached_tokens == (TOKENS if told["end"] == "done" else 0)
         assert_same(expected, answer)
         await asyncio.to_thread(wait_until, lambda: nothing_is_exported(owner), seconds=40, what="the lease")
+
+
+# -- one prompt computed by both --------------------------------------------------------------------
+
+LONG = 120 * BLOCK + 5
+"""Tokens, of which each server computes at most 512 in a pass."""
+
+
+def splitting(pair: Pair, port: int, **more: Any) -> Any:
+    return routing(pair, port, "round-robin", sequence_parallel="1000", **more)
+
+
+def is_split(told: dict[str, Any], helper: ServerProcess) -> int:
+    """Where a prompt was split; checks the plan that ``/explain`` shows."""
+    first, rest = told["plan"]
+    assert (first["from"], first["tier"], first["start"]) == (helper.url, "compute", 0)
+    assert (rest["from"], rest["start"], rest["stop"]) == ("compute", first["stop"], LONG)
+    return int(first["stop"])
+
+
+async def test_two_servers_compute_one_prompt(pair, port, client, rng) -> None:
+    async with splitting(pair, port) as router:
+        prompt = random_prompt(rng, LONG)
+        answer, headers = await generate(client, router.url, prompt)
+        server = pair.at(headers["x-kv-instance"])
+        helper = pair.other(server)
+        told = await explained(client, router, headers)
+        cut = is_split(told, helper)
+        assert (told["end"], told["moved_tokens"]) == ("done", cut)
+        assert answer.cached_tokens == cut
+        assert_same(await cold(client, server, prompt), answer)
+        for each, event in ((server, "fetch_streamed"), (helper, "span_computed")):
+            await asyncio.to_thread(
+                wait_until, lambda s=each, e=event: counted(s, e) >= cut // BLOCK, seconds=30, what=event
+            )
+        await asyncio.to_thread(
+            wait_until, lambda: nothing_is_exported(helper), seconds=30, what="the leases"
+        )
+        async with client.get(f"{router.url}/metrics") as response:
+            assert 'sglang_ext_router_fetches_total{why="split"} 1.0' in await response.text()
+        # Now one has it all, and the other one its span.
+        await until(lambda: held(router, helper, prompt).tokens == cut, 30, "the index")
+        again, headers = await generate(client, server.url, prompt)
+        assert again.cached_tokens == LONG // BLOCK * BLOCK
+
+
+async def test_one_damaged_byte_of_a_layer_is_another_answer(pair, port, client, rng) -> None:
+    """The twin of the test above: what is computed with is what came from the other one."""
+    async with splitting(pair, port) as router:
+        prompt = random_prompt(rng, LONG)
+        first, second = pair.servers.values()
+        # Whoever is asked first asks the other one.
+        arenas = {server.url: arena_files(server.pid)[0] for server in (first, second)}
+        before = {url: await still(arena) for url, arena in arenas.items()}
+        computed = {server.url: counted(server, "span_computed") for server in (first, second)}
+        async with pair.holding_reads(first, layer=1) as one, pair.holding_reads(second, layer=1) as other:
+            request = asyncio.create_task(generate(client, router.url, prompt))
+            await until(lambda: one.exists() or other.exists(), 30, "the read")
+            helper = second if one.exists() else first
+            # It waits for nobody, and so has computed all of its span soon.
+            await asyncio.to_thread(
+                wait_until,
+                lambda: counted(helper, "span_computed") > computed[helper.url],
+                seconds=30,
+                what="the span",
+            )
+            last = await asyncio.to_thread(
+                wait_until,
+                lambda: last_change(arenas[helper.url], before[helper.url]),
+                seconds=30,
+                what="DRAM",
+            )
+            # Of the values up to there, one whose exponent's highest bit is not set yet.
+            end = last // 4 * 4 + 4
+            values = snapshot(arenas[helper.url])[end - 256 : end].view(np.float32)
+            small = int(np.flatnonzero(np.abs(values) < 1)[-1])
+            flip_bit(arenas[helper.url], end - 256 + 4 * small + 3, bit=6)
+        answer, headers = await request
+        assert headers["x-kv-instance"] != helper.url
+        assert answer.cached_tokens > 0
+        with pytest.raises(AssertionError):
+            assert_same(await cold(client, helper, prompt), answer)
+    for server in pair.servers.values():
+        await asyncio.to_thread(server.flush)
 
 
 # -- hints ------------------------------------------------------------------------------------------

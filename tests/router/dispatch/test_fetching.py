@@ -26,6 +26,7 @@ from sglang_ext.router.dispatch.fetching import (
 )
 from sglang_ext.router.policies import Decision, Instance, Match, Reason
 from sglang_ext.router.policies.base import Fetch
+from sglang_ext.router.policies.splitting import SplitTerms
 from sglang_ext.router.telemetry.fetch_note import NOT_WORTH_IT, UNDER_WAY, UNHEARD
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.tokens.tokenizing import Encoded
@@ -79,10 +80,11 @@ def fetching(
     channels: Channels | None = None,
     now: Callable[[], float] = lambda: 0.0,
     metrics: RouterMetrics | None = None,
+    split: SplitTerms | None = None,
 ) -> Fetching:
     made = channels or Channels()
     costs = RouterCosts(CostModel(), now, can_fetch=made.can_fetch)
-    return Fetching(made, costs, metrics or RouterMetrics())
+    return Fetching(made, costs, metrics or RouterMetrics(), split=split)
 
 
 def flight(key: bytes = KEY, namespace: tuple[str | None, ...] = TOKENS, prompts: int = 1) -> Any:
@@ -128,6 +130,71 @@ def wanted(
     (span,) = note.read
     assert span.source is not None
     return Fetch(span.source, span.stop)
+
+
+# -- computing together -----------------------------------------------------------------------------
+
+TERMS = SplitTerms(500, 0.0)
+
+
+def splitting(**registered: Any) -> tuple[Fetching, Channels]:
+    channels = Channels()
+    for name in channels.known:
+        channels.known[name] = registration(name, **({"splits": True} | registered))
+    return fetching(channels, split=TERMS), channels
+
+
+def test_another_instance_is_told_to_compute_the_beginning() -> None:
+    found, channels = splitting()
+    note = found.consider(flight(), Decision("a", Reason.NO_PREFIX), FLEET, {})
+    assert note is not None
+    first, rest = note.spans
+    assert (first.source, first.tier, first.start) == ("b", "compute", 0)
+    assert (rest.source, rest.start, rest.stop) == (None, first.stop, 1000)
+    (helper, export), (target, fetch) = channels.told
+    assert (helper, target) == ("b", "a")
+    assert isinstance(export, Export)
+    assert export.compute
+    assert export.tokens == KEY[: 4 * first.stop]
+    assert isinstance(fetch, agent_messages.Fetch)
+    (span,) = fetch.spans
+    assert (span.tokens, span.computed, span.source.export) == (first.stop, True, export.export)
+    assert fetch.wait_s == export.ttl_s
+    assert note.told()["plan"][0]["tier"] == "compute"
+    # What it computes for this prompt keeps others waiting, until that has ended.
+    assert found._costs.queue_s(FLEET[1]) > 0
+    channels.messages("a", Fetched(b"e" * 16, "r1", False, "done", (FetchedSpan("done", 512, 1.0),)))
+    assert found._costs.queue_s(FLEET[1]) == 0
+    assert not found._costs._transfers.factor("b", 0.0) > 1.0, "computing is no transfer"
+
+
+def test_a_death_ends_what_is_computed_for_it() -> None:
+    found, _ = splitting()
+    found.consider(flight(), Decision("a", Reason.NO_PREFIX), FLEET, {})
+    found.forget("a")
+    assert found._costs.queue_s(FLEET[1]) == 0
+
+
+@pytest.mark.parametrize(
+    ("registered", "decision", "matches"),
+    [
+        pytest.param({"splits": False}, Decision("a", Reason.NO_PREFIX), {}, id="who cannot"),
+        pytest.param({"role": "prefill"}, Decision("a", Reason.NO_PREFIX), {}, id="who only prefills"),
+        pytest.param({}, Decision("a", Reason.NO_PREFIX, decode="b"), {}, id="a pair"),
+        pytest.param({}, Decision("a", Reason.PREFIX), {"a": Match(900)}, id="little is left"),
+    ],
+)
+def test_who_computes_alone(registered: Any, decision: Decision, matches: dict[str, Match]) -> None:
+    found, channels = splitting(**registered)
+    assert found.consider(flight(), decision, FLEET, matches) is None
+    assert not channels.told
+
+
+def test_what_another_one_holds_is_fetched_and_not_computed_again() -> None:
+    found, channels = splitting()
+    note = found.consider(flight(), Decision("a", Reason.REBALANCED), FLEET, {"b": Match(960)})
+    assert note is not None
+    assert not any(isinstance(told, Export) and told.compute for _, told in channels.told)
 
 
 # -- whether ----------------------------------------------------------------------------------------

@@ -1,0 +1,147 @@
+"""One prompt computed by two instances at once (MemServe, table 3: sequence parallelism over transfer).
+
+In each layer, attention of a token needs that layer's KV of the tokens before it, and nothing else of them.
+So while a helper computes the first span of a prompt, the chosen instance computes the rest a layer behind.
+What is cut into chunks is computed pass by pass, and all of the first span must have come, so only the
+helper's last pass runs beside the chosen instance's first one:
+
+    helper   [ pass ][ pass ][  last pass  ]
+    chosen                    [  first pass   ][ pass ]
+
+`best_split` finds the helper and the place to cut that let the first token come soonest. Later tokens attend
+to more, so the first span is the longer one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from sglang_ext.router.policies.base import Costs, Instance, Matches
+from sglang_ext.router.policies.spans import NOTHING, alone_s
+
+CUTS: Final = 32
+"""Places to cut that are tried, evenly spaced, beside the ends of the helper's chunks."""
+MOST_HELPERS: Final = 4
+"""Helpers that are tried, the least busy first."""
+LAYER: Final = 1 / 16
+"""Of a pass: what the chosen instance is behind its helper."""
+LEAST_TOKENS: Final = 2048
+"""Shorter prompts are not worth telling two instances of."""
+GAIN: Final = 1.25
+"""How much longer than split a prompt must take alone: the helper computes for it what others wait for."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitTerms:
+    """When a prompt is split. least_tokens: to be computed. gain: the least of alone over split."""
+
+    least_tokens: int = LEAST_TOKENS
+    gain: float = GAIN
+
+    @classmethod
+    def of(cls, text: str) -> SplitTerms | None:
+        """From ``--sequence-parallel``: off, auto, or tokens from which on every prompt is split.
+
+        Raises:
+            ValueError: it is none of these.
+        """
+        if text == "off":
+            return None
+        if text == "auto":
+            return cls()
+        if (least := int(text)) < 1:
+            raise ValueError(text)
+        return cls(least, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """``source`` computes the leading ``tokens`` tokens. known: those of them that it has.
+
+    begins_s: until its last pass begins; first_s: until that has ended; seconds: until the first token of the
+    answer; alone_s: the same where nobody helps.
+    """
+
+    source: str
+    tokens: int
+    known: int
+    begins_s: float
+    first_s: float
+    seconds: float
+    alone_s: float
+
+
+def best_split(
+    tokens: int,
+    target: Instance,
+    helpers: Sequence[Instance],
+    matches: Matches,
+    costs: Costs,
+    chunk: Callable[[str], int],
+    terms: SplitTerms,
+    *,
+    block: int = 16,
+) -> Split | None:
+    """The split by which the first token comes soonest; None where the terms do not allow any.
+
+    Args:
+        tokens: of the prompt.
+        helpers: who may compute the first span.
+        chunk: tokens of a prompt that an instance computes in one pass; 0 for all.
+        block: a span is whole blocks.
+    """
+    held = matches.get(target.name, NOTHING)
+    if tokens - held.tokens < terms.least_tokens:
+        return None
+    alone = costs.queue_s(target) + alone_s(tokens, target, held, costs)
+    best: Split | None = None
+    idlest = sorted(helpers, key=lambda helper: (helper.in_flight, helper.queued_tokens, helper.name))
+    for helper in idlest[:MOST_HELPERS]:
+        there = min(matches.get(helper.name, NOTHING).in_memory, tokens)
+        for cut in _cuts(tokens, max(there, held.in_memory), there, chunk(helper.name), block):
+            split = _timed(tokens, cut, there, held.in_memory, helper, target, costs, chunk, alone)
+            if best is None or split.seconds < best.seconds:
+                best = split
+    if best is None or best.seconds == math.inf:
+        return None
+    return best if best.seconds * terms.gain <= alone else None
+
+
+def _cuts(tokens: int, least: int, known: int, chunk: int, block: int) -> Iterator[int]:
+    """Places to cut, in whole blocks behind ``least``."""
+    step = max(1, (tokens - least) // CUTS)
+    evenly = range(least + step, tokens, step)
+    chunks = range(known + chunk, tokens, chunk) if chunk else ()
+    for place in {place // block * block for place in (*evenly, *chunks)}:
+        if least < place < tokens:
+            yield place
+
+
+def _timed(
+    tokens: int,
+    cut: int,
+    known: int,
+    here: int,
+    helper: Instance,
+    target: Instance,
+    costs: Costs,
+    chunk: Callable[[str], int],
+    alone: float,
+) -> Split:
+    """What it takes to cut there. here: tokens that the target has in memory."""
+    new, most = cut - known, chunk(helper.name)
+    last = new if not most or new <= most else (new - 1) % most + 1
+    last_s = costs.exec_s(helper, last, cut - last)
+    first_s = costs.queue_s(helper) + costs.exec_s(helper, new, known)
+    begins_s = max(0.0, first_s - last_s)
+    rest, most = tokens - cut, chunk(target.name)
+    head = min(rest, most) if most else rest
+    head_s = costs.exec_s(target, head, cut)
+    tail_s = max(0.0, costs.exec_s(target, rest, cut) - head_s)
+    start_s = max(costs.queue_s(target), begins_s + LAYER * last_s)
+    moving_s = costs.transfer_s(helper, target, cut - here)
+    ends_s = max(start_s + head_s, start_s + moving_s, first_s + LAYER * head_s)
+    return Split(helper.name, cut, known, begins_s, first_s, ends_s + tail_s, alone)

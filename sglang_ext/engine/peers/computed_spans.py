@@ -1,0 +1,276 @@
+"""Spans of prompts that are computed here for a peer, which computes behind them at the same time (MemServe,
+table 3: sequence parallelism over transfer).
+
+Whoever computes the rest of a prompt needs, in each layer, that layer's KV of all tokens before it, and no
+more. So in the last pass that a span takes, each layer goes to DRAM as soon as it is computed, and is
+exported at once, as ``NAME.LAYER``: the peer's pass runs a layer behind ours. What earlier passes have
+computed of the span is in DRAM by then, and is exported with each layer.
+
+The last layer is exported once the pass has ended and all that streamed into it was right. So a peer that has
+all layers has KV of a pass that counts; until then it can still throw away what it has.
+
+All methods run in the scheduler's thread, on every rank alike, but for what the mover's thread tells.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from sglang_ext.clock import Clock
+from sglang_ext.engine.peers.export import ExportLink, Exports
+from sglang_ext.engine.tiers.dram_tier import DramTier
+from sglang_ext.engine.tiers.mover import BlockIds, Slots
+from sglang_ext.keys import TOKEN_BYTES, decode_tokens
+from sglang_ext.mempool.store import Refusal, Reservation, Use
+from sglang_ext.radix_global import RadixTree
+from sglang_ext.tiers import Tier
+
+logger = logging.getLogger(__name__)
+
+MOST_SPANS: Final = 8
+SHARE: Final = 4
+"""Of DRAM, at most one part in so many is exported at a time, spans included."""
+LEASE_SECONDS: Final = 30.0
+"""For a peer to read a layer."""
+COPY_CHECK_S: Final = 1.0
+"""How often to look whether copying has failed, while the last layer is waited for."""
+
+
+def layer_name(export: str, layer: int) -> str:
+    """Under which a layer (of this rank's, from 0) of a computed span is exported."""
+    return f"{export}.{layer}"
+
+
+class Running(Protocol):
+    """A request of ours in the scheduler (SGLang's ``Req``)."""
+
+    def finished(self) -> bool: ...
+
+
+class SpanHost(Protocol):
+    """The scheduler and its pool, as they are used here."""
+
+    def start(
+        self, name: str, tokens: list[int], extra_key: str | None, cache_salt: str | None
+    ) -> Running | None:
+        """Put a request for one token into the queue; None when the scheduler does not take it."""
+
+    def watch(self, written: Callable[[int], None]) -> int:
+        """Have somebody told of each layer (of this rank's, from 0) whose KV a forward pass has written; how
+        many there are."""
+
+
+@dataclass
+class SpanCounters:
+    """Blocks, since the start."""
+
+    span_computed: int = 0
+    """For peers that computed behind them."""
+    span_failed: int = 0
+    """Asked for by peers, and not computed, or not in time, or in vain."""
+
+
+@dataclass(eq=False)
+class _Span:
+    """One that waits to be computed."""
+
+    export: str
+    namespace: Hashable
+    key: bytes
+    seconds: float
+    until: float
+    request: Running
+
+
+@dataclass(eq=False)
+class _Computing:
+    """One whose last pass is under way. A mover's source."""
+
+    span: _Span
+    reservation: Reservation
+    ids: BlockIds
+    """DRAM blocks of the whole span."""
+    layers: int
+    computed: int = 0
+    leases: list[int | None] = field(default_factory=list)
+    copied: threading.Event = field(default_factory=threading.Event)
+    """All layers are in DRAM."""
+
+    def decided(self, layer: int) -> bool:
+        """For the mover: whether a layer is computed."""
+        return layer < self.computed
+
+
+class ComputedSpans:
+    """See the module's docstring.
+
+    Args:
+        tree, tier: the rank's.
+        link: publishes.
+        exports: keeps what was published until the peer has read it.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, tree: RadixTree, tier: DramTier, link: ExportLink, exports: Exports, clock: Clock
+    ) -> None:
+        self._tree = tree
+        self._tier = tier
+        self._link = link
+        self._exports = exports
+        self._clock = clock
+        self._step = tree.block_size * TOKEN_BYTES
+        self.host: SpanHost | None = None
+        """Computes; None where nothing is computed for peers."""
+        self._layers = 0
+        self._waiting: list[_Span] = []
+        self._computing: list[_Computing] = []
+        self.counters = SpanCounters()
+
+    def begin(
+        self,
+        export: str,
+        namespace: Hashable,
+        key: bytes,
+        extra_key: str | None,
+        cache_salt: str | None,
+        seconds: float,
+    ) -> None:
+        """Compute a prompt's beginning (encoded, whole blocks), and export it under that name."""
+        request = None
+        if self.host is not None and key and len(self._waiting) < MOST_SPANS:
+            self._layers = self._layers or self.host.watch(self.layer_written)
+            tokens = decode_tokens(key).tolist()
+            request = self.host.start(f"span_{export}", tokens, extra_key, cache_salt)
+        span = _Span(export, namespace, key, seconds, self._clock.monotonic() + seconds, request or _Nobody())
+        self._waiting.append(span)
+        if request is None:
+            self._give_up(span)
+
+    def drain(self) -> None:
+        """Tell peers of spans that will not be computed. Once per pass."""
+        now = self._clock.monotonic()
+        for span in list(self._waiting):
+            if span.request.finished() or now > span.until:
+                self._give_up(span)
+
+    def _give_up(self, span: _Span) -> None:
+        """It will not be computed."""
+        self._waiting.remove(span)
+        self._tell_nothing(span, 1)
+
+    def _tell_nothing(self, span: _Span, layers: int) -> None:
+        """Export nothing instead of so many layers, so that whoever asks for one knows."""
+        self.counters.span_failed += len(span.key) // self._step
+        nothing, seconds = np.zeros(0, np.int64), min(span.seconds, LEASE_SECONDS)
+        names = [layer_name(span.export, layer) for layer in range(layers)]
+        leases = [self._link.publish(name, nothing, seconds) for name in names]
+        self._exports.keep(self._tree.root, 0, tuple(leases))
+
+    # -- the pass that ends it --------------------------------------------------------------------
+
+    def pass_begins(self, requests: Iterable[Any], slots: Callable[[Any, int, int], Slots]) -> None:
+        """A prefill batch is about to run. slots: where tokens (from, to) of a request are."""
+        if not self._waiting:
+            return
+        ours = {id(span.request): span for span in self._waiting}
+        for request in requests:
+            span = ours.get(id(request))
+            if span is not None and request.extend_range.end * TOKEN_BYTES == len(span.key):
+                self._compute(span, request, slots)
+
+    def _compute(self, span: _Span, request: Any, slots: Callable[[Any, int, int], Slots]) -> None:
+        reservation = self._tier.store.reserve(
+            Tier.DRAM, span.namespace, span.key, Use.SPAN, whole=True, share=SHARE
+        )
+        blocks, most = len(span.key) // self._step, self._tier.n_blocks // SHARE
+        if not isinstance(reservation, Refusal) and self._exports.exported_blocks + blocks > most:
+            reservation.abort()
+            reservation = Refusal.BUDGET
+        if isinstance(reservation, Refusal):
+            logger.info("a span of %d blocks is not exported: %s", blocks, reservation.value)
+            self._give_up(span)
+            return
+        self._waiting.remove(span)
+        # The copies before this one have ended when the first layer of it is copied: they go in order.
+        dram = self._tier.holder
+        above = self._tree.match(span.namespace, span.key[: reservation.start * self._step]).path
+        ids = np.concatenate([*(node.placements[dram] for node in above), reservation.places])
+        computing = _Computing(span, reservation, ids.astype(np.int64), self._layers)
+        self._computing.append(computing)
+        block = self._tree.block_size
+        places = slots(request, reservation.start * block, len(span.key) // TOKEN_BYTES)
+
+        def copied(layer: int) -> None:
+            if layer == computing.layers - 1:
+                computing.copied.set()
+            else:
+                self._publish(computing, layer)
+
+        self._tier.write_computed(places, reservation.places, computing, copied)
+
+    def _publish(self, computing: _Computing, layer: int) -> None:
+        """In the mover's thread, and for the last layer in the scheduler's."""
+        span = computing.span
+        seconds = min(span.seconds, LEASE_SECONDS)
+        computing.leases.append(self._link.publish(layer_name(span.export, layer), computing.ids, seconds))
+
+    def layer_written(self, layer: int) -> None:
+        """The pass under way has written a layer's KV, and those before it."""
+        for computing in self._computing:
+            computing.computed = max(computing.computed, layer + 1)
+
+    def pass_ended(self, *, held: bool) -> None:
+        """The pass has run. held: all that streamed into it was right."""
+        for computing in self._computing:
+            computing.computed = computing.layers
+            # The request may give up its slots next.
+            while not computing.copied.wait(COPY_CHECK_S):
+                self._tier.check_copies()
+            self._land(computing, held=held)
+        self._computing = []
+
+    def _land(self, computing: _Computing, *, held: bool) -> None:
+        reservation, done = computing.reservation, None
+        if held:
+            done = reservation.commit()
+        else:
+            reservation.abort()
+        # What somebody else has inserted meanwhile is in other blocks.
+        if done is None or done.held:
+            for lease in computing.leases:
+                if lease is not None:
+                    self._link.withdraw(lease)
+            self._tell_nothing(computing.span, computing.layers)
+            return
+        self._publish(computing, computing.layers - 1)
+        self.counters.span_computed += computing.ids.size
+        self._exports.keep(done.node, int(computing.ids.size), tuple(computing.leases))
+
+    # -- whole ------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """The cache is about to be emptied: nothing more is exported. No pass is under way."""
+        for span in list(self._waiting):
+            self._give_up(span)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the next passes have something to do."""
+        return bool(self._waiting)
+
+    def __repr__(self) -> str:
+        return f"ComputedSpans({len(self._waiting)} waiting, {self.counters})"
+
+
+class _Nobody:
+    """In the place of a request that was not taken."""
+
+    def finished(self) -> bool:
+        return True

@@ -1,0 +1,269 @@
+"""One prompt computed by two instances at once: real links, pools and schedulers, two threads, no model."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+from engine_movers import until
+from engine_pools import PoolKind, WrongKvError
+from engine_scheduler import Settings, SimulatedScheduler
+from sglang.srt.managers.schedule_batch import Req
+from test_peer_kv import BLOCK, SCENARIO, MakeServer, Server, make_server, prompt, silent
+
+from sglang_ext.engine.peers.computed_spans import layer_name
+from sglang_ext.engine.peers.fetches import FetchEnd
+from sglang_ext.keys import encode_tokens
+from sglang_ext.protocol.agent import Export, Fetch, FetchSpan, Source
+from sglang_ext.wire import unpack_ids
+
+pytestmark = pytest.mark.usefixtures("sglang_config")
+__all__ = ["make_server"]
+
+LAYERS = 4
+SPLIT = dataclasses.replace(
+    SCENARIO, name="two that split", kind=PoolKind(layers=LAYERS), threaded=True, hbm_tokens=400
+)
+FIRST = 20
+"""Blocks of the first span."""
+ALL = 32
+
+
+class Host:
+    """A simulated scheduler, as what computes spans uses it."""
+
+    def __init__(self, scheduler: SimulatedScheduler) -> None:
+        self._scheduler = scheduler
+        self.requests: list[Req] = []
+        self.takes = True
+
+    def start(self, name: str, tokens: list[int], extra_key: str | None, salt: str | None) -> Req | None:
+        if not self.takes:
+            return None
+        self.requests.append(self._scheduler.submit(tokens, new_tokens=1, extra_key=extra_key, salt=salt))
+        return self.requests[-1]
+
+    def watch(self, written: Callable[[int], None]) -> int:
+        self._scheduler.layer_written = written
+        return LAYERS
+
+
+@dataclasses.dataclass
+class Split:
+    """Two servers; the first computes a span for the other."""
+
+    first: Server
+    second: Server
+    host: Host
+    tokens: list[int]
+
+    def told(self, *, blocks: int = FIRST, wait_s: float = 20.0, ttl_s: float = 20.0) -> None:
+        """What a router does: tell both."""
+        key = encode_tokens(self.tokens)[: blocks * BLOCK * 4]
+        self.first.told(Export("export", key, ttl_s=ttl_s, compute=True))
+        span = FetchSpan(Source((self.first.link.address,), "export"), blocks * BLOCK, computed=True)
+        self.second.told(Fetch("r1", key, (span,), wait_s=wait_s))
+
+    @contextmanager
+    def stepping(self, layer_gate: Callable[[int], None] = lambda layer: None) -> Iterator[None]:
+        """The first one's scheduler, in a thread of its own. layer_gate: called after each layer."""
+        scheduler, end, errors = self.first.rank.scheduler, threading.Event(), []
+        written = scheduler.layer_written
+
+        def gated(layer: int) -> None:
+            written(layer)
+            layer_gate(layer)
+
+        scheduler.layer_written = gated
+
+        def run() -> None:
+            try:
+                while not end.is_set():
+                    scheduler.step()
+                    end.wait(0.001)
+            except BaseException as error:  # noqa: BLE001 - raised below
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="the first server")
+        thread.start()
+        try:
+            yield
+            until(lambda: bool(errors) or not self.first.peers.busy, "the exports to end")
+        finally:
+            end.set()
+            thread.join()
+        if errors:
+            raise errors[0]
+        self.first.rank.check()
+
+    def ended(self) -> dict[FetchEnd, int]:
+        return dict(self.second.peers.fetches.counters.ends)
+
+
+@pytest.fixture
+def split(make_server: MakeServer) -> Split:
+    first, second = make_server(SPLIT), make_server(SPLIT)
+    host = Host(first.rank.scheduler)
+    first.peers.spans.host = host
+    return Split(first, second, host, prompt(1, ALL))
+
+
+def test_the_second_runs_while_the_first_computes(split: Split) -> None:
+    """Each waits for the other: the first does not go on from a layer before the other has been there, and
+    the other cannot be there before that layer has come."""
+    reached = [threading.Event() for _ in range(LAYERS)]
+    split.second.rank.scheduler.layer_written = lambda layer: reached[layer].set()
+
+    def gate(layer: int) -> None:
+        # The other computes a layer once it has come; the last is exported when the pass has ended.
+        if layer < LAYERS - 1:
+            assert reached[layer].wait(20), f"nobody computes layer {layer} behind this one"
+
+    split.told()
+    req = split.second.rank.scheduler.submit(split.tokens, new_tokens=2)
+    with split.stepping(gate):
+        split.second.finish(req)
+    assert req.cached_tokens == FIRST * BLOCK
+    assert split.ended() == {FetchEnd.DONE: 1}
+    counters = split.second.peers.fetches.counters
+    assert (counters.fetched_blocks, counters.fetch_streamed) == (FIRST, FIRST)
+    assert split.first.peers.spans.counters.span_computed == FIRST
+    assert split.first.in_dram(split.tokens) == FIRST * BLOCK
+    assert split.second.rank.scheduler.restarted == 0
+    split.second.settle()
+    assert split.second.in_dram(split.tokens) == ALL * BLOCK
+    # And what has come is there for others.
+    again = split.second.finish(split.second.rank.scheduler.submit(split.tokens, new_tokens=1))
+    assert again.cached_tokens == ALL * BLOCK
+    split.first.link.endpoint.check()
+
+
+def test_a_damaged_byte_of_the_last_layer_is_a_wrong_answer(split: Split) -> None:
+    """The twin of the test above: what the second computes with is what has come."""
+    arena, link = split.first.rank.arena, split.second.link
+    assert arena is not None
+    read = link._read
+
+    async def damaged(job: Any, name: str, instance: Any, offer: Any, *rest: Any) -> None:
+        if name == layer_name("export", LAYERS - 1):
+            arena.blocks[unpack_ids(offer.blocks)[7], -1] ^= 1
+        await read(job, name, instance, offer, *rest)
+
+    link._read = damaged  # type: ignore[method-assign]
+    split.first.rank.look_inside = False
+    split.told()
+    req = split.second.rank.scheduler.submit(split.tokens, new_tokens=2)
+    with split.stepping(), pytest.raises(WrongKvError):
+        split.second.finish(req)
+
+
+@pytest.mark.parametrize("chunk", [8 * BLOCK, 12 * BLOCK])
+def test_chunks_and_what_each_has_already(make_server: MakeServer, chunk: int) -> None:
+    """The first span takes several passes, and so does the rest; each has some of it."""
+    scenario = dataclasses.replace(SPLIT, settings=Settings(chunk=chunk, new_token_ratio=0.05))
+    first, second = make_server(scenario), make_server(scenario)
+    first.peers.spans.host = host = Host(first.rank.scheduler)
+    split = Split(first, second, host, prompt(1, ALL))
+    first.serve(split.tokens[: 5 * BLOCK])
+    second.serve(split.tokens[: 3 * BLOCK])
+    split.told()
+    req = second.rank.scheduler.submit(split.tokens, new_tokens=2)
+    with split.stepping():
+        split.second.finish(req)
+    assert req.cached_tokens == FIRST * BLOCK
+    assert split.second.peers.fetches.counters.fetch_streamed == FIRST - 3
+    assert split.ended() == {FetchEnd.DONE: 1}
+
+
+def test_the_first_dies_in_mid_span(make_server: MakeServer) -> None:
+    """The pass that waits for its layers ends, is thrown away, and all is computed."""
+    first, second = make_server(SPLIT), make_server(SPLIT, dead_after=1.0)
+    first.peers.spans.host = host = Host(first.rank.scheduler)
+    split = Split(first, second, host, prompt(1, ALL))
+    came = threading.Event()
+    second.rank.scheduler.layer_written = lambda layer: came.set()
+    with ExitStack() as death:
+
+        def gate(layer: int) -> None:
+            if layer == 1:
+                assert came.wait(20), "the second does not compute"
+                death.enter_context(silent(first))
+                until(lambda: bool(second.peers.fetches.counters.ends), "the second to notice")
+                death.close()
+
+        split.told(wait_s=30.0, ttl_s=8.0)
+        req = second.rank.scheduler.submit(split.tokens, new_tokens=2)
+        with split.stepping(gate):
+            second.finish(req)
+    assert split.ended() == {FetchEnd.GONE: 1}
+    assert (req.cached_tokens, second.rank.scheduler.restarted) == (0, 1)
+    assert second.peers.fetches.counters.fetch_streamed == 0
+
+
+def test_what_the_first_throws_away_is_thrown_away_by_the_second(split: Split) -> None:
+    """What streamed into the first one's pass was damaged, as it finds out at its end."""
+    fetches, holds = split.first.peers.fetches, iter([False])
+    hold = fetches.streams_hold
+    fetches.streams_hold = lambda: next(holds, True) and hold()  # type: ignore[method-assign]
+    came = threading.Event()
+    split.second.rank.scheduler.layer_written = lambda layer: came.set()
+
+    def gate(layer: int) -> None:
+        if layer == 1:
+            assert came.wait(20), "the second does not compute"
+
+    split.told(ttl_s=3.0)
+    req = split.second.rank.scheduler.submit(split.tokens, new_tokens=2)
+    with split.stepping(gate):
+        split.second.finish(req)
+    assert split.ended() == {FetchEnd.STALE: 1}
+    assert (req.cached_tokens, split.second.rank.scheduler.restarted) == (0, 1)
+    assert split.first.rank.scheduler.restarted == 1
+    assert split.first.peers.spans.counters.span_failed == FIRST
+
+
+def test_a_span_that_is_not_taken_is_computed_by_the_second(split: Split) -> None:
+    split.host.takes = False
+    split.told()
+    req = split.second.rank.scheduler.submit(split.tokens, new_tokens=2)
+    with split.stepping():
+        split.second.finish(req)
+    assert split.ended() == {FetchEnd.NEEDLESS: 1}
+    assert req.cached_tokens == 0
+    assert split.first.peers.spans.counters.span_failed == FIRST
+
+
+def test_nobody_waits_longer_than_it_may_for_a_busy_first(split: Split) -> None:
+    split.told(wait_s=0.2, ttl_s=3.0)
+    req = split.second.rank.scheduler.submit(split.tokens, new_tokens=2)
+    split.second.finish(req)
+    assert req.cached_tokens == 0
+    counters = split.second.peers.fetches.counters
+    assert counters.not_waited + counters.ends[FetchEnd.LATE] >= 1
+    with split.stepping():
+        pass
+
+
+def test_no_room_for_a_span_is_no_span(make_server: MakeServer) -> None:
+    few = dataclasses.replace(SPLIT, dram_blocks=4 * (FIRST - 1))
+    first, second = make_server(few), make_server(SPLIT)
+    first.peers.spans.host = host = Host(first.rank.scheduler)
+    split = Split(first, second, host, prompt(1, ALL))
+    split.told()
+    req = second.rank.scheduler.submit(split.tokens, new_tokens=2)
+    with split.stepping():
+        second.finish(req)
+    assert split.ended() == {FetchEnd.NEEDLESS: 1}
+    assert req.cached_tokens == 0
+
+
+def test_a_flush_forgets_spans_that_wait(split: Split) -> None:
+    split.told()
+    split.first.rank.scheduler.abort(split.host.requests[0])
+    assert split.first.peers.busy
+    assert split.first.rank.scheduler.flush()
+    assert not split.first.peers.busy
