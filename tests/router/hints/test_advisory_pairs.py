@@ -301,3 +301,20 @@ async def test_a_high_priority_is_spread_over_both_kinds(start: Any) -> None:
         counts = [sum(told[end] == url for told in placed) for url in {told[end] for told in placed}]
         assert len(counts) == 2
         assert max(counts) - min(counts) <= 2
+
+
+async def test_a_document_is_held_back_where_prompts_are_computed(start: Any, client: Any) -> None:
+    cluster = await start(prefill=2, decode=1)
+    router, links = cluster.router, cluster.links
+    router.documents._links = links
+    body = {"messages": CHAT, "instances": 3}
+    async with client.put(f"{router.url}/v1/documents/d", json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        told = await answer.json()
+    roles = {cluster.workers[name].model_info["disaggregation_mode"] for name in told["instances"]}
+    assert (len(told["instances"]), roles) == (2, {"prefill"})
+    ask = {"model": "m", "messages": NEXT[1:], "document_ids": ["d"], "max_tokens": 2}
+    status, _, headers = await post(client, router, "/v1/chat/completions", ask)
+    assert (status, headers["x-kv-prefill-instance"] in told["instances"]) == (200, True)
+    (_, sent, _) = cluster.workers[headers["x-kv-instance"]].requests[-1]
+    assert sent["messages"] == [*CHAT, *NEXT[1:]], "decode is sent the prompt that prefill computes"
