@@ -68,7 +68,7 @@ def start_router(stack: AsyncExitStack) -> StartRouter:
 
 @pytest.fixture
 async def client(stack: AsyncExitStack) -> aiohttp.ClientSession:
-    """A client without a time-out of its own."""
+    """A client that gives up only where something hangs."""
     return await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)))
 
 
