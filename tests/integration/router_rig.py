@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from sglang_ext.testing.servers import preloaded
 from sglang_ext.testing.servers.server import ServerProcess, ServerSpec
 
 FLAGS = ("--radix-cache-backend", "global", "--max-total-tokens", "8192")
@@ -31,24 +32,36 @@ async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 
 
 async def sglang_program(kind: str, name: str, *arguments: str, cwd: Path, seconds: float = 240.0) -> str:
-    """Run a program that imports SGLang, on a host that may have no accelerator. Returns what it prints.
+    """Run a program that imports SGLang, forked as servers are. Returns what it prints.
 
     Args:
         kind: ``module`` or ``script``.
     """
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-m", "sglang_ext.cli", "python", *(("-m",) if kind == "module" else ()), name,
-        *arguments,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        cwd=cwd,
-        env={**os.environ, "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
+    words = [*(("-m",) if kind == "module" else ()), name, *arguments]
+    return await asyncio.to_thread(_printed, words, cwd, seconds)
+
+
+def _printed(words: list[str], folder: Path, seconds: float) -> str:
+    parent = preloaded.current({})
+    assert parent is not None, "programs of SGLang are forked: SGLANG_EXT_TESTS_PRELOAD is 0"
+    watch, end = os.pipe()
+    log = folder / "printed"
     try:
-        out, _ = await asyncio.wait_for(process.communicate(), seconds)
+        with log.open("wb") as file:
+            process = parent.launch(
+                [sys.executable, *words],
+                environment={**os.environ, "HF_HUB_OFFLINE": "1"},
+                folder=folder,
+                log=file.fileno(),
+                watch=watch,
+                grace_s=1.0,
+            )
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode == 0, out.decode()[-4000:]
-    return out.decode()
+        os.close(watch)
+    try:
+        code = process.wait(seconds)
+    finally:
+        os.close(end)
+        process.wait()
+    assert code == 0, log.read_text()[-4000:]
+    return log.read_text()

@@ -38,19 +38,34 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(100, 32_000) for _ in range(length)] for length in LENGTHS]
 
 
-def expected(path: Path, scratch: Path) -> list[list[int]]:
-    """Greedy continuations by transformers."""
+@pytest.fixture(scope="module")
+def mla(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with latent attention and plain rotary embeddings."""
+    path = tmp_path_factory.mktemp("mla") / "model"
+    shutil.copytree(model_path("tiny-mla", "float32"), path)
+    config = json.loads((path / "config.json").read_text())
+    config["rope_scaling"] = None
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(mla: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
+    """Greedy continuations by transformers, of the tiny model and of the other."""
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", str(ORACLE), str(path), str(ANSWER_TOKENS)],
-        env={**os.environ, "TMPDIR": str(scratch)},
+        [
+            *(sys.executable, "-W", "ignore", str(ORACLE), str(ANSWER_TOKENS)),
+            *(str(model_path("tiny", "float32")), str(mla)),
+        ],
+        env={**os.environ, "TMPDIR": str(tmp_path_factory.mktemp("scratch"))},
         input=json.dumps(prompts()),
         capture_output=True,
         text=True,
         timeout=180,
     )
     assert run.returncode == 0, run.stderr
-    answers: list[list[int]] = json.loads(run.stdout.splitlines()[-1])
-    return answers
+    tiny, other = json.loads(run.stdout.splitlines()[-1])
+    return {"tiny": tiny, "mla": other}
 
 
 def answers_of(server: ServerProcess) -> list[list[int]]:
@@ -86,10 +101,13 @@ def answers_at_once(server: ServerProcess) -> list[list[int]]:
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )
 def test_answers_are_those_of_transformers(
-    get_server: GetServer, flags: tuple[str, ...], environment: dict[str, str], tmp_path: Path
+    get_server: GetServer,
+    flags: tuple[str, ...],
+    environment: dict[str, str],
+    expected: dict[str, list[list[int]]],
 ) -> None:
     server = get_server(ServerSpec(flags=(*COMMON, *flags), environment=environment))
-    right = expected(model_path("tiny", "float32"), tmp_path)
+    right = expected["tiny"]
     assert answers_of(server) == right, "cold"
     assert answers_of(server) == right, "from the cache"
     assert answers_at_once(server) == right, "in one batch"
@@ -101,14 +119,9 @@ def test_answers_are_those_of_transformers(
     assert answers_of(server) == right, "after a request that kills a stock server"
 
 
-def test_an_mla_model_without_yarn_answers_as_with_transformers(tmp_path: Path) -> None:
-    path = tmp_path / "mla"
-    shutil.copytree(model_path("tiny-mla", "float32"), path)
-    config = json.loads((path / "config.json").read_text())
-    config["rope_scaling"] = None
-    (path / "config.json").write_text(json.dumps(config))
-    spec = ServerSpec(flags=("--model-path", str(path), *COMMON, "--page-size", "16"))
-    right = expected(path, tmp_path)
-    with ServerProcess(spec) as server:
-        assert answers_of(server) == right
-        assert answers_at_once(server) == right
+def test_an_mla_model_without_yarn_answers_as_with_transformers(
+    get_server: GetServer, mla: Path, expected: dict[str, list[list[int]]]
+) -> None:
+    server = get_server(ServerSpec(flags=("--model-path", str(mla), *COMMON, "--page-size", "16")))
+    assert answers_of(server) == expected["mla"]
+    assert answers_at_once(server) == expected["mla"]

@@ -188,7 +188,8 @@ def test_weights_updated_in_place_neither_use_nor_leave_kv_of_others(
         through = answer.result()
     assert with_tuned.cached_tokens == 0
     assert (with_tuned.durability, through.durability) == ("durable", "uncached")
-    with ServerProcess(ServerSpec(flags=("--model-path", str(fine_tune)))) as fresh:
+    limited = ("--model-path", str(fine_tune), "--max-total-tokens", "2400")
+    with ServerProcess(ServerSpec(flags=limited)) as fresh:
         assert_same(fresh.generate(known, max_new_tokens=8), with_tuned)
     with pytest.raises(AssertionError):
         assert_same(with_first, with_tuned)

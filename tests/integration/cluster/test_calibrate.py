@@ -97,7 +97,9 @@ def test_a_server_is_started_measured_and_ended(tmp_path, capsys) -> None:
 
 
 def test_a_server_that_does_not_start_shows_its_log(tmp_path, capsys) -> None:
-    assert main(["--model-path", str(tmp_path / "gone"), "--quiet"]) == 1
+    # Refused before SGLang is imported.
+    flags = f"--api-key-file {tmp_path / 'gone'}"
+    assert main(["--model-path", "none", "--server-args", flags, "--quiet"]) == 1
     said = capsys.readouterr().err
     assert "ended with exit status" in said
     assert "gone" in said
