@@ -1,4 +1,8 @@
-"""`make demo` in a short form: the report is complete, both tiers were used, KV came back to prefill."""
+"""`make demo` in a short form: the report is complete, both tiers were used, KV came back to prefill.
+
+The part with both tiers is of the long form: test_cluster starts such a cluster, test_same_answer asks tiers
+for the same answers, and tests/demo has the report.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +13,25 @@ from itertools import pairwise
 
 import pytest
 
+pytestmark = pytest.mark.timeout(600)
 
-@pytest.mark.timeout(600)
-def test_both_tiers_are_reused_and_the_answers_are_the_same() -> None:
+
+def lines_of(*arguments: str) -> list[str]:
+    """What the demo prints."""
     result = subprocess.run(
-        [sys.executable, "-m", "sglang_ext.demo", "--conversations", "6", "--turns", "2"],
+        [sys.executable, "-m", "sglang_ext.demo", *arguments],
         capture_output=True,
         text=True,
         timeout=500,
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
+    return result.stdout.splitlines()
+
+
+@pytest.mark.long
+def test_both_tiers_are_reused_and_the_answers_are_the_same() -> None:
+    lines = lines_of("--part", "together", "--conversations", "6", "--turns", "2")
     turns = [line.split() for line in lines if re.match(r"[A-F]  +[12]  +server-[01] ", line)]
     assert len(turns) == 12
     assert {turn[2] for turn in turns} == {"server-0", "server-1"}
@@ -43,7 +54,10 @@ def test_both_tiers_are_reused_and_the_answers_are_the_same() -> None:
     assert int(last[1].replace(",", "")) == tokens("HBM") + tokens("DRAM") + computed
     assert int(last[2].replace(",", "")) == computed
 
-    # Prefill and decode apart: under 1 decode never has any of a prompt, under 3 more of it with each turn.
+
+def test_what_decode_has_of_a_prompt_grows_when_it_comes_back_to_prefill() -> None:
+    """Under PD-Caching-1 decode never has any of a prompt, under 3 more of it with each turn."""
+    lines = lines_of("--part", "apart")
     apart = [[int(cell) for cell in line.split()] for line in lines if re.match(r" {3}\d( +\d+){7}$", line)]
     assert [turn[0] for turn in apart] == list(range(1, 6))
     assert [turn[3] for turn in apart] == [0] * 5

@@ -367,7 +367,7 @@ async def test_frontend_programs_run_unchanged(
     assert cached > 0.6 * prompted
 
 
-@pytest.mark.parametrize("backend", ["sglang", "sglang-oai-chat"])
+@pytest.mark.parametrize("backend", [pytest.param("sglang", marks=pytest.mark.long), "sglang-oai-chat"])
 async def test_bench_serving_runs(
     backend: str, start: Callable[..., Any], servers: list[ServerProcess], tmp_path: Path
 ) -> None:
