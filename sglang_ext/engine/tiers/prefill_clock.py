@@ -9,12 +9,18 @@ from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.tiers.load_policy import PrefillCost
 
 _MOST_IN_FLIGHT = 8
+_MOST_AT_ONCE = 8
+"""Batches that are timed together."""
 _SMOOTHING = 0.1
 """Weight of the newest request."""
 
 
 class PrefillClock:
     """Times prefill batches from the start of their forward pass to their result.
+
+    With overlap, a batch is formed before the result of the one before is processed: while that one runs on a
+    GPU, and after it has run on a CPU, where both results then come at once. So batches that overlap are
+    timed together, from the first one's start to the last one's result.
 
     Args:
         cost: learns from them.
@@ -24,8 +30,10 @@ class PrefillClock:
     def __init__(self, cost: PrefillCost, clock: Clock | None = None) -> None:
         self._cost = cost
         self._clock = clock or SystemClock()
-        self._in_flight: deque[tuple[float, int, float] | None] = deque(maxlen=_MOST_IN_FLIGHT)
-        self._last_end = 0.0
+        self._in_flight: deque[tuple[int, float] | None] = deque(maxlen=_MOST_IN_FLIGHT)
+        self._ended: list[tuple[int, float] | None] = []
+        """Of those that are timed together, which have ended."""
+        self._begun = 0.0
         self.new_tokens: float | None = None
         """That requests compute behind what was cached, of late, alike on all ranks; None before any."""
 
@@ -42,16 +50,21 @@ class PrefillClock:
                 self.new_tokens = float(new) if known is None else known + _SMOOTHING * (new - known)
         tokens = sum(new for new, _ in lengths)
         pairs = sum(new * (before + new / 2) for new, before in lengths)
-        self._in_flight.append(None if loads else (self._clock.monotonic(), tokens, pairs))
+        if not self._in_flight:
+            self._begun = self._clock.monotonic()
+        self._in_flight.append(None if loads else (tokens, pairs))
 
     def ended(self) -> None:
         """The result of the oldest batch is there."""
         if not self._in_flight:
             return
-        batch = self._in_flight.popleft()
+        self._ended.append(self._in_flight.popleft())
+        if self._in_flight and len(self._ended) < _MOST_AT_ONCE:
+            return
         now = self._clock.monotonic()
-        if batch is not None:
-            begun, tokens, pairs = batch
-            # With overlap, a batch is formed while the one before still runs.
-            self._cost.observe(tokens, pairs, now - max(begun, self._last_end))
-        self._last_end = now
+        measured = [batch for batch in self._ended if batch is not None]
+        if len(measured) == len(self._ended):
+            tokens = sum(tokens for tokens, _ in measured)
+            self._cost.observe(tokens, sum(pairs for _, pairs in measured), now - self._begun)
+        self._ended.clear()
+        self._begun = now

@@ -175,17 +175,29 @@ def test_a_read_is_given_up_when_computing_would_have_been_done() -> None:
 
 
 class TestPrefillClock:
-    def test_a_batch_is_timed_from_its_start_or_from_the_end_of_the_one_before(self) -> None:
+    @pytest.mark.parametrize("apart_s", [2.0, 0.0], ids=["on a GPU", "on a CPU, where it has run by then"])
+    def test_batches_that_overlap_are_timed_together(self, apart_s: float) -> None:
         cost, clock = PrefillCost(), FakeClock()
         timer = PrefillClock(cost, clock)
         timer.begins([(100, 0)], loads=False)
         clock.advance(1.0)
-        timer.begins([(100, 0)], loads=False)  # overlap: formed while the first runs
-        clock.advance(1.0)
+        timer.begins([(100, 0)], loads=False)  # formed before the first one's result is processed
+        clock.advance(3.0 - apart_s)
         timer.ended()
-        clock.advance(2.0)
+        clock.advance(apart_s)
         timer.ended()
-        assert cost.batches == 2
+        assert cost.batches == 1
+        assert cost.seconds(100, 0) == pytest.approx(2.0)
+
+    def test_batches_without_an_end_are_timed_all_the_same(self) -> None:
+        cost, clock = PrefillCost(), FakeClock()
+        timer = PrefillClock(cost, clock)
+        timer.begins([(100, 0)], loads=False)
+        for _ in range(40):
+            timer.begins([(100, 0)], loads=False)
+            clock.advance(2.0)
+            timer.ended()
+        assert cost.batches == 5
         assert cost.seconds(100, 0) == pytest.approx(2.0)
 
     def test_batches_that_wait_for_loads_teach_nothing(self) -> None:
