@@ -170,9 +170,10 @@ class KvConfig(Flagged):
     layer_region_size: str = flag(
         "0",
         "The most of HBM per rank that may hold the lowest layers of announced sessions, with which their "
-        "requests start at once while the rest comes from DRAM: a size, 0 for none, or auto (up to half of "
-        "it, as many layers as loading takes longer than computing, by measured speeds). It is given back "
-        "whenever the server needs it. Only used where announced sessions do not fit as a whole.",
+        "requests start at once while the rest comes from DRAM: a size (then at least layer 0 is held), 0 "
+        "for none, or auto (up to three quarters of it; as many layers as hide the loading of the rest, by "
+        "measured speeds, and none where a wait for layer 0 would not be noticed). It is given back whenever "
+        "the server needs it. Only used where announced sessions do not fit as a whole.",
         Parser(parse_region, "auto|SIZE"),
     )
     load_policy: str = flag(

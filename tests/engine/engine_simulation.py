@@ -89,7 +89,7 @@ class Scenario:
     prefetch: float = 0.0
     """Share of the passes before which somebody says which prompt is about to come."""
     layers: int | None = 0
-    """Most bytes of HBM for the lowest layers of announced sessions; None for half of it."""
+    """Most bytes of HBM for the lowest layers of announced sessions; None for what is worth it."""
     pressure: str = "weakest-first"
     """``--kv-pressure-policy``."""
     memory: int = 12
@@ -712,7 +712,7 @@ SCENARIOS = (
         dram_blocks=250,
         memory=40,
         prefetch=0.9,
-        layers=None,
+        layers=1 << 30,
         settings=Settings(overlap=True, new_token_ratio=0.05),
     ),
     Scenario(
@@ -725,7 +725,7 @@ SCENARIOS = (
         memory=40,
         threaded=True,
         prefetch=0.9,
-        layers=None,
+        layers=1 << 30,
     ),
     Scenario("DRAM, brought ahead", hbm_tokens=256, dram_blocks=250, memory=40, prefetch=0.3),
     Scenario(

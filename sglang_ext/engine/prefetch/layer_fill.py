@@ -2,9 +2,11 @@
 
 Layer i of all sessions comes before layer i + 1 of any (Symphony, section 3.3). The prefetcher has brought
 what fits as a whole, and the rest to DRAM. Each session left gets as many layers as hide the loading of the
-others, by measured speeds. Room for them is, in this order: what is free, or cached without having been
-announced or used since; ends of announced sessions that are there as a whole, which have the highest layers
-of all, and get their lowest layers back here; cells of higher layers.
+others, by measured speeds: none where a wait for the first would not be noticed.
+
+Room for them is, in this order: what is free, or cached without having been announced or used since; ends of
+announced sessions that are there as a whole, which have the highest layers of all, and get their lowest
+layers back here; cells of higher layers.
 
 Copies go behind all that somebody waits for. All methods run in the scheduler's thread, alike on all ranks.
 """
@@ -27,10 +29,12 @@ from sglang_ext.engine.tiers.retention import Session
 from sglang_ext.mempool.store import Store
 from sglang_ext.radix_global import Holder, Node
 
-FILLS = 8
-"""Cells that are being filled at a time."""
+FILL_SECONDS = 0.002
+"""Of copying at a time: what the engine may have to wait for when it takes slots back."""
 LOOK_AGAIN_PASSES = 64
 """After which it is tried again where there was no room."""
+LOOK_AFTER_LOSS_PASSES = 16
+"""After which it is tried again where the engine has taken something: it may need more at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +82,10 @@ class LayerFill:
         self._filling = 0
         self._due = False
         self._passes = 0
+        self._short = False
+        """Whether there was no room for all then."""
+        self._seen: tuple[int, ...] = ()
+        """What was lost, and how many sessions were announced, when it was last looked at."""
 
     def look(self) -> None:
         """Something may be lacking, or there may be room: look in the next pass."""
@@ -98,10 +106,14 @@ class LayerFill:
         if not len(retention):
             self._due = False
             return
-        if self._passes % LOOK_AGAIN_PASSES == 0:
-            self._due = True
+        lost = (retention.given_up, self.region.counters.given_up, len(retention))
+        if lost != self._seen:
+            self._due = self._due or self._passes % LOOK_AFTER_LOSS_PASSES == 0
+        elif self._short:
+            self._due = self._due or self._passes % LOOK_AGAIN_PASSES == 0
         if self._filling or not self._due:
             return
+        self._seen, self._short = lost, False
         lacking = self._lacking(bringing)
         for layer in range(max((each.layers for each in lacking), default=0)):
             begun = 0
@@ -111,12 +123,17 @@ class LayerFill:
                     continue
                 cells = self._fill(each, layer, missing)
                 begun += cells
-                if not cells or begun >= FILLS:
-                    self._due = bool(begun)
+                if not cells or begun >= self._most_at_once(layer):
+                    self._short, self._due = not cells, bool(begun)
                     return
             if begun:
                 return  # the layers above come when this one is there, of all
         self._due = False
+
+    def _most_at_once(self, layer: int) -> int:
+        """Cells that are filled at a time; a session's layer is not divided further."""
+        rate = self._speeds.bytes_per_second or 0.0
+        return 1 + int(FILL_SECONDS * rate / self.region.cell_bytes(layer))
 
     def _lacking(self, bringing: Container[str]) -> list[_Lacking]:
         """The strongest first."""
@@ -134,10 +151,11 @@ class LayerFill:
                     below.append(node)
                 else:
                     break
-            if not below:
+            blocks = sum(node.blocks for node in below)
+            layers = self._layers_for(blocks, before) if blocks else 0
+            if not layers:
                 continue
             ids = np.concatenate([node.placements[dram] for node in below])
-            layers = self._layers_for(len(ids), before)
             # Ends of cells are waste: what would take more room so than as a whole is left in DRAM.
             cells = -(-len(ids) // self.region.strip_blocks)
             if layers * cells * self.region.strip_blocks < len(ids) * self.region.n_layers:
@@ -151,7 +169,7 @@ class LayerFill:
         compute = None
         if new is not None:
             compute = self._speeds.seconds(round(new), (before + blocks) * self._tree.block_size)
-        return layers_to_hold(self.region.n_layers, load, compute)
+        return max(self.region.least, layers_to_hold(self.region.n_layers, load, compute))
 
     def _fill(self, lacking: _Lacking, layer: int, ids: BlockIds) -> int:
         """Start copying a layer of a session. In how many cells: none without room."""

@@ -34,6 +34,9 @@ from sglang_ext.tiers import Tier
 MOST_STRIP_BLOCKS = 64
 """More blocks in a strip make fewer copies per layer at admission, and more waste at ends of sessions."""
 
+MOST_OF_HBM = 0.75
+"""The rest is for what runs, so that not every admission takes strips back."""
+
 Worth = tuple[float, ...]
 """Compares cells: the smallest goes first."""
 
@@ -88,7 +91,8 @@ class LayerRegion:
     Args:
         store: of the rank, whose HBM it takes blocks of.
         layout: of blocks, whose layers are alike (`fits`).
-        limit: most bytes that it takes; None for half of HBM.
+        limit: most bytes that it takes, and never more than `MOST_OF_HBM`; None for that, and only as much as
+            is worth it. With a size, layer 0 is held in any case.
         lives: whether a session is still announced.
     """
 
@@ -97,8 +101,11 @@ class LayerRegion:
     ) -> None:
         self._store = store
         self.n_layers = layout.n_layers
+        self._layout = layout
         self._tokens = layout.block_tokens
         self._limit = None if limit is None else limit // layout.block_bytes
+        self.least = 0 if limit is None else 1
+        """Layers of each session that are to be held whatever loading them takes."""
         self._lives = lives
         self._strips: list[_Strip] = []
         self._cells: dict[int, Cell] = {}
@@ -117,12 +124,16 @@ class LayerRegion:
     @property
     def limit(self) -> int:
         """Blocks of HBM that it may take."""
-        total = self._store.tiers[Tier.HBM].n_blocks
-        return total // 2 if self._limit is None else min(self._limit, total // 2)
+        most = int(self._store.tiers[Tier.HBM].n_blocks * MOST_OF_HBM)
+        return most if self._limit is None else min(self._limit, most)
 
     @property
     def strip_blocks(self) -> int:
         return max(1, min(MOST_STRIP_BLOCKS, self._store.tiers[Tier.HBM].n_blocks // 32))
+
+    def cell_bytes(self, layer: int) -> int:
+        """Of a full cell."""
+        return self.strip_blocks * self._layout.layer_bytes(layer)
 
     @property
     def blocks(self) -> int:

@@ -10,7 +10,7 @@ import torch
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.load_policy import DramPolicy
-from sglang_ext.engine.tiers.load_report import LoadDecisions, begin_report
+from sglang_ext.engine.tiers.load_report import LoadDecisions, LoadReport, begin_report
 from sglang_ext.engine.tiers.mover import NOTHING_TO_WAIT_FOR
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.tiers.slots import SlotOps
@@ -97,13 +97,19 @@ class LoadBack:
         streamed = self.streamed(req, before + tokens // self._block_size) * self._block_size
         if tokens + streamed != promised:
             return None, node
-        if nodes and not streamed and not self._worth(req, tokens, before):
-            return None, node
+        report: LoadReport | None = None
+        if nodes and not streamed:
+            report = self._weighed(req, tokens, before)
+            if not report.read:
+                return None, node
         slots = self._hbm_tier.allocate(tokens + streamed)
         if slots is None:
             return None, node
         if nodes:
+            near = self._near
             self._store.swap_in(Tier.DRAM, nodes, self._slots.keep(slots[:tokens]))
+            if report is not None:
+                report.layers_in_hbm = (self._near - near) / (tokens // self._block_size)
         if streamed:
             assert req is not None
             handle, kept = req.cache_request_handle, self._slots.keep(slots[tokens:])
@@ -116,14 +122,19 @@ class LoadBack:
             self._streaming.append((req, len(req.prefix_indices) + tokens))
         return slots, best
 
-    def _worth(self, req: Any, tokens: int, before: int) -> bool:
-        """Weigh loading against computing. Noted with the request."""
+    @property
+    def _near(self) -> int:
+        """Single layers of blocks that loads have found in HBM."""
+        return 0 if self._dram.region is None else self._dram.region.counters.used
+
+    def _weighed(self, req: Any, tokens: int, before: int) -> LoadReport:
+        """Weigh loading against computing. Noted with the request; nothing is read if not worth it."""
         blocks = tokens // self._block_size
         decision = self._policy.weigh(blocks, before, waiting_blocks=self._dram.loading_blocks)
         report = begin_report(req, Tier.DRAM)
         report.decided(blocks, decision, self._block_size, self._policy.block_bytes)
         self.decisions.note(report)
-        return bool(decision.blocks)
+        return report
 
     def ready(self) -> int:
         """The batch is formed: what it has to wait for, for ``LayerGate.set_consumer``."""

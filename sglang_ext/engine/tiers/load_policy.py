@@ -97,6 +97,10 @@ def _seconds(coefficients: tuple[float, float] | None, tokens: int, context: int
     return a * tokens + b * tokens * (context + tokens / 2)
 
 
+UNNOTICED = 0.02
+"""Of the time that computing takes: what a wait may add to it."""
+
+
 def layers_to_hold(n_layers: int, load: float | None, compute: float | None) -> int:
     """How many of the lowest layers have to be at hand for the rest to load unseen behind computing.
 
@@ -109,10 +113,10 @@ def layers_to_hold(n_layers: int, load: float | None, compute: float | None) -> 
         compute: seconds to compute what is new behind it; None when unknown.
 
     Returns:
-        1 to n_layers - 1; 1 where something is unknown.
+        0 to n_layers - 1: none where something is unknown, or waiting for layer 0 would not be noticed.
     """
-    if load is None or compute is None:
-        return 1
+    if load is None or compute is None or load / n_layers <= UNNOTICED * compute:
+        return 0
     for held in range(1, n_layers - 1):
         if load <= held * compute and (n_layers - held) * load <= (n_layers - 1) * compute:
             return held

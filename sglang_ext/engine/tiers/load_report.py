@@ -67,6 +67,8 @@ class LoadReport:
     reason: Reason = Reason.UNMEASURED
     sources: tuple[tuple[Tier, int], ...] = ()
     """Below DRAM: which tiers have what was found, in order, in tokens."""
+    layers_in_hbm: float = 0.0
+    """How many layers of what was read were in HBM already (`layer_region`)."""
     _token_bytes: float = 0.0
 
     def decided(
@@ -119,6 +121,8 @@ class LoadReport:
         for what, seconds in (("load", self.load_seconds), ("compute", self.compute_seconds)):
             if seconds is not None:
                 details[f"{name}_{what}_us"] = round(seconds * 1e6)
+        if self.layers_in_hbm:
+            details[f"{name}_layers_in_hbm"] = round(self.layers_in_hbm)
         left = self.read
         for tier, tokens in self.sources:
             if read := min(left, tokens):

@@ -223,7 +223,7 @@ SCENARIOS = [
         disk_blocks=2000,
         memory=60,
         prefetch=0.6,
-        layers=None,
+        layers=1 << 30,
     ),
 ]
 

@@ -16,6 +16,7 @@ from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
 from sglang_ext.engine.tiers.cuda_mover import byte_rows
 from sglang_ext.engine.tiers.layer_region import LayerRegion
 from sglang_ext.engine.tiers.load_policy import layers_to_hold
+from sglang_ext.engine.tiers.load_report import details_of
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.keys import encode_tokens
 from sglang_ext.mempool.store import Use
@@ -30,7 +31,7 @@ NARROW = Scenario(
     kind=PoolKind(layers=LAYERS),
     hbm_tokens=256,
     dram_blocks=300,
-    layers=None,
+    layers=1 << 30,
     settings=Settings(chunk=None, new_token_ratio=0.05),
 )
 SESSION = 20
@@ -136,6 +137,7 @@ def test_what_is_here_is_not_loaded_again_and_the_answer_is_right(rank: Rank) ->
     req = rank.serve(prompt(session))
     assert req.cached_tokens_host == SESSION * BLOCK
     assert region_of(rank).counters.used == SESSION
+    assert details_of(req)["host_layers_in_hbm"] == 1
     finish(rank)
 
 
@@ -220,7 +222,10 @@ def test_without_hints_nothing_is_taken(rank: Rank) -> None:
 
 @pytest.mark.parametrize(
     ("load", "compute", "layers"),
-    [(None, 1.0, 1), (1.0, None, 1), (1.0, 1.0, 1), (0.5, 1.0, 1), (2.0, 1.0, 17), (1000.0, 1.0, 31)],
+    [
+        *((None, 1.0, 0), (1.0, None, 0), (0.5, 1.0, 0), (0.7, 1.0, 1), (1.0, 1.0, 1)),
+        *((2.0, 1.0, 17), (1000.0, 1.0, 31)),
+    ],
 )
 def test_as_many_layers_as_hide_the_loading_of_the_rest(
     load: float | None, compute: float | None, layers: int

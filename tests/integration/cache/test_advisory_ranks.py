@@ -52,6 +52,7 @@ def servers(
                     *("--kv-load-policy", "always", "--kv-dram-size", "16MB"),
                     *("--kv-disk-path", str(tmp_path_factory.mktemp(name)), "--kv-disk-size", "1GB"),
                     *("--max-total-tokens", "2048", "--chunked-prefill-size", "256", "--enable-metrics"),
+                    *("--kv-layer-region-size", "1GB"),
                 ),
                 environment={
                     "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
@@ -161,6 +162,36 @@ async def test_a_hint_brings_kv_from_a_peer_on_both_ranks(servers, router, clien
         await generate(client, owner.url, prompt)
         await until(lambda: held(router, owner, prompt).tokens >= TOKENS, 30, "the index")
         assert_same(*await brought_and_hit(client, router, other, prompt))
+
+
+async def test_layer_0_of_what_does_not_fit_is_held_on_both_ranks(servers, router, client, rng) -> None:
+    server = next(iter(servers.values()))
+    name = 'sglang_ext_cache_layer_region_block_layers_total{event="%s",tp_rank="%d"}'
+
+    def counted(event: str) -> list[float]:
+        metrics = server.metrics()
+        return [metrics.get(name % (event, rank), 0.0) for rank in range(2)]
+
+    prompts = [random_prompt(rng, TOKENS) for _ in range(8)]
+    for prompt in prompts:  # more than HBM holds
+        await generate(client, server.url, prompt)
+    await until(lambda: all(held(router, server, prompt).tokens >= TOKENS for prompt in prompts), 20, "index")
+    filled, used = counted("filled"), counted("used")
+    for prompt in prompts:
+        told = await advise(client, router, input_ids=prompt)
+        assert told["instance"] == server.url
+        await settled(client, router, told["id"])
+    await asyncio.to_thread(
+        wait_until, lambda: min(counted("filled")) >= max(filled) + BLOCKS, seconds=20, what="layers"
+    )
+    for prompt in reversed(prompts):
+        answer, _ = await generate(client, router.url, [*prompt, 7])
+        assert answer.cached_tokens == TOKENS
+        assert_same(await cold(client, server, [*prompt, 7]), answer)
+    await asyncio.to_thread(
+        wait_until, lambda: min(counted("used")) > max(used), seconds=20, what="their use"
+    )
+    assert len(set(counted("used"))) == 1
 
 
 async def test_a_damaged_byte_of_one_rank_is_another_answer(servers, router, client, rng) -> None:

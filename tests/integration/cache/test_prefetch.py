@@ -43,7 +43,7 @@ def server(disk: Path, asked: Path) -> Iterator[ServerProcess]:
             *("--radix-cache-backend", "global", "--kv-check", "--kv-load-policy", "always"),
             *("--kv-dram-size", "16MB", "--kv-disk-path", str(disk), "--kv-disk-size", "1GB"),
             *("--max-total-tokens", "2400", "--chunked-prefill-size", "256", "--enable-metrics"),
-            *("--kv-layer-region-size", "auto"),
+            *("--kv-layer-region-size", "1GB"),
         ),
         environment={
             FOLDER: str(asked),
