@@ -10,6 +10,8 @@ All serve the model `small` on servers of equal size, whose HBM holds fewer sess
 - `missing`, `priority`: figures 17 and 18. What is varied takes turns every few seconds within one
   measurement, so that what disturbs the machine disturbs all of it.
 - `prefill`: figure 16, prompts of 512 new tokens and answers of one. `agents`: section 4.4, from logged runs.
+- `layers`: how many announced sessions the same HBM serves as if they were there, when it holds the lowest
+  layers of all instead of whole sessions, over a slow link to DRAM (section 3.3).
 - `balance`: figure 14, load by instance over more instances, while sessions come and go. Of two instances
   the median is the mean: the most that one can be above it is twofold, and a fifth is what sticky sessions
   are.
@@ -31,18 +33,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.advisory.fleet import (
+    BY_LAYER,
     HINTED,
     MODEL,
     RECOMPUTE,
     STICKY,
     STOCK,
     UNHINTED,
+    WHOLE,
     Fleet,
     System,
     Tiers,
     progress,
 )
 from benchmarks.advisory.hits import measure_hits
+from benchmarks.advisory.layers import LINK, measure_layers
 from benchmarks.advisory.parts import Parts
 from benchmarks.advisory.plan import FULL, PARTS, QUICK, QUICK_PARTS, TINY, WORDS, AdvisoryOptions
 from benchmarks.advisory.plots import draw
@@ -57,6 +62,7 @@ from sglang_ext.testing.models import model_path
 NAME = "advisory"
 AIMS = {
     "share_within_1_1_of_hbm_hit": at_least(0.95),
+    "sessions_by_layer_vs_whole": at_least(1.5),
     "users_vs_recompute": at_least(5.0),
     "max_over_median_load": at_most(1.2),
     "max_over_median_load_sticky": at_least(1.5),
@@ -73,6 +79,7 @@ class Group:
     tiers: Tiers
     systems: tuple[System, ...]
     parts: frozenset[str]
+    link: float | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,7 +127,7 @@ class Benchmark:
     def _run_groups(self) -> None:
         for group in self._groups():
             progress(f"starting {group.instances} servers: {group.kind}")
-            with Fleet(group.kind, group.instances, group.tiers) as fleet:
+            with Fleet(group.kind, group.instances, group.tiers, group.link) as fleet:
                 order = "before" if fleet.first else "among"
                 self.report.note(f"servers ({group.kind}): run {order} other work of this machine")
                 self._measure(fleet, group)
@@ -128,7 +135,7 @@ class Benchmark:
     def _groups(self) -> Iterator[Group]:
         """The servers that are needed, and what for."""
         crowd = self.plan.crowd
-        parts = frozenset(self.parts) - {"balance"}
+        parts = frozenset(self.parts) - {"balance", "layers"}
         found = [
             Group("ours", self._instances, self.plan.tiers, (STICKY, UNHINTED, HINTED), parts),
             Group("no cache", self._instances, self.plan.tiers, (RECOMPUTE,), parts),
@@ -138,6 +145,9 @@ class Benchmark:
             found.append(
                 Group("ours", crowd.instances, crowd.tiers, (STICKY, HINTED), frozenset({"balance"}))
             )
+        if "layers" in self.parts:
+            tiers, part = self.plan.layers_tiers, frozenset({"layers"})
+            found += [Group(each.servers, 1, tiers, (each,), part, LINK) for each in (WHOLE, BY_LAYER)]
         for group in found:
             systems = tuple(
                 system
@@ -154,6 +164,8 @@ class Benchmark:
             return system is HINTED
         if part == "priority":
             return system in (HINTED, RECOMPUTE)
+        if part == "layers":
+            return system in (WHOLE, BY_LAYER)
         if part == "systems":
             return bool(self._counts(system))
         return True
@@ -176,6 +188,9 @@ class Benchmark:
         run = self._run
         if "hits" in parts:
             measure_hits(self.report, fleet, url, self.plan.hits, self.plan.tiers)
+        if "layers" in parts:
+            for sessions in self.plan.sessions:
+                measure_layers(self.report, fleet, system, url, sessions, self.plan.rounds)
         counts = self._counts(system) if "systems" in parts else ()
         varied = parts & {"missing", "priority", "prefill"}
         most = max([*counts, *([self.plan.main] if varied else [])], default=0)

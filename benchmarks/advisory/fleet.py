@@ -48,9 +48,18 @@ class System:
 RECOMPUTE = System("recompute", "recompute", "no cache", "least-load")
 STICKY = System("sticky swapping", "sticky", "ours", "benchmarks.advisory.sticky:sticky")
 STOCK = System("stock, cache_aware", "stock", "stock", None)
+LINK = "SGLANG_EXT_BENCHMARK_LINK"
+"""Environment variable: bytes per second from DRAM to HBM (`slow_link`)."""
+WHOLE = System("whole sessions in HBM", "whole", "ours, whole, slow link", "auto", hints=True)
+BY_LAYER = System("layers of all sessions in HBM", "layers", "ours, layers, slow link", "auto", hints=True)
 UNHINTED = System("ours without hints", "unhinted", "ours", "auto")
 HINTED = System("ours", "ours", "ours", "auto", hints=True)
 SYSTEMS = (RECOMPUTE, STOCK, STICKY, UNHINTED, HINTED)
+
+
+def is_ours(kind: str) -> bool:
+    """Whether servers of a kind register with our router."""
+    return kind.startswith("ours")
 
 
 def server_flags(kind: str, tiers: Tiers, router_port: int) -> tuple[str, ...]:
@@ -63,13 +72,16 @@ def server_flags(kind: str, tiers: Tiers, router_port: int) -> tuple[str, ...]:
         "--sleep-on-idle",
         "--enable-priority-scheduling",
     )
+    ours = (
+        *("--radix-cache-backend", "global", "--kv-router", f"http://127.0.0.1:{router_port}"),
+        *("--kv-dram-size", str(tiers.dram * TOKEN_BYTES)),
+    )
     kept = {
         "no cache": ("--disable-radix-cache",),
         "stock": (),
-        "ours": (
-            *("--radix-cache-backend", "global", "--kv-router", f"http://127.0.0.1:{router_port}"),
-            *("--kv-dram-size", str(tiers.dram * TOKEN_BYTES)),
-        ),
+        "ours": ours,
+        WHOLE.servers: (*ours, "--kv-layer-region-size", "0"),
+        BY_LAYER.servers: (*ours, "--kv-layer-region-size", "auto"),
     }
     return (*common, *kept[kind])
 
@@ -77,14 +89,16 @@ def server_flags(kind: str, tiers: Tiers, router_port: int) -> tuple[str, ...]:
 class Fleet:
     """Servers of one kind, all running; ``routed`` puts a router before them."""
 
-    def __init__(self, kind: str, instances: int, tiers: Tiers) -> None:
+    def __init__(self, kind: str, instances: int, tiers: Tiers, link: float | None = None) -> None:
+        """link: bytes per second from DRAM to HBM; None for as fast as this machine copies."""
         self.kind = kind
         self._router_port = free_port()
         specs = [
             ServerSpec(
                 model=MODEL,
                 flags=server_flags(kind, tiers, self._router_port),
-                environment={"OMP_NUM_THREADS": "1"},
+                environment={"OMP_NUM_THREADS": "1"} | ({} if link is None else {LINK: str(link)}),
+                run=ServerSpec.run if link is None else (str(Path(__file__).with_name("slow_link.py")),),
             )
             for _ in range(instances)
         ]
@@ -148,7 +162,7 @@ class Fleet:
             port = free_port()
             command = peer_router(peer_python, port, self.urls, "--log-level", "warn")
         else:
-            ours = self.kind == "ours"
+            ours = is_ours(self.kind)
             port = self._router_port
             # One's own policy is looked for where python looks for modules.
             command = our_router(port, () if ours else self.urls, "--policy", system.policy)
@@ -158,7 +172,7 @@ class Fleet:
             if self.first:
                 go_first([running.pid])
             wait_for(port, running)
-            if self.kind == "ours":
+            if is_ours(self.kind):
                 self._wait_registered(port, log)
             yield f"http://127.0.0.1:{port}"
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.advisory.fleet import HINTED, RECOMPUTE, STOCK, SYSTEMS, UNHINTED, Tiers
+from benchmarks.advisory.fleet import BY_LAYER, HINTED, RECOMPUTE, STOCK, SYSTEMS, UNHINTED, WHOLE, Tiers
 from benchmarks.advisory.talks import Shape
 from benchmarks.lib.common import Options
 from benchmarks.lib.data import data_flag
 from sglang_ext.flags import flag, one_of
 
-PARTS = ("systems", "hits", "missing", "priority", "prefill", "balance", "agents")
+PARTS = ("systems", "hits", "missing", "priority", "prefill", "balance", "agents", "layers")
 QUICK_PARTS = ("systems", "hits", "missing")
-WORDS = {system.word: system for system in SYSTEMS}
+WORDS = {system.word: system for system in (*SYSTEMS, WHOLE, BY_LAYER)}
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Plan:
     """How much is measured.
 
     counts: users by system; the one that all share is ``main``. varied_s, slice_s: of the parts that vary
-    something, and of its turns. runs, calls: of agents.
+    something, and of its turns. runs, calls: of agents. sessions, rounds: of the part ``layers``.
     """
 
     main: int
@@ -50,6 +50,9 @@ class Plan:
     calls: int
     tiers: Tiers = field(default_factory=Tiers)
     crowd: Crowd = field(default_factory=Crowd)
+    sessions: tuple[int, ...] = (6, 9, 12, 15)
+    rounds: int = 3
+    layers_tiers: Tiers = field(default_factory=lambda: Tiers(hbm=12_288, dram=65_536))
 
 
 QUICK = Plan(
@@ -66,6 +69,7 @@ QUICK = Plan(
     calls=8,
     tiers=Tiers(hbm=12_288),
     crowd=Crowd(seconds=30.0, settling_s=6.0),
+    sessions=(12,),
 )
 TINY = Plan(
     main=2,
@@ -80,6 +84,8 @@ TINY = Plan(
     calls=2,
     tiers=Tiers(hbm=12_288),
     crowd=Crowd(users=2, seconds=1.0, settling_s=0.1),
+    sessions=(8,),
+    rounds=1,
 )
 FULL = Plan(
     main=24,

@@ -115,6 +115,24 @@ class Player:
 
         asyncio.run(play())
 
+    def announced(self, talks: Sequence[Talk], wait_s: float) -> None:
+        """The hints of all talks at once; after so many seconds their requests, one at a time."""
+
+        async def play() -> None:
+            async with self._open():
+                for talk in talks:
+                    await self._hint(talk.name, 0, said=list(talk.past))
+                await asyncio.sleep(wait_s)
+                for talk in talks:
+                    for turn, ask in enumerate(talk.asks, 1):
+                        served, _ = await self._send(
+                            talk.name, turn, [*talk.past, *ask.new], len(talk.past), ask.answer,
+                            hinted=turn == 1,
+                        )  # fmt: skip
+                        self._scene.served.append(served)
+
+        asyncio.run(play())
+
     def chains(self, chains: Sequence[Sequence[Call]]) -> list[float]:
         """Runs of agents, all at once; the seconds that each took."""
 

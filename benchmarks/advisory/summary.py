@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.advisory.figures import times_the_users, users_at
-from benchmarks.advisory.fleet import HINTED, RECOMPUTE, STICKY, STOCK
+from benchmarks.advisory.fleet import BY_LAYER, HINTED, RECOMPUTE, STICKY, STOCK, WHOLE
 from benchmarks.lib.common import Report, Row, Value
 
 EQUAL = 4
 """Users of recompute: at their latency, others are compared. A measured point, so that it is not recompute's
 curve that makes the ratio."""
-NAMES = ("case", "system", "users", "priority", "runs")
+NAMES = ("case", "system", "users", "priority", "runs", "announced")
 """What two rows have in common of which the newer one counts."""
 HITS = "TTFT, hinted"
 
@@ -55,6 +55,7 @@ def summarise(report: Report) -> None:
     _hits(rows, summary)
     _users(report)
     _balance(rows, summary)
+    _layers(rows, summary)
     for row in rows:
         name = str(row["case"])
         if name.endswith("of hints missing, by the line"):
@@ -70,6 +71,16 @@ def _hits(rows: Sequence[Row], summary: dict[str, Value]) -> None:
     for row in rows:
         if row["case"] == HITS:
             summary["share_within_1_1_of_hbm_hit"] = row["within_1_1"]
+
+
+def _layers(rows: Sequence[Row], summary: dict[str, Value]) -> None:
+    """The most announced sessions that were served as HBM hits, by layers over as wholes."""
+    served = {
+        system.name: [_number(row["within_1_1"]) for row in rows if row.get("system") == system.name]
+        for system in (WHOLE, BY_LAYER)
+    }
+    if all(served.values()) and max(served[WHOLE.name]):
+        summary["sessions_by_layer_vs_whole"] = max(served[BY_LAYER.name]) / max(served[WHOLE.name])
 
 
 def _users(report: Report) -> None:

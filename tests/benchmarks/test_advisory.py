@@ -8,6 +8,7 @@ import itertools
 import json
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,9 +17,10 @@ from aiohttp import web
 
 from benchmarks.advisory.__main__ import Benchmark, main
 from benchmarks.advisory.figures import Told
-from benchmarks.advisory.fleet import SYSTEMS, Tiers, server_flags
+from benchmarks.advisory.fleet import BY_LAYER, SYSTEMS, WHOLE, Tiers, server_flags
 from benchmarks.advisory.plan import AdvisoryOptions
 from benchmarks.advisory.play import Player, Scene
+from benchmarks.advisory.slow_link import slowed
 from benchmarks.advisory.talks import Ask, Call, Talk
 from benchmarks.lib.common import Report
 
@@ -186,6 +188,19 @@ def test_hints_go_ahead_of_requests_that_take_turns(router: StandIn) -> None:
     assert [(one.session, one.turn) for one in scene.served if one.hinted] == [("s2", 1), ("s3", 1)]
 
 
+def test_all_hints_go_ahead_of_all_requests_of_what_is_announced(router: StandIn) -> None:
+    scene = Scene("a", 1, 0.0, hints=True)
+    Player(router.url, scene).announced([talk(f"s{number}", 2) for number in range(2)], 0.0)
+    assert router.order == ["hint a/s0", "hint a/s1", *(["ask a/s0"] * 2), *(["ask a/s1"] * 2)]
+    assert [(one.session, one.turn) for one in scene.served if one.hinted] == [("s0", 1), ("s1", 1)]
+
+
+def test_a_slow_link_takes_as_long_as_its_bytes() -> None:
+    begun = time.perf_counter()
+    assert slowed(lambda nbytes: nbytes, 1e6)(20_000) == 20_000
+    assert time.perf_counter() - begun >= 0.02
+
+
 def test_agents_hint_at_the_next_call_of_a_session_that_is_known(router: StandIn) -> None:
     chain = [
         Call("plan", 0, (1, 2, 3), 2, 0.0, 0.0),
@@ -209,6 +224,8 @@ def test_systems_differ_in_what_keeps_kv_and_nothing_else() -> None:
     assert flags["stock"] == flags["no cache"][: len(flags["stock"])] == flags["ours"][: len(flags["stock"])]
     assert flags["no cache"][len(flags["stock"]) :] == ("--disable-radix-cache",)
     assert "--kv-router" in flags["ours"]
+    whole, layers = (server_flags(system.servers, Tiers(), 1234) for system in (WHOLE, BY_LAYER))
+    assert whole[:-1] == layers[:-1] == (*flags["ours"], "--kv-layer-region-size")
 
 
 def test_a_run_in_pieces_measures_what_is_asked_for(tmp_path: Path) -> None:
@@ -228,8 +245,13 @@ def test_a_run_in_pieces_measures_what_is_asked_for(tmp_path: Path) -> None:
         ("ours", 2, ["ours"], ["priority"]),
         ("no cache", 2, ["recompute"], ["priority"]),
     ]
-    everything = groups()
-    assert [kind for kind, *_ in everything] == ["ours", "no cache", "ours"], "stock has no interpreter"
+    assert groups("--parts", "layers") == [
+        (system.servers, 1, [system.word], ["layers"]) for system in (WHOLE, BY_LAYER)
+    ]
+    everything = [kind for kind, *_ in groups()]
+    assert everything == ["ours", "no cache", "ours", WHOLE.servers, BY_LAYER.servers], (
+        "stock: no interpreter"
+    )
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.advisory.fleet import BY_LAYER, WHOLE
 from benchmarks.advisory.plots import FIGURES, draw
 from benchmarks.advisory.summary import add_to, summarise
 from benchmarks.lib.common import Report, Row, Value
@@ -60,6 +61,16 @@ def test_the_load_is_that_of_the_part_made_for_it_where_there_is_one() -> None:
     summarise(both := report(*rows, *balance))
     assert both.summary["max_over_median_load"] == 1.1
     assert both.summary["max_over_median_load_sticky"] == 1.6
+
+
+def test_sessions_by_layer_are_compared_with_as_many_as_whole_ones() -> None:
+    rows: list[Row] = [
+        {"case": "layers", "system": system.name, "announced": announced, "within_1_1": within}
+        for system, announced, within in ((WHOLE, 6, 6), (WHOLE, 12, 4), (BY_LAYER, 6, 6), (BY_LAYER, 12, 9))
+    ]
+    summarise(found := report(*rows))
+    assert found.summary["sessions_by_layer_vs_whole"] == 1.5
+    assert len(found.rows) == 4
 
 
 def test_what_is_hidden_is_told_where_hbm_is_least_wanted() -> None:
