@@ -302,15 +302,24 @@ class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ig
         """Called once per scheduler iteration, after requests came and before a batch is formed: take note of
         what has completed on every rank."""
         self.each_pass()
+        if self.prefetcher is not None and self.prefetcher.next_due < math.inf:
+            self._tell_time()
 
     def handle_command(self, payload: bytes, at: float) -> None:
         """Do what a command says. Comes to every rank between the same two passes. at: rank 0's time."""
         ours = self.listeners.takes_command(payload) or self.migration.takes(payload, at)
         if not ours and self.advice is not None:
             self.advice.handle_command(payload, at)
-        if self.command_queue is not None:
-            retention = math.inf if self.prefetcher is None else self.prefetcher.retention.next_expiry
-            self.command_queue.tell_time(min(retention, self.migration.tickets.next_expiry))
+        self._tell_time()
+
+    def _tell_time(self) -> None:
+        """Have rank 0 tell its time when something is to expire, or becomes due."""
+        if self.command_queue is None:
+            return
+        alarm = self.migration.tickets.next_expiry
+        if self.prefetcher is not None:
+            alarm = min(alarm, self.prefetcher.retention.next_expiry, self.prefetcher.next_due)
+        self.command_queue.tell_time(alarm)
 
     def __repr__(self) -> str:
         return f"GlobalRadixCache(tree={self.tree!r}, dram={self.dram!r}, disk={self.promotions!r})"

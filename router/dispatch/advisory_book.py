@@ -121,11 +121,12 @@ class HintBook:
         wait = self._bucket(hint.tenant, now).take(now)
         if wait > 0.0:
             return Answer(Verdict.REFUSED, "too many hints per second", retry_after_s=wait)
-        expires = now + hint.earliest_s + min(limits.ttl_s if hint.ttl_s is None else hint.ttl_s, MAX_TTL_S)
+        earliest = now + hint.earliest_s
+        expires = earliest + min(limits.ttl_s if hint.ttl_s is None else hint.ttl_s, MAX_TTL_S)
         same = self._same(hint)
         if same is not None:
             if same.hint.key.startswith(hint.key):
-                same.expires = max(same.expires, expires)
+                same.expires, same.earliest = max(same.expires, expires), earliest
                 return Answer(_verdict_of(same), REPEATED, same)
             # The conversation has grown meanwhile: what is there already is found and not moved again.
             self._end(same, State.CANCELLED, now, "followed by a longer one of the same session")
@@ -138,7 +139,7 @@ class HintBook:
         hint = hint.clipped(min(asked, limits.moving_tokens))
         if left > 0:
             hint = hint.clipped(min(hint.tokens, left))
-        entry = Entry(id, hint, State.DEFERRED, now, expires)
+        entry = Entry(id, hint, State.DEFERRED, now, expires, earliest)
         self._add(entry)
         if left <= 0 and hint.tokens:
             self._deferred.setdefault(hint.tenant, deque()).append(entry)

@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from sglang_ext.keys import TOKEN_BYTES
-from sglang_ext.protocol.agent import Advise, FetchSpan
+from sglang_ext.protocol.agent import MAX_SECONDS, Advise, FetchSpan
 
 
 class State(enum.StrEnum):
@@ -88,11 +88,14 @@ class Hint:
         """Whether instances can be told of it: of tokens, of the model itself."""
         return isinstance(self.namespace, tuple) and self.namespace[:2] == ("tokens", None)
 
-    def told(self, id: str, ttl_s: float, spans: tuple[FetchSpan, ...] = ()) -> Advise:
-        """What an instance is told of it, under a name of the router's."""
+    def told(
+        self, id: str, ttl_s: float, spans: tuple[FetchSpan, ...] = (), earliest_s: float = 0.0
+    ) -> Advise:
+        """What an instance is told of it, under a name of the router's. Seconds are from now on."""
         assert isinstance(self.namespace, tuple)
         _, _, extra_key, salt = self.namespace
-        return Advise(id, self.key, extra_key, salt, self.priority, max(0.0, ttl_s), spans)
+        ttl_s, earliest_s = (min(max(0.0, seconds), MAX_SECONDS) for seconds in (ttl_s, earliest_s))
+        return Advise(id, self.key, extra_key, salt, self.priority, ttl_s, spans, earliest_s)
 
     def clipped(self, tokens: int) -> Hint:
         """The hint for its leading ``tokens`` only."""
@@ -108,6 +111,8 @@ class Entry:
     state: State
     born: float
     expires: float
+    earliest: float
+    """Before which the request does not come."""
     place: Place | None = None
     why: str = ""
     """Why it ended, for people."""

@@ -55,6 +55,8 @@ TICK_S = 0.5
 """Between two looks for what has expired."""
 AGAIN_S = 5.0
 """A repeated hint is passed on when it lives so much longer."""
+SOONER_S = 0.1
+"""A repeated hint is passed on when its request comes so much sooner than was said before."""
 COMPUTING = "computing"
 """As ``engine.prefetch.PrefetchEnd`` has it."""
 
@@ -68,6 +70,8 @@ class _End:
     """Tokens that it has brought to HBM for it."""
     computed: int = 0
     """Tokens that it has computed for it."""
+    told_earliest: float = 0.0
+    """Before when it does not expect the request, as it was told."""
     told_until: float | None = None
     """Until when it holds back what it has of it; None when it was told nothing."""
     busy: bool = False
@@ -203,6 +207,7 @@ class Advisor:
             "moved_tokens": end.moved,
             "decode_moved_tokens": None if decode is None else decode.moved,
             "computed_tokens": end.computed,
+            "earliest_in_s": round(max(0.0, entry.earliest - now), 3),
             "expires_in_s": round(max(0.0, entry.expires - now), 3),
             "ready_after_s": None if entry.ready_at is None else round(entry.ready_at - entry.born, 6),
         }
@@ -317,18 +322,22 @@ class Advisor:
             end.busy = self._tell(entry, name, spans) and to_do
 
     def _tell(self, entry: Entry, name: str, spans: tuple[FetchSpan, ...] = ()) -> bool:
-        ttl_s = entry.expires - self._clock.monotonic()
-        sent = self._links.send(name, entry.hint.told(entry.id, ttl_s, spans))
+        now = self._clock.monotonic()
+        told = entry.hint.told(entry.id, entry.expires - now, spans, entry.earliest - now)
+        sent = self._links.send(name, told)
         if sent:
-            self._kept[entry.id].ends[name].told_until = entry.expires
+            end = self._kept[entry.id].ends[name]
+            end.told_until, end.told_earliest = entry.expires, entry.earliest
         return sent
 
     def _tell_again(self, entry: Entry) -> None:
-        """A hint was repeated and lives longer: its instances are to hold it back as long, and to bring again
-        what they have given up meanwhile.
+        """A hint was repeated and lives longer, or its request comes sooner: its instances are to hold it
+        back as long, to begin as soon, and to bring again what they have given up meanwhile.
         """
         for name, end in self._kept[entry.id].ends.items():
-            if end.told_until is not None and entry.expires - end.told_until >= AGAIN_S:
+            if end.told_until is None:
+                continue
+            if entry.expires - end.told_until >= AGAIN_S or end.told_earliest - entry.earliest >= SOONER_S:
                 self._tell(entry, name)
 
     # -- what becomes of them -----------------------------------------------------------------------

@@ -47,6 +47,8 @@ from sglang_ext.wire import Blob, Codec, Count, Epoch, Message, Name
 
 AGENT_PROTOCOL: Final = 7
 """Changes when one side would misunderstand the other."""
+MAX_SECONDS: Final = 86_400
+"""Of what is expected, or waited for: a day."""
 
 MAX_EVENTS: Final = 20_000
 """Events of one message."""
@@ -273,7 +275,8 @@ class Fetch(Message, frozen=True, tag="fetch"):
 class Advise(Message, frozen=True, tag="advise"):
     """A request with this prompt is expected: bring what is known of it up to HBM (Symphony, section 3.2).
 
-    id: the router's name of the hint. tokens: encoded. ttl_s: how long the request is expected.
+    id: the router's name of the hint. tokens: encoded. ttl_s: how long the request is expected. earliest_s:
+    before which it does not come.
     """
 
     id: Name
@@ -281,9 +284,10 @@ class Advise(Message, frozen=True, tag="advise"):
     extra_key: Tag | None = None
     cache_salt: Tag | None = None
     priority: int = 0
-    ttl_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
+    ttl_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)] = 0.0
     spans: FetchSpans = ()
     """What peers hold of it and this instance does not, which is fetched first."""
+    earliest_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)] = 0.0
 
 
 class Withdraw(Message, frozen=True, tag="withdraw"):

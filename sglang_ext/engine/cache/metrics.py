@@ -53,6 +53,10 @@ class CacheMetrics:
         self._blocks = gauge("blocks", "Blocks that a tier holds.", "tier")
         self._capacity = gauge("capacity_blocks", "Blocks that a tier can hold.", "tier")
         self._announced = gauge("announced_prompts", "Prompts whose requests are expected (hints).")
+        self._deferred = gauge(
+            "deferred_prompts",
+            "Of them, those that get no HBM yet because their requests come later (earliest_s).",
+        )
         self._region = gauge(
             "layer_region_blocks",
             "Blocks of HBM that hold the lowest layers of announced sessions instead of whole blocks.",
@@ -194,6 +198,7 @@ class CacheMetrics:
         if cache.prefetcher is not None:
             self._count("prefetch", {end.value: count for end, count in cache.prefetcher.counters.items()})
             self._announced.labels(self._rank).set(len(cache.prefetcher.retention))
+            self._deferred.labels(self._rank).set(cache.prefetcher.resting)
             self._count("announced", {"given_up": cache.prefetcher.retention.given_up})
         if cache.advice is not None and cache.advice.computes is not None:
             self._count("announced", {"computed": cache.advice.computes.blocks})

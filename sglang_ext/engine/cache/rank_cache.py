@@ -15,6 +15,7 @@ import torch
 from sglang_ext.engine.cache.listeners import Listeners
 from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.prefetch.advice import Advice, Computes, Tell
+from sglang_ext.engine.prefetch.due_times import MoveRate
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
 from sglang_ext.engine.prefetch.layer_fill import LayerFill
 from sglang_ext.engine.ranks import Ranks
@@ -145,7 +146,14 @@ class RankCache:
                     self.store, self.hbm, dram, dram.region, self.hbm_tier, speeds, self.prefill_clock
                 )
             self.prefetcher = Prefetcher(
-                self.store, self.hbm, dram, self.hbm_tier, promotions, self.namespace, layers=layers
+                self.store,
+                self.hbm,
+                dram,
+                self.hbm_tier,
+                promotions,
+                self.namespace,
+                rate=MoveRate(parts.ranks),
+                layers=layers,
             )
             if parts.takes_hints:
                 self.advice = Advice(

@@ -78,6 +78,7 @@ class Brings(Protocol):
         cache_salt: str | None = None,
         priority: int = 0,
         until: float = math.inf,
+        earliest: float = -math.inf,
     ) -> None: ...
 
     def cancel(self, id: str) -> bool: ...
@@ -189,7 +190,8 @@ class Advice:
     def _bring(self, message: Advise, at: float) -> None:
         if self.computes is not None:
             self._bringing[message.id] = message
-        self._brings.prefetch(message.id, message.tokens, **self._terms(message, at))
+        earliest = at + message.earliest_s
+        self._brings.prefetch(message.id, message.tokens, **self._terms(message, at), earliest=earliest)
 
     def _terms(self, message: Advise, at: float) -> _Terms:
         """On which terms: whose it is, how much it matters, and until when, in rank 0's time."""

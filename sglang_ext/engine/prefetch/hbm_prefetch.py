@@ -1,6 +1,7 @@
 """Brings a prompt's KV to HBM before its request comes: disk to DRAM to HBM (Symphony, section 3.3).
 
-Prompts of high priority come first, then those that were announced first. What is on disk is read when no
+Prompts of high priority come first, then those whose requests may come first. Until shortly before a request
+may come, its KV goes from disk to DRAM only (``due_times``). What is on disk is read when no
 request wants to read, for a few prompts at once, their lowest layers first, and becomes DRAM blocks as for a
 waiting request. From there it is copied in small pieces, behind all copies that somebody waits for, to slots
 that are free, or that hold blocks which have a copy elsewhere and were not used since the prefetch began, or
@@ -22,6 +23,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
+from sglang_ext.clock import Clock, SystemClock
+from sglang_ext.engine.prefetch.due_times import MoveRate, latest_starts
 from sglang_ext.engine.prefetch.layer_fill import LayerFill
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
@@ -39,6 +42,8 @@ READ_AHEAD = 4
 """Prompts that are read from disk at the same time."""
 PIECE_BLOCKS = 64
 """Copied at a time: what HBM cannot give up for as long as a copy takes."""
+AWAKE_S = 1.5
+"""So long before the next one is due, an idle scheduler does not sleep, which takes it a second."""
 
 
 class PrefetchEnd(enum.Enum):
@@ -81,12 +86,22 @@ class _Prefetch:
     namespace: Hashable
     key: bytes
     priority: int = 0
+    earliest: float = -math.inf
+    """Before which its request does not come, in rank 0's time."""
+    due: bool = False
+    """May use HBM."""
+    starts: float = -math.inf
+    """When it becomes due."""
+    rests: bool = False
+    """What DRAM had no copy of was read from disk, and the rest waits until it is due."""
     begun: bool = False
     since: float = 0.0
     """When it began, in the tree's time."""
     reached: int = 0
     """Blocks of the prompt that HBM had when it was last looked at."""
     brought: int = 0
+    moving_since: float | None = None
+    """When its first piece began, by this rank's clock."""
 
 
 @dataclass(eq=False)
@@ -111,8 +126,10 @@ class Prefetcher:
         hbm_tier: slots.
         promotions: bring what is on disk to DRAM; None without a disk.
         namespace: where the KV of a tenant's prompts belongs now, from its ``extra_key`` and ``cache_salt``.
+        rate: learns how fast KV moves to HBM.
         layers: brings the lowest layers of what does not fit as a whole; None without a region for them.
         piece_blocks: most blocks of a piece.
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -124,8 +141,10 @@ class Prefetcher:
         promotions: Promotions | None,
         namespace: Callable[[str | None, str | None], Hashable],
         *,
+        rate: MoveRate,
         layers: LayerFill | None = None,
         piece_blocks: int = PIECE_BLOCKS,
+        clock: Clock | None = None,
     ) -> None:
         self._store = store
         self._tree = store.tree
@@ -135,6 +154,12 @@ class Prefetcher:
         self._hbm_tier = hbm_tier
         self._promotions = promotions
         self._namespace = namespace
+        self._rate = rate
+        self._clock = clock or SystemClock()
+        self._now = -math.inf
+        """Rank 0's time, as it was told last."""
+        self.next_due = math.inf
+        """When the next one becomes due, in rank 0's time, which is to be told then."""
         self.layers = layers
         self._piece_blocks = piece_blocks
         self._waiting: list[_Prefetch] = []
@@ -173,11 +198,13 @@ class Prefetcher:
         cache_salt: str | None = None,
         priority: int = 0,
         until: float = math.inf,
+        earliest: float = -math.inf,
     ) -> None:
         """Bring what is known of a prompt to HBM, when its turn comes, and hold it back for its request.
 
         There is one prompt for each ``id``: a newer one takes the older one's place. priority: the higher,
-        the sooner it comes and the later it goes. until: how long it is held back, in rank 0's time.
+        the sooner it comes and the later it goes. until: how long it is held back, and earliest: before when
+        its request does not come, in rank 0's time.
         """
         wanted = self.expect(
             id, tokens, extra_key=extra_key, cache_salt=cache_salt, priority=priority, until=until
@@ -186,16 +213,30 @@ class Prefetcher:
             if known.id != id:
                 continue
             if (known.namespace, known.key, known.priority) == (wanted.namespace, wanted.key, priority):
+                known.earliest = earliest
+                self._plan()
                 return
             self._end(known, PrefetchEnd.CANCELLED)
             break
         if len(self._waiting) >= MOST_WAITING:
             least = self._waiting[-1].priority
-            self._end(next(each for each in self._waiting if each.priority == least), PrefetchEnd.DROPPED)
-        place = next(
-            (at for at, each in enumerate(self._waiting) if each.priority < priority), len(self._waiting)
-        )
-        self._waiting.insert(place, wanted)
+            weakest = [each for each in self._waiting if each.priority == least]
+            self._end(weakest[0] if weakest[-1].due else weakest[-1], PrefetchEnd.DROPPED)
+        wanted.earliest = earliest
+        self._waiting.append(wanted)
+        self._plan()
+
+    def _plan(self) -> None:
+        """Put them in order, and find out who may use HBM from now on, and when the next one may."""
+        self._waiting.sort(key=lambda each: (-each.priority, each.earliest))
+        resting = [each for each in self._waiting if not each.due]
+        block_bytes = self._tier.block_bytes // (self._tree.block_size * TOKEN_BYTES)
+        jobs = [(each.earliest, self._rate.seconds(len(each.key) * block_bytes)) for each in resting]
+        for each, starts in zip(resting, latest_starts(jobs), strict=True):
+            each.starts = starts
+            each.due = each.starts <= self._now or each.earliest == -math.inf
+            self.retention.defer(each.id, not each.due)
+        self.next_due = min((each.starts for each in resting if not each.due), default=math.inf)
 
     def cancel(self, id: str) -> bool:
         """Do no more for ``id``: its request has come, or will not. What was brought stays, as anything else
@@ -213,8 +254,13 @@ class Prefetcher:
         return self.retention.knows(id)
 
     def expire(self, now: float) -> None:
-        """Rank 0's time is ``now``: what was to be held back until then is not any more."""
+        """Rank 0's time is ``now``: what was to be held back until then is not any more, and what is due may
+        use HBM.
+        """
+        self._now = now
         self.retention.expire(now)
+        if self.next_due < math.inf:
+            self._plan()
 
     def take_ended(self) -> list[PrefetchResult]:
         """Those that have ended since this was asked last, at most the newest ``MOST_WAITING``."""
@@ -237,16 +283,24 @@ class Prefetcher:
 
     def _bring_first(self) -> None:
         """Go on with those whose turn it is."""
-        first = self._waiting[:READ_AHEAD]
+        first = [each for each in self._waiting if each.due][:READ_AHEAD]
+        first += [each for each in self._waiting if not (each.due or each.rests)][: READ_AHEAD - len(first)]
         for prefetch in first:
             if not prefetch.begun:
                 self._begin(prefetch)
-        if self._piece is not None:
-            return
-        for prefetch in first:
-            if self._promotions is None or self._promotions.ready(prefetch):
-                self._go_on(prefetch)
-                return
+        ready = [each for each in first if self._promotions is None or self._promotions.ready(each)]
+        for prefetch in ready:
+            if not prefetch.due:
+                self._rest(prefetch)
+        if self._piece is None and ready and ready[0].due:
+            self._go_on(ready[0])
+
+    def _rest(self, prefetch: _Prefetch) -> None:
+        """All that can be is in DRAM. Nothing is locked for it there until it is due, and begins again."""
+        if self._promotions is not None:
+            self._promotions.release(prefetch)
+        prefetch.begun, prefetch.rests = False, True
+        self.retention.look(prefetch.id)
 
     def _begin(self, prefetch: _Prefetch) -> None:
         prefetch.begun = True
@@ -293,6 +347,8 @@ class Prefetcher:
             self._end(prefetch, PrefetchEnd.NO_ROOM)
             return
         reservation.on_surrender = self._surrendered
+        if prefetch.moving_since is None:
+            prefetch.moving_since = self._clock.monotonic()
         self._piece = _Piece(prefetch, reservation)
         self._store.swap_in(Tier.DRAM, nodes, reservation.places, self._piece.arrived)
 
@@ -317,6 +373,12 @@ class Prefetcher:
 
     def _end(self, prefetch: _Prefetch, end: PrefetchEnd) -> None:
         self._waiting.remove(prefetch)
+        if not prefetch.due:
+            self.retention.defer(prefetch.id, False)
+            self._plan()
+        if end is PrefetchEnd.DONE and prefetch.moving_since is not None:
+            moved = prefetch.brought * self._tier.block_bytes
+            self._rate.observe(moved, self._clock.monotonic() - prefetch.moving_since)
         if prefetch.begun and self._promotions is not None:
             self._promotions.release(prefetch)
         block = self._tree.block_size
@@ -340,9 +402,17 @@ class Prefetcher:
 
     @property
     def busy(self) -> bool:
-        """Whether anything waits or is under way."""
-        layers = self.layers is not None and self.layers.busy
-        return layers or bool(self._waiting) or self._piece is not None
+        """Whether the next passes of an idle scheduler have something to do."""
+        if self._piece is not None or (self.layers is not None and self.layers.busy):
+            return True
+        if any(each.due or not each.rests for each in self._waiting):
+            return True
+        return self._clock.monotonic() >= self.next_due - AWAKE_S
+
+    @property
+    def resting(self) -> int:
+        """Prompts that wait until they are due."""
+        return sum(not each.due for each in self._waiting)
 
     def clear(self) -> None:
         """Do no more for anybody: the cache is about to be emptied."""
@@ -356,5 +426,5 @@ class Prefetcher:
         self.retention.clear()
 
     def __repr__(self) -> str:
-        state = f"waiting={len(self._waiting)}, arriving={self.arriving_tokens()}"
+        state = f"waiting={len(self._waiting)}, resting={self.resting}, arriving={self.arriving_tokens()}"
         return f"Prefetcher({state}, {self.counters}, {self.retention!r})"

@@ -108,7 +108,8 @@ class HbmTier:
         """Blocks of what was announced."""
         if self.retention is None:
             return 0
-        return self._store.delete(Tier.HBM, self.retention.give_up(self._hbm, blocks, may_go, below=below))
+        gone = self.retention.give_up(self._hbm, blocks, may_go, below=below, deferred_first=True)
+        return self._store.delete(Tier.HBM, gone)
 
     def _give_up_layers(self, blocks: int, above: int = -1) -> int:
         """Blocks of the region that holds layers."""

@@ -103,6 +103,8 @@ class _Hint:
     number: int
     since: float
     """When it came, in the tree's time."""
+    deferred: bool = False
+    """Its request does not come soon."""
     marked: Node | None = None
     """The last known node of the prompt, from which the marks go up."""
 
@@ -174,6 +176,12 @@ class Retention:
         self._tree.unlock(hint.marked, self._marker)
         self._tree.match(hint.namespace, hint.key)
 
+    def defer(self, id: str, deferred: bool) -> None:
+        """Say whether the request of ``id`` is still far off. HBM is then taken from it before others."""
+        hint = self._hints.get(id)
+        if hint is not None:
+            hint.deferred = deferred
+
     def expire(self, now: float) -> None:
         """End what has lived long enough, by rank 0's clock."""
         if now < self.next_expiry:
@@ -202,7 +210,13 @@ class Retention:
         return isinstance(node, Node) and bool(node.locks.get(self._marker))
 
     def give_up(
-        self, holder: Holder, blocks: int, may_go: MayGo, *, below: float = math.inf
+        self,
+        holder: Holder,
+        blocks: int,
+        may_go: MayGo,
+        *,
+        below: float = math.inf,
+        deferred_first: bool = False,
     ) -> list[Evicted]:
         """Take up to so many announced blocks from ``holder``, in the policy's order, ends first.
 
@@ -211,6 +225,7 @@ class Retention:
             blocks: how many.
             may_go: asked of each node.
             below: only hints of lower priority than this give way.
+            deferred_first: hints whose requests are far off give way before all others, at any priority.
 
         Returns:
             What left the tree; the caller frees it.
@@ -221,11 +236,14 @@ class Retention:
         # A beginning that prompts share goes with the last of them.
         owned: list[tuple[_Hint, list[Node]]] = []
         seen: set[Node] = set()
-        for _, hint, nodes in reversed(self._in_order(holder)):
+        in_order = self._in_order(holder)
+        if deferred_first:
+            in_order.sort(key=lambda each: not each[1].deferred)
+        for _, hint, nodes in reversed(in_order):
             owned.append((hint, [node for node in nodes if node not in seen]))
             seen.update(nodes)
         for hint, nodes in reversed(owned):
-            if hint.priority >= below:
+            if hint.priority >= below and not (deferred_first and hint.deferred):
                 continue
             if blocks <= 0:
                 break

@@ -203,14 +203,14 @@ def test_a_hint_becomes_a_prefetch_in_the_tenants_namespace() -> None:
     brings = Bringer()
     tokens = encode_tokens([1, 2, 3])
     advice = Advice(brings)
-    hint = Advise("h1", tokens, extra_key="lora", cache_salt="tenant", priority=3, ttl_s=7.0)
+    hint = Advise("h1", tokens, extra_key="lora", cache_salt="tenant", priority=3, ttl_s=7.0, earliest_s=2.5)
     advice.handle_command(TO_AGENT.encode(hint), 100.0)
     advice.handle_command(TO_AGENT.encode(Withdraw("h1")), 101.0)
-    assert brings.asked == [("prefetch", "h1", tokens, "lora", "tenant", 3, 107.0), ("cancel", "h1")]
+    assert brings.asked == [("prefetch", "h1", tokens, "lora", "tenant", 3, 107.0, 102.5), ("cancel", "h1")]
     assert brings.now == 101.0
     advice.priority_sign = -1
     advice.handle_command(TO_AGENT.encode(hint), 102.0)
-    assert brings.asked[-1] == ("prefetch", "h1", tokens, "lora", "tenant", -3, 109.0)
+    assert brings.asked[-1] == ("prefetch", "h1", tokens, "lora", "tenant", -3, 109.0, 104.5)
 
 
 def test_the_time_alone_is_no_command(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -143,6 +144,72 @@ def test_what_is_on_disk_is_hit_in_hbm(make_rank: MakeRank) -> None:
     req = rank.serve(tokens)
     assert (req.cached_tokens_device, req.cached_tokens_host) == (80, 0)
     finish(rank)
+
+
+def test_what_comes_later_gets_hbm_shortly_before_and_dram_at_once(make_rank: MakeRank) -> None:
+    rank = make_rank(Scenario("disk", hbm_tokens=240, dram_blocks=60, disk_blocks=400))
+    tokens = prompt(1, 20)
+    rank.serve(tokens)
+    leave_memory(rank)
+    prefetcher = prefetcher_of(rank)
+    now = time.monotonic()
+    prefetcher.expire(now)
+    prefetcher.prefetch("session", tokens, earliest=now + 3600)
+    assert passes(rank) == [], "it rests, and an idle scheduler may sleep"
+    assert rank.promotions is not None
+    assert (rank.promotions.counters.promoted, in_hbm(rank, tokens), prefetcher.resting) == (20, 0, 1)
+    assert now + 3590 < prefetcher.next_due < now + 3600
+    assert rank.tier is not None
+    assert all(not node.locks.get(rank.tier.holder) for node in rank.tree.nodes()), "DRAM may take it back"
+    prefetcher.expire(prefetcher.next_due)
+    assert prefetcher.next_due == math.inf
+    assert passes(rank) == [PrefetchResult("session", PrefetchEnd.DONE, 80, 80)]
+    assert in_hbm(rank, tokens) == 80
+    finish(rank)
+
+
+def test_what_comes_earlier_than_announced_is_served_at_once(make_rank: MakeRank) -> None:
+    tokens = prompt(1, 20)
+    rank = in_dram(make_rank(), tokens)
+    prefetcher_of(rank).prefetch("session", tokens, earliest=math.inf)
+    assert passes(rank) == []
+    assert prefetcher_of(rank).cancel("session")
+    req = rank.serve(tokens)
+    assert (req.cached_tokens_device, req.cached_tokens_host) == (0, 80)
+    assert (prefetcher_of(rank).resting, prefetcher_of(rank).busy) == (0, False)
+    finish(rank)
+
+
+def test_what_may_come_first_is_brought_first_and_a_later_word_counts(make_rank: MakeRank) -> None:
+    late, soon, now = prompt(1, 5), prompt(2, 5), prompt(3, 5)
+    rank = in_dram(make_rank(), late, soon, now)
+    prefetcher = prefetcher_of(rank)
+    base = time.monotonic()
+    prefetcher.prefetch("late", late, earliest=base + 2000)
+    prefetcher.prefetch("soon", soon, earliest=base + 1000)
+    prefetcher.prefetch("now", now)
+    assert [result.id for result in passes(rank)] == ["now"]
+    prefetcher.expire(base + 3000)
+    assert [result.id for result in passes(rank)] == ["soon", "late"]
+    leave_hbm(rank)
+    prefetcher.prefetch("late", late, earliest=base + 9000)
+    assert passes(rank) == []
+    prefetcher.prefetch("late", late, earliest=base + 3000)
+    assert [result.id for result in passes(rank)] == ["late"]
+
+
+def test_what_comes_later_makes_room_for_what_comes_now(make_rank: MakeRank) -> None:
+    """At any priority: HBM is not for what is far off."""
+    far, near = prompt(1, 40), prompt(2, 40)
+    rank = in_dram(make_rank(), far, near)
+    prefetch(rank, far, "far", priority=5)
+    prefetcher_of(rank).prefetch("far", far, priority=5, earliest=math.inf)
+    assert (passes(rank), in_hbm(rank, far)) == ([], 160)
+    assert prefetch(rank, near, "near").end is PrefetchEnd.DONE
+    assert (in_hbm(rank, near), in_hbm(rank, far) < 160) == (160, True)
+    prefetch(rank, far, "far", priority=5)
+    assert in_hbm(rank, far) == 160, "the twin: when it is due, its priority counts"
+    assert in_hbm(rank, near) < 160
 
 
 def test_a_flipped_byte_is_served_as_it_is(make_rank: MakeRank) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -106,6 +107,10 @@ def held_in_hbm(router: Router, server: ServerProcess, prompt: list[int]) -> int
     return 0 if match is None else match.hbm
 
 
+def deferred(server: ServerProcess) -> float:
+    return server.metrics()['sglang_ext_cache_deferred_prompts{tp_rank="0"}']
+
+
 async def test_a_hinted_request_hits_hbm(server, router, client, rng) -> None:
     """Case 1: HBM is free."""
     prompt = await said_and_pushed_out(client, router, server, rng)
@@ -138,6 +143,32 @@ async def test_what_is_brought_is_given_up_under_pressure(server, router, client
     assert answer.cached_tokens == TOKENS
     assert answer.hbm_tokens < TOKENS, "what was brought should have made room"
     assert_same(await cold(client, server, [*prompt, 7]), answer)
+
+
+async def test_kv_of_a_later_request_is_in_hbm_shortly_before_it(server, router, client, rng) -> None:
+    prompt = await said_and_pushed_out(client, router, server, rng)
+    asked = time.monotonic()
+    told = await advise(client, router, session="s", earliest_s=4)
+    assert 3 < told["earliest_in_s"] <= 4
+    await until(lambda: deferred(server) == 1, 3, "it to rest")
+    assert held_in_hbm(router, server, prompt) == 0
+    ready = await settled(client, router, told["id"])
+    assert (ready["state"], ready["moved_tokens"] >= TOKENS) == ("ready", True)
+    assert 2 < time.monotonic() - asked < 5, "not at once, and not much too late on a busy machine"
+    answer, _ = await generate(client, router.url, [*prompt, 7], session="s")
+    assert answer.hbm_tokens == TOKENS
+    assert_same(await cold(client, server, [*prompt, 7]), answer)
+
+
+async def test_a_request_earlier_than_announced_is_served_at_once(server, router, client, rng) -> None:
+    prompt = await said_and_pushed_out(client, router, server, rng)
+    told = await advise(client, router, session="s", earliest_s=3600)
+    assert told["state"] == "moving"
+    answer, headers = await generate(client, router.url, [*prompt, 7], session="s")
+    assert headers["x-kv-route-reason"] == "advised"
+    assert (answer.hbm_tokens, answer.cached_tokens) == (0, TOKENS)
+    assert_same(await cold(client, server, [*prompt, 7]), answer)
+    await until(lambda: deferred(server) == 0, 5, "it to be forgotten")
 
 
 async def test_what_is_announced_goes_last(server, router, client, rng) -> None:
