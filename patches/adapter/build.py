@@ -148,7 +148,9 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     if fetches and dram is not None and transfers is not None:
         endpoints = addresses
         tell = None if desks is None else desks.hints.tell_fetched
-        peers = make_peers(dram, transfers, weights, ranks, endpoints=len(endpoints), tell=tell)
+        peers = make_peers(
+            dram, transfers, weights, ranks, endpoints=len(endpoints), disk=promotions, tell=tell
+        )
 
     cache = GlobalRadixCache(
         params,

@@ -26,6 +26,7 @@ from sglang_ext.engine.peers.fetches import FetchResult
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.dram_tier import DramTier
+from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError, SglangExtError
@@ -185,6 +186,7 @@ def make_peers(
     ranks: Ranks,
     *,
     endpoints: int,
+    disk: Promotions | None = None,
     tell: Callable[[FetchResult], None] | None = None,
 ) -> PeerKv:
     """What a rank of an instance with so many endpoints fetches and exports with. tell: see `PeerKv`."""
@@ -194,6 +196,7 @@ def make_peers(
         FetchLink(transfers),
         ranks,
         namespace=weights.namespace,
+        disk=disk,
         fresh=lambda: weights.as_started,
         tell=tell,
         rank=transfers.endpoint.config.rank,

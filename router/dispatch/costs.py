@@ -192,6 +192,8 @@ class RouterCosts:
         """By instance, until the next answer."""
         self._queues: dict[str, QueueEstimate] = {}
         self._transfers = TransferTimes()
+        self._disks = TransferTimes()
+        """What an instance's loads from below memory take; by what was waited for when it exported them."""
 
     def of(self, name: str) -> CostModel:
         """The model of an instance."""
@@ -204,6 +206,7 @@ class RouterCosts:
         self._corrections.clear()
         self._factors.clear()
         self._transfers.clear()
+        self._disks.clear()
 
     @property
     def calibrated(self) -> bool:
@@ -226,7 +229,10 @@ class RouterCosts:
         return self.factor(name) * self.of(name).exec_s(new, context, batching)
 
     def load_s(self, instance: Instance, tier: Tier, tokens: int) -> float:
-        return self.of(instance.name).load_tokens_s(tier, tokens) if tokens > 0 else 0.0
+        if tokens <= 0:
+            return 0.0
+        factor = 1.0 if tier.in_memory else self._disks.factor(instance.name, self._monotonic())
+        return factor * self.of(instance.name).load_tokens_s(tier, tokens)
 
     def transfer_s(self, source: Instance, target: Instance, tokens: int) -> float:
         # A hand-over from prefill to decode takes place in any case.
@@ -304,6 +310,11 @@ class RouterCosts:
         factor = self._transfers.factor(source, self._monotonic())
         self._compare(target, "transfer", factor * expected, took_s)
         self._transfers.observe(source, expected, took_s, self._monotonic())
+
+    def observe_load(self, name: str, expected_s: float, took_s: float) -> None:
+        """An instance has brought KV from its disk to export it. expected_s: as it was said before."""
+        now = self._monotonic()
+        self._disks.observe(name, expected_s / self._disks.factor(name, now), took_s, now)
 
     def estimate(self, instance: Instance, tokens: int, held: Match) -> Estimate:
         """What a prompt of so many tokens is expected to take at an instance that holds ``held`` of it."""
@@ -426,6 +437,7 @@ class RouterCosts:
         if self._ratios is not None:
             self._ratios.drop(name)
         self._transfers.forget(name)
+        self._disks.forget(name)
 
     def __repr__(self) -> str:
         factors = ", ".join(f"{name}: x{self.factor(name):.2f}" for name in self._corrections)

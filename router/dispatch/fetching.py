@@ -1,8 +1,9 @@
 """Having an instance fetch KV that others hold (MemServe, section 5.3, equation 2), or compute for it.
 
 ``policies.spans`` says which span of the prompt comes from whom. Each holder's agent is told to export what
-DRAM has of it, the other's to fetch all spans; all at once, just before the request or with the hint. What
-comes of it is between them: a fetch that fails is computed.
+it has of it, in DRAM or on disk, the other's to fetch all spans; all at once, just before the request or with
+the hint. Somebody else who has most of the last span is told as well, and read from where that does not come.
+What comes of it is between them: a fetch that fails is computed.
 
 With ``--sequence-parallel``, where nothing is to be fetched, another instance may be told to compute the
 beginning of a long prompt meanwhile (``policies.splitting``), and the chosen one to fetch that layer by
@@ -28,7 +29,7 @@ from sglang_ext.router.policies import Decision, Instance, beginners
 from sglang_ext.router.policies import Fleet as Instances
 from sglang_ext.router.policies.base import Fetch, Matches, load_of
 from sglang_ext.router.policies.prompt_tree import NOTHING
-from sglang_ext.router.policies.spans import Plan, best_plan, given_plan
+from sglang_ext.router.policies.spans import Plan, Span, best_plan, given_plan
 from sglang_ext.router.policies.splitting import SplitTerms, best_split
 from sglang_ext.router.telemetry.fetch_note import (
     COMPUTED,
@@ -197,7 +198,7 @@ class Fetching:
             return None
         _, _, extra_key, salt = prompt.namespace
         if spans := self._lend_all(note, prompt.key, extra_key, salt, split_s):
-            holders = (_named(fleet, span.source or "") for span in note.read)
+            holders = (_named(fleet, span.source or "") for span in note.asked)
             busy_s = max(
                 (self._costs.queue_s(holder) for holder in holders if holder is not None), default=0.0
             )
@@ -205,7 +206,7 @@ class Fetching:
             if split_s is not None:
                 wait_s = split_s
             id = flight.record.request_id
-            key = prompt.key[: spans[-1].tokens * TOKEN_BYTES]
+            key = prompt.key[: max(span.tokens for span in spans) * TOKEN_BYTES]
             message = agent_messages.Fetch(id, key, spans, extra_key, salt, wait_s)
             if self._channels.send(note.target, message):
                 self._fetches.labels("fetch" if split_s is None else "split").inc()
@@ -218,14 +219,15 @@ class Fetching:
     def _note(self, plan: Plan) -> FetchNote:
         """What is expected of a plan."""
         transfer_s = sum(span.seconds for span in plan.read)
-        spans = [
-            SpanNote(
-                each.source, None if each.tier is None else each.tier.name, each.start, each.end, each.seconds
-            )
-            for each in plan.spans
-        ]
         saved_s = max(0.0, plan.alone_s - (plan.seconds - transfer_s))
-        return FetchNote(plan.instance, spans, transfer_s, saved_s, self._costs.of(plan.instance).calibrated)
+        return FetchNote(
+            plan.instance,
+            [_span_note(each) for each in plan.spans],
+            transfer_s,
+            saved_s,
+            self._costs.of(plan.instance).calibrated,
+            spare=None if plan.spare is None else _span_note(plan.spare),
+        )
 
     async def heard(self, note: FetchNote) -> None:
         """Return when the instance that fetches knows of it. A request that came there before that would not
@@ -301,14 +303,19 @@ class Fetching:
         self._helped(note)
         note.end = message.end
         self._ends.labels(message.end).inc()
-        for span, ended in zip(note.read, message.spans, strict=False):
+        for span, ended in zip(note.asked, message.spans, strict=False):
             span.end, span.moved, span.took_s = ended.end, ended.tokens, ended.seconds
             self._spans.labels(ended.end).inc()
             self._fetched_tokens.inc(ended.tokens)
             lost = span.stop - span.start if ended.end in IN_VAIN else 0
             moved = ended.tokens if ended.end == "done" else lost
             if moved and span.source is not None and span.tier != COMPUTED:
-                self._costs.observe_transfer(span.source, name, moved, ended.seconds)
+                # What took longer than expected did so in both parts alike, as far as can be told.
+                loading = span.loading_s / span.expected_s if span.expected_s else 0.0
+                self._costs.observe_transfer(span.source, name, moved, ended.seconds * (1 - loading))
+                if loading:
+                    share = moved / (span.stop - span.start)
+                    self._costs.observe_load(span.source, span.loading_s * share, ended.seconds * loading)
 
     def forget(self, name: str) -> None:
         """An instance was started anew, or is gone: nothing more is heard of what it was told."""
@@ -337,13 +344,13 @@ class Fetching:
     # -- both ---------------------------------------------------------------------------------------
 
     def _holders(self, chosen: Instance, fleet: Instances, matches: Matches) -> list[Instance]:
-        """Who has more of the prompt in memory than the chosen instance, and can export it to that."""
+        """Who has more of the prompt than the chosen instance has in memory, and can export it to that."""
         held = matches.get(chosen.name, NOTHING).in_memory
         return [
             known
             for known in fleet
             if known.name in matches
-            and matches[known.name].in_memory > held
+            and matches[known.name].tokens > held
             and known.trusted
             and self._channels.can_fetch(known.name, chosen.name)
         ]
@@ -363,7 +370,7 @@ class Fetching:
         """Tell the holders of the spans that are to be read, up to the first that cannot be told. split_s:
         how long they have to compute them."""
         lent: list[FetchSpan] = []
-        for span in note.read:
+        for span in note.asked:
             source = self._lend(
                 span.source or "", note.target, key[: span.stop * TOKEN_BYTES], extra_key, salt, split_s
             )
@@ -391,6 +398,11 @@ class Fetching:
         if not self._channels.send(source, message):
             return None
         return Source(there.endpoints, export)
+
+
+def _span_note(span: Span) -> SpanNote:
+    tier = None if span.tier is None else span.tier.name
+    return SpanNote(span.source, tier, span.start, span.end, span.seconds, span.loading_s)
 
 
 def _named(fleet: Instances, name: str) -> Instance | None:

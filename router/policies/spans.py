@@ -3,7 +3,9 @@
 Whoever holds any of a prompt holds its beginning. So an instance begins with what it has in memory; behind
 that, up to where some other instance's KV ends, each span is read from one that has it; then comes what the
 instance has below memory, if that reaches further; the rest is computed, up to the prompt's end. Spans are
-read one after the other, each for what it costs to bring it from its holder and to load it.
+read one after the other, each for what it costs to bring it from its holder and to load it. What a holder has
+below memory, on its disk, it loads first, for what that costs there; it is read only where the instance's own
+tiers end before it.
 
 `best_plan` finds the spans whose sum is least: over all places where the KV of a holder ends, and for each
 span over all that hold it. Two holders are better than one where the one that has less is the faster.
@@ -11,6 +13,7 @@ span over all that hold it. Two holders are better than one where the one that h
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +30,8 @@ MOST_ENDS: Final = 4
 @dataclass(frozen=True, slots=True)
 class Span:
     """Tokens ``start`` to ``end`` of a prompt. source: the instance that has them, tier: the farthest of its
-    tiers that they are in; None for what is computed. seconds: until they are in HBM.
+    tiers that they are in; None for what is computed. seconds: until they are in HBM; loading_s: of these,
+    until another instance has them in memory, if it has not.
     """
 
     source: str | None
@@ -35,6 +39,7 @@ class Span:
     start: int
     end: int
     seconds: float
+    loading_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +47,15 @@ class Plan:
     """All spans of a prompt at an instance, in order.
 
     seconds: their sum, in which a second of computing counts as it was asked for. alone_s: the same where
-    nothing is read from others.
+    nothing is read from others. spare: what is read instead of the last span that is read from another, where
+    that does not come; None where nobody else has any of it in memory.
     """
 
     instance: str
     spans: tuple[Span, ...]
     seconds: float
     alone_s: float
+    spare: Span | None = None
 
     @property
     def worth_it(self) -> bool:
@@ -96,12 +103,11 @@ def best_plan(
         for before, start in enumerate(places[:number]):
             for source in sources:
                 there = matches[source.name]
-                if there.in_memory < end:
+                if there.tokens < end:
                     continue
-                moving = costs.transfer_s(source, target, end - start)
-                if found[before][0] + moving < least:
-                    least = found[before][0] + moving
-                    span = Span(source.name, _tier_at(there, end), start, end, moving)
+                span = _read(source, target, there, start, end, costs)
+                if found[before][0] + span.seconds < least:
+                    least = found[before][0] + span.seconds
                     spans = (*found[before][1], span)
         found.append((least, spans))
     local = tuple(_local(target, held, places[0], costs))
@@ -114,7 +120,8 @@ def best_plan(
         if best is None or seconds < best[0]:
             best = seconds, (*local, *spans, *rest)
     assert best is not None
-    return Plan(target.name, best[1], best[0], alone_s(tokens, target, held, costs, exec_weight))
+    plan = Plan(target.name, best[1], best[0], alone_s(tokens, target, held, costs, exec_weight))
+    return _with_spare(plan, target, holders, matches, costs)
 
 
 def given_plan(
@@ -130,16 +137,15 @@ def given_plan(
         end = min(fetch.tokens, tokens)
         if fetch.source not in named or end <= place:
             continue
-        moving = costs.transfer_s(named[fetch.source], target, end - place)
         there = matches.get(fetch.source, NOTHING)
-        spans.append(Span(fetch.source, _tier_at(there, end), place, end, moving))
+        spans.append(_read(named[fetch.source], target, there, place, end, costs))
         place = end
     _, rest = _rest(tokens, target, held, place, costs, 1.0)
     spans += rest
     plan = Plan(
         target.name, tuple(spans), sum(span.seconds for span in spans), alone_s(tokens, target, held, costs)
     )
-    return plan if plan.read else None
+    return _with_spare(plan, target, fleet, matches, costs) if plan.read else None
 
 
 def alone_s(
@@ -175,30 +181,54 @@ def exec_s(tokens: int, instance: Instance, known: int, costs: Costs) -> float:
 def _ends(
     tokens: int, target: Instance, holders: Sequence[Instance], matches: Matches, costs: Costs
 ) -> tuple[list[int], list[Instance]]:
-    """Where the KV of holders ends behind what the target has in memory, in order, and for each such place
-    the holder that brings it soonest."""
-    memory = matches.get(target.name, NOTHING).in_memory
+    """Where the KV of holders ends behind what the target has in memory, or below memory behind all that it
+    has, in order, and for each such place the holder that brings it soonest."""
+    own = matches.get(target.name, NOTHING)
     best: dict[int, tuple[float, Instance]] = {}
     for holder in holders:
-        end = min(matches.get(holder.name, NOTHING).in_memory, tokens)
-        if holder.name == target.name or end <= memory:
+        if holder.name == target.name:
             continue
-        seconds = costs.transfer_s(holder, target, end - memory)
-        if seconds < math.inf and (end not in best or seconds < best[end][0]):
-            best[end] = seconds, holder
+        there = matches.get(holder.name, NOTHING)
+        for end, least in ((there.in_memory, own.in_memory), (there.tokens, own.tokens)):
+            end = min(end, tokens)
+            if end <= least:
+                continue
+            seconds = _read(holder, target, there, own.in_memory, end, costs).seconds
+            if seconds < math.inf and (end not in best or seconds < best[end][0]):
+                best[end] = seconds, holder
     ends = sorted(best)[-MOST_ENDS:]
     return ends, [best[end][1] for end in ends]
 
 
-def _tier_at(held: Match, end: int) -> Tier:
-    """The farthest tier in memory that the leading ``end`` tokens are in."""
-    known = held.hbm
-    found = Tier.HBM
+def _read(source: Instance, target: Instance, held: Match, start: int, end: int, costs: Costs) -> Span:
+    """What is read from ``source``, which holds ``held``. It begins to load where its memory ends, wherever
+    the span begins."""
+    known, farthest, loading_s = held.hbm, Tier.HBM, 0.0
     for tier, count in held.below.items():
-        if known >= end or not tier.in_memory:
+        if known >= end:
             break
-        known, found = known + count, tier
-    return found
+        if count and not tier.in_memory:
+            loading_s += costs.load_s(source, tier, min(count, end - known))
+        known, farthest = known + count, tier
+    moving_s = costs.transfer_s(source, target, end - start)
+    return Span(source.name, farthest, start, end, loading_s + moving_s, loading_s)
+
+
+def _with_spare(
+    plan: Plan, target: Instance, holders: Sequence[Instance], matches: Matches, costs: Costs
+) -> Plan:
+    """The plan, and who else has most of its last span that is read; of those that have as much, the one that
+    brings it soonest."""
+    last = plan.read[-1]
+    spares = []
+    for holder in holders:
+        there = matches.get(holder.name, NOTHING)
+        end = min(there.in_memory, last.end)
+        if holder.name not in (target.name, last.source) and end > last.start:
+            spares.append(_read(holder, target, there, last.start, end, costs))
+    possible = [span for span in spares if span.seconds < math.inf]
+    best = min(possible, key=lambda span: (-span.end, span.seconds), default=None)
+    return dataclasses.replace(plan, spare=best)
 
 
 def _local(instance: Instance, held: Match, memory: int, costs: Costs) -> Iterator[Span]:

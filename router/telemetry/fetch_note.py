@@ -20,9 +20,9 @@ class SpanNote:
     """Tokens ``start`` to ``stop`` of a prompt, and where they come from.
 
     source: an instance; None for what is computed. tier: of its tiers, by name; ``compute`` for what it
-    computes meanwhile. expected_s: until they are in
-    HBM. end, moved and took_s are of what was read from another instance: why that ended, tokens that came,
-    seconds.
+    computes meanwhile. expected_s: until they are in HBM; loading_s: of these, until another instance has
+    them in memory, if it has not. end, moved and took_s are of what was read from another instance: why that
+    ended, tokens that came, seconds.
     """
 
     source: str | None
@@ -30,6 +30,7 @@ class SpanNote:
     start: int
     stop: int
     expected_s: float
+    loading_s: float = 0.0
     end: str | None = None
     moved: int = 0
     took_s: float | None = None
@@ -42,6 +43,7 @@ class SpanNote:
             "start": self.start,
             "stop": self.stop,
             "expected_s": self.expected_s,
+            "loading_s": self.loading_s,
             "end": self.end,
             "moved_tokens": self.moved,
             "took_s": self.took_s,
@@ -64,6 +66,8 @@ class FetchNote:
     """Whether that comes from a profile, not from the defaults."""
     end: str = UNDER_WAY
     """``done``, or why not all came (``engine.fetches.FetchEnd``), or a word of this module."""
+    spare: SpanNote | None = None
+    """What is read instead of the last of the spans, where that does not come."""
     heard: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the target knows of it, or nobody will say so any more."""
 
@@ -73,6 +77,11 @@ class FetchNote:
         return [span for span in self.spans if span.source not in (None, self.target)]
 
     @property
+    def asked(self) -> list[SpanNote]:
+        """The same, and the spare: what others are asked to export."""
+        return [*self.read, *(() if self.spare is None else (self.spare,))]
+
+    @property
     def tokens(self) -> int:
         """Leading tokens of the prompt that are there when all has come."""
         return max((span.stop for span in self.read), default=0)
@@ -80,7 +89,7 @@ class FetchNote:
     @property
     def moved(self) -> int:
         """Tokens that came."""
-        return sum(span.moved for span in self.spans)
+        return sum(span.moved for span in self.asked)
 
     def told(self) -> dict[str, Any]:
         """As JSON."""
@@ -92,6 +101,7 @@ class FetchNote:
             "end": self.end,
             "moved_tokens": self.moved,
             "plan": [span.told() for span in self.spans],
+            "spare": None if self.spare is None else self.spare.told(),
         }
 
     def headers(self) -> dict[str, str]:
@@ -100,6 +110,10 @@ class FetchNote:
             return {"x-kv-fetch": self.end}
         return {
             "x-kv-fetch": self.end,
-            "x-kv-fetch-source": ",".join(dict.fromkeys(span.source or "" for span in self.read)),
+            "x-kv-fetch-source": ",".join(
+                dict.fromkeys(
+                    span.source or "" for span in self.asked if span is not self.spare or span.moved
+                )
+            ),
             "x-kv-fetched-tokens": str(self.moved),
         }

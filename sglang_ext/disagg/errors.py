@@ -21,13 +21,17 @@ class RangeError(TransferError, errors.UserError):
 
 
 class RefusedError(TransferError, errors.PeerError):
-    """The peer will not connect or publish; `reason` is one word, the text names what differs."""
+    """The peer will not connect or publish; `reason` is one word, the text names what differs.
+
+    again_s: what is not published yet is expected to be after so many seconds; 0 where nothing is known.
+    """
 
     actor = errors.Actor.PEER
 
-    def __init__(self, reason: str, text: str) -> None:
+    def __init__(self, reason: str, text: str, again_s: float = 0.0) -> None:
         super().__init__(f"{reason}: {text}")
         self.reason = reason
+        self.again_s = again_s
 
 
 class TransportUnavailableError(TransferError, errors.PeerError):

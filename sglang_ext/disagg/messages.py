@@ -15,11 +15,12 @@ from sglang_ext.disagg.memory import RegionMeta
 from sglang_ext.disagg.tensors import PoolMeta
 from sglang_ext.wire import Blob, Codec, Epoch, Message, Name
 
-VERSION: Final = 4
+VERSION: Final = 5
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 47)]
 Session = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=3_600_000)]
+MOST_MS: Final = 3_600_000
+Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=MOST_MS)]
 Blobs = Annotated[dict[str, Blob], msgspec.Meta(max_length=8)]
 Reasons = Annotated[dict[str, str], msgspec.Meta(max_length=8)]
 
@@ -57,10 +58,12 @@ class Connected(Message, frozen=True, tag="connected"):
 
 
 class Refused(Message, frozen=True, tag="refused"):
-    """No. reason: one word; text: what differs and what to do."""
+    """No. reason: one word; text: what differs and what to do. again_ms: when to ask again for what is on its
+    way to where it can be published; 0 where nothing is known of it."""
 
     reason: Name
     text: str
+    again_ms: Milliseconds = 0
 
 
 class Ping(Message, frozen=True, tag="ping"):

@@ -229,8 +229,9 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FetchSpan(msgspec.Struct, frozen=True, array_like=True):
-    """A span of a prompt and where it can be read. It begins where the span before it ends, and reaches up to
-    the leading ``tokens`` tokens; the source exports these from the prompt's start.
+    """A span of a prompt and where it can be read. It begins where what came before it ends, and reaches up
+    to the leading ``tokens`` tokens; the source exports these from the prompt's start. One that ends where
+    another does, or before it, is read where that does not come.
 
     computed: the source computes it meanwhile (`Export.compute`), and exports it layer by layer.
     """
@@ -244,7 +245,7 @@ FetchSpans = Annotated[tuple[FetchSpan, ...], msgspec.Meta(max_length=64)]
 
 
 class Export(Message, frozen=True, tag="export"):
-    """Let a peer read what DRAM has of a prompt, for ``ttl_s`` at most (MemServe, section 5.3).
+    """Let a peer read what is here of a prompt, for ``ttl_s`` at most (MemServe, section 5.3).
 
     export: the name by which the peer asks for it; whoever knows it gets it. tokens: encoded.
     compute: compute them, and export each layer as soon as it is computed (table 3, sequence parallelism).
@@ -475,8 +476,7 @@ class Fetched(Message, frozen=True, tag="fetched"):
     """What became of a `Fetch`, or of an `Advise` that names spans.
 
     id: of that message. ahead: it was a hint's. end: ``done``, or why not all came, as
-    ``engine.fetches.FetchEnd`` has it. spans: those that were begun, in order; what comes behind one that
-    failed is not fetched.
+    ``engine.fetches.FetchEnd`` has it. spans: in order; what one does not bring, the next one is to.
     """
 
     epoch: Epoch

@@ -36,7 +36,7 @@ from sglang_ext.disagg.errors import (
     TransferDeadlineError,
     TransferError,
 )
-from sglang_ext.disagg.messages import REPLIES, REQUESTS, Refused, Reply
+from sglang_ext.disagg.messages import MOST_MS, REPLIES, REQUESTS, Refused, Reply
 from sglang_ext.errors import ConfigError, SglangExtError
 from sglang_ext.tasks import Tasks
 from sglang_ext.wire import Codec, WireError
@@ -239,7 +239,8 @@ class ControlServer:
             self.refused += 1
             reply = Refused("protocol", str(error))
         except RefusedError as error:
-            reply = Refused(error.reason, str(error))
+            again_ms = int(min(MOST_MS, error.again_s * 1000))
+            reply = Refused(error.reason, str(error), again_ms)
         except SglangExtError as error:
             reply = Refused("failed", str(error))
         except Exception:
@@ -329,7 +330,7 @@ class ControlClient:
         finally:
             del self._waiting[number]
         if isinstance(answer, Refused):
-            raise RefusedError(answer.reason, answer.text)
+            raise RefusedError(answer.reason, answer.text, answer.again_ms / 1000)
         return answer
 
     async def tell(self, message: Any) -> None:

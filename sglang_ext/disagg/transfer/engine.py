@@ -231,6 +231,14 @@ class Endpoint:
             int(ttl * 1000),
         )
 
+    def expect(self, pool: str, request: str, seconds: float) -> None:
+        """Whoever asks for a request is told to ask again after so many seconds. Thread-safe."""
+        self.pools[pool].expect(request, seconds)
+
+    def give_up(self, pool: str, request: str, seconds: float) -> None:
+        """Whoever asks for a request in so many seconds is told that nothing will come. Thread-safe."""
+        self.pools[pool].give_up(request, seconds)
+
     def withdraw(self, pool: str, lease: int) -> bool:
         """Take a lease back, if it still lives: its blocks are free once no other lease holds them."""
         ended = self.pools[pool].withdraw(lease)

@@ -262,8 +262,11 @@ class Owner:
         mine = self._who()
         offer = pool.offer(message.request, session.reader.epoch, mine.instance, mine.rank, mine.epoch)
         if offer is None:
+            again_s = pool.coming(message.request)
+            if again_s == math.inf:
+                raise RefusedError("given_up", f"nothing will be published for {message.request!r}")
             raise RefusedError(
-                "request", f"nothing is published for {message.request!r}; it may have expired"
+                "request", f"nothing is published for {message.request!r}; it may have expired", again_s
             )
         return offer
 

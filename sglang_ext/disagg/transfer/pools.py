@@ -9,6 +9,7 @@ These calls may come from any thread (the engine's scheduler); the control plane
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -173,6 +174,8 @@ class OwnedPool:
         self._generations = GenerationTable(counters)
         self._leases = LeaseTable(spec.blocks, spec.lease_budget or max(1, spec.blocks // 2), numbers)
         self._granted: npt.NDArray[np.bool_] = np.zeros(spec.blocks, np.bool_)
+        self._coming: dict[str, tuple[float, float]] = {}
+        """Requests without anything published yet -> when that is expected, and until when that is said."""
         self._clock = clock
         self._lock = threading.Lock()
 
@@ -229,6 +232,7 @@ class OwnedPool:
         """
         blocks = np.asarray(blocks, np.int64)
         with self._lock:
+            self._coming.pop(request, None)
             sealed = self._generations.is_sealed(blocks)
             if self._borrowed:
                 if self._granted[blocks].any():
@@ -245,6 +249,28 @@ class OwnedPool:
                     self._generations.open(blocks[~sealed])
                 raise
             return lease.number, self._generations.current(blocks)
+
+    def expect(self, request: str, seconds: float) -> None:
+        """What a request wants is on its way, and is expected to be published after so many seconds."""
+        now = self._clock.monotonic()
+        self._say(request, now + seconds, now + seconds)
+
+    def give_up(self, request: str, seconds: float) -> None:
+        """Nothing will be published for a request. Said for so many seconds."""
+        self._say(request, math.inf, self._clock.monotonic() + seconds)
+
+    def _say(self, request: str, at: float, until: float) -> None:
+        with self._lock:
+            now = self._clock.monotonic()
+            self._coming = {name: said for name, said in self._coming.items() if said[1] > now}
+            self._coming[request] = at, until
+
+    def coming(self, request: str) -> float:
+        """Seconds until something is published for a request; 0: nothing is known; infinite: never."""
+        with self._lock:
+            at, until = self._coming.get(request, (0.0, 0.0))
+            now = self._clock.monotonic()
+            return max(0.0, at - now) if now < until else 0.0
 
     def offer(self, request: str, reader: bytes, instance: str, rank: int, epoch: bytes) -> Offer | None:
         """The newest live lease of a request as an offer to `reader`; None when there is none for it."""

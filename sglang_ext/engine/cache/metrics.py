@@ -136,7 +136,8 @@ class CacheMetrics:
             "peers": events(
                 "peers",
                 "KV from other instances: blocks fetched from them (fetch_streamed: those of them that the "
-                "other one computed meanwhile) and exported to them (exported, not_exported, given_back), "
+                "other one computed meanwhile) and exported to them (exported, not_exported, given_back; "
+                "from_disk: read for that), "
                 "or computed for them (span_computed, span_failed), and fetches by how they ended.",
             ),
             "disk": events(

@@ -1,10 +1,12 @@
-"""What DRAM has of a prompt is exported to a peer, which reads it one-sidedly.
+"""What an instance has of a prompt is exported to a peer, which reads it from its DRAM one-sidedly.
 
 An export holds one DRAM lock, so that nothing of it is evicted, and a lease (``fetch_link``). The lease ends
 when its reader says that it is done, is dead, or is late; the lock goes once it has ended on every rank.
 
-What is in HBM only is copied to DRAM first, and what is being copied is waited for: the reader asks until
-something is published.
+What is in HBM only is copied to DRAM first, what is only on disk is read into DRAM and verified, and what is
+being copied is waited for: the reader asks until something is published, and is told how long the disk is
+expected to take. What the disk cannot give, or cannot verify, is not published, nor what comes behind it.
+Reading for peers gives way to reading for this instance's own requests, and no last copy is evicted for it.
 
 All methods run in the scheduler's thread, on every rank between the same two passes.
 """
@@ -17,10 +19,14 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.mover import BlockIds
+from sglang_ext.engine.tiers.promotion import Promoted, Wanted
+from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.radix_global import Node, RadixTree
+from sglang_ext.tiered_store.loading.layers import AHEAD
 from sglang_ext.tiers import Tier
 
 MOST_EXPORTS: Final = 32
@@ -33,11 +39,29 @@ class ExportLink(Protocol):
 
     def publish(self, export: str, ids: BlockIds, seconds: float) -> int | None: ...
 
+    def expect(self, export: str, seconds: float) -> None: ...
+
+    def give_up(self, export: str, seconds: float) -> None: ...
+
     def withdraw(self, lease: int) -> None: ...
 
     def over(self, lease: int) -> bool: ...
 
     def forget(self, lease: int) -> None: ...
+
+
+class FromDisk(Protocol):
+    """What of ``engine.tiers.promotions.Promotions`` is used here."""
+
+    def begin(self, handle: Hashable, wanted: Wanted) -> None: ...
+
+    def ready(self, handle: Hashable) -> bool: ...
+
+    def brought(self, handle: Hashable) -> Promoted | None: ...
+
+    def release(self, handle: Hashable) -> None: ...
+
+    def expected_s(self, handle: Hashable) -> float: ...
 
 
 @dataclass
@@ -49,16 +73,25 @@ class ExportCounters:
     """Asked for and there, but too much was exported already."""
     given_back: int = 0
     """Of what was exported, what is nobody's any more."""
+    from_disk: int = 0
+    """Brought from disk to be exported."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Asked:
-    """An export that is to be made when copies have completed."""
+    """An export that is to be made when copies have completed.
+
+    until: later nobody wants it; on this rank's clock. share: blocks that it may be, of what the disk has.
+    """
 
     export: str
     namespace: Hashable
     key: bytes
     seconds: float
+    until: float
+    share: int = 0
+    told: bool = False
+    """The reader has heard how long it takes."""
 
 
 @dataclass(eq=False)
@@ -77,24 +110,53 @@ class Exports:
         tier: DRAM.
         link: publishes.
         ranks: agree on which exports have ended.
+        disk: brings to DRAM what is below it; None where nothing is.
+        clock: seconds, monotonic.
     """
 
-    def __init__(self, tree: RadixTree, tier: DramTier, link: ExportLink, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        tree: RadixTree,
+        tier: DramTier,
+        link: ExportLink,
+        ranks: Ranks,
+        disk: FromDisk | None = None,
+        *,
+        clock: Clock | None = None,
+    ) -> None:
         self._tree = tree
         self._tier = tier
         self._link = link
+        self._disk = disk
+        self._clock = clock or SystemClock()
         self._exports: list[_Export] = []
         self._asked: list[_Asked] = []
         self.counters = ExportCounters()
         ranks.add(self)
 
     def export(self, export: str, namespace: Hashable, key: bytes, seconds: float) -> None:
-        """Export what is in memory of a prompt's beginning, if only nothing: whoever asks shall know."""
+        """Export what is here of a prompt's beginning, if only nothing: whoever asks shall know."""
         if len(self._exports) + len(self._asked) >= MOST_EXPORTS:
             return
-        asked = _Asked(export, namespace, key, seconds)
+        asked = _Asked(export, namespace, key, seconds, self._clock.monotonic() + seconds)
         self._copy(asked)
         self._asked.append(asked)
+        if self._disk is not None:
+            # From the next pass on; what it has in memory comes first in what it may export.
+            left = self._tier.n_blocks // SHARE - self.exported_blocks
+            left -= sum(other.share for other in self._asked)
+            step = self._tree.block_size * TOKEN_BYTES
+            asked.share = max(0, min(len(key) // step, left))
+            self._disk.begin(asked, Wanted(namespace, key[: asked.share * step], AHEAD, request=asked))
+
+    def _on_disk(self, asked: _Asked) -> bool:
+        """Whether something of it is still being read from disk."""
+        if self._disk is None or self._disk.ready(asked):
+            return False
+        if not asked.told and (seconds := self._disk.expected_s(asked)):
+            self._link.expect(asked.export, seconds)
+            asked.told = True
+        return True
 
     def _copy(self, asked: _Asked) -> None:
         """Begin to copy to DRAM what is in HBM only."""
@@ -124,12 +186,28 @@ class Exports:
         last = nodes[-1] if nodes else self._tree.root
         flat = np.concatenate(ids) if ids else np.zeros(0, np.int64)
         self.keep(last, blocks, (self._link.publish(asked.export, flat, asked.seconds),))
+        self._release(asked)  # the export has a lock of its own
 
     def keep(self, node: Node, blocks: int, leases: tuple[int | None, ...]) -> None:
         """Keep the blocks up to a node, so many, in DRAM until leases on them have ended on every rank."""
         self._tree.lock(node, self._tier.holder)
         self._exports.append(_Export(node, blocks, leases))
         self.counters.exported += blocks
+
+    def _give_up(self, asked: _Asked) -> None:
+        """Nothing is exported for it."""
+        self._asked.remove(asked)
+        self._link.give_up(asked.export, asked.seconds)
+        self._release(asked)
+
+    def _release(self, asked: _Asked) -> None:
+        """Nothing more is brought from disk for it."""
+        if self._disk is None:
+            return
+        brought = self._disk.brought(asked)
+        if brought is not None:
+            self.counters.from_disk += brought.tokens // self._tree.block_size
+        self._disk.release(asked)
 
     def _held(self, namespace: Hashable, key: bytes) -> list[Node]:
         """The nodes from the prompt's start on whose copy in DRAM is complete."""
@@ -142,25 +220,31 @@ class Exports:
         return nodes
 
     def propose(self) -> Sequence[int]:
-        """Of each export, whether it has ended here."""
-        return [
+        """Of each export, whether it has ended here; of each that is to be made, whether it is too late."""
+        now = self._clock.monotonic()
+        ended = [
             int(all(lease is None or self._link.over(lease) for lease in export.leases))
             for export in self._exports
         ]
+        return ended + [int(now > asked.until) for asked in self._asked]
 
     def act(self, agreed: Sequence[int]) -> None:
         """Let go of exports that have ended on every rank, and make those whose copies have completed."""
+        late = agreed[len(self._exports) :]
         for export, over in zip(list(self._exports), agreed, strict=False):
             if over:
                 self._end(export)
-        for asked in list(self._asked):
-            if not self._copying(asked):
+        for asked, too_late in zip(list(self._asked), late, strict=False):
+            if too_late:
+                self._give_up(asked)
+            elif not self._copying(asked) and not self._on_disk(asked):
                 self._asked.remove(asked)
                 self._publish(asked)
 
     def clear(self) -> None:
         """The cache is about to be emptied: end every export. Readers find that what they read is stale."""
-        self._asked.clear()
+        for asked in list(self._asked):
+            self._give_up(asked)
         for export in list(self._exports):
             for lease in export.leases:
                 if lease is not None:

@@ -46,6 +46,10 @@ ASK_SECONDS = 0.005
 """Between two questions for a lease that the owner's scheduler has not published yet."""
 LAYER_SECONDS = 10.0
 """Between two layers of what a peer computes, for which our forward pass waits."""
+SLOW = "slow"
+"""Of a refusal: what the owner brings from its disk takes longer than the reader waits."""
+MOST_SLOW_SECONDS = 30.0
+"""What takes longer, its owner gives up."""
 DECLINE_SECONDS = 5.0
 """For a lease that nobody wants to be published, so that it can be ended."""
 END_SECONDS = 20.0
@@ -136,6 +140,14 @@ class FetchLink:
             log.debug("%s is not exported: %s", export, error)
         return None
 
+    def expect(self, export: str, seconds: float) -> None:
+        """``export`` is expected to be published after so many seconds."""
+        self.endpoint.expect(DRAM_POOL, export, seconds)
+
+    def give_up(self, export: str, seconds: float) -> None:
+        """``export`` will not be published: whoever asks in so many seconds need not wait."""
+        self.endpoint.give_up(DRAM_POOL, export, seconds)
+
     def withdraw(self, lease: int) -> None:
         """Take a lease back. When this returns, its blocks have another generation."""
         self.endpoint.withdraw(DRAM_POOL, lease)
@@ -184,15 +196,14 @@ class FetchLink:
 
         self._transfers.loop.call_soon_threadsafe(drop)
 
-    def decline(self, address: str, export: str, *, layered: bool = False) -> None:
-        """What a peer exports under a name is not needed: let it have that back. What it computes, it has for
-        itself, and gives back when nobody has asked.
+    def decline(self, address: str, export: str, *, layered: bool = False, after_s: float = 0.0) -> None:
+        """What a peer exports under a name, or will after so many seconds, is not needed: let it have that
+        back. What it computes, it has for itself, and gives back when nobody has asked.
         """
         if layered:
             return
-        self._start(
-            Job(address, export, self._transfers.loop.time() + DECLINE_SECONDS, declined=True), asking=True
-        )
+        deadline = self._transfers.loop.time() + after_s + DECLINE_SECONDS
+        self._start(Job(address, export, deadline, declined=True), asking=True)
 
     def cancel(self, job: Job) -> None:
         """End a job, and wait until nothing of it writes any more."""
@@ -250,12 +261,21 @@ class FetchLink:
             except RefusedError as error:
                 if error.reason != "request":
                     raise
-            await asyncio.sleep(ASK_SECONDS)
+                again_s = error.again_s
+            if again_s > job.deadline - loop.time():
+                # Whoever waits computes instead, from now on and not from then.
+                if not job.declined and again_s < MOST_SLOW_SECONDS:
+                    self.decline(job.address, job.export, after_s=again_s)
+                raise RefusedError(SLOW, f"it comes from a disk there, which takes {again_s:.3f} s")
+            await asyncio.sleep(max(ASK_SECONDS, again_s / 2))
 
     async def _reading(self, job: Job, start: int, ids: Ids) -> int:
         instance, offer = job.instance, job.offer
         assert instance is not None
         assert offer is not None
+        if asyncio.get_running_loop().time() >= job.deadline:
+            self._release(job)
+            raise TransferDeadlineError("no time is left to read it")
         try:
             await self._read(job, job.export, instance, offer, start, ids, None)
         finally:
@@ -315,7 +335,7 @@ class FetchLink:
         elif isinstance(error, TimeoutError | TransferDeadlineError):
             job.why = "late"
         elif isinstance(error, RefusedError):
-            job.why = "refused"
+            job.why = "too_slow" if error.reason == SLOW else "refused"
         else:
             job.why = "gone"
 

@@ -4,7 +4,8 @@ A fetch is of one or several spans of a prompt, each of a peer. It asks all of t
 span, it takes DRAM blocks for what is lacking then, has them read and verified, and puts them into the tree,
 from where the request loads them like any other DRAM hit; they go on to disk as what was computed here does.
 A request that was told to may wait for its fetch, for a time; others go first. Whatever goes wrong with a
-span is a miss, counted by its reason: what came before it stays, and what comes behind it is computed.
+span is counted by its reason, what came before it stays, and the next one is to bring what this one did not:
+every peer exports from the prompt's start. What none of them brings is computed.
 
 What a peer is still computing comes layer by layer (``computed_spans``). Its request is admitted once the
 first layer is in, and the others stream through DRAM to its slots in front of the forward pass. Those slots
@@ -75,6 +76,8 @@ class FetchEnd(enum.Enum):
     """The peer's blocks changed while they were read."""
     REFUSED = "refused"
     """The peer is of another namespace, or exports nothing."""
+    TOO_SLOW = "too_slow"
+    """The peer would bring it from its disk, which takes longer than this may take."""
     GONE = "gone"
     """The peer died, or cannot be reached."""
     CANCELLED = "cancelled"
@@ -365,8 +368,8 @@ class Fetches:
             self._link.drop(job)
             known = reservation is Refusal.KNOWN
             how = FetchEnd.of(job.why or "needless") if known else _REFUSED[reservation]
-            # Why it offers nothing is this rank's to know: all go on, or none.
-            self._span_over(fetch, how, go_on=known and offered > 0)
+            # For want of memory nobody's span can come.
+            self._span_over(fetch, how, go_on=known)
             return
         fetch.reservation = reservation
         self._link.read(job, reservation.start, reservation.places)
@@ -381,20 +384,24 @@ class Fetches:
             came = done.fresh
             self.counters.fetched_blocks += came
         fetch.reservation, fetch.may_start, fetch.streams_to = None, False, None
-        self._span_over(fetch, FetchEnd.DONE if whole else FetchEnd.of(fetch.job.why), came, go_on=whole)
+        self._span_over(fetch, FetchEnd.DONE if whole else FetchEnd.of(fetch.job.why), came, go_on=True)
 
     def _span_over(self, fetch: _Fetch, how: FetchEnd, blocks: int = 0, *, go_on: bool = False) -> None:
-        """A span has ended: the next one begins (`go_on`), or the fetch ends."""
+        """A span has ended, however: the next one that has what is lacking begins (`go_on`), or the fetch
+        ends."""
         now = self._clock.monotonic()
         # All peers are connected to at the beginning, while the first spans come.
         connected = fetch.began + fetch.job.connecting_s
         seconds = max(0.0, now - max(fetch.span_began, connected))
         fetch.results.append(SpanResult(how, blocks * self._tree.block_size, seconds))
         fetch.span_began = now
-        rest = fetch.jobs[len(fetch.results) :]
-        if rest and go_on:
-            return
-        for job in rest:
+        held = self._tree.match(fetch.wish.namespace, fetch.wish.key).blocks
+        while go_on and len(fetch.results) < len(fetch.jobs):
+            if fetch.span.blocks > held:
+                return
+            self._link.drop(fetch.job)
+            fetch.results.append(SpanResult(FetchEnd.NEEDLESS, 0, 0.0))
+        for job in fetch.jobs[len(fetch.results) :]:
             self._link.drop(job)
         self._active.remove(fetch)
         self._tell(fetch.wish.id, fetch.wish.ahead, how, tuple(fetch.results))

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.engine.peers.computed_spans import ComputedSpans
-from sglang_ext.engine.peers.export import ExportLink, Exports
+from sglang_ext.engine.peers.export import ExportLink, Exports, FromDisk
 from sglang_ext.engine.peers.fetches import Fetches, FetchResult, Reads, SpanWish, Wish
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.dram_tier import DramTier
@@ -43,6 +43,7 @@ class PeerKv:
         ranks: of this instance.
         tell: takes what became of fetches; in rank 0, where there are routers.
         rank: which of a peer's ``endpoints`` is read from; a peer has as many as this instance has ranks.
+        disk: brings what is asked for to DRAM; None where there is none.
         namespace: where the KV of a tenant's prompts belongs now, from its ``extra_key`` and ``cache_salt``.
         fresh: whether the weights are those that the link's namespace names.
     """
@@ -55,6 +56,7 @@ class PeerKv:
         ranks: Ranks,
         *,
         namespace: Callable[[str | None, str | None], Hashable],
+        disk: FromDisk | None = None,
         fresh: Callable[[], bool] = lambda: True,
         tell: Callable[[FetchResult], None] | None = None,
         rank: int = 0,
@@ -69,7 +71,7 @@ class PeerKv:
         self._rank = rank
         self._endpoints = endpoints
         self._tell = tell
-        self.exports = Exports(tree, tier, link, ranks)
+        self.exports = Exports(tree, tier, link, ranks, disk, clock=self._clock)
         self.fetches = Fetches(tree, tier, link, ranks, clock=self._clock)
         self.spans = ComputedSpans(tree, tier, link, self.exports, self._clock)
 

@@ -348,12 +348,15 @@ class DiskPolicy:
             sources: of all that is being read; of each layer, every one of them has a part.
             new_tokens: that the forward pass computes, after ``context`` tokens.
         """
-        whole = sum(blocks for _, blocks in sources) * self._block_bytes
-        read = self._read_seconds(sources, 0)
-        if read is not None:
-            read *= bytes_left / whole
+        read = self.read_s(sources, bytes_left)
         compute = self.cost.seconds(new_tokens, context)
         return self._always or read is None or compute is None or read <= compute
+
+    def read_s(self, sources: Sources, nbytes: int) -> float | None:
+        """To read so many bytes from where these blocks are; None where that is not known."""
+        whole = sum(blocks for _, blocks in sources) * self._block_bytes
+        read = self._read_seconds(sources, 0)
+        return None if read is None or not whole else read * nbytes / whole
 
     def _compute_seconds(self, blocks: int, start: int) -> float | None:
         return self.cost.seconds(blocks * self._block_tokens, start * self._block_tokens)

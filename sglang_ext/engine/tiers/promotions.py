@@ -179,6 +179,15 @@ class Promotions:
         promotion = self._waiting.get(handle)
         return handle not in self._wanted and (promotion is None or promotion.streams_to == handle)
 
+    def expected_s(self, handle: Hashable) -> float:
+        """Seconds until what it waits for has been read, behind all that goes first; 0: not known."""
+        promotion = self._waiting.get(handle)
+        if promotion is None:
+            return 0.0
+        before = 0 if not promotion.ahead else self._loader.waiting_bytes
+        left = self._loader.bytes_left(promotion.load)
+        return self.policy.read_s(promotion.sources, left + before) or 0.0
+
     def brought(self, handle: Hashable) -> Promoted | None:
         """What a promotion has brought for the request, locked until ``release``."""
         block = self._tree.block_size

@@ -12,8 +12,8 @@ import pytest
 from engine_movers import until
 from engine_pools import PoolKind, WrongKvError
 from engine_scheduler import Settings, SimulatedScheduler
+from peer_rig import BLOCK, SCENARIO, MakeServer, Server, prompt, silent
 from sglang.srt.managers.schedule_batch import Req
-from test_peer_kv import BLOCK, SCENARIO, MakeServer, Server, make_server, prompt, silent
 
 from sglang_ext.engine.peers.computed_spans import layer_name
 from sglang_ext.engine.peers.fetches import FetchEnd
@@ -22,7 +22,6 @@ from sglang_ext.protocol.agent import Export, Fetch, FetchSpan, Source
 from sglang_ext.wire import unpack_ids
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
-__all__ = ["make_server"]
 
 LAYERS = 4
 SPLIT = dataclasses.replace(

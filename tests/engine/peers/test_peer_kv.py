@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,20 +14,34 @@ from unittest.mock import patch
 import pytest
 from engine_movers import until
 from engine_pools import WrongKvError
-from engine_scheduler import Settings
-from engine_simulation import Rank, Scenario
-from sglang.srt.managers.schedule_batch import Req
+from engine_simulation import Rank
+from peer_rig import (
+    BLOCK,
+    EPOCH,
+    HEARTBEAT,
+    LONG,
+    SCENARIO,
+    WITH_DISK,
+    MakeServer,
+    Server,
+    exported,
+    fetched,
+    lend_and_fetch,
+    offered,
+    prompt,
+    served,
+    silent,
+    spans,
+)
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_ext.config import KvConfig
-from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine.cache.metrics import CacheMetrics
-from sglang_ext.engine.peers.fetch_link import FetchLink, arena_pool, peer_name
-from sglang_ext.engine.peers.fetches import FetchEnd, FetchResult
+from sglang_ext.engine.peers.fetch_link import arena_pool, peer_name
+from sglang_ext.engine.peers.fetches import FetchEnd
 from sglang_ext.engine.peers.peer_kv import PeerKv
-from sglang_ext.engine.prefetch.advice import Advice
-from sglang_ext.engine.ranks import NOT_YET, Least
+from sglang_ext.engine.ranks import NOT_YET
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.keys import Namespace, encode_tokens
 from sglang_ext.mempool.store import Call
@@ -39,186 +51,17 @@ from sglang_ext.patches.adapter.build_transfers import (
     may_fetch,
     start_fetching,
 )
-from sglang_ext.patches.adapter.hbm import pool_geometry
 from sglang_ext.protocol.agent import (
-    TO_AGENT,
     Advise,
     Export,
     Fetch,
     FetchSpan,
     PeerDead,
-    Source,
-    ToAgent,
     Withdraw,
 )
 from sglang_ext.testing.fakes import FakeClock
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
-
-BLOCK = 4
-EPOCH = b"e" * 16
-HEARTBEAT = 0.5
-LONG = 30.0
-"""Seconds of silence after which nobody in a test takes another for dead by itself."""
-SCENARIO = Scenario(
-    "two instances",
-    hbm_tokens=240,
-    dram_blocks=300,
-    settings=Settings(chunk=None, new_token_ratio=0.05),
-)
-WITH_DISK = dataclasses.replace(SCENARIO, disk_blocks=400)
-
-
-def spans(endpoints: tuple[str, ...], export: str, tokens: int = 10_000) -> tuple[FetchSpan, ...]:
-    """One span, up to the leading ``tokens`` tokens."""
-    return (FetchSpan(Source(endpoints, export), tokens),)
-
-
-def prompt(number: int, blocks: int) -> list[int]:
-    """Prompts that share nothing; one token more than whole blocks, so that all of them may match."""
-    return [1000 * number + i for i in range(blocks * BLOCK + 1)]
-
-
-@dataclass(eq=False)
-class Server:
-    """One rank with its link, as a server of one rank has it."""
-
-    rank: Rank
-    link: FetchLink
-    peers: PeerKv
-    advice: Advice
-    told_of: list[FetchResult]
-
-    @classmethod
-    def of(cls, rank: Rank, told_of: list[FetchResult]) -> Server:
-        peers, prefetcher = rank.cache.peers, rank.cache.prefetcher
-        assert peers is not None
-        assert prefetcher is not None
-        link: Any = peers._link
-        return cls(rank, link, peers, Advice(prefetcher, peers=peers), told_of)
-
-    def told(self, message: ToAgent) -> None:
-        """A router's message, on the way that it takes; an export is made in the same pass."""
-        self.advice.handle_command(TO_AGENT.encode(message))
-        if isinstance(message, Export):
-            self.rank.ranks.each_pass()
-
-    def passes_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Passes of the scheduler's loop until something holds."""
-
-        def once() -> bool:
-            self.rank.scheduler.step()
-            self.rank.check()
-            return condition()
-
-        until(once, what)
-
-    def in_dram(self, tokens: list[int], salt: str | None = None) -> int:
-        """Tokens, found without counting as a use."""
-        held = self.rank.tree.holders((0, None, salt), encode_tokens(tokens))
-        return held.get(self.rank.dram_holder, 0)
-
-    def finish(self, req: Req) -> Req:
-        """Passes until a request has ended."""
-        self.passes_until(lambda: self.rank.scheduler.idle and req.finished(), "the request")
-        return req
-
-    def serve(self, tokens: list[int]) -> None:
-        """A request, and its KV in DRAM."""
-        self.rank.serve(tokens)
-        self.settle()
-
-    def settle(self) -> None:
-        self.rank.settle()
-
-
-MakeServer = Callable[..., Server]
-
-
-@pytest.fixture
-def make_server() -> Iterator[MakeServer]:
-    made: list[Server] = []
-
-    def make(
-        scenario: Scenario = SCENARIO,
-        *,
-        namespace: str = "same",
-        transports: tuple[TransportName, ...] = (),
-        clock: FakeClock | None = None,
-        tp: tuple[int, int] = (0, 1),
-        least: Least | None = None,
-        dead_after: float = LONG,
-    ) -> Server:
-        number, ranks = tp
-        name = peer_name(f"server {len(made)}", EPOCH)
-        config = EndpointConfig(
-            name, "model", rank=number, transports=transports, heartbeat=HEARTBEAT, dead_after=dead_after
-        )
-        told: list[FetchResult] = []
-
-        def transfers(rank: Rank) -> TransferThread:
-            assert rank.arena is not None
-            geometry = pool_geometry(
-                rank.pools.tensors,
-                block_tokens=BLOCK,
-                page_tokens=rank.pools.kind.page,
-                first_layer=rank.pools.kind.start_layer,
-                model_layers=rank.pools.kind.start_layer + rank.pools.kind.layers,
-                tp_rank=number,
-                tp_size=ranks,
-                model_kv_heads=2 * ranks,
-            )
-            return TransferThread(config, [arena_pool(rank.arena, geometry, namespace)])
-
-        def peers(rank: Rank, transfers: TransferThread) -> PeerKv:
-            assert rank.tier is not None
-            return PeerKv(
-                rank.tree,
-                rank.tier,
-                FetchLink(transfers),
-                rank.ranks,
-                namespace=rank.weights.namespace,
-                fresh=lambda: rank.weights.as_started,
-                tell=told.append,
-                rank=number,
-                endpoints=ranks,
-                clock=clock,
-            )
-
-        made.append(Server.of(Rank(scenario, least=least, transfers=transfers, peers=peers), told))
-        return made[-1]
-
-    yield make
-    for server in reversed(made):  # readers first: who asks a server that has ended waits for it
-        server.rank.close()
-
-
-def lend_and_fetch(
-    owner: Server, reader: Server, tokens: list[int], *, salt: str | None = None, wait_s: float = 30.0
-) -> None:
-    """What a router does for a request: tell both."""
-    key = encode_tokens(tokens)
-    owner.told(Export("export", key, cache_salt=salt))
-    reader.told(Fetch("r1", key, spans((owner.link.address,), "export"), cache_salt=salt, wait_s=wait_s))
-
-
-def served(make_server: MakeServer) -> tuple[Server, Server, list[int]]:
-    """An owner that has the KV of a prompt of 20 blocks in DRAM, a reader, and the prompt."""
-    owner, reader, tokens = make_server(), make_server(), prompt(1, 20)
-    owner.serve(tokens)
-    return owner, reader, tokens
-
-
-def offered(reader: Server) -> Any:
-    """The fetch under way, once the owner has said which blocks it exports."""
-    (fetch,) = reader.peers.fetches._active
-    until(lambda: fetch.job.offered is not None, "the offer")
-    return fetch
-
-
-def fetched(server: Server) -> None:
-    server.passes_until(lambda: not server.peers.fetches.busy, "the fetch")
-
 
 # -- what comes -------------------------------------------------------------------------------------
 
@@ -271,10 +114,6 @@ def test_only_what_is_lacking_is_read(make_server: MakeServer) -> None:
     assert reader.in_dram(tokens) == 20 * BLOCK
     req = reader.finish(reader.rank.scheduler.submit(tokens, new_tokens=2))
     assert req.cached_tokens == 20 * BLOCK
-
-
-def exported(server: Server) -> int:
-    return server.peers.exports.exported_blocks
 
 
 @pytest.mark.parametrize("durability", ["dram", "off"], ids=["being copied", "never copied"])
@@ -451,8 +290,8 @@ def test_each_span_comes_from_its_peer(make_server: MakeServer) -> None:
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_behind_a_span_that_does_not_come_all_is_computed(make_server: MakeServer, missing: int) -> None:
-    """And what came before it is used."""
+def test_what_nobody_brings_in_time_is_computed(make_server: MakeServer, missing: int) -> None:
+    """And what came before it is used. Who is late leaves no time to ask the next one."""
     first, second, reader = (make_server() for _ in range(3))
     tokens = prompt(1, 20)
     key = encode_tokens(tokens)
@@ -465,8 +304,8 @@ def test_behind_a_span_that_does_not_come_all_is_computed(make_server: MakeServe
     assert req.cached_tokens == (0 if missing == 0 else 8 * BLOCK)
     reader.passes_until(lambda: bool(reader.told_of), "the end")
     (result,) = reader.told_of
-    assert [span.how for span in result.spans] == [FetchEnd.DONE, FetchEnd.LATE][1 - missing :]
-    assert result.how is FetchEnd.LATE
+    assert result.spans[missing].how is FetchEnd.LATE
+    assert result.tokens == missing * 8 * BLOCK
     # What the other one had offered in vain, it has back.
     for owner in (first, second):
         owner.passes_until(lambda owner=owner: not owner.peers.busy, "the lease to end")
@@ -546,24 +385,6 @@ def test_a_reader_that_dies_frees_what_was_lent(make_server: MakeServer) -> None
     reader.rank.cache.release_host_resources()
     owner.passes_until(lambda: not owner.peers.busy, "the lease to end")
     assert owner.rank.tree.locked_blocks_of(owner.rank.dram_holder) == 0
-
-
-@contextmanager
-def silent(server: Server) -> Iterator[None]:
-    """Its transfer thread says nothing while the block runs, as if the process had died."""
-    held, go_on = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        held.set()
-        go_on.wait(30)
-
-    assert server.rank.cache.transfers is not None
-    server.rank.cache.transfers.loop.call_soon_threadsafe(hold)
-    try:
-        assert held.wait(10)
-        yield
-    finally:
-        go_on.set()
 
 
 def heard_of(owner: Server) -> float:

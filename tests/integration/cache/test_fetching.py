@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -20,6 +21,7 @@ import aiohttp
 import numpy as np
 import numpy.typing as npt
 import pytest
+from disk_damage import damage_last_layer, runs, spoil_values
 from dram_damage import arena_files, flip_bit, last_change, snapshot
 from hooked_server import FOLDER
 from token_requests import advise, cold, generate, random_prompt, settled
@@ -32,6 +34,8 @@ from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.servers.server import STRICT, ServerProcess, ServerSpec, free_port, ports_and_contexts
 from sglang_ext.testing.waiting import until, wait_until
+from sglang_ext.tiered_store.disk.check import repair_directory
+from sglang_ext.tiered_store.disk.tier import INDEX_DIRECTORY
 
 pytestmark = pytest.mark.integration
 
@@ -67,6 +71,7 @@ class Pair:
                     *("--kv-router", f"http://127.0.0.1:{self._port}", "--kv-load-policy", "always"),
                     *("--kv-dram-size", "64MB", "--max-total-tokens", "4096", "--enable-metrics"),
                     *("--chunked-prefill-size", "512", "--enable-cache-report"),
+                    *("--kv-disk-path", str(self.disk(name)), "--kv-disk-size", "1GB"),
                 ),
                 environment={
                     FOLDER: str(self._folder / name),
@@ -76,6 +81,10 @@ class Pair:
             self.servers[name] = ServerProcess(spec)
         with self._leak_guard.adopting(), ThreadPoolExecutor() as each:
             list(each.map(lambda name: self.servers[name].start(), names))
+
+    def disk(self, name: str) -> Path:
+        """Of the servers with this name."""
+        return self._folder / name / "kv"
 
     def other(self, server: ServerProcess) -> ServerProcess:
         """The one that it is not."""
@@ -479,6 +488,83 @@ async def test_a_session_moves_as_often_as_balance_wants(pair, port, client, rng
             assert_same(await cold(client, pair.servers["a"], said), answer)
             places.append(headers["x-kv-instance"])
         assert places[0] == places[2] != places[1]
+
+
+# -- a holder's disk --------------------------------------------------------------------------------
+
+
+def on_disk(server: ServerProcess) -> float:
+    samples = server.metrics().items()
+    return sum(v for k, v in samples if k.startswith("sglang_ext_cache_blocks{") and 'tier="disk"' in k)
+
+
+@asynccontextmanager
+async def busy_at(
+    client: aiohttp.ClientSession, router: Router, pair: Pair, server: ServerProcess
+) -> AsyncIterator[None]:
+    """As `busy`, of this server."""
+    async with AsyncExitStack() as crowd, AsyncExitStack() as other:
+        if await other.enter_async_context(busy(client, router, pair)) is not server:
+            assert await crowd.enter_async_context(busy(client, router, pair)) is server
+            await other.aclose()
+        yield
+
+
+async def test_what_a_restarted_server_has_on_disk_another_fetches(pair, port, client, rng) -> None:
+    """Three prompts: one as it was written, one damaged so that it is seen, one so that nobody can see it."""
+    name, owner = "a", pair.servers["a"]
+    prompts = [random_prompt(rng, TOKENS + 3) for _ in range(3)]
+    expected, written = [], []
+    for prompt in prompts:
+        before, blocks = runs(pair.disk(name)), on_disk(owner)
+        expected.append((await generate(client, owner.url, prompt))[0])
+        await asyncio.to_thread(
+            wait_until,
+            lambda blocks=blocks: on_disk(owner) >= blocks + TOKENS // BLOCK,
+            seconds=30,
+            what="the prompt on disk",
+        )
+        written.append(runs(pair.disk(name)) - before)
+    signal_to(owner, signal.SIGKILL)
+    await asyncio.to_thread(pair.end, owner)
+    damage_last_layer(written[2], spoil_values, forge=True)
+    # The index knows the headers too; a new one, made from the segments, does not.
+    (rank,) = pair.disk(name).iterdir()
+    shutil.rmtree(rank / INDEX_DIRECTORY)
+    assert repair_directory(rank).blocks >= 3 * TOKENS // BLOCK
+    damage_last_layer(written[1], spoil_values, forge=False)
+    await asyncio.to_thread(pair.complete)
+    owner = pair.servers[name]
+    reader = pair.other(owner)
+    async with routing(pair, port, "least-load") as router, busy_at(client, router, pair, owner):
+        router.costs.observe_load(owner.url, 1.0, 0.001)  # its disk is fast
+        answers, plans = [], []
+        for prompt in prompts:
+            await until(lambda prompt=prompt: held(router, owner, prompt).tokens >= TOKENS, 30, "the index")
+            assert not held(router, owner, prompt).in_memory
+            answer, headers = await generate(client, router.url, prompt)
+            assert headers["x-kv-instance"] == reader.url
+            plans.append((await explained(client, router, headers))["plan"])
+            answers.append(answer)
+        read = [[(s["from"], s["tier"], s["end"], s["moved_tokens"]) for s in plan[:-1]] for plan in plans]
+        assert read[0] == read[2] == [(owner.url, "disk", "done", TOKENS)]
+        assert all(plan[0]["loading_s"] > 0 for plan in plans)
+        # Of the damaged one nothing was exported: all of its blocks are damaged.
+        assert read[1] == [(owner.url, "disk", "needless", 0)]
+        assert [answer.cached_tokens for answer in answers] == [TOKENS, 0, TOKENS]
+        assert_same(expected[0], answers[0])
+        assert_same(expected[1], answers[1])
+        with pytest.raises(AssertionError):
+            assert_same(expected[2], answers[2])
+        await asyncio.to_thread(
+            wait_until,
+            lambda: counted(owner, "from_disk") == 2 * TOKENS // BLOCK,
+            seconds=30,
+            what="the count of what came from disk",
+        )
+        await asyncio.to_thread(wait_until, lambda: nothing_is_exported(owner), seconds=40, what="the lease")
+    for server in pair.servers.values():
+        await asyncio.to_thread(server.flush)
 
 
 # -- deaths: each test leaves one server, and the next one starts another ---------------------------

@@ -232,10 +232,10 @@ async def test_one_damaged_byte_at_a_holder_is_another_answer(
         await asyncio.to_thread(server.flush)
 
 
-async def test_a_prefill_that_dies_in_mid_read_changes_no_answer(
+async def test_a_prefill_that_dies_in_mid_read_is_replaced_by_the_next_holder(
     fleet: Fleet, truth: ServerProcess, client: aiohttp.ClientSession, rng: random.Random
 ) -> None:
-    """The last test: one of the prefill servers is gone."""
+    """Decode has the prompt too. The last test: one of the prefill servers is gone."""
     async with routing(fleet, verdict_s=VERDICT_S) as router:
         first = await turn(client, router, random_prompt(rng, TOKENS + 3))
         for server in fleet.pd.decode:
@@ -254,6 +254,7 @@ async def test_a_prefill_that_dies_in_mid_read_changes_no_answer(
         assert second.prefill == reader.url
         told = await explained(client, router, second.id)
         assert read(told) == [(first.prefill, 0, TOKENS, "gone")]
-        assert told["moved_tokens"] == 0
+        assert (told["spare"]["from"], told["spare"]["end"]) == (first.decode, "done")
+        assert told["moved_tokens"] == TOKENS
         await the_same_as_cold(truth, second)
         nothing_is_left([reader, *fleet.pd.decode])

@@ -204,7 +204,7 @@ def test_what_another_one_holds_is_fetched_and_not_computed_again() -> None:
     ("matches", "expected"),
     [
         pytest.param({"b": Match(960)}, Fetch("b", 960), id="another one holds it"),
-        pytest.param({"b": Match(960, below={Tier.DISK: 900})}, Fetch("b", 60), id="only what is in memory"),
+        pytest.param({"b": Match(960, below={Tier.DISK: 900})}, Fetch("b", 60), id="a disk that is too slow"),
         pytest.param({"b": Match(960), "a": Match(960)}, None, id="the chosen one holds as much"),
         pytest.param({"b": Match(960), "a": Match(500)}, Fetch("b", 960), id="the chosen one holds less"),
         pytest.param({}, None, id="nobody holds it"),
@@ -366,7 +366,54 @@ def test_of_equal_holders_the_one_that_was_faster_is_read_from() -> None:
     assert wanted(found, decision, fleet, matches) == Fetch("c", 960)
     channels.told.clear()
     assert found.spans_for(TOKENS, KEY, "a", fleet, matches)
-    assert [name for name, _ in channels.told] == ["c"]
+    # And the other one is asked too, for the case that this does not come.
+    assert [name for name, _ in channels.told] == ["c", "b"]
+
+
+def test_a_disk_is_read_from_while_it_is_fast_enough() -> None:
+    """What instances tell of it is weighed for both, the disk and the way from there."""
+    now = [0.0]
+    found = fetching(now=lambda: now[0])
+    costs, slow = found._costs, costs_of(found, 900)
+    matches, decision = {"b": Match(960, below={Tier.DISK: 900})}, Decision("a", Reason.REBALANCED)
+    costs.observe_load("b", slow, slow / 100)
+    assert costs_of(found, 900) < slow / 2
+    assert wanted(found, decision, FLEET, matches) == Fetch("b", 960)
+    own = {**matches, "a": Match(970, below={Tier.DISK: 970})}
+    assert wanted(found, decision, FLEET, own) is None, "what its own disk has, it reads there"
+    note = found.begin(flight(), (Fetch("b", 960),), decision, FLEET, matches)
+    assert note is not None
+    (span,) = note.read
+    assert (span.tier, span.told()["loading_s"]) == ("disk", costs_of(found, 900))
+    assert 0 < span.loading_s < span.expected_s
+    found.on_message("a", fetched(seconds=30.0))
+    assert costs_of(found, 900) > slow
+    assert wanted(found, decision, FLEET, matches) is None
+    found.forget("a")
+    costs.forget("b")
+    assert costs_of(found, 900) == slow
+
+
+def costs_of(found: Fetching, tokens: int) -> float:
+    """What b's disk is expected to take."""
+    return found._costs.load_s(instance("b"), Tier.DISK, tokens)
+
+
+def test_who_has_it_too_is_asked_for_the_case_that_it_does_not_come() -> None:
+    channels = Channels({name: registration(name) for name in "abc"})
+    found = fetching(channels)
+    fleet, matches = (*FLEET, instance("c")), {"b": Match(960), "c": Match(900)}
+    note = found.begin(flight(), (Fetch("b", 960),), Decision("a", Reason.FETCH), fleet, matches)
+    assert note is not None
+    assert [name for name, _ in channels.told] == ["b", "c", "a"]
+    message = channels.told[-1][1]
+    assert isinstance(message, agent_messages.Fetch)
+    assert [span.tokens for span in message.spans] == [960, 900]
+    ends = (FetchedSpan("gone", 0, 0.1), FetchedSpan("done", 900, 0.1))
+    found.on_message("a", Fetched(b"e" * 16, "r1", False, "done", ends))
+    told = note.told()
+    assert (told["plan"][0]["end"], told["spare"]["from"], told["spare"]["end"]) == ("gone", "c", "done")
+    assert (note.moved, note.headers()["x-kv-fetch-source"]) == (900, "b,c")
 
 
 def test_a_request_waits_longer_for_a_holder_that_computes() -> None:

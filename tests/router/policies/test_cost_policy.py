@@ -496,7 +496,7 @@ def test_every_decision_can_be_followed(policy, prompt, fleet, matches, costs) -
     place = trusted.get(chosen.name, Match(0)).in_memory
     for fetch in decision.fetch:
         assert fetch.source != chosen.name
-        assert place < fetch.tokens <= trusted[fetch.source].in_memory
+        assert place < fetch.tokens <= trusted[fetch.source].tokens
         place = fetch.tokens
     assert not any(math.isnan(score) for score in decision.scores.values())
     again = choose(tuple(reversed(fleet)), matches, costs, prompt, policy)

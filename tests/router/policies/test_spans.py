@@ -117,9 +117,23 @@ FAST, SLOW = (5.0, 0.1), (5.0, 0.5)
         pytest.param(
             {"a": Match(900, below={Tier.DISK: 400})},
             {"a": FAST},
-            [("a", "hbm", 0, 500), (None, None, 500, 1000)],
-            55 + 500,
-            id="of a peer, only what is in memory",
+            [("a", "disk", 0, 900), (None, None, 900, 1000)],
+            0.5 * 400 + 95 + 100,
+            id="a peer's disk, which it loads from first",
+        ),
+        pytest.param(
+            {"a": Match(900, below={Tier.DISK: 400}), "b": Match(600)},
+            {"a": (5.0, 0.2), "b": FAST},
+            [("b", "hbm", 0, 600), ("a", "disk", 600, 900), (None, None, 900, 1000)],
+            65 + 0.5 * 400 + 65 + 100,
+            id="memory of one, the disk of another, which begins where its memory ends",
+        ),
+        pytest.param(
+            {"t": Match(900, below={Tier.DISK: 900}), "a": Match(900, below={Tier.DISK: 300})},
+            {"a": FAST},
+            [("a", "hbm", 0, 600), ("t", "disk", 600, 900), (None, None, 900, 1000)],
+            65 + 150 + 100,
+            id="what its own disk has, it reads there",
         ),
     ],
 )
@@ -159,6 +173,30 @@ def test_for_a_hint_all_is_read_whatever_computing_takes() -> None:
     matches, costs = {"a": Match(900), "b": Match(600)}, Seconds({"a": (5.0, 2.0), "b": FAST})
     plan = plan_of(matches, costs, whole=True)
     assert told(plan)[:2] == [("b", "hbm", 0, 600), ("a", "hbm", 600, 900)]
+
+
+def test_the_disk_of_a_peer_may_take_longer_than_computing() -> None:
+    costs = Seconds({"a": FAST}, loads={Tier.DRAM: 0.1, Tier.DISK: 1.5})
+    plan = plan_of({"a": Match(900, below={Tier.DISK: 400})}, costs)
+    assert told(plan) == [("a", "hbm", 0, 500), (None, None, 500, 1000)]
+
+
+@pytest.mark.parametrize(
+    ("matches", "spare"),
+    [
+        pytest.param({"a": Match(900)}, None, id="nobody else"),
+        pytest.param({"a": Match(900), "b": Match(900), "c": Match(600)}, ("b", 0, 900), id="as much"),
+        pytest.param({"a": Match(900), "b": Match(500), "c": Match(600)}, ("c", 0, 600), id="less"),
+        pytest.param({"a": Match(900), "b": Match(900, below={Tier.DISK: 900})}, None, id="on disk only"),
+        pytest.param({"a": Match(900), "t": Match(400), "b": Match(300)}, None, id="what is here"),
+    ],
+)
+def test_who_is_read_from_instead(matches: dict[str, Match], spare: tuple[str, int, int] | None) -> None:
+    plan = plan_of(matches, Seconds({"a": (1.0, 0.1), "b": (9.0, 0.2), "c": (9.0, 0.2)}))
+    assert plan is not None
+    assert [span.source for span in plan.read] == ["a"]
+    found = plan.spare
+    assert (None if found is None else (found.source, found.start, found.end)) == spare
 
 
 def test_a_decisions_own_word_is_followed() -> None:
@@ -203,8 +241,15 @@ def all_sums(
             places = (memory, *cuts, end)
             for sources in itertools.product(names, repeat=len(places) - 1):
                 spans = list(zip(sources, places, places[1:], strict=False))
-                if all(matches[s].in_memory >= stop for s, _, stop in spans):
-                    moving = sum(costs.transfer_s(instance(s), T, stop - start) for s, start, stop in spans)
+                if all(
+                    matches[s].tokens >= stop and (matches[s].in_memory >= stop or stop > own.tokens)
+                    for s, _, stop in spans
+                ):
+                    moving = sum(
+                        costs.transfer_s(instance(s), T, stop - start)
+                        + costs.load_s(T, Tier.DISK, max(0, stop - matches[s].in_memory))
+                        for s, start, stop in spans
+                    )
                     rest = float(max(1, tokens - end))
                     if own.tokens > end:
                         reach = min(own.tokens, tokens)
@@ -236,7 +281,7 @@ def test_no_other_way_is_faster(
         place = span.end
     assert place == tokens or own.tokens > tokens
     assert plan.read
-    assert all(matches[span.source or ""].in_memory >= span.end for span in plan.read)
+    assert all(matches[span.source or ""].tokens >= span.end for span in plan.read)
 
 
 def test_of_many_holders_the_farthest_places_are_tried() -> None:

@@ -1,0 +1,219 @@
+"""Two ranks of two instances in one process, which exchange KV: everything is real but the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from engine_movers import until
+from engine_scheduler import Settings
+from engine_simulation import Rank, Scenario
+from sglang.srt.managers.schedule_batch import Req
+
+from sglang_ext.disagg.transfer.config import EndpointConfig
+from sglang_ext.disagg.transports import TransportName
+from sglang_ext.engine.peers.fetch_link import FetchLink, arena_pool, peer_name
+from sglang_ext.engine.peers.fetches import FetchResult
+from sglang_ext.engine.peers.peer_kv import PeerKv
+from sglang_ext.engine.prefetch.advice import Advice
+from sglang_ext.engine.ranks import Least
+from sglang_ext.engine.transfer_thread import TransferThread
+from sglang_ext.keys import encode_tokens
+from sglang_ext.patches.adapter.hbm import pool_geometry
+from sglang_ext.protocol.agent import TO_AGENT, Export, Fetch, FetchSpan, Source, ToAgent
+from sglang_ext.testing.fakes import FakeClock
+from sglang_ext.tiered_store.tier import BlockTier
+
+BLOCK = 4
+EPOCH = b"e" * 16
+HEARTBEAT = 0.5
+LONG = 30.0
+"""Seconds of silence after which nobody in a test takes another for dead by itself."""
+SCENARIO = Scenario(
+    "two instances",
+    hbm_tokens=240,
+    dram_blocks=300,
+    settings=Settings(chunk=None, new_token_ratio=0.05),
+)
+WITH_DISK = dataclasses.replace(SCENARIO, disk_blocks=400)
+
+
+def spans(endpoints: tuple[str, ...], export: str, tokens: int = 10_000) -> tuple[FetchSpan, ...]:
+    """One span, up to the leading ``tokens`` tokens."""
+    return (FetchSpan(Source(endpoints, export), tokens),)
+
+
+def prompt(number: int, blocks: int) -> list[int]:
+    """Prompts that share nothing; one token more than whole blocks, so that all of them may match."""
+    return [1000 * number + i for i in range(blocks * BLOCK + 1)]
+
+
+@dataclass(eq=False)
+class Server:
+    """One rank with its link, as a server of one rank has it."""
+
+    rank: Rank
+    link: FetchLink
+    peers: PeerKv
+    advice: Advice
+    told_of: list[FetchResult]
+
+    @classmethod
+    def of(cls, rank: Rank, told_of: list[FetchResult]) -> Server:
+        peers, prefetcher = rank.cache.peers, rank.cache.prefetcher
+        assert peers is not None
+        assert prefetcher is not None
+        link: Any = peers._link
+        return cls(rank, link, peers, Advice(prefetcher, peers=peers), told_of)
+
+    def told(self, message: ToAgent) -> None:
+        """A router's message, on the way that it takes; an export is made in the same pass."""
+        self.advice.handle_command(TO_AGENT.encode(message))
+        if isinstance(message, Export):
+            self.rank.ranks.each_pass()
+
+    def passes_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Passes of the scheduler's loop until something holds."""
+
+        def once() -> bool:
+            self.rank.scheduler.step()
+            self.rank.check()
+            return condition()
+
+        until(once, what)
+
+    def in_dram(self, tokens: list[int], salt: str | None = None) -> int:
+        """Tokens, found without counting as a use."""
+        held = self.rank.tree.holders((0, None, salt), encode_tokens(tokens))
+        return held.get(self.rank.dram_holder, 0)
+
+    def finish(self, req: Req) -> Req:
+        """Passes until a request has ended."""
+        self.passes_until(lambda: self.rank.scheduler.idle and req.finished(), "the request")
+        return req
+
+    def serve(self, tokens: list[int]) -> None:
+        """A request, and its KV in DRAM."""
+        self.rank.serve(tokens)
+        self.settle()
+
+    def settle(self) -> None:
+        self.rank.settle()
+
+
+MakeServer = Callable[..., Server]
+
+
+@pytest.fixture(name="make_server")
+def servers() -> Iterator[MakeServer]:
+    made: list[Server] = []
+
+    def make(
+        scenario: Scenario = SCENARIO,
+        *,
+        namespace: str = "same",
+        transports: tuple[TransportName, ...] = (),
+        clock: FakeClock | None = None,
+        tp: tuple[int, int] = (0, 1),
+        least: Least | None = None,
+        dead_after: float = LONG,
+        disk_class: Callable[[BlockTier], BlockTier] = lambda disk: disk,
+    ) -> Server:
+        number, ranks = tp
+        name = peer_name(f"server {len(made)}", EPOCH)
+        config = EndpointConfig(
+            name, "model", rank=number, transports=transports, heartbeat=HEARTBEAT, dead_after=dead_after
+        )
+        told: list[FetchResult] = []
+
+        def transfers(rank: Rank) -> TransferThread:
+            assert rank.arena is not None
+            geometry = pool_geometry(
+                rank.pools.tensors,
+                block_tokens=BLOCK,
+                page_tokens=rank.pools.kind.page,
+                first_layer=rank.pools.kind.start_layer,
+                model_layers=rank.pools.kind.start_layer + rank.pools.kind.layers,
+                tp_rank=number,
+                tp_size=ranks,
+                model_kv_heads=2 * ranks,
+            )
+            return TransferThread(config, [arena_pool(rank.arena, geometry, namespace)])
+
+        def peers(rank: Rank, transfers: TransferThread) -> PeerKv:
+            assert rank.tier is not None
+            return PeerKv(
+                rank.tree,
+                rank.tier,
+                FetchLink(transfers),
+                rank.ranks,
+                namespace=rank.weights.namespace,
+                disk=rank.promotions,
+                fresh=lambda: rank.weights.as_started,
+                tell=told.append,
+                rank=number,
+                endpoints=ranks,
+                clock=clock,
+            )
+
+        rank = Rank(scenario, least=least, transfers=transfers, peers=peers, disk_class=disk_class)
+        made.append(Server.of(rank, told))
+        return made[-1]
+
+    yield make
+    for server in reversed(made):  # readers first: who asks a server that has ended waits for it
+        server.rank.close()
+
+
+def lend_and_fetch(
+    owner: Server, reader: Server, tokens: list[int], *, salt: str | None = None, wait_s: float = 30.0
+) -> None:
+    """What a router does for a request: tell both."""
+    key = encode_tokens(tokens)
+    owner.told(Export("export", key, cache_salt=salt))
+    reader.told(Fetch("r1", key, spans((owner.link.address,), "export"), cache_salt=salt, wait_s=wait_s))
+
+
+def served(make_server: MakeServer) -> tuple[Server, Server, list[int]]:
+    """An owner that has the KV of a prompt of 20 blocks in DRAM, a reader, and the prompt."""
+    owner, reader, tokens = make_server(), make_server(), prompt(1, 20)
+    owner.serve(tokens)
+    return owner, reader, tokens
+
+
+def offered(reader: Server) -> Any:
+    """The fetch under way, once the owner has said which blocks it exports."""
+    (fetch,) = reader.peers.fetches._active
+    until(lambda: fetch.job.offered is not None, "the offer")
+    return fetch
+
+
+def fetched(server: Server) -> None:
+    server.passes_until(lambda: not server.peers.fetches.busy, "the fetch")
+
+
+def exported(server: Server) -> int:
+    return server.peers.exports.exported_blocks
+
+
+@contextmanager
+def silent(server: Server) -> Iterator[None]:
+    """Its transfer thread says nothing while the block runs, as if the process had died."""
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        go_on.wait(30)
+
+    assert server.rank.cache.transfers is not None
+    server.rank.cache.transfers.loop.call_soon_threadsafe(hold)
+    try:
+        assert held.wait(10)
+        yield
+    finally:
+        go_on.set()
