@@ -110,7 +110,7 @@ def test_the_end_waits_for_the_disk(server: ServerProcess, prompt: list[int], fa
     assert answer.stages.total < SLOW < answer.seconds
     assert_same(server.generate(prompt, max_new_tokens=8, cache_salt="other"), answer)
     wait_for_metric(server, "acked_answers_total", 'end="durable"', 2)
-    # The write begins when the prompt is computed: what its 8 tokens took, the end had not to wait for any more.
+    # The write begins when the prompt is computed: what its 8 tokens took, the end did not have to wait for.
     wait_for_metric(server, "durability_wait_seconds_sum", "", SLOW - answer.stages.total)
 
 
