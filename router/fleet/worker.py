@@ -123,7 +123,12 @@ class WorkerApi:
         architectures = model.get("architectures") or [model.get("model_type")]
         return InstanceFacts(
             model=ModelFacts(
-                name=str(model.get("served_model_name") or model.get("model_path")),
+                # As it was started: SGLang names a server after the path of an update of its weights.
+                name=str(
+                    server.get("served_model_name")
+                    or model.get("served_model_name")
+                    or model.get("model_path")
+                ),
                 architecture=str(architectures[0]),
                 vocab_size=await self._vocab_size(url, timeout_s) if generates else 0,
                 context_length=context_length,

@@ -69,7 +69,7 @@ EXCHANGES = (
         "/server_info",
         only=(
             *("startup_time", "random_seed", "api_key", "allow_auto_truncate", "chat_template"),
-            *("completion_template", "version", "internal_states"),
+            *("completion_template", "version", "internal_states", "served_model_name"),
         ),
         depth=1,
     ),

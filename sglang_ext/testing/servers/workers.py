@@ -86,6 +86,7 @@ class StandInWorker:
         self.server_info: Json = {
             "startup_time": {"scheduler_e2e": float(next(_serial))},
             "random_seed": 1,
+            "served_model_name": name,
             "api_key": None,
             "allow_auto_truncate": False,
             "chat_template": None,

@@ -155,6 +155,17 @@ async def test_other_weights_and_restarts_clear_the_index(
     await eventually(lambda: router.trees.tokens_of(worker.url) == 0)
 
 
+async def test_weights_from_another_path_make_no_other_model(start_worker, start_router, eventually) -> None:
+    """SGLang names a server after the path of an update of its weights; it is let in again all the same."""
+    updated, other = await start_worker(), await start_worker()
+    router = await start_router(updated, other)
+    updated.model_info |= {"model_path": "/fine-tune", "served_model_name": "/fine-tune"}
+    router.members.drain(updated.url, 10.0)
+    await eventually(lambda: router.fleet.rows[updated.url].state is State.LEFT)
+    router.members.resume(updated.url)
+    await eventually(lambda: router.fleet.rows[updated.url].state is State.READY)
+
+
 async def test_a_worker_that_comes_back_is_used_again(start_router, client, eventually, tokenizer) -> None:
     body = {"text": "x", "sampling_params": {"max_new_tokens": 1}}
     async with running_worker(StandInWorker(tokenizer=tokenizer)) as worker:
