@@ -21,16 +21,18 @@ from sglang_ext.testing.models import RECIPES
 from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port
 
 MODEL = "small"
-TOKEN_BYTES = RECIPES[MODEL].kv_elements_per_token * 4
+MODELS = tuple(name for name, recipe in RECIPES.items() if recipe.has_weights)
+BLOCK_TOKENS = 16
 REGISTER_S = 40.0
 
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """Of one instance, in tokens."""
+    """Of one instance, in tokens. disk: 0 where there is none."""
 
     hbm: int = 16_384
     dram: int = 131_072
+    disk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,21 @@ def is_ours(kind: str) -> bool:
     return kind.startswith("ours")
 
 
-def server_flags(kind: str, tiers: Tiers, router_port: int) -> tuple[str, ...]:
-    """Flags of the servers of a kind: the same, but for what keeps KV."""
+def bytes_per_token(model: str) -> int:
+    """Of a model's KV, in float32."""
+    return RECIPES[model].kv_elements_per_token * 4
+
+
+def server_flags(
+    kind: str, tiers: Tiers, router_port: int, model: str = MODEL, disk: Path | None = None
+) -> tuple[str, ...]:
+    """Flags of the servers of a kind: the same, but for what keeps KV.
+
+    Args:
+        disk: where the one server that gets these flags has its disk tier, if ``tiers`` has one.
+    """
+    token_bytes = bytes_per_token(model)
+    below = ("--kv-disk-path", str(disk), "--kv-disk-size", str(tiers.disk * token_bytes))
     common = (
         # No prompt here is long enough that chunks would help; each would be a pass more.
         *("--chunked-prefill-size", "-1", "--max-total-tokens", str(tiers.hbm)),
@@ -74,7 +89,8 @@ def server_flags(kind: str, tiers: Tiers, router_port: int) -> tuple[str, ...]:
     )
     ours = (
         *("--radix-cache-backend", "global", "--kv-router", f"http://127.0.0.1:{router_port}"),
-        *("--kv-dram-size", str(tiers.dram * TOKEN_BYTES)),
+        *("--kv-dram-size", str(tiers.dram * token_bytes)),
+        *(below if tiers.disk else ()),
     )
     kept = {
         "no cache": ("--disable-radix-cache",),
@@ -89,23 +105,31 @@ def server_flags(kind: str, tiers: Tiers, router_port: int) -> tuple[str, ...]:
 class Fleet:
     """Servers of one kind, all running; ``routed`` puts a router before them."""
 
-    def __init__(self, kind: str, instances: int, tiers: Tiers, link: float | None = None) -> None:
+    def __init__(
+        self, kind: str, instances: int, tiers: Tiers, link: float | None = None, model: str = MODEL
+    ) -> None:
         """link: bytes per second from DRAM to HBM; None for as fast as this machine copies."""
         self.kind = kind
+        self.token_bytes = bytes_per_token(model)
+        self._folder = tempfile.TemporaryDirectory(prefix="advisory-")
         self._router_port = free_port()
         specs = [
             ServerSpec(
-                model=MODEL,
-                flags=server_flags(kind, tiers, self._router_port),
+                model=model,
+                flags=server_flags(kind, tiers, self._router_port, model, self._disk(number)),
                 environment={"OMP_NUM_THREADS": "1"} | ({} if link is None else {LINK: str(link)}),
                 run=ServerSpec.run if link is None else (str(Path(__file__).with_name("slow_link.py")),),
             )
-            for _ in range(instances)
+            for number in range(instances)
         ]
         self.servers = [ServerProcess(spec) for spec in specs]
         self.first = False
         """Whether the kernel puts the servers before other work."""
-        self._folder = tempfile.TemporaryDirectory(prefix="advisory-")
+
+    def _disk(self, number: int) -> Path:
+        path = Path(self._folder.name) / f"disk-{number}"
+        path.mkdir()
+        return path
 
     def __enter__(self) -> Fleet:
         with contextlib.ExitStack() as stack:
@@ -146,6 +170,19 @@ class Fleet:
         """Empty every tier of every server."""
         for server in self.servers:
             server.flush()
+
+    def disk_tokens(self) -> int:
+        """Tokens of KV that servers of ours have read from their disks since they started."""
+        if self.kind != "ours":
+            return 0
+        return BLOCK_TOKENS * sum(
+            int(count)
+            for server in self.servers
+            for sample, count in server.metrics().items()
+            if sample.startswith("sglang_ext_cache_tier_blocks_total{")
+            and 'tier="disk"' in sample
+            and 'event="got_done"' in sample
+        )
 
     def settle(self, seconds: float = 0.5) -> None:
         """Wait until nothing runs, and what is written behind is written."""

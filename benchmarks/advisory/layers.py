@@ -16,7 +16,7 @@ import statistics
 from collections import defaultdict
 
 from benchmarks.advisory.figures import WITHIN
-from benchmarks.advisory.fleet import TOKEN_BYTES, Fleet, System, progress
+from benchmarks.advisory.fleet import Fleet, System, progress
 from benchmarks.advisory.play import Player, Scene
 from benchmarks.advisory.talks import Ask, Talk, fresh
 from benchmarks.lib.common import SEED, Report, percentile
@@ -47,7 +47,7 @@ def measure_layers(
         scene = Scene("layers", SEED, 0.0, hints=True)
         Player(url, scene).announced(
             [Talk(past.name, past.past, ask) for past, ask in zip(pasts, asks, strict=True)],
-            SETTLE_S + sessions * LENGTH * TOKEN_BYTES / LINK,
+            SETTLE_S + sessions * LENGTH * fleet.token_bytes / LINK,
         )
         again = [one.ttft for one in scene.served if one.turn == 2 and one.hbm >= LENGTH]
         hit = statistics.median(again)
@@ -70,7 +70,7 @@ def measure_layers(
         whole_in_hbm=in_hbm / rounds,
         hit_ms=1e3 * statistics.median(hits),
         ttft_p50_ms=1e3 * percentile(first, 50),
-        load_ms=1e3 * LENGTH * TOKEN_BYTES / LINK,
+        load_ms=1e3 * LENGTH * fleet.token_bytes / LINK,
         layers_used=sum(v for k, v in metrics.items() if k.startswith(MOVED) and '"used"' in k),
     )
     progress(f"{system.name}: {served} of {sessions} announced sessions within {WITHIN} of an HBM hit")

@@ -18,9 +18,10 @@ from benchmarks.advisory.figures import (
     not_hidden,
 )
 from benchmarks.advisory.fleet import HINTED, RECOMPUTE, Fleet, System, progress, router_counts
+from benchmarks.advisory.graphs import Call, fan_out, logged
 from benchmarks.advisory.plan import Plan
 from benchmarks.advisory.play import Player, Scene
-from benchmarks.advisory.talks import FRESH, Encode, Shape, agents, turns_of, users
+from benchmarks.advisory.talks import FRESH, Encode, Shape, turns_of, users
 from benchmarks.lib.common import SEED, Report, Value, percentile
 
 WARM_AT_ONCE = 4
@@ -29,6 +30,7 @@ FEW, FEW_LONGER = 6, 2
 """Fewer users than this are measured for so many times longer: they send little."""
 MOVED = "sglang_ext_router_hint_tokens_total"
 PREFILL_TOKENS = 512
+CHATDEV, FAN_OUT = "agents, all edges", "agents, fan-out"
 EVEN_ANSWERS = 24
 """Tokens of every answer where hints are missing: each request then says as much as any other."""
 
@@ -65,8 +67,10 @@ class Parts:
 
     def systems(self, fleet: Fleet, system: System, url: str, count: int) -> None:
         scene = self._scene(system, self.plan.seconds * (FEW_LONGER if count < FEW else 1))
+        read = fleet.disk_tokens()
         moved = self._people(fleet, system, url, scene, count, self.shape)
-        self.report.add("systems", system=system.name, users=count, **self._row(fleet, scene))
+        row = {**self._row(fleet, scene), "from_disk": fleet.disk_tokens() - read}
+        self.report.add("systems", system=system.name, users=count, **row)
         if system is HINTED:
             self._hidden(fleet, scene, count, moved)
 
@@ -183,19 +187,41 @@ class Parts:
         )
 
     def agents(self, fleet: Fleet, system: System, url: str) -> None:
-        chains = agents(self._folder, self.plan.runs, self.plan.calls, SEED, self.shape)
+        """The one agent that is called next is hinted."""
+        self._agents("agents", self._logged(), fleet, system, url)
+
+    def graph(self, fleet: Fleet, system: System, url: str) -> None:
+        """All agents that may be called next are hinted: one of them is called, then all of them are."""
+        self._agents(CHATDEV, self._logged(all_edges=True), fleet, system, url)
+        plan = self.plan
+        runs = fan_out(self._folder, plan.runs, plan.fan_out_rounds, SEED, self.shape)
+        self._agents(FAN_OUT, runs, fleet, system, url)
+
+    def _logged(self, *, all_edges: bool = False) -> list[list[Call]]:
+        plan = self.plan
+        return logged(self._folder, plan.runs, plan.calls, SEED, self.shape, all_edges=all_edges)
+
+    def _agents(
+        self, case: str, runs: Sequence[Sequence[Call]], fleet: Fleet, system: System, url: str
+    ) -> None:
         scene = self._scene(system, 0.0)
         fleet.flush()
-        seconds = Player(url, scene).chains(chains)
+        read = fleet.disk_tokens()
+        seconds = Player(url, scene).agents(runs)
+        progress(f"{system.name}, {case}: {len(scene.served)} calls, {max(seconds):.0f} s")
         self.report.add(
-            "agents",
+            case,
             system=system.name,
-            runs=len(chains),
+            runs=len(runs),
             requests=len(scene.served),
             run_s=sum(seconds) / len(seconds),
             last_s=max(seconds),
-            of_it_ttft_s=sum(one.ttft for one in scene.served) / len(chains),
+            of_it_ttft_s=sum(one.ttft for one in scene.served) / len(runs),
             in_hbm=_in_hbm(scene.served),
+            from_disk=fleet.disk_tokens() - read,
+            hints=scene.hints_sent,
+            hints_refused=scene.hints_refused,
+            hinted=sum(one.hinted for one in scene.served),
             normalized_ms=1e3 * normalized_latency(scene.served),
             **_ttft(scene.served),
         )

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from benchmarks.advisory.fleet import BY_LAYER, HINTED, RECOMPUTE, STOCK, SYSTEMS, UNHINTED, WHOLE, Tiers
+from benchmarks.advisory.fleet import (
+    BY_LAYER,
+    HINTED,
+    MODEL,
+    MODELS,
+    RECOMPUTE,
+    STOCK,
+    SYSTEMS,
+    UNHINTED,
+    WHOLE,
+    Tiers,
+)
 from benchmarks.advisory.talks import Shape
 from benchmarks.lib.common import Options
 from benchmarks.lib.data import data_flag
 from sglang_ext.flags import flag, one_of
 
-PARTS = ("systems", "hits", "missing", "priority", "prefill", "balance", "agents", "layers")
+PARTS = ("systems", "hits", "missing", "priority", "prefill", "balance", "agents", "graph", "layers")
 QUICK_PARTS = ("systems", "hits", "missing")
+SERVERS = "each server: model "
+"""How the note begins that says what servers a report is about."""
 WORDS = {system.word: system for system in (*SYSTEMS, WHOLE, BY_LAYER)}
 
 
@@ -35,7 +48,8 @@ class Plan:
     """How much is measured.
 
     counts: users by system; the one that all share is ``main``. varied_s, slice_s: of the parts that vary
-    something, and of its turns. runs, calls: of agents. sessions, rounds: of the part ``layers``.
+    something, and of its turns. runs, calls: of agents. fan_out_rounds: of each run that fans out. sessions,
+    rounds: of the part ``layers``.
     """
 
     main: int
@@ -48,6 +62,7 @@ class Plan:
     hits: int
     runs: int
     calls: int
+    fan_out_rounds: int
     tiers: Tiers = field(default_factory=Tiers)
     crowd: Crowd = field(default_factory=Crowd)
     sessions: tuple[int, ...] = (6, 9, 12, 15)
@@ -67,6 +82,7 @@ QUICK = Plan(
     hits=32,
     runs=3,
     calls=8,
+    fan_out_rounds=3,
     tiers=Tiers(hbm=12_288),
     crowd=Crowd(seconds=30.0, settling_s=6.0),
     sessions=(12,),
@@ -82,6 +98,7 @@ TINY = Plan(
     hits=2,
     runs=1,
     calls=2,
+    fan_out_rounds=1,
     tiers=Tiers(hbm=12_288),
     crowd=Crowd(users=2, seconds=1.0, settling_s=0.1),
     sessions=(8,),
@@ -98,6 +115,7 @@ FULL = Plan(
     hits=140,
     runs=5,
     calls=10,
+    fan_out_rounds=4,
 )
 
 
@@ -113,6 +131,11 @@ class AdvisoryOptions(Options):
         tuple(WORDS), "Which systems to measure; all of these.", one_of(*WORDS), several="+"
     )
     instances: int = flag(2, "Servers of each system.")
+    model: str = flag(MODEL, "Which tiny model, in float32.", one_of(*MODELS))
+    dram_tokens: int | None = flag(
+        None, "DRAM of each server that has any, in tokens. Not given: more than all sessions need."
+    )
+    disk_tokens: int = flag(0, "A disk tier below DRAM, in tokens for each server. 0: none.")
     pace: float = flag(Shape().pace, "How much shorter pauses are.")
     sglang_router_python: Path | None = flag(None, "Interpreter of an environment with sglang-router.")
     add_to: Path | None = flag(
@@ -122,3 +145,15 @@ class AdvisoryOptions(Options):
         metavar="FILE",
     )
     plots: Path | None = flag(None, "Also write the figures there, as SVG.", metavar="DIR")
+
+    def tiers(self, planned: Tiers) -> Tiers:
+        """Those of each server, where the plan has these."""
+        dram = planned.dram if self.dram_tokens is None else self.dram_tokens
+        return replace(planned, dram=dram, disk=self.disk_tokens)
+
+    @property
+    def servers(self) -> str:
+        """What two runs must share to be one report."""
+        dram = "DRAM as planned" if self.dram_tokens is None else f"DRAM of {self.dram_tokens} tokens"
+        disk = f"a disk of {self.disk_tokens} tokens" if self.disk_tokens else "no disk"
+        return f"{SERVERS}{self.model}, {dram}, {disk}"

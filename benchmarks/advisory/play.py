@@ -14,7 +14,8 @@ from typing import Any
 import aiohttp
 
 from benchmarks.advisory.figures import Served, Told
-from benchmarks.advisory.talks import Ask, Call, Talk, drawn
+from benchmarks.advisory.graphs import Call
+from benchmarks.advisory.talks import Ask, Talk, drawn
 from benchmarks.lib.quiet import stolen_s
 from sglang_ext.tasks import Tasks
 
@@ -133,13 +134,13 @@ class Player:
 
         asyncio.run(play())
 
-    def chains(self, chains: Sequence[Sequence[Call]]) -> list[float]:
+    def agents(self, runs: Sequence[Sequence[Call]]) -> list[float]:
         """Runs of agents, all at once; the seconds that each took."""
 
         async def play() -> list[float]:
             async with self._open():
                 self._begin = time.perf_counter()
-                return list(await asyncio.gather(*(self._chain(chain) for chain in chains)))
+                return list(await asyncio.gather(*(self._agents(run) for run in runs)))
 
         return asyncio.run(play())
 
@@ -174,21 +175,32 @@ class Player:
         history += [*new, *answer]
         return True
 
-    async def _chain(self, chain: Sequence[Call]) -> float:
+    async def _agents(self, run: Sequence[Call]) -> float:
         begin = time.perf_counter()
         said: dict[str, list[int]] = {}
-        for number, call in enumerate(chain):
-            history = said.get(call.session, [])[: call.keeps]
+        hinted: set[str] = set()
+        answered = [asyncio.Event() for _ in run]
+
+        async def one(place: int, call: Call) -> None:
+            for before in call.after:
+                await answered[before].wait()
             await asyncio.sleep(call.pause_s)
-            if self._scene.hints and number + 1 < len(chain) and chain[number + 1].session in said:
-                # The graph of calls is known: while this one works, the next one's KV can move.
-                self._aside(self._hint(chain[number + 1].session, 0, chain[number + 1].earliest_s))
+            history = said.get(call.session, [])[: call.keeps]
+            announced = call.session in hinted
+            hinted.discard(call.session)
+            for edge in call.edges if self._scene.hints else ():
+                if edge.session in said:
+                    # While this one works, the KV of those behind it can move.
+                    hinted.add(edge.session)
+                    self._aside(self._hint(edge.session, 0, edge.earliest_s))
             served, answer = await self._send(
-                call.session, number, [*history, *call.new], len(history), call.answer,
-                hinted=self._scene.hints and bool(history),
-            )  # fmt: skip
+                call.session, place, [*history, *call.new], len(history), call.answer, hinted=announced
+            )
             await self._keep(served)
             said[call.session] = [*history, *call.new, *answer]
+            answered[place].set()
+
+        await asyncio.gather(*(one(place, call) for place, call in enumerate(run)))
         return time.perf_counter() - begin
 
     # -- on the wire --------------------------------------------------------------------------------

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.advisory.figures import times_the_users, users_at
-from benchmarks.advisory.fleet import BY_LAYER, HINTED, RECOMPUTE, STICKY, STOCK, WHOLE
+from benchmarks.advisory.fleet import BY_LAYER, HINTED, RECOMPUTE, STICKY, STOCK, UNHINTED, WHOLE
+from benchmarks.advisory.parts import CHATDEV, FAN_OUT
+from benchmarks.advisory.plan import SERVERS
 from benchmarks.lib.common import Report, Row, Value
 
 EQUAL = 4
@@ -23,7 +25,7 @@ def add_to(report: Report, path: Path) -> None:
     """Begin a report with what an earlier one has measured.
 
     Raises:
-        ValueError: the file holds no report of this benchmark.
+        ValueError: the file holds no report of this benchmark, or one of other servers.
     """
     try:
         told = json.loads(path.read_text())
@@ -34,6 +36,13 @@ def add_to(report: Report, path: Path) -> None:
         raise ValueError(
             f"--add-to {path}: no report of `benchmarks.{report.name}` ({error}); give the file of --json"
         ) from error
+    theirs = next((note for note in notes if note.startswith(SERVERS)), None)
+    ours = next((note for note in report.notes if note.startswith(SERVERS)), None)
+    if theirs != ours:
+        raise ValueError(
+            f"--add-to {path}: a report of other servers ({theirs or 'it does not say which'}; now: {ours}); "
+            "give the same --model, --dram-tokens and --disk-tokens, or begin another report"
+        )
     report.rows[:0] = rows
     report.notes[:0] = [note for note in notes if " ms per token: " not in note]
 
@@ -56,6 +65,7 @@ def summarise(report: Report) -> None:
     _users(report)
     _balance(rows, summary)
     _layers(rows, summary)
+    _agents(rows, summary)
     for row in rows:
         name = str(row["case"])
         if name.endswith("of hints missing, by the line"):
@@ -125,6 +135,14 @@ def _balance(rows: Sequence[Row], summary: dict[str, Value]) -> None:
             ]
         if found:
             summary[key] = found[0]["max_over_median"]
+
+
+def _agents(rows: Sequence[Row], summary: dict[str, Value]) -> None:
+    """How long runs wait for first tokens when hints go along the edges, over how long without hints."""
+    for key, case in (("all_edges_wait_vs_unhinted", CHATDEV), ("fan_out_wait_vs_unhinted", FAN_OUT)):
+        waits = {row["system"]: _number(row["of_it_ttft_s"]) for row in rows if row["case"] == case}
+        if HINTED.name in waits and UNHINTED.name in waits:
+            summary[key] = waits[HINTED.name] / waits[UNHINTED.name]
 
 
 def _told(bounds: tuple[float, float]) -> str:

@@ -1,4 +1,4 @@
-"""The load of the advisory benchmark: people and agents in tokens, with the pauses that hints work in.
+"""The load of the advisory benchmark: people in tokens, with the pauses that hints work in.
 
 People are Symphony's (section 4, trace generation): a fixed number of them, each reading and typing at human
 speed in conversations that really were. The first conversation of each is under way when the measurement
@@ -12,20 +12,17 @@ conversation begins with has its full length, up to ``most_past`` tokens.
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.lib.traces import AgentCall, Session, Turn, agent_runs, people
+from benchmarks.lib.traces import Session, Turn, people
 
 Encode = Callable[[str], list[int]]
 """From text to tokens."""
 FRESH = (100, 30_000)
 """Where tokens come from that no log has."""
-AGENT_NEW_TOKENS = 64
-"""What a call at least adds to its session; the logs have lengths only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,67 +121,6 @@ def _ask(turn: Turn, encode: Encode, rng: random.Random, shape: Shape) -> Ask:
 def fresh(rng: random.Random, tokens: int) -> tuple[int, ...]:
     """So many tokens that nobody has seen."""
     return tuple(rng.randrange(*FRESH) for _ in range(tokens))
-
-
-# --- agents ---
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of an agent in a run.
-
-    keeps: leading tokens of its session that it repeats. new: tokens that follow. pause_s: since the call
-    before was answered. earliest_s: known from profiling when the call before begins.
-    """
-
-    session: str
-    keeps: int
-    new: tuple[int, ...]
-    answer: int
-    pause_s: float
-    earliest_s: float
-
-
-def agents(folder: Path, runs: int, calls: int, seed: int, shape: Shape) -> list[list[Call]]:
-    """So many logged runs of at most so many calls each, the longest runs first; from the first again where
-    the log has fewer. Of each, the calls from where agents begin to take turns: the cycles of review and
-    revision (Symphony, section 4.4), before which each agent is asked once and nothing can be kept.
-
-    The log has lengths and no text. A call repeats what its session has, as far as its length goes.
-    """
-    rng = random.Random(f"{seed}/agents")
-    logged = sorted(agent_runs(folder), key=len, reverse=True)
-    found = []
-    for number, run in enumerate(itertools.islice(itertools.cycle(logged), runs)):
-        lengths: dict[str, int] = {}
-        chain = []
-        begin = _taking_turns(run)
-        ended = run[begin].send_s
-        for call in run[begin : begin + calls]:
-            before = lengths.get(call.session, 0)
-            prompt = min(call.prompt_tokens, shape.most_past)
-            keeps = max(0, min(before, prompt - AGENT_NEW_TOKENS))
-            answer = max(4, call.completion_tokens // shape.answer_scale)
-            pause = min(max(0.0, call.send_s - ended) / shape.pace, shape.longest_pause_s)
-            new = fresh(rng, max(prompt - keeps, 1))
-            earliest = call.earliest_s / shape.pace / shape.answer_scale
-            chain.append(Call(f"{number}/{call.session}", keeps, new, answer, pause, earliest))
-            lengths[call.session] = keeps + len(new) + answer
-            ended = call.receive_s
-        found.append(chain)
-    return found
-
-
-def _taking_turns(run: Sequence[AgentCall]) -> int:
-    """Where the first agent is asked that is asked again after another one; 0 where there is none."""
-    for at, call in enumerate(run):
-        others = False
-        for later in run[at + 1 :]:
-            if later.session != call.session:
-                others = True
-            elif others:
-                return at
-    return 0
 
 
 # --- what is varied within a measurement ---

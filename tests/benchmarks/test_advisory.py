@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,11 @@ from aiohttp import web
 from benchmarks.advisory.__main__ import Benchmark, main
 from benchmarks.advisory.figures import Told
 from benchmarks.advisory.fleet import BY_LAYER, SYSTEMS, WHOLE, Tiers, server_flags
+from benchmarks.advisory.graphs import Call, Edge
 from benchmarks.advisory.plan import AdvisoryOptions
 from benchmarks.advisory.play import Player, Scene
 from benchmarks.advisory.slow_link import slowed
-from benchmarks.advisory.talks import Ask, Call, Talk
+from benchmarks.advisory.talks import Ask, Talk
 from benchmarks.lib.common import Report
 
 
@@ -201,17 +203,38 @@ def test_a_slow_link_takes_as_long_as_its_bytes() -> None:
     assert time.perf_counter() - begun >= 0.02
 
 
-def test_agents_hint_at_the_next_call_of_a_session_that_is_known(router: StandIn) -> None:
-    chain = [
-        Call("plan", 0, (1, 2, 3), 2, 0.0, 0.0),
-        Call("code", 0, (4, 5), 1, 0.0, 0.5),
-        Call("plan", 4, (6,), 1, 0.02, 0.25),
+def test_agents_hint_along_the_edges_at_sessions_that_are_known(router: StandIn) -> None:
+    run = [
+        Call("plan", 0, (1, 2, 3), 2, edges=(Edge("code", 0.5),)),
+        Call("code", 0, (4, 5), 1, after=(0,), edges=(Edge("plan", 0.25), Edge("test", 0.25))),
+        Call("plan", 4, (6,), 1, 0.02, after=(1,)),
     ]
     scene = Scene("a", 1, 0.0, hints=True)
-    (seconds,) = Player(router.url, scene).chains([chain])
+    (seconds,) = Player(router.url, scene).agents([run])
     assert seconds >= 0.02
     assert [prompt for _, prompt, _ in router.asked] == [[1, 2, 3], [4, 5], [1, 2, 3, 3, 6]]
     assert [(hint["session"], hint["earliest_s"]) for hint in router.hints] == [("a/plan", 0.25)]
+    assert [one.hinted for one in scene.served] == [False, False, True]
+
+
+def test_agents_that_are_called_at_once_are_hinted_at_and_waited_for_together(router: StandIn) -> None:
+    def turn(at: int, readers: list[str]) -> list[Call]:
+        edges = tuple(Edge(reader) for reader in readers)
+        lead = Call("lead", 2 * at, (1, 2), 1, after=tuple(range(3 * at - 2, 3 * at)), edges=edges)
+        return [lead, *(Call(each, 2 * at, (3, 4), 1, after=(3 * at,)) for each in readers)]
+
+    run = [*turn(0, ["a", "b"]), *turn(1, ["a", "b"])]
+    run[0] = replace(run[0], after=())
+    scene = Scene("x", 1, 0.0, hints=True)
+    Player(router.url, scene).agents([run])
+    order = router.order
+    assert sorted(order[1:3]) == ["ask x/a", "ask x/b"]
+    # Of agents that have not been called nothing can be moved; the second time both are hinted at, once.
+    assert sorted(each for each in order if each.startswith("hint")) == ["hint x/a", "hint x/b"]
+    assert order.index("ask x/lead", 1) == 3
+    assert sorted(each for each in order[4:] if each.startswith("ask")) == ["ask x/a", "ask x/b"]
+    Player(router.url, Scene("y", 1, 0.0)).agents([run])
+    assert len(router.hints) == 2
 
 
 def test_a_request_that_fails_ends_the_measurement(router: StandIn) -> None:
@@ -226,6 +249,21 @@ def test_systems_differ_in_what_keeps_kv_and_nothing_else() -> None:
     assert "--kv-router" in flags["ours"]
     whole, layers = (server_flags(system.servers, Tiers(), 1234) for system in (WHOLE, BY_LAYER))
     assert whole[:-1] == layers[:-1] == (*flags["ours"], "--kv-layer-region-size")
+
+
+def test_a_disk_tier_and_another_model_are_options() -> None:
+    options = AdvisoryOptions.of(
+        ["--quick", "--model", "tiny-mla", "--dram-tokens", "4096", "--disk-tokens", "65536"], "advisory", ""
+    )
+    assert options.tiers(Tiers(hbm=100)) == Tiers(hbm=100, dram=4096, disk=65_536)
+    assert AdvisoryOptions.of([], "advisory", "").tiers(Tiers(hbm=100)) == Tiers(hbm=100)
+    flags = server_flags("ours", options.tiers(Tiers()), 1234, options.model, Path("/d"))
+    found = dict(itertools.pairwise(flags))
+    token_bytes = 4 * (64 + 32) * 4
+    assert found["--kv-dram-size"] == str(4096 * token_bytes)
+    assert (found["--kv-disk-path"], found["--kv-disk-size"]) == ("/d", str(65_536 * token_bytes))
+    assert "--kv-disk-path" not in server_flags("ours", Tiers(), 1234, "tiny-mla", Path("/d"))
+    assert "--kv-disk-path" not in server_flags("stock", options.tiers(Tiers()), 1234, disk=Path("/d"))
 
 
 def test_a_run_in_pieces_measures_what_is_asked_for(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.advisory.fleet import BY_LAYER, WHOLE
+from benchmarks.advisory.plan import AdvisoryOptions
 from benchmarks.advisory.plots import FIGURES, draw
 from benchmarks.advisory.summary import add_to, summarise
 from benchmarks.lib.common import Report, Row, Value
@@ -103,6 +104,31 @@ def test_a_report_goes_on_with_an_earlier_one(tmp_path: Path) -> None:
     assert [row["normalized_ms"] for row in second.rows] == [100.0, 150.0, 90.0, 240.0]
     assert second.summary["users_vs_recompute"] == pytest.approx((8 + 16 * 60 / 150) / 4)
     assert second.notes[0] == first.notes[0]
+
+
+def test_a_report_of_other_servers_is_not_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "first.json"
+    first = report(system(OURS, 8, 100.0))
+    first.note(AdvisoryOptions.of(["--disk-tokens", "64"], "advisory", "").servers)
+    path.write_text(json.dumps(first.as_dict()))
+    second = report()
+    second.note(AdvisoryOptions.of([], "advisory", "").servers)
+    with pytest.raises(ValueError, match=r"other servers .*disk of 64 tokens.*--disk-tokens"):
+        add_to(second, path)
+    same = report()
+    same.notes = list(first.notes)
+    add_to(same, path)
+    assert same.rows == first.rows
+
+
+def test_hints_along_edges_are_compared_with_none() -> None:
+    found = report(
+        {"case": "agents, all edges", "system": "ours without hints", "of_it_ttft_s": 4.0},
+        {"case": "agents, all edges", "system": OURS, "of_it_ttft_s": 3.0},
+        {"case": "agents, fan-out", "system": OURS, "of_it_ttft_s": 3.0},
+    )
+    summarise(found)
+    assert found.summary == {"all_edges_wait_vs_unhinted": 0.75}
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"name": "transfer", "rows": []}', '{"name": "advisory"}'])

@@ -9,17 +9,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.advisory.talks import (
-    AGENT_NEW_TOKENS,
     FRESH,
     Shape,
     Talk,
-    agents,
     drawn,
     fresh,
     turns_of,
     users,
 )
-from tests.benchmarks.test_traces import call, write
+from tests.benchmarks.test_traces import write
 
 WORDS = 40
 SHAPE = Shape(least_turns=3, least_past=80, most_past=150)
@@ -42,16 +40,6 @@ def folder(tmp_path: Path) -> Path:
     write(
         tmp_path / "sharegpt_zh/sharegpt_zh.0000-0499.jsonl.gz",
         [conversation(number, 3 + number % 3) for number in range(12)],
-    )
-    write(
-        tmp_path / "chatdev_logs/calls.jsonl.gz",
-        [
-            call("short", 0, 0, 4, "Plan", 100),
-            call("long", 0, 0, 8, "Plan", 300),
-            call("long", 1, 16, 20, "Code", 200),
-            call("long", 2, 20, 36, "Plan", 400),
-            call("long", 3, 36, 40, "Plan", 100),
-        ],
     )
     return tmp_path
 
@@ -101,36 +89,6 @@ def test_answers_are_shorter_by_their_scale_and_prompts_can_be_of_one_length(fol
     asks = [ask for talk in first_talks(folder, 6, heavy) for ask in talk.asks]
     assert {(len(ask.new), ask.answer) for ask in asks} == {(64, 1)}
     assert len({ask.new for ask in asks}) == len(asks)
-
-
-def test_agents_repeat_what_their_session_has_said(folder: Path) -> None:
-    long, short, again = agents(folder, 3, 4, 7, Shape(pace=2.0, answer_scale=1, most_past=350))
-    assert len(long) == 4
-    assert len(short) == 1
-    assert [call.session for call in long] == ["0/long/Plan", "0/long/Code", "0/long/Plan", "0/long/Plan"]
-    assert again[0].session == "2/long/Plan"
-    first, code, third, fourth = long
-    assert (first.keeps, len(first.new)) == (0, 300)
-    assert (code.keeps, len(code.new)) == (0, 200)
-    # 300 tokens and an answer of 4 are there; the prompt has 350 at most, of which some are new.
-    assert (third.keeps, len(third.new)) == (350 - AGENT_NEW_TOKENS, AGENT_NEW_TOKENS)
-    assert (fourth.keeps, len(fourth.new)) == (100 - AGENT_NEW_TOKENS, AGENT_NEW_TOKENS)
-    assert [call.pause_s for call in long] == [0.0, 4.0, 0.0, 0.0]
-    # Planning took 4 s at least, in whatever run.
-    assert code.earliest_s == 2.0
-
-
-def test_agents_are_played_from_where_they_take_turns(tmp_path: Path) -> None:
-    order = ["Plan", "Plan", "Code", "Review", "Modify", "Review", "Modify", "Manual"]
-    write(
-        tmp_path / "chatdev_logs/calls.jsonl.gz",
-        [call("run", at, 10 * at, 10 * at + 4, phase, 200) for at, phase in enumerate(order)],
-    )
-    (chain,) = agents(tmp_path, 1, 4, 7, Shape(pace=2.0))
-    assert [each.session for each in chain] == ["0/run/Review", "0/run/Modify"] * 2
-    assert [each.keeps > 0 for each in chain] == [False, False, True, True]
-    # What was answered before the first of them is no pause of theirs.
-    assert [each.pause_s for each in chain] == [0.0, 3.0, 3.0, 3.0]
 
 
 def test_a_crowd_begins_its_conversations(folder: Path) -> None:
