@@ -21,7 +21,7 @@ from benchmarks.advisory.play import Player, Scene
 from benchmarks.advisory.talks import Ask, Talk, fresh
 from benchmarks.lib.common import SEED, Report, percentile
 
-LINK = 80e6
+LINK = 60e6
 """Bytes per second."""
 LENGTH, NEW_TOKENS = 2048, 64
 SETTLE_S = 1.5

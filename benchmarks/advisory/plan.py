@@ -65,7 +65,7 @@ class Plan:
     fan_out_rounds: int
     tiers: Tiers = field(default_factory=Tiers)
     crowd: Crowd = field(default_factory=Crowd)
-    sessions: tuple[int, ...] = (6, 9, 12, 15)
+    sessions: tuple[int, ...] = (6, 8, 10, 12)
     rounds: int = 3
     layers_tiers: Tiers = field(default_factory=lambda: Tiers(hbm=12_288, dram=65_536))
 
@@ -85,7 +85,7 @@ QUICK = Plan(
     fan_out_rounds=3,
     tiers=Tiers(hbm=12_288),
     crowd=Crowd(seconds=30.0, settling_s=6.0),
-    sessions=(12,),
+    sessions=(8,),
 )
 TINY = Plan(
     main=2,

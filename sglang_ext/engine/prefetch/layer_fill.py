@@ -116,14 +116,14 @@ class LayerFill:
         self._seen, self._short = lost, False
         lacking = self._lacking(bringing)
         for layer in range(max((each.layers for each in lacking), default=0)):
-            begun = 0
+            begun, most = 0, self._most_at_once(layer)
             for each in lacking:
                 missing = self.region.missing(layer, each.ids)
                 if layer >= each.layers or not len(missing):
                     continue
-                cells = self._fill(each, layer, missing)
+                cells = self._fill(each, layer, missing, most - begun)
                 begun += cells
-                if not cells or begun >= self._most_at_once(layer):
+                if not cells or begun >= most:
                     self._short, self._due = not cells, bool(begun)
                     return
             if begun:
@@ -131,7 +131,7 @@ class LayerFill:
         self._due = False
 
     def _most_at_once(self, layer: int) -> int:
-        """Cells that are filled at a time; a session's layer is not divided further."""
+        """Cells that are filled at a time."""
         rate = self._speeds.bytes_per_second or 0.0
         return 1 + int(FILL_SECONDS * rate / self.region.cell_bytes(layer))
 
@@ -171,17 +171,19 @@ class LayerFill:
             compute = self._speeds.seconds(round(new), (before + blocks) * self._tree.block_size)
         return max(self.region.least, layers_to_hold(self.region.n_layers, load, compute))
 
-    def _fill(self, lacking: _Lacking, layer: int, ids: BlockIds) -> int:
-        """Start copying a layer of a session. In how many cells: none without room."""
+    def _fill(self, lacking: _Lacking, layer: int, ids: BlockIds, most: int) -> int:
+        """Start copying a layer of a session, its beginning first. In how many cells: none without room for
+        all of it.
+        """
         step = self.region.strip_blocks
         parts = [ids[start : start + step] for start in range(0, len(ids), step)]
         if not self._room(lacking.session, layer, len(parts)):
             return 0
-        for part in parts:
+        for part in parts[:most]:
             cell, slots = self.region.begin(lacking.session.id, layer, part, lacking.session.order)
             self._filling += 1
             self._tier.fill(lacking.last, cell, slots, partial(self._landed, cell))
-        return len(parts)
+        return min(most, len(parts))
 
     def _room(self, session: Session, layer: int, places: int) -> bool:
         """Have places for so many cells free. Whether there are."""

@@ -176,7 +176,11 @@ class LayerRegion:
         """A cell for at most `strip_blocks` blocks, and the slots in whose planes of layer ``cell.place`` it
         is to be filled. It counts once it has ``landed``.
         """
-        strip = next(each for each in self._strips if len(each.cells) < self.n_layers)
+        # Beside cells of the same layer: a strip goes as a whole.
+        strip = min(
+            (each for each in self._strips if len(each.cells) < self.n_layers),
+            key=lambda each: max((abs(cell.layer - layer) for cell in each.cells.values()), default=0),
+        )
         place = next(place for place in range(self.n_layers) if place not in strip.cells)
         self._numbers += 1
         cell = Cell(self._numbers, strip, place, session, layer, ids, order)
