@@ -93,6 +93,8 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     )
     geometry = pool.geometry
     dram = promotions = answers = arena = below = disk = feed = desks = peers = None
+    splits = False
+    host = SglangHost(params.token_to_kv_pool_allocator)
     commands = RankCommandQueue() if ctx.tp_rank == 0 and params.pp_rank == 0 else None
     shard = f"tp{ctx.tp_rank}of{ctx.tp_size}"
     fetches = may_fetch(config, adapters=_uses_adapters())
@@ -148,8 +150,16 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     if fetches and dram is not None and transfers is not None:
         endpoints = addresses
         tell = None if desks is None else desks.hints.tell_fetched
+        splits = dram.streams and ctx.server_args.disaggregation_mode == "null"
         peers = make_peers(
-            dram, transfers, weights, ranks, endpoints=len(endpoints), disk=promotions, tell=tell
+            dram,
+            transfers,
+            weights,
+            ranks,
+            endpoints=len(endpoints),
+            disk=promotions,
+            tell=tell,
+            host=host if splits else None,
         )
 
     cache = GlobalRadixCache(
@@ -174,12 +184,9 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             priority_sign=-1 if _small_priorities_first() else 1,
             check=config.check,
         ),
+        host,
         moves=None if desks is None else desks.moves,
     )
-    colocated = ctx.server_args.disaggregation_mode == "null"
-    splits = peers is not None and dram is not None and dram.streams and colocated
-    if peers is not None and splits:
-        peers.spans.host = SglangHost(cache)
     if desks is not None:
         attach_agent(
             cache,

@@ -21,6 +21,7 @@ from sglang_ext.engine.model_identity import config_digest, kv_dtype
 from sglang_ext.engine.pd.bootstrap import listen_host
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import MESSAGES
+from sglang_ext.engine.peers.computed_spans import SpanHost
 from sglang_ext.engine.peers.fetch_link import FetchLink, peer_name
 from sglang_ext.engine.peers.fetches import FetchResult
 from sglang_ext.engine.peers.peer_kv import PeerKv
@@ -188,8 +189,9 @@ def make_peers(
     endpoints: int,
     disk: Promotions | None = None,
     tell: Callable[[FetchResult], None] | None = None,
+    host: SpanHost | None = None,
 ) -> PeerKv:
-    """What a rank of an instance with so many endpoints fetches and exports with. tell: see `PeerKv`."""
+    """What a rank of an instance with so many endpoints exports and fetches with; see `PeerKv`."""
     return PeerKv(
         tier.store.tree,
         tier,
@@ -199,6 +201,7 @@ def make_peers(
         disk=disk,
         fresh=lambda: weights.as_started,
         tell=tell,
+        host=host,
         rank=transfers.endpoint.config.rank,
         endpoints=endpoints,
     )

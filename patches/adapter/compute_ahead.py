@@ -23,7 +23,7 @@ from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchEnd, Prefetcher, Pre
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.retention import path_of
 from sglang_ext.keys import TOKEN_BYTES, decode_tokens
-from sglang_ext.patches.adapter.own_requests import Running, SglangHost
+from sglang_ext.patches.adapter.own_requests import Running
 from sglang_ext.radix_global import Holder, RadixTree
 
 logger = logging.getLogger(__name__)
@@ -217,6 +217,4 @@ class ComputeAhead:
 
 def compute_ahead(cache: Any) -> ComputeAhead:
     """What computes ahead for a cache that prefetches."""
-    return ComputeAhead(
-        cache.tree, cache.hbm, cache.hbm_tier, cache.prefetcher, cache.namespace, SglangHost(cache)
-    )
+    return ComputeAhead(cache.tree, cache.hbm, cache.hbm_tier, cache.prefetcher, cache.namespace, cache.host)

@@ -27,14 +27,19 @@ class SglangHost:
     """SGLang's scheduler. Ours are named like its own health checks, to which nobody listens either.
 
     Args:
-        cache: knows the scheduler, once it is there.
+        allocator: of the engine's pool.
     """
 
-    def __init__(self, cache: Any) -> None:
-        self._cache = cache
+    def __init__(self, allocator: Any) -> None:
+        self._allocator = allocator
+        self._scheduler: Any = None
+
+    def meet(self, scheduler: Any) -> None:
+        """It is there, which SGLang makes after its cache."""
+        self._scheduler = scheduler
 
     def idle(self) -> bool:
-        scheduler = self._cache.scheduler
+        scheduler = self._scheduler
         return (
             scheduler is not None
             and scheduler.is_fully_idle()
@@ -43,11 +48,11 @@ class SglangHost:
 
     @property
     def piece_tokens(self) -> int:
-        chunk = self._cache.scheduler.chunked_prefill_size
+        chunk = self._scheduler.chunked_prefill_size
         return min(PIECE_TOKENS, chunk) if chunk is not None and chunk > 0 else PIECE_TOKENS
 
     def watch(self, written: Callable[[int], None]) -> int:
-        kvcache = self._cache.token_to_kv_pool_allocator.get_kvcache()
+        kvcache = self._allocator.get_kvcache()
         around_layers(kvcache, after=lambda layer: written(layer - kvcache.start_layer))
         return int(kvcache.layer_num)
 
@@ -60,7 +65,7 @@ class SglangHost:
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
-        scheduler = self._cache.scheduler
+        scheduler = self._scheduler
         if max(tokens) >= scheduler.model_config.vocab_size or min(tokens) < 0:
             logger.warning("a router asks for token ids that the model has not; they are not computed")
             return None

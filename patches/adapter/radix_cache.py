@@ -36,6 +36,7 @@ from sglang_ext.engine.tiers.mover import NOTHING_TO_WAIT_FOR
 from sglang_ext.keys import encode_tokens
 from sglang_ext.mempool.store import Store
 from sglang_ext.patches.adapter.migration import Migration, MoveDesk
+from sglang_ext.patches.adapter.own_requests import SglangHost
 from sglang_ext.patches.adapter.storage_prefetch import StoragePrefetch
 from sglang_ext.radix_global import EvictionPolicy, Holder, Node, RadixTree
 from sglang_ext.radix_global.eviction import lru
@@ -68,10 +69,15 @@ class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ig
     Args:
         params: SGLang's; pools, page size and whether to collect metrics.
         parts: what it is made of.
+        host: takes requests of our own.
         moves: by which routers move requests; in rank 0, where there are any.
     """
 
-    def __init__(self, params: CacheInitParams, parts: CacheParts, moves: MoveDesk | None = None) -> None:
+    def __init__(
+        self, params: CacheInitParams, parts: CacheParts, host: SglangHost, moves: MoveDesk | None = None
+    ) -> None:
+        # A prefetcher that computes ahead asks for it while it is made.
+        self.host = host
         RankCache.__init__(self, parts, params.token_to_kv_pool_allocator, params.page_size)
         StoragePrefetch.__init__(
             self, parts.promotions, parts.peers, parts.weights.namespace, priority_sign=parts.priority_sign
@@ -104,11 +110,13 @@ class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ig
         return cls(
             params,
             CacheParts(Store(RadixTree(block_size, policy=policy)), Holder.of("simulated", 0, Tier.HBM)),
+            SglangHost(allocator),
         )
 
     def meet(self, scheduler: Any) -> None:
         """SGLang's scheduler is there, which it makes after its cache."""
         self.scheduler = scheduler
+        self.host.meet(scheduler)
 
     # -- looking up -----------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ EXPORT_S: Final = 30.0
 MOST_SPLIT_S: Final = 60.0
 """A request waits at most so long for an instance that computes its beginning,"""
 PATIENCE: Final = 2.0
-"""and so many times as long as that is expected to take."""
+"""and so many times as long as that is expected to take, where the instance's costs were measured."""
 MOST_KEY_BYTES: Final = 1 << 19
 """Longer prompts do not fit into a message to an agent."""
 MOST_NOTES: Final = 10_000
@@ -178,7 +178,9 @@ class Fetching:
         saved_s = split.alone_s - split.seconds
         calibrated = self._costs.of(chosen.name).calibrated
         note = FetchNote(chosen.name, spans, ahead_s, saved_s, calibrated)
-        wait_s = min(MOST_SPLIT_S, self.least_wait_s + PATIENCE * split.first_s)
+        # Costs that nobody measured are a guess, and giving up too soon wastes what the helper has computed.
+        patience_s = PATIENCE * split.first_s if calibrated else MOST_SPLIT_S
+        wait_s = min(MOST_SPLIT_S, self.least_wait_s + patience_s)
         told = self._tell(flight, note, fleet, wait_s)
         if told is not None and told.end == UNDER_WAY:
             new = split.tokens - split.known

@@ -115,10 +115,17 @@ class ComputedSpans:
         link: publishes.
         exports: keeps what was published until the peer has read it.
         clock: seconds, monotonic.
+        host: computes; None where nothing is computed for peers.
     """
 
     def __init__(
-        self, tree: RadixTree, tier: DramTier, link: ExportLink, exports: Exports, clock: Clock
+        self,
+        tree: RadixTree,
+        tier: DramTier,
+        link: ExportLink,
+        exports: Exports,
+        clock: Clock,
+        host: SpanHost | None = None,
     ) -> None:
         self._tree = tree
         self._tier = tier
@@ -126,8 +133,7 @@ class ComputedSpans:
         self._exports = exports
         self._clock = clock
         self._step = tree.block_size * TOKEN_BYTES
-        self.host: SpanHost | None = None
-        """Computes; None where nothing is computed for peers."""
+        self.host = host
         self._layers = 0
         self._waiting: list[_Span] = []
         self._computing: list[_Computing] = []

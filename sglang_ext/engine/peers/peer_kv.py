@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from typing import Final, Protocol
 
 from sglang_ext.clock import Clock, SystemClock
-from sglang_ext.engine.peers.computed_spans import ComputedSpans
+from sglang_ext.engine.peers.computed_spans import ComputedSpans, SpanHost
 from sglang_ext.engine.peers.export import ExportLink, Exports, FromDisk
 from sglang_ext.engine.peers.fetches import Fetches, FetchResult, Reads, SpanWish, Wish
 from sglang_ext.engine.ranks import Ranks
@@ -42,6 +42,7 @@ class PeerKv:
         link: exports and reads.
         ranks: of this instance.
         tell: takes what became of fetches; in rank 0, where there are routers.
+        host: computes spans of prompts for peers; None where nothing is computed for them.
         rank: which of a peer's ``endpoints`` is read from; a peer has as many as this instance has ranks.
         disk: brings what is asked for to DRAM; None where there is none.
         namespace: where the KV of a tenant's prompts belongs now, from its ``extra_key`` and ``cache_salt``.
@@ -59,6 +60,7 @@ class PeerKv:
         disk: FromDisk | None = None,
         fresh: Callable[[], bool] = lambda: True,
         tell: Callable[[FetchResult], None] | None = None,
+        host: SpanHost | None = None,
         rank: int = 0,
         endpoints: int = 1,
         clock: Clock | None = None,
@@ -73,7 +75,7 @@ class PeerKv:
         self._tell = tell
         self.exports = Exports(tree, tier, link, ranks, disk, clock=self._clock)
         self.fetches = Fetches(tree, tier, link, ranks, clock=self._clock)
-        self.spans = ComputedSpans(tree, tier, link, self.exports, self._clock)
+        self.spans = ComputedSpans(tree, tier, link, self.exports, self._clock, host)
 
     def export(self, message: Export) -> None:
         """A peer is about to ask."""

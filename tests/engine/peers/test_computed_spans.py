@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -111,20 +112,29 @@ def split(make_server: MakeServer) -> Split:
     return Split(first, second, host, prompt(1, ALL))
 
 
-def test_the_second_runs_while_the_first_computes(split: Split) -> None:
-    """Each waits for the other: the first does not go on from a layer before the other has been there, and
-    the other cannot be there before that layer has come."""
+def behind(second: Server, passes: int = 1) -> Callable[[int], None]:
+    """A gate for the first server: in that pass of its, it does not go on from a layer before the second has
+    been there, which cannot be before that layer has come."""
     reached = [threading.Event() for _ in range(LAYERS)]
-    split.second.rank.scheduler.layer_written = lambda layer: reached[layer].set()
+    second.rank.scheduler.layer_written = lambda layer: reached[layer].set()
+    begun = itertools.count(1)
+    number = 0
 
     def gate(layer: int) -> None:
-        # The other computes a layer once it has come; the last is exported when the pass has ended.
-        if layer < LAYERS - 1:
+        nonlocal number
+        number = next(begun) if layer == 0 else number
+        # The last layer is exported when the pass has ended.
+        if number == passes and layer < LAYERS - 1:
             assert reached[layer].wait(20), f"nobody computes layer {layer} behind this one"
 
+    return gate
+
+
+def test_the_second_runs_while_the_first_computes(split: Split) -> None:
+    """Each waits for the other."""
     split.told()
     req = split.second.rank.scheduler.submit(split.tokens, new_tokens=2)
-    with split.stepping(gate):
+    with split.stepping(behind(split.second)):
         split.second.finish(req)
     assert req.cached_tokens == FIRST * BLOCK
     assert split.ended() == {FetchEnd.DONE: 1}
@@ -171,7 +181,7 @@ def test_chunks_and_what_each_has_already(make_server: MakeServer, chunk: int) -
     second.serve(split.tokens[: 3 * BLOCK])
     split.told()
     req = second.rank.scheduler.submit(split.tokens, new_tokens=2)
-    with split.stepping():
+    with split.stepping(behind(second, passes=2)):
         split.second.finish(req)
     assert req.cached_tokens == FIRST * BLOCK
     assert split.second.peers.fetches.counters.fetch_streamed == FIRST - 3

@@ -31,7 +31,7 @@ from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_po
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 Json = dict[str, Any]
-TOKENS = 64
+TOKENS = 192
 DRAM = ("--kv-dram-size", "64MiB", "--enable-metrics")
 SWITCH = "--enable-pd-role-switch"
 TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
@@ -97,12 +97,10 @@ async def router(fleet: Fleet) -> AsyncIterator[Router]:
 
 
 def bodies(seed: int = 0, *, short: bool = False) -> list[tuple[str, Json]]:
-    """Eight requests in every form that can be moved, long enough to be met in the middle. Short prompts are
-    moved at once, and have longer answers: a busy router is to find them running. Others are copied while
-    their requests run."""
+    """Eight requests in every form that can be moved, with answers so long that a busy router finds them
+    running. Short prompts are moved at once, others are copied while their requests run."""
     found: list[tuple[str, Json]] = []
-    tokens = 3 * TOKENS if short else TOKENS
-    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
     for number in range(8):
         text = f"Visitor {seed}-{number}. " + STORY * (1 if short else 3)
         stream = number != 3 and number != 6
@@ -110,10 +108,10 @@ def bodies(seed: int = 0, *, short: bool = False) -> list[tuple[str, Json]]:
             body: Json = {"text": text, "sampling_params": sampling}
             found.append(("/generate", {**body, "stream": stream}))
         elif number % 4 == 1:
-            body = {"prompt": text, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+            body = {"prompt": text, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
             found.append(("/v1/completions", {**body, "stream": stream}))
         elif number % 4 == 2:
-            body = {"messages": [{"role": "user", "content": text}], "max_tokens": tokens, "temperature": 0}
+            body = {"messages": [{"role": "user", "content": text}], "max_tokens": TOKENS, "temperature": 0}
             usage = {"stream_options": {"include_usage": True}} if stream else {}
             found.append(("/v1/chat/completions", {**body, "ignore_eos": True, "stream": stream, **usage}))
         else:
