@@ -36,6 +36,7 @@ from sglang_ext.keys import Namespace, encode_tokens
 from sglang_ext.mempool.store import Reservation, Store, Use
 from sglang_ext.patches.adapter.build_agent import Desks
 from sglang_ext.patches.adapter.build_disk import RankFacts, disk_below, promotions_from
+from sglang_ext.patches.adapter.own_requests import SglangHost
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 from sglang_ext.radix_global import Holder, Node, RadixTree, policy_by_name
 from sglang_ext.testing.tiers import FaultyTier, MemoryTier, WrappedTier
@@ -249,7 +250,9 @@ class Rank:
             takes_hints=takes_hints,
             check=check,
         )
-        self.cache = cache_class(self.pools.params(), parts, None if self.desks is None else self.desks.moves)
+        host = SglangHost(self.pools.allocator)
+        moves = None if self.desks is None else self.desks.moves
+        self.cache = cache_class(self.pools.params(), parts, host, moves)
         self.look_inside = True
         """Compare everything in every tier after each step, not only what a forward pass reads."""
         self.scheduler = SimulatedScheduler(self.pools, self.cache, gate, scenario.settings)
