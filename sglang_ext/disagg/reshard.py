@@ -162,11 +162,11 @@ def push_plan(
 ) -> Plan:
     """Where each (layer, kind, head) of this rank has to be written: every peer rank that holds it gets it.
 
-    A peer rank must be filled by this rank alone: it inserts blocks when one sender says that they are
-    written.
+    A peer rank may need others beside this one (TP n to 1): its own `plan` says which ranks fill it between
+    them, and whoever pushes is one of those.
 
     Raises:
-        RefusedError: as `plan`; also when a peer rank needs more than this rank holds (pull instead).
+        RefusedError: as `plan`.
     """
     mine = {(s.layer, s.kind): s for s in pool_strided(local)}
     unit = _unit(local, remotes)
@@ -184,12 +184,6 @@ def push_plan(
         overlaps = [(s, t, low, high) for s, t, low, high in overlaps if low < high]
         if not overlaps:
             continue
-        if len(overlaps) < len(theirs) or any(
-            (low, high) != (_heads(s).start, _heads(s).stop) for s, _, low, high in overlaps
-        ):
-            raise RefusedError(
-                "shard", f"peer rank {rank} needs more layers or heads than this rank holds; use pull"
-            )
         rows = [
             row
             for s, t, low, high in overlaps

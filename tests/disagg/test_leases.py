@@ -113,6 +113,29 @@ def test_an_expired_grant_frees_nothing_until_the_writer_is_fenced() -> None:
     assert len(table) == 0
 
 
+def test_several_writers_may_fill_the_blocks_of_one_request() -> None:
+    table, blocks = GrantTable(), np.array([3, 4])
+    first = table.grant("r", "hbm", blocks, deadline=10.0, writer=b"w")
+    second = table.grant("r", "hbm", blocks, deadline=10.0, writer=b"x")
+    table.check()
+    for request, pool_blocks, writer in (
+        ("r", [3, 4], b"w"),  # it has them
+        ("r", [3], b"y"),  # others than those
+        ("r", [4, 3], b"y"),
+        ("s", [3, 4], b"y"),
+    ):
+        with pytest.raises(RangeError, match="already granted"):
+            table.grant(request, "hbm", np.array(pool_blocks), deadline=10.0, writer=writer)
+    assert table.written(first.number, b"w") == first
+    assert table.sharing("r", "hbm", blocks) == (second,)
+    # Once one of them was stopped, what it left out will not come: nobody joins the others.
+    table.quarantine(second.number)
+    with pytest.raises(RangeError, match="already granted"):
+        table.grant("r", "hbm", blocks, deadline=10.0, writer=b"y")
+    assert table.fenced(second.number) is not None
+    assert table.sharing("r", "hbm", blocks) == ()
+
+
 def test_a_grant_is_its_writers_alone() -> None:
     table = GrantTable()
     grant = table.grant("r", "hbm", np.array([0]), deadline=10.0, writer=b"w")

@@ -1,6 +1,8 @@
 """One side of hand-overs in a process of its own, for tests that kill or stop it: `pd_process.py JSON`.
 
 Reads commands from stdin, a line each, and answers each with a line: what the hand-over's state is then.
+rank, ranks: which of its server's ranks it is. `hold` keeps what it writes from then on from its first byte;
+`go` lets it go on.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pd_rig import METADATA, Rows, pool, transfer_thread
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.decode_receiver import Wanted
 from sglang_ext.engine.pd.peers import Local
+from sglang_ext.testing.transfer.rig import Gate
 
 PAGE = 4
 
@@ -24,12 +27,14 @@ PAGE = 4
 def main() -> None:
     options = json.loads(sys.argv[1])
     prefills = options["role"] == "prefill"
-    spec, _ = pool(0, 1, PAGE, seed=1)
-    local = Local(0, 1, PAGE, METADATA, options["mode"])
+    rank, ranks = options.get("rank", 0), options.get("ranks", 1)
+    spec, _ = pool(rank, ranks, PAGE, seed=1 + rank)
+    local = Local(rank, ranks, PAGE, METADATA, options["mode"])
     bootstrap = options["address"] if prefills else ""
-    transfers = transfer_thread(options["role"], [spec])
+    transfers = transfer_thread(options["role"], [spec], rank=rank)
     agent = Agent(AgentConfig(local, "weights", bootstrap=bootstrap), transfers, Rows())
     handover = None
+    gates: list[Gate] = []
     print("started", flush=True)
     for line in sys.stdin:
         match line.split():
@@ -42,6 +47,18 @@ def main() -> None:
                 agent.sender.complete(handover, np.array([1, 2]), bytes(METADATA))
             case ["read"]:
                 agent.receiver.read(handover, Wanted(np.array([3, 4]), 0, 0))
+            case ["hold"]:
+                gates = [
+                    Gate(link.peer, "write")
+                    for instance in agent.endpoint.instances
+                    for link in instance.links
+                ]
+            case ["go"]:
+                for gate in gates:
+                    gate.go.set()
+            case ["held"]:
+                print("held" if any(gate.reached.is_set() for gate in gates) else "running", flush=True)
+                continue
         print(handover.state.value if handover is not None else "none", flush=True)
 
 

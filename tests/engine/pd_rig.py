@@ -22,7 +22,7 @@ from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import MESSAGES
 from sglang_ext.engine.pd.peers import Local
 from sglang_ext.engine.transfer_thread import TransferThread
-from sglang_ext.geometry import Geometry, mha_geometry
+from sglang_ext.geometry import Geometry, mha_geometry, mla_geometry
 from sglang_ext.testing.waiting import wait_until
 
 LAYERS, HEADS, WIDTH, PAGES = 3, 4, 8, 64
@@ -94,6 +94,28 @@ def pool_and_geometry(rank: int, ranks: int, page: int, seed: int) -> tuple[Pool
     return PoolSpec.of_geometry(POOL, geometry, memory, lease_budget=PAGES), planes, geometry
 
 
+def latent_pool(page: int, seed: int) -> tuple[PoolSpec, Planes, Geometry]:
+    """As `pool_and_geometry`, of a model with one latent a layer, which every rank holds whole."""
+    rng = np.random.default_rng(seed)
+    planes = {
+        (layer, "latent"): rng.standard_normal((PAGES * page, 1, WIDTH)).astype(np.float32)
+        for layer in range(LAYERS)
+    }
+    geometry = mla_geometry(
+        addresses=tuple(int(plane.ctypes.data) for plane in planes.values()),
+        slots=PAGES * page,
+        latent_dim=WIDTH,
+        dtype="float32",
+        block_tokens=page,
+        page_tokens=page,
+    )
+    memory = [
+        MemoryRange(int(plane.ctypes.data), plane.nbytes, MemoryKind.HOST, keep=plane)
+        for plane in planes.values()
+    ]
+    return PoolSpec.of_geometry(POOL, geometry, memory, lease_budget=PAGES), planes, geometry
+
+
 def transfer_thread(
     name: str,
     pools: Sequence[PoolSpec],
@@ -150,8 +172,10 @@ def rig(
     transports: tuple[TransportName, ...] = (),
     staging: tuple[int, int] | None = None,
     coalescing: bool = True,
+    latent: bool = False,
 ) -> Iterator[Rig]:
     """Servers with so many ranks, each over a pool of its own. decode_keys: where they are not `keys`.
+    latent: of a model whose KV each rank has whole.
     staging: with the layout `aggregated`, how many pages prefill's and decode's ranks have for it.
     """
     with ExitStack() as stack:
@@ -159,7 +183,10 @@ def rig(
         stack.callback(bootstrap.close)
 
         def side(name: str, rank: int, ranks: int, address: str) -> Side:
-            spec, planes, geometry = pool_and_geometry(rank, ranks, page, seed=rank + 10 * len(name))
+            seed = 10 * len(name)
+            spec, planes, geometry = (
+                latent_pool(page, seed) if latent else pool_and_geometry(rank, ranks, page, seed + rank)
+            )
             rows = Rows()
             layout = "blocks" if staging is None else "aggregated"
             config = AgentConfig(

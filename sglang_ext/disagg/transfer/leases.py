@@ -24,7 +24,8 @@ fenced:
                  died, or its connection was cut
 
 Rules: a block is pinned exactly while a live lease holds it; the pins of all leases never exceed the
-budget; a block has at most one grant, and is free only after WRITTEN or FREED.
+budget; a block is granted for one request at a time, and to several writers only where each fills a part of
+all of that request's blocks; it is free only after WRITTEN or FREED of every one of its grants.
 """
 
 from __future__ import annotations
@@ -230,14 +231,18 @@ class GrantTable:
         return len(self._grants)
 
     def grant(self, request: str, pool: str, blocks: Ids, deadline: float, writer: bytes) -> Grant:
-        """Let `writer` fill `blocks` until `deadline`.
+        """Let `writer` fill `blocks`, or its part of each, until `deadline`.
 
         Raises:
-            RangeError: a block already has a grant; two writers would overwrite each other.
+            RangeError: a block is granted for another request, or for this one and not as these blocks to
+                another writer; or a grant for this one is over: who reads the blocks next would read a part.
         """
-        taken = [g for g in self._grants.values() if g.pool == pool and np.isin(blocks, g.blocks).any()]
-        if taken:
-            raise RangeError(f"blocks of {request!r} are already granted to {taken[0].request!r}")
+        shared = {g.number for g in self.sharing(request, pool, blocks) if g.state is GrantState.GRANTED}
+        for g in self._grants.values():
+            if g.pool != pool or not np.isin(blocks, g.blocks).any():
+                continue
+            if g.number not in shared or g.writer == writer:
+                raise RangeError(f"blocks of {request!r} are already granted to {g.request!r}")
         grant = Grant(self._next, request, pool, blocks, deadline, writer)
         self._next += 1
         self._grants[grant.number] = grant
@@ -250,6 +255,14 @@ class GrantTable:
     def all(self) -> tuple[Grant, ...]:
         """All that are granted or quarantined."""
         return tuple(self._grants.values())
+
+    def sharing(self, request: str, pool: str, blocks: Ids) -> tuple[Grant, ...]:
+        """All grants of a request on exactly these blocks, each of another writer's."""
+        return tuple(
+            g
+            for g in self._grants.values()
+            if (g.request, g.pool) == (request, pool) and np.array_equal(g.blocks, blocks)
+        )
 
     def of(self, writer: bytes) -> tuple[Grant, ...]:
         """All grants of a writer's epoch."""
@@ -296,12 +309,15 @@ class GrantTable:
         return self._grants.pop(number)
 
     def check(self) -> None:
-        """Verify that no block of a pool is granted twice."""
-        seen: set[tuple[str, int]] = set()
+        """Verify that no block of a pool is granted for two requests, or twice to one writer."""
+        holders: dict[tuple[str, int], Grant] = {}
         for g in self._grants.values():
-            blocks = {(g.pool, int(b)) for b in g.blocks}
-            assert not blocks & seen, f"grant {g.number} shares blocks with another"
-            seen |= blocks
+            writers = [other.writer for other in self.sharing(g.request, g.pool, g.blocks)]
+            assert len(set(writers)) == len(writers), f"grant {g.number} is granted twice to one writer"
+            for b in g.blocks:
+                other = holders.setdefault((g.pool, int(b)), g)
+                alike = other.request == g.request and np.array_equal(other.blocks, g.blocks)
+                assert alike, f"grant {g.number} shares blocks with another request's"
 
 
 def _distinct(blocks: Ids, limit: int) -> Ids:

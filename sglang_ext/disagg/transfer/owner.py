@@ -108,7 +108,7 @@ class Owner:
     @property
     def set_aside(self) -> int:
         """Blocks of grants that are over, and that may still be written for all we know."""
-        return sum(grant.blocks.size for grant in self._grants.quarantined())
+        return len({(grant.pool, int(b)) for grant in self._grants.quarantined() for b in grant.blocks})
 
     def let_write(self, receiver: Receiver | None) -> None:
         """Grant what it has set aside from now on; None refuses whoever wants to write."""
@@ -116,8 +116,10 @@ class Owner:
 
     async def revoke(self, request: str) -> None:
         """End all grants of a request. The receiver's `discard` is told when nothing writes under them."""
-        for grant in [known for known in self._grants.all() if known.request == request]:
+        revoked = [known for known in self._grants.all() if known.request == request]
+        for grant in revoked:
             self._grants.quarantine(grant.number)
+        for grant in revoked:
             await self._fence(grant)
 
     async def handle(self, identity: bytes, message: Request) -> Reply:
@@ -322,12 +324,15 @@ class Owner:
         slot = next((i for i in range(1, MAX_GRANTS) if i not in used), 0)
         if slot == 0:
             raise RefusedError("grants", f"the session already holds {MAX_GRANTS - 1} grants")
-        pool.hold(blocks)
+        held = bool(self._grants.sharing(message.request, pool.name, blocks))
+        if not held:
+            pool.hold(blocks)
         deadline = self._clock.monotonic() + seconds
         try:
             grant = self._grants.grant(message.request, pool.name, blocks, deadline, session.reader.epoch)
         except BaseException:
-            pool.release(blocks)
+            if not held:
+                pool.release(blocks)
             raise
         session.slots[grant.number] = slot
         session.grants[slot] = grant.number
@@ -344,7 +349,6 @@ class Owner:
         if grant is None:
             raise RefusedError("grant", "the grant is over; what was written is lost")
         self._forget(grant)
-        self._pool(grant.pool).release(grant.blocks)
         await receiver.filled(grant.pool, grant.blocks, grant.request)
         return Completed(True)
 
@@ -403,12 +407,14 @@ class Owner:
         if grant is None:
             return False
         self._forget(grant)
-        self._pool(grant.pool).release(grant.blocks)
         if self._receiver is not None:
             await self._receiver.discard(grant.pool, grant.blocks, grant.request)
         return True
 
     def _forget(self, grant: Grant) -> None:
+        """A grant has ended; its blocks are nobody's to write once those of all other writers have."""
+        if not self._grants.sharing(grant.request, grant.pool, grant.blocks):
+            self._pool(grant.pool).release(grant.blocks)
         writer = self._writers.pop(grant.number)
         self._over_since.pop(grant.number, None)
         slot = writer.slots.pop(grant.number)

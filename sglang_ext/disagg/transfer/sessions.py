@@ -19,6 +19,8 @@ class Receiver(Protocol):
     async def claim(self, pool: str, blocks: Ids, request: str) -> float | None:
         """A peer wants to write to blocks: returns when they were set aside for that, and are open.
 
+        Said once by each peer. Where several may have the same blocks, each fills a part of every block.
+
         Returns for how many seconds they may be written, None for the endpoint's `grant_ttl`; infinity where
         whoever set them aside ends the grant itself (`Owner.revoke`).
 
@@ -27,10 +29,11 @@ class Receiver(Protocol):
         """
 
     async def filled(self, pool: str, blocks: Ids, request: str) -> None:
-        """Everything is written, and nothing more will be."""
+        """Everything of one peer's is written, and nothing more of it will be."""
 
     async def discard(self, pool: str, blocks: Ids, request: str) -> None:
-        """It was given up, or did not begin: nothing is written there any more, and the blocks are open."""
+        """A peer has given it up, or it did not begin: that peer writes there no more, and the blocks are
+        open."""
 
 
 @dataclass(slots=True, eq=False)

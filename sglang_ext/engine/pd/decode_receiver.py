@@ -89,16 +89,31 @@ class ReceivingHandover:
     """How long the KV could be read and had no slots."""
     stages: StageTimes = NO_STAGES
     """What the request took before, as prefill tells."""
-    claimed: bool = False
-    """Whether a peer may be writing to its pages (push)."""
+    writers: int = 0
+    """Peers that may be writing to its pages (push)."""
     unclaimed: asyncio.Event | None = None
+    """Whether there are none."""
+
+
+@dataclass(slots=True, eq=False)
+class Claimable:
+    """Pages of a hand-over that prefill ranks may write. unclaimed: how many ranks may still claim them."""
+
+    handover: ReceivingHandover
+    pool: str
+    blocks: Ids
+    unclaimed: int
 
 
 class Claims:
-    """Pages that prefill ranks may write (push): an `owner.Receiver` for pages that were named beforehand."""
+    """Pages that prefill ranks may write (push): an `owner.Receiver` for pages that were named beforehand.
+
+    Where prefill has more ranks than decode, each of several fills its heads of every page, by a grant of its
+    own. The pages are free when all of them write no more.
+    """
 
     def __init__(self) -> None:
-        self._handovers: dict[str, tuple[ReceivingHandover, str, Ids]] = {}
+        self._handovers: dict[str, Claimable] = {}
         self._over: set[str] = set()
         self._revoke: Callable[[str], Awaitable[None]] | None = None
 
@@ -106,19 +121,19 @@ class Claims:
         """The endpoint is there, which grants claims: how it ends the grants of one (`Owner.revoke`)."""
         self._revoke = revoke
 
-    def add(self, name: str, handover: ReceivingHandover, pool: str, blocks: Ids) -> None:
-        """From now on a prefill rank may claim these blocks for a hand-over, under this name."""
+    def add(self, name: str, handover: ReceivingHandover, pool: str, blocks: Ids, writers: int) -> None:
+        """From now on so many prefill ranks may claim these blocks for a hand-over, under this name."""
         handover.unclaimed = asyncio.Event()
-        self._handovers[name] = handover, pool, blocks
+        self._handovers[name] = Claimable(handover, pool, blocks, writers)
 
     async def remove(self, name: str) -> None:
-        """Nobody may claim them any more; returns when who has claimed them writes no more."""
-        handover, _, _ = self._handovers[name]
+        """Nobody may claim them any more; returns when all who have claimed them write no more."""
+        handover = self._handovers[name].handover
         self._over.add(name)
         try:
-            if handover.claimed and self._revoke is not None:
+            if handover.writers and self._revoke is not None:
                 await self._revoke(name)
-            while handover.claimed:
+            while handover.writers:
                 assert handover.unclaimed is not None
                 await handover.unclaimed.wait()
         finally:
@@ -128,9 +143,14 @@ class Claims:
     async def claim(self, pool: str, blocks: Ids, request: str) -> float:
         """Until the hand-over ends: prefill may compute for longer than any fixed time."""
         known = self._handovers.get(request) if request not in self._over else None
-        if known is None or known[1] != pool or not np.array_equal(known[2], blocks):
+        if known is None or known.pool != pool or not np.array_equal(known.blocks, blocks):
             raise RefusedError("blocks", f"no such pages were set aside for {request!r}")
-        known[0].claimed = True
+        if not known.unclaimed:
+            raise RefusedError("blocks", f"all who fill the pages of {request!r} have claimed them already")
+        known.unclaimed -= 1
+        known.handover.writers += 1
+        assert known.handover.unclaimed is not None
+        known.handover.unclaimed.clear()
         return math.inf
 
     async def filled(self, pool: str, blocks: Ids, request: str) -> None:
@@ -141,9 +161,11 @@ class Claims:
 
     def _unclaim(self, name: str) -> None:
         known = self._handovers.get(name)
-        if known is not None and known[0].unclaimed is not None:
-            known[0].claimed = False
-            known[0].unclaimed.set()
+        if known is None or known.handover.unclaimed is None:
+            return
+        known.handover.writers -= 1
+        if not known.handover.writers:
+            known.handover.unclaimed.set()
 
 
 class DecodeReceiver:
@@ -320,7 +342,7 @@ class DecodeReceiver:
         await until_passed(wanted.passed)
         with self._staged(wanted) as staged:
             into = (POOL, wanted.pages) if staged is None else (STAGING, staged)
-            ready = await self._claimed(handover, peer, claims, control, *into)
+            ready, *_ = await self._claimed(handover, peer, claims, control, *into)
             if staged is not None and self._staging is not None:
                 await self._staging.unpack(staged, wanted.pages)
         handover.stages = ready.stages
@@ -344,22 +366,23 @@ class DecodeReceiver:
         control: str,
         pool: str,
         blocks: Ids,
-    ) -> Ready:
+    ) -> list[Ready]:
         """Have blocks of ours filled by prefill; nothing writes to them when this returns or raises."""
         wanted = handover.wanted
         assert wanted is not None
         name = f"{handover.number:x}"
-        claims.add(name, handover, pool, blocks)
+        claims.add(name, handover, pool, blocks, peer.writers)
         try:
-            (ready,) = await peer.push(
+            ready = await peer.push(
                 handover.number, self._epoch, control, pack_ids(blocks), wanted.skip, pool
             )
         except BaseException as error:
             # It has failed, but its slots are in use until nobody writes there.
             self._stops(handover, error)
             removing = asyncio.ensure_future(_at_last(claims.remove(name)))
-            if not isinstance(error, RefusedError) and not peer.gone:
-                await peer.abort(handover.number, self._epoch, "given up")
+            # Where one of several refuses, the others have taken us for theirs.
+            if not peer.gone and (len(peer.ranks) > 1 or not isinstance(error, RefusedError)):
+                await peer.abort(handover.number, self._epoch, str(error) or "given up")
             await _at_last(_wait_for(removing))
             raise
         await _at_last(claims.remove(name))

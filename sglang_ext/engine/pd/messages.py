@@ -3,8 +3,8 @@
 Bootstrap: each rank of a prefill server says `Register` to its server's bootstrap port, again and again; a
 decode rank says `Lookup` there and is told all ranks. Hand-over: a decode rank says `Join` to every rank of
 the prefill server and is answered by `Ready` once the request is computed, or refused; then `Done`, or
-`Abort`. Where KV is pushed, it says `Meet` and, once it has pages, `Push`, which is answered by `Ready`. When
-a request has ended, decode may say `Return` (PD-Caching-3). The bytes travel by `disagg`. See
+`Abort`. Where KV is pushed, it says `Meet` to every rank and, once it has pages, `Push`, which is answered by
+`Ready`. When a request has ended, decode may say `Return` (PD-Caching-3). The bytes travel by `disagg`. See
 `sglang_ext.wire` for the rules of messages.
 """
 
@@ -21,7 +21,7 @@ from sglang_ext.disagg.transfer.control import Messages
 from sglang_ext.stages import NO_STAGES, StageTimes
 from sglang_ext.wire import Blob, Codec, Epoch, Message, Name
 
-PROTOCOL: Final = 8
+PROTOCOL: Final = 9
 
 MAX_NUMBER: Final = (1 << 63) - 1
 
@@ -97,22 +97,23 @@ class Ready(Message, frozen=True, tag="ready"):
 class Meet(Message, frozen=True, tag="meet"):
     """A decode rank takes part in a hand-over, and will name pages to be filled (push). Answered by Ok.
 
-    So prefill knows whose death ends the request, however long decode has no room for it. reader, session: as
-    in `Join`, as weights. readers: how many decode ranks this prefill rank fills.
+    So prefill knows whose death ends the request, however long decode has no room for it. reader, session,
+    ranks, weights: as in `Join`.
     """
 
     handover: Number
     reader: Epoch
     session: Session
-    readers: Ranks
+    ranks: Ranks
     weights: Weights
 
 
 class Push(Message, frozen=True, tag="push"):
-    """A decode rank has set pages aside and wants them filled, after `Meet`. Answered by Ready when they are.
+    """A decode rank has set pages aside and wants them filled, after `Meet`. Answered by Ready when this
+    prefill rank's part of them is.
 
-    control: of decode's endpoint. pages: for the prompt after `skip` pages, which decode has. pool: of
-    decode, in which they are.
+    control: of decode's endpoint. pages: for the prompt after `skip` pages, which decode has; none where
+    other prefill ranks fill them. pool: of decode, in which they are.
     """
 
     handover: Number

@@ -9,10 +9,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from sglang_ext.disagg.errors import PeerGoneError, PeerProtocolError, RefusedError, TransferError
 from sglang_ext.disagg.handover import CONNECT_SECONDS
 from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.disagg.transfer.instance import Instance
+from sglang_ext.disagg.transfer.link import Link
 from sglang_ext.engine.pd.messages import (
     PROTOCOL,
     Abort,
@@ -30,6 +33,7 @@ from sglang_ext.engine.pd.messages import (
     Weights,
 )
 from sglang_ext.tasks import Tasks
+from sglang_ext.wire import pack_ids
 
 log = logging.getLogger(__name__)
 
@@ -74,13 +78,58 @@ class PrefillPeer:
             RefusedError: a rank knows no such hand-over, or has lost it. PeerGoneError.
         """
         local = self._local
-        joins = [
-            Join(handover, epoch, link.session, local.rank, local.ranks, at in self._needed, weights)
-            for at, link in enumerate(self.instance.links)
-        ]
+        return await self._ready(
+            [
+                Join(handover, epoch, link.session, local.rank, local.ranks, at in self._needed, weights)
+                for at, link in enumerate(self.instance.links)
+            ]
+        )
+
+    async def meet(self, handover: int, epoch: bytes, weights: Weights) -> None:
+        """Take part, at every rank, in a hand-over whose KV will be pushed; `weights` are ours.
+
+        Raises:
+            RefusedError, PeerGoneError: as `join`; no rank waits for us then.
+        """
+        links, ranks = self.instance.links, self._local.ranks
+        answers = await asyncio.gather(
+            *(link.ask_for(Ok, Meet(handover, epoch, link.session, ranks, weights), None) for link in links),
+            return_exceptions=True,
+        )
+        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+        if errors:
+            # Another decode server may have been first elsewhere: neither is to wait for the other.
+            met = [link for link, answer in zip(links, answers, strict=True) if isinstance(answer, Ok)]
+            await _abort(met, Abort(handover, epoch, str(errors[0])[:500]))
+            raise errors[0]
+
+    @property
+    def writers(self) -> int:
+        """How many ranks fill a page of ours between them, when KV is pushed."""
+        return len(self._needed)
+
+    async def push(
+        self, handover: int, epoch: bytes, control: str, pages: bytes, skip: int, pool: str
+    ) -> list[Ready]:
+        """Have pages of a pool of ours filled, in a hand-over that was met; returns when they are, by all
+        ranks that have a part of them.
+
+        Raises:
+            RefusedError, PeerGoneError: as `join`; other ranks may still write.
+        """
+        nothing = pack_ids(np.empty(0, np.int64))
+        return await self._ready(
+            [
+                Push(handover, epoch, control, pages if at in self._needed else nothing, skip, pool)
+                for at in range(len(self.ranks))
+            ]
+        )
+
+    async def _ready(self, messages: Sequence[Join | Push]) -> list[Ready]:
+        """Ask each rank; returns when all have answered, or raises what the first raises."""
         asks = [
-            asyncio.ensure_future(link.ask_for(Ready, join, None))
-            for link, join in zip(self.instance.links, joins, strict=True)
+            asyncio.ensure_future(link.ask_for(Ready, message, None))
+            for link, message in zip(self.instance.links, messages, strict=True)
         ]
         try:
             return await asyncio.gather(*asks)
@@ -89,36 +138,6 @@ class PrefillPeer:
                 ask.cancel()
             await asyncio.gather(*asks, return_exceptions=True)
             raise
-
-    async def meet(self, handover: int, epoch: bytes, weights: Weights) -> None:
-        """Take part in a hand-over whose KV will be pushed, at the rank that fills our pages; `weights` are
-        ours.
-
-        Raises:
-            RefusedError: several prefill ranks would have to fill one of ours. As `join`.
-        """
-        readers = max(1, self._local.ranks // len(self.ranks))
-        at = self._filler()
-        link = self.instance.links[at]
-        await link.ask_for(Ok, Meet(handover, epoch, link.session, readers, weights), None)
-
-    async def push(
-        self, handover: int, epoch: bytes, control: str, pages: bytes, skip: int, pool: str
-    ) -> list[Ready]:
-        """Have pages of a pool of ours filled, in a hand-over that was met; returns when they are.
-
-        Raises:
-            RefusedError, PeerGoneError: as `join`.
-        """
-        push = Push(handover, epoch, control, pages, skip, pool)
-        return [await self.instance.links[self._filler()].ask_for(Ready, push, None)]
-
-    def _filler(self) -> int:
-        """The prefill rank that has all that our pages lack."""
-        if len(self._needed) != 1:
-            raise RefusedError("shard", "several ranks there fill one here; set --kv-transfer-mode pull")
-        (at,) = self._needed
-        return at
 
     async def done(self, handover: int, epoch: bytes, ranks: Sequence[int]) -> None:
         """Say to some ranks that nothing more is needed of a hand-over."""
@@ -139,14 +158,22 @@ class PrefillPeer:
 
     async def abort(self, handover: int, epoch: bytes, reason: str) -> None:
         """Say to every rank that the request is over here."""
-        for link in self.instance.links:
-            with contextlib.suppress(TransferError):
-                await link.ask(Abort(handover, epoch, reason[:500]), LOOKUP_SECONDS)
+        await _abort(self.instance.links, Abort(handover, epoch, reason[:500]))
 
     async def ended(self) -> None:
         """Return when it is gone, or disconnected."""
         while not self.instance.gone:  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(WATCH_SECONDS)
+
+
+async def _abort(links: Sequence[Link], message: Abort) -> None:
+    """Say to some ranks that a request is over; one that does not answer keeps no other waiting."""
+
+    async def say(link: Link) -> None:
+        with contextlib.suppress(TransferError):
+            await link.ask(message, LOOKUP_SECONDS)
+
+    await asyncio.gather(*(say(link) for link in links))
 
 
 class PrefillPeers:

@@ -59,7 +59,7 @@ class Reader:
     target: Push | None = None
     """Where to write; None where it reads, or has no pages yet."""
     writing: Writing | None = None
-    """Once its pages are claimed; None where it lacks none."""
+    """Once its pages are claimed; None where it lacks none, or others of prefill's ranks fill them."""
     claimed: bool = False
     lease: int = 0
     book: LeaseBook | None = None
@@ -264,11 +264,11 @@ class PrefillSender:
                     "handover", "the request is computed already; set --kv-transfer-mode alike"
                 )
             self._require_alike(handover, message.weights)
-            if message.reader in handover.readers or handover.expected not in (0, message.readers):
+            if message.reader in handover.readers or handover.expected not in (0, message.ranks):
                 raise RefusedError("handover", "another decode server takes part in this hand-over")
-            if len(handover.readers) == message.readers:
+            if len(handover.readers) == message.ranks:
                 raise RefusedError("handover", "another decode server takes part in this hand-over")
-            handover.expected = message.readers
+            handover.expected = message.ranks
             handover.readers[message.reader] = Reader(message.session, False, message.weights)
             self._move(handover, Event.JOINED)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -165,25 +166,38 @@ class ListReceiver:
         """Blocks that peers may name."""
         self.claim_seconds: float | None = None
         """For how long they may write those; None for the endpoint's `grant_ttl`."""
+        self.writers = 1
+        """How many peers may have the same blocks at a time."""
+        self.writing: Counter[tuple[int, ...]] = Counter()
+        """How many have them."""
         self.written: list[list[int]] = []
         self.discarded = 0
 
     async def claim(self, pool: str, blocks: Ids, request: str) -> float | None:
-        """Only what was set aside, and once."""
-        if not self.aside.issuperset(blocks.tolist()):
+        """Only what was set aside, and by no more than so many."""
+        named = tuple(blocks.tolist())
+        if not self.aside.issuperset(named) and not 0 < self.writing[named] < self.writers:
             raise RefusedError("blocks", f"{blocks.tolist()} were not set aside")
-        self.aside -= set(blocks.tolist())
+        self.aside -= set(named)
+        self.writing[named] += 1
         return self.claim_seconds
 
     async def filled(self, pool: str, blocks: Ids, request: str) -> None:
-        """Seal and remember."""
-        self.pools[pool].seal(blocks)
-        self.written.append(blocks.tolist())
+        """Seal and remember, once all have filled them."""
+        if not self._left(blocks):
+            self.pools[pool].seal(blocks)
+            self.written.append(blocks.tolist())
 
     async def discard(self, pool: str, blocks: Ids, request: str) -> None:
-        """They may be named again."""
+        """They may be named again, once nobody has them."""
         self.discarded += 1
-        self.aside |= set(blocks.tolist())
+        if not self._left(blocks):
+            self.aside |= set(blocks.tolist())
+
+    def _left(self, blocks: Ids) -> int:
+        named = tuple(blocks.tolist())
+        self.writing[named] -= 1
+        return self.writing[named]
 
 
 @dataclass

@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -362,6 +363,57 @@ class TransportConformance:
                 assert calls == {Call.ALLOC_MEM: 2, Call.TRANSFER: 1, Call.FREE_MEM: 1}
                 assert receivers[0].endpoint.owner.grants == 0
                 assert receivers[0].owned.granted == 0
+
+    async def test_several_writers_fill_one_rank(self) -> None:
+        """TP 4 to 1 and 2 to 1: the blocks stay held until the last has filled its heads."""
+        for seed, ranks in enumerate((2, 4)):
+            shape = replace(Shape.random(seed + 90), mla=False)
+            async with self.pair(shape, reader=(ranks, 1)) as (receivers, senders, links):
+                receiver, owned = receivers[0].receiver, receivers[0].owned
+                fill_alike(senders, shape, seed)
+                there, here, calls = np.array([7, 3, 5]), np.array([2, 0, 4]), Counter[Call]()
+                receiver.aside, receiver.writers = {7, 3, 5}, ranks
+                granted = []
+                for sender, instance in zip(senders, links, strict=True):
+                    (link,), endpoint = instance.links, sender.endpoint
+                    (part,) = reshard.push_plan(
+                        endpoint.pools["hbm"].meta,
+                        endpoint.regions.locate,
+                        [link.pools["hbm"]],
+                        [link.locate],
+                    ).ranks
+                    granted.append((part, await RemoteMemory.alloc_mem(link, "r", "hbm", there, calls)))
+                with pytest.raises(RefusedError, match="not set aside"):
+                    await RemoteMemory.alloc_mem(links[0].links[0], "r", "hbm", there, calls)
+                receivers[0].endpoint.owner.check()
+                assert owned.granted == 3
+                for part, memory in granted:
+                    assert (owned.granted, receiver.written) == (3, [])
+                    memory.transfer(part.runs(there, here))
+                    await memory.landed()
+                    await memory.end()
+                assert (owned.granted, receiver.written) == (0, [[7, 3, 5]])
+                source, after = planes_of(senders, shape), planes_of(receivers, shape)
+                for key, plane in after.items():
+                    assert np.array_equal(plane[[7, 3, 5]], source[key][here])
+                    assert not plane[[0, 1, 2, 4, 6]].any()
+
+    async def test_blocks_of_several_writers_are_held_until_the_last_has_stopped(self) -> None:
+        async with self.pair(Shape(), reader=(2, 1)) as (receivers, _, links):
+            receiver, owned, owner = receivers[0].receiver, receivers[0].owned, receivers[0].endpoint.owner
+            receiver.aside, receiver.writers, calls = {4, 5}, 2, Counter[Call]()
+            first, second = [
+                await RemoteMemory.alloc_mem(instance.links[0], "r", "hbm", np.array([4, 5]), calls)
+                for instance in links
+            ]
+            await first.free_mem()
+            await until(lambda: receiver.discarded == 1)
+            assert (owned.granted, receiver.aside) == (2, set())
+            await owner.revoke("r")
+            await until(lambda: owned.granted == 0)
+            assert (receiver.aside, receiver.discarded, owner.grants, owner.set_aside) == ({4, 5}, 2, 0, 0)
+            with pytest.raises(RefusedError, match="the grant is over"):
+                await second.end()
 
     async def test_a_revoked_grant_is_over_for_its_writer(self) -> None:
         async with self.pair(Shape()) as (receivers, senders, links):

@@ -37,8 +37,8 @@ SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
 class Victim:
     """The side that will die."""
 
-    def __init__(self, role: str, mode: str, address: str) -> None:
-        options = json.dumps({"role": role, "mode": mode, "address": address})
+    def __init__(self, role: str, mode: str, address: str, rank: int = 0, ranks: int = 1) -> None:
+        options = json.dumps({"role": role, "mode": mode, "address": address, "rank": rank, "ranks": ranks})
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).parents[1].joinpath("pd_process.py")), options],
             stdin=subprocess.PIPE,
@@ -181,7 +181,7 @@ def test_pushing_survives(stage: ExitStack, victim: str, how: signal.Signals) ->
         handover = taken = found.survivor.receiver.open(found.address, found.number)
         wait_until(lambda: taken.state is ReceiverState.WAITING, seconds=20, what="a connection")
         found.survivor.receiver.read(taken, Wanted(np.array([3, 4]), 0, 0))
-        wait_until(lambda: taken.claimed, seconds=20, what="prefill's claim")
+        wait_until(lambda: taken.writers, seconds=20, what="prefill's claim")
     died = found.die(how)
     # Over cma, a writer that only stands still is kept from going on by its guard page.
     assert_over(found, handover, died)

@@ -122,7 +122,7 @@ def test_a_push_that_comes_late_harms_no_other_request(
         stock = Claims.remove
 
         async def remove(self: Claims, name: str) -> None:
-            self._handovers[name][0].claimed = False
+            self._handovers[name].handover.writers = 0
             self._revoke = None
             await stock(self, name)
 

@@ -50,10 +50,11 @@ def test_what_is_packed_arrives_as_it_was(page: int, staging: tuple[int, int], m
             here, there = [side[::-1] for side in (there, here)]
 
 
+@pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (2, 2)])
-def test_ranks_may_cut_the_heads_differently(prefill: int, decode: int) -> None:
-    with rig(prefill, decode, staging=(8, 8)) as servers:
-        hand_over(servers, [5, 3, 9], [40, 2, 7])
+def test_ranks_may_cut_the_heads_differently(prefill: int, decode: int, mode: str) -> None:
+    with rig(prefill, decode, mode=mode, staging=(8, 8)) as servers:
+        MOVES[mode](servers, [5, 3, 9], [40, 2, 7])
         assert same(servers, [5, 3, 9], [40, 2, 7])
         servers.check()
 

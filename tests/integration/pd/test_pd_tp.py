@@ -32,8 +32,11 @@ TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     params=[
         pytest.param((2, 1, "pull"), marks=pytest.mark.long),
         pytest.param((1, 2, "pull"), marks=pytest.mark.long),
-        # A server of two ranks, and plain push, in every run.
-        (1, 2, "push"),
+        # A server of two ranks, and plain push, in every run: each rank fills its heads of one page.
+        (2, 1, "push"),
+        pytest.param((1, 2, "push"), marks=pytest.mark.long),
+        pytest.param((2, 1, "push-by-layer"), marks=pytest.mark.long),
+        pytest.param((1, 2, "push-by-layer"), marks=pytest.mark.long),
         pytest.param((2, 2, "pull"), marks=pytest.mark.long),
     ],
     ids=lambda p: f"prefill{p[0]}-decode{p[1]}-{p[2]}",
