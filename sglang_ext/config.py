@@ -105,6 +105,13 @@ class KvConfig(Flagged):
         "0 means no DRAM tier: KV that leaves the device is recomputed.",
         SIZE,
     )
+    dram_for_others: int = flag(
+        0,
+        "The most of the DRAM tier per rank that may keep KV for other servers of the cluster whose own DRAM is "
+        "full. Only what is free is used for that, and it is given back whenever this server needs it. Needs a "
+        "router and a DRAM tier. 0 means none.",
+        SIZE,
+    )
     numa: str = flag(
         "auto",
         "On which NUMA node the DRAM tier of a rank lies: auto is that of its GPU, or of the processors that "
@@ -323,6 +330,18 @@ class KvConfig(Flagged):
                 "what is computed ahead comes from a router's hints and is kept in DRAM",
                 field="--kv-advisory-compute",
                 hint="Give --kv-router and --kv-dram-size too",
+            )
+        if self.dram_for_others and (self.router is None or not self.dram_size):
+            raise ConfigError(
+                "a router says what of other servers' KV is kept, and it is kept in DRAM",
+                field="--kv-dram-for-others",
+                hint="Give --kv-router and --kv-dram-size too, or set it to 0",
+            )
+        if self.dram_for_others > self.dram_size:
+            raise ConfigError(
+                f"{self.dram_for_others} bytes are more than the DRAM tier has ({self.dram_size})",
+                field="--kv-dram-for-others",
+                hint="Give a part of --kv-dram-size",
             )
         if self.layer_cache_size and self.disk_path is None:
             raise ConfigError(

@@ -135,6 +135,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             write=config.writes_dram,
             pressure=pressure_policy_by_name(config.pressure_policy),
             layers=config.layer_region_bytes,
+            for_others=config.dram_for_others // arena.block_bytes if fetches else 0,
         )
         if disk is not None and below is not None:
             # What has been pushed while it was computed cannot be taken back.

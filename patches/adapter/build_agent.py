@@ -57,7 +57,10 @@ class SchedulerGauges:
         )
 
     def fills(self) -> tuple[Fill, ...]:
-        return tuple(Fill(tier.level, *used) for tier, used in self._cache.blocks_by_tier().items())
+        dram = self._cache.dram
+        spilled = {} if dram is None else {Tier.DRAM: dram.spilled.shown}
+        held = self._cache.blocks_by_tier()
+        return tuple(Fill(tier.level, *used, spilled.get(tier, 0)) for tier, used in held.items())
 
 
 class Desks:
@@ -146,6 +149,7 @@ def attach_agent(
         endpoints=endpoints,
         computes=config.advisory_compute,
         splits=splits,
+        for_others=cache.dram.spilled.limit if cache.dram is not None and endpoints else 0,
     )
     registrar = Registrar(config.router.split(","), registration, key, agent.silent_s)
     agent.start()

@@ -180,7 +180,11 @@ class Agents(AgentChannels):
             "instance_requests", "Requests that an instance says it has", "instance", "state"
         )
         tiers = metrics.gauge(
-            "tier_blocks", "Blocks that a tier holds or can hold", "instance", "tier", "what"
+            "tier_blocks",
+            "Blocks that a tier holds (spilled: of them, which it keeps for other instances) or can hold",
+            "instance",
+            "tier",
+            "what",
         )
 
         def refresh() -> None:
@@ -196,6 +200,7 @@ class Agents(AgentChannels):
                 for tier, fill in fills_of(beat).items():
                     tiers.labels(name, tier.name, "used").set(fill.used)
                     tiers.labels(name, tier.name, "size").set(fill.size)
+                    tiers.labels(name, tier.name, "spilled").set(fill.spilled)
 
         metrics.refreshing.subscribe(refresh)
 

@@ -75,7 +75,11 @@ def instance_view(members: Members, member: Member, usable: Mapping[str, Instanc
 def tiers(beat: Beat | None) -> dict[str, TierFill]:
     """How full the tiers of an instance are, of those that it has."""
     fills = {} if beat is None else fills_of(beat)
-    return {tier.name: TierFill(used=fill.used, size=fill.size) for tier, fill in fills.items() if fill.size}
+    return {
+        tier.name: TierFill(used=fill.used, size=fill.size, spilled=fill.spilled)
+        for tier, fill in fills.items()
+        if fill.size
+    }
 
 
 def fills_of(beat: Beat) -> dict[Tier, Fill]:

@@ -45,7 +45,7 @@ from sglang_ext.stages import NO_STAGES, StageTimes
 from sglang_ext.tiers import MAX_LEVEL
 from sglang_ext.wire import Blob, Codec, Count, Epoch, Message, Name
 
-AGENT_PROTOCOL: Final = 7
+AGENT_PROTOCOL: Final = 8
 """Changes when one side would misunderstand the other."""
 MAX_SECONDS: Final = 86_400
 """Of what is expected, or waited for: a day."""
@@ -171,11 +171,13 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Fill(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks that the tier of a level holds, and how many fit."""
+    """Blocks that the tier of a level holds, and how many fit. spilled: of those held, what is kept for other
+    instances."""
 
     level: Level
     used: Count = 0
     size: Count = 0
+    spilled: Count = 0
 
 
 class Hello(Message, frozen=True, tag="hello"):
@@ -249,6 +251,7 @@ class Export(Message, frozen=True, tag="export"):
 
     export: the name by which the peer asks for it; whoever knows it gets it. tokens: encoded.
     compute: compute them, and export each layer as soon as it is computed (table 3, sequence parallelism).
+    spills: they are about to go, and the peer keeps them: this is no use of them.
     """
 
     export: Name
@@ -257,12 +260,14 @@ class Export(Message, frozen=True, tag="export"):
     cache_salt: Tag | None = None
     ttl_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 10.0
     compute: bool = False
+    spills: bool = False
 
 
 class Fetch(Message, frozen=True, tag="fetch"):
     """A request with this prompt is on its way: read from peers what is not here.
 
-    spans: in order. wait_s: how long the request may wait for that, and how long it may take.
+    spans: in order. wait_s: how long the request may wait for that, and how long it may take. for_others: no
+    request is on its way; it is kept for the instances that have it, in DRAM that is idle.
     """
 
     id: Name
@@ -271,6 +276,7 @@ class Fetch(Message, frozen=True, tag="fetch"):
     extra_key: Tag | None = None
     cache_salt: Tag | None = None
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 5.0
+    for_others: bool = False
 
 
 class Advise(Message, frozen=True, tag="advise"):

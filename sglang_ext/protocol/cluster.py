@@ -77,6 +77,8 @@ class Registration(Body, frozen=True, kw_only=True):
     splits: bool = False
     """Whether it takes part in computing one prompt with others: it exports layers of what it computes, and
     computes behind layers that still come."""
+    for_others: Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)] = 0
+    """Blocks that it keeps for other instances in DRAM that is idle (``--kv-dram-for-others``)."""
     protocol: Annotated[int, msgspec.Meta(ge=1, le=65_535)] = PROTOCOL
 
     def __post_init__(self) -> None:
@@ -139,10 +141,12 @@ class Elsewhere(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierFill(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks that a tier holds, and how many fit."""
+    """Blocks that a tier holds, and how many fit. spilled: of those held, what is kept for other
+    instances."""
 
     used: int
     size: int
+    spilled: int = 0
 
 
 class InstanceView(msgspec.Struct, frozen=True, kw_only=True):

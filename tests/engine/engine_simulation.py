@@ -93,6 +93,8 @@ class Scenario:
     """Most bytes of HBM for the lowest layers of announced sessions; None for what is worth it."""
     pressure: str = "weakest-first"
     """``--kv-pressure-policy``."""
+    for_others: int = 0
+    """``--kv-dram-for-others``, in blocks."""
     memory: int = 12
     """Of how many earlier prompts one is continued; few make hits in HBM, many make hits in DRAM."""
 
@@ -214,6 +216,7 @@ class Rank:
                 write=config.writes_dram,
                 pressure=pressure_policy_by_name(scenario.pressure),
                 layers=scenario.layers,
+                for_others=scenario.for_others,
             )
             if disk is not None and below is not None:
                 self.writes = below

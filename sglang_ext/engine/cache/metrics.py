@@ -61,6 +61,10 @@ class CacheMetrics:
             "layer_region_blocks",
             "Blocks of HBM that hold the lowest layers of announced sessions instead of whole blocks.",
         )
+        self._spilled = {
+            "blocks": gauge("spilled_blocks", "Blocks of DRAM that are kept for other instances."),
+            "bytes": gauge("spilled_bytes", "Bytes of DRAM that are kept for other instances."),
+        }
         self._backlog = gauge("disk_backlog_bytes", "Bytes in DRAM that wait to be written to disk.")
         self._weighed = {
             tier: gauge(
@@ -133,6 +137,11 @@ class CacheMetrics:
                 "Blocks written to DRAM, loaded from it, brought to HBM ahead of a request (prefetched), "
                 "evicted from it, or skipped because it was full of locked blocks.",
             ),
+            "spilled": events(
+                "spilled_blocks_events",
+                "Blocks of other instances: kept for them in idle DRAM, used by requests here, exported to "
+                "peers again, or given up because the DRAM was needed.",
+            ),
             "peers": events(
                 "peers",
                 "KV from other instances: blocks fetched from them (fetch_streamed: those of them that the "
@@ -163,6 +172,9 @@ class CacheMetrics:
             self._capacity.labels(tier.name, self._rank).set(capacity)
         if cache.dram is not None:
             self._count("dram", dataclasses.asdict(cache.dram.counters))
+            self._count("spilled", dataclasses.asdict(cache.dram.spilled.counters))
+            self._spilled["blocks"].labels(self._rank).set(cache.dram.spilled.shown)
+            self._spilled["bytes"].labels(self._rank).set(cache.dram.spilled.shown * cache.dram.block_bytes)
             if cache.dram.region is not None:
                 self._count("layers", dataclasses.asdict(cache.dram.region.counters))
                 self._region.labels(self._rank).set(cache.dram.region.blocks)

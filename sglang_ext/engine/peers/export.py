@@ -8,6 +8,9 @@ being copied is waited for: the reader asks until something is published, and is
 expected to take. What the disk cannot give, or cannot verify, is not published, nor what comes behind it.
 Reading for peers gives way to reading for this instance's own requests, and no last copy is evicted for it.
 
+What is spilled, because it is about to go, is exported as it is in DRAM, and that is no use of it: nothing is
+copied or read for it, and it goes as soon as it would have gone.
+
 All methods run in the scheduler's thread, on every rank between the same two passes.
 """
 
@@ -26,6 +29,7 @@ from sglang_ext.engine.tiers.mover import BlockIds
 from sglang_ext.engine.tiers.promotion import Promoted, Wanted
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.radix_global import Node, RadixTree
+from sglang_ext.radix_global.edges import walk
 from sglang_ext.tiered_store.loading.layers import AHEAD
 from sglang_ext.tiers import Tier
 
@@ -82,6 +86,7 @@ class _Asked:
     """An export that is to be made when copies have completed.
 
     until: later nobody wants it; on this rank's clock. share: blocks that it may be, of what the disk has.
+    spills: it is about to go, and a peer keeps it.
     """
 
     export: str
@@ -89,6 +94,7 @@ class _Asked:
     key: bytes
     seconds: float
     until: float
+    spills: bool = False
     share: int = 0
     told: bool = False
     """The reader has heard how long it takes."""
@@ -134,14 +140,17 @@ class Exports:
         self.counters = ExportCounters()
         ranks.add(self)
 
-    def export(self, export: str, namespace: Hashable, key: bytes, seconds: float) -> None:
+    def export(
+        self, export: str, namespace: Hashable, key: bytes, seconds: float, *, spills: bool = False
+    ) -> None:
         """Export what is here of a prompt's beginning, if only nothing: whoever asks shall know."""
         if len(self._exports) + len(self._asked) >= MOST_EXPORTS:
             return
-        asked = _Asked(export, namespace, key, seconds, self._clock.monotonic() + seconds)
-        self._copy(asked)
+        asked = _Asked(export, namespace, key, seconds, self._clock.monotonic() + seconds, spills)
+        if not spills:
+            self._copy(asked)
         self._asked.append(asked)
-        if self._disk is not None:
+        if self._disk is not None and not spills:
             # From the next pass on; what it has in memory comes first in what it may export.
             left = self._tier.n_blocks // SHARE - self.exported_blocks
             left -= sum(other.share for other in self._asked)
@@ -151,7 +160,7 @@ class Exports:
 
     def _on_disk(self, asked: _Asked) -> bool:
         """Whether something of it is still being read from disk."""
-        if self._disk is None or self._disk.ready(asked):
+        if self._disk is None or asked.spills or self._disk.ready(asked):
             return False
         if not asked.told and (seconds := self._disk.expected_s(asked)):
             self._link.expect(asked.export, seconds)
@@ -172,11 +181,11 @@ class Exports:
 
     def _copying(self, asked: _Asked) -> bool:
         incomplete = self._tier.incomplete()
-        path = self._tree.match(asked.namespace, asked.key).path if incomplete else ()
+        path = self._path(asked) if incomplete else ()
         return any(node in incomplete for node in path)
 
     def _publish(self, asked: _Asked) -> None:
-        nodes = self._held(asked.namespace, asked.key)
+        nodes = self._held(asked)
         blocks = sum(node.blocks for node in nodes)
         if self.exported_blocks + blocks > self._tier.n_blocks // SHARE:
             self.counters.not_exported += blocks
@@ -186,6 +195,7 @@ class Exports:
         last = nodes[-1] if nodes else self._tree.root
         flat = np.concatenate(ids) if ids else np.zeros(0, np.int64)
         self.keep(last, blocks, (self._link.publish(asked.export, flat, asked.seconds),))
+        self._tier.spilled.on_export(nodes)
         self._release(asked)  # the export has a lock of its own
 
     def keep(self, node: Node, blocks: int, leases: tuple[int | None, ...]) -> None:
@@ -202,18 +212,29 @@ class Exports:
 
     def _release(self, asked: _Asked) -> None:
         """Nothing more is brought from disk for it."""
-        if self._disk is None:
+        if self._disk is None or asked.spills:
             return
         brought = self._disk.brought(asked)
         if brought is not None:
             self.counters.from_disk += brought.tokens // self._tree.block_size
         self._disk.release(asked)
 
-    def _held(self, namespace: Hashable, key: bytes) -> list[Node]:
+    def _path(self, asked: _Asked) -> list[Node]:
+        """What is known of its prompt, cut where that ends."""
+        if not asked.spills:
+            return self._tree.match(asked.namespace, asked.key).path
+        root, step = self._tree.roots.get(asked.namespace), self._tree.block_bytes
+        used = [node.last_access for _, node in walk(root, asked.key, step)]
+        path = self._tree.match(asked.namespace, asked.key).path
+        for node, at in zip(path, used, strict=True):
+            node.last_access = at
+        return path
+
+    def _held(self, asked: _Asked) -> list[Node]:
         """The nodes from the prompt's start on whose copy in DRAM is complete."""
         incomplete = self._tier.incomplete()
         nodes: list[Node] = []
-        for node in self._tree.match(namespace, key).path:
+        for node in self._path(asked):
             if self._tier.holder not in node.placements or node in incomplete:
                 break
             nodes.append(node)

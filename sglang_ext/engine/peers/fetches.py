@@ -122,7 +122,7 @@ class SpanWish:
 class Wish:
     """What is to be fetched. key: encoded, whole blocks. spans: in order. wait_until: of the request, on this
     rank's clock; None when nobody waits. then: called when it has ended, however. id: of the message that
-    asks for it; ahead: it was a hint.
+    asks for it; ahead: it was a hint. for_others: it is kept for the instance that has it.
     """
 
     namespace: Hashable
@@ -133,6 +133,7 @@ class Wish:
     then: Callable[[], None] = lambda: None
     id: str = ""
     ahead: bool = False
+    for_others: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,13 +356,20 @@ class Fetches:
     def _take(self, fetch: _Fetch, offered: int) -> None:
         """The peer has said what it exports: reserve DRAM for what is lacking, and read."""
         wish, job = fetch.wish, fetch.job
+        key = wish.key[: min(max(0, offered), fetch.span.blocks) * self._step]
+        if wish.for_others and key:
+            key = key[: self._tier.room_for_others(wish.namespace, key) * self._step]
+            if not key:
+                self._link.drop(job)
+                self._span_over(fetch, FetchEnd.NO_ROOM)
+                return
         reservation = self._tier.store.reserve(
             Tier.DRAM,
             wish.namespace,
-            wish.key[: min(max(0, offered), fetch.span.blocks) * self._step],
+            key,
             Use.FETCH,
             share=SHARE,
-            lose=fetch.wait_until is not None,
+            lose=fetch.wait_until is not None and not wish.for_others,
             source=fetch.span.address,
         )
         if isinstance(reservation, Refusal):
@@ -378,11 +386,15 @@ class Fetches:
         """The blocks are in place and verified on every rank, or of no use on one."""
         came = 0
         whole = read == reservation.blocks
+        wish = fetch.wish
         if not whole:
             reservation.abort()
-        elif (done := reservation.commit()) is not None:
+        elif (done := reservation.commit(onward=not wish.for_others)) is not None:
             came = done.fresh
             self.counters.fetched_blocks += came
+            if wish.for_others:
+                start, end = reservation.start + done.held, reservation.start + reservation.blocks
+                self._tier.spilled.add(wish.namespace, wish.key[: end * self._step], start, came)
         fetch.reservation, fetch.may_start, fetch.streams_to = None, False, None
         self._span_over(fetch, FetchEnd.DONE if whole else FetchEnd.of(fetch.job.why), came, go_on=True)
 

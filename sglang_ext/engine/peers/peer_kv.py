@@ -6,6 +6,7 @@ requests (``storage_prefetch``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from typing import Final, Protocol
 
@@ -21,6 +22,8 @@ from sglang_ext.radix_global import RadixTree
 
 HINT_SECONDS: Final = 10.0
 """For a fetch that nobody waits for."""
+SHOW_S: Final = 0.5
+"""Between two looks at how much is kept for others."""
 
 
 class Link(ExportLink, Reads, Protocol):
@@ -76,6 +79,8 @@ class PeerKv:
         self.exports = Exports(tree, tier, link, ranks, disk, clock=self._clock)
         self.fetches = Fetches(tree, tier, link, ranks, clock=self._clock)
         self.spans = ComputedSpans(tree, tier, link, self.exports, self._clock, host)
+        self._spilled = tier.spilled
+        self._show_at = -math.inf
 
     def export(self, message: Export) -> None:
         """A peer is about to ask."""
@@ -85,11 +90,13 @@ class PeerKv:
         if message.compute:
             self.spans.begin(message.export, self._namespace(*tenant), key, *tenant, message.ttl_s)
         else:
-            self.exports.export(message.export, self._namespace(*tenant), key, message.ttl_s)
+            self.exports.export(
+                message.export, self._namespace(*tenant), key, message.ttl_s, spills=message.spills
+            )
 
     def fetch(self, message: Fetch) -> None:
-        """A request is on its way, and waits."""
-        until = self._clock.monotonic() + message.wait_s
+        """A request is on its way, and waits; or another instance's KV is to be kept for it."""
+        until = None if message.for_others else self._clock.monotonic() + message.wait_s
         wish = self._wish(message, message.wait_s, until)
         if wish is not None:
             self.fetches.begin(wish)
@@ -133,6 +140,7 @@ class PeerKv:
             then,
             message.id,
             isinstance(message, Advise),
+            isinstance(message, Fetch) and message.for_others,
         )
 
     def peer_dead(self, message: PeerDead) -> None:
@@ -152,6 +160,9 @@ class PeerKv:
         for result in self.fetches.take_results():
             if self._tell is not None:
                 self._tell(result)
+        if len(self._spilled) and self._clock.monotonic() >= self._show_at:
+            self._show_at = self._clock.monotonic() + SHOW_S
+            self._spilled.show()
 
     @property
     def busy(self) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.layer_region import Cell, LayerRegion
 from sglang_ext.engine.tiers.mover import BlockIds, Copied, LayerSink, Mover, Near, Source
 from sglang_ext.engine.tiers.retention import Announced, Retention, weakest_first
+from sglang_ext.engine.tiers.spilled import Spilled
 from sglang_ext.geometry import BlockLayout
 from sglang_ext.mempool.store import Store
 from sglang_ext.own_functions import SortKey
@@ -93,6 +94,7 @@ class DramTier:
         pressure: which announced session gives way first.
         layers: most bytes of HBM for the lowest layers of announced sessions (`layer_region`); 0 for none,
             None for as much as is good.
+        for_others: blocks that may be kept for other instances (`spilled`).
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class DramTier:
         write: bool = True,
         pressure: Callable[[Announced], SortKey] = weakest_first,
         layers: int | None = 0,
+        for_others: int = 0,
     ) -> None:
         self.store = store
         self._tree = store.tree
@@ -127,6 +130,8 @@ class DramTier:
         marker = Holder.of(f"{hbm.instance} announced requests", hbm.epoch, hbm.tier)
         self.retention = Retention(store.tree, marker, pressure)
         """What is held back for requests that were announced, here and in HBM."""
+        self.spilled = Spilled(store.tree, hbm, dram, self.retention, for_others)
+        """What is kept for other instances, and goes before anything else."""
         self.region: LayerRegion | None = None
         if layers != 0 and LayerRegion.fits(arena.layout):
             self.region = LayerRegion(store, arena.layout, layers, self.retention.knows)
@@ -186,6 +191,8 @@ class DramTier:
 
     def _make_room(self, blocks: int, *, lose: bool = True, rank: float = -math.inf) -> None:
         shortage = blocks - self._arena.free_blocks
+        if shortage > 0:
+            shortage -= self._delete(self.spilled.give_up(shortage))
         if shortage > 0 and self.below is not None:
             # Durable before free: these cost nothing but a read.
             shortage -= self._evict(shortage, only=self.below.durable)
@@ -245,6 +252,25 @@ class DramTier:
         taken = self._arena.alloc(min(blocks, self._arena.free_blocks))
         assert taken is not None
         return taken
+
+    def room_for_others(self, namespace: Hashable, key: bytes) -> int:
+        """How many leading blocks of a prompt, those that are here included, there is room for in what nobody
+        has and what is kept for others longer. 0 for no more than is here.
+        """
+        found = self._tree.match(namespace, key)
+        if found.path and self._dram not in found.node.placements:
+            return 0  # what is in HBM only is this instance's own, and newer
+        wanted = len(key) // self._tree.block_bytes - found.blocks
+        # What they continue must not go for them.
+        if found.path:
+            self._tree.lock(found.node, self._dram)
+        try:
+            self._delete(self.spilled.make_room(wanted, self._arena.free_blocks))
+        finally:
+            if found.path:
+                self._tree.unlock(found.node, self._dram)
+        room = min(wanted, self._arena.free_blocks, self.spilled.limit - self.spilled.blocks)
+        return found.blocks + room if room > 0 else 0
 
     def give_back(self, places: BlockIds) -> None:
         """Blocks that were taken, or were in the tree, and are not needed."""
@@ -504,6 +530,7 @@ class DramTier:
         self.settle()
         if self.region is not None:
             self.region.clear()
+        self.spilled.clear()
         if self.below is not None:
             self.below.settle()
             self.below.clear()
@@ -524,6 +551,7 @@ class DramTier:
     def check(self) -> None:
         """Verify the arena. Raises AssertionError naming what is wrong. `Store.check` compares it."""
         self._arena.check()
+        self.spilled.check()
         if self.region is not None:
             self.region.check()
 

@@ -151,10 +151,13 @@ def test_an_instance_registers_and_is_given_requests(rig: Rig) -> None:
 def test_the_tiers_that_an_instance_has_are_told(rig: Rig) -> None:
     rig.join()
     assert rig.view().tiers == {}
-    rig.links.beats[A] = Beat(bytes(16), 0, fills=(Fill(0, 3, 8), Fill(2, 0, 100), Fill(31, 1, 1)))
-    assert rig.view().tiers == {"hbm": TierFill(used=3, size=8), "disk": TierFill(used=0, size=100)}
+    rig.links.beats[A] = Beat(bytes(16), 0, fills=(Fill(0, 3, 8, 1), Fill(2, 0, 100), Fill(31, 1, 1)))
+    assert rig.view().tiers == {
+        "hbm": TierFill(used=3, size=8, spilled=1),
+        "disk": TierFill(used=0, size=100),
+    }
     told = msgspec.json.decode(msgspec.json.encode(cluster(rig.members)))
-    assert told["instances"][0]["tiers"]["hbm"] == {"used": 3, "size": 8}
+    assert told["instances"][0]["tiers"]["hbm"] == {"used": 3, "size": 8, "spilled": 1}
 
 
 def test_an_instance_without_an_agent_is_not_connected(rig: Rig) -> None:

@@ -1,0 +1,194 @@
+"""KV that other instances' requests left, kept in this instance's idle DRAM (KVDirect, section 7).
+
+An instance whose DRAM is full is about to lose prefixes that may be asked for again. The router has another
+one, whose DRAM is not, fetch them before (``router/dispatch/spilling.py``), within ``--kv-dram-for-others``.
+They are spilled blocks there: found, exported and loaded like any others, and the first to go. Nothing of the
+instance's own is evicted for them, they do not go on to its disk, and whatever it needs DRAM for takes theirs
+before anything else, the oldest first and of a prompt the end first.
+
+A spilled block that a request of this instance uses, or that is announced to it, is its own from then on.
+
+An entry names blocks by their prompt, so it stands for the right nodes however these are split. All ranks
+decide alike: nothing here depends on anything but the tree. The scheduler's thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+from sglang_ext.engine.tiers.retention import path_of
+from sglang_ext.radix_global import Evicted, Holder, Node, RadixTree
+
+
+@dataclass
+class SpilledCounters:
+    """Blocks, since the start."""
+
+    kept: int = 0
+    """Came from other instances, to be kept for them."""
+    used: int = 0
+    """Of these, requests of this instance used."""
+    exported: int = 0
+    """Of these, other instances were given (again)."""
+    given_up: int = 0
+    """Of these, went because this instance needed the DRAM, or for newer ones."""
+
+
+@dataclass(eq=False)
+class _Entry:
+    """The blocks of a prompt from ``start`` on, of which what is before is not spilled."""
+
+    namespace: Hashable
+    key: bytes
+    start: int
+
+
+class Spilled:
+    """See the module's docstring.
+
+    Args:
+        tree: the rank's tree.
+        hbm, dram: the holders that stand for this rank's two tiers.
+        announced: nodes that are held back for announced requests.
+        limit: blocks that may be kept for others; 0 for none.
+    """
+
+    def __init__(
+        self, tree: RadixTree, hbm: Holder, dram: Holder, announced: Container[Node], limit: int = 0
+    ) -> None:
+        self._tree = tree
+        self._hbm = hbm
+        self._dram = dram
+        self._announced = announced
+        self.limit = limit
+        self._entries: list[_Entry] = []
+        """The oldest first."""
+        self.counters = SpilledCounters()
+        self.shown = 0
+        """``blocks`` as of the last ``show``; from any thread."""
+
+    # -- what is there ------------------------------------------------------------------------------
+
+    @property
+    def blocks(self) -> int:
+        """Spilled blocks that are here now."""
+        return sum(node.blocks for entry in self._entries for node in self._nodes(entry))
+
+    def show(self) -> None:
+        """Renew what other threads see."""
+        self.shown = self.blocks if self._entries else 0
+
+    def _nodes(self, entry: _Entry) -> list[Node]:
+        """The spilled nodes of an entry, from the top."""
+        return [node for end, node in self._held(entry) if not self._is_used(node)]
+
+    def _held(self, entry: _Entry) -> Iterator[tuple[int, Node]]:
+        for end, node in path_of(self._tree, entry.namespace, entry.key):
+            if end > entry.start and self._dram in node.placements:
+                yield end, node
+
+    def _is_used(self, node: Node) -> bool:
+        # To be inserted has counted once.
+        return node.hits > 1 or self._hbm in node.placements or node in self._announced
+
+    def _look(self) -> None:
+        """Take out what requests of this instance have used, and what has gone."""
+        entries: list[_Entry] = []
+        for entry in self._entries:
+            last = 0
+            for end, node in list(self._held(entry)):
+                last = end
+                if self._is_used(node):
+                    # What is before a used block was used with it.
+                    self.counters.used += end - entry.start
+                    entry.start = end
+            if last > entry.start:
+                # What comes to stand behind it later is not spilled.
+                entry.key = entry.key[: last * self._tree.block_bytes]
+                entries.append(entry)
+        self._entries = entries
+
+    # -- coming and going ---------------------------------------------------------------------------
+
+    def make_room(self, blocks: int, free: int) -> list[Evicted]:
+        """Give up so many older blocks that up to ``blocks`` more fit into the limit, and into DRAM, of which
+        nobody has ``free`` blocks.
+
+        Returns:
+            What left the tree; the caller frees it.
+        """
+        self._look()
+        blocks = min(blocks, self.limit)
+        over = max(self.blocks + blocks - self.limit, blocks - free)
+        return self.give_up(over)
+
+    def add(self, namespace: Hashable, key: bytes, start: int, blocks: int) -> None:
+        """The ``blocks`` blocks of a prompt's ``key`` from ``start`` on have come to be kept."""
+        if blocks:
+            self._entries.append(_Entry(namespace, key, start))
+            self.counters.kept += blocks
+            self.show()
+
+    def give_up(self, blocks: int) -> list[Evicted]:
+        """Take up to so many spilled blocks from DRAM, the oldest prompts first and of each the end first.
+
+        Returns:
+            What left the tree; the caller frees it.
+        """
+        gone: list[Evicted] = []
+        if blocks <= 0 or not self._entries:
+            return gone
+        self._look()
+        before = -1
+        while len(gone) > before:
+            # The beginning of one may be free to go once the end of another has gone.
+            before = len(gone)
+            for entry in self._entries:
+                gone += self._take(entry, blocks - _sum(gone))
+        self.counters.given_up += _sum(gone)
+        self._look()
+        self.show()
+        return gone
+
+    def _take(self, entry: _Entry, blocks: int) -> list[Evicted]:
+        gone: list[Evicted] = []
+        for node in reversed(self._nodes(entry)):
+            if blocks <= 0 or not node.can_go(self._dram):
+                break
+            if node.blocks > blocks:
+                self._tree.split(node, node.blocks - blocks)
+            blocks -= node.blocks
+            gone += self._tree.remove(node, self._dram)
+        return gone
+
+    def on_export(self, nodes: Sequence[Node]) -> None:
+        """Another instance is given these nodes; the prompts that they are of are the newest again."""
+        exported = set(nodes)
+        older: list[_Entry] = []
+        newer: list[_Entry] = []
+        for entry in self._entries:
+            blocks = sum(node.blocks for node in self._nodes(entry) if node in exported)
+            self.counters.exported += blocks
+            (newer if blocks else older).append(entry)
+        self._entries = older + newer
+
+    def clear(self) -> None:
+        """Forget everything: the cache is about to be emptied."""
+        self._entries = []
+        self.shown = 0
+
+    def check(self) -> None:
+        """Verify the limit. Raises AssertionError naming what is wrong."""
+        if self.blocks > self.limit:
+            raise AssertionError(f"{self.blocks} blocks are kept for others, {self.limit} may be")
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return f"Spilled({self.blocks}/{self.limit} blocks of {len(self)} prompts, {self.counters})"
+
+
+def _sum(gone: Sequence[Evicted]) -> int:
+    return sum(evicted.blocks for evicted in gone)
