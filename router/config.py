@@ -16,6 +16,7 @@ from sglang_ext.router.hints.document_book import DocumentLimits
 from sglang_ext.router.http.state import HttpLimits
 from sglang_ext.router.index.index import MODES as INDEX_MODES
 from sglang_ext.router.policies import POLICIES, policy_named
+from sglang_ext.router.policies.spilling import SpillTerms
 from sglang_ext.router.policies.splitting import SplitTerms
 from sglang_ext.router.tenancy.request_fields import may_be_trusted
 
@@ -298,6 +299,21 @@ class RouterConfig(Flagged):
         SECONDS.positive(),
     )
 
+    spill_blocks_per_tenant: int = flag(
+        4096,
+        "Blocks of KV of one tenant that instances with --kv-dram-for-others may keep for instances whose "
+        "own DRAM is full; all clients without a tenant are one. 0 for no spilling.",
+        COUNT,
+        "BLOCKS",
+        group="Idle memory",
+    )
+    spill_above: float = flag(
+        0.9,
+        "The share of its DRAM from which an instance is full: it is about to evict, and the coldest of its "
+        "prefixes that may be asked for again are kept by others, which take them up to five sixths of this.",
+        NUMBER.where(lambda share: 0.0 < share <= 1.0, "is not a share between 0 and 1"),
+    )
+
     health_check_interval_secs: float = flag(
         0.5, "The time between two probes of a worker.", SECONDS.positive(), group="Health and retries"
     )
@@ -497,6 +513,14 @@ class RouterConfig(Flagged):
     def document_limits(self) -> DocumentLimits:
         """What documents may take."""
         return DocumentLimits(self.document_blocks, self.document_blocks_per_tenant, self.block_size)
+
+    def spill_terms(self) -> SpillTerms:
+        """When what is about to be evicted is kept elsewhere."""
+        return SpillTerms(
+            full=self.spill_above,
+            idle=self.spill_above * SpillTerms.IDLE,
+            tenant_blocks=self.spill_blocks_per_tenant,
+        )
 
     def hint_limits(self) -> HintLimits:
         """What a tenant may cause with hints."""

@@ -107,9 +107,9 @@ class KvConfig(Flagged):
     )
     dram_for_others: int = flag(
         0,
-        "The most of the DRAM tier per rank that may keep KV for other servers of the cluster whose own DRAM is "
-        "full. Only what is free is used for that, and it is given back whenever this server needs it. Needs a "
-        "router and a DRAM tier. 0 means none.",
+        "The most of the DRAM tier per rank that may keep KV for other servers of the cluster whose own DRAM "
+        "is full. Only what is free is used for that, and this server takes it back whenever it needs it. "
+        "Needs a router and a DRAM tier. 0 means none.",
         SIZE,
     )
     numa: str = flag(

@@ -98,6 +98,7 @@ class Router(Parts):
             ("manage the cluster", self.members.run()),
             ("watch the hints", self.advisor.run()),
             ("hold documents back", self.documents.run()),
+            ("spill what is about to go", self.spilling.run()),
             ("watch the cluster's key", self._watch_cluster_key()),
             *((("change roles", self.roles.run()),) if self.roles.is_on else ()),
         ):

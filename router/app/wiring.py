@@ -27,6 +27,7 @@ from sglang_ext.router.dispatch.moving import Mover
 from sglang_ext.router.dispatch.profiles import load_named
 from sglang_ext.router.dispatch.queueing import Admission, queue_policy_named
 from sglang_ext.router.dispatch.relaying import Relay
+from sglang_ext.router.dispatch.spilling import Spilling
 from sglang_ext.router.endpoints.advisory_api import AdvisoryApi
 from sglang_ext.router.endpoints.background import Background
 from sglang_ext.router.endpoints.cluster_api import ClusterApi
@@ -181,6 +182,9 @@ class Parts:
             self.fetching,
             HintBook(config.hint_limits()),
         )
+        self.spilling = Spilling(
+            config.spill_terms(), self.fleet, self.trees, self.agents, self.metrics, clock
+        )
         self.documents = Documents(
             DocumentBook(config.document_limits()),
             self.fleet,
@@ -227,7 +231,7 @@ class Parts:
             clock,
             self.mover,
             on_background=self.background.keep,
-            on_learnt=self.advisor.learn,
+            on_learnt=(self.advisor.learn, self.spilling.learn),
             explains=config.explain_routing,
         )
 
@@ -270,7 +274,10 @@ class Parts:
         )
 
         # An instance that was started anew, or is gone, has neither the cache nor the speed that it had.
-        for forget in (self.trees.forget, self.costs.forget, self.fetching.forget, self.documents.again):
+        for forget in (
+            self.trees.forget, self.costs.forget, self.fetching.forget, self.spilling.forget,
+            self.documents.again,
+        ):  # fmt: skip
             self.fleet.restarted.subscribe(forget)
         for part in (
             self.fleet, self.trees, self.tokenizers, self.agents, self.admission, self.members, self.costs,
@@ -310,6 +317,7 @@ class Parts:
             self.api,
             self.metrics,
             self.stories,
+            self.spilling,
             clock,
             policy=config.policy,
             asks_for_key=asks_for_key,
@@ -363,4 +371,5 @@ class Parts:
         self.admission.check()
         self.advisor.check()
         self.documents.book.check()
+        self.spilling.conversations.check()
         self.server.check()

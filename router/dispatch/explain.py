@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -232,9 +232,16 @@ def evictions_of(story: Story, history: History | None) -> list[dict[str, Any]] 
 
 
 def told(
-    story: Story, stories: Stories, history: History | None, *, block_size: int, admin: bool
+    story: Story,
+    stories: Stories,
+    history: History | None,
+    spilled: Callable[[Any, bytes, float], list[dict[str, Any]]] = lambda namespace, key, before: [],
+    *,
+    block_size: int,
+    admin: bool,
 ) -> dict[str, Any]:
-    """The answer of ``GET /explain/{request_id}``."""
+    """The answer of ``GET /explain/{request_id}``. spilled: tells what other instances were told to keep of a
+    prompt's beginning before a time."""
     record = story.record
     evictions = evictions_of(story, history)
     # That the same prompt is known under another salt tells of other tenants: for administrators only.
@@ -280,6 +287,9 @@ def told(
             for choice in story.choices
         ],
         "evictions": evictions,
+        "spilled": [
+            each for prompt in story.prompts for each in spilled(prompt.namespace, prompt.key, story.at)
+        ],
         "same_prompt_under_another_salt": elsewhere if admin else None,
         "seconds": {
             "queued": record.queued_s,

@@ -196,7 +196,7 @@ class Fetching:
         if len(flight.prompts) != 1:
             return None
         (prompt,) = flight.prompts
-        if not self._movable(prompt.namespace, prompt.key[: note.tokens * TOKEN_BYTES]):
+        if not movable(prompt.namespace, prompt.key[: note.tokens * TOKEN_BYTES]):
             return None
         _, _, extra_key, salt = prompt.namespace
         if spans := self._lend_all(note, prompt.key, extra_key, salt, split_s):
@@ -265,7 +265,7 @@ class Fetching:
     ) -> tuple[FetchSpan, ...]:
         """Have others export to an instance what they hold of a prompt and it does not. id: of the hint."""
         chosen = _named(fleet, instance)
-        if chosen is None or not self._movable(namespace, key):
+        if chosen is None or not movable(namespace, key):
             return ()
         holders, tokens = self._holders(chosen, fleet, matches), len(key) // TOKEN_BYTES
         plan = best_plan(tokens, chosen, holders, matches, self._costs, whole=True)
@@ -357,10 +357,6 @@ class Fetching:
             and self._channels.can_fetch(known.name, chosen.name)
         ]
 
-    def _movable(self, namespace: tuple[str | None, ...], key: bytes) -> bool:
-        """Whether a prompt's tokens are known, and its KV means the same everywhere."""
-        return namespace[0] == "tokens" and namespace[1] is None and 0 < len(key) <= MOST_KEY_BYTES
-
     def _lend_all(
         self,
         note: FetchNote,
@@ -400,6 +396,11 @@ class Fetching:
         if not self._channels.send(source, message):
             return None
         return Source(there.endpoints, export)
+
+
+def movable(namespace: tuple[str | None, ...], key: bytes) -> bool:
+    """Whether a prompt's tokens are known, and its KV means the same everywhere."""
+    return namespace[0] == "tokens" and namespace[1] is None and 0 < len(key) <= MOST_KEY_BYTES
 
 
 def _span_note(span: Span) -> SpanNote:

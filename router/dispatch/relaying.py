@@ -56,7 +56,7 @@ class Relay:
         mover: moves running requests to other instances.
         on_background: told of each response that its instance goes on to generate, while the request still
             counts.
-        on_learnt: told of each prompt with what was generated from it, as far as that is known.
+        on_learnt: all are told of each prompt with what was generated from it, as far as that is known.
         explains: whether clients are told why an instance was chosen.
     """
 
@@ -73,7 +73,7 @@ class Relay:
         mover: Mover,
         *,
         on_background: Callable[[Dialect, str, Load, Meter | None], None],
-        on_learnt: Callable[[Flight, tuple[str | None, ...], bytes], None],
+        on_learnt: Sequence[Callable[[Flight, tuple[str | None, ...], bytes], None]],
         explains: bool,
     ) -> None:
         self._forwarding = forwarding
@@ -310,7 +310,8 @@ class Relay:
             self._trees.confirm(prompt.namespace, prompt.key + generated, answering)
             if decision.decode is not None:
                 self._trees.confirm(prompt.namespace, prompt.key, decision.instance)
-            self._on_learnt(flight, prompt.namespace, prompt.key + generated)
+            for learn in self._on_learnt:
+                learn(flight, prompt.namespace, prompt.key + generated)
         if usage.response_id is not None:
             self._homes.keep(flight.record.caller.scope, usage.response_id, answering)
 
@@ -336,7 +337,8 @@ class Relay:
                 if index < len(prompts) and prompts[index].tokens is not None:
                     whole = prompts[index].key + key
                     self._trees.confirm(prompts[index].namespace, whole, instance)
-                    self._on_learnt(flight, prompts[index].namespace, whole)
+                    for told in self._on_learnt:
+                        told(flight, prompts[index].namespace, whole)
 
         async def learn_later() -> None:
             learn(await self._tokenizers.continuations(texts))

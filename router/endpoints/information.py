@@ -18,6 +18,7 @@ from sglang_ext.router.cluster.readiness import Readiness, State
 from sglang_ext.router.dispatch.choosing import no_worker
 from sglang_ext.router.dispatch.explain import History, Stories, told
 from sglang_ext.router.dispatch.queueing import Admission
+from sglang_ext.router.dispatch.spilling import Spilling
 from sglang_ext.router.endpoints.routes import Access, Route
 from sglang_ext.router.fleet.fleet import USABLE, Fleet
 from sglang_ext.router.fleet.worker import Answer, WorkerApi
@@ -62,6 +63,7 @@ class Information:
         api: WorkerApi,
         metrics: RouterMetrics,
         stories: Stories,
+        spilling: Spilling,
         clock: Clock,
         *,
         policy: str,
@@ -79,6 +81,7 @@ class Information:
         self._api = api
         self._metrics = metrics
         self._stories = stories
+        self._spilling = spilling
         self._clock = clock
         self._readiness = Readiness(wait_s)
 
@@ -203,7 +206,12 @@ class Information:
             )
         record.status = 200
         value = told(
-            story, self._stories, self._history(), block_size=self._trees.block_size, admin=caller.admin
+            story,
+            self._stories,
+            self._history(),
+            self._spilling.told_of,
+            block_size=self._trees.block_size,
+            admin=caller.admin,
         )
         await send_json(responder, 200, value)
 

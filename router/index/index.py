@@ -333,6 +333,19 @@ class Index(PromptTrees):
             count += 1
         return count
 
+    def durable(self, namespace: Hashable, key: bytes) -> int:
+        """How many leading blocks of a prompt some instance has below memory, as it tells."""
+        tenant = tenant_of(namespace)
+        if tenant is None or self.mode == "approximate":
+            return 0
+        names: dict[Naming, list[bytes]] = {}
+        counts = (
+            self._by_name(known.replica, tenant, key, 0, names, {})
+            for known in self._known.values()
+            if known.replica.named and self._tells_truth(known)
+        )
+        return max(counts, default=0)
+
     def history(self, namespace: Hashable, key: bytes) -> list[Departure]:
         """What left tiers of a prompt's blocks, oldest first, as far as it is remembered."""
         tenant = tenant_of(namespace)

@@ -63,7 +63,7 @@ class Spilled:
         self._announced = announced
         self.limit = limit
         self._entries: list[_Entry] = []
-        """The oldest first."""
+        """Those first whose prompts were given back to others, then the oldest."""
         self.counters = SpilledCounters()
         self.shown = 0
         """``blocks`` as of the last ``show``; from any thread."""
@@ -163,15 +163,15 @@ class Spilled:
         return gone
 
     def on_export(self, nodes: Sequence[Node]) -> None:
-        """Another instance is given these nodes; the prompts that they are of are the newest again."""
+        """Another instance is given these nodes. What it has then is no loss here: that goes first."""
         exported = set(nodes)
-        older: list[_Entry] = []
-        newer: list[_Entry] = []
+        first: list[_Entry] = []
+        others: list[_Entry] = []
         for entry in self._entries:
             blocks = sum(node.blocks for node in self._nodes(entry) if node in exported)
             self.counters.exported += blocks
-            (newer if blocks else older).append(entry)
-        self._entries = older + newer
+            (first if blocks else others).append(entry)
+        self._entries = first + others
 
     def clear(self) -> None:
         """Forget everything: the cache is about to be emptied."""

@@ -1,0 +1,323 @@
+"""Having idle DRAM keep what a full instance is about to evict (KVDirect, section 7).
+
+Twice a second, ``policies.spilling`` looks at how full the instances say they are, and at the conversations
+that may go on. What it chooses is told as a fetch is: the full instance exports what it has in DRAM of a
+prompt, and the other one fetches it, to keep it for others. The index learns of it as of any KV, so whoever
+needs it next fetches it back, or is sent where it is. An instance that says nothing, or dies, keeps nothing:
+the full one has it as long as it would have had it anyway.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from sglang_ext.clock import Clock
+from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.protocol.agent import Beat, Export, Fetch, Fetched, FetchSpan, Fill, FromAgent, Source
+from sglang_ext.router.cluster.agents import AgentChannels
+from sglang_ext.router.dispatch.fetching import movable
+from sglang_ext.router.dispatch.flight import Flight
+from sglang_ext.router.fleet.fleet import Fleet
+from sglang_ext.router.index.conversations import Conversation, Conversations
+from sglang_ext.router.index.index import Index
+from sglang_ext.router.policies.spilling import (
+    NO_ROOM,
+    TENANT_BUDGET,
+    Memory,
+    Prefix,
+    Spill,
+    SpillTerms,
+    spills,
+)
+from sglang_ext.router.telemetry.observability import RouterMetrics
+from sglang_ext.tiers import Tier
+
+TICK_S: Final = 0.5
+AGAIN_S: Final = 60.0
+"""A prefix is spilled once in so long, whatever becomes of it: who gave it up needed the room."""
+LOOK_S: Final = 3.0
+"""After which it is looked up again who holds a prefix, or still keeps one."""
+LOOKS: Final = 64
+"""Look-ups of one round: some milliseconds."""
+MOST_PREFIXES: Final = 2000
+"""Conversations that a round considers, the coldest."""
+MOVE_S: Final = 10.0
+"""An instance has so long to fetch."""
+UNHEARD_S: Final = 30.0
+"""After which a spill has ended of which nothing was heard."""
+MOST_UNDER_WAY: Final = 4
+MOST_SPILLED: Final = 10_000
+"""Spills that are remembered for as long as they are kept; the oldest count as gone beyond that."""
+MOST_TOLD: Final = 2000
+"""Spills that ``/explain`` can tell of."""
+MAX_BYTES: Final = 32 << 20
+"""Memory for conversations."""
+
+
+class SpillChannels(AgentChannels, Protocol):
+    """``Agents``, as it is used here."""
+
+    def beat(self, name: str) -> Beat | None:
+        """What an instance said of itself last, while its agent is heard."""
+
+
+@dataclass(eq=False, slots=True)
+class Spilled:
+    """A prefix that an instance was told to keep for others. blocks: that were new there, or are to be.
+    start: the block at which they begin."""
+
+    namespace: tuple[str | None, ...]
+    key: bytes
+    tenant: str
+    source: str
+    target: str
+    start: int
+    blocks: int
+    at: float
+    """Seconds since the epoch."""
+    since: float
+    """When it was told, or looked at last; monotonic."""
+    end: str | None = None
+    moved_tokens: int = 0
+
+    def told(self) -> dict[str, Any]:
+        """For ``/explain``."""
+        return {
+            "from": self.source,
+            "to": self.target,
+            "tokens": len(self.key) // TOKEN_BYTES,
+            "at": self.at,
+            "end": self.end,
+            "moved_tokens": self.moved_tokens,
+        }
+
+
+class Spilling:
+    """See the module's docstring. Lives on the event loop's thread.
+
+    Args:
+        terms: who is full, who is idle, and what a tenant may have kept.
+        fleet: which instances are there.
+        trees: who holds which prefix.
+        channels: to the agents.
+        metrics: counts what was spilled.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        terms: SpillTerms,
+        fleet: Fleet,
+        trees: Index,
+        channels: SpillChannels,
+        metrics: RouterMetrics,
+        clock: Clock,
+    ) -> None:
+        self._terms = terms
+        self._fleet = fleet
+        self._trees = trees
+        self._channels = channels
+        self._clock = clock
+        self.conversations = Conversations(clock, trees.block_size, MAX_BYTES)
+        self._is_on = False
+        self._under_way: dict[str, Spilled] = {}
+        self._kept: OrderedDict[str, Spilled] = OrderedDict()
+        """What is kept, by id; whoever was looked at longest ago comes first."""
+        self._told: deque[Spilled] = deque(maxlen=MOST_TOLD)
+        self._ends = metrics.counter(
+            "spills",
+            "Prefixes that a full instance was about to evict and another was told to keep, by how that "
+            f"ended; {NO_ROOM}, {TENANT_BUDGET}: how often one was left where it was",
+            "how",
+        )
+        self._tokens = metrics.counter("spilled_tokens", "Tokens whose KV another instance keeps since then")
+        kept = metrics.gauge("spilled_blocks", "Blocks that instances keep of a tenant for others", "tenant")
+
+        def refresh() -> None:
+            kept.clear()
+            for tenant, blocks in self.taken().items():
+                kept.labels(tenant).set(blocks)
+
+        metrics.refreshing.subscribe(refresh)
+        channels.messages.subscribe(self.on_message)
+
+    # -- what may go on -----------------------------------------------------------------------------
+
+    def learn(self, flight: Flight, namespace: tuple[str | None, ...], key: bytes) -> None:
+        """A request has sent, and was answered, what ``key`` has."""
+        if self._is_on and len(flight.prompts) == 1 and movable(namespace, key):
+            record = flight.record
+            session = flight.admitted.session is not None
+            tenant = record.caller.tenant or ""
+            self.conversations.learn(namespace, key, tenant, record.request_id, session=session)
+
+    # -- spilling -----------------------------------------------------------------------------------
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any instance keeps KV for others."""
+        return self._is_on
+
+    def round(self) -> None:
+        """Look once, and tell."""
+        now = self._clock.monotonic()
+        memories = list(self._memories())
+        self._is_on = self._terms.tenant_blocks > 0 and any(memory.limit for memory in memories)
+        for id in [id for id, spill in self._under_way.items() if now - spill.since > UNHEARD_S]:
+            self._ended(id, "unheard", 0)
+        if not self._is_on:
+            return
+        self._look_at_kept(now)
+        if not any(map(self._terms.is_full, memories)) or len(self._under_way) >= MOST_UNDER_WAY:
+            return
+        known: dict[int, Conversation] = {}
+        prefixes = self._prefixes(now, known)
+        found = spills(memories, prefixes, self.taken(), self._terms, self._channels.can_fetch)
+        for why, count in found.left.items():
+            self._ends.labels(why).inc(count)
+        for spill in found.spills[: MOST_UNDER_WAY - len(self._under_way)]:
+            self._tell(spill, known[spill.prefix.id], now)
+
+    def _memories(self) -> Iterator[Memory]:
+        for instance in self._fleet.usable():
+            registration, beat = (
+                self._channels.registration(instance.name),
+                self._channels.beat(instance.name),
+            )
+            fills = () if beat is None else beat.fills
+            dram = next((fill for fill in fills if fill.level == Tier.DRAM.level), Fill(Tier.DRAM.level))
+            if registration is not None and dram.size and registration.endpoints:
+                yield Memory(
+                    instance.name,
+                    dram.used,
+                    dram.size,
+                    dram.spilled,
+                    registration.for_others,
+                    instance.in_flight,
+                )
+
+    def _prefixes(self, now: float, known: dict[int, Conversation]) -> Iterator[Prefix]:
+        """The coldest that may go on; known: gets the conversations they are of."""
+        looks, size = LOOKS, self._trees.block_size
+        for conversation in self.conversations:
+            if len(known) >= MOST_PREFIXES:
+                return
+            if not conversation.goes_on:
+                continue
+            if now - conversation.looked >= LOOK_S:
+                if not looks:
+                    return
+                looks -= 1
+                conversation.looked = now
+                matches = self._trees.match(conversation.namespace, conversation.key)
+                conversation.held = {name: match.in_memory // size for name, match in matches.items()}
+                conversation.durable = self._trees.durable(conversation.namespace, conversation.key)
+            known[conversation.id] = conversation
+            resting = now < conversation.again
+            yield Prefix(
+                conversation.id,
+                conversation.tenant,
+                conversation.held,
+                max(conversation.held.values(), default=0) if resting else conversation.durable,
+            )
+
+    def _tell(self, spill: Spill, conversation: Conversation, now: float) -> None:
+        there = self._channels.registration(spill.source)
+        assert there is not None
+        conversation.again = now + AGAIN_S
+        key = conversation.key[: spill.blocks * self._trees.block_size * TOKEN_BYTES]
+        _, _, extra_key, salt = conversation.namespace
+        id, export = uuid.uuid4().hex, uuid.uuid4().hex
+        source = Source(there.endpoints, export)
+        span = FetchSpan(source, len(key) // TOKEN_BYTES)
+        told = self._channels.send(
+            spill.source, Export(export, key, extra_key, salt, UNHEARD_S, spills=True)
+        ) and self._channels.send(
+            spill.target, Fetch(id, key, (span,), extra_key, salt, MOVE_S, for_others=True)
+        )
+        note = Spilled(
+            conversation.namespace,
+            key,
+            conversation.tenant,
+            spill.source,
+            spill.target,
+            spill.blocks - spill.new,
+            spill.new,
+            self._clock.wall(),
+            now,
+        )
+        self._told.append(note)
+        self._under_way[id] = note
+        if not told:
+            self._ended(id, "unheard", 0)
+
+    # -- what becomes of it -------------------------------------------------------------------------
+
+    def on_message(self, name: str, message: FromAgent) -> None:
+        """What an agent says."""
+        if isinstance(message, Fetched):
+            spill = self._under_way.get(message.id)
+            if spill is not None and spill.target == name:
+                self._ended(message.id, message.end, sum(span.tokens for span in message.spans))
+
+    def _ended(self, id: str, how: str, tokens: int) -> None:
+        spill = self._under_way.pop(id)
+        spill.end, spill.moved_tokens = how, tokens
+        spill.blocks = tokens // self._trees.block_size
+        spill.since = self._clock.monotonic()
+        self._ends.labels(how).inc()
+        self._tokens.inc(tokens)
+        if spill.blocks:
+            self._kept[id] = spill
+            if len(self._kept) > MOST_SPILLED:
+                self._kept.popitem(last=False)
+
+    def _look_at_kept(self, now: float) -> None:
+        """What has gone from where it was kept does not count any more."""
+        for id, spill in list(self._kept.items())[:LOOKS]:
+            if now - spill.since < LOOK_S:
+                break
+            match = self._trees.match(spill.namespace, spill.key).get(spill.target)
+            held = 0 if match is None else match.in_memory // self._trees.block_size
+            spill.blocks = min(spill.blocks, max(0, held - spill.start))
+            spill.since = now
+            self._kept.move_to_end(id)
+            if not spill.blocks:
+                del self._kept[id]
+
+    def taken(self) -> Counter[str]:
+        """Blocks that are kept of each tenant, or on their way."""
+        found: Counter[str] = Counter()
+        for spill in (*self._kept.values(), *self._under_way.values()):
+            found[spill.tenant] += spill.blocks
+        return found
+
+    def forget(self, name: str) -> None:
+        """An instance was started anew, or is gone."""
+        for id in [id for id, spill in self._under_way.items() if name in (spill.source, spill.target)]:
+            self._ended(id, "gone", 0)
+        for id in [id for id, spill in self._kept.items() if spill.target == name]:
+            del self._kept[id]
+
+    # -- seeing -------------------------------------------------------------------------------------
+
+    def told_of(self, namespace: Any, key: bytes, before: float) -> list[dict[str, Any]]:
+        """What was spilled of a prompt's beginning before a time (seconds since the epoch), oldest first."""
+        return [
+            spill.told()
+            for spill in self._told
+            if spill.at <= before and spill.namespace == namespace and key.startswith(spill.key)
+        ]
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        while True:
+            self.round()
+            await self._clock.sleep(TICK_S)
+
+    def __repr__(self) -> str:
+        return f"Spilling(on={self._is_on}, kept={len(self._kept)}, {self.conversations!r})"

@@ -1,0 +1,115 @@
+"""Conversations that may go on: what they sent and were answered last, the coldest first.
+
+A conversation ends where the longest prompt does that continues it; each of its turns replaces the one
+before. It was *used again* when a later request continued or repeated all of an earlier one. A beginning that
+conversations share, such as a system prompt, says nothing of any of them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from sglang_ext.clock import Clock
+from sglang_ext.radix_global import Holder, Node, RadixTree
+from sglang_ext.router.index.memory import TreeSize
+from sglang_ext.tiers import Tier
+
+FORGET_BLOCKS = 256
+
+
+@dataclass(eq=False, slots=True)
+class Conversation:
+    """namespace, key: of its last turn. request: which that was. uses: requests that were turns of it."""
+
+    id: int
+    namespace: tuple[str | None, ...]
+    key: bytes
+    tenant: str
+    request: str
+    session: bool
+    uses: int = 1
+    again: float = 0.0
+    """When it may be spilled again."""
+    looked: float = -1e9
+    """When ``held`` and ``durable`` were looked up."""
+    held: dict[str, int] = field(default_factory=dict)
+    """Blocks that each instance has in memory."""
+    durable: int = 0
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another turn is likely."""
+        return self.session or self.uses > 1
+
+
+class Conversations:
+    """See the module's docstring.
+
+    Args:
+        clock: seconds.
+        block_size: tokens per block.
+        max_bytes: estimated memory; the coldest are forgotten.
+    """
+
+    def __init__(self, clock: Clock, block_size: int, max_bytes: int) -> None:
+        self._tree = RadixTree(block_size, clock=clock.monotonic)
+        self._size = TreeSize(self._tree)
+        self._holder = Holder.of("conversations", 0, Tier.HBM)
+        self._max_bytes = max_bytes
+        self._known: OrderedDict[Node, Conversation] = OrderedDict()
+        self._next = 0
+
+    def learn(
+        self, namespace: tuple[str | None, ...], key: bytes, tenant: str, request: str, *, session: bool
+    ) -> None:
+        """A request has sent, and was answered, what ``key`` has."""
+        node = self._tree.insert(namespace, key, self._holder).node
+        if node.is_root or node.children:
+            return  # shorter than a block, or a longer one is known
+        self._next += 1
+        found = Conversation(self._next, namespace, key, tenant, request, session)
+        current: Node | None = node
+        while current is not None:
+            if (former := self._known.pop(current, None)) is not None:
+                found.uses = max(found.uses, former.uses + (former.request != request))
+                found.session = found.session or former.session
+                if current is node:
+                    found.again = former.again
+            current = current.parent
+        self._known[node] = found
+        while self.size_bytes > self._max_bytes:
+            gone = self._tree.evict(self._holder, FORGET_BLOCKS)
+            for each in gone:
+                self._known.pop(each.node, None)
+            if not gone:
+                break
+
+    def __iter__(self) -> Iterator[Conversation]:
+        """The coldest first."""
+        return iter(self._known.values())
+
+    def clear(self) -> None:
+        """Forget all: the fleet serves another model."""
+        self._known.clear()
+        self._tree.drop_holder(self._holder)
+
+    @property
+    def size_bytes(self) -> int:
+        """Estimated memory."""
+        return self._size.size_bytes
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __repr__(self) -> str:
+        return f"Conversations({len(self)}, bytes={self.size_bytes})"
+
+    def check(self) -> None:
+        """Verify every invariant. Raises AssertionError naming the first that does not hold."""
+        self._tree.check()
+        self._size.check()
+        inside = set(self._tree.nodes())
+        if strays := [known for node, known in self._known.items() if node not in inside or node.children]:
+            raise AssertionError(f"conversations that end nowhere: {strays[:3]}")
