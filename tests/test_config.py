@@ -118,6 +118,20 @@ def test_a_durability_that_cannot_be_is_refused(values: dict[str, Any], why: str
     assert refused.value.field == "--kv-durability"
 
 
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"dram_size": 10, "dram_for_others": 5}, "Give --kv-router and --kv-dram-size too"),
+        ({"router": "http://a:1", "dram_for_others": 5}, "Give --kv-router and --kv-dram-size too"),
+        ({"router": "http://a:1", "dram_size": 10, "dram_for_others": 11}, "Give a part of --kv-dram-size"),
+    ],
+)
+def test_dram_for_others_that_cannot_be_is_refused(values: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as refused:
+        KvConfig.from_values(values)
+    assert refused.value.field == "--kv-dram-for-others"
+
+
 def test_an_unknown_setting_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"unknown setting 'dram'.*dram_size"):
         KvConfig.from_values({"dram": 1})

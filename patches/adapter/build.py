@@ -98,6 +98,12 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     commands = RankCommandQueue() if ctx.tp_rank == 0 and params.pp_rank == 0 else None
     shard = f"tp{ctx.tp_rank}of{ctx.tp_size}"
     fetches = may_fetch(config, adapters=_uses_adapters())
+    if config.dram_for_others and not fetches:
+        raise ConfigError(
+            "KV of LoRA adapters is not fetched from other servers, nor kept for them",
+            field="--kv-dram-for-others",
+            hint="Leave it out, or start without --enable-lora",
+        )
     if config.dram_size:
         disk = open_below(config, instance, shard, geometry.layout)
     identity, weights = None, Weights()

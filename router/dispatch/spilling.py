@@ -38,7 +38,7 @@ from sglang_ext.tiers import Tier
 
 TICK_S: Final = 0.5
 AGAIN_S: Final = 60.0
-"""A prefix is spilled once in so long, whatever becomes of it: who gave it up needed the room."""
+"""A prefix is spilled once in so long, whatever becomes of it: who gave it up needed the memory."""
 LOOK_S: Final = 3.0
 """After which it is looked up again who holds a prefix, or still keeps one."""
 LOOKS: Final = 64

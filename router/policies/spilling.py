@@ -77,7 +77,7 @@ class SpillTerms:
         """Whether an instance is about to evict what is its own."""
         return memory.size > 0 and memory.own >= self.full * memory.size
 
-    def room(self, memory: Memory) -> int:
+    def takes(self, memory: Memory) -> int:
         """Blocks that an instance keeps for others at most, as it is now."""
         if self.is_full(memory):
             return 0
@@ -125,7 +125,7 @@ def spills(
     """
     found = Round()
     full = {memory.name: memory for memory in memories if terms.is_full(memory)}
-    room = {memory.name: terms.room(memory) for memory in memories}
+    free = {memory.name: terms.takes(memory) for memory in memories}
     taken = Counter(taken)
     seen: Counter[str] = Counter()
     left = set(full)
@@ -143,7 +143,7 @@ def spills(
         if blocks < LEAST_BLOCKS or _is_safe(prefix, blocks, full):
             continue
         targets = [each for each in memories if each.name not in full and can_fetch(source, each.name)]
-        target = _best(targets, prefix, blocks, room)
+        target = _best(targets, prefix, blocks, free)
         if target is None:
             found.left[NO_ROOM] += 1
             continue
@@ -152,7 +152,7 @@ def spills(
             found.left[TENANT_BUDGET] += 1
             continue
         taken[prefix.tenant] += new
-        room[target] -= new
+        free[target] -= new
         found.spills.append(Spill(prefix, source, target, blocks, new))
     return found
 
@@ -163,9 +163,9 @@ def _is_safe(prefix: Prefix, blocks: int, full: Mapping[str, Memory]) -> bool:
     return max(elsewhere, prefix.durable) >= MUCH * blocks
 
 
-def _best(targets: Sequence[Memory], prefix: Prefix, blocks: int, room: Mapping[str, int]) -> str | None:
+def _best(targets: Sequence[Memory], prefix: Prefix, blocks: int, free: Mapping[str, int]) -> str | None:
     """Who keeps it: for whom nothing that is kept longer has to go, then who is least busy, then emptiest."""
-    fitting = [each for each in targets if blocks - prefix.held.get(each.name, 0) <= room[each.name]]
+    fitting = [each for each in targets if blocks - prefix.held.get(each.name, 0) <= free[each.name]]
 
     def rank(memory: Memory) -> tuple[object, ...]:
         new = blocks - prefix.held.get(memory.name, 0)

@@ -269,8 +269,8 @@ class DramTier:
         finally:
             if found.path:
                 self._tree.unlock(found.node, self._dram)
-        room = min(wanted, self._arena.free_blocks, self.spilled.limit - self.spilled.blocks)
-        return found.blocks + room if room > 0 else 0
+        fits = min(wanted, self._arena.free_blocks, self.spilled.limit - self.spilled.blocks)
+        return found.blocks + fits if fits > 0 else 0
 
     def give_back(self, places: BlockIds) -> None:
         """Blocks that were taken, or were in the tree, and are not needed."""
