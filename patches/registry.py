@@ -39,6 +39,7 @@ from sglang_ext.patches.hooks import (
     load_details,
     migration,
     restarts,
+    retraction,
     stages,
     vocabulary,
 )
@@ -71,6 +72,7 @@ PATCHES: tuple[Patch, ...] = (
     transfer_backend.PATCH,
     scheduler_calls.PATCH,
     restarts.PATCH,
+    retraction.PATCH,
     load_details.PATCH,
     stages.PATCH,
     durability.PATCH,

@@ -210,6 +210,13 @@ class KvConfig(Flagged):
         "least KV, as in Symphony), or a function of your own as package.module:function.",
         policy_name(("weakest-first", "smallest-first")),
     )
+    retract_wait: float | None = flag(
+        None,
+        "With --enable-priority-scheduling: how long a request may be expected to wait for room before "
+        "running requests of lower priorities are retracted for it; their KV is kept, and they go on from it "
+        "later. 0 retracts them whenever there is no room. Not given: 200ms.",
+        SECONDS,
+    )
     instance_id: str | None = flag(
         None,
         "The name of this server in the cluster, unique there. Defaults to host:port.",

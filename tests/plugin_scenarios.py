@@ -126,13 +126,13 @@ def outdated_hook() -> dict[str, Any]:
     runtime.prepare_process(os.environ)
     outdate("scheduler_calls")
     load(on_cpu_runtime=False)
-    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.beam_search.coordinator import BeamCoordinator
     from sglang.srt.server_args import prepare_server_args
 
     return {
         "global": refusal(lambda: prepare_server_args(GLOBAL)),
         "stock": refusal(lambda: prepare_server_args(["--model-path", "none"])),
-        "hooked": hasattr(Scheduler._get_new_batch_prefill_raw, "__wrapped__"),
+        "hooked": hasattr(BeamCoordinator.validate_and_init, "__wrapped__"),
     }
 
 

@@ -22,6 +22,7 @@ from sglang_ext.engine.events.events import PlacementFeed
 from sglang_ext.engine.model_identity import weights_digest
 from sglang_ext.engine.peers.fetch_link import arena_pool
 from sglang_ext.engine.ranks import Least, Ranks
+from sglang_ext.engine.retraction import DEFAULT_WAIT_SECONDS, Retraction
 from sglang_ext.engine.tiers.cuda_mover import CudaMover
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.mover import LayerGate, Mover, ThreadMover
@@ -57,7 +58,12 @@ from sglang_ext.patches.adapter.compute_ahead import compute_ahead
 from sglang_ext.patches.adapter.hbm import EnginePool
 from sglang_ext.patches.adapter.own_requests import SglangHost
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
-from sglang_ext.patches.adapter.support import require_computing, require_supported
+from sglang_ext.patches.adapter.support import (
+    require_computing,
+    require_retracting,
+    require_supported,
+    why_not_retracting,
+)
 from sglang_ext.radix_global import Holder, RadixTree, policy_by_name
 from sglang_ext.tiered_store.copy import PoolCopier, warmup
 from sglang_ext.tiered_store.dram.arena import DramArena
@@ -78,6 +84,8 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
     require_supported(ctx, config)
     if config.advisory_compute:
         require_computing(ctx.server_args)
+    if config.retract_wait is not None:
+        require_retracting(ctx.server_args)
     check_block_size(config, ctx.params.page_size)
     params = ctx.params
     instance = str(with_instance_id(config, ctx.server_args, socket.gethostname()).instance_id)
@@ -177,6 +185,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
             dram,
             promotions,
             answers=answers,
+            retraction=_retraction(ctx, config, ranks),
             transfers=transfers,
             peers=peers,
             feed=feed,
@@ -257,6 +266,13 @@ def _transfers_of(
     else:
         transfers = start_fetching(endpoint, dram)
     return on_all_ranks_or_none(transfers, ctx.params.tp_cache_group)
+
+
+def _retraction(ctx: TreeCacheBuildContext, config: KvConfig, ranks: Ranks) -> Retraction | None:
+    if why_not_retracting(ctx.server_args) is not None:
+        return None
+    wait = DEFAULT_WAIT_SECONDS if config.retract_wait is None else config.retract_wait
+    return Retraction(wait, ranks)
 
 
 def _small_priorities_first() -> bool:

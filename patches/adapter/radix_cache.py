@@ -37,6 +37,7 @@ from sglang_ext.keys import encode_tokens
 from sglang_ext.mempool.store import Store
 from sglang_ext.patches.adapter.migration import Migration, MoveDesk
 from sglang_ext.patches.adapter.own_requests import SglangHost
+from sglang_ext.patches.adapter.retracting import Retracting
 from sglang_ext.patches.adapter.storage_prefetch import StoragePrefetch
 from sglang_ext.radix_global import EvictionPolicy, Holder, Node, RadixTree
 from sglang_ext.radix_global.eviction import lru
@@ -88,6 +89,9 @@ class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ig
         """SGLang's, once it is there: see `meet`."""
         self.migration = Migration(self, moves)
         """Stops requests that go on elsewhere, and goes on with such."""
+        self.retracting = None if parts.retraction is None else Retracting(self, parts.retraction)
+        """Has running requests give way to others."""
+        self.priority_sign = parts.priority_sign
         self._load_min_tokens = parts.load_min_tokens
         self._nothing = self.slot_ops.join([])
         self.root_node = _RootView(self.tree)
@@ -197,6 +201,11 @@ class GlobalRadixCache(RankCache, StoragePrefetch, BasePrefixCache):  # type: ig
         tokens = (req.origin_input_ids + req.output_ids)[:up_to]
         self._insert_row(req, tokens)
         self.listeners.request_ended(req, tokens)
+
+    def keep_running_req(self, req: Req, *, up_to: int) -> None:
+        """A running request is about to lose its slots: the tree takes over its whole blocks before position
+        ``up_to``. It has not ended, so nobody is told."""
+        self._insert_row(req, (req.origin_input_ids + req.output_ids)[:up_to])
 
     def cache_unfinished_req(self, req: Req, chunked: bool = False, **kwargs: Any) -> None:
         """A prefill or a part of it is done: others may use its whole blocks from now on."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from sglang_ext.config import KvConfig
@@ -282,6 +283,8 @@ def require_supported_flags(server_args: Any, config: KvConfig) -> None:
         raise ConfigError(reason)
     if config.advisory_compute:
         require_computing(server_args)
+    if config.retract_wait is not None:
+        require_retracting(server_args)
 
 
 def require_supported_parallelism(server_args: Any, chosen: str) -> None:
@@ -342,3 +345,32 @@ def require_computing(server_args: Any) -> None:
                 field="--kv-advisory-compute",
                 hint=f"Drop one of --kv-advisory-compute and {flag}",
             )
+
+
+def why_not_retracting(server_args: Any) -> tuple[str, str] | None:
+    """Why SGLang alone decides who is preempted, and the way out; None where `retracting` does."""
+    given = partial(getattr, server_args)
+    if not given("enable_priority_scheduling", False):
+        return "requests have no priorities without --enable-priority-scheduling", "Add that flag"
+    if given("disable_priority_preemption", False):
+        return "nobody is retracted with --disable-priority-preemption", "Drop one of the two"
+    if given("disaggregation_mode", "null") != "null":
+        # Prefill runs nothing that could give way; decode admits in SGLang's own order.
+        return "requests are not retracted for others with --disaggregation-mode", "Drop this flag"
+    if given("pp_size", 1) > 1:
+        # Each stage measures its own steps, and they would decide differently.
+        return "the stages would not agree with --pp-size above 1", "Use --tp-size instead"
+    if given("speculative_algorithm", None) is not None:
+        return "requests do not go on from their KV with --speculative-algorithm", "Drop one of the two"
+    return None
+
+
+def require_retracting(server_args: Any) -> None:
+    """Whether `retracting` decides who gives way.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    found = why_not_retracting(server_args)
+    if found is not None:
+        raise ConfigError(found[0], field="--kv-retract-wait", hint=found[1])

@@ -17,9 +17,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from sglang_ext.patches.base import Patch, Scope, Target, is_in_place, put_in_place, resolve
+from sglang_ext.patches.base import Patch, Scope, Target, resolve
 
-_NAME = "mla_rope"
 _MODULE = "sglang.srt.layers.rotary_embedding.factory"
 _YARN = "deepseek_yarn"
 _PARAMETERS = (
@@ -52,16 +51,17 @@ def apply() -> None:
             return stock(*arguments, partial_rotary_factor, device)
         return plain(*arguments, partial_rotary_factor)
 
-    put_in_place(module, "get_rope_cpu", get_rope_cpu, _NAME)
+    get_rope_cpu.sglang_ext_patch = "mla_rope"  # type: ignore[attr-defined]
+    module.get_rope_cpu = get_rope_cpu
 
 
 def applied() -> bool:
     """Whether SGLang calls our wrapper."""
-    return is_in_place(resolve(_MODULE), "get_rope_cpu", _NAME)
+    return getattr(resolve(f"{_MODULE}.get_rope_cpu"), "sglang_ext_patch", None) == "mla_rope"
 
 
 PATCH = Patch(
-    name=_NAME,
+    name="mla_rope",
     summary="MLA models without YaRN take the rotary embedding that all other models take",
     scope=Scope.CPU,
     targets=(

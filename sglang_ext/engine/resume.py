@@ -130,9 +130,20 @@ def obstacle(req: Any, speculative: bool) -> str:
 
 def _kept(req: Any) -> str:
     """What of a request cannot be rebuilt elsewhere."""
-    sampling = req.sampling_params
     found = (
         (len(req.output_ids) * TOKEN_BYTES > MAX_OUTPUT_BYTES, "a long answer"),
+        (req.session is not None or req.session_id is not None, "a session at the server"),
+        (req.lora_id is not None, "a LoRA adapter"),
+    )
+    return next((why for so, why in found if so), "") or lost_by_retraction(req)
+
+
+def lost_by_retraction(req: Any) -> str:
+    """What of a request cannot be rebuilt from its ids, so that SGLang itself would not go on with it as it
+    began; empty when all can.
+    """
+    sampling = req.sampling_params
+    found = (
         (req.return_logprob, "log probabilities"),
         (
             sampling.frequency_penalty != 0.0
@@ -143,8 +154,6 @@ def _kept(req: Any) -> str:
         (req.custom_logit_processor is not None, "a logit processor of its own"),
         (req.multimodal_inputs is not None or req.input_embeds is not None, "inputs other than tokens"),
         (req.positional_embed_overrides is not None, "overridden embeddings"),
-        (req.session is not None or req.session_id is not None, "a session at the server"),
-        (req.lora_id is not None, "a LoRA adapter"),
         (req.beam_group is not None, "beam search"),
         (
             bool(req.return_hidden_states)

@@ -54,6 +54,8 @@ class Settings:
     max_prefill: int = 256
     new_token_ratio: float = 0.3
     preemption: bool = False
+    retract_wait: float | None = None
+    """``--kv-retract-wait``, with preemption; None where SGLang decides."""
     mixed: bool = False
     """Decode rides along with chunks of prefill (``--enable-mixed-chunk``)."""
     max_running: int = 8
@@ -94,6 +96,9 @@ class SimulatedScheduler:
         self.retracted = 0
         """Requests sent back because memory ran out."""
         self.preempted = 0
+        self.processed_tokens_counter = 0
+        if cache.retracting is not None:
+            cache.scheduler = self
         self.layer_written: Callable[[int], None] = lambda layer: None
         """Told when a pass has written a layer's KV."""
         self.restarted = 0
@@ -139,24 +144,38 @@ class SimulatedScheduler:
         return req
 
     def _enqueue(self, reqs: list[Req]) -> None:
-        """``Scheduler._add_request_to_queue`` and ``_prefetch_kvcache``, with storage below the host."""
+        """``Scheduler._add_request_to_queue``."""
         for req in reqs:
-            if self.cache.uses_storage:
-                req.init_next_round_input(self.cache)
-                matched = len(req.prefix_indices) + req.host_hit_length
-                tokens = req.full_untruncated_fill_ids
-                self.cache.prefetch_from_storage(
-                    req.cache_request_handle,
-                    req.last_host_node,
-                    tokens[matched : req._compute_max_prefix_len(len(tokens))],
-                    self.cache.get_last_hash_value(req.last_host_node),
-                    None,
-                    matched_prefix_tokens=tokens[:matched],
-                    extra_key=req.extra_key,
-                    cache_salt=req.cache_salt,
-                    storage_hit_end=None,
-                )
+            self._prefetch_kvcache(req)
             self.waiting.append(req)
+
+    def _prefetch_kvcache(self, req: Req) -> None:
+        """With storage below the host."""
+        if self.cache.uses_storage:
+            req.init_next_round_input(self.cache)
+            matched = len(req.prefix_indices) + req.host_hit_length
+            tokens = req.full_untruncated_fill_ids
+            self.cache.prefetch_from_storage(
+                req.cache_request_handle,
+                req.last_host_node,
+                tokens[matched : req._compute_max_prefix_len(len(tokens))],
+                self.cache.get_last_hash_value(req.last_host_node),
+                None,
+                matched_prefix_tokens=tokens[:matched],
+                extra_key=req.extra_key,
+                cache_salt=req.cache_salt,
+                storage_hit_end=None,
+            )
+
+    @property
+    def waiting_queue(self) -> list[Req]:
+        """As SGLang names it."""
+        return self.waiting
+
+    @property
+    def result_queue(self) -> deque[tuple[ScheduleBatch, list[int]]]:
+        """As SGLang names it."""
+        return self._results
 
     def abort(self, req: Req) -> None:
         """A client goes away: ``Scheduler.abort_request``."""
@@ -354,7 +373,7 @@ class SimulatedScheduler:
             allocatable = min(self.settings.max_running - len(running.reqs), free_rows)
             if len(adder.can_run_list) >= allocatable:
                 running.batch_is_full = True
-            if running.batch_is_full and not (self.settings.preemption and adder.preempt_to_schedule(req)):
+            if running.batch_is_full and not (self.settings.preemption and self._preempts(adder, req)):
                 break
             if self.cache.uses_storage:
                 if not self.cache.check_prefetch_progress(req.cache_request_handle):
@@ -362,9 +381,7 @@ class SimulatedScheduler:
                 tokens, _ = self.cache.pop_prefetch_loaded_span(req.cache_request_handle)
                 self.disk_tokens += tokens
             self._match(req)
-            result = adder.add_one_req(
-                req, has_chunked_req=self.chunked is not None, truncation_align_size=None
-            )
+            result = self._add(adder, req)
             if result != AddReqResult.CONTINUE:
                 if result == AddReqResult.NO_TOKEN:
                     running.batch_is_full = True
@@ -373,6 +390,10 @@ class SimulatedScheduler:
         self.preempted += len(adder.preempt_list)
         self.waiting = [req for req in self.waiting if req not in admitted]
         self._enqueue(adder.preempt_list)
+        retracting = self.cache.retracting
+        if retracting is not None:
+            retracting.queue()
+            retracting.admitted(admitted)
         if not admitted:
             return None
         if adder.new_chunked_req is not None:
@@ -397,6 +418,21 @@ class SimulatedScheduler:
         if self.settings.mixed and not running.is_empty():
             self._mix(batch)
         return batch
+
+    def _preempts(self, adder: PrefillAdder, req: Req) -> bool:
+        """``preempt_to_schedule`` with its hook."""
+        retracting = self.cache.retracting
+        if retracting is None:
+            return bool(adder.preempt_to_schedule(req))
+        return retracting.make_room(adder, req, rows=1)
+
+    def _add(self, adder: PrefillAdder, req: Req) -> AddReqResult:
+        """``add_one_req`` with its hook."""
+        about = {"has_chunked_req": self.chunked is not None, "truncation_align_size": None}
+        retracting = self.cache.retracting
+        if retracting is None:
+            return adder.add_one_req(req, **about)
+        return retracting.add(PrefillAdder.add_one_req, adder, req, **about)
 
     def _mix(self, batch: ScheduleBatch) -> None:
         running = self.running
@@ -483,6 +519,9 @@ class SimulatedScheduler:
     def _process(self, batch: ScheduleBatch, tokens: list[int]) -> None:
         allocator = self.pools.allocator
         allocator.free_group_begin()
+        if self.cache.retracting is not None:
+            retraction = self.cache.retracting.retraction
+            (retraction.decoded if batch.forward_mode.is_decode() else retraction.interrupted)()
         for req, token in zip(batch.reqs, tokens, strict=True):
             if batch.forward_mode.is_extend():
                 self._process_prefill(req, token, decoding=req in (batch.decoding_reqs or ()))

@@ -24,6 +24,7 @@ from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.events.events import PlacementFeed
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.ranks import Least, Ranks
+from sglang_ext.engine.retraction import Retraction
 from sglang_ext.engine.tiers.disk_writes import DiskWrites
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.mover import LayerGate, Mover, ThreadMover
@@ -240,6 +241,9 @@ class Rank:
             self.hbm,
             self.tier,
             self.promotions,
+            retraction=None
+            if scenario.settings.retract_wait is None
+            else Retraction(scenario.settings.retract_wait, ranks),
             transfers=moved_by,
             peers=None if peers is None or moved_by is None else peers(self, moved_by),
             feed=self.feed,
@@ -634,6 +638,22 @@ SCENARIOS = (
         memory=30,
         policy="priority",
         settings=Settings(preemption=True, max_running=3),
+    ),
+    Scenario(
+        "retraction for higher priorities",
+        hbm_tokens=256,
+        dram_blocks=100,
+        memory=30,
+        settings=Settings(preemption=True, retract_wait=0.0, max_running=4),
+    ),
+    Scenario(
+        "retraction with overlap, mixed chunks and a disk",
+        hbm_tokens=256,
+        dram_blocks=100,
+        disk_blocks=1000,
+        memory=30,
+        threaded=True,
+        settings=Settings(preemption=True, retract_wait=0.0, max_running=4, overlap=True, mixed=True),
     ),
     Scenario(
         "mixed chunks",

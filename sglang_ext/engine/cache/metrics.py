@@ -132,6 +132,16 @@ class CacheMetrics:
                 "Single layers of blocks in HBM: brought ahead of a request (filled), copied to its slots "
                 "when it was admitted (used), or given up for something else (given_up).",
             ),
+            "retraction": events(
+                "retractions",
+                "Running requests that gave way to one of a higher priority (retracted) and run again "
+                "(resumed); requests of a higher priority that waited instead, because that was expected to "
+                "be short (avoided); decisions that failed (error).",
+            ),
+            "retracted": events(
+                "retracted_tokens",
+                "Tokens of retracted requests that run again: their KV was found, or recomputed.",
+            ),
             "dram": events(
                 "dram_blocks",
                 "Blocks written to DRAM, loaded from it, brought to HBM ahead of a request (prefetched), "
@@ -192,6 +202,11 @@ class CacheMetrics:
                 self._count_tier(tier, "evicted", stats.evicted)
         if cache.load_back is not None:
             self._decide(Tier.DRAM, cache.load_back.decisions)
+        if cache.retraction is not None:
+            counted = dataclasses.asdict(cache.retraction.counters)
+            tokens = {name: counted.pop(f"{name}_tokens") for name in ("found", "recomputed")}
+            self._count("retraction", counted)
+            self._count("retracted", tokens)
         if cache.answers is not None:
             for end, count in cache.answers.counters.items():
                 self._answers.labels(end.value, self._rank).inc(

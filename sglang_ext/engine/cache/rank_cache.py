@@ -19,6 +19,7 @@ from sglang_ext.engine.prefetch.due_times import MoveRate
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
 from sglang_ext.engine.prefetch.layer_fill import LayerFill
 from sglang_ext.engine.ranks import Ranks
+from sglang_ext.engine.retraction import Retraction
 from sglang_ext.engine.tiers.acked_answers import AckedAnswers
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
@@ -54,6 +55,8 @@ class CacheParts:
     """Bring blocks from disk to DRAM; ``None`` without a disk."""
     answers: AckedAnswers | None = None
     """Knows which answers are durable; ``None`` where their ends do not wait for that."""
+    retraction: Retraction | None = None
+    """Decides who gives way to requests of a higher priority; ``None`` where that is left to SGLang."""
     transfers: TransferThread | None = None
     """Moves KV to and from other servers; ``None`` where none are known. The cache ends it."""
     peers: PeerKv | None = None
@@ -103,6 +106,7 @@ class RankCache:
         self.dram = dram = parts.dram
         self.promotions = promotions = parts.promotions
         self.answers = parts.answers
+        self.retraction = parts.retraction
         self.transfers = parts.transfers
         self.peers = parts.peers
         self.feed = parts.feed
@@ -121,6 +125,8 @@ class RankCache:
         self.slot_ops = slot_ops(self.device)
         self.hbm_tier = HbmTier(self.store, self.hbm, allocator, self.slot_ops, dram)
         self.prefill_clock: PrefillClock | None = None
+        self.speeds: AgreedSpeeds | None = None
+        """Of computing and loading, as all ranks know them; None without DRAM."""
         self.load_back: LoadBack | None = None
         self.prefetcher: Prefetcher | None = None
         self.advice: Advice | None = None
@@ -128,7 +134,7 @@ class RankCache:
         if dram is not None:
             cost = promotions.policy.cost if promotions is not None else PrefillCost()
             self.prefill_clock = PrefillClock(cost)
-            speeds = AgreedSpeeds(cost, lambda: dram.load_bytes_per_second, parts.ranks)
+            speeds = self.speeds = AgreedSpeeds(cost, lambda: dram.load_bytes_per_second, parts.ranks)
             policy = DramPolicy(self.block_size, dram.block_bytes, always=parts.load_always, speeds=speeds)
             self.load_back = LoadBack(
                 self.store,

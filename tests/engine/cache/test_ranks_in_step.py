@@ -17,6 +17,7 @@ from engine_scheduler import Settings
 from engine_simulation import Rank, Scenario, Traffic, finish
 
 from sglang_ext.engine.ranks import Part, Ranks
+from sglang_ext.engine.retraction import Retraction, Running, Verdict, Wanting, weigh
 from sglang_ext.errors import InternalError
 from sglang_ext.testing.tiers import WrappedTier
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get, Ids, LayerRead
@@ -109,6 +110,7 @@ class RankThread(threading.Thread):
         self.streamed = 0
         self.loaded = 0
         self.evicted = 0
+        self.retracted = 0
         self.start()
 
     def run(self) -> None:
@@ -133,6 +135,8 @@ class RankThread(threading.Thread):
                 raise DriftedApart(f"the ranks have different trees after step {step}")
         self.loaded = rank.scheduler.loaded_tokens
         self.evicted = rank.tier.counters.evicted if rank.tier is not None else 0
+        if rank.cache.retracting is not None:
+            self.retracted = rank.cache.retracting.retraction.counters.retracted
         finish(rank)
 
     def _step(self, rank: Rank) -> None:
@@ -250,6 +254,31 @@ def test_ranks_keep_equal_trees_while_blocks_stream_from_disk() -> None:
     )
     ranks = serve(scenario, seed=3, steps=150, disk=SlowLayers)
     assert ranks[0].streamed == ranks[1].streamed > 0
+
+
+RETRACTING = Scenario(
+    "retraction",
+    hbm_tokens=256,
+    dram_blocks=100,
+    memory=30,
+    settings=Settings(preemption=True, retract_wait=0.02, max_running=3),
+)
+"""A step takes a rank as long as it does, so each alone would decide otherwise."""
+
+
+def test_ranks_retract_the_same_requests() -> None:
+    ranks = serve(RETRACTING, seed=1, steps=200)
+    assert ranks[0].retracted == ranks[1].retracted > 0
+
+
+def test_ranks_that_go_by_their_own_steps_drift_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_itself(self: Retraction, want: Wanting, running: Sequence[Running], threshold: int) -> Verdict:
+        slow = threading.current_thread().name == "rank 1"
+        return weigh(want, running, step_s=1.0 if slow else 0.0, wait_s=self.wait_s, threshold=threshold)
+
+    monkeypatch.setattr(Retraction, "judge", by_itself)
+    with pytest.raises(DriftedApart):
+        serve(RETRACTING, seed=1, steps=200)
 
 
 def test_a_second_comparison_in_a_pass_is_found() -> None:

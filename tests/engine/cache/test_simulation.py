@@ -52,6 +52,18 @@ def test_the_disk_is_used() -> None:
         assert rank.writes.counters.written > 0
 
 
+@pytest.mark.parametrize("scenario", [each for each in SCENARIOS if "retraction" in each.name], ids=str)
+def test_retracted_requests_go_on_from_their_kv(scenario: Scenario) -> None:
+    with served(scenario, seed=1, steps=200) as (rank, _):
+        retracting = rank.cache.retracting
+        assert retracting is not None
+        counters = retracting.retraction.counters
+        assert counters.retracted >= counters.resumed > 2
+        assert counters.error == 0
+        assert counters.found_tokens > 5 * counters.recomputed_tokens
+        assert rank.scheduler.preempted == 0
+
+
 @pytest.mark.long
 def test_traffic_reaches_what_it_is_meant_to_reach() -> None:
     """Loads, retraction, preemption, aborts, weight changes, flushes, eviction, skipped writes: all occur."""

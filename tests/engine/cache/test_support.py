@@ -22,6 +22,7 @@ from sglang_ext.patches.adapter.support import (
     require_supported,
     require_supported_flags,
     unsupported,
+    why_not_retracting,
 )
 
 REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
@@ -138,6 +139,29 @@ def test_computing_ahead_is_refused_where_requests_of_our_own_have_no_place(
         require_supported_flags(SimpleNamespace(**served | given), config)
     with pytest.raises(ConfigError, match="Give --kv-router and --kv-dram-size too"):
         KvConfig(advisory_compute=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"enable_priority_scheduling": False}, "--enable-priority-scheduling.*Add that flag"),
+        ({"disable_priority_preemption": True}, "--disable-priority-preemption.*Drop"),
+        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode.*Drop"),
+        ({"disaggregation_mode": "decode"}, "--disaggregation-mode.*Drop"),
+        ({"pp_size": 2}, "--pp-size above 1.*--tp-size"),
+        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm.*Drop"),
+    ],
+)
+def test_retraction_is_refused_where_sglang_decides_alone(given: dict[str, Any], words: str) -> None:
+    served = SimpleNamespace(enable_priority_scheduling=True)
+    assert set(given) <= {field.name for field in record_fields(ServerArgs)}
+    require_supported_flags(served, KvConfig(retract_wait=0.0))
+    assert why_not_retracting(served) is None
+    other = SimpleNamespace(**vars(served) | given)
+    assert why_not_retracting(other) is not None
+    require_supported_flags(other, KvConfig())
+    with pytest.raises(ConfigError, match=f"--kv-retract-wait: .*{words}"):
+        require_supported_flags(other, KvConfig(retract_wait=0.0))
 
 
 @pytest.mark.parametrize(
