@@ -102,6 +102,17 @@ def plain_function(obj: Any) -> Any:
             return obj
 
 
+def put_in_place(owner: Any, name: str, function: Callable[..., Any], patch: str) -> None:
+    """Give a module or class a function of ours under SGLang's name, for `is_in_place` to know."""
+    function.sglang_ext_patch = patch  # type: ignore[attr-defined]
+    setattr(owner, name, function)
+
+
+def is_in_place(owner: Any, name: str, patch: str) -> bool:
+    """Whether a function is the one that this patch put there."""
+    return getattr(getattr(owner, name), "sglang_ext_patch", None) == patch
+
+
 def resolve(path: str) -> Any:
     """The object at a dotted path, importing what is needed.
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.disagg import figures as disagg_figures
+from benchmarks.disagg import split
 from benchmarks.disagg.loads import LOADS, Session, Size, sessions
 from benchmarks.disagg.loads import Turn as Said
 from benchmarks.disagg.report import Leg, Turn, complete_summary, report_on
@@ -59,6 +60,7 @@ AIMS = {
     "jct_c3_vs_basic": at_most(1.0),
     "ttft_c3_vs_stock_mooncake_tcp": at_most(0.8),
     "ttft_new_pair_vs_warm": at_most(1.1),
+    split.FIGURE: at_most(0.8),
 }
 FIGURES = ("pull_vs_push", "layers", "xpyd", "joins", "coalescing")
 ALL = {design.name: design for design in (*DESIGNS, ROUTED, STOCK_ROUTED, STOCK_DESIGN)}
@@ -183,6 +185,9 @@ class DisaggOptions(Options):
         False, "Only compare fixed roles with ones that change with the load (KVDirect, section 7)."
     )
     figure: Path | None = flag(None, "With --roles: where to write it as a figure (SVG).", metavar="FILE")
+    split: bool = flag(
+        False, "Only compare a long prompt on one instance with one that two compute (MemServe, table 3)."
+    )
     joins: bool = flag(False, "Only compare the first request through a new pair with later ones.")
 
 
@@ -285,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = DisaggOptions.of(argv, NAME, __doc__)
     report = Report(NAME, AIMS)
     figures = [name for name in FIGURES if getattr(options, name)]
-    designs = None if figures or options.roles else Designs(options, report)
+    designs = None if figures or options.roles or options.split else Designs(options, report)
     # Ends what was started, and what was seen until then is told.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     whole = options.designs is None and options.loads is None and not options.quick
@@ -293,6 +298,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for name in figures:
             getattr(disagg_figures, name)(options, report, end)
+        if options.split:
+            split.split(options, report, end)
         if options.roles:
             roles(options, report, end)
             if options.figure is not None:
@@ -314,6 +321,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         {
             "pull_vs_push_jct": "--pull-vs-push measures it, or the form without choices",
             "ttft_new_pair_vs_warm": "--joins measures it",
+            split.FIGURE: "--split measures it",
         }
         | why,
     )

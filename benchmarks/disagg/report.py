@@ -32,6 +32,7 @@ SUMMARY = (
     "bytes_per_turn_growth_c3",
     "pull_vs_push_jct",
     "ttft_new_pair_vs_warm",
+    "ttft_split_16k_vs_alone",
     "wrong_answers",
 )
 """What the summary has, in each form of the benchmark; what was not measured is null."""

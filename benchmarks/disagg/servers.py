@@ -121,6 +121,11 @@ class Group:
         """Connections from decode to prefill servers that stand."""
         return sum(_sum(server.metrics(), CONNECTED) for server in self.decode)
 
+    def registered(self) -> int:
+        """Servers that the router before them has heard of, and may use."""
+        found = httpx.get(f"{self.router}/cluster", timeout=30, trust_env=False).json()
+        return sum(one["usable"] and one["registered"] for one in found["instances"])
+
     def settle(self) -> None:
         """Wait until nothing of the last request goes on, returns included."""
         for server in self.servers:

@@ -44,7 +44,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from sglang_ext.disagg.errors import RefusedError
-from sglang_ext.engine.commands import RankCommandQueue
+from sglang_ext.engine.commands import Askers, RankCommandQueue
 from sglang_ext.engine.pd.agent import Agent
 from sglang_ext.engine.pd.prefill_sender import SendingHandover
 from sglang_ext.engine.peers.peer_kv import PeerKv
@@ -547,16 +547,14 @@ class MoveDesk:
         self._command_queue = command_queue
         self.epoch = epoch
         self._post = post
-        self._askers: OrderedDict[str, bytes] = OrderedDict()
+        self._askers = Askers()
 
     def take(self, reader: bytes, message: ToAgent) -> bool:
         """What a router says, in the agent's thread; whether it was for this."""
         if not isinstance(message, Park | Unpark | Watch):
             return False
         if not isinstance(message, Unpark):
-            self._askers[message.id] = reader
-            while len(self._askers) > MOST_COMING:
-                self._askers.popitem(last=False)
+            self._askers.remember(message.id, reader)
         if self.remind(message) and isinstance(message, Watch):
             self._post(reader, Expecting(self.epoch, message.ticket))
         return True
@@ -568,7 +566,9 @@ class MoveDesk:
 
     def tell(self, message: FromAgent) -> None:
         """Answer the router that asked; from any thread."""
-        if isinstance(message, Parked | Running) and (reader := self._askers.get(message.id)) is not None:
+        if not isinstance(message, Parked | Running):
+            return
+        if (reader := self._askers.reader(message.id, last=False)) is not None:
             self._post(reader, message)
 
 

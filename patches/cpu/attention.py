@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sglang_ext.patches.base import Patch, Scope, Target, resolve
+from sglang_ext.patches.base import Patch, Scope, Target, is_in_place, put_in_place, resolve
 
 _CLASS = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _EXTEND, _DECODE = "_run_sdpa_forward_extend", "_run_sdpa_forward_decode"
@@ -123,17 +123,12 @@ def apply() -> None:
         return
     backend = resolve(_CLASS)
     for name in (_EXTEND, _DECODE):
-        ours = _ours(getattr(backend, name), extends=name == _EXTEND)
-        ours.sglang_ext_patch = _NAME  # type: ignore[attr-defined]
-        setattr(backend, name, ours)
+        put_in_place(backend, name, _ours(getattr(backend, name), extends=name == _EXTEND), _NAME)
 
 
 def applied() -> bool:
     """Whether SGLang's backend calls ours."""
-    backend = resolve(_CLASS)
-    return all(
-        getattr(getattr(backend, name), "sglang_ext_patch", None) == _NAME for name in (_EXTEND, _DECODE)
-    )
+    return all(is_in_place(resolve(_CLASS), name, _NAME) for name in (_EXTEND, _DECODE))
 
 
 PATCH = Patch(

@@ -25,12 +25,13 @@ import sys
 import threading
 from typing import Any
 
-from sglang_ext.patches.base import Patch, Scope, Target, resolve
+from sglang_ext.patches.base import Patch, Scope, Target, is_in_place, put_in_place, resolve
 
 START_METHOD = "SGLANG_EXT_START_METHOD"
 """Set to ``spawn`` to start the processes of a CPU server as SGLang does on a GPU."""
 
 _MODULE = "sglang.srt.entrypoints.engine"
+_NAME = "fork_children"
 _FUNCTION = "_set_envs_and_config"
 
 
@@ -65,8 +66,7 @@ def apply() -> None:
             gc.collect()
             gc.freeze()
 
-    set_envs_and_config.sglang_ext_patch = "fork_children"  # type: ignore[attr-defined]
-    setattr(module, _FUNCTION, set_envs_and_config)
+    put_in_place(module, _FUNCTION, set_envs_and_config, _NAME)
     multiprocessing.util.register_after_fork(module, _begin_child)
 
 
@@ -92,11 +92,11 @@ def renew_thread_pool(threads: int | None = None) -> None:
 
 def applied() -> bool:
     """Whether SGLang calls our wrapper."""
-    return getattr(resolve(f"{_MODULE}.{_FUNCTION}"), "sglang_ext_patch", None) == "fork_children"
+    return is_in_place(resolve(_MODULE), _FUNCTION, _NAME)
 
 
 PATCH = Patch(
-    name="fork_children",
+    name=_NAME,
     summary="a CPU server forks its processes, which are ready sooner and share their modules",
     scope=Scope.CPU,
     targets=(Target(f"{_MODULE}.{_FUNCTION}", "(server_args)", "41ad8740270e"),),

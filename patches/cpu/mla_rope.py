@@ -17,8 +17,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from sglang_ext.patches.base import Patch, Scope, Target, resolve
+from sglang_ext.patches.base import Patch, Scope, Target, is_in_place, put_in_place, resolve
 
+_NAME = "mla_rope"
 _MODULE = "sglang.srt.layers.rotary_embedding.factory"
 _YARN = "deepseek_yarn"
 _PARAMETERS = (
@@ -51,17 +52,16 @@ def apply() -> None:
             return stock(*arguments, partial_rotary_factor, device)
         return plain(*arguments, partial_rotary_factor)
 
-    get_rope_cpu.sglang_ext_patch = "mla_rope"  # type: ignore[attr-defined]
-    module.get_rope_cpu = get_rope_cpu
+    put_in_place(module, "get_rope_cpu", get_rope_cpu, _NAME)
 
 
 def applied() -> bool:
     """Whether SGLang calls our wrapper."""
-    return getattr(resolve(f"{_MODULE}.get_rope_cpu"), "sglang_ext_patch", None) == "mla_rope"
+    return is_in_place(resolve(_MODULE), "get_rope_cpu", _NAME)
 
 
 PATCH = Patch(
-    name="mla_rope",
+    name=_NAME,
     summary="MLA models without YaRN take the rotary embedding that all other models take",
     scope=Scope.CPU,
     targets=(

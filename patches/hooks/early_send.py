@@ -16,9 +16,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from sglang_ext.patches.base import Patch, Scope, Target, resolve
+from sglang_ext.patches.base import Patch, Scope, Target, is_in_place, put_in_place, resolve
 
 _CLASS = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin"
+_NAME = "early_send"
 _METHOD = "maybe_send_cached_prefix_chunk"
 
 
@@ -37,17 +38,16 @@ def apply() -> None:
         finally:
             scheduler.enable_overlap = overlap
 
-    maybe_send_cached_prefix_chunk.sglang_ext_patch = "early_send"  # type: ignore[attr-defined]
-    setattr(mixin, _METHOD, maybe_send_cached_prefix_chunk)
+    put_in_place(mixin, _METHOD, maybe_send_cached_prefix_chunk, _NAME)
 
 
 def applied() -> bool:
     """Whether SGLang calls our wrapper."""
-    return getattr(resolve(f"{_CLASS}.{_METHOD}"), "sglang_ext_patch", None) == "early_send"
+    return is_in_place(resolve(_CLASS), _METHOD, _NAME)
 
 
 PATCH = Patch(
-    name="early_send",
+    name=_NAME,
     summary="a CPU prefill server sends cached prefixes early without a CUDA event",
     scope=Scope.CPU,
     targets=(Target(f"{_CLASS}.{_METHOD}", "(self, req)", "bdc55cb3f1cf"),),

@@ -19,7 +19,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -34,6 +34,7 @@ from sglang_ext.router.cluster.redis_records import Fields, Places, RedisRecords
 from sglang_ext.router.cluster.roster import Intent, Member, decode_member
 
 logger = logging.getLogger("router.membership")
+T = TypeVar("T")
 
 SYNC_S = 10.0
 """Between two readings of everything, in which what is heard is also kept from expiring."""
@@ -307,24 +308,22 @@ class RedisMembership:
                 self._take_document(value, listener)
 
     def _take_document(self, value: bytes, listener: Listener) -> Document | None:
-        try:
-            document = decode_document(value)
-        except PeerError as error:
-            self.refused += 1
-            logger.warning("a document in Redis is left out: %s", error)
-            return None
-        listener.on_document(document)
+        if (document := self._decoded(decode_document, value)) is not None:
+            listener.on_document(document)
         return document
 
     def _take(self, value: bytes, listener: Listener) -> Member | None:
+        if (member := self._decoded(decode_member, value)) is not None:
+            listener.on_member(member)
+        return member
+
+    def _decoded(self, decode: Callable[[bytes], T], value: bytes) -> T | None:
         try:
-            member = decode_member(value)
+            return decode(value)
         except PeerError as error:
             self.refused += 1
             logger.warning("a record in Redis is left out: %s", error)
             return None
-        listener.on_member(member)
-        return member
 
     def _take_session(self, fields: Fields, listener: Listener) -> None:
         session, instance = fields.get(b"s", b""), fields.get(b"i", b"")

@@ -24,6 +24,7 @@ ASKED = {
     "bytes_per_turn_growth_c3",
     "pull_vs_push_jct",
     "ttft_new_pair_vs_warm",
+    "ttft_split_16k_vs_alone",
     "wrong_answers",
 }
 

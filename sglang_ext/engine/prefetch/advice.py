@@ -11,12 +11,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final, Protocol, TypedDict
 
-from sglang_ext.engine.commands import RankCommandQueue
+from sglang_ext.engine.commands import Askers, RankCommandQueue
 from sglang_ext.engine.peers.fetches import FetchResult
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchEnd, PrefetchResult
@@ -39,8 +37,6 @@ from sglang_ext.wire import WireError
 
 logger = logging.getLogger(__name__)
 
-MOST_ASKERS: Final = 10_000
-"""Hints and fetches whose router is remembered."""
 FETCH: Final = "fetch "
 """Before the id of a request, which may be any hint's."""
 
@@ -249,13 +245,12 @@ class HintDesk:
         self._command_queue = command_queue
         self._epoch = epoch
         self._post = post
-        self._askers: OrderedDict[str, bytes] = OrderedDict()
-        self._lock = threading.Lock()
+        self._askers = Askers()
 
     def take(self, reader: bytes, message: ToAgent) -> None:
         """What a router says, in the agent's thread; what is not for the schedulers is left to others."""
         if isinstance(message, Fetch):
-            self._remember(FETCH + message.id, reader)
+            self._askers.remember(FETCH + message.id, reader)
         if isinstance(message, Export | Fetch | PeerDead | PrefillServers):
             self._command_queue.put(TO_AGENT.encode(message))
         if isinstance(message, Fetch):
@@ -263,23 +258,15 @@ class HintDesk:
         if not isinstance(message, Advise | Withdraw):
             return
         if isinstance(message, Advise):
-            self._remember(message.id, reader)
+            self._askers.remember(message.id, reader)
         if not self._command_queue.put(TO_AGENT.encode(message)):
             self.tell(PrefetchResult(message.id, PrefetchEnd.DROPPED, 0, 0))
 
-    def _remember(self, asked: str, reader: bytes) -> None:
-        with self._lock:
-            self._askers[asked] = reader
-            while len(self._askers) > MOST_ASKERS:
-                self._askers.popitem(last=False)
-
     def tell_fetched(self, result: FetchResult) -> None:
         """Say to the router that asked what became of a fetch; any thread."""
-        with self._lock:
-            if result.ahead:  # more will be told of the hint
-                reader = self._askers.get(result.id)
-            else:
-                reader = self._askers.pop(FETCH + result.id, None)
+        # Of a hint more will be told.
+        asked = result.id if result.ahead else FETCH + result.id
+        reader = self._askers.reader(asked, last=not result.ahead)
         if reader is not None:
             self._post(
                 reader,
@@ -294,11 +281,7 @@ class HintDesk:
 
     def tell(self, result: PrefetchResult) -> None:
         """Say to the router that asked what came of a hint; any thread."""
-        with self._lock:
-            if result.end is PrefetchEnd.COMPUTING:  # more will be told
-                reader = self._askers.get(result.id)
-            else:
-                reader = self._askers.pop(result.id, None)
+        reader = self._askers.reader(result.id, last=result.end is not PrefetchEnd.COMPUTING)
         if reader is not None:
             end = result.end.value
             self._post(

@@ -32,6 +32,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 Json = dict[str, Any]
 TOKENS = 192
+RUNS_S, STANDS_S = 0.01, 0.03
+"""Seconds for which a scheduler that is made slow runs and stands still, in turns."""
 DRAM = ("--kv-dram-size", "64MiB", "--enable-metrics")
 SWITCH = "--enable-pd-role-switch"
 TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
@@ -208,19 +210,31 @@ async def drain(router: Router, instance: str) -> None:
 
 
 async def asked_and_drained(
-    router: Router, fleet: Fleet, client: Client, asked: list[tuple[str, Json]]
+    router: Router,
+    fleet: Fleet,
+    client: Client,
+    asked: list[tuple[str, Json]],
+    enough: asyncio.Event | None = None,
 ) -> list[asyncio.Task[Heard]]:
     """Ask, and drain instance a in the middle of its answers: its scheduler stands still from the first words
-    of one until the drain has begun."""
+    of one until the drain has begun, and is slow from then until a request has moved or it is enough. However
+    long the router and the other instance take, then, answers do not end before."""
     source = router.members.member("a").url
     schedulers = next(each for each in fleet.servers if each.url == source).processes("sglang::scheduler")
     client.heard.clear()
     answers = [asyncio.create_task(client.ask(*each)) for each in asked]
     await until(lambda: any(heard.instance == source and heard.events for heard in client.heard))
+    before = await moved(router)
     for pid in schedulers:
         os.kill(pid, signal.SIGSTOP)
     try:
         await drain(router, "a")
+        while not (await moved(router) > before or (enough is not None and enough.is_set())):
+            assert not all(answer.done() for answer in answers), "no request was moved"
+            for number in (signal.SIGCONT, signal.SIGSTOP):
+                for pid in schedulers:
+                    os.kill(pid, number)
+                await asyncio.sleep(RUNS_S if number is signal.SIGCONT else STANDS_S)
     finally:
         for pid in schedulers:
             os.kill(pid, signal.SIGCONT)
@@ -337,7 +351,7 @@ async def test_a_target_that_stops_in_the_middle_costs_a_pause(
 
         monkeypatch.setattr(router.mover.calls, "send", stopping)
         try:
-            answers = await asked_and_drained(router, fleet, client, asked)
+            answers = await asked_and_drained(router, fleet, client, asked, stopped)
             await asyncio.wait_for(stopped.wait(), 60)
             there = [
                 task for task, heard in zip(answers, client.heard, strict=True) if heard.instance == source

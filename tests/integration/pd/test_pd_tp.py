@@ -7,11 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hooked_server import FOLDER
 from pd_fleet import (
     ANSWER_TOKENS,
     COMMON,
     RETURNED,
+    FaultySpec,
     count,
+    fault,
     nothing_is_left,
     one_side_is_updated_first,
     prompt_of,
@@ -25,6 +28,12 @@ from sglang_ext.testing.waiting import wait_until
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
 TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where decode looks for what is wrong with it."""
+    return tmp_path_factory.mktemp("decode-faults")
 
 
 @pytest.fixture(
@@ -42,7 +51,7 @@ TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     ids=lambda p: f"prefill{p[0]}-decode{p[1]}-{p[2]}",
 )
 def servers(
-    request: pytest.FixtureRequest, truth: ServerProcess
+    request: pytest.FixtureRequest, truth: ServerProcess, faults: Path
 ) -> Iterator[tuple[PdServers, ServerProcess]]:
     *sizes, mode = request.param
     base = ServerSpec(flags=(*COMMON, "--page-size", "16", "--kv-transfer-mode", mode), environment=STRICT)
@@ -52,7 +61,8 @@ def servers(
         else base
         for size in sizes
     ]
-    with pd_servers(specs[:1], specs[1:]) as (found, _):
+    decode = replace(specs[1], run=FaultySpec.run, environment={**specs[1].environment, FOLDER: str(faults)})
+    with pd_servers(specs[:1], [decode]) as (found, _):
         yield found, truth
 
 
@@ -69,6 +79,19 @@ def test_conversations_get_the_answers_of_one_rank(servers: tuple[PdServers, Ser
             history = history + answer.tokens
     pd.wait_idle()
     nothing_is_left(pd.servers)
+
+
+def test_one_damaged_bit_is_another_answer(servers: tuple[PdServers, ServerProcess], faults: Path) -> None:
+    """The twin of the test above: a bit of what has come, at decode."""
+    pd, truth = servers
+    prompt = prompt_of(5, 203)
+    with fault(faults, "damage"):
+        damaged = pd.generate(prompt, max_new_tokens=ANSWER_TOKENS)
+    with pytest.raises(AssertionError):
+        assert_same(truth.generate(prompt, max_new_tokens=ANSWER_TOKENS), damaged, atol=1e-3)
+    pd.wait_idle()
+    for server in pd.servers:
+        server.flush()
 
 
 def test_answers_go_back_to_all_ranks(servers: tuple[PdServers, ServerProcess]) -> None:
