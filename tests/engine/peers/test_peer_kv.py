@@ -38,7 +38,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang_ext.config import KvConfig
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine.cache.metrics import CacheMetrics
-from sglang_ext.engine.peers.fetch_link import arena_pool, peer_name
+from sglang_ext.engine.peers.fetch_link import USE, arena_pool, peer_name
 from sglang_ext.engine.peers.fetches import FetchEnd
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.ranks import NOT_YET
@@ -85,6 +85,11 @@ def test_a_prompt_computed_there_is_a_hit_in_dram_here(
     size = 20 * reader.rank.arena.block_bytes
     assert list(reader.peers.transport_bytes) == [name]
     assert reader.peers.transport_bytes[name] >= size
+    # All layers of a block lie side by side in an arena: a block is one range, and none is packed
+    # (MemServe, 5.2).
+    stats = reader.link.endpoint.totals(USE)[name]
+    assert stats.runs == 20 * reader.rank.arena.layout.n_planes
+    assert stats.transactions <= 20
     metrics = CacheMetrics(0)
     metrics.update(reader.rank.cache)
     assert metrics._fetched.labels(name, "0")._value.get() == reader.peers.transport_bytes[name]
