@@ -42,6 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     params=[
         pytest.param((), id="overlap"),
         pytest.param(("--disable-overlap-schedule",), id="no-overlap"),
+        pytest.param(("--tp-size", "2"), id="two-ranks", marks=pytest.mark.long),
     ],
 )
 def server(request: pytest.FixtureRequest, folder: Path) -> Iterator[ServerProcess]:
@@ -64,6 +65,7 @@ def server(request: pytest.FixtureRequest, folder: Path) -> Iterator[ServerProce
         environment={
             FOLDER: str(folder),
             **STRICT,
+            **({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if "--tp-size" in request.param else {}),
         },
     )
     with ServerProcess(spec) as server:
