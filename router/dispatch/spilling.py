@@ -9,6 +9,8 @@ the full one has it as long as it would have had it anyway.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import uuid
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
@@ -40,8 +42,10 @@ TICK_S: Final = 0.5
 AGAIN_S: Final = 60.0
 """A prefix is spilled once in so long, whatever becomes of it: who gave it up needed the memory."""
 LOOK_S: Final = 3.0
-"""After which it is looked up again who holds a prefix, or still keeps one."""
-LOOKS: Final = 64
+"""After which it is looked up again who holds a prefix, or still keeps one,"""
+REST_S: Final = 60.0
+"""or, of a prefix that no full instance holds, after so long."""
+LOOKS: Final = 16
 """Look-ups of one round: some milliseconds."""
 MOST_PREFIXES: Final = 2000
 """Conversations that a round considers, the coldest."""
@@ -172,15 +176,19 @@ class Spilling:
         if not self._is_on:
             return
         self._look_at_kept(now)
-        if not any(map(self._terms.is_full, memories)) or len(self._under_way) >= MOST_UNDER_WAY:
+        full = {memory.name for memory in memories if self._terms.is_full(memory)}
+        if not full or len(self._under_way) >= MOST_UNDER_WAY:
             return
-        known: dict[int, Conversation] = {}
-        prefixes = self._prefixes(now, known)
+        known = {each.id: each for each in self._coldest(full, now)}
+        prefixes = [self._prefix(each, now) for each in known.values()]
         found = spills(memories, prefixes, self.taken(), self._terms, self._channels.can_fetch)
         for why, count in found.left.items():
             self._ends.labels(why).inc(count)
         for spill in found.spills[: MOST_UNDER_WAY - len(self._under_way)]:
-            self._tell(spill, known[spill.prefix.id], now)
+            conversation = known[spill.prefix.id]
+            self._look(conversation, now)
+            if conversation.held == spill.prefix.held:  # else the next round sees what has changed
+                self._tell(spill, conversation, now)
 
     def _memories(self) -> Iterator[Memory]:
         for instance in self._fleet.usable():
@@ -200,30 +208,39 @@ class Spilling:
                     instance.in_flight,
                 )
 
-    def _prefixes(self, now: float, known: dict[int, Conversation]) -> Iterator[Prefix]:
-        """The coldest that may go on; known: gets the conversations they are of."""
-        looks, size = LOOKS, self._trees.block_size
-        for conversation in self.conversations:
-            if len(known) >= MOST_PREFIXES:
-                return
-            if not conversation.goes_on:
-                continue
-            if now - conversation.looked >= LOOK_S:
-                if not looks:
-                    return
-                looks -= 1
-                conversation.looked = now
-                matches = self._trees.match(conversation.namespace, conversation.key)
-                conversation.held = {name: match.in_memory // size for name, match in matches.items()}
-                conversation.durable = self._trees.durable(conversation.namespace, conversation.key)
-            known[conversation.id] = conversation
-            resting = now < conversation.again
-            yield Prefix(
-                conversation.id,
-                conversation.tenant,
-                conversation.held,
-                max(conversation.held.values(), default=0) if resting else conversation.durable,
+    def _coldest(self, full: set[str], now: float) -> list[Conversation]:
+        """Conversations that may go on and that a full instance holds, as far as is known, the coldest first.
+        Some of them are looked up, those first that were not for longest."""
+        found = list(
+            itertools.islice(
+                (
+                    each
+                    for each in self.conversations
+                    if each.goes_on and (now - each.looked >= REST_S or not full.isdisjoint(each.held))
+                ),
+                MOST_PREFIXES,
             )
+        )
+        due = (each for each in found if now - each.looked >= LOOK_S)
+        for each in heapq.nsmallest(LOOKS, due, key=lambda each: each.looked):
+            self._look(each, now)
+            if not each.held:
+                self.conversations.forget(each)
+        return [each for each in found if not full.isdisjoint(each.held)]
+
+    def _look(self, conversation: Conversation, now: float) -> None:
+        """Look up who holds it."""
+        conversation.looked = now
+        namespace, key, size = conversation.namespace, conversation.key, self._trees.block_size
+        blocks = {name: found.in_memory // size for name, found in self._trees.match(namespace, key).items()}
+        conversation.held = {name: count for name, count in blocks.items() if count}
+        conversation.durable = self._trees.durable(namespace, key) if conversation.held else 0
+
+    def _prefix(self, conversation: Conversation, now: float) -> Prefix:
+        # Once it was spilled it rests, and counts among what is cold.
+        resting = now < conversation.again
+        durable = max(conversation.held.values(), default=0) if resting else conversation.durable
+        return Prefix(conversation.id, conversation.tenant, conversation.held, durable)
 
     def _tell(self, spill: Spill, conversation: Conversation, now: float) -> None:
         there = self._channels.registration(spill.source)

@@ -24,6 +24,7 @@ class Conversation:
     """namespace, key: of its last turn. request: which that was. uses: requests that were turns of it."""
 
     id: int
+    node: Node
     namespace: tuple[str | None, ...]
     key: bytes
     tenant: str
@@ -69,7 +70,7 @@ class Conversations:
         if node.is_root or node.children:
             return  # shorter than a block, or a longer one is known
         self._next += 1
-        found = Conversation(self._next, namespace, key, tenant, request, session)
+        found = Conversation(self._next, node, namespace, key, tenant, request, session)
         current: Node | None = node
         while current is not None:
             if (former := self._known.pop(current, None)) is not None:
@@ -86,14 +87,15 @@ class Conversations:
             if not gone:
                 break
 
+    def forget(self, conversation: Conversation) -> None:
+        """Nobody holds anything of it any more: it is as if it had never been."""
+        if self._known.get(conversation.node) is conversation:
+            del self._known[conversation.node]
+            self._tree.remove(conversation.node, self._holder)
+
     def __iter__(self) -> Iterator[Conversation]:
         """The coldest first."""
         return iter(self._known.values())
-
-    def clear(self) -> None:
-        """Forget all: the fleet serves another model."""
-        self._known.clear()
-        self._tree.drop_holder(self._holder)
 
     @property
     def size_bytes(self) -> int:

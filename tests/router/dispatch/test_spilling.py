@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from prometheus_client.exposition import generate_latest
 
 from sglang_ext.protocol.agent import Beat, Export, Fetch, Fetched, FetchedSpan, Fill, FromAgent, ToAgent
 from sglang_ext.protocol.cluster import Registration
-from sglang_ext.router.dispatch.spilling import AGAIN_S, LOOK_S, UNHEARD_S, SpillChannels, Spilling
+from sglang_ext.router.dispatch.spilling import AGAIN_S, LOOK_S, LOOKS, UNHEARD_S, SpillChannels, Spilling
 from sglang_ext.router.policies import Instance, Match
 from sglang_ext.router.policies.spilling import SpillTerms
 from sglang_ext.router.telemetry.observability import RouterMetrics
@@ -64,9 +65,10 @@ class Rig:
             {"a": Fill(Tier.DRAM.level, 980, 1000), "b": Fill(Tier.DRAM.level, 0, 1000)}, {"b": 600}
         )
         self.held: dict[str, Match] = {}
+        self.match: Callable[[bytes], dict[str, Match]] = lambda key: self.held
         trees: Any = SimpleNamespace(
             block_size=BLOCK,
-            match=lambda namespace, key: self.held,
+            match=lambda namespace, key: self.match(key),
             durable=lambda namespace, key: 0,
         )
         fleet: Any = SimpleNamespace(usable=lambda: tuple(Instance(name, 0, 0, 0, 0) for name in "ab"))
@@ -170,6 +172,33 @@ def test_a_tenant_s_budget_counts_what_is_under_way_and_what_is_kept() -> None:
     rig.held = {"a": Match(640)}
     rig.said(b"\1" * len(KEY), session="s3", tenant="u", id="r3")
     assert b"\1" * len(KEY) in [message.tokens for _, message in rig.round() if isinstance(message, Fetch)]
+
+
+def test_what_nobody_holds_any_more_is_forgotten_and_hides_nothing(rig: Rig) -> None:
+    for number in range(5 * LOOKS):
+        key = number.to_bytes(4, "little") * (len(KEY) // 4)
+        rig.said(key, session=f"s{number}", id=f"r{number}")
+    rig.said(id="last")
+    there = rig.held
+    rig.match = lambda key: there if key == KEY else {}
+    told: list[tuple[str, ToAgent]] = []
+    for _ in range(10):
+        told += rig.round()
+    assert [message.tokens for _, message in told if isinstance(message, Fetch)] == [KEY]
+    assert len(rig.spilling.conversations) == 1
+
+
+def test_what_only_idle_instances_hold_hides_nothing(rig: Rig) -> None:
+    for number in range(5 * LOOKS):
+        key = number.to_bytes(4, "little") * (len(KEY) // 4)
+        rig.said(key, session=f"s{number}", id=f"r{number}")
+    rig.said(id="last")
+    there = rig.held
+    rig.match = lambda key: there if key == KEY else {"b": Match(640)}
+    told: list[tuple[str, ToAgent]] = []
+    for _ in range(10):
+        told += rig.round()
+    assert [message.tokens for _, message in told if isinstance(message, Fetch)] == [KEY]
 
 
 def test_explain_tells_it(rig: Rig) -> None:
