@@ -140,7 +140,8 @@ def spills(
         if seen[source] > max(blocks, COLD * full[source].size):
             left.discard(source)  # what follows is warmer
             continue
-        if blocks < LEAST_BLOCKS or _is_safe(prefix, blocks, full):
+        others = [each.name for each in memories if each.name not in full]
+        if blocks < LEAST_BLOCKS or _is_safe(prefix, blocks, others):
             continue
         targets = [each for each in memories if each.name not in full and can_fetch(source, each.name)]
         target = _best(targets, prefix, blocks, free)
@@ -157,9 +158,10 @@ def spills(
     return found
 
 
-def _is_safe(prefix: Prefix, blocks: int, full: Mapping[str, Memory]) -> bool:
-    """Whether it is not lost when the full instances evict it."""
-    elsewhere = max((held for name, held in prefix.held.items() if name not in full), default=0)
+def _is_safe(prefix: Prefix, blocks: int, others: Sequence[str]) -> bool:
+    """Whether it is not lost when the full instances evict it. others: instances that are not full; what one
+    is believed to hold that tells nothing of its memory cannot be relied on."""
+    elsewhere = max((prefix.held.get(name, 0) for name in others), default=0)
     return max(elsewhere, prefix.durable) >= MUCH * blocks
 
 

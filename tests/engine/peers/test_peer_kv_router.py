@@ -6,6 +6,7 @@ What stands in for SGLang is the loop that takes commands (``patches/commands``)
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,7 +52,9 @@ TOKENS = [1000 + i for i in range(20 * BLOCK + 1)]
 class Node:
     """An instance as the factory puts it together, and a loop that goes round when it is told to."""
 
-    def __init__(self, name: str, port: int, router_port: int, key_file: Path) -> None:
+    def __init__(
+        self, name: str, port: int, router_port: int, key_file: Path, scenario: Scenario = SCENARIO
+    ) -> None:
         config = KvConfig(
             dram_size=1 << 20,
             block_size=BLOCK,
@@ -87,7 +90,7 @@ class Node:
         # Every simulated rank has one name, and members of a cluster have different ones.
         named = SimpleNamespace(of=lambda _name, _epoch, tier: Holder.of(name, port, tier))
         with patch.object(engine_simulation, "Holder", named):
-            self.rank = Rank(SCENARIO, routed=True, takes_hints=True, transfers=transfers, peers=peers)
+            self.rank = Rank(scenario, routed=True, takes_hints=True, transfers=transfers, peers=peers)
         self.cache = self.rank.cache
         assert self.rank.desks is not None
         assert self.cache.transfers is not None
@@ -190,3 +193,54 @@ async def test_a_hint_comes_with_its_source(router_port: int, key_file: Path, no
         hint = Advise("hint", key, cache_salt="salt", ttl_s=30.0, spans=spans)
         assert router.agents.send(reader.url, hint)
         await until(lambda: reader.rank.cache.total_size() == 20 * BLOCK, nodes, "the KV in HBM")
+
+
+async def test_what_a_full_instance_is_about_to_evict_an_idle_one_keeps(
+    router_port: int, key_file: Path
+) -> None:
+    small = dataclasses.replace(SCENARIO, hbm_tokens=120, dram_blocks=100)
+    idle = dataclasses.replace(SCENARIO, for_others=150)
+    full, keeper = nodes = [
+        Node(name, free_port(), router_port, key_file, scenario)
+        for name, scenario in (("full", small), ("keeper", idle))
+    ]
+    config = RouterConfig(port=router_port, cluster_key_file=str(key_file), block_size=BLOCK)
+    try:
+        async with Router(config) as router:
+            await until(lambda: router.agents.can_fetch(full.url, keeper.url), nodes, "registration")
+            # Nothing answers over HTTP here.
+            usable = tuple(Instance(node.url, 0, 0, 0, 0) for node in nodes)
+            fleet: Any = SimpleNamespace(usable=lambda: usable)
+            router.spilling._fleet = fleet
+            await until(lambda: router.spilling.is_on, nodes, "the first heartbeats")
+
+            def say(number: int) -> bytes:
+                tokens = [1000 * number + i for i in range(20 * BLOCK + 1)]
+                full.rank.serve(tokens, salt="salt")
+                record = SimpleNamespace(request_id=f"r{number}", caller=SimpleNamespace(tenant="t"))
+                flight: Any = SimpleNamespace(
+                    prompts=[None], record=record, admitted=SimpleNamespace(session=f"s{number}")
+                )
+                router.spilling.learn(flight, TENANT, encode_tokens(tokens))
+                return encode_tokens(tokens)
+
+            keys = [say(number) for number in range(1, 6)]
+
+            def kept(key: bytes) -> int:
+                match = router.trees.match(TENANT, key).get(keeper.url, Match(0))
+                return match.below.get(Tier.DRAM, 0)
+
+            await until(lambda: kept(keys[0]) == 20 * BLOCK, nodes, "the coldest")
+            await until(lambda: router.spilling.taken() == {"t": 20}, nodes, "what the keeper says")
+            keys += [say(number) for number in range(6, 9)]
+            await until(lambda: router.trees.match(TENANT, keys[0]).keys() == {keeper.url}, nodes, "eviction")
+            await until(lambda: any(map(kept, keys[1:])), nodes, "the next")
+            assert kept(keys[-1]) == 0
+            (told,) = router.spilling.told_of(TENANT, keys[0], float("inf"))
+            assert (told["end"], told["moved_tokens"]) == ("done", 20 * BLOCK)
+            for node in nodes:
+                node.rank.check()
+            router.spilling.conversations.check()
+    finally:
+        for node in nodes:
+            node.rank.close()

@@ -76,6 +76,8 @@ def test_what_is_safe_elsewhere_or_short_or_not_there_stays() -> None:
     assert not chosen(prefix(durable=10)).spills
     assert not chosen(prefix(blocks=LEAST_BLOCKS - 1)).spills
     assert not chosen(prefix(idle=10)).spills
+    # One that tells nothing of its memory is believed to hold it.
+    assert pairs(chosen(prefix(full=10, silent=10))) == [(1, "full", "idle")]
     # Another full instance's copy is as good as none.
     other = Memory("other", 99, 100)
     found = chosen(prefix(full=10, other=8), memories=(FULL, other, IDLE))
