@@ -4,7 +4,7 @@ Its folder (`hooked_server`) says what is wrong now. With a file ``hold-STEP`` i
 step, and leave a file ``at-STEP`` there; the steps are those of ``STEPS``. On a prefill server ``reading`` is
 the read of a return, and ``layers`` the forward pass, when the first layer has been sent (push by layer).
 With a file ``damage``, one bit of the last page that was read is inverted before SGLang is told that the KV
-is there.
+is there. With a file ``slow``, each pass of the scheduler takes longer, so that requests run for a while.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from hooked_server import serve
 
 STEPS = ("joining", "waiting", "ready", "reading", "held", "granted", "layers", "writing", "computed")
+SLOW_PASS_SECONDS = 0.05
 
 
 def make_faulty(folder: Path) -> None:
@@ -26,6 +27,7 @@ def make_faulty(folder: Path) -> None:
     from sglang_ext.engine.pd.peers import PrefillPeer, PrefillPeers
     from sglang_ext.engine.pd.pushing import LayerFeed, Writing
     from sglang_ext.patches.adapter.kv_manager import GlobalKVReceiver, GlobalKVSender
+    from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 
     async def gate(step: str) -> None:
         while (folder / f"hold-{step}").exists():
@@ -102,6 +104,14 @@ def make_faulty(folder: Path) -> None:
         first = values[page * allocator.page_size].view(-1)[:1].numpy().view("uint32")
         first ^= 1 << 30
 
+    events = GlobalRadixCache.check_hicache_events
+
+    def each_pass(self: GlobalRadixCache) -> None:
+        if (folder / "slow").exists():
+            time.sleep(SLOW_PASS_SECONDS)
+        events(self)
+
+    GlobalRadixCache.check_hicache_events = each_pass  # type: ignore[method-assign]
     DecodeReceiver._read = read_and_damage  # type: ignore[assignment,method-assign]
     DecodeReceiver._let_write = let_write_and_damage  # type: ignore[assignment,method-assign]
 

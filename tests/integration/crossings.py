@@ -1,0 +1,387 @@
+"""Runs a programme (`sglang_ext.testing.programmes`) on a small fleet (`crossing_fleet`), and compares each
+answer with a stock server's.
+
+Conversations are held with the stock server before; its answers are part of the prompts, so that a wrong one
+of the fleet's changes no later prompt. Requests that are to move ask for no log probabilities, which would
+keep them where they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from crossing_fleet import SECONDS, Fleet, Front, Models, update
+from token_requests import GREEDY, advise, generate, settled
+
+from sglang_ext.protocol.cluster import instance_path
+from sglang_ext.router.fleet.lifecycle import State
+from sglang_ext.testing.compare import Answer, assert_same
+from sglang_ext.testing.programmes import (
+    INSTANCES,
+    ROLES,
+    Ask,
+    ChangeRole,
+    Fill,
+    Flush,
+    Hint,
+    MayBeCached,
+    Programme,
+    RoleName,
+    Step,
+    Turn,
+    Update,
+    fill_prompts,
+)
+from sglang_ext.testing.servers.server import ServerProcess
+from sglang_ext.testing.waiting import until, wait_until
+
+MOVED_TOKENS = 96
+"""Of answers that move. What is drained is slow, so that the drain finds them running."""
+FILLING, FILL_TOKENS = 3, 1100
+"""Prompts for each server, and their length: together more than its HBM or its DRAM holds."""
+ATOL = 1e-4
+
+BeforeStep = Callable[[int, Step], Awaitable[None]]
+
+
+class Differs(AssertionError):
+    """An answer is not the stock server's."""
+
+
+# -- what is right ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A turn's prompt, and the answer that is right."""
+
+    prompt: list[int]
+    answer: Answer
+
+    @property
+    def said(self) -> list[int]:
+        return [*self.prompt, *self.answer.tokens]
+
+
+Expected = list[dict[Turn, Asked]]
+"""By step."""
+
+
+def stock_answers(programme: Programme, stock: ServerProcess, models: Models) -> Expected:
+    """What a stock server answers to a programme's turns, step by step."""
+    said: dict[tuple[int, int], list[int]] = {}
+    expected: Expected = []
+    is_tuned = False
+    try:
+        for step in programme.steps:
+            expected.append({})
+            if isinstance(step, Update):
+                is_tuned = step.tuned
+                update(stock, models.of(is_tuned))
+            if not isinstance(step, Ask):
+                continue
+            # What both tenants ask is answered once, and what is asked at the same time side by side.
+            prompts = {
+                (turn.conversation, turn.number): [
+                    *(said[turn.conversation, turn.number - 1] if turn.number else ()),
+                    *programme.conversations[turn.conversation][turn.number],
+                ]
+                for turn in step.turns
+            }
+            with ThreadPoolExecutor(len(prompts)) as pool:
+                length = tokens_of(step)
+                sent = {
+                    each: pool.submit(stock.generate, prompt, max_new_tokens=length)
+                    for each, prompt in prompts.items()
+                }
+            asked = {each: Asked(prompts[each], answer.result()) for each, answer in sent.items()}
+            expected[-1] = {turn: asked[turn.conversation, turn.number] for turn in step.turns}
+            for each in asked:
+                said.setdefault(each, asked[each].said)
+    finally:
+        if is_tuned:
+            update(stock, models.first)
+    return expected
+
+
+def tokens_of(step: Ask) -> int:
+    return MOVED_TOKENS if step.moves else int(GREEDY["max_new_tokens"])
+
+
+def assert_same_tokens(expected: Answer, got: Sequence[int]) -> None:
+    """For requests that move, which cannot ask for log probabilities."""
+    assert len(got) == len(expected.tokens)
+    for place, (right, token) in enumerate(zip(expected.tokens, got, strict=True)):
+        if right != token:
+            if expected.is_tie(place, ATOL):
+                return
+            raise AssertionError(f"token {place} is {token}, not {right}")
+
+
+# -- running a programme --------------------------------------------------------------------------------
+
+
+@dataclass
+class Played:
+    """What a programme has come to.
+
+    cached: of the turns asked for log probabilities, how many tokens were found cached.
+    did: how often fleet and router did what was to be crossed.
+    """
+
+    cached: dict[Turn, int] = field(default_factory=dict)
+    did: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class Heard:
+    """Of a streamed answer, what has come."""
+
+    instance: str = ""
+    tokens: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+
+
+class Player:
+    """Runs a programme.
+
+    on_drain: is called when a drain begins, while the scheduler of what is drained stands still.
+    """
+
+    def __init__(
+        self, programme: Programme, fleet: Fleet, front: Front, *, on_drain: Callable[[], None] | None = None
+    ) -> None:
+        self._programme = programme
+        self._fleet = fleet
+        self._front = front
+        self._router = front.router
+        self._on_drain = on_drain
+        self._may_be_cached = MayBeCached()
+        self._played = Played()
+
+    async def play(
+        self, expected: Expected, *, at_least: Counter[str] | None = None, before: BeforeStep | None = None
+    ) -> Played:
+        """Run all of it.
+
+        at_least: what fleet and router must have done by then (`Played.did`).
+        before: is called before each step.
+
+        Raises:
+            Differs: an answer is not the expected one; says the seed and the step.
+            AssertionError: something else is wrong.
+        """
+        await self._reset()
+        began = await asyncio.to_thread(self._counted)
+        for number, step in enumerate(self._programme.steps):
+            try:
+                if before is not None:
+                    await before(number, step)
+                await self._step(step, expected[number])
+            except Exception as error:
+                error.add_note(f"seed {self._programme.seed}, step {number}: {step}")
+                raise
+        await self._idle()
+        wanted = Counter(at_least)
+
+        def enough() -> bool:
+            self._played.did = self._counted() - began
+            return wanted <= self._played.did
+
+        try:
+            # Schedulers export what they count once a second.
+            await asyncio.to_thread(wait_until, enough, seconds=10, what="counters")
+        except TimeoutError:
+            raise AssertionError(f"too little of {wanted - self._played.did}: {self._played}") from None
+        return self._played
+
+    def _counted(self) -> Counter[str]:
+        return self._fleet.counted() + self._front.counted()
+
+    async def _step(self, step: Step, expected: dict[Turn, Asked]) -> None:
+        match step:
+            case Ask():
+                await self._ask(step, expected)
+            case Hint(conversation, tenant, waits):
+                client = self._front.tenants[tenant]
+                told = await advise(client, self._router, session=self._session(conversation))
+                if waits:
+                    await settled(client, self._router, told["id"])
+            case Fill(number):
+                await asyncio.to_thread(self._fill, number)
+            case ChangeRole(instance, role):
+                await self._change_role(instance, role)
+            case Update(is_tuned):
+                await self._update(is_tuned)
+            case Flush():
+                await self._flush()
+
+    def _session(self, conversation: int) -> str:
+        return f"{self._programme.seed}-{conversation}"
+
+    # -- requests -------------------------------------------------------------------------------------
+
+    async def _ask(self, step: Ask, expected: dict[Turn, Asked]) -> None:
+        is_tuned = self._fleet.tuned
+        for turn, asked in expected.items():
+            self._may_be_cached.add(turn.tenant, is_tuned, asked.said)
+        if step.moves:
+            await self._ask_and_drain(expected)
+        else:
+            await asyncio.gather(*(self._one(turn, asked) for turn, asked in expected.items()))
+
+    async def _one(self, turn: Turn, asked: Asked) -> None:
+        answer, _ = await generate(
+            self._front.tenants[turn.tenant],
+            self._router.url,
+            asked.prompt,
+            session=self._session(turn.conversation),
+        )
+        self._found(turn, asked, answer.cached_tokens)
+        try:
+            assert_same(asked.answer, answer, atol=ATOL)
+        except AssertionError as error:
+            raise Differs(f"{turn}: {error}") from None
+
+    def _found(self, turn: Turn, asked: Asked, cached: int) -> None:
+        self._played.cached[turn] = cached
+        most = self._may_be_cached.most(turn.tenant, self._fleet.tuned, asked.prompt)
+        assert cached <= most, (
+            f"{turn} found {cached} tokens cached, of at most {most} that its tenant has said"
+        )
+
+    async def _ask_and_drain(self, expected: dict[Turn, Asked]) -> None:
+        """Ask, and drain in the middle of the answers whoever is the first to answer."""
+        heard = {turn: Heard() for turn in expected}
+        answers = [
+            asyncio.create_task(self._stream(turn, asked, heard[turn])) for turn, asked in expected.items()
+        ]
+        try:
+            await until(
+                lambda: any(each.tokens for each in heard.values()) or any(each.done() for each in answers),
+                SECONDS,
+                "a first token",
+            )
+            if url := next((each.instance for each in heard.values() if each.tokens), ""):
+                await self._drain(url)
+        finally:
+            ended = await asyncio.gather(*answers, return_exceptions=True)
+        for error in ended:
+            if isinstance(error, BaseException):
+                raise error
+        for turn, asked in expected.items():
+            self._found(turn, asked, heard[turn].cached_tokens)
+            try:
+                assert_same_tokens(asked.answer, heard[turn].tokens)
+            except AssertionError as error:
+                raise Differs(f"{turn}: {error}") from None
+
+    async def _drain(self, url: str) -> None:
+        """Drain an instance until it has nothing left, and take it back. Its scheduler stands still until the
+        drain has begun, and is slow then, so that what runs there has to move."""
+        (name,) = (name for name, server in self._fleet.servers.items() if server.url == url)
+        schedulers = self._fleet.servers[name].processes("sglang::scheduler")
+        for pid in schedulers:
+            os.kill(pid, signal.SIGSTOP)
+        slow = self._fleet.faults[name] / "slow"
+        slow.touch()
+        try:
+            try:
+                if self._on_drain is not None:
+                    self._on_drain()
+                await self._post_admin(instance_path(name) + "/drain", {"deadline_s": SECONDS})
+            finally:
+                for pid in schedulers:
+                    os.kill(pid, signal.SIGCONT)
+            row = self._router.fleet.rows[url]
+            await until(lambda: row.state is State.LEFT, SECONDS, f"{name} drained")
+        finally:
+            slow.unlink()
+        self._router.members.resume(name)
+        await self._all_usable()
+
+    async def _stream(self, turn: Turn, asked: Asked, heard: Heard) -> None:
+        body = {
+            "input_ids": asked.prompt,
+            "sampling_params": {**GREEDY, "max_new_tokens": MOVED_TOKENS},
+            "stream": True,
+        }
+        headers = {"x-session-id": self._session(turn.conversation)}
+        client = self._front.tenants[turn.tenant]
+        async with client.post(f"{self._router.url}/generate", json=body, headers=headers) as answer:
+            assert answer.status == 200, await answer.text()
+            heard.instance = answer.headers["x-kv-instance"]
+            async for line in answer.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line.removeprefix(b"data: "))
+                assert "error" not in event, event
+                heard.tokens = event["output_ids"]
+                heard.cached_tokens = event["meta_info"]["cached_tokens"]
+
+    def _fill(self, number: int) -> None:
+        """Past the router, so that each server gets its share, whatever the policy."""
+        pairs = self._fleet.pairs(self._roles())
+        prompts = fill_prompts(self._programme.seed, number, count=FILLING * len(pairs), tokens=FILL_TOKENS)
+        for at, prompt in enumerate(prompts):
+            self._fleet.pass_through(*pairs[at % len(pairs)], prompt)
+
+    # -- what is done to the fleet ----------------------------------------------------------------------
+
+    async def _post_admin(self, path: str, body: dict[str, Any]) -> None:
+        async with self._front.admin.post(self._router.url + path, json=body) as answer:
+            assert answer.status == 200, await answer.text()
+
+    async def _all_usable(self) -> None:
+        await until(lambda: len(self._router.fleet.usable()) == len(INSTANCES), SECONDS, "all servers usable")
+
+    async def _idle(self) -> None:
+        for server in self._fleet.servers.values():
+            await asyncio.to_thread(server.wait_idle)
+
+    async def _change_role(self, instance: str, role: RoleName) -> None:
+        await self._post_admin(instance_path(instance) + "/role", {"role": role})
+        await self._all_usable()
+
+    async def _update(self, is_tuned: bool) -> None:
+        await self._idle()
+        model = self._fleet.models.of(is_tuned)
+        servers = self._fleet.servers.values()
+        await asyncio.gather(*(asyncio.to_thread(update, server, model) for server in servers))
+        self._fleet.tuned = is_tuned
+        await self._all_usable()
+
+    async def _flush(self) -> None:
+        await self._idle()
+        await asyncio.gather(*(asyncio.to_thread(each.flush) for each in self._fleet.servers.values()))
+        self._may_be_cached.flush()
+
+    def _roles(self) -> dict[str, str]:
+        members = {name: self._router.members.member(name) for name in INSTANCES}
+        return {name: self._router.members.role(member) for name, member in members.items()}
+
+    async def _reset(self) -> None:
+        """As a programme expects the fleet, whatever the one before it has left."""
+        await self._all_usable()
+        while wrong := [name for name, role in self._roles().items() if role != ROLES[name]]:
+            roles = list(self._roles().values())
+            name = next(each for each in wrong if roles.count(self._roles()[each]) > 1)
+            await self._change_role(name, ROLES[name])
+        if self._fleet.tuned:
+            await self._update(False)
+        await self._flush()
+
+
+def shortened(programme: Programme, *steps: Step) -> Programme:
+    """The same conversations in other steps."""
+    found = replace(programme, steps=steps)
+    found.check()
+    return found

@@ -1,0 +1,162 @@
+"""Hints, disaggregation, the disk, moving requests, changing roles, tenants and updated weights, all crossed.
+
+Random programmes (`sglang_ext.testing.programmes`) on a small fleet, whose answers are a stock server's. The
+long form draws them for half an hour, and prints the seed of each that fails. To run some seeds again:
+
+    SGLANG_EXT_CROSSINGS=7,40 python -m pytest --long tests/integration/pd/test_crossings.py -k drawn
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+
+import aiohttp
+import httpx
+import pytest
+from crossing_fleet import Fleet, Front, Models, fleet_of, front_of
+from crossings import Differs, Played, Player, shortened, stock_answers
+from disk_damage import damage_last_layer, runs, spoil_values
+
+from sglang_ext.testing.leaks import LeakGuard
+from sglang_ext.testing.programmes import (
+    KEPT,
+    SHORT,
+    Ask,
+    Fill,
+    Hint,
+    Kept,
+    Mechanism,
+    Programme,
+    Step,
+    Turn,
+    crossings,
+    draw,
+)
+from sglang_ext.testing.servers.server import ServerProcess
+from sglang_ext.testing.waiting import wait_until
+
+LONG_SECONDS = 1800
+SEEDS = "SGLANG_EXT_CROSSINGS"
+"""The environment variable with seeds to run instead of new ones."""
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory, leak_guard: LeakGuard) -> Iterator[Fleet]:
+    models = Models.made(tmp_path_factory.mktemp("models"))
+    with leak_guard.adopting(), fleet_of(tmp_path_factory.mktemp("crossings"), models) as fleet:
+        yield fleet
+
+
+async def played(
+    programme: Programme, fleet: Fleet, stock: ServerProcess, *, at_least: Counter[str] | None = None
+) -> Played:
+    """Run a programme. That all its turns were handed over and all its roles changed is seen to here.
+
+    at_least: what else must have happened.
+    """
+    must = Counter({"handed over": len(list(programme.turns)), "role changes done": programme.role_changes})
+    expected = await asyncio.to_thread(stock_answers, programme, stock, fleet.models)
+    async with front_of(fleet, programme.policy) as front:
+        return await Player(programme, fleet, front).play(expected, at_least=must + Counter(at_least))
+
+
+async def test_everything_crossed_changes_no_answer(fleet: Fleet, truth: ServerProcess) -> None:
+    programme = draw(SHORT.seed, SHORT.steps)
+    happened = Counter({"moves moved": 1, "hints ready": 1, "prefetched": 1, "from disk": 1})
+    found = await played(programme, fleet, truth, at_least=happened)
+    assert any(cached for turn, cached in found.cached.items() if turn.number > 0)
+
+
+FIRST, SECOND = Turn(0, 0, 0), Turn(0, 1, 0)
+
+
+async def test_one_damaged_byte_is_another_answer_or_is_noticed(fleet: Fleet, truth: ServerProcess) -> None:
+    """The twin, with the first turns of the same programme. What decode reads of a prompt, or of a request
+    that moves, is verified by nothing: the answer has to show it. What comes from disk is, for a hint too."""
+    whole = draw(SHORT.seed, SHORT.steps)
+    async with front_of(fleet, whole.policy) as front:
+        await handed_over_damaged(shortened(whole, Ask((FIRST,))), fleet, front, truth)
+        await handed_over_damaged(shortened(whole, Ask((FIRST,), moves=True)), fleet, front, truth)
+        loaded = shortened(whole, Ask((FIRST,)), Fill(0), Hint(0, 0, waits=True), Ask((SECOND,)))
+        expected = await asyncio.to_thread(stock_answers, loaded, truth, fleet.models)
+
+        async def damage(_: int, step: Step) -> None:
+            if isinstance(step, Hint):
+                await asyncio.to_thread(damage_disks, fleet)
+
+        noticed = Counter({"damaged on disk": 1, "hints ready": 1})
+        found = await Player(loaded, fleet, front).play(expected, at_least=noticed, before=damage)
+        assert found.cached[SECOND] == 0
+        assert not found.did["from disk"]
+
+
+async def handed_over_damaged(programme: Programme, fleet: Fleet, front: Front, stock: ServerProcess) -> None:
+    """One bit of what decode reads is another: where the request moves, of that only."""
+    expected = await asyncio.to_thread(stock_answers, programme, stock, fleet.models)
+    (step,) = programme.steps
+    assert isinstance(step, Ask)
+    faults = [folder / "damage" for folder in fleet.faults.values()]
+
+    def damage() -> None:
+        for each in faults:
+            each.touch()
+
+    async def at_once(*_: object) -> None:
+        if not step.moves:
+            damage()
+
+    try:
+        with pytest.raises(Differs):
+            await Player(programme, fleet, front, on_drain=damage).play(expected, before=at_once)
+    finally:
+        for each in faults:
+            each.unlink(missing_ok=True)
+
+
+def damage_disks(fleet: Fleet) -> None:
+    """One bit of the last layer of every block on every disk."""
+    backlog = "sglang_ext_cache_disk_backlog_bytes"
+    wait_until(lambda: fleet.total(backlog) == 0, seconds=30, what="everything written")
+    for folder in fleet.disks.values():
+        damage_last_layer(runs(folder), spoil_values, forge=False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kept", KEPT, ids=lambda kept: str(kept.seed))
+async def test_what_has_failed_once(kept: Kept, fleet: Fleet, truth: ServerProcess) -> None:
+    await played(draw(kept.seed, kept.steps), fleet, truth)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(LONG_SECONDS + 900)
+async def test_drawn_programmes(fleet: Fleet, truth: ServerProcess) -> None:
+    """Whatever their seeds: half an hour of new ones, or those that are named."""
+    named = [int(seed) for seed in os.environ.get(SEEDS, "").split(",") if seed]
+    seeds = iter(named) if named else (random.SystemRandom().randrange(1 << 32) for _ in itertools.count())
+    deadline = time.monotonic() + LONG_SECONDS
+    did: Counter[str] = Counter()
+    crossed: set[frozenset[Mechanism]] = set()
+    failed: list[int] = []
+    for seed in seeds:
+        if time.monotonic() > deadline:
+            break
+        programme = draw(seed)
+        try:
+            did += (await played(programme, fleet, truth)).did
+        except (AssertionError, OSError, aiohttp.ClientError, httpx.HTTPError):
+            failed.append(seed)
+            print(f"\nseed {seed} fails:\n{traceback.format_exc()}", flush=True)
+            assert all(server.running for server in fleet.servers.values()), f"a server has ended: {failed}"
+        else:
+            crossed |= crossings(programme)
+            print(f"\nseed {seed} passes, {len(crossed)} crossings so far; {dict(did)}", flush=True)
+    assert not failed
