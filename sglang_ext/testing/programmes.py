@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal, TypeAlias
 
@@ -163,6 +163,13 @@ class Programme:
                     tuned = step.tuned
                 case _:
                     pass
+
+
+def shortened(programme: Programme, *steps: Step) -> Programme:
+    """The same conversations in other steps."""
+    found = replace(programme, steps=steps)
+    found.check()
+    return found
 
 
 def fill_prompts(seed: int, number: int, *, count: int, tokens: int) -> list[list[int]]:
@@ -332,9 +339,15 @@ class MayBeCached:
         """Nothing is cached."""
         self._said.clear()
 
-    def most(self, tenant: int, tuned: bool, prompt: Sequence[int]) -> int:
-        """So many tokens of a prompt's beginning."""
-        said = self._said.get((tenant, tuned), [])
+    def most(
+        self, tenant: int, tuned: bool, prompt: Sequence[int], *, beside: Sequence[Sequence[int]] = ()
+    ) -> int:
+        """So many tokens of a prompt's beginning.
+
+        prompt: is not added yet: its own tokens are no evidence.
+        beside: what the tenant says at the same time.
+        """
+        said = [*self._said.get((tenant, tuned), []), *beside]
         return max((_shared(each, prompt) for each in said), default=0)
 
     def __repr__(self) -> str:

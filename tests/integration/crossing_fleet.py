@@ -66,14 +66,14 @@ class Models:
 @dataclass
 class Fleet:
     """Servers by their names (`INSTANCES`); where their router is to listen, where they look for faults, and
-    their disks' folders."""
+    their disks' folders; the tenants' keys, by whether tenants are isolated."""
 
     servers: dict[str, ServerProcess]
     port: int
     faults: dict[str, Path]
     disks: dict[str, Path]
     models: Models
-    keys: Path
+    keys: dict[bool, Path]
     bootstrap_ports: dict[str, int]
     tuned: bool = False
 
@@ -118,6 +118,16 @@ class Fleet:
                 sent.result()
 
 
+def _keys_file(folder: Path, *, isolated: bool) -> Path:
+    path = folder / f"keys-{isolated}.json"
+    entries: list[dict[str, Any]] = [
+        {"key": key, "tenant": f"tenant-{number}", "isolated": isolated} for number, key in enumerate(KEYS)
+    ]
+    path.touch(mode=0o600)
+    path.write_text(json.dumps({"keys": [*entries, {"key": ADMIN, "tenant": "operators", "admin": True}]}))
+    return path
+
+
 @contextmanager
 def fleet_of(folder: Path, models: Models) -> Iterator[Fleet]:
     """Start the servers, and end them."""
@@ -135,10 +145,7 @@ def fleet_of(folder: Path, models: Models) -> Iterator[Fleet]:
         )
         return FaultySpec(flags=(*FLAGS, *own), environment={**STRICT, FOLDER: str(faults[name])})
 
-    keys = folder / "keys.json"
-    entries: list[dict[str, Any]] = [{"key": key, "tenant": f"tenant-{n}"} for n, key in enumerate(KEYS)]
-    keys.touch(mode=0o600)
-    keys.write_text(json.dumps({"keys": [*entries, {"key": ADMIN, "tenant": "operators", "admin": True}]}))
+    keys = {isolated: _keys_file(folder, isolated=isolated) for isolated in (True, False)}
     with pd_servers([spec("p")], [spec("a"), spec("b")]) as (pd, _):
         servers = dict(zip(INSTANCES, pd.servers, strict=True))
         ports = {**bootstrap_ports, "p": pd.prefill[0].bootstrap_port}
@@ -167,12 +174,13 @@ class Front:
 
 
 @asynccontextmanager
-async def front_of(fleet: Fleet, policy: str) -> AsyncIterator[Front]:
-    """A router that chooses by this policy, when it knows all servers."""
+async def front_of(fleet: Fleet, policy: str, *, isolated: bool = True) -> AsyncIterator[Front]:
+    """A router that chooses by this policy, when it knows all servers. Of tenants that are not isolated, each
+    finds the other's KV."""
     config = RouterConfig(
         port=fleet.port,
         policy=policy,
-        api_keys_file=str(fleet.keys),
+        api_keys_file=str(fleet.keys[isolated]),
         health_check_timeout_secs=5.0,
         # Whether a server lives is not what is tested; here a slow one is only slow.
         health_failure_threshold=40,

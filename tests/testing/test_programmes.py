@@ -129,5 +129,6 @@ def test_what_may_be_cached_is_the_tenants_own_under_the_same_weights() -> None:
     assert known.most(0, False, [1, 2, 3, 4, 5]) == 4
     assert known.most(1, False, [1, 2, 3, 4]) == 0
     assert known.most(0, True, [1, 2, 3, 4]) == 0
+    assert known.most(1, False, [1, 2, 3, 4], beside=[[1, 2, 7]]) == 2
     known.flush()
     assert known.most(0, False, [1, 2, 3, 4]) == 0

@@ -21,7 +21,7 @@ import aiohttp
 import httpx
 import pytest
 from crossing_fleet import Fleet, Front, Models, fleet_of, front_of
-from crossings import Differs, Played, Player, shortened, stock_answers
+from crossings import Differs, NotItsOwn, Played, Player, stock_answers
 from disk_damage import damage_last_layer, runs, spoil_values
 
 from sglang_ext.testing.leaks import LeakGuard
@@ -38,6 +38,7 @@ from sglang_ext.testing.programmes import (
     Turn,
     crossings,
     draw,
+    shortened,
 )
 from sglang_ext.testing.servers.server import ServerProcess
 from sglang_ext.testing.waiting import wait_until
@@ -76,7 +77,16 @@ async def test_everything_crossed_changes_no_answer(fleet: Fleet, truth: ServerP
     assert any(cached for turn, cached in found.cached.items() if turn.number > 0)
 
 
-FIRST, SECOND = Turn(0, 0, 0), Turn(0, 1, 0)
+FIRST, SECOND, OTHERS = Turn(0, 0, 0), Turn(0, 1, 0), Turn(0, 0, 1)
+
+
+async def test_tenants_that_share_are_noticed(fleet: Fleet, truth: ServerProcess) -> None:
+    """The twin of the tenants: without salts, the second one finds the first one's KV."""
+    both = shortened(draw(SHORT.seed, SHORT.steps), Ask((FIRST,)), Ask((OTHERS,)))
+    expected = await asyncio.to_thread(stock_answers, both, truth, fleet.models)
+    async with front_of(fleet, both.policy, isolated=False) as front:
+        with pytest.raises(NotItsOwn):
+            await Player(both, fleet, front).play(expected)
 
 
 async def test_one_damaged_byte_is_another_answer_or_is_noticed(fleet: Fleet, truth: ServerProcess) -> None:
