@@ -47,7 +47,7 @@ LONG_SECONDS = 1800
 SEEDS = "SGLANG_EXT_CROSSINGS"
 """The environment variable with seeds to run instead of new ones."""
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
