@@ -235,7 +235,7 @@ def told(
     story: Story,
     stories: Stories,
     history: History | None,
-    spilled: Callable[[Any, bytes, float], list[dict[str, Any]]] = lambda namespace, key, before: [],
+    spilled: Callable[[Any, bytes, float], list[dict[str, Any]]],
     *,
     block_size: int,
     admin: bool,
