@@ -181,6 +181,7 @@ async def routing(pair: Pair, port: int, client: aiohttp.ClientSession, **flags:
     async with Router(config) as router:
         urls = [server.url for server in pair.servers.values()]
         await until(lambda: all(router.trees.trusted(url) for url in urls), 30, "both servers")
+        await until(lambda: len(router.fleet.usable()) == 2, 30, "both servers")
         await until(lambda: router.spilling.is_on, 30, "what they may keep")
         router.fetching.least_wait_s = 8.0
         router.agents.verdict_s = 20.0
