@@ -316,10 +316,16 @@ def test_evictions_before_the_request_explain_it_and_later_ones_do_not() -> None
         assert (namespace, asked) == (("tokens", None, None, None), key)
         return [Departure("i", "hbm", 40.0, 64, "dram"), *([Departure("i", "dram", moment, 64)])]
 
+    def spilled(namespace: Any, asked: bytes, before: float) -> list[dict[str, Any]]:
+        assert (namespace, asked, before) == (("tokens", None, None, None), key, 100.0)
+        return [{"to": "j"}]
+
     stories = Stories(1 << 20)
     for moment, expected in ((50.0, "evicted"), (150.0, "never-stored")):
-        value = told(missed, stories, history, block_size=16, admin=True)
+        value = told(missed, stories, history, spilled, block_size=16, admin=True)
         assert value["causes"] == [expected]
         tiers = [event["tier"] for event in value["evictions"]]
         assert tiers == (["hbm", "dram"] if moment < 100 else ["hbm"])
-    assert told(missed, stories, None, block_size=16, admin=True)["causes"] == ["history-unknown"]
+    value = told(missed, stories, None, spilled, block_size=16, admin=True)
+    assert value["causes"] == ["history-unknown"]
+    assert value["spilled"] == [{"to": "j"}]
