@@ -2,6 +2,7 @@
 
 exit=N        end at once with this status, after a line of output
 exit-once=N   the same, but only when PID_FILE is empty
+late-again=S  listen after so many seconds, but at once when PID_FILE is empty
 deaf          never listen
 stubborn      ignore SIGTERM
 family        start a child in a session of its own whose parent ends, so that nobody is left who knows it
@@ -33,6 +34,8 @@ for behaviour in behaviours:
     if name == "exit" or (name == "exit-once" and first):
         print("about to give up", flush=True)
         os._exit(int(value))
+    if name == "late-again" and not first:
+        time.sleep(float(value))
     if name == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if name == "family" and os.fork() == 0:

@@ -104,8 +104,8 @@ def connections_to(part: Part) -> int:
 async def test_without_a_held_socket_clients_are_refused(
     small_part: MakePart, tmp_path: Path, pids_of: Pids
 ) -> None:
-    """The twin: what the clients below would see."""
-    part = small_part("router")
+    """The twin: what the clients below would see. The next one takes a while to start, as a router does."""
+    part = small_part("router", "late-again=2")
     async with Cluster([part], tmp_path, restarts=1) as cluster, clients(part.url) as seen:
         await cluster.ready()
         os.kill(pids_of("router")[0], signal.SIGKILL)

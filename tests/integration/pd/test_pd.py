@@ -217,8 +217,13 @@ def test_an_abort_at_any_step_frees_both_sides(rig: Rig, number: int, side: str)
     elif side == "prefill":
         assert why in (NO_TOKEN, "the request was aborted on prefill")
     elif (side, step) == ("decode", "joining"):
-        # Decode had not asked for it yet, and never will.
-        assert "no decode server has asked for this request" in why
+        # Decode had not asked for it yet. It never will, or it hears of the abort just after it has.
+        assert why.startswith(
+            (
+                "no decode server has asked for this request",
+                "decode gave the request up: the request was aborted on decode",
+            )
+        )
     else:
         assert "decode gave the request up: the request was aborted on decode" in why
     rig.pd.wait_idle()
