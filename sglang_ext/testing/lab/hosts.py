@@ -1,0 +1,301 @@
+"""A lab: hosts with addresses, names, memory and processes of their own, and wires that can be cut.
+
+    with Lab("a", "b") as lab:
+        server = lab["b"].popen([...], log=folder / "b.log")
+        with lab["a"].network():
+            ...                      # what this thread connects now, host a connects
+        lab.cut("a", "b")
+
+Needs root, or what it may do with namespaces; ``why_not`` says what is missing. Nothing is left of a lab when
+it ends, nor when the process that made it does: its hosts are namespaces without names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Final
+
+from sglang_ext.testing.lab.switch import enter_network
+
+HERE: Final = Path(__file__).parent
+NAMESPACES: Final = ("--net", "--uts", "--ipc", "--mount", "--pid")
+STOP_SECONDS: Final = 10.0
+
+
+def why_not() -> str | None:
+    """Why no lab can be made on this machine; None where one can."""
+    try:
+        os.close(os.open("/dev/net/tun", os.O_RDWR))
+        words = ["unshare", *NAMESPACES, "--fork", "--mount-proc", "ip", "link", "set", "lo", "up"]
+        subprocess.run(words, check=True, capture_output=True, text=True)
+    except subprocess.CalledProcessError as error:
+        return f"no hosts can be made of namespaces: {error.stderr.strip()}"
+    except OSError as error:
+        return f"no hosts can be made of namespaces: {error}"
+    return None
+
+
+class Host:
+    """One host of a lab.
+
+    Args:
+        name: what the lab calls it.
+        number: its place among the hosts, from 1: the last part of its addresses.
+        hostname: what it calls itself.
+        shared: files and folders of /tmp and /dev/shm that it sees too.
+        families: 4, 6 or both: what addresses it has.
+        networks: their names.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        hostname: str,
+        shared: Sequence[Path],
+        families: Sequence[int],
+        networks: Sequence[str],
+    ) -> None:
+        self.name = name
+        self.hostname = hostname
+        self._interfaces = {
+            network: [f"10.77.{index}.{number}/24" if family == 4 else f"fd77:{index}::{number}/64"
+                      for family in families]
+            for index, network in enumerate(networks)
+        }  # fmt: skip
+        facts = {
+            "hostname": hostname,
+            # Its own name is all that it can look up.
+            "hosts": f"127.0.0.1 localhost\n127.0.1.1 {hostname}\n::1 localhost\n",
+            "resolv.conf": "",
+            "boot_id": f"{uuid.uuid4()}\n",
+            "shared": [str(path) for path in shared],
+        }
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._init = _start(
+            "unshare", *NAMESPACES, "--fork", "--kill-child=SIGKILL", "--mount-proc",
+            sys.executable, "-I", "-S", str(HERE / "host_init.py"), json.dumps(facts),
+        )  # fmt: skip
+        self.pid = _child_of(self._init.pid)
+        """Of its first process, as this machine counts."""
+
+    def __repr__(self) -> str:
+        return f"<Host {self.name} {self.address()}>"
+
+    def address(self, network: str = "", family: int | None = None) -> str:
+        """On a network (its first), of a family (the first that it has)."""
+        found = self._interfaces[network] if network else next(iter(self._interfaces.values()))
+        hosts = [each.partition("/")[0] for each in found]
+        return hosts[0] if family is None else next(each for each in hosts if (":" in each) == (family == 6))
+
+    def ports(self) -> list[dict[str, object]]:
+        """What the switch plugs in: a device per network, named as the network."""
+        return [
+            {
+                "host": self.name,
+                "network": network,
+                "pid": self.pid,
+                "device": network,
+                "addresses": addresses,
+            }
+            for network, addresses in self._interfaces.items()
+        ]
+
+    @contextmanager
+    def network(self) -> Iterator[None]:
+        """What this thread opens inside the block, it opens on this host's network."""
+        enter_network(f"/proc/{self.pid}/ns/net")
+        try:
+            yield
+        finally:
+            enter_network(f"/proc/{os.getpid()}/ns/net")
+
+    def popen(
+        self,
+        command: Sequence[str],
+        *,
+        log: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        stdout: int | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """Start a process on this host. It leads a process group, by which it is signalled (``stop``)."""
+        words = ["nsenter", "--target", str(self.pid), *NAMESPACES, "--", *command]
+        output: IO[bytes] | int | None = log.open("wb") if log is not None else stdout
+        try:
+            process = subprocess.Popen(
+                words,
+                env=dict(os.environ if environment is None else environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=None if log is None else subprocess.STDOUT,
+                start_new_session=True,
+            )
+        finally:
+            if log is not None:
+                output.close()  # type: ignore[union-attr]
+        self._processes.append(process)
+        return process
+
+    def run(self, *command: str, seconds: float = 30.0) -> str:
+        """Run a program on this host to its end. Returns what it prints.
+
+        Raises:
+            CalledProcessError: it failed. TimeoutExpired: it did not end.
+        """
+        process = self.popen(command, stdout=subprocess.PIPE)
+        try:
+            out, _ = process.communicate(timeout=seconds)
+        except BaseException:
+            stop(process, signal.SIGKILL)
+            raise
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, command, out)
+        return out.decode()
+
+    def close(self) -> None:
+        """End every process of the host, and with them the host."""
+        _end(self._init)
+        for process in self._processes:
+            stop(process, signal.SIGKILL)
+
+
+class Lab:
+    """See the module's docstring.
+
+    Args:
+        names: of its hosts.
+        hostnames: what they call themselves, if not so; several may have the same.
+        shared: see ``Host``; the same for all.
+        families: which addresses they have: 4, 6.
+        networks: each host has a device of that name on each; the first is the one that is meant
+            where none is named.
+        seed: of the packets that get lost.
+    """
+
+    def __init__(
+        self,
+        *names: str,
+        hostnames: Mapping[str, str] | None = None,
+        shared: Sequence[Path] = (),
+        families: Sequence[int] = (4, 6),
+        networks: Sequence[str] = ("lan",),
+        seed: int = 1,
+    ) -> None:
+        self.networks = tuple(networks)
+        self.hosts: dict[str, Host] = {}
+        self._names, self._hostnames = names, hostnames or {}
+        self._shared, self._families, self._seed = shared, families, seed
+        self._switch: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Lab:
+        try:
+            for number, name in enumerate(self._names, 1):
+                hostname = self._hostnames.get(name, name)
+                self.hosts[name] = Host(name, number, hostname, self._shared, self._families, self.networks)
+            plan = {
+                "seed": self._seed,
+                "ports": [port for host in self.hosts.values() for port in host.ports()],
+            }
+            script = str(HERE / "switch.py")
+            self._switch = _start(sys.executable, "-I", "-S", script, json.dumps(plan))
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for host in self.hosts.values():
+            host.close()
+        self.hosts.clear()
+        if self._switch is not None:
+            _end(self._switch)
+            self._switch = None
+
+    def __getitem__(self, name: str) -> Host:
+        return self.hosts[name]
+
+    def wire(
+        self,
+        source: str,
+        target: str,
+        *,
+        both: bool = True,
+        network: str = "",
+        delay_s: float = 0.0,
+        loss: float = 0.0,
+        bytes_per_s: float = 0.0,
+        cut: bool = False,
+    ) -> None:
+        """Set how packets go from one host to another from now on; and back, with ``both``.
+
+        Args:
+            network: which; all unless named.
+            delay_s, loss, bytes_per_s, cut: see ``switch.Wire``.
+        """
+        settings = {"delay_s": delay_s, "loss": loss, "bytes_per_s": bytes_per_s, "cut": cut}
+        for each in (network,) if network else self.networks:
+            self._order({"network": each, "source": source, "target": target, **settings})
+            if both:
+                self._order({"network": each, "source": target, "target": source, **settings})
+
+    def cut(self, source: str, target: str, *, both: bool = True, network: str = "") -> None:
+        """Let nothing pass; ``wire`` heals it."""
+        self.wire(source, target, both=both, network=network, cut=True)
+
+    def _order(self, order: Mapping[str, object]) -> None:
+        assert self._switch is not None
+        assert self._switch.stdin is not None
+        assert self._switch.stdout is not None
+        self._switch.stdin.write(json.dumps(order).encode() + b"\n")
+        self._switch.stdin.flush()
+        if self._switch.stdout.readline() != b"done\n":
+            raise RuntimeError(f"the switch did not take {order}")
+
+
+def stop(process: subprocess.Popen[bytes], number: int = signal.SIGTERM) -> None:
+    """Signal a process of a host and what it started, and wait for its end; what does not end is killed."""
+    for each in (number, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, each)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+            break
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def _start(*command: str) -> subprocess.Popen[bytes]:
+    """Start one of the lab's own processes, which says ``ready`` when it is."""
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    if process.stdout.readline() != b"ready\n":
+        _end(process)
+        raise RuntimeError(f"{command[0]} ended with {process.returncode}; see its output above")
+    return process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End one of the lab's own processes: its input is over."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with suppress(BrokenPipeError):
+        process.stdin.close()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    process.stdout.close()
+
+
+def _child_of(pid: int) -> int:
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child)

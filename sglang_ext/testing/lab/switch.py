@@ -1,0 +1,199 @@
+"""The network between a lab's hosts: one process that carries packets from TUN device to TUN device.
+
+Run as a script, without the package. Each host has a device per network, opened inside its namespace; a
+packet goes to the device of the same network that has its destination, over the wire of that direction, which
+may delay, lose and drop packets and pass so many bytes per second. What no device has is dropped in silence.
+
+Standard input takes a line of JSON per order, each answered by a line; at its end, the switch ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import heapq
+import ipaddress
+import json
+import os
+import random
+import select
+import struct
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+
+TUNSETIFF = 0x400454CA
+IFF_TUN, IFF_NO_PI = 0x1, 0x1000
+CLONE_NEWNET = 0x40000000
+MTU = 9000
+"""Jumbo frames, as networks for KV have: a packet costs the switch about 15 us whatever its size."""
+QUEUE_S = 0.2
+"""Of bytes that wait for a wire with a bandwidth; what comes on top is dropped, as by any queue."""
+
+
+@dataclass
+class Wire:
+    """One direction between two hosts on one network.
+
+    Args:
+        delay_s: added to each packet.
+        loss: share of packets that get lost, by chance.
+        bytes_per_s: 0 for as many as come.
+        cut: whether nothing passes.
+    """
+
+    delay_s: float = 0.0
+    loss: float = 0.0
+    bytes_per_s: float = 0.0
+    cut: bool = False
+    _free_at: float = field(default=0.0, repr=False)
+
+    def arrival(self, now: float, nbytes: int, chance: float) -> float | None:
+        """When a packet that is sent now arrives; None for never.
+
+        Args:
+            now: seconds, monotonic.
+            chance: drawn from [0, 1).
+        """
+        if self.cut or chance < self.loss:
+            return None
+        if not self.bytes_per_s:
+            return now + self.delay_s
+        begins = max(now, self._free_at)
+        if begins - now > QUEUE_S:
+            return None
+        self._free_at = begins + nbytes / self.bytes_per_s
+        return self._free_at + self.delay_s
+
+
+@dataclass(frozen=True)
+class Port:
+    """One device of one host."""
+
+    host: str
+    network: str
+    descriptor: int
+
+
+def destination(packet: bytes) -> bytes:
+    """Of an IPv4 or IPv6 packet; nothing of anything else."""
+    version = packet[0] >> 4
+    return packet[16:20] if version == 4 else packet[24:40] if version == 6 else b""
+
+
+class Switch:
+    """See the module's docstring."""
+
+    def __init__(self, seed: int) -> None:
+        self._ports: dict[int, Port] = {}
+        self._places: dict[tuple[str, bytes], Port] = {}
+        """(network, address) -> who has it."""
+        self._wires: dict[tuple[str, str, str], Wire] = {}
+        """(network, from, to)."""
+        self._due: list[tuple[float, int, int, bytes]] = []
+        self._count = 0
+        self._chance = random.Random(seed).random
+
+    def plug(self, host: str, network: str, pid: int, device: str, addresses: list[str]) -> None:
+        """Open a device in the network namespace of a process, and give it addresses ("10.0.0.1/24")."""
+        enter_network(f"/proc/{pid}/ns/net")
+        descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        fcntl.ioctl(descriptor, TUNSETIFF, struct.pack("16sH22x", device.encode(), IFF_TUN | IFF_NO_PI))
+        run("ip", "link", "set", device, "addrgenmode", "none", "mtu", str(MTU), "up")
+        port = Port(host, network, descriptor)
+        for each in addresses:
+            nodad = ("nodad",) if ":" in each else ()
+            run("ip", "address", "add", each, "dev", device, *nodad)
+            self._places[network, ipaddress.ip_interface(each).ip.packed] = port
+        self._ports[descriptor] = port
+
+    def wire(self, network: str, source: str, target: str, **settings: float) -> None:
+        """Set how one direction is from now on; what is under way arrives as it would have."""
+        self._wires[network, source, target] = Wire(**settings)  # type: ignore[arg-type]
+
+    def serve(self, orders: int) -> None:
+        """Carry packets until there are no more orders."""
+        pending = b""
+        while True:
+            wait = max(0.0, self._due[0][0] - time.monotonic()) if self._due else None
+            ready, _, _ = select.select([orders, *self._ports], [], [], wait)
+            for descriptor in ready:
+                if descriptor != orders:
+                    self._take(self._ports[descriptor])
+                    continue
+                data = os.read(orders, 1 << 16)
+                if not data:
+                    return
+                *lines, pending = (pending + data).split(b"\n")
+                for line in lines:
+                    self.wire(**json.loads(line))
+                    say("done")
+            self._deliver()
+
+    def _take(self, port: Port) -> None:
+        now = time.monotonic()
+        for _ in range(64):  # then the others', and orders
+            try:
+                packet = os.read(port.descriptor, MTU + 64)
+            except BlockingIOError:
+                return
+            target = self._places.get((port.network, destination(packet)))
+            if target is None:
+                continue
+            wire = self._wires.get((port.network, port.host, target.host))
+            at = now if wire is None else wire.arrival(now, len(packet), self._chance())
+            if at is None:
+                continue
+            if at <= now:
+                send(target.descriptor, packet)
+            else:
+                self._count += 1
+                heapq.heappush(self._due, (at, self._count, target.descriptor, packet))
+
+    def _deliver(self) -> None:
+        now = time.monotonic()
+        while self._due and self._due[0][0] <= now:
+            _, _, descriptor, packet = heapq.heappop(self._due)
+            send(descriptor, packet)
+
+
+def send(descriptor: int, packet: bytes) -> None:
+    """Give a packet to a host; one that cannot take it loses it."""
+    try:
+        os.write(descriptor, packet)
+    except OSError:
+        return
+
+
+def enter_network(namespace: str) -> None:
+    """Make a network namespace this thread's, by its file.
+
+    Raises:
+        OSError: it is gone, or the machine forbids it.
+    """
+    descriptor = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(descriptor, CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns {namespace}: {os.strerror(ctypes.get_errno())}")
+    finally:
+        os.close(descriptor)
+
+
+def say(word: str) -> None:
+    sys.stdout.write(word + "\n")
+    sys.stdout.flush()
+
+
+def run(*words: str) -> None:
+    subprocess.run(words, check=True)
+
+
+if __name__ == "__main__":
+    plan = json.loads(sys.argv[1])
+    switch = Switch(plan["seed"])
+    for each in plan["ports"]:
+        switch.plug(**each)
+    say("ready")
+    switch.serve(sys.stdin.fileno())

@@ -1,0 +1,193 @@
+"""Hosts made of namespaces: what they share, and what the wires between them do."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_ext.testing.lab.hosts import Host, Lab, stop, why_not
+from sglang_ext.testing.lab.switch import QUEUE_S, Wire
+from sglang_ext.testing.waiting import wait_until
+
+WAIT_S = 0.2
+"""For a packet that may never come: it would take a millisecond."""
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    (tmp_path / "shared").mkdir()
+    return tmp_path / "shared"
+
+
+@pytest.fixture
+def lab(shared: Path) -> Iterator[Lab]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with Lab("a", "b", hostnames={"a": "node", "b": "node"}, shared=[shared], networks=("lan", "kv")) as lab:
+        yield lab
+
+
+class Probe:
+    """Datagrams between two hosts, one socket each."""
+
+    def __init__(self, source: Host, target: Host, *, network: str = "", family: int = 4) -> None:
+        kind = socket.AF_INET if family == 4 else socket.AF_INET6
+        with target.network():
+            self._in = socket.socket(kind, socket.SOCK_DGRAM)
+        self._in.bind((target.address(network, family), 0))
+        with source.network():
+            self._out = socket.socket(kind, socket.SOCK_DGRAM)
+        self._to = self._in.getsockname()
+
+    def __enter__(self) -> Probe:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._in.close()
+        self._out.close()
+
+    def took(self, nbytes: int = 8) -> float | None:
+        """Seconds that a datagram takes; None when it does not come."""
+        self._in.settimeout(WAIT_S)
+        began = time.monotonic()
+        self._out.sendto(bytes(nbytes), self._to)
+        try:
+            self._in.recv(1 << 16)
+        except TimeoutError:
+            return None
+        return time.monotonic() - began
+
+    def arrived(self, count: int, nbytes: int = 1000) -> int:
+        """How many of so many datagrams come."""
+        self._in.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
+        for _ in range(count):
+            self._out.sendto(bytes(nbytes), self._to)
+        self._in.settimeout(WAIT_S)
+        found = 0
+        try:
+            while self._in.recv(1 << 16):
+                found += 1
+        except TimeoutError:
+            return found
+        return found
+
+
+def test_hosts_share_neither_names_nor_memory_nor_processes(lab: Lab, shared: Path) -> None:
+    a, b = lab["a"], lab["b"]
+    assert a.run("hostname") == b.run("hostname") == "node\n" != socket.gethostname()
+    boot_ids = {host.run("cat", "/proc/sys/kernel/random/boot_id") for host in (a, b)}
+    assert len(boot_ids | {Path("/proc/sys/kernel/random/boot_id").read_text()}) == 3
+    for folder in ("/tmp", "/dev/shm"):
+        a.run("touch", f"{folder}/of-a")
+        assert "of-a" in a.run("ls", folder)
+        assert "of-a" not in b.run("ls", folder)
+        assert not Path(folder, "of-a").exists()
+    (shared / "model").write_text("shared")
+    assert a.run("cat", str(shared / "model")) == b.run("cat", str(shared / "model")) == "shared"
+    sleeper = a.popen(["sleep", "60"])
+    wait_until(lambda: "sleep" in _names(a), seconds=10, what="a process on a")
+    assert "sleep" not in _names(b)
+    stop(sleeper)
+    assert sleeper.returncode == -signal.SIGTERM
+
+
+def _names(host: Host) -> str:
+    return host.run("sh", "-c", "cat /proc/[0-9]*/comm")
+
+
+@pytest.mark.parametrize("family", [4, 6])
+def test_hosts_reach_each_other_by_numbers_only(lab: Lab, family: int) -> None:
+    """The name of the other means nothing; its addresses do, on each network."""
+    for network in ("lan", "kv"):
+        with Probe(lab["a"], lab["b"], network=network, family=family) as probe:
+            assert probe.took() is not None
+    look_up = f"import socket; print(socket.gethostbyname({lab['a'].hostname!r}))"
+    assert lab["b"].run(sys.executable, "-I", "-S", "-c", look_up) == "127.0.1.1\n"
+
+
+def test_a_wire_delays_in_one_direction_or_both(lab: Lab) -> None:
+    with Probe(lab["a"], lab["b"]) as there, Probe(lab["b"], lab["a"]) as back:
+        lab.wire("a", "b", both=False, delay_s=0.05)
+        assert (there.took() or 0) >= 0.05 > (back.took() or 1)
+        lab.wire("a", "b", delay_s=0.05)
+        assert (back.took() or 0) >= 0.05
+
+
+def test_a_wire_loses_about_as_many_as_it_was_told(lab: Lab) -> None:
+    with Probe(lab["a"], lab["b"]) as probe:
+        assert probe.arrived(200) == 200
+        lab.wire("a", "b", loss=0.25)
+        assert 120 <= probe.arrived(200) <= 180
+
+
+def test_a_partition_heals_and_has_two_sides(lab: Lab) -> None:
+    with Probe(lab["a"], lab["b"]) as there, Probe(lab["b"], lab["a"]) as back:
+        lab.cut("a", "b", both=False)
+        assert there.took() is None
+        assert back.took() is not None
+        lab.cut("a", "b")
+        assert back.took() is None
+        lab.wire("a", "b")
+        assert None not in (there.took(), back.took())
+
+
+def test_one_network_may_be_cut_alone(lab: Lab) -> None:
+    with Probe(lab["a"], lab["b"], network="kv") as kv, Probe(lab["a"], lab["b"]) as lan:
+        lab.cut("a", "b", network="kv")
+        assert kv.took() is None
+        assert lan.took() is not None
+
+
+def test_a_connection_survives_a_cut(lab: Lab) -> None:
+    """TCP sends again what the wire did not carry."""
+    with lab["b"].network():
+        server = socket.create_server((lab["b"].address(), 0))
+    with server, lab["a"].network(), socket.create_connection(server.getsockname(), timeout=10) as client:
+        accepted, _ = server.accept()
+        with accepted:
+            lab.cut("a", "b")
+            client.sendall(b"held up")
+            accepted.settimeout(WAIT_S)
+            with pytest.raises(TimeoutError):
+                accepted.recv(16)
+            lab.wire("a", "b")
+            accepted.settimeout(10)
+            assert accepted.recv(16) == b"held up"
+
+
+def test_a_lab_leaves_nothing(shared: Path) -> None:
+    """Neither what it was told to run, nor a program that takes no notice of signals."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with Lab("a", shared=[shared]) as lab:
+        pid = lab["a"].pid
+        deaf = lab["a"].popen(["sh", "-c", "trap '' TERM; sleep 60"])
+    assert deaf.returncode is not None
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_lab_whose_host_cannot_be_made_is_none(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    with pytest.raises((RuntimeError, subprocess.SubprocessError)), Lab("a", shared=[tmp_path / "none"]):
+        raise AssertionError
+
+
+def test_bandwidth_is_a_queue_that_overflows() -> None:
+    wire = Wire(bytes_per_s=1000.0, delay_s=1.0)
+    assert wire.arrival(10.0, 100, 0.0) == pytest.approx(11.1)
+    assert wire.arrival(10.0, 100, 0.0) == pytest.approx(11.2)
+    waiting = sum(wire.arrival(10.0, 1, 0.0) is not None for _ in range(1000))
+    assert waiting / 1000.0 <= QUEUE_S
+    assert wire.arrival(10.0, 100, 0.0) is None
+    assert wire.arrival(20.0, 100, 0.0) == pytest.approx(21.1)
+    assert Wire(cut=True).arrival(0.0, 1, 0.9) is None
+    assert Wire(loss=0.5).arrival(0.0, 1, 0.4) is None
+    assert Wire(loss=0.5).arrival(0.0, 1, 0.5) == 0.0
