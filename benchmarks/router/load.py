@@ -24,6 +24,8 @@ from benchmarks.lib.common import SEED
 
 DISTINCT = 64
 """Different prompts of a load; they are asked again and again in random order."""
+ANSWER_S = 60.0
+"""Most that the first answer may take."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Job:
         prompt_bytes: length of each prompt.
         stream: whether to ask for streams.
         connections: at the same time.
-        seconds: how long, after `warmup_s`.
+        seconds: how long, after `warmup_s`; longer where nothing has been answered by then.
         warmup_s: before that, uncounted; not with fresh prompts.
         fresh: how many prompts to make that no job before has sent; 0 for those that all jobs share.
         first: the number of the first of them.
@@ -111,6 +113,7 @@ class Load:
         self.random = random.Random(SEED)
         self.sent = 0
         self.last = 0.0
+        self.answered = asyncio.Event()
 
     @property
     def exhausted(self) -> bool:
@@ -164,6 +167,7 @@ class Connection(asyncio.Protocol):
             load.last = now
             load.latencies.append(now - self._sent)
             load.first_bytes.append((self._first or now) - self._sent)
+            load.answered.set()
         if self._parser.should_keep_alive():
             self._ask()
 
@@ -173,7 +177,10 @@ class Connection(asyncio.Protocol):
 
 
 async def run(job: Job) -> dict[str, Any]:
-    """Carry out a job. Times in seconds."""
+    """Carry out a job. Times in seconds.
+
+    Raises TimeoutError when nothing is answered within `ANSWER_S`.
+    """
     numbers = range(job.first, job.first + job.fresh) if job.fresh else range(DISTINCT)
     load = Load(job, [message(job, number) for number in numbers])
     loop = asyncio.get_running_loop()
@@ -189,6 +196,9 @@ async def run(job: Job) -> dict[str, Any]:
         load.counting = True
         begin = time.perf_counter()
     await asyncio.sleep(job.seconds)
+    # On a busy machine that may be too little for a single answer, and there is no rate of none.
+    async with asyncio.timeout(ANSWER_S):
+        await load.answered.wait()
     load.counting = False
     # Fresh prompts may have run out before.
     elapsed = (load.last if load.exhausted else time.perf_counter()) - begin
@@ -198,7 +208,7 @@ async def run(job: Job) -> dict[str, Any]:
     ordered, firsts = sorted(load.latencies), sorted(load.first_bytes)
 
     def at(values: list[float], share: float) -> float:
-        return values[min(len(values) - 1, int(len(values) * share))] if values else float("nan")
+        return values[min(len(values) - 1, int(len(values) * share))]
 
     return {
         "requests": len(ordered),

@@ -18,6 +18,7 @@ from engine_simulation import Rank, Scenario, Traffic, finish
 
 from sglang_ext.engine.ranks import Part, Ranks
 from sglang_ext.engine.retraction import Retraction, Running, Verdict, Wanting, weigh
+from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.errors import InternalError
 from sglang_ext.testing.tiers import WrappedTier
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get, Ids, LayerRead
@@ -57,12 +58,49 @@ class TooManyComparisons(AssertionError):
     """The ranks compared numbers more often in a pass than once."""
 
 
-class SlowLayers(WrappedTier):
-    """Brings the lowest layer at once and every other one much later."""
+class LateLayers(WrappedTier):
+    """Brings the lowest layer at once, and every other one when a pass streams or `PASSES` passes have begun
+    since: in the scheduler's own time, however long a pass takes on a busy machine. It is a part of the rank,
+    which is how it hears of passes.
+    """
+
+    PASSES = 40
+    IDLE_S = 1.0
+    """As long without a pass, the scheduler waits for what is being read, or has ended."""
+
+    def __init__(self, inner: BlockTier) -> None:
+        super().__init__(inner)
+        self._state = threading.Condition()
+        self._begun = 0
+        self._streams = False
+
+    def watch(self, promotions: Promotions) -> None:
+        """Learn when a pass begins to stream."""
+        load = promotions.load
+
+        def streaming(*arguments: Any) -> None:
+            with self._state:
+                self._streams = True
+                self._state.notify_all()
+            load(*arguments)
+
+        promotions.load = streaming  # type: ignore[method-assign]
+
+    def propose(self) -> Sequence[int]:
+        with self._state:
+            self._begun += 1
+            self._streams = False
+            self._state.notify_all()
+        return ()
+
+    def act(self, agreed: Sequence[int]) -> None:
+        pass
 
     def get_layer(self, get: Get, layer: int, memory: BlockMemory, ids: Ids) -> LayerRead:
-        if layer:
-            threading.Event().wait(0.05)
+        with self._state:
+            last = self._begun + self.PASSES
+            while layer and not self._streams and self._begun < last and self._state.wait(self.IDLE_S):
+                pass
         return super().get_layer(get, layer, memory, ids)
 
 
@@ -252,7 +290,18 @@ def test_ranks_keep_equal_trees_while_blocks_stream_from_disk() -> None:
         threaded=True,
         stream=True,
     )
-    ranks = serve(scenario, seed=3, steps=150, disk=SlowLayers)
+    disks: dict[str, LateLayers] = {}
+
+    def disk(inner: BlockTier) -> BlockTier:
+        return disks.setdefault(threading.current_thread().name, LateLayers(inner))
+
+    def watched(rank: Rank, number: int) -> Part:
+        assert rank.promotions is not None
+        late = disks[f"rank {number}"]
+        late.watch(rank.promotions)
+        return late
+
+    ranks = serve(scenario, seed=3, steps=150, disk=disk, also=watched)
     assert ranks[0].streamed == ranks[1].streamed > 0
 
 
