@@ -75,14 +75,17 @@ class PrefillPeer:
         """Take part in a hand-over at every rank; returns when all have computed it, with our `weights`.
 
         Raises:
-            RefusedError: a rank knows no such hand-over, or has lost it. PeerGoneError.
+            RefusedError: a rank knows no such hand-over, or has lost it; no rank waits for us then.
+            PeerGoneError.
         """
         local = self._local
         return await self._ready(
+            handover,
+            epoch,
             [
                 Join(handover, epoch, link.session, local.rank, local.ranks, at in self._needed, weights)
                 for at, link in enumerate(self.instance.links)
-            ]
+            ],
         )
 
     async def meet(self, handover: int, epoch: bytes, weights: Weights) -> None:
@@ -115,28 +118,35 @@ class PrefillPeer:
         ranks that have a part of them.
 
         Raises:
-            RefusedError, PeerGoneError: as `join`; other ranks may still write.
+            RefusedError, PeerGoneError: as `join`; ranks may still write until their grants are revoked.
         """
         nothing = pack_ids(np.empty(0, np.int64))
         return await self._ready(
+            handover,
+            epoch,
             [
                 Push(handover, epoch, control, pages if at in self._needed else nothing, skip, pool)
                 for at in range(len(self.ranks))
-            ]
+            ],
         )
 
-    async def _ready(self, messages: Sequence[Join | Push]) -> list[Ready]:
-        """Ask each rank; returns when all have answered, or raises what the first raises."""
+    async def _ready(self, handover: int, epoch: bytes, messages: Sequence[Join | Push]) -> list[Ready]:
+        """Ask each rank; returns when all have answered, or raises what the first raises. What one refuses is
+        over at the others: they are told, and not the one that may have another's request by that number."""
         asks = [
             asyncio.ensure_future(link.ask_for(Ready, message, None))
             for link, message in zip(self.instance.links, messages, strict=True)
         ]
         try:
             return await asyncio.gather(*asks)
-        except BaseException:
+        except BaseException as error:
             for ask in asks:
                 ask.cancel()
-            await asyncio.gather(*asks, return_exceptions=True)
+            answers = await asyncio.gather(*asks, return_exceptions=True)
+            if isinstance(error, RefusedError):
+                links = zip(self.instance.links, answers, strict=True)
+                joined = [link for link, answer in links if not isinstance(answer, RefusedError)]
+                await _abort(joined, Abort(handover, epoch, str(error)[:500]))
             raise
 
     async def done(self, handover: int, epoch: bytes, ranks: Sequence[int]) -> None:

@@ -235,9 +235,7 @@ class PrefillSender:
             if FACTS[handover.state].end:
                 raise RefusedError("handover", handover.reason or "the request is over")
             self._require_alike(handover, message.weights)
-            known = handover.readers.get(message.reader)
-            if known is not None or (handover.expected and handover.expected != message.ranks):
-                raise RefusedError("handover", "another decode server takes part in this hand-over")
+            _require_place(handover, message)
             handover.expected = message.ranks
             reader = handover.readers[message.reader] = Reader(
                 message.session, message.reads, message.weights
@@ -264,10 +262,7 @@ class PrefillSender:
                     "handover", "the request is computed already; set --kv-transfer-mode alike"
                 )
             self._require_alike(handover, message.weights)
-            if message.reader in handover.readers or handover.expected not in (0, message.ranks):
-                raise RefusedError("handover", "another decode server takes part in this hand-over")
-            if len(handover.readers) == message.ranks:
-                raise RefusedError("handover", "another decode server takes part in this hand-over")
+            _require_place(handover, message)
             handover.expected = message.ranks
             handover.readers[message.reader] = Reader(message.session, False, message.weights)
             self._move(handover, Event.JOINED)
@@ -564,6 +559,15 @@ class PrefillSender:
                     assert not (reader.lease and FACTS[handover.state].end), (
                         "a lease of a hand-over that is over"
                     )
+
+
+def _require_place(handover: SendingHandover, message: Join | Meet) -> None:
+    """Raises:
+    RefusedError: all who take part in a hand-over have said so, or have another number of ranks.
+    """
+    other = handover.expected not in (0, message.ranks)
+    if other or message.reader in handover.readers or len(handover.readers) == message.ranks:
+        raise RefusedError("handover", "another decode server takes part in this hand-over")
 
 
 def unlike(prefill: Weights, decode: Weights) -> str:

@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import numpy as np
 import pytest
@@ -19,12 +19,13 @@ from pd_rig import HEADS, LAYERS, METADATA, Planes, Rig, Rows, pool, rig, transf
 from test_pd_deaths import FREED_SECONDS, PAGE, SIGNALS, Scene, Victim, assert_nothing_is_held
 from test_pd_handovers import push
 
+from sglang_ext.disagg.errors import RefusedError
 from sglang_ext.disagg.handover import ReceiverState, SenderState, ended, pins
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine.pd.agent import Agent, AgentConfig
 from sglang_ext.engine.pd.bootstrap import BootstrapService
 from sglang_ext.engine.pd.decode_receiver import Claims, ReceivingHandover, Wanted
-from sglang_ext.engine.pd.messages import Meet
+from sglang_ext.engine.pd.messages import Join, Meet
 from sglang_ext.engine.pd.peers import Local, PrefillPeer
 from sglang_ext.engine.pd.prefill_sender import SendingHandover
 from sglang_ext.engine.pd.pushing import Computing
@@ -150,18 +151,33 @@ def test_one_rank_that_loses_a_request_ends_it_everywhere() -> None:
         servers.check()
 
 
-def test_no_rank_waits_for_a_decode_server_that_another_refuses() -> None:
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_no_rank_waits_for_a_decode_server_that_another_refuses(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two decode servers with one room, each first at another rank: neither keeps the other's."""
-    with rig(2, 1, mode="push") as servers:
+    with rig(2, 1, mode=mode) as servers:
         number = next(NUMBERS)
         sending = [side.agent.sender.open(number) for side in servers.prefill]
         second = servers.prefill[1].agent
-        meeting = Meet(number, b"e" * 16, b"s" * 16, 1, "weights")
-        second.transfers.run(second.sender.meet(meeting))
+        # Nobody is connected as the other decode server, which is not to be missed here.
+        monkeypatch.setattr(second.sender, "tick", lambda _: None)
+
+        async def other_comes() -> None:
+            if mode == "push":
+                await second.sender.meet(Meet(number, b"e" * 16, b"s" * 16, 1, "weights"))
+            else:
+                with suppress(RefusedError):
+                    await second.sender.join(Join(number, b"e" * 16, b"s" * 16, 0, 1, True, "weights"))
+
+        second.transfers.start(other_comes())
+        servers.wait(lambda: bool(sending[1].readers), "the other decode server")
         taken = servers.decode[0].agent.receiver.open(servers.address, number)
         servers.wait(lambda: taken.state is ReceiverState.FAILED, "the refusal")
         assert "another decode server takes part" in taken.reason
         servers.wait(lambda: sending[0].state is SenderState.LOST, "the end at the first rank")
+        assert sending[1].state is SenderState.COMPUTING
+        second.sender.abort(sending[1], "the test is over")
 
 
 @pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "twin"])
