@@ -1,59 +1,116 @@
-"""``python -m sglang_ext.patches``: list the patches and whether they fit the installed SGLang.
+"""``python -m sglang_ext.patches``: whether the patches fit SGLang, the installed one or any other.
 
-``--hashes [NAME]`` prints the targets as they look now, in the form that the modules declare them, for an
-upgrade: read the new source first, then renew the hashes. Exit status 1 when a patch does not fit.
+Reads source only: nothing of SGLang is imported, and torch is not needed. A version that is not installed is
+fetched by pip and kept. Exit status 1 when something does not fit.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
+import json
 import os
 import sys
+from dataclasses import asdict
 
-from sglang_ext.patches.base import Patch, TargetState, check_patch, describe
-from sglang_ext.patches.cpu import runtime
-from sglang_ext.patches.registry import PATCHES
-from sglang_ext.patches.version import SGLANG_VERSION, installed_sglang_version
+from sglang_ext.patches.base import TargetState, check_target
+from sglang_ext.patches.contract.differences import differences
+from sglang_ext.patches.contract.places import NoSourceError, check_contract, sglang_folder, source_with
+from sglang_ext.patches.contract.source import Found
+from sglang_ext.patches.registry import PATCHES, installed_source, reports, untested_allowed, version_problem
+from sglang_ext.patches.versions import (
+    ALLOW_UNTESTED,
+    Declared,
+    installed_sglang_version,
+    supported,
+    tested_versions,
+)
 
 
-def _print_hashes(patches: list[Patch]) -> None:
-    for patch in patches:
-        print(f"# {patch.name}")  # noqa: T201
-        for target in patch.targets:
-            found = describe(target.path)
-            print(f'Target(\n    "{found.path}",\n    {found.signature!r},\n    "{found.source}",\n),')  # noqa: T201
+def _say(*lines: object) -> None:
+    for line in lines:
+        print(line)  # noqa: T201
 
 
-def _print_states(patches: list[Patch]) -> bool:
-    print(f"sglang {installed_sglang_version()}; patches written for {SGLANG_VERSION}")  # noqa: T201
+def _states() -> bool:
+    """The installed SGLang, patch by patch."""
+    installed = installed_sglang_version()
+    _say(f"sglang {installed}; tested with {tested_versions()}")
+    known = supported(installed)
+    if known is None:
+        problem = version_problem(installed, untested_allowed(os.environ))
+        _say(problem or f"{ALLOW_UNTESTED}=1: all that is needed of sglang {installed} is there")
+        return not problem
     fits = True
-    for patch in patches:
-        wrong = [report for report in check_patch(patch) if report.state is not TargetState.OK]
+    for patch in PATCHES:
+        found = [report for _, report in reports([patch], known.hashes(), installed_source())]
+        wrong = [report for report in found if report.state is not TargetState.OK]
         fits = fits and not wrong
-        print(f"{'mismatch' if wrong else 'ok':8}  {patch.scope.value:7}  {patch.name}: {patch.summary}")  # noqa: T201
-        for report in wrong:
-            print(f"          {report.target.path}: {report.state.value}: {report.detail}")  # noqa: T201
+        _say(f"{'mismatch' if wrong else 'ok':8}  {patch.scope.value:7}  {patch.name}: {patch.summary}")
+        _say(*(f"          {each.path}: {each.state.value}: {each.detail}" for each in wrong))
     return fits
+
+
+def _check(where: str) -> bool:
+    """The contract, and the hashes of a version that has them."""
+    folder = sglang_folder(where)
+    report = check_contract(folder)
+    _say(f"{where}: {report.counts()}", *(f"  {each}" for each in report.broken))
+    known = supported(where)
+    source = source_with(folder)
+    states = [check_target(path, known.hashes(), source) for path in sorted(report.targets)] if known else []
+    wrong = [each for each in states if each.state is not TargetState.OK]
+    _say(*(f"  {each.path}: {each.state.value}: {each.detail}" for each in wrong))
+    broken = len(report.broken) + len(wrong)
+    hashes = f"{len(states) - len(wrong)} hashes fit" if known else "no hashes"
+    _say(f"{where}: {'ok' if not broken else f'{broken} do not hold'}; {hashes}")
+    return not broken
+
+
+def _hashes(where: str) -> None:
+    folder = sglang_folder(where)
+    source = source_with(folder)
+    found = {path: source.find(path) for path in sorted(check_contract(folder).targets)}
+    declared = {
+        path: asdict(Declared(each.signature, each.source))
+        for path, each in found.items()
+        if isinstance(each, Found)
+    }
+    _say(json.dumps(declared, indent=2))
+
+
+def _diff(old: str, new: str) -> None:
+    report = check_contract(sglang_folder(old))
+    paths = {*report.targets, *report.needs["calls"], *report.needs["overrides"]}
+    before, after = source_with(sglang_folder(old)), source_with(sglang_folder(new))
+    _say(*differences(before, after, paths))
 
 
 def main(argv: list[str]) -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m sglang_ext.patches", description=__doc__)
-    parser.add_argument(
-        "--hashes", nargs="?", const="", metavar="NAME", help="print targets as they look now"
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--check",
+        nargs="?",
+        const="",
+        metavar="VERSION|FOLDER",
+        help="hold contract and hashes to it",
     )
+    which.add_argument("--hashes", metavar="VERSION|FOLDER", help="print what goes to hashes/VERSION.json")
+    which.add_argument("--diff", nargs=2, metavar=("OLD", "NEW"), help="print what a follower has to read")
     args = parser.parse_args(argv)
-    logging.disable(logging.WARNING)
-    if not runtime.accelerator_available():
-        runtime.prepare_process(os.environ)
-    names = {patch.name for patch in PATCHES}
-    if args.hashes and args.hashes not in names:
-        parser.error(f"--hashes: no patch {args.hashes!r}; there are {', '.join(sorted(names))}")
-    if args.hashes is not None:
-        _print_hashes([patch for patch in PATCHES if args.hashes in ("", patch.name)])
-        return 0
-    return 0 if _print_states(list(PATCHES)) else 1
+    try:
+        if args.check is not None:
+            return 0 if _check(args.check or installed_sglang_version()) else 1
+        if args.hashes:
+            _hashes(args.hashes)
+        elif args.diff:
+            _diff(*args.diff)
+        else:
+            return 0 if _states() else 1
+    except NoSourceError as error:
+        parser.error(str(error))
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,23 +1,20 @@
 """What a patch is: a named change to SGLang, with the functions it relies on and how they must look.
 
 SGLang's plugin hooks fasten to a name and nothing else: after an upgrade the name may still be there and
-mean something different. A patch therefore declares the source of every function that it replaces or
-relies on, and is not applied when that source has changed.
+mean something different. A patch therefore names every function that it replaces or relies on; ``hashes/``
+has their source in each version of SGLang, and a patch is not applied when that source has changed.
 """
 
 from __future__ import annotations
 
 import enum
-import hashlib
-import inspect
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_ext.patches.version import SGLANG_VERSION, installed_sglang_version
-
-HASH_CHARS = 12
+from sglang_ext.patches.contract.source import Found, Source
+from sglang_ext.patches.versions import Declared, installed_sglang_version, tested_versions
 
 
 class Scope(enum.Enum):
@@ -34,10 +31,11 @@ class Scope(enum.Enum):
 
 
 class TargetState(enum.Enum):
-    """How a target compares with what its patch declares."""
+    """How a target compares with what is declared for the version."""
 
     OK = "ok"
     MISSING = "missing"
+    UNKNOWN = "not declared"
     SIGNATURE = "signature differs"
     SOURCE = "source differs"
 
@@ -47,23 +45,10 @@ class PatchMismatchError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Target:
-    """A function of SGLang that a patch replaces or relies on.
-
-    ``path`` is its dotted name, ``signature`` its parameters with defaults and without annotations (see
-    :func:`signature_of`), ``source`` the first ``HASH_CHARS`` hex digits of the SHA-256 of its source.
-    """
+class TargetReport:
+    """One target, by dotted name, compared; ``detail`` holds what was found where it differs."""
 
     path: str
-    signature: str
-    source: str
-
-
-@dataclass(frozen=True)
-class TargetReport:
-    """One target, compared; ``detail`` holds what was found where it differs."""
-
-    target: Target
     state: TargetState
     detail: str = ""
 
@@ -73,6 +58,7 @@ class Patch:
     """One change to SGLang.
 
     ``summary`` is one line for ``python -m sglang_ext.patches``; the module's docstring says the rest.
+    ``targets`` are the dotted names of the functions that it replaces or relies on.
     ``apply`` makes the change in this process and must be safe to call twice. ``applied`` tells whether the
     change is in place.
     """
@@ -80,26 +66,9 @@ class Patch:
     name: str
     summary: str
     scope: Scope
-    targets: tuple[Target, ...]
+    targets: tuple[str, ...]
     apply: Callable[[], None]
     applied: Callable[[], bool]
-
-
-def plain_function(obj: Any) -> Any:
-    """The Python function below decorators that keep ``__wrapped__`` or ``fn`` (hooks, triton.jit)."""
-    while True:
-        if inspect.ismethod(obj):
-            obj = obj.__func__
-        elif hasattr(obj, "__wrapped__"):
-            obj = obj.__wrapped__
-        elif (
-            not inspect.isfunction(obj)
-            and not inspect.isclass(obj)
-            and inspect.isfunction(getattr(obj, "fn", None))
-        ):
-            obj = obj.fn
-        else:
-            return obj
 
 
 def put_in_place(owner: Any, name: str, function: Callable[..., Any], patch: str) -> None:
@@ -122,45 +91,27 @@ def resolve(path: str) -> Any:
     return pkgutil.resolve_name(path)
 
 
-def signature_of(function: Callable[..., Any]) -> str:
-    """The parameters of a function with their defaults, without annotations: ``(self, n, flag=None)``."""
-    signature = inspect.signature(function)
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
-
-
-def describe(path: str) -> Target:
-    """``path`` as it looks in the installed SGLang."""
-    function = plain_function(resolve(path))
-    source = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:HASH_CHARS]
-    return Target(path, signature_of(function), source)
-
-
-def check_target(target: Target) -> TargetReport:
-    """Compare one target with the installed SGLang."""
-    try:
-        found = describe(target.path)
-    except (ImportError, AttributeError, OSError, TypeError) as error:
-        return TargetReport(target, TargetState.MISSING, f"{type(error).__name__}: {error}")
-    if found.signature != target.signature:
-        return TargetReport(target, TargetState.SIGNATURE, found.signature)
-    if found.source != target.source:
-        return TargetReport(target, TargetState.SOURCE, found.source)
-    return TargetReport(target, TargetState.OK)
-
-
-def check_patch(patch: Patch) -> list[TargetReport]:
-    """Compare every target of a patch with the installed SGLang, in the order declared."""
-    return [check_target(target) for target in patch.targets]
+def check_target(path: str, declared: Mapping[str, Declared], source: Source) -> TargetReport:
+    """Compare one target with SGLang's source."""
+    found = source.find(path)
+    if not isinstance(found, Found):
+        return TargetReport(path, TargetState.MISSING)
+    expected = declared.get(path)
+    if expected is None:
+        return TargetReport(path, TargetState.UNKNOWN)
+    if found.signature != expected.signature:
+        return TargetReport(path, TargetState.SIGNATURE, found.signature)
+    if found.source != expected.source:
+        return TargetReport(path, TargetState.SOURCE, found.source)
+    return TargetReport(path, TargetState.OK)
 
 
 def mismatch_message(patch: Patch, report: TargetReport) -> str:
     """The message for a target that is not as declared: patch, target, version, way out."""
     found = f" (found {report.detail})" if report.detail else ""
+    installed = installed_sglang_version()
     return (
-        f"patch {patch.name!r} does not fit sglang {installed_sglang_version()}: "
-        f"{report.target.path}: {report.state.value}{found}. "
-        f"It was written for sglang {SGLANG_VERSION}; install that version "
-        f"(pip install sglang=={SGLANG_VERSION}), or review the patch against the new source "
-        f"and renew its hashes (python -m sglang_ext.patches --hashes {patch.name})."
+        f"patch {patch.name!r} does not fit sglang {installed}: {report.path}: {report.state.value}{found}. "
+        f"Install it anew (pip install --force-reinstall --no-deps sglang=={installed}), or a version that "
+        f"is tested ({tested_versions()}); `python -m sglang_ext.patches --check` names all that differs."
     )

@@ -19,7 +19,7 @@ from sglang_ext.patches.base import Patch, PatchMismatchError, Scope
 from sglang_ext.patches.cpu import runtime
 from sglang_ext.patches.hooks import flags
 from sglang_ext.patches.process import PROCESS
-from sglang_ext.patches.registry import apply_all, check_all, require_applied, select
+from sglang_ext.patches.registry import apply_all, check_all, require_applied, require_version, select
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +28,23 @@ def register() -> None:
     """Register the backend and the hooks. SGLang calls this before it applies the hooks of all plugins.
 
     Raises:
-        SystemExit: on a CPU, when a patch of the CPU runtime does not fit; no server could run.
+        SystemExit: on a CPU, when a patch of the CPU runtime or the version of SGLang does not fit; no server
+            could run.
     """
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
     # First, so that choosing the backend always comes to the factory, which reports what failed below.
     register_radix_cache_backend(BACKEND, create_cache)
-    if runtime.active(os.environ):
+    on_cpu = runtime.active(os.environ)
+    try:
+        require_version(os.environ)
+    except PatchMismatchError as error:
+        if on_cpu:
+            raise SystemExit(f"sglang_ext: {error}") from error
+        readiness.report(str(error))
+        logger.warning("sglang_ext is off: %s", error)
+        return
+    if on_cpu:
         _apply_cpu_runtime()
         PROCESS.checks_vocabulary = True
     for patch in select(Scope.SERVER):

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from inspect import ismethod
 from typing import Any
 
-from sglang_ext.patches.base import Patch, Scope, Target, resolve
+from sglang_ext.patches.base import Patch, Scope, resolve
 
 
 @dataclass(frozen=True)
 class Hook:
     """A function of ours at a function of SGLang's.
 
-    ``kind`` is one of SGLang's ``HookType`` values: ``before`` takes the target's arguments, ``after`` its
-    result and arguments.
+    ``target`` is its dotted name, ``kind`` one of SGLang's ``HookType`` values: ``before`` takes the target's
+    arguments, ``after`` its result and arguments, ``around`` itself and its arguments.
     """
 
-    target: Target
+    target: str
     kind: str
     function: Callable[..., Any]
 
@@ -31,12 +31,12 @@ class Hook:
         """Hand the hook to SGLang; it takes effect when SGLang applies all hooks."""
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        HookRegistry.register(self.target.path, self.function, HookType(self.kind))
+        HookRegistry.register(self.target, self.function, HookType(self.kind))
 
     def took(self) -> bool:
         """Whether the target calls our function now."""
         try:
-            wrapper = resolve(self.target.path)
+            wrapper = resolve(self.target)
         except (ImportError, AttributeError):
             return False
         wrapper = wrapper.__func__ if ismethod(wrapper) else wrapper

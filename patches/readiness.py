@@ -29,7 +29,7 @@ def problems() -> list[str]:
     """Everything that is not in place, as sentences."""
     missing = [
         f"{patch.name!r} did not take in this process, although SGLang was given it; targets: "
-        f"{', '.join(target.path for target in patch.targets)}. Another plugin may have replaced it; "
+        f"{', '.join(patch.targets)}. Another plugin may have replaced it; "
         f"set SGLANG_PLUGINS=sglang_ext to start without other plugins"
         for patch in PROCESS.expected
         if not patch.applied()

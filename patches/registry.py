@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cache
 
 from sglang_ext.patches.base import (
     Patch,
@@ -10,9 +11,11 @@ from sglang_ext.patches.base import (
     Scope,
     TargetReport,
     TargetState,
-    check_patch,
+    check_target,
     mismatch_message,
 )
+from sglang_ext.patches.contract.places import check_contract, folder_of
+from sglang_ext.patches.contract.source import Source
 from sglang_ext.patches.cpu import (
     allocator as paged_allocator,
 )
@@ -58,6 +61,14 @@ from sglang_ext.patches.hooks import (
 from sglang_ext.patches.hooks import (
     weights as weight_updates,
 )
+from sglang_ext.patches.versions import (
+    ALLOW_UNTESTED,
+    SGLANG_VERSION,
+    Declared,
+    installed_sglang_version,
+    supported,
+    tested_versions,
+)
 
 PATCHES: tuple[Patch, ...] = (
     torchvision_operators.PATCH,
@@ -89,20 +100,69 @@ def select(*scopes: Scope) -> tuple[Patch, ...]:
     return tuple(patch for patch in PATCHES if patch.scope in scopes)
 
 
-def reports(patches: Iterable[Patch]) -> list[tuple[Patch, TargetReport]]:
-    """Every target of every patch, compared with the installed SGLang."""
-    return [(patch, report) for patch in patches for report in check_patch(patch)]
+def reports(
+    patches: Iterable[Patch], declared: Mapping[str, Declared], source: Source
+) -> list[tuple[Patch, TargetReport]]:
+    """Every target of every patch, compared with SGLang's source."""
+    return [(patch, check_target(path, declared, source)) for patch in patches for path in patch.targets]
+
+
+@cache
+def installed_source() -> Source:
+    """The installed SGLang's."""
+    return Source({"sglang": folder_of("sglang")})
+
+
+@cache
+def version_problem(installed: str, allowed: bool) -> str:
+    """Why nothing of ours may start with this version of SGLang; empty when it may.
+
+    Args:
+        allowed: whether the user takes the risk of one that nobody has tested.
+    """
+    if supported(installed) is not None:
+        return ""
+    refused = f"sglang {installed} is not tested with this package. Tested: {tested_versions()}"
+    if not allowed:
+        return (
+            f"{refused}; install one of them (pip install sglang=={SGLANG_VERSION}). To start anyway where "
+            f"all that is needed of SGLang is there, set {ALLOW_UNTESTED}=1."
+        )
+    broken = check_contract(folder_of("sglang")).broken
+    if not broken:
+        return ""
+    named = "".join(f"\n  {each}" for each in broken)
+    return f"{refused}. {ALLOW_UNTESTED}=1 does not help, because it lacks what is needed:{named}"
+
+
+def untested_allowed(environment: Mapping[str, str]) -> bool:
+    """Whether the user takes the risk of a version that nobody has tested."""
+    return environment.get(ALLOW_UNTESTED) == "1"
+
+
+def require_version(environment: Mapping[str, str]) -> None:
+    """Refuse a version of SGLang that nobody has tested, unless the user allows it and the contract holds.
+
+    Raises:
+        PatchMismatchError: naming the versions tested, or all that does not hold.
+    """
+    problem = version_problem(installed_sglang_version(), untested_allowed(environment))
+    if problem:
+        raise PatchMismatchError(problem)
 
 
 def check_all(patches: Iterable[Patch]) -> None:
-    """Check that the installed SGLang looks as the patches expect.
+    """Check that the installed SGLang looks as the patches expect. Of an untested version nothing is known.
 
     Raises:
         PatchMismatchError: naming every patch and target that differs, and the way out.
     """
+    known = supported(installed_sglang_version())
+    if known is None:
+        return
     wrong = [
         mismatch_message(patch, report)
-        for patch, report in reports(patches)
+        for patch, report in reports(patches, known.hashes(), installed_source())
         if report.state is not TargetState.OK
     ]
     if wrong:

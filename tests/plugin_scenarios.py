@@ -46,16 +46,41 @@ def break_hook(name: str) -> None:
 
 
 def outdate(patch_name: str) -> None:
-    """Have a patch expect another source than is installed."""
+    """Have another source declared for a patch's first target than is installed."""
+    from sglang_ext.patches.registry import PATCHES
+    from sglang_ext.patches.versions import Supported
+
+    (path, *_) = next(patch.targets for patch in PATCHES if patch.name == patch_name)
+    stock = Supported.hashes
+
+    def hashes(self: Supported) -> dict[str, Any]:
+        read = dict(stock(self))
+        return read | {path: dataclasses.replace(read[path], source="0" * 12)}
+
+    Supported.hashes = hashes
+
+
+def untested(allowed: str) -> dict[str, Any]:
+    """An SGLang that nobody has tested, in which all is there that is needed."""
     from sglang_ext.patches import registry
 
-    patches = []
-    for patch in registry.PATCHES:
-        if patch.name == patch_name:
-            first = dataclasses.replace(patch.targets[0], source="0" * 12)
-            patch = dataclasses.replace(patch, targets=(first, *patch.targets[1:]))
-        patches.append(patch)
-    registry.PATCHES = tuple(patches)
+    os.environ[registry.ALLOW_UNTESTED] = allowed
+    registry.installed_sglang_version = lambda: "9.9.9"
+    load()
+    from sglang_ext.patches import readiness
+
+    readiness.require()
+    return {"still": "running"}
+
+
+def untested_version() -> dict[str, Any]:
+    """It is refused."""
+    return untested("")
+
+
+def untested_version_allowed() -> dict[str, Any]:
+    """It starts when the user says so."""
+    return untested("1")
 
 
 def refusal(act: Any) -> str:

@@ -58,7 +58,7 @@ ENGINE = folders(
 )
 PATCHES = folders(
     "patches",
-    *("version", "base", "process", "plugin_hooks", "readiness", "cpu", "adapter", "hooks", ""),
+    *("versions", "contract", "base", "process", "plugin_hooks", "readiness", "cpu", "adapter", "hooks", ""),
     below=set(ENGINE).union(*ENGINE.values()),
 )
 ROUTER = folders(

@@ -16,6 +16,7 @@ import pytest
 from sglang_ext import launch_server
 from sglang_ext.config import KvConfig
 from sglang_ext.errors import ConfigError
+from sglang_ext.patches import versions
 from sglang_ext.patches.cpu import runtime
 
 SCENARIOS = Path(__file__).with_name("plugin_scenarios.py")
@@ -35,7 +36,10 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         )
 
 
-NAMES = ("taken", "broken_hook", "outdated_hook", "outdated_cpu_patch", "excluded")
+NAMES = (
+    *("taken", "broken_hook", "outdated_hook", "outdated_cpu_patch", "excluded"),
+    *("untested_version", "untested_version_allowed"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +88,18 @@ def test_a_cpu_patch_that_does_not_fit_ends_the_process_with_its_name(found: dic
     message = found["outdated_cpu_patch"]["exit"]
     assert "patch 'paged_allocator' does not fit sglang" in message
     assert "alloc_extend_kernel: source differs" in message
+
+
+def test_an_sglang_that_nobody_has_tested_is_refused_with_those_tested(found: dict[str, Any]) -> None:
+    message = found["untested_version"]["exit"]
+    assert f"sglang 9.9.9 is not tested with this package. Tested: {versions.tested_versions()}" in message
+    assert versions.ALLOW_UNTESTED in message
+
+
+def test_an_untested_sglang_starts_when_the_user_allows_it_and_the_contract_holds(
+    found: dict[str, Any],
+) -> None:
+    assert found["untested_version_allowed"] == {"still": "running"}
 
 
 def test_an_excluded_plugin_leaves_the_backend_unknown(found: dict[str, Any]) -> None:

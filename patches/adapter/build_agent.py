@@ -48,7 +48,7 @@ class SchedulerGauges:
         if scheduler is None:
             return Load()
         waiting = [*scheduler.waiting_queue, *_pd_queues(scheduler)]
-        tokens = sum(len(getattr(req, "req", req).origin_input_ids) for req in waiting)
+        tokens = sum(len(getattr(each, "req", each).origin_input_ids) for each in waiting)
         cut = scheduler.chunked_req
         return Load(
             running=len(scheduler.running_batch.reqs),

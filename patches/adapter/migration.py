@@ -89,6 +89,8 @@ COPY_SECONDS: Final = 1.0
 EXPORT_SECONDS: Final = 20.0
 MOST_COMING: Final = 1000
 BOOTSTRAP_ROOMS: Final = 1 << 47
+_PROMPT: Final = "sglang_ext_prompt"
+"""Attribute of a request: its prompt, until its KV has come."""
 GOES_ON: Final = "the request goes on at another instance"
 
 
@@ -449,7 +451,8 @@ class Migration:
         if why:
             self._count("misfit")
             # As it was made, so that SGLang takes it for one that has just come.
-            req.output_ids, req.kv_prompt, req.is_retracted = array("q"), None, False
+            setattr(req, _PROMPT, None)
+            req.output_ids, req.is_retracted = array("q"), False
             req.set_finish_with_abort(f"the request cannot be gone on with: {why}")
 
     def _resumed(self, req: Any, ticket: Ticket | None) -> str:
@@ -470,7 +473,7 @@ class Migration:
         else:
             # Up to its commit it is a request whose prompt ends before the last token, so that what is here
             # of prompt and answer is found, and the rest read.
-            req.kv_prompt = req.origin_input_ids
+            setattr(req, _PROMPT, req.origin_input_ids)
             req.origin_input_ids = req.origin_input_ids + array("q", output_of(resume)[:-1])
         self._arriving[req.rid] = _Arriving(req, ticket)
         return ""
@@ -494,7 +497,8 @@ class Migration:
         if arriving is None or arriving.req is not req or not _is_receiving(req):
             return
         resume = arriving.ticket.resume
-        req.origin_input_ids, req.kv_prompt = req.kv_prompt, None
+        req.origin_input_ids = getattr(req, _PROMPT)
+        setattr(req, _PROMPT, None)
         if req.finished():
             return
         try:
@@ -574,7 +578,7 @@ class MoveDesk:
 
 def _is_receiving(req: Any) -> bool:
     """Whether a request's KV is still to come, so that its prompt is not its own."""
-    return getattr(req, "kv_prompt", None) is not None
+    return getattr(req, _PROMPT, None) is not None
 
 
 def _is_known(scheduler: Any, rid: str) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang_ext.patches.base import Patch, Scope, Target
+from sglang_ext.patches.base import Patch, Scope
 
 if TYPE_CHECKING:
     import torch
@@ -114,27 +114,10 @@ PATCH = Patch(
     summary="the paged KV allocator's two Triton kernels in plain torch, for --page-size above 1",
     scope=Scope.CPU,
     targets=(
-        Target(
-            "sglang.kernels.ops.memory.allocator.alloc_extend_kernel",
-            "(pre_lens_ptr, seq_lens_ptr, last_loc_ptr, free_page_ptr, out_indices, bs_upper, page_size)",
-            "1f05876cf60d",
-        ),
-        Target(
-            "sglang.kernels.ops.memory.allocator.alloc_decode_kernel",
-            "(seq_lens_ptr, last_loc_ptr, free_page_ptr, out_indices, bs_upper, page_size)",
-            "04c4449b55dc",
-        ),
-        Target(
-            f"{_MODULE}.PagedTokenToKVPoolAllocator.alloc_extend",
-            "(self, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens,"
-            " num_new_pages=None)",
-            "0d2ab188e5ed",
-        ),
-        Target(
-            f"{_MODULE}.PagedTokenToKVPoolAllocator.alloc_decode",
-            "(self, seq_lens, seq_lens_cpu, last_loc)",
-            "8a1848adc4c0",
-        ),
+        "sglang.kernels.ops.memory.allocator.alloc_extend_kernel",
+        "sglang.kernels.ops.memory.allocator.alloc_decode_kernel",
+        f"{_MODULE}.PagedTokenToKVPoolAllocator.alloc_extend",
+        f"{_MODULE}.PagedTokenToKVPoolAllocator.alloc_decode",
     ),
     apply=apply,
     applied=applied,

@@ -29,10 +29,11 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sglang_ext.patches.base import Patch, Scope, Target, is_in_place, put_in_place, resolve
+from sglang_ext.patches.base import Patch, Scope, is_in_place, put_in_place, resolve
 
 _CLASS = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
-_EXTEND, _DECODE = "_run_sdpa_forward_extend", "_run_sdpa_forward_decode"
+_EXTEND = "_run_sdpa_forward_extend"
+_DECODE = "_run_sdpa_forward_decode"
 _NAME = "native_attention"
 
 Method = Callable[..., torch.Tensor]
@@ -136,25 +137,9 @@ PATCH = Patch(
     summary="torch_native attends with the new tokens' queries only, and gathers keys and values faster",
     scope=Scope.CPU,
     targets=(
-        Target(
-            f"{_CLASS}.{_EXTEND}",
-            "(self, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, "
-            "extend_prefix_lens, extend_seq_lens, encoder_lens=None, scaling=None, enable_gqa=False, "
-            "causal=False, is_cross_attn=False, sliding_window_size=None)",
-            "cd0f84f54931",
-        ),
-        Target(
-            f"{_CLASS}.{_DECODE}",
-            "(self, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, "
-            "encoder_lens=None, scaling=None, enable_gqa=False, causal=False, is_cross_attn=False, "
-            "sliding_window_size=None)",
-            "062856df45d2",
-        ),
-        Target(
-            f"{_CLASS}._make_sliding_window_mask",
-            "(*, q_len, kv_len, sliding_window_size, device, query_offset=0)",
-            "c317bbc9c2f8",
-        ),
+        f"{_CLASS}.{_EXTEND}",
+        f"{_CLASS}.{_DECODE}",
+        f"{_CLASS}._make_sliding_window_mask",
     ),
     apply=apply,
     applied=applied,

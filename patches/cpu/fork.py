@@ -25,7 +25,7 @@ import sys
 import threading
 from typing import Any
 
-from sglang_ext.patches.base import Patch, Scope, Target, is_in_place, put_in_place, resolve
+from sglang_ext.patches.base import Patch, Scope, is_in_place, put_in_place, resolve
 
 START_METHOD = "SGLANG_EXT_START_METHOD"
 """Set to ``spawn`` to start the processes of a CPU server as SGLang does on a GPU."""
@@ -99,7 +99,7 @@ PATCH = Patch(
     name=_NAME,
     summary="a CPU server forks its processes, which are ready sooner and share their modules",
     scope=Scope.CPU,
-    targets=(Target(f"{_MODULE}.{_FUNCTION}", "(server_args)", "41ad8740270e"),),
+    targets=(f"{_MODULE}.{_FUNCTION}",),
     apply=apply,
     applied=applied,
 )

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
 
-from sglang_ext.patches.base import Patch, Scope, Target
+from sglang_ext.patches.base import Patch, Scope
 
 MODULE = "sgl_kernel"
 
@@ -108,8 +108,8 @@ PATCH = Patch(
     summary="a module sgl_kernel whose kernels say that they have no CPU form",
     scope=Scope.PROCESS,
     targets=(
-        Target("sglang.srt.utils.common.is_cpu", "()", "65ff3cae009a"),
-        Target("sglang.srt.utils.common._is_intel_amx_backend_available", "()", "621fd40dab03"),
+        "sglang.srt.utils.common.is_cpu",
+        "sglang.srt.utils.common._is_intel_amx_backend_available",
     ),
     apply=apply,
     applied=applied,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_ext.patches.base import Patch, Scope, Target, resolve
+from sglang_ext.patches.base import Patch, Scope, resolve
 
 _MODULE = "sglang.srt.models.deepseek_common.attention_backend_handler"
 _BACKEND = "torch_native"
@@ -50,8 +50,8 @@ PATCH = Patch(
     summary="MLA layers attend in absorbed form with the torch_native attention backend",
     scope=Scope.CPU,
     targets=(
-        Target(f"{_MODULE}.AttentionBackendRegistry.get_handler", "(cls, backend_name)", "b2cf2a026397"),
-        Target(f"{_MODULE}.handle_attention_triton", "(attn, forward_batch)", "4615569002a2"),
+        f"{_MODULE}.AttentionBackendRegistry.get_handler",
+        f"{_MODULE}.handle_attention_triton",
     ),
     apply=apply,
     applied=applied,

@@ -17,15 +17,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from sglang_ext.patches.base import Patch, Scope, Target, is_in_place, put_in_place, resolve
+from sglang_ext.patches.base import Patch, Scope, is_in_place, put_in_place, resolve
 
 _NAME = "mla_rope"
 _MODULE = "sglang.srt.layers.rotary_embedding.factory"
 _YARN = "deepseek_yarn"
-_PARAMETERS = (
-    "head_size, rotary_dim, max_position, base, is_neox_style=True, rope_scaling=None, dtype=None,"
-    " partial_rotary_factor=1.0"
-)
 
 
 def apply() -> None:
@@ -65,8 +61,8 @@ PATCH = Patch(
     summary="MLA models without YaRN take the rotary embedding that all other models take",
     scope=Scope.CPU,
     targets=(
-        Target(f"{_MODULE}.get_rope_cpu", f"({_PARAMETERS}, device=None)", "e4dff05bd224"),
-        Target(f"{_MODULE}.get_rope_wrapper", f"({_PARAMETERS}, device=None)", "7847ad651312"),
+        f"{_MODULE}.get_rope_cpu",
+        f"{_MODULE}.get_rope_wrapper",
     ),
     apply=apply,
     applied=applied,

@@ -25,7 +25,6 @@ from typing import Any, Final
 from sglang_ext.engine.cache.listeners import Listener
 from sglang_ext.engine.tiers.acked_answers import Acked
 from sglang_ext.keys import encode_tokens
-from sglang_ext.patches.base import Target
 from sglang_ext.patches.hooks.scheduler import called_cache
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
 from sglang_ext.patches.process import PROCESS
@@ -111,7 +110,7 @@ def around_stream(
     stock(streamer, reqs if held is None else held.passing(reqs), return_logprob, skip_req)
 
 
-def after_ingest(_result: Any, scheduler: Any) -> None:
+def after_ingest(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     """After ``ingest_requests``."""
     held = _held_ends(scheduler)
     due = [] if held is None else held.due()
@@ -130,18 +129,8 @@ def after_details(details: dict[str, int | str] | None, streamer: Any, req: Any)
 PATCH = hook_patch(
     "durable_ends",
     "the end of an answer waits until its KV is on disk",
-    Hook(
-        Target(f"{_SCHEDULER}.init_running_status", "(self)", "233d436cccfb"), "after", after_running_status
-    ),
-    Hook(Target(f"{_SCHEDULER}.ingest_requests", "(self)", "3f8ec429f127"), "after", after_ingest),
-    Hook(
-        Target(f"{_STREAMER}.stream_output", "(self, reqs, return_logprob, skip_req=None)", "829bf4cabecc"),
-        "around",
-        around_stream,
-    ),
-    Hook(
-        Target(f"{_STREAMER}.get_cached_tokens_details", "(self, req)", "532f8103ebb7"),
-        "after",
-        after_details,
-    ),
+    Hook(f"{_SCHEDULER}.init_running_status", "after", after_running_status),
+    Hook(f"{_SCHEDULER}.ingest_requests", "after", after_ingest),
+    Hook(f"{_STREAMER}.stream_output", "around", around_stream),
+    Hook(f"{_STREAMER}.get_cached_tokens_details", "after", after_details),
 )

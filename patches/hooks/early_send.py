@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from sglang_ext.patches.base import Patch, Scope, Target, is_in_place, put_in_place, resolve
+from sglang_ext.patches.base import Patch, Scope, is_in_place, put_in_place, resolve
 
 _CLASS = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin"
 _NAME = "early_send"
@@ -31,10 +31,10 @@ def apply() -> None:
     stock = getattr(mixin, _METHOD)
 
     @functools.wraps(stock)
-    def maybe_send_cached_prefix_chunk(scheduler: Any, req: Any) -> None:
+    def maybe_send_cached_prefix_chunk(scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
         overlap, scheduler.enable_overlap = scheduler.enable_overlap, False
         try:
-            stock(scheduler, req)
+            stock(scheduler, req, *args, **kwargs)
         finally:
             scheduler.enable_overlap = overlap
 
@@ -50,7 +50,7 @@ PATCH = Patch(
     name=_NAME,
     summary="a CPU prefill server sends cached prefixes early without a CUDA event",
     scope=Scope.CPU,
-    targets=(Target(f"{_CLASS}.{_METHOD}", "(self, req)", "bdc55cb3f1cf"),),
+    targets=(f"{_CLASS}.{_METHOD}",),
     apply=apply,
     applied=applied,
 )

@@ -26,7 +26,6 @@ from sglang_ext.patches.adapter.support import (
     require_supported_model,
     require_supported_parallelism,
 )
-from sglang_ext.patches.base import Target
 from sglang_ext.patches.cpu import runtime
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
 
@@ -110,6 +109,6 @@ def carried_config(server_args: Any, environment: Mapping[str, str]) -> KvConfig
 PATCH = hook_patch(
     "flags",
     "the --kv-* flags on SGLang's command line, carried to every scheduler process",
-    Hook(Target(f"{_SERVER_ARGS}.add_cli_args", "(parser)", "ce780d0354af"), "after", add_flags),
-    Hook(Target(f"{_SERVER_ARGS}.from_cli_args", "(cls, args)", "32152825e268"), "after", carry_flags),
+    Hook(f"{_SERVER_ARGS}.add_cli_args", "after", add_flags),
+    Hook(f"{_SERVER_ARGS}.from_cli_args", "after", carry_flags),
 )

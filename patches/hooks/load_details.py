@@ -18,7 +18,6 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_ext.engine.tiers.load_report import answer_details
-from sglang_ext.patches.base import Target
 from sglang_ext.patches.hooks.scheduler import called_cache
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
 
@@ -35,9 +34,5 @@ def after_details(details: dict[str, int | str] | None, streamer: Any, req: Any)
 PATCH = hook_patch(
     "load_details",
     "what was decided about loading a request's KV is in its answer",
-    Hook(
-        Target(f"{_STREAMER}.get_cached_tokens_details", "(self, req)", "532f8103ebb7"),
-        "after",
-        after_details,
-    ),
+    Hook(f"{_STREAMER}.get_cached_tokens_details", "after", after_details),
 )

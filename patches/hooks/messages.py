@@ -21,7 +21,6 @@ from typing import Any
 
 from zmq.constants import POLLIN
 
-from sglang_ext.patches.base import Target
 from sglang_ext.patches.hooks.scheduler import called_cache
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
 from sglang_ext.patches.process import PROCESS
@@ -74,9 +73,7 @@ def before_sleep(scheduler: Any) -> None:
 PATCH = hook_patch(
     "commands",
     "commands for the cache travel with SGLang's requests to every rank",
-    Hook(Target(f"{_RECEIVER}._pull_raw_reqs", "(self)", "120561e47aaf"), "after", after_pull),
-    Hook(
-        Target(f"{_SCHEDULER}.init_request_dispatcher", "(self)", "0b8df3999073"), "after", after_dispatcher
-    ),
-    Hook(Target(f"{_SCHEDULER}.maybe_sleep_on_idle", "(self)", "3c39e1fe8220"), "before", before_sleep),
+    Hook(f"{_RECEIVER}._pull_raw_reqs", "after", after_pull),
+    Hook(f"{_SCHEDULER}.init_request_dispatcher", "after", after_dispatcher),
+    Hook(f"{_SCHEDULER}.maybe_sleep_on_idle", "before", before_sleep),
 )

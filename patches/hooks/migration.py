@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_ext.patches.base import Target
 from sglang_ext.patches.hooks.scheduler import called_cache
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
 
@@ -68,37 +67,13 @@ def around_idle(stock: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
 PATCH = hook_patch(
     "migration",
     "a running request can be stopped between two tokens, and gone on with at another server",
+    Hook(f"{_SCHEDULER}.handle_generate_request", "before", before_handle),
+    Hook(f"{_SCHEDULER}._add_request_to_queue", "before", before_queue),
     Hook(
-        Target(
-            f"{_SCHEDULER}.handle_generate_request",
-            "(self, recv_req, *, mm_input_error=None)",
-            "94e02b4a0fd2",
-        ),
-        "before",
-        before_handle,
-    ),
-    Hook(
-        Target(f"{_SCHEDULER}._add_request_to_queue", "(self, req, is_retracted=False)", "f75b6a4d5c52"),
-        "before",
-        before_queue,
-    ),
-    Hook(
-        Target(
-            "sglang.srt.disaggregation.decode.DecodeTransferQueue._commit_transfer_to_req",
-            "(self, decode_req)",
-            "4f067664aea5",
-        ),
+        "sglang.srt.disaggregation.decode.DecodeTransferQueue._commit_transfer_to_req",
         "after",
         after_commit,
     ),
-    Hook(Target(f"{_SCHEDULER}.abort_request", "(self, recv_req)", "383f93e16c9d"), "before", before_abort),
-    Hook(
-        Target(
-            f"{_SCHEDULER}.is_fully_idle",
-            "(self, for_health_check=False, ignore_waiting=False)",
-            "664f83120cee",
-        ),
-        "around",
-        around_idle,
-    ),
+    Hook(f"{_SCHEDULER}.abort_request", "before", before_abort),
+    Hook(f"{_SCHEDULER}.is_fully_idle", "around", around_idle),
 )

@@ -31,7 +31,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sglang_ext.patches.base import Target
 from sglang_ext.patches.hooks.scheduler import called_cache
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
 
@@ -145,7 +144,7 @@ def queue_again(scheduler: Any, req: Any) -> None:
     scheduler.waiting_queue.append(req)
 
 
-def after_events(_result: None, scheduler: Any) -> None:
+def after_events(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     """After ``_process_hicache_events``, the beginning of the choice of the next batch."""
     if getattr(scheduler, _THROWN, None):
         _take_back_thrown(scheduler)
@@ -161,20 +160,8 @@ def after_events(_result: None, scheduler: Any) -> None:
 PATCH = hook_patch(
     "restarts",
     "a prefill batch into which damaged KV has streamed is thrown away and runs again",
-    Hook(
-        Target(f"{_SCHEDULER}.run_batch", "(self, batch, pp_proxy_tensors=None)", "8c6ed80ef5c4"),
-        "after",
-        after_run_batch,
-    ),
-    Hook(
-        Target(f"{_SCHEDULER}.process_batch_result", "(self, batch, result)", "726305f46a97"),
-        "after",
-        after_batch_result,
-    ),
-    Hook(
-        Target(f"{_PREFILL}.process_batch_result_disagg_prefill", "(self, batch, result)", "681fa124edec"),
-        "around",
-        around_prefill_result,
-    ),
-    Hook(Target(f"{_SCHEDULER}._process_hicache_events", "(self)", "0d245d43ba85"), "after", after_events),
+    Hook(f"{_SCHEDULER}.run_batch", "after", after_run_batch),
+    Hook(f"{_SCHEDULER}.process_batch_result", "after", after_batch_result),
+    Hook(f"{_PREFILL}.process_batch_result_disagg_prefill", "around", around_prefill_result),
+    Hook(f"{_SCHEDULER}._process_hicache_events", "after", after_events),
 )

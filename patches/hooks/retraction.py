@@ -21,7 +21,6 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_ext.patches.adapter.retracting import Retracting
-from sglang_ext.patches.base import Target
 from sglang_ext.patches.hooks.scheduler import called_cache
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
 
@@ -74,26 +73,8 @@ def before_batch_result(scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any)
 PATCH = hook_patch(
     "retraction",
     "running requests give way to one of a higher priority only if it would wait, and go on from their KV",
-    Hook(Target(f"{_ADDER}.preempt_to_schedule", "(self, req)", "11ecc3343251"), "around", around_preempt),
-    Hook(
-        Target(
-            f"{_ADDER}.add_one_req", "(self, req, has_chunked_req, truncation_align_size)", "be5a8da07923"
-        ),
-        "around",
-        around_add,
-    ),
-    Hook(
-        Target(
-            f"{_SCHEDULER}._get_new_batch_prefill_raw",
-            "(self, prefill_delayer_single_pass, running_batch)",
-            "875f3214adfd",
-        ),
-        "after",
-        after_prefill_batch,
-    ),
-    Hook(
-        Target(f"{_SCHEDULER}.process_batch_result", "(self, batch, result)", "726305f46a97"),
-        "before",
-        before_batch_result,
-    ),
+    Hook(f"{_ADDER}.preempt_to_schedule", "around", around_preempt),
+    Hook(f"{_ADDER}.add_one_req", "around", around_add),
+    Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", "after", after_prefill_batch),
+    Hook(f"{_SCHEDULER}.process_batch_result", "before", before_batch_result),
 )

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_ext.patches.base import Target
 from sglang_ext.patches.hooks.scheduler import called_cache
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
 
@@ -28,7 +27,7 @@ def keep_cache(stock: Callable[[Any], None], scheduler: Any) -> None:
         stock(scheduler)
 
 
-def after_switch(result: Any, scheduler: Any, _recv_req: Any) -> None:
+def after_switch(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     """After ``handle_pd_role_switch``."""
     cache: Any = called_cache(scheduler)
     if cache is not None and result.success:
@@ -38,14 +37,6 @@ def after_switch(result: Any, scheduler: Any, _recv_req: Any) -> None:
 PATCH = hook_patch(
     "role_switch",
     "a server that changes between prefill and decode keeps its cache, and registers in its new role",
-    Hook(
-        Target(f"{_ROLES}._release_prefix_cache_for_role_switch", "(scheduler)", "2ef0de8d41c2"),
-        "around",
-        keep_cache,
-    ),
-    Hook(
-        Target(f"{_ROLES}.handle_pd_role_switch", "(scheduler, recv_req)", "54111e5d1d48"),
-        "after",
-        after_switch,
-    ),
+    Hook(f"{_ROLES}._release_prefix_cache_for_role_switch", "around", keep_cache),
+    Hook(f"{_ROLES}.handle_pd_role_switch", "after", after_switch),
 )

@@ -34,7 +34,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from sglang_ext.patches.base import Target
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
 from sglang_ext.patches.process import PROCESS
 
@@ -102,7 +101,7 @@ def called_cache(scheduler: Any) -> CalledCache | None:
     return cache if cache is not None and getattr(scheduler, "tree_cache", None) is cache else None
 
 
-def after_ingest(_result: Any, scheduler: Any) -> None:
+def after_ingest(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     """After ``ingest_requests``, with which each pass of every loop begins, on all ranks alike."""
     cache = called_cache(scheduler)
     if cache is not None:
@@ -172,41 +171,11 @@ def around_sleep(sleep: Callable[[Any], None], scheduler: Any) -> None:
 PATCH = hook_patch(
     "scheduler_calls",
     "the scheduler tells our cache about its loop, prefill batches and idleness, as it tells HiCache",
-    Hook(Target(f"{_SCHEDULER}.ingest_requests", "(self)", "3f8ec429f127"), "after", after_ingest),
-    Hook(
-        Target(
-            f"{_SCHEDULER}._get_new_batch_prefill_raw",
-            "(self, prefill_delayer_single_pass, running_batch)",
-            "875f3214adfd",
-        ),
-        "after",
-        after_prefill_batch,
-    ),
-    Hook(
-        Target(f"{_SCHEDULER}.init_running_status", "(self)", "233d436cccfb"), "after", after_running_status
-    ),
-    Hook(
-        Target(f"{_SCHEDULER}.process_batch_result", "(self, batch, result)", "726305f46a97"),
-        "after",
-        after_batch_result,
-    ),
-    Hook(
-        Target(
-            "sglang.srt.managers.tp_worker.BaseTpWorker.forward_batch_embedding",
-            "(self, batch)",
-            "0cab1c5909f2",
-        ),
-        "before",
-        before_embedding,
-    ),
-    Hook(
-        Target(
-            "sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init",
-            "(self, req, recv_req)",
-            "851372e54ee2",
-        ),
-        "around",
-        around_beam,
-    ),
-    Hook(Target(f"{_SCHEDULER}.maybe_sleep_on_idle", "(self)", "3c39e1fe8220"), "around", around_sleep),
+    Hook(f"{_SCHEDULER}.ingest_requests", "after", after_ingest),
+    Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", "after", after_prefill_batch),
+    Hook(f"{_SCHEDULER}.init_running_status", "after", after_running_status),
+    Hook(f"{_SCHEDULER}.process_batch_result", "after", after_batch_result),
+    Hook("sglang.srt.managers.tp_worker.BaseTpWorker.forward_batch_embedding", "before", before_embedding),
+    Hook("sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init", "around", around_beam),
+    Hook(f"{_SCHEDULER}.maybe_sleep_on_idle", "around", around_sleep),
 )

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_ext.engine.tiers.acked_answers import DETAIL_PREFIX as DURABILITY_PREFIX
-from sglang_ext.patches.base import Patch, Target, resolve
+from sglang_ext.patches.base import Patch, resolve
 from sglang_ext.patches.hooks import flags
 from sglang_ext.patches.hooks.scheduler import called_cache
 from sglang_ext.patches.hooks.transfer import BACKEND
@@ -104,28 +104,15 @@ def after_model(result: Any, details: Mapping[str, Any]) -> None:
 _HOOKS = hook_patch(
     "stages",
     "an answer tells how long its request spent in each stage",
+    Hook(f"{_STREAMER}.get_cached_tokens_details", "after", after_details),
     Hook(
-        Target(f"{_STREAMER}.get_cached_tokens_details", "(self, req)", "532f8103ebb7"),
-        "after",
-        after_details,
-    ),
-    Hook(
-        Target(
-            "sglang.srt.disaggregation.decode.DecodeTransferQueue._commit_transfer_to_req",
-            "(self, decode_req)",
-            "4f067664aea5",
-        ),
+        "sglang.srt.disaggregation.decode.DecodeTransferQueue._commit_transfer_to_req",
         "before",
         before_commit,
     ),
-    *(
-        Hook(
-            Target(f"{_OPENAI}.{module}.cached_tokens_details_from_dict", "(details)", "33ab85258c84"),
-            "after",
-            after_model,
-        )
-        for module in ("utils", "serving_chat", "serving_completions")
-    ),
+    Hook(f"{_OPENAI}.utils.cached_tokens_details_from_dict", "after", after_model),
+    Hook(f"{_OPENAI}.serving_chat.cached_tokens_details_from_dict", "after", after_model),
+    Hook(f"{_OPENAI}.serving_completions.cached_tokens_details_from_dict", "after", after_model),
 )
 
 

@@ -26,7 +26,7 @@ from typing import Any
 from sglang_ext.config import KvConfig
 from sglang_ext.errors import ConfigError
 from sglang_ext.patches.adapter.support import BACKEND as CACHE_BACKEND
-from sglang_ext.patches.base import Patch, Target, resolve
+from sglang_ext.patches.base import Patch, resolve
 from sglang_ext.patches.hooks import flags
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
 from sglang_ext.patches.process import PROCESS
@@ -167,48 +167,22 @@ def has_member() -> bool:
 _HOOKS = hook_patch(
     "transfer_backend",
     "the transfer backend 'global': its name, its classes, the scheduler they serve, sleep while they work",
+    Hook(f"{_UTILS}.get_kv_class", "around", kv_class),
+    Hook("sglang.srt.server_args.ServerArgs.from_cli_args", "before", choose_caches),
+    Hook("sglang.srt.server_args.ServerArgs.from_cli_args", "after", keep_settings),
+    Hook(f"{_SCHEDULER}.init_disaggregation", "before", before_init_disaggregation),
     Hook(
-        Target(f"{_UTILS}.get_kv_class", "(transfer_backend, class_type)", "b70ba18e22ea"), "around", kv_class
-    ),
-    Hook(
-        Target("sglang.srt.server_args.ServerArgs.from_cli_args", "(cls, args)", "32152825e268"),
-        "before",
-        choose_caches,
-    ),
-    Hook(
-        Target("sglang.srt.server_args.ServerArgs.from_cli_args", "(cls, args)", "32152825e268"),
-        "after",
-        keep_settings,
-    ),
-    Hook(
-        Target(f"{_SCHEDULER}.init_disaggregation", "(self)", "98d20bd26ea5"),
-        "before",
-        before_init_disaggregation,
-    ),
-    Hook(
-        Target(
-            "sglang.srt.disaggregation.decode.DecodePreallocQueue._match_prefix_and_lock",
-            "(self, req)",
-            "a3994d47ad84",
-        ),
+        "sglang.srt.disaggregation.decode.DecodePreallocQueue._match_prefix_and_lock",
         "around",
         match_and_lock,
     ),
     Hook(
-        Target(
-            "sglang.srt.disaggregation.decode.DecodePreallocQueue._update_handshake_waiters",
-            "(self, rids_to_check=None, pp_good_rids=None, pp_bad_rids=None)",
-            "355bf412b435",
-        ),
+        "sglang.srt.disaggregation.decode.DecodePreallocQueue._update_handshake_waiters",
         "after",
         after_handshakes,
     ),
-    Hook(
-        Target(f"{_SCHEDULER}.run_batch", "(self, batch, pp_proxy_tensors=None)", "8c6ed80ef5c4"),
-        "around",
-        around_run_batch,
-    ),
-    Hook(Target(f"{_SCHEDULER}.on_idle", "(self)", "5dff528d6b13"), "after", after_idle),
+    Hook(f"{_SCHEDULER}.run_batch", "around", around_run_batch),
+    Hook(f"{_SCHEDULER}.on_idle", "after", after_idle),
 )
 
 
@@ -228,11 +202,7 @@ PATCH = Patch(
     _HOOKS.summary,
     _HOOKS.scope,
     (
-        Target(
-            f"{_UTILS}.TransferBackend",
-            "(value, names=None, *, module=None, qualname=None, type=None, start=1, boundary=None)",
-            "0de31fc3976e",
-        ),
+        f"{_UTILS}.TransferBackend",
         *_HOOKS.targets,
     ),
     apply,

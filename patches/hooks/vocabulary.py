@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_ext.patches.base import Target
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
 from sglang_ext.patches.process import PROCESS
 
@@ -50,13 +49,5 @@ PATCH = hook_patch(
     "vocabulary",
     "answer token ids outside the vocabulary with a 400 instead of dying",
     # The name in the module that calls it: other importers keep the plain function.
-    Hook(
-        Target(
-            "sglang.srt.managers.scheduler.validate_input_length",
-            "(req, max_req_input_len, allow_auto_truncate)",
-            "0c70e9bceaaf",
-        ),
-        "after",
-        after_length_check,
-    ),
+    Hook("sglang.srt.managers.scheduler.validate_input_length", "after", after_length_check),
 )

@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from sglang_ext.patches.base import Target
 from sglang_ext.patches.hooks.scheduler import called_cache
 from sglang_ext.patches.hooks.transfer import BACKEND
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
@@ -104,24 +103,16 @@ def _concerns_weights(recv_req: Any) -> bool:
     return not recv_req.tags or WEIGHTS in recv_req.tags
 
 
-def _weights(method: str, source: str) -> Hook:
-    return _around(method, source, around_weights_change)
-
-
-def _around(method: str, source: str, function: Callable[..., Any]) -> Hook:
-    return Hook(Target(f"{_MANAGER}.{method}", "(self, recv_req)", source), "around", function)
-
-
 PATCH = hook_patch(
     "weight_updates",
     "our cache is told of weight updates and of the release of the pool's memory",
-    _weights("update_weights_from_disk", "78f28ebcb9c0"),
-    _weights("update_weights_from_distributed", "54e7194fec00"),
-    _weights("update_weights_from_tensor", "b6ce83124299"),
-    _weights("update_weights_from_ipc", "b723b5e6f9fd"),
-    _weights("begin_weight_update", "fd496cbc2ddb"),
-    _weights("end_weight_update", "c977f83bb344"),
-    _around("check_weights", "f7c2707ec767", around_check),
-    _around("release_memory_occupation", "cda5d3de6816", around_release),
-    _around("resume_memory_occupation", "a07abb1165a5", around_resume),
+    Hook(f"{_MANAGER}.update_weights_from_disk", "around", around_weights_change),
+    Hook(f"{_MANAGER}.update_weights_from_distributed", "around", around_weights_change),
+    Hook(f"{_MANAGER}.update_weights_from_tensor", "around", around_weights_change),
+    Hook(f"{_MANAGER}.update_weights_from_ipc", "around", around_weights_change),
+    Hook(f"{_MANAGER}.begin_weight_update", "around", around_weights_change),
+    Hook(f"{_MANAGER}.end_weight_update", "around", around_weights_change),
+    Hook(f"{_MANAGER}.check_weights", "around", around_check),
+    Hook(f"{_MANAGER}.release_memory_occupation", "around", around_release),
+    Hook(f"{_MANAGER}.resume_memory_occupation", "around", around_resume),
 )

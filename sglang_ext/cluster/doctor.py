@@ -26,7 +26,7 @@ from sglang_ext.cluster.doctor_findings import GIB, Finding, Level, as_json, pro
 from sglang_ext.cluster.plan import HostFacts
 from sglang_ext.disagg.transports.rails import Topology, choose, topology
 from sglang_ext.flags import Flagged, flag
-from sglang_ext.patches.version import SGLANG_VERSION
+from sglang_ext.patches.versions import ALLOW_UNTESTED, SGLANG_VERSION, supported, tested_versions
 
 PROG = "sglang-ext doctor"
 PLUGIN = "sglang_ext"
@@ -174,18 +174,22 @@ def _installation(facts: Facts) -> list[Finding]:
                 "Run `make setup`, or install the package with the extra cpu or gpu (docs/quickstart.md)."
             )
             found.append(Finding(Level.PROBLEM, name, "is not installed", advice))
-        elif name == "sglang" and installed != SGLANG_VERSION:
-            found.append(
-                Finding(
-                    Level.PROBLEM,
-                    name,
-                    f"{installed}; this package is written for {SGLANG_VERSION}",
-                    f"Install sglang=={SGLANG_VERSION}.",
-                )
-            )
+        elif name == "sglang":
+            found.append(_sglang(installed, facts))
         else:
             found.append(Finding(Level.OK, name, installed))
     return found
+
+
+def _sglang(installed: str, facts: Facts) -> Finding:
+    known = supported(installed)
+    if known is not None:
+        return Finding(Level.OK, "sglang", f"{installed}, {known.status.value}")
+    untested = f"{installed} is not tested; tested: {tested_versions()}"
+    advice = f"Install sglang=={SGLANG_VERSION}."
+    if facts.patches_fit:  # the contract holds, which is asked where the user allows it
+        return Finding(Level.WARNING, "sglang", f"{untested}; allowed by {ALLOW_UNTESTED}=1", advice)
+    return Finding(Level.PROBLEM, "sglang", facts.patches_report or untested, advice)
 
 
 def _plugin(facts: Facts) -> list[Finding]:
@@ -207,7 +211,10 @@ def _plugin(facts: Facts) -> list[Finding]:
         plugin = Finding(Level.OK, "plugin", "SGLang sees it")
     if facts.patches_fit:
         count = sum(line.startswith("ok ") for line in facts.patches_report.splitlines())
-        return [plugin, Finding(Level.OK, "patches", f"all {count} fit the installed SGLang")]
+        fits = f"all {count} fit the installed SGLang" if count else "what they need of SGLang is there"
+        return [plugin, Finding(Level.OK, "patches", fits)]
+    if supported(facts.packages.get("sglang") or "") is None:
+        return [plugin]  # told as the version's
     advice = f"Install sglang=={SGLANG_VERSION}; `python -m sglang_ext.patches` shows the details."
     lines = [line for line in facts.patches_report.splitlines() if not line.startswith("ok ")]
     return [plugin, Finding(Level.PROBLEM, "patches", "\n".join(lines[-10:]) or "no answer", advice)]

@@ -11,7 +11,7 @@ import pytest
 from sglang_ext.cluster.doctor import PACKAGES, Facts, _transports, findings, main
 from sglang_ext.cluster.doctor_findings import GIB, Level
 from sglang_ext.cluster.plan import HostFacts
-from sglang_ext.patches.version import SGLANG_VERSION
+from sglang_ext.patches.versions import SGLANG_VERSION
 
 VERSIONS: dict[str, str | None] = dict.fromkeys(PACKAGES, "1.0") | {"sglang": SGLANG_VERSION}
 
@@ -47,7 +47,13 @@ def test_a_healthy_machine() -> None:
     ("change", "subject", "level", "says"),
     [
         ({"packages": VERSIONS | {"torch": None}}, "torch", Level.PROBLEM, "make setup"),
-        ({"packages": VERSIONS | {"sglang": "0.5.22"}}, "sglang", Level.PROBLEM, "sglang==0.5.21"),
+        (
+            {"packages": VERSIONS | {"sglang": "9.9.9"}, "patches_fit": False},
+            "sglang",
+            Level.PROBLEM,
+            f"sglang=={SGLANG_VERSION}",
+        ),
+        ({"packages": VERSIONS | {"sglang": "9.9.9"}}, "sglang", Level.WARNING, f"sglang=={SGLANG_VERSION}"),
         ({"plugin_visible": False}, "plugin", Level.PROBLEM, "pip install -e"),
         ({"allowed_plugins": "other"}, "plugin", Level.PROBLEM, "SGLANG_PLUGINS"),
         (

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.patches import readiness
-from sglang_ext.patches.base import Patch, Target
+from sglang_ext.patches.base import Patch
 from sglang_ext.patches.hooks import scheduler as scheduler_calls
 from sglang_ext.patches.hooks import vocabulary
 from sglang_ext.patches.hooks import weights as weight_updates
@@ -43,7 +43,7 @@ def our_hook(result: int, *_args: Any) -> int:
 
 
 def a_hook() -> Hook:
-    return Hook(Target(f"{__name__}.Service.answer", "(self, n)", ""), "after", our_hook)
+    return Hook(f"{__name__}.Service.answer", "after", our_hook)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_a_hook_that_another_plugin_replaced_did_not_take() -> None:
 
 
 def test_a_hook_on_something_that_is_not_there_did_not_take() -> None:
-    assert not Hook(Target("sglang.srt.no.such", "()", ""), "after", our_hook).took()
+    assert not Hook("sglang.srt.no.such", "after", our_hook).took()
 
 
 @pytest.fixture
@@ -352,7 +352,7 @@ def test_every_call_that_changes_weights_is_hooked() -> None:
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
     methods = {name for name in vars(SchedulerWeightUpdaterManager) if not name.startswith("_")}
-    hooked = {target.path.rpartition(".")[2] for target in weight_updates.PATCH.targets}
+    hooked = {target.rpartition(".")[2] for target in weight_updates.PATCH.targets}
     harmless = {
         *(
             "tp_worker",
@@ -419,7 +419,7 @@ def test_the_check_joins_the_schedulers_own(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_patches_of_hooks_list_their_targets() -> None:
     patch: Patch = scheduler_calls.PATCH
-    assert [target.path.rpartition(".")[2] for target in patch.targets] == [
+    assert [target.rpartition(".")[2] for target in patch.targets] == [
         "ingest_requests",
         "_get_new_batch_prefill_raw",
         "init_running_status",

@@ -18,7 +18,6 @@ import sglang.srt
 from sglang.srt.managers.tp_worker import BaseTpWorker, TpModelWorker
 
 from sglang_ext.patches.adapter.support import Facts, unsupported
-from sglang_ext.patches.base import plain_function
 from sglang_ext.patches.hooks import scheduler as scheduler_calls
 
 FIELD = "enable_hierarchical_cache"
@@ -168,17 +167,16 @@ def test_what_is_said_to_stand_there_does(place: tuple[str, str]) -> None:
     if judged.refused is not None:
         assert unsupported(judged.refused) is not None
     if judged.hook is not None:
-        assert judged.hook in {target.path for target in scheduler_calls.PATCH.targets}
+        assert judged.hook in scheduler_calls.PATCH.targets
 
 
 def test_every_forward_pass_says_which_loads_it_waits_for() -> None:
     found = {name for name in vars(BaseTpWorker) | vars(TpModelWorker) if name.startswith("forward_")}
     assert found == set(FORWARDS)
-    source = inspect.getsource(plain_function(TpModelWorker.forward_batch_generation))
+    source = inspect.getsource(inspect.unwrap(TpModelWorker.forward_batch_generation))
     assert "self.set_hicache_consumer(batch.hicache_consumer_index)" in source
-    assert f"{BaseTpWorker.__module__}.BaseTpWorker.forward_batch_embedding" in {
-        target.path for target in scheduler_calls.PATCH.targets
-    }
+    hooked = f"{BaseTpWorker.__module__}.BaseTpWorker.forward_batch_embedding"
+    assert hooked in scheduler_calls.PATCH.targets
     assert unsupported(Facts(enable_pdmux=True)) is not None
 
 

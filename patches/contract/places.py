@@ -1,0 +1,103 @@
+"""Where source is: our own, the installed SGLang's, that of another version or in a folder."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from sglang_ext.patches.contract.check import Report, check, modules_in
+from sglang_ext.patches.contract.source import Module, Source
+from sglang_ext.patches.versions import installed_sglang_version
+
+_OURS = "sglang_ext"
+_PATCHES = "sglang_ext.patches"
+
+
+class NoSourceError(RuntimeError):
+    """There is no SGLang of this version or in this folder; the message says where it was looked for."""
+
+
+def folder_of(package: str) -> Path:
+    """The folder of an importable package, without importing what is in it.
+
+    Raises:
+        NoSourceError: when there is none.
+    """
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise NoSourceError(f"{package} is not installed")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def sglang_folder(where: str) -> Path:
+    """The folder `sglang` of a version, or in a folder; a version that is not installed is fetched by pip.
+
+    Raises:
+        NoSourceError: when there is none.
+    """
+    if where == installed_sglang_version():
+        return folder_of("sglang")
+    for folder in (Path(where), Path(where) / "sglang"):
+        if (folder / "srt").is_dir():
+            return folder
+    if not where[:1].isdigit():
+        raise NoSourceError(f"{where} is neither a version nor a folder with SGLang's source")
+    return _fetched(where)
+
+
+def _fetched(version: str) -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang_ext"
+    kept = cache / f"sglang-{version}"
+    if not kept.is_dir():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as scratch:
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch]
+            done = subprocess.run(
+                [*command, f"sglang=={version}"], capture_output=True, text=True, check=False
+            )
+            wheel = next(Path(scratch).glob("*.whl"), None)
+            if wheel is None:
+                last = (done.stderr.strip().splitlines() or ["pip says nothing"])[-1]
+                raise NoSourceError(f"sglang {version} is not installed, and pip cannot fetch it: {last}")
+            with zipfile.ZipFile(wheel) as packed:
+                packed.extractall(
+                    Path(scratch) / "unpacked", [name for name in packed.namelist() if _read(name)]
+                )
+            (Path(scratch) / "unpacked").rename(kept)
+    return kept / "sglang"
+
+
+def _read(name: str) -> bool:
+    return name.startswith("sglang/") and name.endswith(".py") and "/multimodal_gen/" not in name
+
+
+def source_with(sglang: Path) -> Source:
+    """Our source and an SGLang's."""
+    return Source({"sglang": sglang, _OURS: folder_of(_OURS), _PATCHES: folder_of(_PATCHES)})
+
+
+def our_modules(source: Source) -> Iterator[Module]:
+    """What of ours touches SGLang."""
+    yield from modules_in(source, _PATCHES, folder_of(_PATCHES))
+    launcher = source.module(f"{_OURS}.launch_server")
+    if launcher is not None:
+        yield launcher
+
+
+def check_contract(sglang: Path) -> Report:
+    """Hold our patches to an SGLang: see `contract.check`."""
+    source = source_with(sglang)
+    collects = gc.isenabled()
+    gc.disable()  # trees of source are very many small objects that all stay
+    try:
+        return check(source, our_modules(source))
+    finally:
+        if collects:
+            gc.enable()

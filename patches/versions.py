@@ -1,0 +1,68 @@
+"""The versions of SGLang that the patches were written for and tested with, and which one is installed."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final
+
+SGLANG_VERSION: Final = "0.5.21"
+"""What `make setup` installs."""
+
+ALLOW_UNTESTED: Final = "SGLANG_EXT_UNTESTED_SGLANG"
+"""Environment variable: 1 to start with a version that is not listed here, if the contract holds."""
+
+_HASHES = Path(__file__).parent / "hashes"
+
+
+class Status(enum.Enum):
+    """How far a version is tested."""
+
+    TESTED = "tested"
+    """The whole test suite is green with it."""
+
+
+@dataclass(frozen=True)
+class Declared:
+    """How a function of SGLang looks in a version: see `contract.source.Found`."""
+
+    signature: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Supported:
+    """One version of SGLang."""
+
+    version: str
+    status: Status
+
+    def hashes(self) -> Mapping[str, Declared]:
+        """What patches replace or hook, by dotted name, as it was read when the version was followed."""
+        read = json.loads((_HASHES / f"{self.version}.json").read_text())
+        return {path: Declared(**each) for path, each in read.items()}
+
+
+SUPPORTED: Final = (Supported("0.5.21", Status.TESTED),)
+
+
+def supported(wanted: str) -> Supported | None:
+    """What is known of a version; None for one that nobody has tested."""
+    return next((each for each in SUPPORTED if each.version == wanted), None)
+
+
+def tested_versions() -> str:
+    """The versions tested, for a message."""
+    return ", ".join(each.version for each in SUPPORTED if each.status is Status.TESTED)
+
+
+def installed_sglang_version() -> str:
+    """The version of the installed SGLang, or "(not installed)"."""
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return "(not installed)"
