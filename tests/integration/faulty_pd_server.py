@@ -4,7 +4,9 @@ Its folder (`hooked_server`) says what is wrong now. With a file ``hold-STEP`` i
 step, and leave a file ``at-STEP`` there; the steps are those of ``STEPS``. On a prefill server ``reading`` is
 the read of a return, and ``layers`` the forward pass, when the first layer has been sent (push by layer).
 With a file ``damage``, one bit of the last page that was read is inverted before SGLang is told that the KV
-is there. With a file ``slow``, each pass of the scheduler takes longer, so that requests run for a while.
+is there. With a file ``damage-kept``, one bit of the last page that was computed or read is inverted when the
+server changes its role. With a file ``slow``, each pass of the scheduler takes longer, so that requests run
+for a while.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ SLOW_PASS_SECONDS = 0.05
 def make_faulty(folder: Path) -> None:
     """Disturb the hand-overs of this process."""
     from sglang_ext.disagg.transfer.instance import Instance
+    from sglang_ext.engine.cache.listeners import Listeners
     from sglang_ext.engine.pd.decode_receiver import DecodeReceiver
     from sglang_ext.engine.pd.peers import PrefillPeer, PrefillPeers
+    from sglang_ext.engine.pd.prefill_sender import PrefillSender
     from sglang_ext.engine.pd.pushing import LayerFeed, Writing
     from sglang_ext.patches.adapter.kv_manager import GlobalKVReceiver, GlobalKVSender
     from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
@@ -90,9 +94,28 @@ def make_faulty(folder: Path) -> None:
         await let_write(self, handover, *args)
         damage(handover)
 
+    kept: list[int] = []
+
     def damage(handover: Any) -> None:
-        if (folder / "damage").exists() and handover.wanted.pages.size:
-            flip(int(handover.wanted.pages[-1]))
+        if not handover.wanted.pages.size:
+            return
+        kept[:] = [int(handover.wanted.pages[-1])]
+        if (folder / "damage").exists():
+            flip(*kept)
+
+    complete, role_changed = PrefillSender.complete, Listeners.role_changed
+
+    def complete_and_note(self: PrefillSender, handover: Any, pages: Any, *args: Any) -> None:
+        kept[:] = [int(pages[-1])]
+        complete(self, handover, pages, *args)
+
+    def damage_kept(self: Listeners, role: str) -> None:
+        if (folder / "damage-kept").exists():
+            flip(*kept)
+        role_changed(self, role)
+
+    PrefillSender.complete = complete_and_note  # type: ignore[assignment,method-assign]
+    Listeners.role_changed = damage_kept  # type: ignore[method-assign]
 
     def flip(page: int) -> None:
         from sglang_ext.patches.process import PROCESS

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
+import random
 import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from hooked_server import FOLDER
+from pd_fleet import FaultySpec, fault
 from router_rig import FLAGS, running, until
+from token_requests import generate, random_prompt
 
 from sglang_ext.cluster.guard import descendants
 from sglang_ext.protocol.agent import ToAgent, Watch
@@ -24,6 +30,7 @@ from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.fleet.lifecycle import State
 from sglang_ext.router.tokens.tokenizer_check import EVERYTHING
 from sglang_ext.stages import StageTimes
+from sglang_ext.testing.compare import Answer, assert_same
 from sglang_ext.testing.leaks import LeakGuard
 from sglang_ext.testing.servers.pd_servers import pd_servers
 from sglang_ext.testing.servers.server import ServerProcess, ServerSpec, free_port
@@ -50,6 +57,8 @@ class Fleet:
     port: int
     kind: str
     servers: list[ServerProcess] = field(default_factory=list)
+    faults: dict[str, Path] = field(default_factory=dict)
+    """Where those that prefill or decode look for faults (`faulty_pd_server`)."""
 
 
 @pytest.fixture(
@@ -62,15 +71,23 @@ class Fleet:
         pytest.param("decode-tp2", marks=pytest.mark.long),
     ],
 )
-def fleet(request: pytest.FixtureRequest, leak_guard: LeakGuard) -> Iterator[Fleet]:
+def fleet(
+    request: pytest.FixtureRequest, leak_guard: LeakGuard, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
     """A prefill server and two decode servers, or two that do both."""
     port = free_port()
+    faults: dict[str, Path] = {}
     kind, _, otherwise = request.param.partition("-")
+    apart = kind == "decode"
 
     def spec(name: str, *more: str) -> ServerSpec:
         router = ("--kv-router", f"http://127.0.0.1:{port}", "--kv-instance-id", name)
         mode = ("--kv-transfer-mode", otherwise) if otherwise.startswith("push") else ()
-        return ServerSpec(flags=(*FLAGS, *DRAM, *router, *mode, *more))
+        flags = (*FLAGS, *DRAM, *router, *mode, *more)
+        if not apart:
+            return ServerSpec(flags=flags)
+        faults[name] = tmp_path_factory.mktemp(f"{name}-faults")
+        return FaultySpec(flags=flags, environment={FOLDER: str(faults[name])})
 
     def decoding(name: str) -> ServerSpec:
         own = spec(name, *switch, "--disaggregation-bootstrap-port", str(free_port()))
@@ -79,12 +96,11 @@ def fleet(request: pytest.FixtureRequest, leak_guard: LeakGuard) -> Iterator[Fle
         return replace(own, flags=(*own.flags, "--tp", "2"), environment={**own.environment, **TWO_RANKS})
 
     switch = () if otherwise == "push-by-layer" else (SWITCH,)
-    apart = kind == "decode"
     prefill = [spec("p", *switch)] if apart else []
     decode = [decoding("a"), decoding("b")] if apart else []
     others = [] if apart else [spec("a"), spec("b")]
     with leak_guard.adopting(), pd_servers(prefill, decode, others) as (pd, colocated):
-        yield Fleet(port, request.param, [*pd.servers, *colocated])
+        yield Fleet(port, request.param, [*pd.servers, *colocated], faults)
 
 
 @pytest.fixture
@@ -424,6 +440,48 @@ async def test_a_server_that_changes_its_role_keeps_its_cache(router: Router, fl
             client.heard.clear()
             if wanted == "prefill":
                 await found_by_what_it_had(router, url, at_b)
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["whole", "twin"])
+async def test_kv_that_was_kept_answers_alike_in_the_other_role(
+    router: Router, fleet: Fleet, truth: ServerProcess, damaged: bool
+) -> None:
+    """What a server read to decode, it prefills from; what one prefilled, it decodes with. The twin shows
+    that they do: the last token's value in the last layer has one bit changed while the role changes."""
+    if fleet.kind not in ("decode", "decode-push"):
+        pytest.skip("its servers do not change their roles")
+    servers = {name: router.members.member(name).url for name in ("p", "b")}
+    wanted = {"b": ("prefill", "x-kv-prefill-instance"), "p": ("decode", "x-kv-instance")}
+    was = {"b": "x-kv-instance", "p": "x-kv-prefill-instance"}
+    rng = random.Random(f"kept {damaged}")
+    async with aiohttp.ClientSession() as session:
+
+        async def asked_of(name: str, header: str, prompts: Iterator[list[int]]) -> tuple[list[int], Answer]:
+            """The first of these prompts that this server gets, and its answer."""
+            for prompt in itertools.islice(prompts, 8):
+                answer, headers = await generate(session, router.url, prompt)
+                if headers[header] == servers[name]:
+                    return prompt, answer
+            raise AssertionError(f"{name} is not asked")
+
+        for name, (new_role, header) in wanted.items():
+            prompts = (random_prompt(rng, 13 * 16) for _ in itertools.count())
+            prompt, _ = await asked_of(name, was[name], prompts)
+            for server in fleet.servers:
+                await asyncio.to_thread(server.wait_idle)
+            with fault(fleet.faults[name], "damage-kept") if damaged else nullcontext():
+                assert (await role(router, name, new_role))[0] == 200
+            longer = ([*prompt, *random_prompt(rng, 5)] for _ in itertools.count())
+            again, answer = await asked_of(name, header, longer)
+            expected = await asyncio.to_thread(truth.generate, again, max_new_tokens=len(answer.tokens))
+            with pytest.raises(AssertionError) if damaged else nullcontext():
+                assert_same(expected, answer)
+    for server in fleet.servers:
+        await asyncio.to_thread(server.wait_idle)
+        await asyncio.to_thread(server.flush)
+    for name, old_role in (("p", "prefill"), ("b", "decode")):
+        assert (await role(router, name, old_role))[0] == 200
+    await until(lambda: len(router.fleet.usable()) == len(fleet.servers))
 
 
 async def test_roles_change_by_themselves(fleet: Fleet) -> None:
