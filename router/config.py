@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from sglang_ext.cluster_key import is_loopback
+from sglang_ext.addresses import is_loopback
 from sglang_ext.errors import ConfigError
 from sglang_ext.flags import COUNT, NUMBER, PORT, SECONDS, SIZE, Flagged, Parser, flag, one_of
 from sglang_ext.router.cluster.role_controller import MODES

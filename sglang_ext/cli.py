@@ -59,7 +59,7 @@ COMMANDS: Mapping[str, Command] = {
         "sglang_ext.cluster.role", "have an instance prefill instead of decode, or the other way round"
     ),
     "python": Command(
-        "sglang_ext.run_python",
+        "sglang_ext.patches.cpu.run_python",
         "run a program that imports SGLang, such as a frontend program, on a machine without a GPU too",
         "",
         replaces_process=True,

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import logging
 import math
 import os
@@ -310,13 +309,3 @@ def read_secrets(path: str | Path, most: int, *, field: str, hint: str | None = 
             f"{path} does not hold {count} of together at most {MAX_BYTES} characters", field=field, hint=hint
         )
     return lines
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what is bound to ``host`` (a name or an address), without a key."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

@@ -6,10 +6,8 @@ which is for those who start ``sglang.Engine`` and have no command line.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from dataclasses import dataclass
-from typing import Protocol
 
 from sglang_ext.errors import ConfigError
 from sglang_ext.flags import (
@@ -86,6 +84,29 @@ def parse_urls(text: str) -> str:
         if not re.fullmatch(r"https?://[^/?#@\s]+", url):
             raise ValueError(f"{url!r} is not of the form http://host:port")
     return ",".join(dict.fromkeys(urls))
+
+
+def parse_host(text: str) -> str:
+    """An address, or a name of a host or of a network interface.
+
+    Raises:
+        ValueError: when it is none.
+    """
+    if not re.fullmatch(r"[0-9A-Za-z._:-]{1,253}", text):
+        raise ValueError(f"{text!r} is neither an address nor a name")
+    return text
+
+
+def parse_ports(text: str) -> str:
+    """Two ports with a dash between them.
+
+    Raises:
+        ValueError: when they are none, or the second is the smaller.
+    """
+    first, _, last = text.partition("-")
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) < 65536):
+        raise ValueError(f"{text!r} is not of the form 31000-31099")
+    return text
 
 
 @dataclass(frozen=True)
@@ -219,7 +240,8 @@ class KvConfig(Flagged):
     )
     instance_id: str | None = flag(
         None,
-        "The name of this server in the cluster, unique there. Defaults to host:port.",
+        "The name of this server in the cluster, unique there. Defaults to where it is reached, and beyond "
+        "loopback on which machine.",
         Parser(parse_id, "NAME"),
     )
     router: str | None = flag(
@@ -230,9 +252,28 @@ class KvConfig(Flagged):
         several="append",
         collect=",".join,
     )
+    announce_host: str | None = flag(
+        None,
+        "The address (or a name that all members can look up) by which routers and other servers reach this "
+        "one. Not given: --host; where that is every address, this machine's on the way to the router.",
+        Parser(parse_host, "HOST"),
+    )
+    data_interface: str | None = flag(
+        None,
+        "The network on which KV travels between servers: the name of an interface such as eth1, or this "
+        "machine's address there. Not given: that of --kv-announce-host.",
+        Parser(parse_host, "INTERFACE"),
+    )
+    ports: str | None = flag(
+        None,
+        "The ports on which other members reach this server beside --port and "
+        "--disaggregation-bootstrap-port: one for the agent and two per rank, the first that are free of "
+        "FIRST-LAST. Servers on one machine may share a range. Not given: any.",
+        Parser(parse_ports, "FIRST-LAST"),
+    )
     agent_port: int = flag(
         0,
-        "The port of the agent, to which routers connect. 0 means any that is free.",
+        "The port of the agent, to which routers connect. 0 means one of --kv-ports.",
         PORT,
     )
     cluster_key_file: str | None = flag(
@@ -358,6 +399,14 @@ class KvConfig(Flagged):
             )
 
     @property
+    def port_range(self) -> tuple[int, ...]:
+        """Ports of which the first free one is taken; 0 is any."""
+        if self.ports is None:
+            return (0,)
+        first, _, last = self.ports.partition("-")
+        return tuple(range(int(first), int(last) + 1))
+
+    @property
     def layer_region_bytes(self) -> int | None:
         """Most bytes of HBM for layers of announced sessions; None for as much as is good."""
         return None if self.layer_region_size == "auto" else parse_size(self.layer_region_size)
@@ -394,16 +443,3 @@ def check_block_size(config: KvConfig, page_size: int) -> None:
             field="--kv-block-size",
             hint=f"Use --kv-block-size {fitting}",
         )
-
-
-class _Listener(Protocol):
-    host: str
-    port: int
-
-
-def with_instance_id(config: KvConfig, server: _Listener, hostname: str) -> KvConfig:
-    """``config`` with an instance id: as given, or host:port, or hostname:port for a wildcard address."""
-    if config.instance_id is not None:
-        return config
-    host = hostname if server.host in ("", "0.0.0.0", "::") else server.host
-    return dataclasses.replace(config, instance_id=f"{host}:{server.port}")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.config import KvConfig, check_block_size, parse_id, with_instance_id
+from sglang_ext.config import KvConfig, check_block_size, parse_id
 from sglang_ext.errors import ConfigError
 from sglang_ext.flags import parse_count, parse_size, parse_switch
 
@@ -173,22 +173,3 @@ def test_a_block_of_whole_pages_fits(block: int, page: int) -> None:
 def test_a_block_that_cuts_a_page_is_refused_with_one_that_fits(block: int, page: int, fitting: int) -> None:
     with pytest.raises(ConfigError, match=f"--page-size {page}. Use --kv-block-size {fitting}$"):
         check_block_size(KvConfig(block_size=block), page)
-
-
-class Server:
-    def __init__(self, host: str, port: int) -> None:
-        self.host, self.port = host, port
-
-
-@pytest.mark.parametrize(
-    ("host", "given", "expected"),
-    [
-        ("10.0.0.1", None, "10.0.0.1:30000"),
-        ("0.0.0.0", None, "node7:30000"),
-        ("::", None, "node7:30000"),
-        ("10.0.0.1", "mine", "mine"),
-    ],
-)
-def test_an_instance_is_named_by_where_it_listens(host: str, given: str | None, expected: str) -> None:
-    config = with_instance_id(KvConfig(instance_id=given), Server(host, 30000), "node7")
-    assert config.instance_id == expected

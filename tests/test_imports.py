@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 SHARED = {
+    "addresses",
     "advise",
     "clock",
     "cluster_key",
@@ -85,7 +86,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     **ENGINE,
     **PATCHES,
     "launch_server": set(PATCHES),
-    "run_python": set(PATCHES),
     **ROUTER,
     "cluster": {*PATCHES, *PARTS, "protocol"},
     "cli": {"calibration", "cluster", *ROUTER},

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
-import socket
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_ext.config import KvConfig, check_block_size, with_instance_id
+from sglang_ext.config import KvConfig, check_block_size
 from sglang_ext.disagg.transfer.pools import PoolSpec
 from sglang_ext.engine.cache.metrics import CacheMetrics
 from sglang_ext.engine.cache.rank_cache import CacheParts
@@ -88,7 +87,7 @@ def create_global_radix_cache(ctx: TreeCacheBuildContext, config: KvConfig) -> G
         require_retracting(ctx.server_args)
     check_block_size(config, ctx.params.page_size)
     params = ctx.params
-    instance = str(with_instance_id(config, ctx.server_args, socket.gethostname()).instance_id)
+    instance = str(config.instance_id)
     ranks = Ranks(least_over(params.tp_cache_group), check=config.check)
     # One rank's number for all: an instance has one epoch.
     (epoch,) = ranks.at_once([secrets.randbits(63)])

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from sglang_ext.cluster_key import ClusterKey, is_loopback, read_cluster_key
+from sglang_ext.addresses import bracketed, listen_host
+from sglang_ext.cluster_key import ClusterKey, read_cluster_key
 from sglang_ext.config import KvConfig
 from sglang_ext.engine.cache.listeners import Listener
 from sglang_ext.engine.commands import RankCommandQueue
@@ -21,7 +22,6 @@ from sglang_ext.engine.prefetch.advice import HintDesk
 from sglang_ext.engine.tiers.block_names import BlockNames
 from sglang_ext.keys import Namespace
 from sglang_ext.patches.adapter.migration import MoveDesk
-from sglang_ext.patches.adapter.pd_setup import reachable
 from sglang_ext.protocol.agent import Fill, Load, Naming, ToAgent
 from sglang_ext.protocol.cluster import Registration, RoleName
 from sglang_ext.tiers import Tier
@@ -121,25 +121,20 @@ def attach_agent(
     assert config.router is not None
     assert feed is not None
     key = _key_of(config)
-    host = reachable(server_args.host)
-    bind = "127.0.0.1" if key is None else server_args.host or "0.0.0.0"
-    channel = AgentSocket(bind, config.agent_port, key)
+    host = bracketed(str(config.announce_host))
+    bind = listen_host(server_args.host, keyed=key is not None)
+    channel = AgentSocket(bind, (config.agent_port,) if config.agent_port else config.port_range, key)
     for tier, index in named.items():
         index.watch(functools.partial(feed.names_changed, tier))
     agent = Agent(facts, feed, SchedulerGauges(cache), channel, named=named, others=desks.take)
-    if key is None and not is_loopback(host):
-        logger.warning(
-            "The agent listens on loopback only, where routers on other machines cannot reach it, because "
-            "there is no --kv-cluster-key-file"
-        )
-    address = "127.0.0.1" if key is None else host
+    address = bracketed(bind) if key is None else host
     scheme = "https" if getattr(server_args, "ssl_certfile", None) else "http"
     registration = Registration(
-        url=f"{scheme}://{_bracketed(host)}:{server_args.port}",
+        url=f"{scheme}://{host}:{server_args.port}",
         instance=facts.instance,
         epoch=facts.epoch.hex(),
         role=ROLES.get(server_args.disaggregation_mode, "colocated"),
-        agent=f"tcp://{_bracketed(address)}:{agent.socket.port}",
+        agent=f"tcp://{address}:{agent.socket.port}",
         agent_key=agent.socket.public_key,
         block_size=facts.block_size,
         model=str(server_args.served_model_name or ""),
@@ -211,7 +206,3 @@ def _key_of(config: KvConfig) -> ClusterKey | None:
     if config.cluster_key_file is None:
         return None
     return read_cluster_key(config.cluster_key_file, field="--kv-cluster-key-file")
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import secrets
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.config import KvConfig, with_instance_id
+from zmq.error import ZMQError
+
+from sglang_ext.addresses import bracketed, listen_host
+from sglang_ext.config import KvConfig
 from sglang_ext.disagg.handover import HEARTBEAT_SECONDS, LEASE_SECONDS, VERDICT_SECONDS
 from sglang_ext.disagg.memory import MemoryKind
 from sglang_ext.disagg.transfer.config import EndpointConfig
@@ -18,7 +20,6 @@ from sglang_ext.disagg.transfer.staging import Staging
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.disagg.transports.rails import NOWHERE, SYS, Place, pci_place
 from sglang_ext.engine.model_identity import config_digest, kv_dtype
-from sglang_ext.engine.pd.bootstrap import listen_host
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import MESSAGES
 from sglang_ext.engine.peers.computed_spans import SpanHost
@@ -33,7 +34,7 @@ from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError, SglangExtError
 from sglang_ext.geometry import Geometry
 from sglang_ext.patches.adapter.hbm import EnginePool
-from sglang_ext.patches.adapter.pd_setup import BACKEND, keys_of, on_all_ranks, reachable
+from sglang_ext.patches.adapter.pd_setup import BACKEND, keys_of, on_all_ranks
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
 
 logger = logging.getLogger(__name__)
@@ -62,12 +63,14 @@ def endpoint_config(
         ConfigError: the cluster's key cannot be used.
     """
     keys = keys_of(config)
-    instance = str(with_instance_id(config, server_args, socket.gethostname()).instance_id)
+    listen = listen_host(server_args.host, keyed=keys is not None)
     return EndpointConfig(
-        peer_name(instance, epoch),
+        peer_name(str(config.instance_id), epoch),
         namespace,
         rank=rank,
-        bind=reachable(listen_host(server_args.host, keys)),
+        bind=bracketed(config.data_interface or listen),
+        ports=config.port_range,
+        announce=config.data_interface or (str(config.announce_host) if keys is not None else ""),
         keys=keys,
         coalescing=config.transfer_coalescing == "on",
         transports=tuple(TransportName(name) for name in config.transports.split(",") if name),
@@ -158,12 +161,8 @@ def engine_rank() -> int:
 def start_fetching(endpoint: EndpointConfig, dram: PoolSpec) -> TransferThread | None:
     """The transfer thread of a rank that fetches and exports only; None where it cannot listen."""
     try:
-        if ":" in endpoint.bind:
-            raise ConfigError(f"peers are not reached over IPv6 ({endpoint.bind})", field="--host")
-        # An address that is not this host's is found out before anything is registered.
-        socket.create_server((endpoint.bind, 0)).close()
         return TransferThread(endpoint, [dram], messages=MESSAGES)
-    except (SglangExtError, OSError) as error:
+    except (SglangExtError, OSError, ZMQError) as error:
         logger.warning("KV is neither fetched from other instances nor exported to them: %s", error)
         return None
 

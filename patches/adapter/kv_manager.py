@@ -28,6 +28,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.runtime_context import get_parallel
 from zmq.constants import POLLIN
 
+from sglang_ext.addresses import bracketed, connectable, listen_host
 from sglang_ext.disagg.errors import RefusedError
 from sglang_ext.disagg.handover import FACTS, ReceiverState, SenderState
 from sglang_ext.engine.cache.listeners import Listener
@@ -179,7 +180,9 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         """By which a request's slots are filled; None where nothing is kept."""
         returns = config.pd_caching == "3" and isinstance(cache, GlobalRadixCache)
         transfers = transfers_of(scheduler, config, args.page_size)
-        host, _, _ = transfers.endpoint.address.rpartition(":")
+        host = bracketed(
+            connectable(listen_host(server_args.host, keyed=config.cluster_key_file is not None))
+        )
         rows = scheduler.req_to_metadata_buffer_idx_allocator
         self.agent = Agent(
             AgentConfig(

@@ -143,15 +143,6 @@ def around_layers(
         setattr(kvcache, name, told)
 
 
-def reachable(host: str) -> str:
-    """An address that peers can use for a server that listens everywhere."""
-    if host not in ("", "0.0.0.0", "::"):
-        return host
-    from sglang.srt.utils.network import get_local_ip_auto
-
-    return str(get_local_ip_auto())
-
-
 def weights_of(scheduler: Any) -> str:
     """The digest of the whole model's weights as they are now. Called in all ranks at once, and never raises:
     empty where a rank cannot read its part.

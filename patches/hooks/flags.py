@@ -17,6 +17,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from sglang_ext.addresses import SystemNetwork, place
 from sglang_ext.config import KvConfig, check_block_size
 from sglang_ext.errors import ConfigError
 from sglang_ext.patches import readiness
@@ -82,7 +83,7 @@ def carry_flags(server_args: Any, _cls: type, args: argparse.Namespace) -> None:
         require_supported_model(server_args)
     else:
         require_supported_parallelism(server_args, "--disaggregation-transfer-backend global")
-    setattr(server_args, ATTRIBUTE, config.values())
+    setattr(server_args, ATTRIBUTE, place(config, server_args, SystemNetwork()).values())
 
 
 def carried_config(server_args: Any, environment: Mapping[str, str]) -> KvConfig:
@@ -103,7 +104,7 @@ def carried_config(server_args: Any, environment: Mapping[str, str]) -> KvConfig
             f"the hook on {_SERVER_ARGS}.from_cli_args did not take in the process that read the command "
             f"line, so the --kv-* flags are lost. Set SGLANG_PLUGINS=sglang_ext to start without others."
         )
-    return KvConfig.from_user({}, environment)
+    return place(KvConfig.from_user({}, environment), server_args, SystemNetwork())
 
 
 PATCH = hook_patch(

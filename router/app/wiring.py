@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from sglang_ext.addresses import is_loopback
 from sglang_ext.clock import Clock
-from sglang_ext.cluster_key import is_loopback, read_cluster_key
+from sglang_ext.cluster_key import read_cluster_key
 from sglang_ext.cost_model import CostModel
 from sglang_ext.router.app.adoption import Adoption
 from sglang_ext.router.app.service import Service

@@ -106,7 +106,7 @@ class Link:
         self._agents = agents
         self._index = agents.index
         self._clock = agents.clock
-        self._heard_at = self._clock.monotonic()
+        self.heard_at = self._clock.monotonic()
         self._asked_at = -math.inf
         self._ask_due = True
         self._waiting = False
@@ -179,7 +179,7 @@ class Link:
             pause = ASK_PAUSE_S if self._ask_due else HEARTBEAT_S / 2
             await self._clock.sleep(pause)
             woken = self._clock.monotonic()
-            since = max(since, self._heard_at)
+            since = max(since, self.heard_at)
             if (late := woken - now - pause) > HEARTBEAT_S / 2:
                 # It was this process that stood still: what the agent has sent waits in our socket.
                 since += late
@@ -210,7 +210,7 @@ class Link:
             await asyncio.sleep(0)
 
     def _take(self, message: FromAgent) -> None:
-        self._heard_at = self._clock.monotonic()
+        self.heard_at = self._clock.monotonic()
         if not self.heard:
             self.heard = True
             self._index.heard(self.name, alive=True)

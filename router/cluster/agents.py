@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from typing import Any, Protocol
 
 from zmq import constants as zmq
@@ -161,6 +162,11 @@ class Agents(AgentChannels):
         """What an instance said of itself last, while its agent is heard."""
         link = self._links.get(name)
         return link.beat if link is not None and link.heard else None
+
+    def silent_s(self, name: str) -> float:
+        """Seconds since its agent said something; infinite for one that is not heard."""
+        link = self._links.get(name)
+        return self.clock.monotonic() - link.heard_at if link is not None and link.heard else math.inf
 
     def counters(self) -> dict[str, AgentCounters]:
         """By instance, of those that have an agent."""

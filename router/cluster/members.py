@@ -8,6 +8,7 @@ agents of the others (so that each frees what the dead one held), and answers wh
 from __future__ import annotations
 
 import logging
+import math
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
@@ -15,7 +16,7 @@ from typing import Protocol
 from sglang_ext.clock import Clock
 from sglang_ext.errors import PeerError, UserError
 from sglang_ext.protocol.agent import Beat
-from sglang_ext.protocol.cluster import VERDICT_S, Registered, Registration, RoleName
+from sglang_ext.protocol.cluster import HEARTBEAT_S, VERDICT_S, Registered, Registration, RoleName
 from sglang_ext.router.api.documents import Document
 from sglang_ext.router.cluster.membership import Membership, RouterStatus, Seen
 from sglang_ext.router.cluster.roster import LEFT_KEPT_S, Change, Changing, Intent, Member, Roster
@@ -29,6 +30,9 @@ logger = logging.getLogger("router.members")
 
 TICK_S = 1.0
 """Between two looks at times, and two words to other routers."""
+HEARD_S = 1.5 * HEARTBEAT_S
+"""An agent that lives is not silent for so long, unless the network is: a server that was killed may start
+anew after this."""
 FORGET_S = 600.0
 """An instance that registered by itself is forgotten when it has given no sign of life for so long."""
 
@@ -50,6 +54,9 @@ class AgentLinks(Protocol):
 
     def beat(self, name: str) -> Beat | None:
         """What an instance said of itself last, while its agent is heard."""
+
+    def silent_s(self, name: str) -> float:
+        """Seconds since its agent said something; infinite for one that is not heard."""
 
 
 class SessionHomes(Protocol):
@@ -92,6 +99,9 @@ class NoAgents:
 
     def beat(self, name: str) -> Beat | None:
         return None
+
+    def silent_s(self, name: str) -> float:
+        return math.inf
 
 
 def new_router_name() -> str:
@@ -150,6 +160,8 @@ class Members:
         """Time has passed: every `TICK_S`."""
         self._said: dict[str, float] = {}
         """When each instance last registered here; ``monotonic``."""
+        self._unreachable: dict[str, str] = {}
+        """What was said of instances that are not reached back."""
         self._dead: dict[str, str] = {}
         """The epochs that the agents were told to be dead, of instances that have not come back."""
         fleet.happened.subscribe(self._on_event)
@@ -196,15 +208,44 @@ class Members:
         """An instance says who it is.
 
         Raises:
-            Taken: its name belongs to another process, which lives.
+            Taken: its name or its URL belongs to another process, which lives.
         """
         before = self.roster.get(registration.instance)
         alive = before is not None and self.age(before.url) < VERDICT_S and self._is_usable(before.url)
+        at_url = self.roster.at(registration.url)
+        living = (at_url.instance,) if at_url is not None and self._is_heard(at_url) else ()
+        changed = self.roster.registered(registration, self.clock.wall(), alive=alive, living=living)
         self._said[registration.instance] = self.clock.monotonic()
-        self._publish(self.roster.registered(registration, self.clock.wall(), alive=alive))
+        self._publish(changed)
         row = self.fleet.rows.get(registration.url)
         state = State.LEFT if row is None else row.state
-        return Registered(router=self.router, instance=registration.instance, state=state.value)
+        problem = "" if row is None or changed else self._unreached(row, registration)
+        return Registered(
+            router=self.router, instance=registration.instance, state=state.value, problem=problem
+        )
+
+    def _is_heard(self, member: Member) -> bool:
+        """Whether the very process of a record lives. Its probes do not say: another one may have its URL."""
+        beat = self.links.beat(member.url)
+        known = beat is not None and beat.epoch.hex() == member.epoch
+        return known and self.links.silent_s(member.url) < HEARD_S
+
+    def _unreached(self, row: InstanceRecord, registration: Registration) -> str:
+        """Why an instance that registers again, as it does when it hears no router, is not reached back."""
+        if not registration.agent or self.links.beat(row.name) is not None:
+            return ""
+        problem = f"its agent at {registration.agent} is not heard"
+        if row.state in (State.NEW, State.DOWN) and row.why:
+            problem = f"{row.why}; {problem}"
+        if self._unreachable.get(registration.instance) != problem:
+            self._unreachable[registration.instance] = problem
+            logger.warning(
+                "instance %s cannot be reached back: %s. If that is not its address, start it with "
+                "--kv-announce-host",
+                registration.instance,
+                problem,
+            )
+        return problem
 
     def leave(self, instance: str) -> None:
         """An instance says that it goes.
@@ -370,6 +411,7 @@ class Members:
         if member is not None:
             self.roster.forget(member.instance)
             self._dead.pop(member.instance, None)
+            self._unreachable.pop(member.instance, None)
             if not self.serves(member.url):
                 self._part(member.url, "nothing was heard of it for long")
 

@@ -8,7 +8,7 @@ order, however often each came. Pure: the time comes in as an argument.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -159,16 +159,27 @@ class Roster:
         name = name_of(url)
         return Member(instance=name, url=url, stamp=self._stamp(name, now))
 
-    def registered(self, registration: Registration, now: float, *, alive: bool) -> list[Member]:
+    def registered(
+        self, registration: Registration, now: float, *, alive: bool, living: Collection[str] = ()
+    ) -> list[Member]:
         """An instance says who it is: the records that change, its own last; none when nothing does.
 
         Args:
             alive: whether the process that is known under this name has given a sign of life lately.
+            living: instances at this URL that were heard a moment ago, in the epoch that is known.
 
         Raises:
-            Taken: another process has the name, and lives.
+            Taken: another process has the name or the URL, and lives.
         """
         before = self._members.get(registration.instance)
+        for other in self:
+            at_home = other.url == registration.url and other.intent is not Intent.GONE
+            if at_home and other.epoch not in ("", registration.epoch) and other.instance in living:
+                raise Taken(
+                    f"{registration.url} is instance {other.instance} of another start, which lives",
+                    field="url",
+                    hint="Two servers announce one address: give each its own (--kv-announce-host, --port)",
+                )
         changed: list[Member] = []
         intent, deadline, changing = Intent.STAY, 0.0, None
         if before is not None and before.registration is None:

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from sglang_ext.addresses import is_loopback
 from sglang_ext.clock import Clock
-from sglang_ext.cluster_key import ClusterKey, Replays, is_loopback
+from sglang_ext.cluster_key import ClusterKey, Replays
 from sglang_ext.errors import SglangExtError, UserError
 from sglang_ext.protocol.cluster import PATH, ChangeRole, Drain, Instances, Registration, decode, encode
 from sglang_ext.router.cluster.members import CannotChangeRole, Members, Unknown

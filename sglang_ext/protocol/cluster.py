@@ -117,6 +117,8 @@ class Registered(msgspec.Struct, frozen=True, kw_only=True):
     instance: InstanceId
     state: Text
     """Where the instance is in its life, in this router's eyes."""
+    problem: Text = ""
+    """Why this router does not reach the instance, which registers again; empty when it does."""
     heartbeat_s: float = HEARTBEAT_S
     verdict_s: float = VERDICT_S
     protocol: int = PROTOCOL

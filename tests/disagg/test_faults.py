@@ -719,7 +719,7 @@ async def test_a_grant_ends_when_both_have_taken_the_other_for_dead(
 
 async def test_nothing_listens_beyond_loopback_without_a_key() -> None:
     shape = Shape()
-    for fields in ({"bind": "0.0.0.0"}, {"data_bind": "0.0.0.0"}):
+    for fields in ({"bind": "0.0.0.0"}, {"bind": "[::]"}):
         with pytest.raises(ConfigError, match="without a key"):
             await start_instance(EndpointConfig("x", NAMESPACE, **fields), shape)
 

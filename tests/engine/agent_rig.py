@@ -63,7 +63,7 @@ class Instance:
             facts,
             self.feed,
             Gauges(),
-            AgentSocket("127.0.0.1", port, key),
+            AgentSocket("127.0.0.1", (port,), key),
             named={Tier.DISK: disk} if disk else {},
             others=lambda reader, message: self.said.append(message),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,8 +103,12 @@ def test_on_a_cpu_the_flags_a_cpu_needs_are_defaults_which_the_user_can_change()
     assert parser().parse_args(["--device", "cuda"]).device == "cuda"
 
 
+PLACED: Mapping[str, Any] = {"announce_host": "127.0.0.1", "instance_id": "127.0.0.1:30000"}
+"""What is found out of a server that listens on loopback."""
+
+
 def record(**attributes: Any) -> SimpleNamespace:
-    return SimpleNamespace(**attributes)
+    return SimpleNamespace(**{"host": "127.0.0.1", "port": 30_000, **attributes})
 
 
 def test_settings_ride_on_the_servers_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +117,7 @@ def test_settings_ride_on_the_servers_record(monkeypatch: pytest.MonkeyPatch) ->
     server_args = record(_launch_command="...")
     carry_flags(server_args, object, parser().parse_args([*GLOBAL, "--kv-dram-size", "5"]))
     assert getattr(server_args, ATTRIBUTE)["dram_size"] == 5
-    assert carried_config(server_args, {"SGLANG_EXT_KV_DRAM_SIZE": "7"}) == KvConfig(dram_size=5)
+    assert carried_config(server_args, {"SGLANG_EXT_KV_DRAM_SIZE": "7"}) == KvConfig(dram_size=5, **PLACED)
 
 
 @pytest.mark.parametrize("flag", ["dp_size", "attn_dp_size", "attn_cp_size"])
@@ -146,9 +151,9 @@ def test_choosing_our_backend_needs_every_hook(monkeypatch: pytest.MonkeyPatch) 
 def test_an_engine_without_a_command_line_reads_the_environment() -> None:
     environment = {"SGLANG_EXT_KV_DRAM_SIZE": "7"}
     assert carried_config(record(_launch_command="Engine(model_path='m')"), environment) == KvConfig(
-        dram_size=7
+        dram_size=7, **PLACED
     )
-    assert carried_config(record(), environment) == KvConfig(dram_size=7)
+    assert carried_config(record(), environment) == KvConfig(dram_size=7, **PLACED)
 
 
 def test_lost_flags_are_noticed_in_the_scheduler() -> None:

@@ -72,7 +72,7 @@ async def main(name: str, router: str, tokenizer_path: str) -> None:
     holders = [Holder.of(name, number, tier) for tier in (Tier.HBM, Tier.DRAM)]
     tree = RadixTree(BLOCK)
     feed = PlacementFeed(tree, holders)
-    socket = AgentSocket("127.0.0.1", 0, None)
+    socket = AgentSocket("127.0.0.1", (0,), None)
     agent = Agent(AgentFacts(name, epoch, BLOCK), feed, Gauges(), socket, others=heard)
     async with running_worker(Telling(tree, holders[0], feed, tokenizer_path)) as worker:
         registration = Registration(

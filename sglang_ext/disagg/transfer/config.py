@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_ext.cluster_key import is_loopback
+from sglang_ext.addresses import host_of, is_loopback
 from sglang_ext.disagg.transfer.control import MemberKeys
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.disagg.transports.rails import NOWHERE, Place
@@ -17,8 +17,9 @@ class EndpointConfig:
 
     namespace: model, weights version, dtype and tenant salt, without the shard: ranks that cut the model
         another way have the same. Endpoints of other namespaces are refused.
-    bind: host, or host:port, of the control plane; beyond loopback only with `keys`. data_bind: host of the
-        data connections of `tcp`; empty for the host of `bind`.
+    bind: address of the control plane and of `tcp`'s data connections, with a port of the control plane or
+        without; beyond loopback only with `keys`. ports: for both where none is named: the first that nobody
+        has is taken; 0 is any. announce: the host at which peers are told to reach both; empty for `bind`'s.
     transports: which to use, best first; empty for all, in the order of TransportName.
     place: of this rank's accelerator: its RDMA adapter is the nearest. rdma_devices: named ones instead.
     lanes: threads, and connections or queue pairs, per connected rank. piece_bytes: what a lane moves at a
@@ -32,7 +33,8 @@ class EndpointConfig:
     namespace: str
     rank: int = 0
     bind: str = "127.0.0.1"
-    data_bind: str = ""
+    ports: tuple[int, ...] = (0,)
+    announce: str = ""
     keys: MemberKeys | None = None
     transports: tuple[TransportName, ...] = ()
     place: Place = NOWHERE
@@ -55,8 +57,7 @@ class EndpointConfig:
         for name in ("lease_ttl", "grant_ttl", "connect_timeout", "heartbeat", "dead_after"):
             if not 0 < getattr(self, name) <= 3600:
                 raise ConfigError(f"{name} must be above 0 and at most an hour", field=name)
-        data = self.data_bind or self.bind.partition(":")[0]
-        if self.keys is None and not is_loopback(data):
-            raise ConfigError(f"will not listen on {data} without a key", field="data_bind")
+        if self.keys is None and not is_loopback(host_of(self.bind)):
+            raise ConfigError(f"will not listen on {self.bind} without a key", field="bind")
         if self.dead_after < 2 * self.heartbeat:
             raise ConfigError("dead_after must be at least two heartbeats", field="dead_after")

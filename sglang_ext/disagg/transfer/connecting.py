@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from zmq.asyncio import Context
 
+from sglang_ext.addresses import host_of
 from sglang_ext.disagg.errors import (
     PeerGoneError,
     PeerProtocolError,
@@ -99,9 +100,7 @@ class Connector:
                 raise PeerProtocolError(f"expected CONNECTED, got {type(reply).__name__}")
             self._agree(reply.who)
             who = reply.who
-            info = PeerInfo(
-                who.instance, who.epoch, who.host, address.rpartition(":")[0], who.pid, who.regions
-            )
+            info = PeerInfo(who.instance, who.epoch, who.host, host_of(address), who.pid, who.regions)
             opening = asyncio.create_task(asyncio.to_thread(self._open, info, reply, offers, reasons))
             try:
                 channel = await asyncio.shield(opening)

@@ -28,7 +28,7 @@ from zmq.asyncio import Context
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.error import ZMQError
 
-from sglang_ext.cluster_key import is_loopback
+from sglang_ext.addresses import bind_one, bracketed, is_loopback, split_port
 from sglang_ext.disagg.errors import (
     PeerGoneError,
     PeerProtocolError,
@@ -101,6 +101,7 @@ def _limit(socket: Any) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, REQUESTS.limit)
     socket.setsockopt(zmq.SNDHWM, 1000)
     socket.setsockopt(zmq.RCVHWM, 1000)
+    socket.setsockopt(zmq.IPV6, 1)
 
 
 class OnlyMembers:
@@ -139,13 +140,15 @@ class ControlServer:
         keys: MemberKeys | None,
         handler: Handler,
         messages: Messages = TRANSFERS,
+        ports: Sequence[int] = (0,),
     ) -> None:
-        """Bind to `bind`, a host; the port is the system's choice, or `host:port`.
+        """Bind to `bind`, an address; the port is the first of `ports` that nobody has (0: any), or
+        `host:port`.
 
         Raises:
-            ConfigError: `bind` is not loopback and there is no key.
+            ConfigError: `bind` is not loopback and there is no key. ZMQError: no port can be had.
         """
-        host, _, port = bind.partition(":")
+        host, port = split_port(bind)
         if keys is None and not is_loopback(host):
             raise ConfigError(
                 f"will not listen on {host} without a key", hint="Configure the cluster's CURVE key pair"
@@ -166,7 +169,9 @@ class ControlServer:
             self._socket.curve_server = True
             self._socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
             self._use(keys.curve_pairs()[0])
-        self._socket.bind(f"tcp://{host}:{port or '*'}")
+        if port:
+            ports = (int(port),)
+        bind_one(ports, lambda port: self._socket.bind(f"tcp://{bracketed(host)}:{port or '*'}"))
         self.address = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().removeprefix("tcp://")
         self._main = asyncio.create_task(self._serve(), name="kv-control")
         self._watch = asyncio.create_task(self._watch_keys(keys), name="kv-control-keys")

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from zmq.asyncio import Context
 
+from sglang_ext.addresses import bracketed, split_port
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.disagg import runs
 from sglang_ext.disagg.errors import (
@@ -154,7 +155,9 @@ class Endpoint:
         """
         self = cls(config, pools, clock or SystemClock(), on_ended, messages)
         try:
-            self._server = ControlServer(self._context, config.bind, config.keys, self._answer, messages)
+            self._server = ControlServer(
+                self._context, config.bind, config.keys, self._answer, messages, config.ports
+            )
         except BaseException:
             await self.close()
             raise
@@ -175,7 +178,10 @@ class Endpoint:
     @property
     def address(self) -> str:
         """host:port of the control plane, for peers' `connect`."""
-        return self._server.address if self._server else ""
+        if self._server is None:
+            return ""
+        host, port = split_port(self._server.address)
+        return f"{bracketed(self.config.announce or host)}:{port}"
 
     @property
     def owner(self) -> Owner:

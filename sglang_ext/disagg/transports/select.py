@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from sglang_ext.addresses import host_of
 from sglang_ext.compiled import COMPILED
 from sglang_ext.disagg.memory import RegionTable
 from sglang_ext.disagg.transports import Transport, TransportName
@@ -20,7 +21,7 @@ class TransportConfig(Protocol):
     @property
     def bind(self) -> str: ...
     @property
-    def data_bind(self) -> str: ...
+    def ports(self) -> Sequence[int]: ...
     @property
     def transports(self) -> Sequence[TransportName]: ...
     @property
@@ -50,8 +51,7 @@ def make_transports(config: TransportConfig, regions: RegionTable) -> dict[Trans
                     regions, config.lanes, config.rank, config.place, config.rdma_devices
                 )
             case TransportName.TCP:
-                host = config.data_bind or config.bind.partition(":")[0]
-                made[name] = TcpTransport(regions, host, config.lanes)
+                made[name] = TcpTransport(regions, host_of(config.bind), config.lanes, config.ports)
     return made
 
 

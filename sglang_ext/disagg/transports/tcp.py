@@ -21,11 +21,13 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.addresses import bind_one
 from sglang_ext.compiled import COMPILED, fence
 from sglang_ext.disagg.errors import (
     CancelledTransferError,
@@ -274,12 +276,14 @@ class TcpTransport(Transport):
     """See the top of this file.
 
     bind: address to serve data on; loopback unless the control plane has a key. lanes: connections per
-        channel.
+        channel. ports: the first that nobody has is served on; 0 is any.
     """
 
     name = TransportName.TCP
 
-    def __init__(self, regions: RegionTable, bind: str = "127.0.0.1", lanes: int = 2) -> None:
+    def __init__(
+        self, regions: RegionTable, bind: str = "127.0.0.1", lanes: int = 2, ports: Sequence[int] = (0,)
+    ) -> None:
         super().__init__(regions)
         self._lanes = lanes
         if COMPILED:
@@ -290,7 +294,10 @@ class TcpTransport(Transport):
         self._ends: dict[int, int] = {}
         self._greeting: dict[socket.socket, threading.Thread] = {}
         """Connections that are proving themselves, the oldest first."""
-        self._listener = socket.create_server((bind, 0), backlog=128)
+        family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+        self._listener = bind_one(
+            ports, lambda port: socket.create_server((bind, port), family=family, backlog=128)
+        )
         self._port = int(self._listener.getsockname()[1])
         self._thread = threading.Thread(target=self._listen, name="kv-tcp-listen", daemon=True)
         self._thread.start()

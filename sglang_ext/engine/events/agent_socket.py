@@ -12,7 +12,7 @@ import asyncio
 import errno
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -22,7 +22,8 @@ from zmq.error import Again, ZMQError
 from zmq.sugar.context import Context
 from zmq.sugar.poll import Poller
 
-from sglang_ext.cluster_key import ClusterKey, is_loopback
+from sglang_ext.addresses import bind_one, bracketed, is_loopback
+from sglang_ext.cluster_key import ClusterKey
 from sglang_ext.disagg.transfer.control import OnlyMembers
 from sglang_ext.errors import ConfigError
 from sglang_ext.protocol.agent import TO_AGENT, ToAgent
@@ -50,15 +51,15 @@ class AgentSocket:
     """See the module's docstring.
 
     Args:
-        bind: host to listen on.
-        port: 0 for any.
+        bind: address to listen on.
+        ports: the first that nobody has is taken; 0 is any.
         key: of the cluster.
 
     Raises:
-        ConfigError: ``bind`` is not loopback and there is no key, or the port cannot be had.
+        ConfigError: ``bind`` is not loopback and there is no key, or no port can be had.
     """
 
-    def __init__(self, bind: str, port: int, key: ClusterKey | None) -> None:
+    def __init__(self, bind: str, ports: Sequence[int], key: ClusterKey | None) -> None:
         if key is None and not is_loopback(bind):
             raise ConfigError(
                 f"the agent will not listen on {bind} without a key",
@@ -79,13 +80,13 @@ class AgentSocket:
         """Z85; empty without a key."""
         if key is not None:
             self._secure(key)
-        host = f"[{bind}]" if ":" in bind else bind
         try:
-            self._socket.bind(f"tcp://{host}:{port or '*'}")
+            bind_one(ports, lambda port: self._socket.bind(f"tcp://{bracketed(bind)}:{port or '*'}"))
         except ZMQError as error:
             self.close()
             raise ConfigError(
-                f"the agent cannot listen on {bind}:{port}: {error.strerror}", field="--kv-agent-port"
+                f"the agent cannot listen on {bind}, port {ports[-1]}: {error.strerror}",
+                field="--kv-agent-port",
             ) from None
         self.port = int(self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rpartition(":")[2])
 

@@ -134,9 +134,16 @@ class Registrar:
             problem, answer = str(error) or type(error).__name__, None
         now = self._now()
         if answer is not None:
-            if router.name != answer.router or router.problem:
+            if answer.problem and answer.problem != router.problem:
+                logger.warning(
+                    "router %s does not reach this server: %s. If that is not its address, give "
+                    "--kv-announce-host",
+                    router.url,
+                    answer.problem,
+                )
+            elif router.name != answer.router or (router.problem and not answer.problem):
                 logger.info("registered with router %s at %s", answer.router, router.url)
-            router.name, router.registered, router.problem = answer.router, now, ""
+            router.name, router.registered, router.problem = answer.router, now, answer.problem
             router.pause = FIRST_PAUSE_S
             return
         if problem != router.problem:

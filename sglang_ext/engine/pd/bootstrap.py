@@ -13,8 +13,8 @@ from typing import Any
 
 from zmq.asyncio import Context
 
+from sglang_ext.addresses import bracketed, listen_host
 from sglang_ext.clock import Clock, SystemClock
-from sglang_ext.cluster_key import is_loopback
 from sglang_ext.disagg.errors import PeerProtocolError, RefusedError
 from sglang_ext.disagg.transfer.control import ControlServer, MemberKeys
 from sglang_ext.engine.pd.messages import MESSAGES, Ask, Lookup, Ok, RankInfo, Register, Topology
@@ -54,15 +54,6 @@ class Registry:
         return tuple(ranks)
 
 
-def listen_host(host: str, keys: MemberKeys | None) -> str:
-    """Where to listen when the server listens at `host`: on loopback unless a key guards the port."""
-    if keys is None:
-        return host if is_loopback(host) and host.startswith("127.") else "127.0.0.1"
-    if host in ("", "localhost", "::1"):
-        return "127.0.0.1"
-    return host
-
-
 class BootstrapService:
     """A bootstrap port, on a thread of its own."""
 
@@ -98,7 +89,7 @@ class BootstrapService:
     async def _serve(self, host: str, port: int, keys: MemberKeys | None) -> tuple[ControlServer, Context]:
         context = Context()
         try:
-            bind = f"{listen_host(host, keys)}:{port}"
+            bind = f"{bracketed(listen_host(host, keyed=keys is not None))}:{port}"
             return ControlServer(context, bind, keys, self._answer, MESSAGES), context
         except BaseException:
             context.destroy(linger=0)

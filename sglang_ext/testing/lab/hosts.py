@@ -125,6 +125,7 @@ class Host:
         log: Path | None = None,
         environment: Mapping[str, str] | None = None,
         stdout: int | None = None,
+        stdin: int = subprocess.DEVNULL,
     ) -> subprocess.Popen[bytes]:
         """Start a process on this host. It leads a process group, by which it is signalled (``stop``)."""
         words = ["nsenter", "--target", str(self.pid), *NAMESPACES, "--", *command]
@@ -133,7 +134,7 @@ class Host:
             process = subprocess.Popen(
                 words,
                 env=dict(os.environ if environment is None else environment),
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=output,
                 stderr=None if log is None else subprocess.STDOUT,
                 start_new_session=True,
@@ -268,8 +269,9 @@ def stop(process: subprocess.Popen[bytes], number: int = signal.SIGTERM) -> None
         with suppress(subprocess.TimeoutExpired):
             process.wait(STOP_SECONDS)
             break
-    if process.stdout is not None:
-        process.stdout.close()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
 
 
 def _start(*command: str) -> subprocess.Popen[bytes]:

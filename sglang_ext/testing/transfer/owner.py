@@ -3,9 +3,9 @@
     python -m sglang_ext.testing.transfer.owner '{"transports": ["tcp"], "blocks": 64, ...}'
 
 Prints one line of JSON when it serves: {"address": ..., "pid": ...}. Publishes request `r<i>` for i in
-range(requests), all blocks each. With `connect` it connects there, takes the lease of `r0`, and prints it.
-With `reserve` it has these blocks there granted; with `write`, it writes to the first region there without
-end, and prints what ends that. Ends when its standard input does.
+range(requests), all blocks each. With `connect` it connects there, takes the lease of `r0`, and prints it and
+the transport. With `reserve` it has these blocks there granted; with `write`, it writes to the first region
+there without end, and prints what ends that. Ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from sglang_ext.cluster_key import read_cluster_key
 from sglang_ext.disagg.errors import TransferError
 from sglang_ext.disagg.messages import Reserve, Reserved
 from sglang_ext.disagg.transfer.config import EndpointConfig
@@ -48,6 +49,9 @@ async def main(options: dict[str, Any]) -> None:
         options.get("name", "owner"),
         options.get("namespace", NAMESPACE),
         bind=options.get("bind", "127.0.0.1"),
+        announce=options.get("announce", ""),
+        ports=tuple(options.get("ports", (0,))),
+        keys=read_cluster_key(options["key_file"]) if "key_file" in options else None,
         transports=tuple(TransportName(t) for t in options.get("transports", ())),
         lanes=options.get("lanes", 1),
         heartbeat=options.get("heartbeat", 0.1),
@@ -65,6 +69,7 @@ async def main(options: dict[str, Any]) -> None:
     found: dict[str, Any] = {"address": rank.endpoint.address}
     if "connect" in options:
         instance = await rank.endpoint.connect([options["connect"]])
+        found["transport"] = str(instance.links[0].peer.channel.name)
         found["lease"] = (await instance.offer(0, "r0", "hbm")).lease
         if "reserve" in options:
             link = instance.links[0]

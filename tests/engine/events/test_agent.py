@@ -314,4 +314,4 @@ async def test_what_is_no_message_is_counted() -> None:
 
 def test_nothing_listens_beyond_loopback_without_a_key() -> None:
     with pytest.raises(ConfigError, match="--kv-cluster-key-file"):
-        AgentSocket("0.0.0.0", 0, None)
+        AgentSocket("0.0.0.0", (0,), None)

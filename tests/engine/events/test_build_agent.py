@@ -11,6 +11,7 @@ import zmq
 from agent_rig import until
 from engine_simulation import SCENARIOS, Rank, Traffic
 
+from sglang_ext.addresses import SystemNetwork, place
 from sglang_ext.config import KvConfig
 from sglang_ext.engine.events.agent import AgentFacts
 from sglang_ext.errors import ConfigError
@@ -43,6 +44,7 @@ def facts(rank: Rank) -> AgentFacts:
 
 def attach(rank: Rank, config: KvConfig, args: SimpleNamespace) -> Any:
     assert rank.desks is not None
+    config = place(config, args, SystemNetwork())
     return attach_agent(rank.cache, args, config, facts(rank), desks=rank.desks, named={}, namespace=IDENTITY)
 
 

@@ -18,7 +18,7 @@ from sglang_ext.disagg.messages import Offer
 from sglang_ext.disagg.transfer.control import CurveKeys
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.engine.pd import prefill_sender as pd_giving
-from sglang_ext.engine.pd.bootstrap import FORGET_SECONDS, Registry, listen_host
+from sglang_ext.engine.pd.bootstrap import FORGET_SECONDS, Registry
 from sglang_ext.engine.pd.decode_receiver import ReceivingHandover, Wanted, after_skip
 from sglang_ext.engine.pd.leases import POOL
 from sglang_ext.engine.pd.messages import RankInfo
@@ -265,11 +265,6 @@ def test_a_topology_is_complete_or_refused() -> None:
     clock.advance(0.2)
     with pytest.raises(RefusedError, match="1 of 2"):
         registry.topology()
-
-
-def test_without_a_key_nothing_listens_beyond_loopback() -> None:
-    assert listen_host("0.0.0.0", None) == "127.0.0.1"
-    assert listen_host("10.0.0.7", None) == "127.0.0.1"
 
 
 def push(

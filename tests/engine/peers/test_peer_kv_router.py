@@ -61,6 +61,7 @@ class Node:
             router=f"http://127.0.0.1:{router_port}",
             cluster_key_file=str(key_file),
             instance_id=name,
+            announce_host="127.0.0.1",
         )
         self.url = f"http://127.0.0.1:{port}"
         arguments = SimpleNamespace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 from typing import Any
@@ -20,8 +21,15 @@ from hypothesis.stateful import (
 
 from sglang_ext.errors import InternalError, PeerError
 from sglang_ext.protocol.agent import Beat, Fill
-from sglang_ext.protocol.cluster import VERDICT_S, Cluster, InstanceView, Registration, TierFill
-from sglang_ext.router.cluster.members import FORGET_S, CannotChangeRole, Members, Unknown
+from sglang_ext.protocol.cluster import (
+    HEARTBEAT_S,
+    VERDICT_S,
+    Cluster,
+    InstanceView,
+    Registration,
+    TierFill,
+)
+from sglang_ext.router.cluster.members import FORGET_S, HEARD_S, CannotChangeRole, Members, Unknown
 from sglang_ext.router.cluster.members_view import cluster, instance_view
 from sglang_ext.router.cluster.membership import EmbeddedMembership, RouterStatus, Seen
 from sglang_ext.router.cluster.roster import (
@@ -56,6 +64,7 @@ class Links:
     connected: dict[str, Registration] = field(default_factory=dict)
     dead: list[tuple[str, int]] = field(default_factory=list)
     beats: dict[str, Beat] = field(default_factory=dict)
+    silent: dict[str, float] = field(default_factory=dict)
 
     def connect(self, name: str, registration: Registration) -> None:
         self.connected[name] = registration
@@ -68,6 +77,9 @@ class Links:
 
     def beat(self, name: str) -> Beat | None:
         return self.beats.get(name)
+
+    def silent_s(self, name: str) -> float:
+        return self.silent.get(name, math.inf)
 
 
 class Watch(HealthWatch):
@@ -184,6 +196,41 @@ def test_a_name_that_lives_elsewhere_is_taken(rig: Rig) -> None:
     assert rig.state(B) is State.NEW
     assert rig.links.dead[0] == ("a", 1)
     rig.check()
+
+
+def test_two_that_announce_one_address_do_not_take_turns(rig: Rig) -> None:
+    """Whether they have one name or two: the second is refused while the very first is heard."""
+    rig.join(epoch=1, agent="tcp://127.0.0.1:5000")
+    rig.links.beats[A], rig.links.silent[A] = Beat((1).to_bytes(16, "big"), 0), HEARTBEAT_S
+    for name in ("a", "b"):
+        with pytest.raises(Taken, match=r"lives.*--kv-announce-host"):
+            rig.members.register(registration(name, epoch=2))
+    assert rig.view().epoch == f"{1:032x}"
+    assert rig.members.register(registration(epoch=1, agent="tcp://127.0.0.1:5000")).state == "ready"
+    rig.links.silent[A] = HEARD_S  # it was killed
+    rig.members.register(registration(epoch=2))
+    assert rig.links.dead == [("a", 1)]
+    # What is heard now is the old process, still, or another one.
+    rig.links.silent[A] = 0.0
+    rig.members.register(registration(epoch=3))
+    rig.check()
+
+
+def test_an_instance_that_is_not_reached_back_is_told_so_and_so_is_the_log(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    again = registration(agent="tcp://node7:5000")
+    assert rig.members.register(again).problem == ""
+    rig.fleet.lost(A, "cannot connect to it: the name is not known")
+    for _ in range(2):
+        problem = rig.members.register(again).problem
+        assert "the name is not known" in problem
+        assert "tcp://node7:5000 is not heard" in problem
+    said = [record.message for record in caplog.records if "reached back" in record.message]
+    assert len(said) == 1
+    assert "--kv-announce-host" in said[0]
+    rig.links.beats[A] = Beat((1).to_bytes(16, "big"), 0)
+    assert rig.members.register(again).problem == ""
 
 
 def test_a_url_belongs_to_whoever_registered_last(rig: Rig) -> None:

@@ -1,0 +1,253 @@
+"""Where a server listens, and by which address others reach it: found once, when it starts.
+
+What a server announces is a number unless ``--kv-announce-host`` gives a name: its own host's name may mean
+nothing elsewhere. It is announced apart from what is bound, so that something in between may forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import hashlib
+import ipaddress
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+from sglang_ext.config import KvConfig
+from sglang_ext.errors import ConfigError
+
+T = TypeVar("T")
+
+LOOPBACK: Final = "127.0.0.1"
+WILDCARDS: Final = {"": "0.0.0.0", "0.0.0.0": "0.0.0.0", "::": "::"}
+ELSEWHERE: Final = {4: "192.0.2.1", 6: "2001:db8::1"}
+"""Addresses of nobody: the way to them is the default route."""
+MACHINE_ID: Final = Path("/etc/machine-id")
+_SIOCGIFADDR: Final = 0x8915
+KEY_FLAG: Final = "--kv-cluster-key-file"
+
+
+class Server(Protocol):
+    """What is asked of SGLang's ``ServerArgs``."""
+
+    host: str
+    port: int
+
+
+class Network(Protocol):
+    """What this machine knows of its network."""
+
+    def resolve(self, host: str) -> str | None:
+        """A name's address, and an address itself; None for a name that means nothing here."""
+
+    def route(self, host: str) -> str | None:
+        """This machine's address on the way to a host; None where there is no way."""
+
+    def interface(self, name: str) -> str | None:
+        """The address of a network interface; None where there is none of that name, or it has none."""
+
+    def machine(self) -> str:
+        """Tells this machine from others, the same after a restart: a few hexadecimal digits."""
+
+
+class SystemNetwork:
+    """``Network``, as the system says."""
+
+    def resolve(self, host: str) -> str | None:
+        if host == "localhost":
+            return LOOPBACK
+        with contextlib.suppress(OSError, UnicodeError):
+            return str(socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0][4][0])
+        return None
+
+    def route(self, host: str) -> str | None:
+        address = self.resolve(host)
+        if address is None:
+            return None
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing
+            return str(probe.getsockname()[0])
+        return None
+
+    def interface(self, name: str) -> str | None:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            return socket.inet_ntoa(found[20:24])
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/net/if_inet6").read_text().splitlines():
+                digits, _, _, scope, _, device = line.split()
+                if device == name and scope == "00":  # global
+                    return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
+        return None
+
+    def machine(self) -> str:
+        facts = socket.gethostname().encode()
+        with contextlib.suppress(OSError):
+            facts += MACHINE_ID.read_bytes()
+        return hashlib.blake2b(facts, digest_size=4).hexdigest()
+
+
+def place(config: KvConfig, server: Server, network: Network) -> KvConfig:
+    """``config`` with what it leaves to this machine: ``announce_host``, the address of ``data_interface``,
+    and ``instance_id``. What is placed stays as it is.
+
+    Raises:
+        ConfigError: the server could not be reached by others; names the flag, and the way out.
+    """
+    keyed = config.cluster_key_file is not None
+    routers = (
+        [] if config.router is None else [urlsplit(url).hostname or "" for url in config.router.split(",")]
+    )
+    announced = _announced(config.announce_host, server.host, routers, network, keyed=keyed)
+    data = config.data_interface
+    if data is not None:
+        if not keyed:
+            raise ConfigError(
+                "without a key, KV travels on loopback only",
+                field="--kv-data-interface",
+                hint=f"Give {KEY_FLAG}",
+            )
+        found = data if is_address(data) else network.interface(data)
+        if found is None:
+            raise ConfigError(
+                f"there is no network interface {data!r} with an address",
+                field="--kv-data-interface",
+                hint="`ip address` lists them",
+            )
+        data = found
+    name = config.instance_id or _instance_id(announced, server.port, network)
+    return dataclasses.replace(config, announce_host=announced, data_interface=data, instance_id=name)
+
+
+def _announced(given: str | None, host: str, routers: Sequence[str], network: Network, *, keyed: bool) -> str:
+    remote = [each for each in routers if not _is_here(each, network)]
+    if remote and not keyed:
+        raise ConfigError(
+            f"the router at {remote[0]} is on another machine, and this server has no key of the cluster",
+            field=KEY_FLAG,
+            hint="Give the file with the key, the same on every member",
+        )
+    if given is not None:
+        if not keyed and not is_loopback(given):
+            raise ConfigError(
+                f"without a key, nobody is answered at {given}",
+                field="--kv-announce-host",
+                hint=f"Give {KEY_FLAG}",
+            )
+        return given
+    if host not in WILDCARDS:
+        address = network.resolve(host) or host
+        if remote and is_loopback(address):
+            raise ConfigError(
+                f"this server listens on {host}, where the router at {remote[0]} cannot reach it",
+                field="--host",
+                hint="Give --host 0.0.0.0 or an address of this machine; or --kv-announce-host, where "
+                "something in between forwards",
+            )
+        return address
+    family = 6 if host == "::" else 4
+    loopback = "::1" if family == 6 else LOOPBACK
+    if not keyed:
+        return loopback
+    for each in (*remote, ELSEWHERE[family], ELSEWHERE[10 - family]):
+        address = network.route(each) or ""
+        if address and not is_loopback(address):
+            return address
+    if routers and not remote:
+        return loopback
+    raise ConfigError(
+        f"listens on {host or 'every address'}, and none is found by which others reach this machine",
+        field="--host",
+        hint="Give --kv-announce-host ADDRESS",
+    )
+
+
+def _is_here(host: str, network: Network) -> bool:
+    """Whether a router's host is this machine."""
+    if is_loopback(host):
+        return True
+    address = network.resolve(host)
+    return address is not None and (is_loopback(address) or network.route(address) == address)
+
+
+def _instance_id(announced: str, port: int, network: Network) -> str:
+    """Where it is reached, and beyond loopback on which machine: an address may be given twice."""
+    host = f"ipv6-{announced.replace(':', '-')}" if ":" in announced else announced
+    return f"{host}:{port}" if is_loopback(announced) else f"{host}:{port}-{network.machine()}"
+
+
+def listen_host(host: str, *, keyed: bool) -> str:
+    """Where a member listens whose server listens at ``host``: an address, on loopback unless a key guards
+    it.
+    """
+    if host in WILDCARDS:
+        return WILDCARDS[host] if keyed else "::1" if host == "::" else LOOPBACK
+    address = host if is_address(host) else SystemNetwork().resolve(host) or host
+    return address if keyed or is_loopback(address) else LOOPBACK
+
+
+def bind_one(ports: Sequence[int], bind: Callable[[int], T]) -> T:
+    """Bind to the first of some ports that nobody has.
+
+    Raises:
+        What ``bind`` raises, for the last one if all are taken.
+    """
+    for port in ports[:-1]:
+        try:
+            return bind(port)
+        except Exception as error:  # ZeroMQ's is no OSError
+            if getattr(error, "errno", None) != errno.EADDRINUSE:
+                raise
+    return bind(ports[-1])
+
+
+def connectable(host: str) -> str:
+    """Where this machine reaches what listens at ``host``."""
+    return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
+
+
+def bracketed(host: str) -> str:
+    """A host as it stands in front of a port."""
+    return f"[{host}]" if ":" in host else host
+
+
+def host_of(address: str) -> str:
+    """The host of ``host``, ``host:port`` or ``[host]:port``."""
+    return split_port(address)[0]
+
+
+def split_port(address: str) -> tuple[str, str]:
+    """Host and port of an address; no port where it has none."""
+    if address.startswith("["):
+        host, _, port = address[1:].partition("]")
+        return host, port.removeprefix(":")
+    if address.count(":") > 1:
+        return address, ""
+    host, _, port = address.partition(":")
+    return host, port
+
+
+def is_address(host: str) -> bool:
+    """Whether a host is given by number."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what is bound to ``host`` (a name or an address), without a key."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
