@@ -26,7 +26,7 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -263,6 +263,27 @@ def _keys(path: str | Path, field: str) -> tuple[bytes, ...]:
     return keys
 
 
+def shared_with(status: os.stat_result, user: int, groups: Collection[int]) -> str | None:
+    """Why what is in a file is no secret, as the rest of a sentence; None when it is one.
+
+    It belongs to this user or to root, and nobody else may do anything with it, but for one case: what is
+    root's, a group that this process is in may read, other than root's own. So does Kubernetes mount Secrets
+    for pods with ``fsGroup``.
+
+    Args:
+        user, groups: of this process.
+    """
+    if not stat.S_ISREG(status.st_mode):
+        return "is not a file"
+    if status.st_uid not in (user, 0):
+        return f"belongs to another user ({status.st_uid})"
+    others = status.st_mode & 0o077
+    group = status.st_gid
+    if others and not (others == 0o040 and status.st_uid == 0 and group != 0 and group in groups):
+        return f"can be used by others (mode {stat.S_IMODE(status.st_mode):04o})"
+    return None
+
+
 def read_secret(path: str | Path, *, field: str, hint: str | None = None) -> bytes:
     """The one line of a file that nobody else can read, without white space around it.
 
@@ -289,16 +310,12 @@ def read_secrets(path: str | Path, most: int, *, field: str, hint: str | None = 
         raise ConfigError(f"cannot read {path}: {error.strerror}", field=field, hint=hint) from None
     try:
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{path} is not a file", field=field, hint=hint)
-        if status.st_mode & 0o077:
+        if (problem := shared_with(status, os.geteuid(), {os.getegid(), *os.getgroups()})) is not None:
             raise ConfigError(
-                f"others can use {path} (mode {stat.S_IMODE(status.st_mode):04o})",
+                f"{path} {problem}",
                 field=field,
-                hint=f"chmod 600 {path}, and change what is in it if they may have read it",
+                hint=f"chmod 600 {path}, and change what is in it if others may have read it",
             )
-        if status.st_uid not in (os.geteuid(), 0):
-            raise ConfigError(f"{path} belongs to another user", field=field, hint=hint)
         secret = os.read(descriptor, MAX_BYTES + 1).strip()
     finally:
         os.close(descriptor)

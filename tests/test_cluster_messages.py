@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.cluster_key import LOOK_S, MAX_SKEW_S, ClusterKey, Replays, read_cluster_key
+from sglang_ext.cluster_key import LOOK_S, MAX_SKEW_S, ClusterKey, Replays, read_cluster_key, shared_with
 from sglang_ext.errors import ConfigError, UserError
 from sglang_ext.protocol.cluster import (
     MAX_BODY_BYTES,
@@ -163,6 +164,54 @@ def test_a_key_that_others_can_use_is_refused(tmp_path: Path, mode: int) -> None
     with pytest.raises(ConfigError, match="chmod 600") as caught:
         read_cluster_key(key_file(tmp_path, mode=mode), field="--kv-cluster-key-file")
     assert caught.value.field == "--kv-cluster-key-file"
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "group", "good"),
+    [
+        (0o440, 0, 2000, True),  # a Secret, mounted for a pod with fsGroup 2000
+        (0o640, 0, 2000, True),
+        (0o400, 0, 0, True),
+        (0o600, 1000, 1000, True),
+        (0o440, 0, 3000, False),  # a group that we are not in
+        (0o440, 0, 0, False),
+        (0o440, 1000, 2000, False),  # what is ours, we can keep to ourselves
+        (0o460, 0, 2000, False),
+        (0o450, 0, 2000, False),
+        (0o444, 0, 2000, False),
+        (0o600, 1001, 1000, False),
+    ],
+)
+def test_who_may_read_a_secret(mode: int, owner: int, group: int, good: bool) -> None:
+    status = os.stat_result((stat.S_IFREG | mode, 0, 0, 1, owner, group, 10, 0, 0, 0))
+    assert (shared_with(status, 1000, {1000, 2000, 0}) is None) is good
+
+
+def test_a_secret_that_kubernetes_mounts_is_read_and_changed_as_it_does(tmp_path: Path) -> None:
+    """A link to a file in a folder that a link names, which is put in place of the former at once."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    groups = os.getgroups()
+    os.setgroups([*groups, 2000])
+    try:
+        for name, text in (("..1", SECRET), ("..2", OTHER)):
+            (tmp_path / name).mkdir()
+            file = key_file(tmp_path / name, text, 0o440)
+            os.chown(file, 0, 2000)
+        (tmp_path / "..data").symlink_to("..1")
+        (tmp_path / "cluster.key").symlink_to("..data/cluster.key")
+        now = 0.0
+        key = read_cluster_key(tmp_path / "cluster.key", now=lambda: now)
+        assert key == ClusterKey(SECRET)
+        (tmp_path / "..data_tmp").symlink_to("..2")
+        os.replace(tmp_path / "..data_tmp", tmp_path / "..data")
+        now = 2.0
+        assert key.curve_pair() == ClusterKey(OTHER).curve_pair()
+        os.setgroups(groups)
+        with pytest.raises(ConfigError, match="mode 0440"):
+            read_cluster_key(tmp_path / "cluster.key")
+    finally:
+        os.setgroups(groups)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import tomllib
 from typing import Any
 
@@ -11,6 +10,7 @@ import aiofiles
 import aiofiles.os
 import orjson
 
+from sglang_ext.cluster_key import shared_with
 from sglang_ext.errors import ConfigError
 from sglang_ext.router.tenancy.tenants import KeyEntry, parse_keys
 
@@ -36,19 +36,8 @@ async def read_key_file(path: str) -> tuple[KeyEntry, ...]:
 
 
 def _check_mode(path: str, status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"{path} is not a file", field="--api-keys-file")
-    if status.st_uid not in (os.geteuid(), 0):
-        raise ConfigError(
-            f"{path} belongs to user {status.st_uid}, who is neither this one nor root",
-            field="--api-keys-file",
-        )
-    if status.st_mode & 0o077:
-        raise ConfigError(
-            f"{path} can be read or written by others (mode {stat.S_IMODE(status.st_mode):04o})",
-            field="--api-keys-file",
-            hint=f"chmod 600 {path}",
-        )
+    if (problem := shared_with(status, os.geteuid(), {os.getegid(), *os.getgroups()})) is not None:
+        raise ConfigError(f"{path} {problem}", field="--api-keys-file", hint=f"chmod 600 {path}")
 
 
 def _parse(path: str, data: bytes) -> Any:

@@ -1,0 +1,158 @@
+"""A cluster over hosts that share nothing: a router and real servers, bound to every address of their hosts.
+
+Hosts have equal names that mean nothing to the others, and two networks, one of them for KV alone.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from token_requests import random_prompt
+
+from sglang_ext.addresses import bracketed
+from sglang_ext.testing.compare import Answer, assert_same
+from sglang_ext.testing.lab.hosts import Lab, why_not
+from sglang_ext.testing.models import model_path
+from sglang_ext.testing.servers.server import ONE_THREAD, ServerProcess
+from sglang_ext.testing.waiting import wait_until
+
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(900)]
+
+PORT, BOOTSTRAP, PORTS = 30_000, 8998, "31000-31009"
+API_KEY = "the-key-of-clients"
+POOL = ("--max-total-tokens", "6000", "--chunked-prefill-size", "256", "--kv-check")
+COLOCATED = ("--radix-cache-backend", "global", "--kv-dram-size", "32MiB")
+BACKEND = ("--disaggregation-transfer-backend", "global")
+PREFILL = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(BOOTSTRAP), *BACKEND)
+DECODE = ("--disaggregation-mode", "decode", *BACKEND)
+TOKENS = 8
+HOSTS = ("r", "a", "b")
+
+
+class Fleet:
+    """A router on the first host of a lab, a server on each of the others.
+
+    Args:
+        flags: of each server.
+        family: of the addresses.
+        folder: for logs.
+    """
+
+    def __init__(self, lab: Lab, key_file: Path, folder: Path, family: int, *flags: tuple[str, ...]) -> None:
+        self.lab, self._folder = lab, folder
+        wildcard = "::" if family == 6 else "0.0.0.0"
+        address = lab["r"].address("lan", family)
+        self._url = f"http://{bracketed(address)}:{PORT}"
+        router = ("--host", wildcard, "--port", str(PORT), "--cluster-key-file", str(key_file))
+        self._start("r", "sglang_ext.router", *router, "--api-key", API_KEY)
+        for name, more in zip(HOSTS[1:], flags, strict=True):
+            self._start(
+                *(name, "sglang_ext.launch_server", "--model-path", str(model_path("tiny", "float32"))),
+                *("--dtype", "float32", "--host", wildcard, "--port", str(PORT), *POOL, *more),
+                *("--kv-router", self._url, "--kv-cluster-key-file", str(key_file)),
+                *("--kv-data-interface", "kv", "--kv-ports", PORTS),
+            )
+
+    def _start(self, host: str, module: str, *arguments: str) -> None:
+        self.lab[host].popen([sys.executable, "-m", module, *arguments], log=self.log(host))
+
+    def log(self, host: str) -> Path:
+        return self._folder / f"{host}.log"
+
+    def ask(self, method: str, path: str, body: Any = None) -> httpx.Response:
+        """A request from the router's host to the router."""
+        with self.lab["r"].network(), httpx.Client(trust_env=False, timeout=120) as client:
+            headers = {"authorization": f"Bearer {API_KEY}"}
+            return client.request(method, self._url + path, json=body, headers=headers)
+
+    def ready(self) -> bool:
+        try:
+            return self.ask("GET", "/ready").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def instances(self) -> list[dict[str, Any]]:
+        return list(self.ask("GET", "/cluster/instances").json()["instances"])
+
+    def usable(self) -> int:
+        return sum(each["usable"] for each in self.instances())
+
+    def generate(self, prompt: list[int]) -> Answer:
+        body = {
+            "input_ids": prompt,
+            "sampling_params": {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True},
+            "return_logprob": True,
+            "top_logprobs_num": 2,
+        }
+        answer = self.ask("POST", "/generate", body)
+        assert answer.status_code == 200, answer.text
+        return Answer.of(answer.json())
+
+    def logs(self) -> str:
+        return "\n".join(f"== {name}\n{self.log(name).read_text()[-6000:]}" for name in HOSTS)
+
+
+@pytest.fixture
+def lab(key_file: Path, family: int) -> Iterator[Lab]:
+    if reason := why_not():
+        pytest.skip(reason)
+    names = dict.fromkeys(HOSTS, "node")
+    hosts = Lab(*HOSTS, hostnames=names, shared=[key_file], families=(family,), networks=("lan", "kv"))
+    with hosts as lab:
+        yield lab
+
+
+@pytest.mark.parametrize(
+    ("family", "flags"),
+    [
+        pytest.param(4, (COLOCATED, COLOCATED), id="colocated"),
+        pytest.param(4, (PREFILL, DECODE), id="apart"),
+        pytest.param(6, (PREFILL, DECODE), id="apart-IPv6"),
+    ],
+)
+def test_hosts_serve_one_cluster(
+    lab: Lab,
+    key_file: Path,
+    tmp_path: Path,
+    family: int,
+    flags: tuple[tuple[str, ...], ...],
+    truth: ServerProcess,
+    rng: random.Random,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Answers are those of one server, and each server is known by what it announces."""
+    for name, value in ONE_THREAD.items():
+        monkeypatch.setenv(name, value)
+    fleet = Fleet(lab, key_file, tmp_path, family, *flags)
+    try:
+        wait_until(lambda: fleet.ready() and fleet.usable() == 2, seconds=300, what="both servers")
+        for _ in range(3):
+            prompt = random_prompt(rng, 200)
+            assert_same(truth.generate(prompt, max_new_tokens=TOKENS), fleet.generate(prompt))
+        found = {each["url"] for each in fleet.instances()}
+        hosts = [bracketed(lab[name].address("lan", family)) for name in HOSTS[1:]]
+        assert found == {f"http://{host}:{PORT}" for host in hosts}
+        assert len({each["instance"] for each in fleet.instances()}) == 2
+    except BaseException:
+        sys.stderr.write(fleet.logs())
+        raise
+
+
+@pytest.mark.parametrize("family", [4])
+def test_a_server_on_loopback_ends_with_the_way_out(lab: Lab, key_file: Path) -> None:
+    """SGLang's default host, and a router on another one."""
+    command = [
+        *(sys.executable, "-m", "sglang_ext.launch_server"),
+        *("--model-path", str(model_path("tiny", "float32")), *COLOCATED),
+        *("--kv-router", f"http://{lab['r'].address()}:{PORT}", "--kv-cluster-key-file", str(key_file)),
+    ]
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        lab["a"].run("sh", "-c", '"$@" 2>&1', "sh", *command, seconds=120)
+    assert "Give --host 0.0.0.0" in error.value.output.decode()
