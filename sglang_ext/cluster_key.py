@@ -41,7 +41,9 @@ MAX_KEYS: Final = 2
 SCHEME: Final = "KV-HMAC"
 """The word before the signature in the ``authorization`` header."""
 MAX_SKEW_S: Final = 60.0
-"""How far the clocks of two members may be apart, and how long a signature is remembered."""
+"""How far the time in a signature may be from the clock of whoever checks it; so long it is remembered."""
+CLOCK_HEADER: Final = "kv-clock"
+"""Tells a member whose signature is refused what time it is here; it signs again by that."""
 NONCE_BYTES: Final = 16
 LOOK_S: Final = 1.0
 """Pause between two looks at whether the file has changed."""
@@ -166,6 +168,27 @@ class ClusterKey:
             return f"it was signed {abs(skew):.0f} s {'ahead' if skew > 0 else 'ago'}; set the clocks right"
         return None
 
+    def clock(self, header: str, wall: float) -> str:
+        """What answers a request whose signature is refused: the time here, sealed for that request only.
+        wall: seconds since the epoch, now. Empty for a request that is not signed.
+        """
+        nonce = _nonce(header)
+        moment = str(int(wall * 1000))
+        return f"{moment}.{self.seal(CLOCK_HEADER, f'{nonce}.{moment}'.encode())}" if nonce else ""
+
+    def ahead(self, answer: str, header: str, wall: float) -> float | None:
+        """By how many seconds the clock of a member that answered a request is ahead; None when it was none.
+
+        Args:
+            answer: the header ``CLOCK_HEADER``. header: by which the request was signed.
+            wall: seconds since the epoch, now.
+        """
+        moment, _, seal = answer.partition(".")
+        is_good = moment.isascii() and moment.isdigit() and len(moment) < 18
+        if not is_good or not self.is_sealed(CLOCK_HEADER, f"{_nonce(header)}.{moment}".encode(), seal):
+            return None
+        return int(moment) / 1000 - wall
+
     def seal(self, purpose: str, data: bytes) -> str:
         """A signature of what is written down where others can write, 64 hexadecimal digits.
 
@@ -179,6 +202,12 @@ class ClusterKey:
         return any(
             hmac.compare_digest(given, each.sealed(purpose, data).encode()) for each in self._current()
         )
+
+
+def _nonce(header: str) -> str:
+    """Of a signed request."""
+    nonce = header.partition(" ")[2].strip().partition(".")[2].partition(".")[0]
+    return nonce if len(nonce) == 2 * NONCE_BYTES and nonce.isalnum() else ""
 
 
 class Replays:

@@ -245,6 +245,18 @@ def test_a_signature_is_good_once() -> None:
     assert repr(replays) == "Replays(1)", "what is too old to be accepted is forgotten"
 
 
+def test_a_member_tells_what_time_it_is_for_one_request_only() -> None:
+    key, header = ClusterKey(SECRET), signed(ClusterKey(SECRET))
+    told = key.clock(header, 1090.0)
+    assert key.ahead(told, header, 1000.0) == 90.0
+    assert key.ahead(told, header, 1180.0) == -90.0
+    assert key.ahead(told, signed(key), 1000.0) is None, "of another request"
+    assert key.ahead(told.replace("1090", "1091"), header, 1000.0) is None
+    assert key.ahead(ClusterKey(OTHER).clock(header, 1090.0), header, 1000.0) is None
+    assert key.ahead("", header, 1000.0) is key.ahead("1.x", header, 1000.0) is None
+    assert key.clock("Bearer operator", 1090.0) == ""
+
+
 def test_a_changed_nonce_is_no_other_signature() -> None:
     key = ClusterKey(SECRET)
     scheme, _, value = signed(key).partition(" ")

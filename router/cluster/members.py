@@ -262,7 +262,7 @@ class Members:
             Unknown: there is none of this name.
         """
         changing = None if role is None else Changing(role, self.router)
-        self._wish(instance, Intent.GO, self.clock.wall() + deadline_s, changing)
+        self._wish(instance, Intent.GO, deadline_s, changing)
 
     def resume(self, instance: str) -> None:
         """Somebody takes a drain back.
@@ -294,10 +294,10 @@ class Members:
         return member.registration.role if member.registration else "colocated"
 
     def _wish(
-        self, instance: str, intent: Intent, deadline: float = 0.0, changing: Changing | None = None
+        self, instance: str, intent: Intent, deadline_s: float = 0.0, changing: Changing | None = None
     ) -> None:
         member = self.member(instance)
-        self._publish([self.roster.wished(member.instance, intent, self.clock.wall(), deadline, changing)])
+        self._publish([self.roster.wished(member.instance, intent, self.clock.wall(), deadline_s, changing)])
 
     def member(self, name: str) -> Member:
         """The instance that somebody names, by id or by URL.
@@ -384,12 +384,13 @@ class Members:
 
     def tick(self) -> None:
         """Look at what has run out, and tell the other routers how things are."""
-        wall = self.clock.wall()
+        now = self.clock.monotonic()
         for member in self.roster:
             row = self.fleet.rows.get(member.url)
             if row is None:
                 continue
-            if row.state is State.DRAINING and member.intent is Intent.GO and wall >= member.deadline:
+            drains = row.state is State.DRAINING and member.intent is Intent.GO
+            if drains and now - self.drains.get(member.url, now) >= member.deadline_s:
                 self.fleet.drained(member.url, f"{row.in_flight} requests had not ended at the deadline")
             is_lost = row.state not in USABLE | {State.LEFT, State.DRAINING}
             if is_lost and member.registration is not None and self.age(member.url) > FORGET_S:
@@ -397,7 +398,7 @@ class Members:
                     "instance %s is forgotten: no sign of life for %d s", member.instance, FORGET_S
                 )
                 self._forget(member)
-        for instance in self.roster.expired(wall):
+        for instance in self.roster.expired(self.clock.wall()):
             if self.clock.monotonic() - self._said.get(instance, -LEFT_KEPT_S) > LEFT_KEPT_S:
                 self._said.pop(instance, None)
                 self._forget(self.roster.get(instance))

@@ -92,8 +92,9 @@ def _draining(members: Members, member: Member, row: InstanceRecord | None) -> D
     if member.intent is not Intent.GO:
         return None
     now = members.clock.monotonic()
+    since_s = now - members.drains.get(member.url, now)
     return Draining(
-        since_s=round(now - members.drains.get(member.url, now), 3),
-        deadline_s=round(max(0.0, member.deadline - members.clock.wall()), 3),
+        since_s=round(since_s, 3),
+        deadline_s=round(max(0.0, member.deadline_s - since_s), 3),
         in_flight=row.in_flight if row else 0,
     )

@@ -104,6 +104,8 @@ class RedisMembership:
         self.losses = 0
         """How often Redis was lost since the start."""
         self.refused = 0
+        self._seen: dict[str, tuple[int, float]] = {}
+        """By instance: the stamp of its record, and when that was first seen here; ``monotonic``."""
         """Records in Redis that were none."""
 
     def __repr__(self) -> str:
@@ -151,6 +153,7 @@ class RedisMembership:
 
     def publish(self, member: Member) -> None:
         """Write it down soon."""
+        self._first_seen(member)
         if self._connected:
             self._members[member.instance] = member
             self._wake.set()
@@ -295,7 +298,16 @@ class RedisMembership:
     def _is_alive(self, member: Member, listener: Listener) -> bool:
         """Whether a record that Redis lacks is worth writing down: somebody hears the instance, or nobody has
         had the time to."""
-        return self._clock.wall() - member.stamp / 1e3 < MEMBER_TTL_S or listener.heard(member.instance)
+        seen_s = self._clock.monotonic() - self._first_seen(member)
+        return seen_s < MEMBER_TTL_S or listener.heard(member.instance)
+
+    def _first_seen(self, member: Member) -> float:
+        """When a record was first seen by this router; ``monotonic``."""
+        stamp, since = self._seen.get(member.instance, (-1, 0.0))
+        if stamp != member.stamp:
+            since = self._clock.monotonic()
+            self._seen[member.instance] = (member.stamp, since)
+        return since
 
     async def _read(self, records: RedisRecords, listener: Listener, places: Places) -> None:
         while _goes_on():
@@ -314,6 +326,7 @@ class RedisMembership:
 
     def _take(self, value: bytes, listener: Listener) -> Member | None:
         if (member := self._decoded(decode_member, value)) is not None:
+            self._first_seen(member)
             listener.on_member(member)
         return member
 

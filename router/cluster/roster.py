@@ -51,8 +51,9 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     registration: Registration | None = None
     """``None`` for an instance that was listed by its URL."""
     intent: Intent = Intent.STAY
-    deadline: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    """With GO: until when it may finish what it has; seconds since the epoch."""
+    deadline_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """With GO: for how long it may finish what it has. Each router counts from when it learns of it: their
+    clocks may differ."""
     changing: Changing | None = None
     """With GO: it comes back in another role."""
     stamp: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
@@ -181,14 +182,14 @@ class Roster:
                     hint="Two servers announce one address: give each its own (--kv-announce-host, --port)",
                 )
         changed: list[Member] = []
-        intent, deadline, changing = Intent.STAY, 0.0, None
+        intent, deadline_s, changing = Intent.STAY, 0.0, None
         if before is not None and before.registration is None:
             if (before.url, before.intent) == (registration.url, Intent.GO):
-                intent, deadline = before.intent, before.deadline  # it was listed, and wished to go
+                intent, deadline_s = before.intent, before.deadline_s  # it was listed, and wished to go
         elif before is not None:
             if before.epoch == registration.epoch:
                 if before.intent is Intent.GO:
-                    intent, deadline, changing = Intent.GO, before.deadline, before.changing
+                    intent, deadline_s, changing = Intent.GO, before.deadline_s, before.changing
             elif before.url != registration.url and before.intent is Intent.STAY and alive:
                 raise Taken(
                     f"instance {registration.instance} is at {before.url}, and lives", field="instance"
@@ -196,7 +197,7 @@ class Roster:
         for other in self:
             if other.url == registration.url and other.instance != registration.instance:
                 if other.registration is None and other.intent is Intent.GO:
-                    intent, deadline = other.intent, other.deadline  # the wish was about this URL
+                    intent, deadline_s = other.intent, other.deadline_s  # the wish was about this URL
                 if other.intent is not Intent.GONE:
                     changed.append(self._with(other, now, intent=Intent.GONE))
         if (
@@ -211,7 +212,7 @@ class Roster:
                 url=registration.url,
                 registration=registration,
                 intent=intent,
-                deadline=deadline,
+                deadline_s=deadline_s,
                 changing=changing,
                 stamp=self._stamp(registration.instance, now),
             )
@@ -223,11 +224,13 @@ class Roster:
         instance: str,
         intent: Intent,
         now: float,
-        deadline: float = 0.0,
+        deadline_s: float = 0.0,
         changing: Changing | None = None,
     ) -> Member:
         """Somebody wishes something of a member."""
-        return self._with(self._members[instance], now, intent=intent, deadline=deadline, changing=changing)
+        return self._with(
+            self._members[instance], now, intent=intent, deadline_s=deadline_s, changing=changing
+        )
 
     def _with(
         self,
@@ -235,13 +238,13 @@ class Roster:
         now: float,
         *,
         intent: Intent,
-        deadline: float = 0.0,
+        deadline_s: float = 0.0,
         changing: Changing | None = None,
     ) -> Member:
         return msgspec.structs.replace(
             member,
             intent=intent,
-            deadline=deadline,
+            deadline_s=deadline_s,
             changing=changing,
             stamp=self._stamp(member.instance, now),
         )

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from sglang_ext.addresses import is_loopback
 from sglang_ext.clock import Clock
-from sglang_ext.cluster_key import ClusterKey, Replays
+from sglang_ext.cluster_key import CLOCK_HEADER, ClusterKey, Replays
 from sglang_ext.errors import SglangExtError, UserError
 from sglang_ext.protocol.cluster import PATH, ChangeRole, Drain, Instances, Registration, decode, encode
 from sglang_ext.router.cluster.members import CannotChangeRole, Members, Unknown
@@ -163,7 +163,11 @@ class ClusterApi:
         if why is None or (or_admin and self._is_admin(request)):
             return
         raise RequestRefused(
-            f"the request is refused: {why}", status=401, kind="authentication_error", code="not_a_member"
+            f"the request is refused: {why}",
+            status=401,
+            kind="authentication_error",
+            code="not_a_member",
+            headers=self._clock_header(request, self._key),
         )
 
     def _check_admin(self, request: Request) -> None:
@@ -177,8 +181,16 @@ class ClusterApi:
             status=401,
             kind="authentication_error",
             code="not_an_admin",
-            headers={"www-authenticate": "Bearer"},
+            headers={
+                "www-authenticate": "Bearer",
+                **({} if self._key is None else self._clock_header(request, self._key)),
+            },
         )
+
+    def _clock_header(self, request: Request, key: ClusterKey) -> dict[str, str]:
+        """By which a member whose clock is another signs again."""
+        told = key.clock(request.headers.get("authorization", ""), self._clock.wall())
+        return {CLOCK_HEADER: told} if told else {}
 
     def _not_signed(self, request: Request, key: ClusterKey) -> str | None:
         """Why a request is not a member's."""

@@ -8,13 +8,14 @@ import ssl
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
 
-from sglang_ext.cluster_key import ClusterKey, read_cluster_key
+from sglang_ext.cluster_key import CLOCK_HEADER, ClusterKey, read_cluster_key
 from sglang_ext.errors import ConfigError, PeerError, UserError
 from sglang_ext.flags import Flagged, flag
 
@@ -32,12 +33,14 @@ class RouterClient:
         url: where it is.
         api_key: an administrator's key.
         key: of the cluster; used when there is no API key.
+        wall: seconds since the epoch, by this machine.
     """
 
     url: str
     api_key: str | None = None
     key: ClusterKey | None = None
     tls: ssl.SSLContext | None = None
+    wall: Callable[[], float] = time.time
 
     def call(
         self, method: str, path: str, kind: type[T], body: Any = None, *, timeout_s: float = TIMEOUT_S
@@ -49,11 +52,19 @@ class RouterClient:
             PeerError: it cannot be reached, or does not answer as a router.
         """
         data = b"" if body is None else msgspec.json.encode(body)
+        try:
+            return self._call(method, path, kind, data, timeout_s, ahead_s=0.0)
+        except _OtherClock as error:
+            return self._call(method, path, kind, data, timeout_s, ahead_s=error.ahead_s)
+
+    def _call(
+        self, method: str, path: str, kind: type[T], data: bytes, timeout_s: float, *, ahead_s: float
+    ) -> T:
         headers = {"content-type": "application/json"} if data else {}
         if self.api_key:
             headers["authorization"] = f"Bearer {self.api_key}"
         elif self.key is not None:
-            headers["authorization"] = self.key.sign(method, path, data, time.time())
+            headers["authorization"] = self.key.sign(method, path, data, self.wall() + ahead_s)
         request = urllib.request.Request(self.url + path, data=data or None, headers=headers, method=method)
         # No proxy: what is meant is this router, and no one else shall see the key.
         opener = urllib.request.build_opener(
@@ -64,6 +75,11 @@ class RouterClient:
                 return msgspec.json.decode(answer.read(MAX_ANSWER_BYTES), type=kind)
         except urllib.error.HTTPError as error:
             with error:
+                told = error.headers.get(CLOCK_HEADER)
+                if told and self.key is not None and not ahead_s:
+                    ahead = self.key.ahead(told, headers["authorization"], self.wall())
+                    if ahead is not None and abs(ahead) > 1.0:
+                        raise _OtherClock(ahead) from None
                 raise UserError(_told(error)) from None
         except urllib.error.URLError as error:
             raise PeerError(f"cannot reach {self.url}: {error.reason}", field="--router") from None
@@ -71,6 +87,14 @@ class RouterClient:
             raise PeerError(f"cannot reach {self.url}: {error}", field="--router") from None
         except msgspec.MsgspecError as error:
             raise PeerError(f"{self.url} does not answer as this router does: {error}") from None
+
+
+class _OtherClock(Exception):
+    """The router refuses a signature, and says by how many seconds its clock is ahead."""
+
+    def __init__(self, ahead_s: float) -> None:
+        super().__init__(ahead_s)
+        self.ahead_s = ahead_s
 
 
 def _told(error: urllib.error.HTTPError) -> str:

@@ -138,7 +138,7 @@ class SharedMembershipContract(MembershipContract):
         one, two = await begin("one"), await begin("two")
         one.publish(member())
         await until(lambda: two.ear.roster.get("a") is not None)
-        two.publish(member(intent=Intent.GO, deadline=5.0, stamp=one.ear.roster.get("a").stamp + 1))
+        two.publish(member(intent=Intent.GO, deadline_s=5.0, stamp=one.ear.roster.get("a").stamp + 1))
         await until(lambda: one.ear.roster.get("a").intent is Intent.GO)
         assert one.ear.texts() == two.ear.texts()
 
@@ -168,8 +168,8 @@ class SharedMembershipContract(MembershipContract):
     async def test_among_equal_stamps_all_agree(self, begin) -> None:
         one, two = await begin("one"), await begin("two")
         stamp = member().stamp
-        one.publish(member(stamp=stamp, deadline=1.0))
-        two.publish(member(stamp=stamp, deadline=2.0))
+        one.publish(member(stamp=stamp, deadline_s=1.0))
+        two.publish(member(stamp=stamp, deadline_s=2.0))
         await until(lambda: one.ear.told > 0 and two.ear.told > 0)
         await until(lambda: one.ear.texts() == two.ear.texts())
         three = await begin("three")

@@ -17,12 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Final
 from urllib.parse import urlsplit
 
 import msgspec
 
-from sglang_ext.cluster_key import ClusterKey
+from sglang_ext.cluster_key import CLOCK_HEADER, ClusterKey
 from sglang_ext.protocol.cluster import PATH, VERDICT_S, Registered, Registration, encode, instance_path
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,8 @@ LEAVE_S: Final = 1.0
 FIRST_PAUSE_S: Final = 0.2
 LONGEST_PAUSE_S: Final = 1.0
 """A router that has just started is ready when its instances have told what they hold: it waits for this."""
+CLOCKS_S: Final = 1.0
+"""Clocks that are less apart are alike."""
 LOOK_S: Final = 0.5
 """Pause between looks at whether routers are silent."""
 
@@ -46,6 +49,8 @@ class _Router:
     pause: float = FIRST_PAUSE_S
     registered: float | None = None
     problem: str = ""
+    ahead_s: float = 0.0
+    """Of our clock: we sign by its."""
     stale: bool = False
     """It knows the instance as it was."""
 
@@ -155,16 +160,32 @@ class Registrar:
     def _call(
         self, router: _Router, method: str, path: str, body: bytes, seconds: float
     ) -> tuple[int, bytes]:
+        """Say something, once more by the router's clock if that is why it refuses."""
+        before = router.ahead_s
+        status, answer = self._call_once(router, method, path, body, seconds)
+        if status == HTTPStatus.UNAUTHORIZED and router.ahead_s != before:
+            logger.warning("the clock of router %s is %.0f s ahead of this one", router.url, router.ahead_s)
+            status, answer = self._call_once(router, method, path, body, seconds)
+        return status, answer
+
+    def _call_once(
+        self, router: _Router, method: str, path: str, body: bytes, seconds: float
+    ) -> tuple[int, bytes]:
         parts = urlsplit(router.url)
         target = parts.path.rstrip("/") + path
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(parts.hostname or "", parts.port, timeout=seconds)
         headers = {"content-type": "application/json"}
         if self._key is not None:
-            headers["authorization"] = self._key.sign(method, target, body, self._wall())
+            headers["authorization"] = self._key.sign(method, target, body, self._wall() + router.ahead_s)
         try:
             connection.request(method, target, body, headers)
             response = connection.getresponse()
+            told = response.getheader(CLOCK_HEADER)
+            if told and self._key is not None:
+                ahead = self._key.ahead(told, headers["authorization"], self._wall())
+                if ahead is not None and abs(ahead - router.ahead_s) > CLOCKS_S:
+                    router.ahead_s = ahead
             return response.status, response.read(64 << 10)
         finally:
             connection.close()

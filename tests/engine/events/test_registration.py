@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -18,6 +19,9 @@ from sglang_ext.keys import encode_tokens
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.testing.servers.server import free_port
 from sglang_ext.testing.servers.workers import StandInWorker, running_worker
+
+OFF_S = -90.0
+"""By which the clocks of instances are ahead of the routers'."""
 
 
 @pytest.fixture
@@ -82,7 +86,9 @@ async def test_a_router_with_tls_is_registered_with_when_its_certificate_is_trus
 
 def registrar_of(instance: Instance, ports: list[int], key: ClusterKey | None) -> Registrar:
     urls = [f"http://127.0.0.1:{port}" for port in ports]
-    return Registrar(urls, instance.registration, key, instance.agent.silent_s)
+    return Registrar(
+        urls, instance.registration, key, instance.agent.silent_s, wall=lambda: time.time() + OFF_S
+    )
 
 
 async def metrics_of(router: Router) -> dict[str, float]:

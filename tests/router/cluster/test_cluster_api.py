@@ -13,10 +13,10 @@ import pytest
 from yarl import URL
 
 from sglang_ext.clock import SystemClock
-from sglang_ext.cluster.router_client import quoted
-from sglang_ext.cluster_key import read_cluster_key
-from sglang_ext.errors import ConfigError
-from sglang_ext.protocol.cluster import PATH, instance_path
+from sglang_ext.cluster.router_client import RouterClient, quoted
+from sglang_ext.cluster_key import ClusterKey, read_cluster_key
+from sglang_ext.errors import ConfigError, UserError
+from sglang_ext.protocol.cluster import PATH, Instances, instance_path
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.cluster.membership import ROUTER_TTL_S
 from sglang_ext.router.fleet.fleet import State
@@ -248,6 +248,18 @@ async def test_only_members_register_where_there_is_a_key(start, start_worker, k
     assert (await client.call("POST", path, authorization="Bearer operator"))[0] == 200
     path = instance_path("far")
     assert (await client.call("DELETE", path, authorization=key.sign("DELETE", path, b"", now)))[0] == 200
+
+
+async def test_a_clock_that_is_wrong_keeps_no_member_out(start, key_file) -> None:
+    """The router says what time it is there, sealed; a stranger's word for it would not count."""
+    router, _ = await start(cluster_key_file=str(key_file), api_key="operator")
+    key, now = read_cluster_key(key_file), SystemClock().wall
+    for off_s in (-90.0, 0.0, 90.0, 1e6):
+        there = RouterClient(router.url, key=key, wall=lambda off_s=off_s: now() + off_s)
+        assert (await asyncio.to_thread(there.call, "GET", PATH, Instances)).instances == ()
+    stranger = RouterClient(router.url, key=ClusterKey(b"another key of at least thirty-two characters"))
+    with pytest.raises(UserError, match="administrator's key"):
+        await asyncio.to_thread(stranger.call, "GET", PATH, Instances)
 
 
 async def test_a_router_that_others_can_reach_takes_nobody_without_a_key(start, start_worker, client) -> None:

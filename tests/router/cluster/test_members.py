@@ -311,6 +311,22 @@ def test_a_drain_is_taken_back(rig: Rig) -> None:
     assert rig.view().draining is None
 
 
+def test_a_drain_lasts_as_long_for_a_router_with_another_clock(rig: Rig) -> None:
+    """One that is 90 s ahead and learns of it later gives it its 60 s, too."""
+    ahead = Rig(FakeClock(wall=rig.clock.wall() + 90.0))
+    rig.join()
+    ahead.join()
+    rig.members.on_member(ahead.store.published[-1])
+    rig.members.drain("a", 60.0)
+    rig.clock.advance(50.0)
+    with ahead.fleet.carrying(A, 1):
+        ahead.members.on_member(rig.store.published[-1])
+        for passed, state in ((0.0, State.DRAINING), (59.0, State.DRAINING), (2.0, State.LEFT)):
+            ahead.clock.advance(passed)
+            ahead.members.tick()
+            assert ahead.state() is state
+
+
 def test_the_deadline_of_a_drain(rig: Rig) -> None:
     rig.join()
     with rig.fleet.carrying(A, 1) as load:
