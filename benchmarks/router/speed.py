@@ -88,7 +88,7 @@ class Leg:
 
 def measure_speed(options: Options, report: Report, peer_python: Path | None) -> None:
     """Rows of requests per second and added latency, and their summary."""
-    seconds, rounds, warm_s = options.pick((3.0, 5, 1.5), quick=(0.3, 3, 1.5), tiny=(0.4, 1, 0.1))
+    seconds, rounds, warm_s = options.pick((3.0, 5, 1.5), quick=(0.3, 3, 1.5), tiny=(0.1, 1, 0.05))
     numbers = itertools.count(FIRST_FRESH, 1 << 20)
     with (
         tempfile.TemporaryDirectory(prefix="router-speed-") as name,

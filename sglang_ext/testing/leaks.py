@@ -17,13 +17,13 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from multiprocessing import resource_tracker
 from pathlib import Path
 
-from sglang_ext.cluster.guard import below, children_by_parent, descendants
+from sglang_ext.cluster.guard import below
 
 SETTLE_SECONDS = 3.0
 """How long what is already on its way out (a joined thread's exit, a reaped process) may take."""
@@ -62,6 +62,7 @@ class Process:
     pid: int
     started: int
     command: str = field(compare=False)
+    parent: int = field(compare=False, default=0)
 
 
 @dataclass(frozen=True)
@@ -120,51 +121,81 @@ def _names(folder: Path) -> list[str]:
     return []
 
 
-def _processes() -> Iterator[Process]:
-    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
-    for pid in _ours():
-        if pid == tracker:
-            continue
-        with suppress(OSError):
-            stat = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            state = " (ended, not waited for)" if stat[0] == b"Z" else ""
-            yield Process(pid, int(stat[19]), command.strip()[:200] + state)
+@dataclass(frozen=True, slots=True)
+class _Stat:
+    """What /proc/PID/stat says of a process."""
+
+    state: bytes
+    parent: int
+    started: int
+    """In ticks since the machine was."""
 
 
-def _ours() -> list[int]:
-    """What is below this process, and what was: processes with its mark whose parent has ended, and what is
-    below them, which may have written over its environment (a server's processes do, with their titles)."""
-    by_parent = children_by_parent()
-    mark = os.environ.get(MARK)
-    found = below(os.getpid(), by_parent)
-    if mark is None:
-        return found
-    known = {os.getpid(), *found}
-    # Only what was started since this process can have its mark: the rest need not be read.
-    oldest = _started(os.getpid())
-    for pid in sorted(pid for pids in by_parent.values() for pid in pids):
-        if pid not in known and _is_marked(pid, mark, oldest):
-            for orphan in (pid, *below(pid, by_parent)):
-                if orphan not in known:
-                    known.add(orphan)
-                    found.append(orphan)
+def _stats() -> dict[int, _Stat]:
+    """Of every process of this machine. Pictures are taken around each test: a file is read once in each."""
+    found = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with suppress(OSError):
+                descriptor = os.open(f"/proc/{name}/stat", os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    # The second field is the name in parentheses, which may hold anything.
+                    words = os.read(descriptor, 4096).rpartition(b")")[2].split(None, 20)
+                finally:
+                    os.close(descriptor)
+                found[int(name)] = _Stat(words[0], int(words[1]), int(words[19]))
     return found
 
 
-def _started(pid: int) -> int:
-    """When a process was started, in ticks since the machine was."""
-    return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+def _processes() -> Iterator[Process]:
+    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
+    stats = _stats()
+    for pid in _ours(stats):
+        if pid == tracker:
+            continue
+        with suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            stat = stats[pid]
+            state = " (ended, not waited for)" if stat.state == b"Z" else ""
+            yield Process(pid, stat.started, command.strip()[:200] + state, stat.parent)
 
 
-def _is_marked(pid: int, mark: str, oldest: int) -> bool:
+def _ours(stats: Mapping[int, _Stat]) -> list[int]:
+    """What is below this process, and what was: processes with its mark whose parent has ended, and what is
+    below them, which may have written over its environment (a server's processes do, with their titles)."""
+    by_parent: dict[int, list[int]] = {}
+    for pid, stat in stats.items():
+        by_parent.setdefault(stat.parent, []).append(pid)
+    found = below(os.getpid(), by_parent)
+    mark = os.environ.get(MARK)
+    if mark is None:
+        return found
+    known = {os.getpid(), *found}
+    # Whoever adopts what has lost its parent is above this process, or not to be seen from here. And only
+    # what was started since this process can have its mark: the environment of the rest need not be read.
+    oldest = stats[os.getpid()].started
+    for parent in _above(os.getpid(), stats):
+        for pid in by_parent.get(parent, ()):
+            if pid not in known and stats[pid].started >= oldest and _is_marked(pid, mark):
+                orphans = [each for each in (pid, *below(pid, by_parent)) if each not in known]
+                known.update(orphans)
+                found += orphans
+    return found
+
+
+def _above(pid: int, stats: Mapping[int, _Stat]) -> Iterator[int]:
+    """The parent of a process, its parent and so on; 0 at last."""
+    while pid in stats:
+        pid = stats[pid].parent
+        yield pid
+
+
+def _is_marked(pid: int, mark: str) -> bool:
     with suppress(OSError):
-        if _started(pid) >= oldest:
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            return any(
-                f"{variable.decode(errors='replace')}/".startswith(f"{MARK}={mark}/")
-                for variable in variables
-            )
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return any(
+            f"{variable.decode(errors='replace')}/".startswith(f"{MARK}={mark}/") for variable in variables
+        )
     return False
 
 
@@ -249,7 +280,12 @@ class LeakGuard:
         Raises:
             LeakError: something is there that was not, is not adopted, and stays for `seconds`.
         """
-        self._compare(lambda: _without_others(Resources.take() - before - self._adopted_and_below()), seconds)
+
+        def left_behind() -> Resources:
+            now = Resources.take()
+            return _without_others(now - before - self._adopted_and_below(now))
+
+        self._compare(left_behind, seconds)
 
     def check_end(self, since: Resources | None = None, *, seconds: float = SETTLE_SECONDS) -> None:
         """Compare with the guard's beginning; what was adopted has to be gone.
@@ -270,10 +306,13 @@ class LeakGuard:
 
         self._compare(left_behind, seconds)
 
-    def _adopted_and_below(self) -> Resources:
+    def _adopted_and_below(self, now: Resources) -> Resources:
         """What was adopted, and the processes that adopted processes have started since."""
-        theirs = {pid for process in self._adopted.processes for pid in descendants(process.pid)}
-        started = frozenset(p for p in _processes() if p.pid in theirs)
+        by_parent: dict[int, list[int]] = {}
+        for process in now.processes:
+            by_parent.setdefault(process.parent, []).append(process.pid)
+        theirs = {pid for process in self._adopted.processes for pid in below(process.pid, by_parent)}
+        started = frozenset(process for process in now.processes if process.pid in theirs)
         return self._adopted | Resources(processes=started)
 
     @staticmethod

@@ -1,6 +1,7 @@
 """Low priorities give way on real servers, and their answers are what they would have been.
 
 The server has two places and slots for 800 tokens; answers are compared with those of SGLang without a cache.
+The long form does the same without overlap, and on two ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scope="module",
     params=[
         pytest.param((), id="overlap"),
-        pytest.param(("--disable-overlap-schedule",), id="no-overlap"),
+        pytest.param(("--disable-overlap-schedule",), id="no-overlap", marks=pytest.mark.long),
         pytest.param(("--tp-size", "2"), id="two-ranks", marks=pytest.mark.long),
     ],
 )

@@ -2,7 +2,8 @@
 
 Cold answers are taken on the same server under a cache salt of their own, so that nothing is reused. The
 server's HBM holds a fraction of the conversations, its DRAM a larger one, its disk all of them; prefill is
-chunked, and retraction is forced by SGLang's own test switch.
+chunked, and retraction is forced by SGLang's own test switch. The short form has each model and each page
+size once, and latent attention only in the comparison and its twin.
 """
 
 from __future__ import annotations
@@ -51,11 +52,20 @@ def spec(model: str, page_size: int, disk: Path) -> ServerSpec:
     )
 
 
-@pytest.fixture(
-    scope="module",
-    params=[("tiny", 1), ("tiny", 16), ("tiny-mla", 1)],
-    ids=lambda param: f"{param[0]}-page{param[1]}",
-)
+SERVERS = (("tiny", 1), ("tiny", 16), ("tiny-mla", 1), ("tiny-mla", 16))
+"""Models and page sizes."""
+
+
+def on(*short: tuple[str, int]) -> pytest.MarkDecorator:
+    """A test of all servers, of which the short form has some."""
+    servers = [
+        pytest.param(each, id=f"{each[0]}-page{each[1]}", marks=() if each in short else pytest.mark.long)
+        for each in SERVERS
+    ]
+    return pytest.mark.parametrize("server", servers, indirect=True)
+
+
+@pytest.fixture(scope="module")
 def server(
     request: pytest.FixtureRequest, get_server: GetServer, tmp_path_factory: pytest.TempPathFactory
 ) -> ServerProcess:
@@ -102,9 +112,10 @@ def converse(server: ServerProcess, conversations: list[list[list[int]]], reuse:
 
 
 @pytest.mark.timeout(3600)
+@on(("tiny", 1), ("tiny-mla", 16))
 def test_hits_of_every_kind_give_the_cold_answer(server: ServerProcess, long_run: bool) -> None:
     slow = server.spec.model == "tiny-mla"  # latent attention costs ten times as much on a CPU
-    count = (20 if long_run else 3) if slow else (200 if long_run else 14)
+    count = (20 if long_run else 3) if slow else (200 if long_run else 9)
     conversations = random_conversations(
         seed=7, count=count, turns=(2, 4), tokens=(8, 700), system_tokens=150
     )
@@ -132,6 +143,7 @@ def test_hits_of_every_kind_give_the_cold_answer(server: ServerProcess, long_run
     assert reuse.dram + reuse.disk > 0.05 * reuse.prompt, reuse
 
 
+@on(("tiny", 1))
 def test_the_stages_of_a_request_add_up(server: ServerProcess) -> None:
     rng = random.Random(11)
     answer = server.generate([rng.randrange(100, 30_000) for _ in range(300)], max_new_tokens=60)
@@ -148,6 +160,7 @@ def fill(server: ServerProcess, tokens: int, seed: int) -> None:
         server.generate([rng.randrange(100, 30_000) for _ in range(800)], max_new_tokens=1)
 
 
+@on(("tiny", 1), ("tiny-mla", 16))
 def test_one_damaged_bit_in_dram_is_seen(server: ServerProcess) -> None:
     """The twin: if this did not fail, the test above would prove nothing."""
     server.flush()
@@ -178,6 +191,7 @@ def settled_change(arena: Path, before: npt.NDArray[np.uint8]) -> int:
     return int(changed[-1]) + 1 if changed.size and np.array_equal(now, snapshot(arena)) else 0
 
 
+@on(("tiny", 1))
 def test_a_salt_shares_nothing(server: ServerProcess) -> None:
     rng = random.Random(21)
     prompt = [rng.randrange(100, 30_000) for _ in range(200)]
@@ -192,6 +206,7 @@ def test_a_salt_shares_nothing(server: ServerProcess) -> None:
     assert_same(plain, theirs, atol=1e-4)
 
 
+@on(("tiny", 1))
 def test_what_is_in_use_is_not_deleted(server: ServerProcess) -> None:
     """MemServe, table 1: neither by `/flush_cache`, nor by what others need."""
     rng = random.Random(41)
@@ -213,6 +228,7 @@ def running(server: ServerProcess) -> bool:
     return any(load["num_running_reqs"] for load in server.get("/v1/loads")["loads"])
 
 
+@on(("tiny", 1))
 def test_flushing_empties_every_tier(server: ServerProcess) -> None:
     rng = random.Random(31)
     prompt = [rng.randrange(100, 30_000) for _ in range(300)]
