@@ -1,7 +1,8 @@
 """Hints, disaggregation, the disk, moving requests, changing roles, tenants and updated weights, all crossed.
 
-Random programmes (`sglang_ext.testing.programmes`) on a small fleet, whose answers are a stock server's. The
-long form draws them for half an hour, and prints the seed of each that fails. To run some seeds again:
+Random programmes (`sglang_ext.testing.programmes`) on a small fleet, whose answers are a stock server's: one
+that crosses any two of these, a damaged twin, and those that have failed once. The long form draws them for
+half an hour, and prints the seed of each that fails. To run some seeds again:
 
     SGLANG_EXT_CROSSINGS=7,40 python -m pytest --long tests/integration/pd/test_crossings.py -k drawn
 """
@@ -47,7 +48,7 @@ LONG_SECONDS = 1800
 SEEDS = "SGLANG_EXT_CROSSINGS"
 """The environment variable with seeds to run instead of new ones."""
 
-pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,12 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, leak_guard: LeakGuard) -> It
 
 
 async def played(
-    programme: Programme, fleet: Fleet, stock: ServerProcess, *, at_least: Counter[str] | None = None
+    programme: Programme,
+    fleet: Fleet,
+    front: Front,
+    stock: ServerProcess,
+    *,
+    at_least: Counter[str] | None = None,
 ) -> Played:
     """Run a programme. That all its turns were handed over and all its roles changed is seen to here.
 
@@ -66,20 +72,31 @@ async def played(
     """
     must = Counter({"handed over": len(list(programme.turns)), "role changes done": programme.role_changes})
     expected = await asyncio.to_thread(stock_answers, programme, stock, fleet.models)
-    async with front_of(fleet, programme.policy) as front:
-        return await Player(programme, fleet, front).play(expected, at_least=must + Counter(at_least))
-
-
-async def test_everything_crossed_changes_no_answer(fleet: Fleet, truth: ServerProcess) -> None:
-    programme = draw(SHORT.seed, SHORT.steps)
-    happened = Counter({"moves moved": 1, "hints ready": 1, "prefetched": 1, "from disk": 1})
-    found = await played(programme, fleet, truth, at_least=happened)
-    assert any(cached for turn, cached in found.cached.items() if turn.number > 0)
+    return await Player(programme, fleet, front).play(expected, at_least=must + Counter(at_least))
 
 
 FIRST, SECOND, OTHERS = Turn(0, 0, 0), Turn(0, 1, 0), Turn(0, 0, 1)
 
 
+async def test_everything_crossed_changes_no_answer(fleet: Fleet, truth: ServerProcess) -> None:
+    """The twin, with the first turn of the same programme: what decode reads of a prompt is verified by
+    nothing, so that the answer has to show one damaged byte of it."""
+    programme = draw(SHORT.seed, SHORT.steps)
+    async with front_of(fleet, programme.policy) as front:
+        happened = Counter({"moves moved": 1, "hints ready": 1, "prefetched": 1, "from disk": 1})
+        found = await played(programme, fleet, front, truth, at_least=happened)
+        assert any(cached for turn, cached in found.cached.items() if turn.number > 0)
+        await handed_over_damaged(shortened(programme, Ask((FIRST,))), fleet, front, truth)
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=lambda kept: str(kept.seed))
+async def test_what_has_failed_once(kept: Kept, fleet: Fleet, truth: ServerProcess) -> None:
+    programme = draw(kept.seed, kept.steps)
+    async with front_of(fleet, programme.policy) as front:
+        await played(programme, fleet, front, truth)
+
+
+@pytest.mark.long
 async def test_tenants_that_share_are_noticed(fleet: Fleet, truth: ServerProcess) -> None:
     """The twin of the tenants: without salts, the second one finds the first one's KV."""
     both = shortened(draw(SHORT.seed, SHORT.steps), Ask((FIRST,)), Ask((OTHERS,)))
@@ -89,12 +106,12 @@ async def test_tenants_that_share_are_noticed(fleet: Fleet, truth: ServerProcess
             await Player(both, fleet, front).play(expected)
 
 
+@pytest.mark.long
 async def test_one_damaged_byte_is_another_answer_or_is_noticed(fleet: Fleet, truth: ServerProcess) -> None:
-    """The twin, with the first turns of the same programme. What decode reads of a prompt, or of a request
-    that moves, is verified by nothing: the answer has to show it. What comes from disk is, for a hint too."""
+    """What decode reads of a request that moves is verified by nothing either. What comes from disk is, for a
+    hint too."""
     whole = draw(SHORT.seed, SHORT.steps)
     async with front_of(fleet, whole.policy) as front:
-        await handed_over_damaged(shortened(whole, Ask((FIRST,))), fleet, front, truth)
         await handed_over_damaged(shortened(whole, Ask((FIRST,), moves=True)), fleet, front, truth)
         loaded = shortened(whole, Ask((FIRST,)), Fill(0), Hint(0, 0, waits=True), Ask((SECOND,)))
         expected = await asyncio.to_thread(stock_answers, loaded, truth, fleet.models)
@@ -141,12 +158,6 @@ def damage_disks(fleet: Fleet) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kept", KEPT, ids=lambda kept: str(kept.seed))
-async def test_what_has_failed_once(kept: Kept, fleet: Fleet, truth: ServerProcess) -> None:
-    await played(draw(kept.seed, kept.steps), fleet, truth)
-
-
-@pytest.mark.long
 @pytest.mark.timeout(LONG_SECONDS + 900)
 async def test_drawn_programmes(fleet: Fleet, truth: ServerProcess) -> None:
     """Whatever their seeds: half an hour of new ones, or those that are named."""
@@ -161,7 +172,8 @@ async def test_drawn_programmes(fleet: Fleet, truth: ServerProcess) -> None:
             break
         programme = draw(seed)
         try:
-            did += (await played(programme, fleet, truth)).did
+            async with front_of(fleet, programme.policy) as front:
+                did += (await played(programme, fleet, front, truth)).did
         except (AssertionError, OSError, aiohttp.ClientError, httpx.HTTPError):
             failed.append(seed)
             print(f"\nseed {seed} fails:\n{traceback.format_exc()}", flush=True)
