@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.integration
 BLOCK = 16
 SLOW = 0.8
 TIMEOUT = 2.5
+TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 def spec(faults: Path, folder: Path, *more: str) -> ServerSpec:
@@ -96,8 +98,8 @@ def events(server: ServerProcess, prompt: list[int], **fields: str) -> Iterator[
 
 
 def blocks_on_disk(folder: Path) -> int:
-    (rank,) = folder.iterdir()
-    return check_directory(rank).blocks
+    """What every rank has."""
+    return min(check_directory(rank).blocks for rank in folder.iterdir())
 
 
 def test_the_end_waits_for_the_disk(server: ServerProcess, prompt: list[int], faults: Path) -> None:
@@ -174,20 +176,44 @@ def test_a_disk_that_hangs_holds_an_end_no_longer_than_the_flag_says(
 
 
 def kill(server: ServerProcess) -> None:
-    (scheduler,) = server.processes("sglang::scheduler")
-    os.kill(scheduler, signal.SIGKILL)
+    for scheduler in server.processes("sglang::scheduler"):
+        os.kill(scheduler, signal.SIGKILL)
 
 
 def test_what_was_told_survives_a_kill_and_without_the_flag_it_does_not(
     server: ServerProcess, rng: random.Random, faults: Path, folder: Path
+) -> None:
+    it_survives_a_kill(server, spec(faults, folder), rng, faults, folder)
+
+
+@pytest.mark.long
+def test_what_was_told_survives_a_kill_of_two_ranks(rng: random.Random, faults: Path, tmp_path: Path) -> None:
+    plain = replace(
+        spec(faults, tmp_path, "--tp", "2"), environment={FOLDER: str(faults), **STRICT, **TWO_RANKS}
+    )
+    acked = ("--kv-durability", "acked", "--kv-durability-timeout", "20")
+    with ServerProcess(replace(plain, flags=(*plain.flags, *acked))) as server:
+        it_survives_a_kill(server, plain, rng, faults, tmp_path, ranks=2)
+
+
+def it_survives_a_kill(
+    server: ServerProcess,
+    without_flag: ServerSpec,
+    rng: random.Random,
+    faults: Path,
+    folder: Path,
+    *,
+    ranks: int = 1,
 ) -> None:
     """Killed right after an end was told, with a slow disk. The second server is the twin."""
     prompt, other = ([rng.randrange(100, 30_000) for _ in range(10 * BLOCK + 4)] for _ in range(2))
     with fault(faults, "slow-writes", str(SLOW)):
         answer = server.generate(prompt, max_new_tokens=2 * BLOCK)
         kill(server)
+    assert answer.durability == "durable"
     server.stop()
-    with ServerProcess(spec(faults, folder)) as twin:
+    assert len(list(folder.iterdir())) == ranks
+    with ServerProcess(without_flag) as twin:
         # The KV of the last token was never computed.
         whole = [*prompt, *answer.tokens][: 12 * BLOCK + 1]
         found = twin.generate([*whole, 5, 6, 7], max_new_tokens=1)
@@ -195,7 +221,7 @@ def test_what_was_told_survives_a_kill_and_without_the_flag_it_does_not(
         assert_same(answer, twin.generate(prompt, max_new_tokens=2 * BLOCK))
         twin.wait_idle()
         wait_until(lambda: metric(twin, "disk_backlog_bytes") == 0, seconds=20, what="everything written")
-        before = metric(twin, "blocks", 'tier="disk"')
+        before = metric(twin, "blocks", 'tier="disk"') / ranks
         with fault(faults, "slow-writes", str(SLOW)):
             told = twin.generate(other, max_new_tokens=2 * BLOCK)
             kill(twin)
