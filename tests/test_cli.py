@@ -100,11 +100,11 @@ def test_bad_values_are_refused_with_the_flag(arguments: list[str], says: str) -
 
 def test_serve_becomes_the_launcher_which_says_what_is_wrong_in_one_line() -> None:
     """SGLang's children import the main module of their parent, so the launcher has to be that module."""
-    result = run("serve", "--model-path", "none", "--kv-dram-size", "1GB")
+    result = run("serve", "--model-path", "none", "--api-key-file", "/nonexistent/key")
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1] == (
-        "sglang_ext.launch_server: error: --kv-dram-size: needs --radix-cache-backend global. "
-        "Add it, or drop the --kv-* flags"
+        "sglang_ext.launch_server: error: --api-key-file: cannot read /nonexistent/key: "
+        "No such file or directory"
     )
 
 
@@ -121,13 +121,15 @@ class TestCluster:
         )
 
     def test_says_which_part_failed_and_keeps_its_log(self, tmp_path: Path) -> None:
-        with self.start("--log-dir", str(tmp_path / "logs"), "--", "--no-such-flag") as process:
-            out, err = process.communicate(timeout=100)
+        # Refused before SGLang is imported.
+        flag = f"--api-key-file={tmp_path / 'gone'}"
+        with self.start("--log-dir", str(tmp_path / "logs"), "--", flag) as process:
+            out, err = process.communicate(timeout=300)
         assert process.returncode == 1
         assert "server-0: starting" in out
-        assert "sglang-ext cluster: server-0 ended with exit status 2" in err
-        assert "--no-such-flag" in err
-        assert "--no-such-flag" in (tmp_path / "logs" / "server-0.log").read_text()
+        assert "sglang-ext cluster: server-0 ended with exit status 1" in err
+        assert "gone" in err
+        assert "gone" in (tmp_path / "logs" / "server-0.log").read_text()
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_ends_when_told_to(self, tmp_path: Path, number: signal.Signals) -> None:

@@ -32,7 +32,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
             env={**inherited, "TMPDIR": scratch, **environment},
             capture_output=True,
             text=True,
-            timeout=180,
+            timeout=500,  # a guard against hanging: to import SGLang takes a busy machine minutes
         )
 
 
