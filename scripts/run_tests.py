@@ -1,5 +1,5 @@
-"""Run all tests in four processes side by side: fleets of servers, servers that tests share and commands
-and other programs, moving and keeping KV, and all others (`part_of` in tests/conftest.py).
+"""Run all tests in four processes side by side: fleets of servers, servers that tests share, the router,
+commands and other programs, moving and keeping KV, and all others (`part_of` in tests/conftest.py).
 
     python scripts/run_tests.py [PYTEST ARGUMENTS]
 
@@ -31,7 +31,7 @@ from sglang_ext.cluster import guard
 
 PARTS = {
     "fleets": "tests that start servers of their own",
-    "servers": "tests that share servers, and of commands and programs",
+    "servers": "tests that share servers, and of the router, commands and programs",
     "moving": "tests of moving and keeping KV, without servers",
     "others": "all other tests",
 }

@@ -20,6 +20,8 @@ settings.register_profile("new", deadline=None, print_blob=True, derandomize=Fal
 INTEGRATION = Path(__file__).parent / "integration"
 COMMANDS = ("test_cluster.py", "test_demo.py", "test_pd_cluster.py", "test_stock_launcher.py")
 """Integration tests of the commands that users type."""
+ROUTED = "router"
+"""The folder of integration tests of the router: its fleets make the two parts with servers equally long."""
 PROGRAMS = ("benchmarks", "cluster", "demo", "test_cli.py", "test_plugin.py")
 """Folders and files beside them that start programs without servers."""
 MOVING = ("disagg", "engine", "tiered_store")
@@ -33,12 +35,13 @@ def parts_of(file: Path) -> tuple[str, ...]:
     if INTEGRATION not in file.parents:
         place = file.relative_to(INTEGRATION.parent).parts[0] if INTEGRATION.parent in file.parents else ""
         return ("servers",) if place in PROGRAMS else ("moving",) if place in MOVING else ("others",)
-    return ("servers",) if file.name in COMMANDS else ("servers", "fleets")
+    return ("servers",) if file.name in COMMANDS or file.parent.name == ROUTED else ("servers", "fleets")
 
 
 def part_of(item: pytest.Item) -> str:
     """The part that a test belongs to: of those with servers, the first has what shares one and what runs a
-    command or another program, and the second what starts servers of its own, several as a rule."""
+    command or another program, and the router's, and the second what starts servers of its own, several as
+    a rule."""
     first, *rest = parts_of(item.path)
     return rest[0] if rest and "server_pool" not in getattr(item, "fixturenames", ()) else first
 

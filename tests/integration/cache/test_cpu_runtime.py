@@ -1,7 +1,7 @@
 """The CPU runtime with SGLang's own cache: it computes what transformers computes, in pages and with MLA.
 
 The oracle knows nothing of SGLang: transformers' greedy generation over the whole prompt, without a cache
-between requests.
+between requests. Without `--long` it is one model and one page size; `test_model_reference.py` has MLA.
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ def test_answers_are_those_of_transformers(
     assert answers_of(server) == right, "after a request that kills a stock server"
 
 
+@pytest.mark.long
 def test_an_mla_model_without_yarn_answers_as_with_transformers(
     get_server: GetServer, mla: Path, expected: dict[str, list[list[int]]]
 ) -> None:
